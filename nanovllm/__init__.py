@@ -1,0 +1,8 @@
+"""Offline batch inference for Qwen3: `from nanovllm import LLM, SamplingParams`."""
+
+from nanovllm.engine.llm_engine import RequestOutput
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+
+__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+__version__ = "0.1.0"

@@ -1,0 +1,272 @@
+"""LLMEngine: tokenizer, scheduler and rank-0 model runner, and the loop that drives them."""
+
+import logging
+import secrets
+import time
+import weakref
+from collections.abc import Iterable
+from itertools import count
+from typing import TypedDict
+
+from tqdm.auto import tqdm
+from xxhash import xxh64_intdigest
+
+from nanovllm.config import Config
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | list[int]
+
+
+class RequestOutput(TypedDict):
+    """One request's result.
+
+    text: the completion, special tokens left out; None with skip_tokenizer_init.
+    token_ids: the completion's token ids, the end-of-sequence token included.
+    finish_reason: "stop" (end of sequence) or "length" (max_tokens, or the engine's longest sequence).
+    num_cached_tokens: prompt tokens that the prefix cache supplied.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    finish_reason: str
+    num_cached_tokens: int
+
+
+class LLMEngine:
+    """Generates completions for batches of prompts.
+
+    Use it as a context manager, or call exit(), or just drop it: each gives all memory back.
+
+    Attributes:
+        config: the checked options.
+        tokenizer: the model's transformers tokenizer; None with skip_tokenizer_init.
+        scheduler, model_runner: the parts that a step goes through.
+    """
+
+    def __init__(self, model: str, **options):
+        """
+        Args:
+            model: a directory, a hub id, or a published shape's name; see Config for it and all options.
+
+        Raises:
+            TypeError, ValueError, FileNotFoundError: as Config does, and for weights that do not fit the model.
+            MemoryError: no room for a single KV cache block.
+        """
+        start = time.perf_counter()
+        self.config = config = Config.create(model, **options)
+        self.tokenizer = None if config.skip_tokenizer_init else _load_tokenizer(config.model)
+        eos = set(config.eos)
+        if self.tokenizer is not None and "eos" not in options and self.tokenizer.eos_token_id is not None:
+            eos.add(self.tokenizer.eos_token_id)
+        self.model_runner = ModelRunner(config)
+        # Runs once: at exit(), when the engine is collected, or when the interpreter ends.
+        self._finalizer = weakref.finalize(self, self.model_runner.exit)
+        self.scheduler = Scheduler(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.max_model_len,
+            self.model_runner.num_kvcache_blocks,
+            config.kvcache_block_size,
+            eos,
+            config.enable_prefix_caching,
+        )
+        self._seed = secrets.randbits(63) if config.seed is None else config.seed
+        self._seq_ids = count()
+        logger.info("ready in %.1f s", time.perf_counter() - start)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self.exit()
+
+    def exit(self) -> None:
+        """Give all memory back; unfinished requests are dropped. Harmless when called again."""
+        self._finalizer()
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queue one prompt; `step` then works on it. Returns its id.
+
+        Raises ValueError (or TypeError) where generate would, and RuntimeError after exit().
+        """
+        self._check_alive()
+        token_ids = self._tokenize([prompt])[0]
+        self._check_prompt(token_ids)
+        seq = self._make_sequence(token_ids, _check_params(sampling_params or SamplingParams()))
+        self.scheduler.add(seq)
+        return seq.seq_id
+
+    def is_finished(self) -> bool:
+        """Whether no request is left to work on."""
+        return self.scheduler.is_finished()
+
+    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
+        """Compute one step.
+
+        Returns:
+            [(request id, completion token ids)] of the requests that finished, and the number of tokens that a
+            prefill computed, or minus the number of sequences that a decode step advanced.
+
+        Raises:
+            RuntimeError: nothing is queued, or the engine has exited.
+        """
+        finished, num_tokens = self._step()
+        return [(seq.seq_id, seq.completion_token_ids) for seq in finished], num_tokens
+
+    def _step(self) -> tuple[list[Sequence], int]:
+        self._check_alive()
+        if self.is_finished():
+            raise RuntimeError("step() with no request queued: call add_request() first")
+        seqs, is_prefill = self.scheduler.schedule()
+        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs) if is_prefill else -len(seqs)
+        token_ids = self.model_runner.call("run", seqs, is_prefill)
+        return self.scheduler.postprocess(seqs, token_ids), num_tokens
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt.
+
+        Args:
+            prompts: texts or lists of token ids, mixed as you like; one text alone is a batch of one.
+            sampling_params: one for all prompts, or a list with one each; None samples with the defaults.
+            use_tqdm: show finished prompts, and prefill and decode tokens a second.
+
+        Returns:
+            One RequestOutput a prompt, in the order of the prompts.
+
+        Raises:
+            ValueError, TypeError: a wrong argument, before any work: the message names the argument and the
+                prompt's index. The engine stays usable, also after an exception or Ctrl-C half-way: the batch's
+                requests are dropped and their blocks are free again.
+            RuntimeError: after exit(), or while requests from add_request() are unfinished.
+        """
+        self._check_alive()
+        if not self.is_finished():
+            raise RuntimeError("generate() while requests from add_request() are unfinished: step() through them")
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        params = _params_per_prompt(sampling_params, len(prompts))
+        token_ids = self._tokenize(prompts)
+        for i, ids in enumerate(token_ids):
+            self._check_prompt(ids, f"prompts[{i}]: ")
+        seqs = [self._make_sequence(ids, p) for ids, p in zip(token_ids, params, strict=True)]
+        del token_ids  # The sequences hold them; a second copy of a large batch would be for nothing.
+        try:
+            for seq in seqs:
+                self.scheduler.add(seq)
+            self._run_all(len(seqs), use_tqdm)
+        finally:
+            if not self.is_finished():
+                self.scheduler.abort(seq.seq_id for seq in seqs)
+        return self._outputs(seqs)
+
+    def _run_all(self, num_requests: int, use_tqdm: bool) -> None:
+        with tqdm(total=num_requests, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            speed = {"prefill": 0, "decode": 0}
+            while not self.is_finished():
+                start = time.perf_counter()
+                finished, num_tokens = self._step()
+                if use_tqdm:
+                    rate = abs(num_tokens) / (time.perf_counter() - start)
+                    speed["prefill" if num_tokens > 0 else "decode"] = rate
+                    postfix = {kind: f"{int(rate)}tok/s" for kind, rate in speed.items()}
+                    bar.set_postfix(postfix, refresh=False)
+                    bar.update(len(finished))
+
+    def _outputs(self, seqs: list[Sequence]) -> list[RequestOutput]:
+        completions = [seq.completion_token_ids for seq in seqs]
+        texts: Iterable[str | None] = [None] * len(seqs)
+        if self.tokenizer is not None:
+            texts = self.tokenizer.batch_decode(completions, skip_special_tokens=True)
+        return [
+            RequestOutput(
+                text=text,
+                token_ids=token_ids,
+                finish_reason=seq.finish_reason,
+                num_cached_tokens=seq.num_shared_tokens,
+            )
+            for seq, text, token_ids in zip(seqs, texts, completions, strict=True)
+        ]
+
+    def _check_alive(self) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError("this engine has exited: make a new LLM")
+
+    def _tokenize(self, prompts: list[Prompt]) -> list[list[int]]:
+        """Token ids of each prompt; texts go through the tokenizer in one batch."""
+        texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
+        if texts and self.tokenizer is None:
+            raise ValueError(f"prompts[{texts[0]}]: is a text, but skip_tokenizer_init is set: pass token ids")
+        token_ids = list(prompts)
+        if texts:
+            encoded = self.tokenizer([prompts[i] for i in texts])["input_ids"]
+            for i, ids in zip(texts, encoded, strict=True):
+                token_ids[i] = ids
+        return token_ids
+
+    def _check_prompt(self, token_ids: list[int], where: str = "prompt: ") -> None:
+        """An id outside the vocabulary must never reach a GPU: it would end the process's CUDA context."""
+        try:
+            token_ids = list(token_ids)
+            low, high = min(token_ids, default=0), max(token_ids, default=0)
+            all_ints = all(type(token) is int for token in token_ids) or not any(
+                isinstance(token, bool) or not hasattr(token, "__index__") for token in token_ids
+            )
+        except TypeError:
+            all_ints = False
+        if not all_ints:
+            raise TypeError(f"{where}must be a string or a list of integer token ids")
+        if not token_ids:
+            raise ValueError(f"{where}is empty: it must hold at least one token")
+        vocab_size = self.config.hf_config.vocab_size
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(f"{where}token id {bad} is outside the vocabulary, 0..{vocab_size - 1}")
+        try:
+            self.scheduler.check(len(token_ids))
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from None
+
+    def _make_sequence(self, token_ids: list[int], params: SamplingParams) -> Sequence:
+        seq_id = next(self._seq_ids)
+        # Neighbouring requests must not draw from related streams, hence a hash and no sum.
+        seed = xxh64_intdigest(seq_id.to_bytes(8, "little"), self._seed) >> 1
+        return Sequence(seq_id, token_ids, params, self.config.kvcache_block_size, seed)
+
+
+def _params_per_prompt(params, num_prompts: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    params = list(params)
+    if len(params) != num_prompts:
+        raise ValueError(
+            f"sampling_params: {len(params)} of them for {num_prompts} prompts; pass one for all, or one each"
+        )
+    for i, p in enumerate(params):
+        _check_params(p, f"sampling_params[{i}]")
+    return params
+
+
+def _check_params(params, where: str = "sampling_params") -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"{where}: must be a SamplingParams, not {type(params).__name__}")
+    return params
+
+
+def _load_tokenizer(model: str):
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model, use_fast=True)
+    except Exception as error:
+        raise ValueError(
+            f"model={model!r}: its tokenizer cannot be loaded ({error}); skip_tokenizer_init=True does without"
+        ) from error

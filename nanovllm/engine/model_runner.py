@@ -1,0 +1,322 @@
+"""ModelRunner: the model on one device, its memory, its inputs, its CUDA graphs."""
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from nanovllm.config import CPU_KVCACHE_GIB, Config
+from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
+from nanovllm.engine.inputs import BlockTables, PackedArrays
+from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention_backend import select_backend
+from nanovllm.layers.sampler import Sampler
+from nanovllm.models import model_class
+from nanovllm.models.qwen3 import get_head_dim
+from nanovllm.utils.context import Context, step_context
+from nanovllm.utils.loader import load_dummy, load_model
+from nanovllm.utils.parallel import TensorParallel
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+
+
+class ModelRunner:
+    """Runs steps of the model on one rank's device.
+
+    Attributes:
+        config: the engine's options.
+        num_kvcache_blocks: blocks of the KV cache.
+        kv_cache: [2, layers, blocks, block_size, kv_heads, head_dim]; 0 = keys, 1 = values.
+    """
+
+    def __init__(self, config: Config, rank: int = 0):
+        """Build everything, ready for `run`. What was allocated is given back where a part of it fails."""
+        self.config = config
+        self.rank = rank
+        self.tp = TensorParallel(rank, config.tensor_parallel_size)
+        self.block_size = config.kvcache_block_size
+        self.model = self.sampler = self.kv_cache = self.graphs = self.decode_inputs = None
+        try:
+            self._build()
+        except BaseException:
+            self.exit()
+            raise
+
+    def _build(self) -> None:
+        config = self.config
+        self.device = torch.device("cpu")
+        if config.device == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device() + self.rank)
+        head_dim = get_head_dim(config.hf_config)
+        backend = select_backend(config.attention_backend, config.device, config.dtype, head_dim, self.block_size)
+        cls = model_class(config.hf_config)
+        with self.device, _default_dtype(config.dtype):
+            self.model = cls(config.hf_config, config.max_model_len, backend, self.tp)
+        self.model.requires_grad_(False)
+        if config.load_format == "dummy":
+            load_dummy(self.model, config.seed or 0)
+        else:
+            load_model(self.model, config.model)
+        self.sampler = Sampler()
+        num_params = sum(p.numel() for p in self.model.parameters())
+        logger.info("model: %s, %.3f B parameters, %s", config.model, num_params / 1e9, config.dtype)
+        logger.info("device: %s; attention back end: %s", self.device_name, backend.name)
+        self.warmup_model()
+        self.allocate_kv_cache()
+        self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
+        rows = config.max_num_seqs
+        self.decode_inputs = PackedArrays(
+            {
+                "input_ids": ((rows,), np.int64),
+                "positions": ((rows,), np.int64),
+                "seeds": ((rows,), np.int64),
+                "temperatures": ((rows,), np.float32),
+                "slot_mapping": ((rows,), np.int32),
+                "context_lens": ((rows,), np.int32),
+                "block_tables": ((rows, self.max_blocks_per_seq), np.int32),
+            },
+            self.device,
+        )
+        self.decode_tables = BlockTables(self.decode_inputs.host["block_tables"])
+        if config.device == "cuda" and not config.enforce_eager:
+            self.capture_cudagraph()
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+
+    def call(self, method: str, *args):
+        """Run one method by name on every rank; the result is rank 0's."""
+        return getattr(self, method)(*args)
+
+    def exit(self) -> None:
+        """Give all memory back. Harmless when called again."""
+        if self.model is not None:
+            for layer in self._attention_layers():
+                layer.k_cache = layer.v_cache = None
+        self.model = self.sampler = self.kv_cache = self.graphs = self.decode_inputs = None
+        # Parameters and their loaders refer to each other, so their memory waits for the collector.
+        gc.collect()
+        if self.config.device == "cuda":
+            torch.cuda.empty_cache()
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def warmup_model(self) -> None:
+        """One prefill at full size, so that the peak of the activations is known before the KV cache takes the
+        rest. Nothing to learn on a CPU, where the cache's size is an option."""
+        if self.device.type == "cpu":
+            return
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        config = self.config
+        # As many sequences as a step may hold, so that the logits are at their largest as well.
+        num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        seq_len = min(config.max_num_batched_tokens // num_seqs, config.max_model_len)
+        cu_seqlens = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * seq_len
+        input_ids = torch.randint(config.hf_config.vocab_size, (num_seqs * seq_len,), device=self.device)
+        positions = torch.arange(seq_len, device=self.device).repeat(num_seqs)
+        context = Context(True, cu_seqlens, cu_seqlens, seq_len, seq_len)
+        sampling = [torch.zeros(num_seqs, dtype=d, device=self.device) for d in _SAMPLING_DTYPES]
+        with step_context(context):
+            self._forward(input_ids, positions, *sampling)
+        torch.cuda.synchronize(self.device)
+
+    def allocate_kv_cache(self) -> None:
+        """One tensor for all layers, each of which holds its slices of it.
+
+        Raises MemoryError where there is no room for one block, with the numbers.
+        """
+        config, hf_config = self.config, self.config.hf_config
+        layers = self._attention_layers()
+        num_kv_heads = self.tp.shard(hf_config.num_key_value_heads, "num_key_value_heads")
+        shape = (self.block_size, num_kv_heads, get_head_dim(hf_config))
+        block_bytes = 2 * len(layers) * int(np.prod(shape)) * config.dtype.itemsize
+        blocks = config.num_kvcache_blocks
+        if blocks == -1:
+            budget, reason = self._kv_cache_budget()
+            blocks = budget // block_bytes
+            if blocks < 1:
+                raise MemoryError(
+                    f"no room for one KV cache block of {block_bytes / GIB:.3f} GiB: {reason}; raise "
+                    "gpu_memory_utilization or kvcache_gib, or lower max_num_batched_tokens"
+                )
+        self.num_kvcache_blocks = blocks
+        self.kv_cache = torch.zeros(2, len(layers), blocks, *shape, dtype=config.dtype, device=self.device)
+        for i, layer in enumerate(layers):
+            layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
+        capacity = blocks * self.block_size
+        bound = "max_model_len" if config.max_model_len <= capacity else "the KV cache"
+        logger.info(
+            "KV cache: %d blocks x %d = %d tokens, %.2f GiB; longest sequence: %d tokens (%s)",
+            blocks,
+            self.block_size,
+            capacity,
+            blocks * block_bytes / GIB,
+            min(config.max_model_len, capacity),
+            bound,
+        )
+
+    def _kv_cache_budget(self) -> tuple[int, str]:
+        """Bytes for the KV cache, and in words where they come from."""
+        config = self.config
+        if config.kvcache_gib is not None or self.device.type == "cpu":
+            gib = config.kvcache_gib or CPU_KVCACHE_GIB
+            return int(gib * GIB), f"kvcache_gib is {gib}"
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        stats = torch.cuda.memory_stats(self.device)
+        peak, current = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
+        budget = total * config.gpu_memory_utilization - (total - free) - (peak - current)
+        return int(budget), (
+            f"of {total / GIB:.2f} GiB x gpu_memory_utilization={config.gpu_memory_utilization}, "
+            f"{(total - free) / GIB:.2f} GiB are in use (by other processes too) and a step's activations "
+            f"take {(peak - current) / GIB:.2f} GiB"
+        )
+
+    def _attention_layers(self) -> list[Attention]:
+        return [module for module in self.model.modules() if isinstance(module, Attention)]
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
+        """Compute one step and sample: one token a sequence, in order (that of a sequence whose prefill goes on
+        with the next chunk means nothing)."""
+        step = self._run_prefill if is_prefill else self._run_decode
+        return step(seqs).tolist()
+
+    def _run_prefill(self, seqs: list[Sequence]) -> torch.Tensor:
+        inputs, context = self.prepare_prefill(seqs)
+        with step_context(context):
+            return self._forward(*inputs)
+
+    def _run_decode(self, seqs: list[Sequence]) -> torch.Tensor:
+        self.prepare_decode(seqs)
+        num_seqs = len(seqs)
+        if self.graphs is not None and num_seqs <= self.graphs.max_batch_size:
+            return self.graphs.replay(num_seqs)
+        return self._decode(num_seqs)
+
+    def prepare_prefill(self, seqs: list[Sequence]) -> tuple[tuple[torch.Tensor, ...], Context]:
+        """The flat batch of the sequences' scheduled tokens: (input_ids, positions, temperatures, seeds, sample
+        positions), and the context."""
+        num_new = [seq.num_scheduled_tokens for seq in seqs]
+        num_keys = [seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs]
+        num_tokens, num_seqs = sum(num_new), len(seqs)
+        # Without a cached prefix, keys and values are all in the batch itself, and no table is looked up.
+        is_cached = sum(num_keys) > num_tokens
+        max_blocks = max(len(seq.block_table) for seq in seqs)
+        arrays = PackedArrays(
+            {
+                "input_ids": ((num_tokens,), np.int64),
+                "positions": ((num_tokens,), np.int64),
+                "seeds": ((num_seqs,), np.int64),
+                "sample_positions": ((num_seqs,), np.int64),
+                "temperatures": ((num_seqs,), np.float32),
+                "slot_mapping": ((num_tokens,), np.int32),
+                "cu_seqlens_q": ((num_seqs + 1,), np.int32),
+                "cu_seqlens_k": ((num_seqs + 1,), np.int32),
+                "block_tables": ((num_seqs, max_blocks), np.int32),
+            },
+            self.device,
+        )
+        host = arrays.host
+        tables = BlockTables(host["block_tables"])
+        start = 0
+        for i, seq in enumerate(seqs):
+            first, end = seq.num_cached_tokens, num_keys[i]
+            tables.write(i, seq.block_table)
+            positions = np.arange(first, end)
+            tokens = slice(start, start + num_new[i])
+            host["input_ids"][tokens] = np.frombuffer(seq.tokens, np.int32)[first:end]
+            host["positions"][tokens] = positions
+            blocks = tables.array[i, positions // self.block_size]
+            host["slot_mapping"][tokens] = blocks * self.block_size + positions % self.block_size
+            start += num_new[i]
+        np.cumsum(num_new, out=host["cu_seqlens_q"][1:])
+        np.cumsum(num_keys, out=host["cu_seqlens_k"][1:])
+        host["sample_positions"][:] = host["cu_seqlens_k"][1:] - host["cu_seqlens_k"][:-1] - 1
+        host["temperatures"][:] = [seq.temperature for seq in seqs]
+        host["seeds"][:] = [seq.seed for seq in seqs]
+        arrays.send()
+        device = arrays.device
+        context = Context(
+            is_prefill=True,
+            cu_seqlens_q=device["cu_seqlens_q"],
+            cu_seqlens_k=device["cu_seqlens_k"],
+            max_seqlen_q=max(num_new),
+            max_seqlen_k=max(num_keys),
+            slot_mapping=device["slot_mapping"],
+            block_tables=device["block_tables"] if is_cached else None,
+        )
+        names = ("input_ids", "positions", "temperatures", "seeds", "sample_positions")
+        return tuple(device[name] for name in names), context
+
+    def prepare_decode(self, seqs: list[Sequence]) -> None:
+        """Each sequence's last token, its position, its slot and its block table, into decode_inputs."""
+        host, num_seqs = self.decode_inputs.host, len(seqs)
+        context_lens = np.fromiter((seq.num_tokens for seq in seqs), np.int64, num_seqs)
+        positions = context_lens - 1
+        for row, seq in enumerate(seqs):
+            self.decode_tables.write(row, seq.block_table)
+        host["input_ids"][:num_seqs] = [seq.last_token for seq in seqs]
+        host["positions"][:num_seqs] = positions
+        host["context_lens"][:num_seqs] = context_lens
+        blocks = host["block_tables"][np.arange(num_seqs), positions // self.block_size]
+        host["slot_mapping"][:num_seqs] = blocks * self.block_size + positions % self.block_size
+        host["temperatures"][:num_seqs] = [seq.temperature for seq in seqs]
+        host["seeds"][:num_seqs] = [seq.seed for seq in seqs]
+        # The rows that pad the batch to a captured size write nothing and read nothing.
+        host["slot_mapping"][num_seqs:] = -1
+        host["context_lens"][num_seqs:] = 0
+        self.decode_inputs.send()
+
+    def _decode(self, batch_size: int) -> torch.Tensor:
+        """Decode the first rows of decode_inputs -> tokens int64 [batch_size]. Captured as it stands."""
+        rows = {name: tensor[:batch_size] for name, tensor in self.decode_inputs.device.items()}
+        context = Context(
+            slot_mapping=rows["slot_mapping"],
+            context_lens=rows["context_lens"],
+            block_tables=rows["block_tables"],
+        )
+        with step_context(context):
+            return self._forward(
+                rows["input_ids"], rows["positions"], rows["temperatures"], rows["seeds"], rows["positions"]
+            )
+
+    def _forward(self, input_ids, positions, temperatures, seeds, sample_positions) -> torch.Tensor:
+        """Model, head and sampler: tokens int64 [num_seqs], on the device. A token is drawn with the noise of the
+        position it follows."""
+        logits = self.model.compute_logits(self.model(input_ids, positions))
+        return self.sampler(logits, temperatures, seeds, sample_positions)
+
+    @torch.inference_mode()
+    def capture_cudagraph(self) -> None:
+        """Capture `_decode`, sampling included, at every batch size of graph_batch_sizes."""
+        sizes = graph_batch_sizes(self.config.max_num_seqs)
+        self.decode_inputs.host["slot_mapping"][:] = -1
+        self.decode_inputs.send()
+        self.graphs = DecodeGraphs(self._decode, sizes, self.device)
+        logger.info("CUDA graphs: %d, batch sizes 1 to %d", len(sizes), sizes[-1])
+
+
+_SAMPLING_DTYPES = (torch.float32, torch.int64, torch.int64)  # temperatures, seeds, positions
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """torch.set_default_dtype for a block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,158 @@
+"""Scheduler: which sequences the next step computes, and what becomes of them after it."""
+
+from collections import deque
+from collections.abc import Iterable
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+
+class Scheduler:
+    """Waiting and running queues over one BlockManager: prefill first, preemption last in, first out.
+
+    Args:
+        max_num_seqs: sequences a step at most.
+        max_num_batched_tokens: tokens that one prefill step computes at most.
+        max_model_len: longest sequence, prompt and completion, that the model may see.
+        num_kvcache_blocks, kvcache_block_size: the KV cache's blocks, and token slots a block.
+        eos: end-of-sequence token ids.
+        enable_prefix_caching: whether equal beginnings share blocks.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        num_kvcache_blocks: int,
+        kvcache_block_size: int,
+        eos: Iterable[int] = (),
+        enable_prefix_caching: bool = True,
+    ):
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_seq_len = min(max_model_len, num_kvcache_blocks * kvcache_block_size)
+        self.eos = frozenset(eos)
+        self.block_manager = BlockManager(num_kvcache_blocks, kvcache_block_size, enable_prefix_caching)
+        self.waiting: deque[Sequence] = deque()
+        self.running: deque[Sequence] = deque()
+        self.num_preemptions = 0
+
+    def is_finished(self) -> bool:
+        return not self.waiting and not self.running
+
+    def check(self, num_prompt_tokens: int) -> None:
+        """Raises ValueError where a prompt of this length leaves no room for one completion token."""
+        if num_prompt_tokens >= self.max_seq_len:
+            blocks, size = len(self.block_manager.blocks), self.block_manager.block_size
+            raise ValueError(
+                f"the prompt has {num_prompt_tokens} tokens, and with one token of completion it is longer "
+                f"than the engine's longest sequence of {self.max_seq_len} tokens (the smaller of "
+                f"max_model_len and the KV cache's {blocks} blocks x {size} tokens); shorten the prompt, or "
+                "raise max_model_len or the KV cache's size"
+            )
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. Raises ValueError where it could never run."""
+        self.check(seq.num_tokens)
+        self.waiting.append(seq)
+
+    def schedule(self) -> tuple[list[Sequence], bool]:
+        """The next step's sequences, and whether they are prefilled; never empty while work is left.
+
+        Each sequence's num_scheduled_tokens says how many tokens the step computes for it, and its
+        block_table has slots for them.
+        """
+        seqs = self._schedule_prefill()
+        if seqs:
+            return seqs, True
+        return self._schedule_decode(), False
+
+    def _schedule_prefill(self) -> list[Sequence]:
+        seqs: list[Sequence] = []
+        budget = self.max_num_batched_tokens
+        while self.waiting and len(seqs) < self.max_num_seqs and budget > 0:
+            seq = self.waiting[0]
+            if not seq.block_table:
+                if not self.block_manager.can_allocate(seq):
+                    break
+                self.block_manager.allocate(seq)
+            seq.num_scheduled_tokens = min(seq.num_tokens - seq.num_cached_tokens, budget)
+            budget -= seq.num_scheduled_tokens
+            seqs.append(seq)
+            if seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens:
+                break  # A chunk: it stays at the head of the queue, with its blocks, for the next step.
+            seq.status = SequenceStatus.RUNNING
+            self.running.append(self.waiting.popleft())
+        return seqs
+
+    def _schedule_decode(self) -> list[Sequence]:
+        seqs: list[Sequence] = []
+        while self.running and len(seqs) < self.max_num_seqs:
+            seq = self.running.popleft()
+            while not self.block_manager.can_append(seq):
+                # Last in, first out; the sequence itself where nobody younger is left. Once alone it always
+                # fits, because no sequence grows past max_seq_len.
+                victim = self.running.pop() if self.running else seq
+                self.preempt(victim)
+                if victim is seq:
+                    break
+            else:
+                self.block_manager.may_append(seq)
+                seq.num_scheduled_tokens = 1
+                seqs.append(seq)
+        self.running.extendleft(reversed(seqs))
+        return seqs
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's blocks back; it is prefilled again, completion and all."""
+        self.num_preemptions += 1
+        seq.status = SequenceStatus.WAITING
+        seq.is_prefilling = True
+        self.block_manager.deallocate(seq)
+        self.waiting.appendleft(seq)
+
+    def postprocess(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
+        """Book one step: register full blocks, append tokens, end what is done.
+
+        Args:
+            seqs: what schedule() returned.
+            token_ids: one sampled token a sequence; that of a sequence whose prefill goes on is ignored.
+
+        Returns:
+            The sequences that finished, their blocks given back.
+        """
+        finished = []
+        for seq, token_id in zip(seqs, token_ids, strict=True):
+            num_cached_tokens = seq.num_cached_tokens
+            seq.num_cached_tokens += seq.num_scheduled_tokens
+            seq.num_scheduled_tokens = 0
+            self.block_manager.hash_blocks(seq, num_cached_tokens)
+            if seq.num_cached_tokens < seq.num_tokens:
+                continue
+            seq.is_prefilling = False
+            seq.append_token(token_id)
+            if token_id in self.eos and not seq.ignore_eos:
+                seq.finish_reason = "stop"
+            elif seq.num_completion_tokens >= seq.max_tokens or seq.num_tokens >= self.max_seq_len:
+                seq.finish_reason = "length"
+            else:
+                continue
+            seq.status = SequenceStatus.FINISHED
+            self.block_manager.deallocate(seq)
+            finished.append(seq)
+        if finished:
+            self.running = deque(seq for seq in self.running if not seq.is_finished)
+        return finished
+
+    def abort(self, seq_ids: Iterable[int]) -> None:
+        """Drop these sequences wherever they are and give their blocks back."""
+        seq_ids = set(seq_ids)
+        for queue in (self.waiting, self.running):
+            for seq in queue:
+                if seq.seq_id in seq_ids:
+                    seq.status = SequenceStatus.FINISHED
+                    seq.finish_reason = "abort"
+                    self.block_manager.deallocate(seq)
+        self.waiting = deque(seq for seq in self.waiting if not seq.is_finished)
+        self.running = deque(seq for seq in self.running if not seq.is_finished)

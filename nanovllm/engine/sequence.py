@@ -1,0 +1,169 @@
+"""Sequence: one request's state, from the waiting queue to its last token."""
+
+from array import array
+from enum import Enum, auto
+
+from nanovllm.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    """WAITING -> RUNNING -> FINISHED; preemption leads back from RUNNING to WAITING."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """One request: its tokens, how many of them are in the KV cache, and the blocks that hold them.
+
+    Tokens are kept in an int32 array (4 bytes a token, so that 100,000 waiting prompts fit in memory);
+    `token_ids`, `prompt_token_ids`, `completion_token_ids` and `block(i)` hand out lists, each a copy.
+
+    Attributes:
+        seq_id: unique within the engine, in order of arrival.
+        status: see SequenceStatus.
+        is_prefilling: whether the next step prefills it. State of its own, not derived from the number of
+            completion tokens: a preempted sequence is prefilled again, completion and all.
+        tokens: array("i") of prompt and completion; empty in a worker's copy of a decoding sequence.
+        last_token: the newest token, the one that a decode step feeds to the model.
+        num_tokens: prompt and completion tokens.
+        num_prompt_tokens: prompt tokens.
+        num_cached_tokens: tokens from the front whose keys and values are in the KV cache: the shared prefix
+            right after allocation, more with every step.
+        num_shared_tokens: tokens that the prefix cache gave when the sequence was first allocated, -1 before.
+        num_scheduled_tokens: tokens whose keys and values the current step computes.
+        block_table: ids of the KV cache blocks that hold the sequence, in order.
+        block_hashes: hash chain of the full blocks, as far as it has been computed; the block manager's.
+        finish_reason: "stop", "length" or "abort" once finished, else None.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "block_size",
+        "block_table",
+        "finish_reason",
+        "ignore_eos",
+        "is_prefilling",
+        "last_token",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_prompt_tokens",
+        "num_scheduled_tokens",
+        "num_shared_tokens",
+        "num_tokens",
+        "seed",
+        "seq_id",
+        "status",
+        "temperature",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        seq_id: int,
+        token_ids: list[int],
+        sampling_params: SamplingParams | None = None,
+        block_size: int = 256,
+        seed: int = 0,
+    ):
+        """token_ids: the prompt, at least one token. seed: used where sampling_params names none."""
+        sampling_params = sampling_params or SamplingParams()
+        self.seq_id = seq_id
+        self.block_size = block_size
+        self.status = SequenceStatus.WAITING
+        self.is_prefilling = True
+        self.tokens = array("i", token_ids)
+        self.last_token = self.tokens[-1]
+        self.num_tokens = len(self.tokens)
+        self.num_prompt_tokens = self.num_tokens
+        self.num_cached_tokens = 0
+        self.num_shared_tokens = -1
+        self.num_scheduled_tokens = 0
+        self.block_table: list[int] = []
+        self.block_hashes: list[int] = []
+        self.finish_reason: str | None = None
+        self.temperature = float(sampling_params.temperature)
+        self.max_tokens = sampling_params.max_tokens
+        self.ignore_eos = sampling_params.ignore_eos
+        self.seed = seed if sampling_params.seed is None else sampling_params.seed
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence(seq_id={self.seq_id}, {self.status.name}, num_tokens={self.num_tokens}, "
+            f"num_prompt_tokens={self.num_prompt_tokens}, num_cached_tokens={self.num_cached_tokens}, "
+            f"block_table={self.block_table})"
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.tokens.tolist()
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.tokens[: self.num_prompt_tokens].tolist()
+
+    @property
+    def completion_token_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :].tolist()
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that num_tokens tokens take: ceil(num_tokens / block_size)."""
+        return -(-self.num_tokens // self.block_size)
+
+    @property
+    def last_block_num_tokens(self) -> int:
+        """Tokens in the last block, 1..block_size."""
+        return self.num_tokens - (self.num_blocks - 1) * self.block_size
+
+    def block(self, i: int) -> list[int]:
+        """Token ids of block i, 0 <= i < num_blocks; the last one may be shorter than block_size."""
+        if not 0 <= i < self.num_blocks:
+            raise IndexError(f"block {i} of a sequence that has {self.num_blocks}")
+        return self.tokens[i * self.block_size : (i + 1) * self.block_size].tolist()
+
+    def append_token(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+        self.last_token = token_id
+        self.num_tokens += 1
+
+    def __getstate__(self) -> tuple:
+        """What a worker needs for one step and no more: token ids only while the sequence is prefilled."""
+        return (
+            self.seq_id,
+            self.block_size,
+            self.is_prefilling,
+            self.num_tokens,
+            self.num_prompt_tokens,
+            self.num_cached_tokens,
+            self.num_scheduled_tokens,
+            self.block_table,
+            self.tokens if self.is_prefilling else self.last_token,
+        )
+
+    def __setstate__(self, state: tuple) -> None:
+        (
+            self.seq_id,
+            self.block_size,
+            self.is_prefilling,
+            self.num_tokens,
+            self.num_prompt_tokens,
+            self.num_cached_tokens,
+            self.num_scheduled_tokens,
+            self.block_table,
+            tokens,
+        ) = state
+        self.tokens = tokens if self.is_prefilling else array("i")
+        self.last_token = tokens[-1] if self.is_prefilling else tokens

@@ -1,0 +1,156 @@
+"""The back ends that compute attention: one interface, chosen once at start-up."""
+
+from abc import ABC, abstractmethod
+from importlib.util import find_spec
+
+import torch
+
+from nanovllm.kernels import HAS_TRITON
+from nanovllm.layers.attention_torch import (
+    decode_attention_torch,
+    prefill_attention_torch,
+    store_kvcache_torch,
+)
+from nanovllm.utils.context import Context
+
+if HAS_TRITON:
+    from nanovllm.kernels.paged_decode import DecodeWorkspace, paged_decode
+    from nanovllm.kernels.paged_prefill import paged_prefill
+    from nanovllm.kernels.store_kvcache import store_kvcache
+
+
+class AttentionBackend(ABC):
+    """What a layer needs of attention. Shapes as in `Attention`; caches are
+    [num_blocks, block_size, num_kv_heads, head_dim], None in a prefill before there is a cache."""
+
+    name: str
+
+    @abstractmethod
+    def store(self, k, v, k_cache, v_cache, slot_mapping) -> None:
+        """Write k and v, [num_tokens, num_kv_heads, head_dim], to their slots; slot -1 writes nothing."""
+
+    @abstractmethod
+    def prefill(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor:
+        """Attention of the flat batch of new tokens, each over the keys up to its own."""
+
+    @abstractmethod
+    def decode(self, q, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor:
+        """Attention of one new token a sequence over its context_lens keys; zeros where that is 0."""
+
+
+class TorchBackend(AttentionBackend):
+    """Plain torch, on any device: the CPU's back end, and the twin of the others."""
+
+    name = "torch"
+
+    def store(self, k, v, k_cache, v_cache, slot_mapping):
+        store_kvcache_torch(k, v, k_cache, v_cache, slot_mapping)
+
+    def prefill(self, q, k, v, k_cache, v_cache, context, scale):
+        c = context
+        return prefill_attention_torch(
+            q, k, v, k_cache, v_cache, c.cu_seqlens_q, c.cu_seqlens_k, c.max_seqlen_q, c.block_tables, scale
+        )
+
+    def decode(self, q, k_cache, v_cache, context, scale):
+        return decode_attention_torch(q, k_cache, v_cache, context.context_lens, context.block_tables, scale)
+
+
+class TritonBackend(AttentionBackend):
+    """Our own kernels: float32, bfloat16 and float16, any block size that is a power of two from 16."""
+
+    name = "triton"
+
+    def __init__(self):
+        self.workspace: DecodeWorkspace | None = None
+
+    def store(self, k, v, k_cache, v_cache, slot_mapping):
+        store_kvcache(k, v, k_cache, v_cache, slot_mapping)
+
+    def prefill(self, q, k, v, k_cache, v_cache, context, scale):
+        c = context
+        return paged_prefill(
+            q, k, v, k_cache, v_cache, c.cu_seqlens_q, c.cu_seqlens_k, c.max_seqlen_q, c.block_tables, scale
+        )
+
+    def decode(self, q, k_cache, v_cache, context, scale):
+        return paged_decode(q, k_cache, v_cache, context.context_lens, context.block_tables, scale)
+
+
+class FlashAttnBackend(AttentionBackend):
+    """The flash-attn package (FlashAttention-2, arXiv:2307.08691): bfloat16 and float16, blocks of 256 n."""
+
+    name = "flash_attn"
+
+    def __init__(self):
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        self.varlen_func = flash_attn_varlen_func
+        self.with_kvcache = flash_attn_with_kvcache
+
+    def store(self, k, v, k_cache, v_cache, slot_mapping):
+        store_kvcache(k, v, k_cache, v_cache, slot_mapping)
+
+    def prefill(self, q, k, v, k_cache, v_cache, context, scale):
+        if context.block_tables is not None:
+            k, v = k_cache, v_cache
+        return self.varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=context.cu_seqlens_q,
+            cu_seqlens_k=context.cu_seqlens_k,
+            max_seqlen_q=context.max_seqlen_q,
+            max_seqlen_k=context.max_seqlen_k,
+            softmax_scale=scale,
+            causal=True,
+            block_table=context.block_tables,
+        )
+
+    def decode(self, q, k_cache, v_cache, context, scale):
+        out = self.with_kvcache(
+            q.unsqueeze(1),
+            k_cache,
+            v_cache,
+            cache_seqlens=context.context_lens,
+            block_table=context.block_tables,
+            softmax_scale=scale,
+            causal=True,
+        )
+        return out.squeeze(1)
+
+
+def select_backend(name: str, device: str, dtype: torch.dtype, head_dim: int, block_size: int) -> AttentionBackend:
+    """The back end that `attention_backend=name` stands for.
+
+    "auto" is flash_attn on a GPU where the package is there and takes this model, else triton, and torch on a
+    CPU. Raises ValueError where the named one cannot run this model, saying why.
+    """
+    if name == "auto":
+        candidates = ("torch",) if device == "cpu" else ("flash_attn", "triton", "torch")
+        name = next(c for c in candidates if _obstacle(c, device, dtype, head_dim, block_size) is None)
+    obstacle = _obstacle(name, device, dtype, head_dim, block_size)
+    if obstacle is not None:
+        raise ValueError(f"attention_backend={name!r}: {obstacle}")
+    return {"flash_attn": FlashAttnBackend, "triton": TritonBackend, "torch": TorchBackend}[name]()
+
+
+def _obstacle(name: str, device: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    """Why a back end cannot run here; None where it can."""
+    if name == "torch":
+        return None
+    if device == "cpu":
+        return "needs a CUDA device; on a CPU use torch"
+    if not HAS_TRITON:
+        return "needs the triton package, which is not installed"
+    if name == "triton":
+        return None if head_dim <= 256 else f"head_dim {head_dim} is more than 256"
+    if find_spec("flash_attn") is None:
+        return "the flash-attn package is not installed: pip install 'nanovllm[flash-attn]', or use triton"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, not {dtype}; use triton"
+    if block_size % 256:
+        return f"kvcache_block_size={block_size} is not a multiple of 256; use triton"
+    if head_dim > 256 or head_dim % 8:
+        return f"head_dim {head_dim} is not a multiple of 8 up to 256"
+    return None

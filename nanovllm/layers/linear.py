@@ -1,0 +1,112 @@
+"""Linear layers that know their shard: columns or rows over the tensor-parallel ranks (Megatron-LM, arXiv:1909.08053).
+
+Every parameter carries two things for the loader: `shards`, the checkpoint tensors that make it up ({shard id:
+their full shape}), and `weight_loader(param, loaded, shard_id)`, which copies this rank's part of one of them.
+`loaded` is a tensor or anything that yields one when sliced, such as a safetensors slice, of which only the part
+asked for is read.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.utils.parallel import TensorParallel
+
+
+def make_parameter(shape: tuple[int, ...], shards: dict, weight_loader) -> nn.Parameter:
+    """An uninitialised parameter of this rank's shape, which knows how it is loaded."""
+    parameter = nn.Parameter(torch.empty(shape), requires_grad=False)
+    parameter.shards = shards
+    parameter.weight_loader = weight_loader
+    return parameter
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with W's output rows over the ranks; several matrices may be stacked into one.
+
+    Args:
+        input_size: columns of W.
+        output_sizes: {shard id: output rows of that matrix in the checkpoint}.
+        bias: whether there is one.
+        tp: this rank's place.
+
+    forward: [num_tokens, input_size] -> [num_tokens, sum of this rank's parts].
+    """
+
+    def __init__(self, input_size: int, output_sizes: dict, bias: bool, tp: TensorParallel):
+        super().__init__()
+        self.output_sizes = output_sizes
+        self.parts = {key: self.part(key, tp) for key in output_sizes}
+        rows = sum(num_rows for _, num_rows in self.parts.values())
+        shapes = {key: (size, input_size) for key, size in output_sizes.items()}
+        self.weight = make_parameter((rows, input_size), shapes, self.weight_loader)
+        self.bias = None
+        if bias:
+            shapes = {key: (size,) for key, size in output_sizes.items()}
+            self.bias = make_parameter((rows,), shapes, self.weight_loader)
+
+    def part(self, shard_id, tp: TensorParallel) -> tuple[int, int]:
+        """First row and number of rows that this rank takes of a checkpoint matrix."""
+        num_rows = tp.shard(self.output_sizes[shard_id], f"output size of {shard_id or 'a layer'}")
+        return tp.rank * num_rows, num_rows
+
+    def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
+        offset = 0
+        for key, (start, num_rows) in self.parts.items():
+            if key == shard_id:
+                param.data[offset : offset + num_rows].copy_(loaded[start : start + num_rows])
+                return
+            offset += num_rows
+        raise KeyError(shard_id)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Equal-input matrices as one product: gate and up. Shard ids are 0, 1, ..."""
+
+    def __init__(self, input_size: int, output_sizes: list[int], bias: bool, tp: TensorParallel):
+        super().__init__(input_size, dict(enumerate(output_sizes)), bias, tp)
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """Query, key and value projections as one product, whole heads a rank. Shard ids are "q", "k" and "v".
+
+    forward: [num_tokens, hidden_size] -> [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], both head
+    counts this rank's.
+    """
+
+    def __init__(
+        self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, tp: TensorParallel
+    ):
+        self.num_heads = tp.shard(num_heads, "num_attention_heads")
+        self.num_kv_heads = tp.shard(num_kv_heads, "num_key_value_heads")
+        kv_size = num_kv_heads * head_dim
+        super().__init__(hidden_size, {"q": num_heads * head_dim, "k": kv_size, "v": kv_size}, bias, tp)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with W's input columns over the ranks, and the sum over the ranks after it.
+
+    forward: [num_tokens, this rank's part of input_size] -> [num_tokens, output_size].
+    """
+
+    def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):
+        super().__init__()
+        self.tp = tp
+        shape = (output_size, tp.shard(input_size, "input size of a row-parallel layer"))
+        self.weight = make_parameter(shape, {None: (output_size, input_size)}, self.weight_loader)
+        self.bias = make_parameter((output_size,), {None: (output_size,)}, self.bias_loader) if bias else None
+
+    def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
+        num_columns = param.shape[1]
+        start = self.tp.rank * num_columns
+        param.data.copy_(loaded[:, start : start + num_columns])
+
+    def bias_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
+        param.data.copy_(loaded[:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # One rank adds the bias, else the sum would hold it once a rank.
+        return self.tp.all_reduce(F.linear(x, self.weight, self.bias if self.tp.rank == 0 else None))

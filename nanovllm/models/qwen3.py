@@ -1,0 +1,176 @@
+"""Qwen3 (arXiv:2505.09388), and Qwen2 (arXiv:2407.10671) as the same decoder with two switches."""
+
+import torch
+from torch import nn
+
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention_backend import AttentionBackend
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_parameters
+from nanovllm.utils.parallel import TensorParallel
+
+
+def get_head_dim(config) -> int:
+    """Qwen2's configuration names no head_dim: there it is hidden_size / num_attention_heads."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+class Qwen3Attention(nn.Module):
+    """Fused q/k/v projection, RMSNorm on each head of q and k, RoPE, paged attention, output projection.
+
+    forward: positions int64 [num_tokens], hidden_states [num_tokens, hidden_size] -> like hidden_states.
+    """
+
+    def __init__(
+        self,
+        config,
+        rotary_emb: RotaryEmbedding,
+        backend: AttentionBackend,
+        tp: TensorParallel,
+        qkv_bias: bool,
+        o_bias: bool,
+        qk_norm: bool,
+    ):
+        super().__init__()
+        self.head_dim = get_head_dim(config)
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.qkv_proj = QKVParallelLinear(config.hidden_size, self.head_dim, num_heads, num_kv_heads, qkv_bias, tp)
+        self.o_proj = RowParallelLinear(num_heads * self.head_dim, config.hidden_size, o_bias, tp)
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.eps = config.rms_norm_eps
+        self.rotary_emb = rotary_emb
+        self.attn = Attention(self.head_dim, backend)
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv_proj(hidden_states)
+        qk_norm_rope_store(
+            qkv,
+            self.q_norm.weight if self.q_norm else None,
+            self.k_norm.weight if self.k_norm else None,
+            self.eps,
+            self.rotary_emb.cos_sin_cache,
+            positions,
+            None,
+            None,
+            None,
+            self.num_heads,
+            self.num_kv_heads,
+        )
+        heads = qkv.view(len(qkv), -1, self.head_dim)
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        return self.o_proj(self.attn(q, k, v).flatten(1))
+
+
+class Qwen3MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, config, tp: TensorParallel):
+        super().__init__()
+        if config.hidden_act != "silu":
+            raise ValueError(f"hidden_act={config.hidden_act!r} in config.json: supported is silu")
+        hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, False, tp)
+        self.act_fn = SiluAndMul()
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, False, tp)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+
+
+class Qwen3DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP. The residual stream is carried apart, so that each addition shares a pass over
+    memory with the norm that follows it."""
+
+    def __init__(self, config, tp: TensorParallel, **attention):
+        super().__init__()
+        self.self_attn = Qwen3Attention(config, tp=tp, **attention)
+        self.mlp = Qwen3MLP(config, tp)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual, hidden_states = hidden_states, self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, hidden_states)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class Qwen3Model(nn.Module):
+    """Embedding, decoder layers, final norm: token ids and positions [num_tokens] -> [num_tokens, hidden_size]."""
+
+    def __init__(self, config, max_position: int, tp: TensorParallel, **attention):
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
+        rotary_emb = RotaryEmbedding(get_head_dim(config), max_position, rope_parameters(config))
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, tp, rotary_emb=rotary_emb, **attention) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden_states = self.embed_tokens(input_ids)
+        residual = None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        return self.norm(hidden_states, residual)[0]
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """Qwen3, dense.
+
+    Args:
+        config: its transformers configuration.
+        max_position: positions that RoPE's table must cover.
+        backend: computes attention.
+        tp: this rank's place.
+
+    Raises:
+        ValueError: a configuration that asks for what we do not implement (sliding windows, other RoPE scaling).
+    """
+
+    # Fused parameter -> the checkpoint's names for its parts, with the shard id of each.
+    packed_modules_mapping = {  # noqa: RUF012
+        "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
+        "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
+    }
+
+    def __init__(self, config, max_position: int, backend: AttentionBackend, tp: TensorParallel):
+        super().__init__()
+        if getattr(config, "use_sliding_window", False):
+            raise ValueError("use_sliding_window=true in config.json: sliding windows are not supported")
+        self.model = Qwen3Model(config, max_position, tp, backend=backend, **self.attention_switches(config))
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @staticmethod
+    def attention_switches(config) -> dict[str, bool]:
+        bias = bool(getattr(config, "attention_bias", False))
+        return {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Token ids and positions, int64 [num_tokens] -> hidden states [num_tokens, hidden_size]."""
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size] -> logits [num_seqs, vocab_size] of the last tokens."""
+        return self.lm_head(hidden_states)
+
+
+class Qwen2ForCausalLM(Qwen3ForCausalLM):
+    """Qwen2 and Qwen2.5: biases on q, k and v alone, no norm on their heads."""
+
+    @staticmethod
+    def attention_switches(config) -> dict[str, bool]:
+        return {"qkv_bias": True, "o_bias": False, "qk_norm": False}

@@ -1,0 +1,60 @@
+"""Context: all that the layers see of a step, set by the model runner before it and reset after it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Attention metadata of one step. All tensors are int32 on the model's device.
+
+    Attributes:
+        is_prefill: whether the step prefills (a flat batch of new tokens) or decodes (one token a sequence).
+        cu_seqlens_q: [num_seqs + 1] prefill: running sum of the new tokens of each sequence.
+        cu_seqlens_k: [num_seqs + 1] prefill: running sum of the keys, cached prefix and new tokens.
+        max_seqlen_q, max_seqlen_k: prefill: the longest of each.
+        slot_mapping: [num_tokens] KV cache slot (block * block_size + offset) of each token, -1 = store nothing.
+        context_lens: [num_seqs] decode: keys of each sequence, its new token included; 0 = padding row.
+        block_tables: [num_seqs, max_blocks] KV cache blocks of each sequence, right-padded with -1; None in a
+            prefill that reads nothing from the cache.
+    """
+
+    is_prefill: bool = False
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    slot_mapping: torch.Tensor | None = None
+    context_lens: torch.Tensor | None = None
+    block_tables: torch.Tensor | None = None
+
+
+# A context variable rather than a global: engines driven from two threads do not see each other's steps.
+_EMPTY = Context()
+_context: ContextVar[Context] = ContextVar("nanovllm_context", default=_EMPTY)
+
+
+def get_context() -> Context:
+    return _context.get()
+
+
+def set_context(context: Context) -> None:
+    _context.set(context)
+
+
+def reset_context() -> None:
+    _context.set(_EMPTY)
+
+
+@contextmanager
+def step_context(context: Context) -> Iterator[None]:
+    """Set the context for the block, and reset it also where the block raises."""
+    set_context(context)
+    try:
+        yield
+    finally:
+        reset_context()

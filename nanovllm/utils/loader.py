@@ -1,0 +1,115 @@
+"""Weights: from safetensors files, or drawn at random, straight into the model's parameters."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+# Older checkpoints store RoPE's frequencies, which follow from the configuration.
+_DERIVED = ("rotary_emb.inv_freq",)
+_MAX_NAMED = 5
+
+
+def load_model(model: nn.Module, directory: str) -> None:
+    """Fill every parameter from the safetensors files of a model directory.
+
+    All names and shapes are checked against the files' headers before the first byte is copied. A parameter's
+    weight_loader reads from the memory-mapped file only what its rank needs and copies it to the device.
+
+    Raises:
+        FileNotFoundError: no safetensors, or a file that the index names is not there.
+        ValueError: a damaged file; a missing, an extra or a wrongly shaped tensor; the message names it.
+    """
+    with ExitStack() as stack:
+        tensors = _open_tensors(directory, stack)
+        plan = _make_plan(model, tensors)
+        for name, (param, shard_id) in plan.items():
+            load = getattr(param, "weight_loader", _copy_whole)
+            load(param, tensors[name], shard_id)
+
+
+def load_dummy(model: nn.Module, seed: int) -> None:
+    """Fill every parameter with random numbers of a usual scale: norms with ones, the rest N(0, 0.02^2)."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for name, param in model.named_parameters():
+        if name.endswith("norm.weight"):
+            param.data.fill_(1.0)
+        else:
+            param.data.normal_(std=0.02, generator=generator)
+
+
+def _copy_whole(param: nn.Parameter, loaded, shard_id) -> None:
+    param.data.copy_(loaded[...])
+
+
+def _open_tensors(directory: str, stack: ExitStack) -> dict:
+    """{tensor name: safetensors slice} over all files of a checkpoint, nothing read but headers."""
+    tensors = {}
+    for path in _checkpoint_files(Path(directory)):
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: damaged or truncated safetensors file: {error}") from error
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            if name in tensors:
+                raise ValueError(f"{path}: tensor {name!r} is in an earlier file as well")
+            tensors[name] = file.get_slice(name)
+    return tensors
+
+
+def _checkpoint_files(directory: Path) -> list[Path]:
+    """The files that the index lists, or all *.safetensors where there is no index."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"{directory}: holds no *.safetensors file (load_format='dummy' needs none)")
+        return files
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{index}: not a safetensors index: {error!r}") from error
+    for name in names:
+        if not (directory / name).is_file():
+            raise FileNotFoundError(f"{directory / name}: named by {index.name}, but not there")
+    return [directory / name for name in names]
+
+
+def _make_plan(model: nn.Module, tensors: dict) -> dict[str, tuple[nn.Parameter, object]]:
+    """{checkpoint name: (parameter, shard id)}, complete and with the right shapes, or ValueError."""
+    wanted = _wanted_tensors(model)
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    extra = [n for n in tensors if n not in wanted and not n.endswith(_DERIVED)]
+    if tied:
+        extra = [n for n in extra if n != "lm_head.weight"]
+    missing = [n for n in wanted if n not in tensors]
+    if missing:
+        raise ValueError(f"the checkpoint lacks {_some(missing)}" + (f"; it has {_some(extra)}" if extra else ""))
+    if extra:
+        raise ValueError(f"the checkpoint holds tensors that the model does not have: {_some(extra)}")
+    for name, (_, _, shape) in wanted.items():
+        found = tuple(tensors[name].get_shape())
+        if found != shape:
+            raise ValueError(f"tensor {name!r} has shape {list(found)}, the model needs {list(shape)}")
+    return {name: (param, shard_id) for name, (param, shard_id, _) in wanted.items()}
+
+
+def _wanted_tensors(model: nn.Module) -> dict[str, tuple[nn.Parameter, object, tuple[int, ...]]]:
+    """{checkpoint name: (parameter, shard id, full shape)}: exactly what the model must be given, once each."""
+    wanted = {}
+    for name, param in model.named_parameters():
+        shards = getattr(param, "shards", {None: tuple(param.shape)})
+        *parents, module, kind = name.split(".")
+        part_names = getattr(model, "packed_modules_mapping", {}).get(module, {module: None})
+        for part_name, shard_id in part_names.items():
+            wanted[".".join((*parents, part_name, kind))] = (param, shard_id, shards[shard_id])
+    return wanted
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(map(repr, names[:_MAX_NAMED])) + more
