@@ -1,0 +1,96 @@
+"""The floor: the time that no engine of this kind can beat, from two measured ceilings of the machine."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """bandwidth: bytes a second of a large copy, read and written both counted; flops: of a large product."""
+
+    bandwidth: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What the floor needs to know of a model: counts of weights, of bytes, and its attention's shape."""
+
+    layer_params: int
+    head_params: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    kv_bytes_per_token: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, hf_config, dtype: torch.dtype) -> "ModelSize":
+        c = hf_config
+        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        attention = c.hidden_size * head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
+        mlp = 3 * c.hidden_size * c.intermediate_size
+        return cls(
+            layer_params=c.num_hidden_layers * (attention + mlp),
+            head_params=c.vocab_size * c.hidden_size,
+            num_layers=c.num_hidden_layers,
+            num_heads=c.num_attention_heads,
+            head_dim=head_dim,
+            kv_bytes_per_token=2 * c.num_hidden_layers * c.num_key_value_heads * head_dim * dtype.itemsize,
+            itemsize=dtype.itemsize,
+        )
+
+
+def floor_seconds(
+    size: ModelSize, ceilings: Ceilings, prompt_lens: list[int], output_lens: list[int], shared: int, num_gpus: int
+) -> float:
+    """Seconds for one pass: prefill FLOPs at the matrix rate; then for every decode step its keys and values
+    and its weights read once at the copy bandwidth, or its matrix products where those take longer. All requests
+    decode side by side from the start; `shared` prompt tokens are computed once.
+    """
+    flops = 0
+    for i, n in enumerate(prompt_lens):
+        cached = shared if i else 0
+        flops += 2 * size.layer_params * (n - cached) + 2 * size.head_params
+        flops += 2 * size.num_layers * size.num_heads * size.head_dim * (n * n - cached * cached)
+    seconds = flops / ceilings.flops
+
+    params = size.layer_params + size.head_params
+    for step in range(1, max(output_lens)):  # prefill yields the first token
+        contexts = [n + step for n, out in zip(prompt_lens, output_lens, strict=True) if out > step]
+        weights = params * size.itemsize / ceilings.bandwidth
+        products = len(contexts) * 2 * params / ceilings.flops
+        seconds += sum(contexts) * size.kv_bytes_per_token / ceilings.bandwidth + max(weights, products)
+    return seconds / num_gpus
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Median of several: a copy of 4 GiB and a product of 8192^3 on a GPU, sizes of a second's work on a CPU."""
+    on_gpu = device.type == "cuda"
+    num_bytes, n = (4 * 2**30, 8192) if on_gpu else (2**28, 1024)
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    copy = _median_seconds(lambda: target.copy_(source), on_gpu)
+    del source, target
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    product = _median_seconds(lambda: a @ b, on_gpu)
+    return Ceilings(bandwidth=2 * num_bytes / copy, flops=2 * n**3 / product)
+
+
+def _median_seconds(work, on_gpu: bool, repeats: int = 10) -> float:
+    seconds = []
+    for _ in range(repeats + 2):  # the first two warm up
+        if on_gpu:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3)
+        else:
+            begin = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - begin)
+    return sorted(seconds[2:])[repeats // 2]

@@ -1,0 +1,56 @@
+"""The benchmark's workloads: how many requests, how long, what they share."""
+
+from dataclasses import dataclass
+from random import Random
+
+VOCABULARY = 10000  # prompts are random ids in 0..10000, which every model has
+TEMPERATURE = 0.6
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Lengths are drawn uniformly, bounds included.
+
+    Attributes:
+        requests: how many.
+        prompt: shortest and longest prompt, in tokens, without the shared beginning.
+        output: fewest and most tokens to generate.
+        shared: tokens that all prompts of a pass begin with.
+        stresses: what it is there to show.
+    """
+
+    requests: int
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    stresses: str
+    shared: int = 0
+
+    def draw(self, index: int) -> tuple[list[list[int]], list[int]]:
+        """Prompts and output lengths of pass `index`.
+
+        Lengths are those of seed 0 in every pass, so that passes compare; token ids are fresh in each, so that
+        none lives off the prefix cache of the one before. Pass 0 of "bench" is the published benchmark.
+        """
+        rng = Random(0)
+        prompts = [_ids(rng, rng.randint(*self.prompt)) for _ in range(self.requests)]
+        outputs = [rng.randint(*self.output) for _ in range(self.requests)]
+        if index:
+            rng = Random(index)
+            prompts = [_ids(rng, len(prompt)) for prompt in prompts]
+        shared = _ids(rng, self.shared)
+        return [shared + prompt for prompt in prompts], outputs
+
+
+def _ids(rng: Random, count: int) -> list[int]:
+    return [rng.randint(0, VOCABULARY) for _ in range(count)]
+
+
+WORKLOADS = {
+    "bench": Workload(256, (100, 1024), (100, 1024), "the published nano-vLLM benchmark"),
+    "many": Workload(2048, (32, 128), (32, 128), "scheduling and host overhead"),
+    "single": Workload(1, (128, 128), (512, 512), "latency of one stream"),
+    "prefix": Workload(256, (64, 64), (64, 64), "the prefix cache", shared=2048),
+    "prefill": Workload(128, (2000, 2000), (1, 1), "prompt processing"),
+    "long": Workload(128, (2000, 3500), (100, 500), "long contexts"),
+    "laptop": Workload(8, (16, 64), (16, 32), "a machine without a GPU, in a minute"),
+}
