@@ -1,7 +1,7 @@
 """The published benchmark, and the other workloads of benchmarks/workloads.py.
 
-    python bench.py                                            # ~/huggingface/Qwen3-0.6B, or its shape without files
-    python bench.py --model Qwen3-8B --load-format dummy --workload prefill --passes 3 --json out.json
+python bench.py                                            # ~/huggingface/Qwen3-0.6B, or its shape without files
+python bench.py --model Qwen3-8B --load-format dummy --workload prefill --passes 3 --json out.json
 """
 
 import argparse
@@ -29,7 +29,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", help=f"directory, hub id, or with dummy weights one of {', '.join(PRESET_NAMES)}")
-    add("--workload", choices=WORKLOADS, help="default: bench; laptop where there is no GPU")
+    add("--workload", choices=WORKLOADS, nargs="+", help="one or more; default: bench, without a GPU laptop")
     add("--load-format", choices=("auto", "dummy"), default="auto")
     add("--passes", type=int, default=1, help="the median is reported")
     add("--tensor-parallel-size", type=int, default=1)
@@ -46,7 +46,7 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--passes {args.passes}: must be 1 or more")
     on_gpu = torch.cuda.is_available() and args.device != "cpu"
     if args.workload is None:
-        args.workload = "bench" if on_gpu else "laptop"
+        args.workload = ["bench" if on_gpu else "laptop"]
         if not on_gpu:
             print("No GPU: running the workload 'laptop', which ends in about a minute on two cores.")
     if args.model is None:
@@ -76,7 +76,6 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for noisy in ("httpx", "huggingface_hub", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    workload = WORKLOADS[args.workload]
     start = time.perf_counter()
     llm = LLM(
         args.model,
@@ -94,52 +93,58 @@ def main() -> None:
     print(f"Start-up: {startup:.1f} s")
 
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)  # warm-up
-    passes = []
-    for index in range(args.passes):
-        passes.append(run_pass(llm, workload, index))
-        print(f"Pass {index}: {passes[-1]['seconds']:.3f} s, {passes[-1]['throughput']:.1f} tok/s", flush=True)
+    passes = {name: [] for name in args.workload}
+    for name in args.workload:
+        for index in range(args.passes):
+            passes[name].append(run_pass(llm, WORKLOADS[name], index))
+            seconds, throughput = passes[name][-1]["seconds"], passes[name][-1]["throughput"]
+            print(f"{name}, pass {index}: {seconds:.3f} s, {throughput:.1f} tok/s", flush=True)
 
-    hf_config, dtype, device = llm.config.hf_config, llm.config.dtype, llm.model_runner.device
-    device_name = llm.model_runner.device_name
+    size, device = ModelSize.of(llm.config.hf_config, llm.config.dtype), llm.model_runner.device
+    report = {
+        "options": vars(args),
+        "device": llm.model_runner.device_name,
+        "host": {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
+        "flash_attn": find_spec("flash_attn") is not None,
+        "startup_seconds": startup,
+        "workloads": {},
+    }
+    dtype = llm.config.dtype
     llm.exit()
-    ceilings = None
-    if args.bandwidth is None or args.flops is None:
-        ceilings = measure_ceilings(device, dtype)
-    bandwidth = args.bandwidth * 1e12 if args.bandwidth else ceilings.bandwidth
-    flops = args.flops * 1e12 if args.flops else ceilings.flops
-    prompts, outputs = workload.draw(0)
-    floor = floor_seconds(
-        ModelSize.of(hf_config, dtype),
-        Ceilings(bandwidth, flops),
-        [len(prompt) for prompt in prompts],
-        outputs,
-        workload.shared,
-        args.tensor_parallel_size,
+    ceilings = measure_ceilings(device, dtype) if args.bandwidth is None or args.flops is None else None
+    ceilings = Ceilings(
+        bandwidth=args.bandwidth * 1e12 if args.bandwidth else ceilings.bandwidth,
+        flops=args.flops * 1e12 if args.flops else ceilings.flops,
     )
-
-    tokens = passes[0]["tokens"]
-    seconds = median(p["seconds"] for p in passes)
+    report["bandwidth"], report["flops"] = ceilings.bandwidth, ceilings.flops
+    for name in args.workload:
+        report["workloads"][name] = summarize(name, passes[name], size, ceilings, args.tensor_parallel_size)
+        print(f"{name}: {WORKLOADS[name].stresses}; {report['device']}; median of {args.passes}")
+        print_summary(report["workloads"][name], ceilings)
     if args.json:
-        report = {
-            "options": vars(args),
-            "device": device_name,
-            "host": {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
-            "flash_attn": find_spec("flash_attn") is not None,
-            "startup_seconds": startup,
-            "passes": passes,
-            "median_seconds": seconds,
-            "throughput": tokens / seconds,
-            "bandwidth": bandwidth,
-            "flops": flops,
-            "floor_seconds": floor,
-            "share_of_floor": floor / seconds,
-        }
         Path(args.json).write_text(json.dumps(report, indent=1))
-    print(f"{args.workload}: {workload.stresses}; {device_name}; {args.passes} passes, median below")
-    print(f"Total: {tokens}tok, Time: {seconds:.2f}s, Throughput: {tokens / seconds:.2f}tok/s")
+
+
+def summarize(name: str, passes: list[dict], size: ModelSize, ceilings: Ceilings, num_gpus: int) -> dict:
+    prompts, outputs = WORKLOADS[name].draw(0)
+    prompt_lens = [len(prompt) for prompt in prompts]
+    floor = floor_seconds(size, ceilings, prompt_lens, outputs, WORKLOADS[name].shared, num_gpus)
+    seconds, tokens = median(p["seconds"] for p in passes), passes[0]["tokens"]
+    return {
+        "passes": passes,
+        "tokens": tokens,
+        "seconds": seconds,
+        "throughput": tokens / seconds,
+        "floor_seconds": floor,
+        "share_of_floor": floor / seconds,
+    }
+
+
+def print_summary(s: dict, ceilings: Ceilings) -> None:
+    print(f"Total: {s['tokens']}tok, Time: {s['seconds']:.2f}s, Throughput: {s['throughput']:.2f}tok/s")
     print(
-        f"Floor: {floor:.3f}s ({bandwidth / 1e12:.2f} TB/s, {flops / 1e12:.1f} TFLOP/s); "
-        f"share of the floor reached: {floor / seconds:.3f}"
+        f"Floor: {s['floor_seconds']:.3f}s ({ceilings.bandwidth / 1e12:.2f} TB/s, "
+        f"{ceilings.flops / 1e12:.1f} TFLOP/s); share of the floor reached: {s['share_of_floor']:.3f}"
     )
 
 

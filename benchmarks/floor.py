@@ -68,21 +68,25 @@ def floor_seconds(
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Median of several: a copy of 4 GiB and a product of 8192^3 on a GPU, sizes of a second's work on a CPU."""
-    on_gpu = device.type == "cuda"
-    num_bytes, n = (4 * 2**30, 8192) if on_gpu else (2**28, 1024)
+    num_bytes, n = (4 * 2**30, 8192) if device.type == "cuda" else (2**28, 1024)
+    return Ceilings(_copy_bandwidth(device, num_bytes), _matrix_rate(device, dtype, n))
+
+
+def _copy_bandwidth(device: torch.device, num_bytes: int) -> float:
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    copy = _median_seconds(lambda: target.copy_(source), on_gpu)
-    del source, target
+    return 2 * num_bytes / _median_seconds(lambda: target.copy_(source), device)
+
+
+def _matrix_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    product = _median_seconds(lambda: a @ b, on_gpu)
-    return Ceilings(bandwidth=2 * num_bytes / copy, flops=2 * n**3 / product)
+    return 2 * n**3 / _median_seconds(lambda: a @ b, device)
 
 
-def _median_seconds(work, on_gpu: bool, repeats: int = 10) -> float:
+def _median_seconds(work, device: torch.device, repeats: int = 10) -> float:
     seconds = []
     for _ in range(repeats + 2):  # the first two warm up
-        if on_gpu:
+        if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             work()
