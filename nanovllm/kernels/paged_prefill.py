@@ -1,0 +1,252 @@
+"""Causal attention of many query tokens over variable-length sequences, keys packed or in the paged cache."""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.store_kvcache import check_cache, check_heads, key_slots
+
+
+class PrefillTiles(NamedTuple):
+    """Launch constants: rows (query, head) and keys a tile, warps a program, stages of the load pipeline."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiles(padded_dim: int, itemsize: int, max_rows: int) -> PrefillTiles:
+    """Tiles that fit Hopper's 227 KiB of shared memory and its 64-row tensor core instructions.
+
+    A pipeline stage holds one tile of keys and one of values: `2 * keys * padded_dim * itemsize` bytes. float32 runs
+    on the plain cores (its products stay exact to float32, which tensor cores don't offer), so there small
+    tiles that fit the registers are what counts.
+    """
+    if itemsize == 4:
+        return PrefillTiles(32 if padded_dim <= 128 else 16, 32, 8, 1)
+    if max_rows <= 64:
+        return PrefillTiles(64, 64, 4, 3 if padded_dim <= 128 else 2)
+    if padded_dim <= 64:
+        return PrefillTiles(128, 128, 8, 3)
+    return PrefillTiles(128, 64, 8, 3 if padded_dim <= 128 else 2)
+
+
+@triton.jit
+def _attend(
+    acc,
+    row_max,
+    row_sum,
+    q,
+    positions,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    k_stride,
+    v_stride,
+    first_key,
+    end_key,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGED: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+):
+    """Fold keys first_key..end_key into the running softmax. Without DIAGONAL every row sees every one of them."""
+    dims = tl.arange(0, PADDED_DIM)
+    for start in range(first_key, end_key, TILE_KEYS):
+        keys = start + tl.arange(0, TILE_KEYS)
+        tokens = keys.to(tl.int64)
+        if PAGED:
+            tokens = key_slots(table_ptr, start, end_key, BLOCK_SIZE, TILE_KEYS)
+        k_tile = k_ptr + tokens[:, None] * k_stride + dims[None, :]
+        v_tile = v_ptr + tokens[:, None] * v_stride + dims[None, :]
+        if DIAGONAL or HEAD_DIM != PADDED_DIM:
+            # Values are masked as well as keys: a slot past the end may hold NaN, and 0 * NaN is not 0.
+            inside = (keys < end_key)[:, None] & (dims < HEAD_DIM)[None, :]
+            k = tl.load(k_tile, mask=inside, other=0.0)
+            v = tl.load(v_tile, mask=inside, other=0.0)
+        else:
+            k = tl.load(k_tile)
+            v = tl.load(v_tile)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if DIAGONAL:
+            scores = tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+        shrink = tl.exp2(row_max - new_max)
+        row_sum = row_sum * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+# The table's width changes from step to step; specialising on it would compile the kernel again in mid-run.
+@triton.jit(do_not_specialize=["table_stride"])
+def _paged_prefill_kernel(
+    out_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    block_tables_ptr,
+    q_stride,
+    k_stride,
+    v_stride,
+    table_stride,
+    scale_log2,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGED: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1).to(tl.int64)
+    # The last rows see the most keys: started first, they leave the short programs to even out the end.
+    tile = tl.num_programs(2) - 1 - tl.program_id(2)
+
+    q_start = tl.load(cu_seqlens_q_ptr + seq)
+    len_q = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
+    k_start = tl.load(cu_seqlens_k_ptr + seq)
+    len_k = tl.load(cu_seqlens_k_ptr + seq + 1) - k_start
+    if tile * TILE_ROWS >= len_q * GROUP:
+        return
+
+    # A row is one query under one of the GROUP heads that share this KV head, so that a short chunk fills its tile.
+    rows = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    queries = rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    dims = tl.arange(0, PADDED_DIM)
+    inside = (queries < len_q)[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens = (q_start + queries).to(tl.int64)
+    q_tile = q_ptr + tokens[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    q = tl.load(q_tile, mask=inside, other=0.0)
+
+    # Query i of a sequence sits at position len_k - len_q + i and sees the keys up to its own.
+    positions = len_k - len_q + queries
+    first_position = len_k - len_q + tile * TILE_ROWS // GROUP
+    last_query = tl.minimum((tile * TILE_ROWS + TILE_ROWS - 1) // GROUP, len_q - 1)
+    end_key = len_k - len_q + last_query + 1
+    seen_by_all = (first_position + 1) // TILE_KEYS * TILE_KEYS
+
+    k_ptr += kv_head * HEAD_DIM
+    v_ptr += kv_head * HEAD_DIM
+    table_ptr = block_tables_ptr + seq * table_stride
+    if not PAGED:
+        k_ptr += k_start.to(tl.int64) * k_stride
+        v_ptr += k_start.to(tl.int64) * v_stride
+
+    acc = tl.zeros([TILE_ROWS, PADDED_DIM], dtype=tl.float32)
+    row_max = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([TILE_ROWS], dtype=tl.float32)
+    # Two loops: only the tiles that the diagonal or the end of the keys cuts pay for a mask.
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q, positions, k_ptr, v_ptr, table_ptr, k_stride, v_stride, 0, seen_by_all,
+        scale_log2, HEAD_DIM, PADDED_DIM, TILE_KEYS, BLOCK_SIZE, PAGED, False,
+    )  # fmt: skip
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q, positions, k_ptr, v_ptr, table_ptr, k_stride, v_stride, seen_by_all, end_key,
+        scale_log2, HEAD_DIM, PADDED_DIM, TILE_KEYS, BLOCK_SIZE, PAGED, True,
+    )  # fmt: skip
+
+    out = acc / row_sum[:, None]
+    out_tile = out_ptr + (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_tile, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    k_cache: torch.Tensor | None,
+    v_cache: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    block_tables: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of a flat batch of sequences: softmax(q k^T * scale) v with grouped-query heads.
+
+    Args:
+        q: `[total_q, num_heads, head_dim]`, heads packed within a token, any stride between tokens.
+        k, v: `[total_k, num_kv_heads, head_dim]`, likewise; read only where `block_tables` is None.
+        k_cache, v_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous, block_size a power of two
+            from 16 up; read only where `block_tables` is given, the new tokens' keys being in them already.
+        cu_seqlens_q, cu_seqlens_k: int32 `[num_seqs + 1]`, running totals from 0 of the tokens and of the keys. A
+            sequence has at least as many keys as queries: query i sits at position len_k - len_q + i.
+        max_seqlen_q: the most query tokens of any one sequence.
+        block_tables: int32 `[num_seqs, max_blocks]`, right-padded with -1, or None.
+        scale: positive factor of the scores, usually `head_dim ** -0.5`.
+
+    Returns:
+        `[total_q, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside.
+
+    Raises:
+        ValueError: a layout that the kernel can't address, or shapes and dtypes that don't agree.
+
+    The algorithm is FlashAttention-2 (Dao 2023), reading pages as PagedAttention (Kwon et al. 2023) lays them out.
+    """
+    check_heads(q=q)
+    paged = block_tables is not None
+    if paged:
+        check_cache(k_cache, v_cache)
+        keys, values, key_stride, value_stride = k_cache, v_cache, k_cache.stride(1), v_cache.stride(1)
+    else:
+        check_heads(k=k, v=v)
+        keys, values, key_stride, value_stride = k, v, k.stride(0), v.stride(0)
+    total_q, num_heads, head_dim = q.shape
+    num_kv_heads = keys.shape[-2]
+    if keys.shape[-1] != head_dim or keys.shape != values.shape or num_heads % num_kv_heads:
+        raise ValueError(
+            f"q {list(q.shape)}, keys {list(keys.shape)} and values {list(values.shape)} don't agree: one head_dim, "
+            "and a whole number of query heads a KV head"
+        )
+    if not (q.dtype == keys.dtype == values.dtype):
+        raise ValueError(f"q, keys and values must have one dtype, got {q.dtype}, {keys.dtype}, {values.dtype}")
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+
+    out = torch.empty((total_q, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if total_q == 0:
+        return out
+    group = num_heads // num_kv_heads
+    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    tiles = choose_tiles(padded_dim, q.element_size(), max_seqlen_q * group)
+    grid = (num_kv_heads, cu_seqlens_q.numel() - 1, triton.cdiv(max_seqlen_q * group, tiles.rows))
+    _paged_prefill_kernel[grid](
+        out,
+        q,
+        keys,
+        values,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        # Without a table the kernel wants some pointer and never follows it.
+        block_tables if paged else cu_seqlens_k,
+        q.stride(0),
+        key_stride,
+        value_stride,
+        block_tables.stride(0) if paged else 0,
+        scale * math.log2(math.e),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim,
+        TILE_ROWS=tiles.rows,
+        TILE_KEYS=tiles.keys,
+        BLOCK_SIZE=k_cache.shape[1] if paged else tiles.keys,
+        PAGED=paged,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return out

@@ -1,0 +1,53 @@
+"""RMSNorm: the only normalization in Qwen models."""
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.kernels import HAS_TRITON, use_kernels
+
+if HAS_TRITON:
+    from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+
+
+def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Twin of `kernels.rms_norm.rms_norm`; x may have any number of leading dimensions."""
+    value = x.float()
+    inverse_rms = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
+    return (value * inverse_rms * weight.float()).to(x.dtype)
+
+
+def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Twin of `kernels.rms_norm.add_rms_norm`: `residual` is overwritten with the sum as well."""
+    total = x.float() + residual.float()
+    residual.copy_(total)
+    return rms_norm_torch(total, weight, eps).to(x.dtype), residual
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x^2) + eps) * weight`, computed in float32 and rounded once (Zhang & Sennrich 2019).
+
+    Args:
+        hidden_size: length of the normalized (last) dimension.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalizes x, or x + residual.
+
+        Args:
+            x: `[num_tokens, hidden_size]`, any float dtype.
+            residual: like x; overwritten with x + residual.
+
+        Returns:
+            y like x; with a residual the pair `(y, residual)`.
+        """
+        if residual is None:
+            norm = rms_norm if use_kernels(x) else rms_norm_torch
+            return norm(x, self.weight, self.eps)
+        add_norm = add_rms_norm if use_kernels(x) else add_rms_norm_torch
+        return add_norm(x, residual, self.weight, self.eps)

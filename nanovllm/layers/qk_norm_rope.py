@@ -1,0 +1,84 @@
+"""What happens to q, k and v between their projection and attention: norm, rotation, KV cache write."""
+
+from torch import Tensor
+
+from nanovllm.kernels import HAS_TRITON, use_kernels
+from nanovllm.layers.layernorm import rms_norm_torch
+from nanovllm.layers.rotary_embedding import rotate
+
+if HAS_TRITON:
+    from nanovllm.kernels import qk_norm_rope as kernels
+
+
+def qk_norm_rope_store_torch(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    slot_mapping: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Twin of `kernels.qk_norm_rope.qk_norm_rope_store`: the same arguments, the same tensors written."""
+    head_dim = cos_sin_cache.shape[1]
+    cos, sin = cos_sin_cache[positions].chunk(2, dim=-1)
+    heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    for part, weight in ((q, q_weight), (k, k_weight)):
+        # In float32 up to the end, so that half-precision values are rounded once.
+        value = part.float() if weight is None else rms_norm_torch(part.float(), weight, eps)
+        part.copy_(rotate(value, cos, sin))
+    if k_cache is not None:
+        stored = slot_mapping >= 0
+        slots = slot_mapping[stored].long()
+        k_cache.view(-1, num_kv_heads, head_dim)[slots] = k[stored]
+        v_cache.view(-1, num_kv_heads, head_dim)[slots] = v[stored]
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    slot_mapping: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Normalizes and rotates q and k inside qkv and stores k and v in the paged cache, by kernel or by twin.
+
+    Args:
+        qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`, contiguous: q, then k, then v.
+            Overwritten.
+        q_weight: `[head_dim]`, or None for no norm.
+        k_weight: `[head_dim]`, or None for no norm.
+        eps: added to the mean square of a head.
+        cos_sin_cache: float32 `[max_position, head_dim]`, the table of a `RotaryEmbedding`.
+        positions: int32 or int64 `[num_tokens]`, each below max_position.
+        k_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous; None stores nothing.
+        v_cache: like k_cache.
+        slot_mapping: int32 or int64 `[num_tokens]`: block * block_size + offset; negative stores nothing.
+        num_heads: query heads of this rank.
+        num_kv_heads: key heads (and value heads) of this rank.
+    """
+    run = kernels.qk_norm_rope_store if use_kernels(qkv) else qk_norm_rope_store_torch
+    run(
+        qkv,
+        q_weight,
+        k_weight,
+        eps,
+        cos_sin_cache,
+        positions,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        num_heads,
+        num_kv_heads,
+    )

@@ -1,0 +1,194 @@
+"""Rotary position embedding (Su et al. 2021): the scaling that a checkpoint asks for, and the rotation."""
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED_TYPES = ("default", "linear", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """How positions become angles; the fields of a Hugging Face rope configuration under their own names.
+
+    Attributes:
+        base: theta of the paper; dimension pair i turns at `base ** (-2i / head_dim)` radians a position.
+        type: "default", "linear" (Chen et al. 2023, position interpolation) or "yarn" (Peng et al. 2023).
+        factor: how many times longer than the trained context positions may get (linear and yarn).
+        original_max_position_embeddings: the trained context in tokens (yarn).
+        beta_fast: yarn leaves alone the pairs that turn more often than this within the trained context.
+        beta_slow: yarn interpolates fully the pairs that turn less often than this within the trained
+            context.
+        attention_factor: multiplies cos and sin; None derives it from factor and the mscales (yarn).
+        mscale: numerator weight of the derived attention factor; used only together with mscale_all_dim.
+        mscale_all_dim: its denominator weight.
+        truncate: whether yarn rounds the ends of its ramp outwards to whole pairs.
+    """
+
+    base: float = 10000.0
+    type: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.type not in SUPPORTED_TYPES:
+            supported = ", ".join(SUPPORTED_TYPES)
+            raise ValueError(f"rope type {self.type!r} is not supported; supported: {supported}")
+        if self.factor <= 0:
+            raise ValueError(f"rope factor must be positive, not {self.factor}")
+        if self.type == "yarn" and not self.original_max_position_embeddings:
+            raise ValueError("rope type 'yarn' needs original_max_position_embeddings")
+
+    @property
+    def attention_scaling(self) -> float:
+        """What cos and sin are multiplied with: 1, unless yarn sets the attention's temperature by it."""
+        if self.type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            numerator = _yarn_magnitude(self.factor, self.mscale)
+            return numerator / _yarn_magnitude(self.factor, self.mscale_all_dim)
+        return _yarn_magnitude(self.factor, 1.0)
+
+    def inverse_frequencies(self, head_dim: int) -> Tensor:
+        """Radians a position for each pair of dimensions: float32 `[head_dim / 2]`."""
+        period = self.base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        if self.type == "default":
+            return 1.0 / period
+        if self.type == "linear":
+            return 1.0 / period / self.factor
+        start, end = self._yarn_ramp(head_dim)
+        pair = torch.arange(head_dim // 2, dtype=torch.float32, device=period.device)
+        kept = 1.0 - ((pair - start) / (end - start)).clamp(0.0, 1.0)
+        return 1.0 / (self.factor * period) * (1.0 - kept) + 1.0 / period * kept
+
+    def _yarn_ramp(self, head_dim: int) -> tuple[float, float]:
+        """The pairs between which yarn goes over from the trained frequency to the interpolated one."""
+
+        def pair_turning(times: float) -> float:
+            period = self.original_max_position_embeddings / (2 * math.pi * times)
+            return head_dim * math.log(period) / (2 * math.log(self.base))
+
+        start, end = pair_turning(self.beta_fast), pair_turning(self.beta_slow)
+        if self.truncate:
+            start, end = math.floor(start), math.ceil(end)
+        start, end = max(start, 0), min(end, head_dim - 1)
+        # A ramp of no width becomes a steep one, as in transformers, instead of dividing by zero.
+        return start, end if end != start else end + 0.001
+
+
+def _yarn_magnitude(factor: float, weight: float) -> float:
+    """Equation 22 of the yarn paper, with the weight that DeepSeek put to its logarithm."""
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def rope_parameters(hf_config: Any) -> RopeParameters:
+    """Reads the rope settings of a transformers configuration.
+
+    Understands 4.51 (`rope_theta`, `rope_scaling` with "rope_type" or "type") and 5.x (`rope_parameters`).
+
+    Raises:
+        ValueError: for a type other than those supported, a partial rotation, settings by kind of layer, or a
+            missing factor.
+    """
+    settings = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    if any(isinstance(value, dict) for value in settings.values()):
+        raise ValueError(f"rope settings by kind of layer are not supported: {', '.join(settings)}")
+
+    # Writers spell out the defaults that they do not use, as null: the same as absent.
+    settings = {name: value for name, value in settings.items() if value is not None}
+    base = float(settings.pop("rope_theta", None) or getattr(hf_config, "rope_theta", None) or 10000.0)
+    old_name = settings.pop("type", "default")
+    rope_type = settings.pop("rope_type", old_name)
+    partial = settings.pop("partial_rotary_factor", getattr(hf_config, "partial_rotary_factor", None))
+    if partial not in (None, 1):
+        raise ValueError(f"partial_rotary_factor {partial} is not supported: only whole heads are rotated")
+    if rope_type not in ("linear", "yarn"):
+        return RopeParameters(base=base, type=rope_type)
+
+    if rope_type == "yarn":
+        trained = getattr(hf_config, "original_max_position_embeddings", None)
+        trained = trained or settings.get("original_max_position_embeddings")
+        trained = trained or hf_config.max_position_embeddings
+        settings["original_max_position_embeddings"] = trained
+        settings.setdefault("factor", hf_config.max_position_embeddings / trained)
+        # transformers takes a zero for "not set" here.
+        settings["beta_fast"] = settings.get("beta_fast") or 32.0
+        settings["beta_slow"] = settings.get("beta_slow") or 1.0
+    elif "factor" not in settings:
+        raise ValueError(f"rope type {rope_type!r} needs a factor")
+
+    known = RopeParameters.__dataclass_fields__
+    unknown = [name for name in settings if name not in known]
+    if unknown:
+        logger.warning("rope type %r has no use for %s: ignored", rope_type, ", ".join(unknown))
+    return RopeParameters(
+        base=base, type=rope_type, **{name: value for name, value in settings.items() if name in known}
+    )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the pairs (i, i + head_dim / 2) of each head, in float32, rounded once.
+
+    Args:
+        x: `[num_tokens, heads, head_dim]`.
+        cos: float32 `[num_tokens, head_dim / 2]`.
+        sin: like cos.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Half-split rotary embedding with a precomputed table; one instance serves all layers.
+
+    The table `cos_sin_cache`, float32 `[max_position, head_dim]`, holds a position's cosines in the first
+    half of its row and its sines in the second. It follows the module to a device, but must stay float32.
+
+    Args:
+        head_dim: even.
+        max_position: number of positions in the table; every position looked up must be below it.
+        rope: what `rope_parameters` read from the checkpoint's configuration.
+
+    Raises:
+        ValueError: if head_dim is odd.
+    """
+
+    cos_sin_cache: Tensor
+
+    def __init__(self, head_dim: int, max_position: int, rope: RopeParameters) -> None:
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"head_dim must be even to be rotated in pairs, not {head_dim}")
+        positions = torch.arange(max_position, dtype=torch.float32)
+        angles = torch.outer(positions, rope.inverse_frequencies(head_dim))
+        cache = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_scaling
+        self.register_buffer("cos_sin_cache", cache, persistent=False)
+
+    def forward(self, positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotates q and k.
+
+        Args:
+            positions: int32 or int64 `[num_tokens]`, each below max_position.
+            q: `[num_tokens, num_heads, head_dim]`, any float dtype.
+            k: `[num_tokens, num_kv_heads, head_dim]`.
+
+        Returns:
+            q and k rotated, in new tensors.
+        """
+        cos, sin = self.cos_sin_cache[positions].chunk(2, dim=-1)
+        return rotate(q, cos, sin), rotate(k, cos, sin)

@@ -1,0 +1,122 @@
+"""Sampler: an exact draw from softmax(logits / temperature), its noise the request's and not the batch's."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.kernels import HAS_TRITON, use_kernels
+
+if HAS_TRITON:
+    from nanovllm.kernels.sampler import sample
+
+_WORD = 0xFFFFFFFF
+
+
+def philox4x32(
+    c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor | int, k1: Tensor | int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+
+    Args:
+        c0: int64, holding an unsigned 32-bit word of the counter, as c1..c3 do; all broadcast.
+        c1: second word.
+        c2: third word.
+        c3: fourth word.
+        k0: first word of the key, likewise unsigned.
+        k1: second word.
+
+    Returns:
+        Four int64 tensors of unsigned 32-bit words.
+    """
+    for _ in range(10):
+        # The product of two words wraps into int64's sign bit, but its bits are right. c1 and c3 keep their
+        # high halves, which only ever meet an xor and fall to the mask after it: this saves a third of the
+        # passes.
+        product0, product2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = ((product2 >> 32) ^ c1 ^ k0) & _WORD, product2
+        c2, c3 = ((product0 >> 32) ^ c3 ^ k1) & _WORD, product0
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return c0, c1 & _WORD, c2, c3 & _WORD
+
+
+def log2_exponential(bits: Tensor) -> Tensor:
+    """log2(E) of the Exponential(1) draw E = -log(1 - u), u = (bits + 0.5) / 2^32, in float32.
+
+    Among 150,000 tokens the winner's E is near 1e-5, where 1 - u has lost most of u's digits: below 1/32 the
+    logarithm's series in u itself takes over (its fifth term is under 2e-7 of the sum there). u stays below
+    1, so E stays finite.
+
+    Args:
+        bits: int64, unsigned 32-bit words.
+    """
+    u = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1.0 - 2.0**-24)
+    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * 0.25)))
+    return torch.where(u < 0.03125, series, torch.log2(1.0 - u).mul_(-math.log(2.0))).log2_()
+
+
+def race_scores(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """What the columns of each row race with: logit / T - log E, in units of log 2.
+
+    Args:
+        logits: `[batch, vocab_size]`, any float dtype.
+        temperatures: float32 `[batch]`, positive.
+        seeds: int64 `[batch]`: the Philox keys.
+        positions: int64 `[batch]`: words 2 and 3 of the Philox counter, whose word 0 is column // 4 and whose
+            word 1 is 0; column % 4 picks one of the four outputs.
+
+    Returns:
+        float32 `[batch, vocab_size]`; -inf for a NaN logit.
+    """
+    vocab_size = logits.shape[1]
+    quad = torch.arange((vocab_size + 3) // 4, device=logits.device).unsqueeze(0)
+    seeds, positions = seeds.unsqueeze(1), positions.unsqueeze(1)
+    position_words = (positions & _WORD, positions >> 32 & _WORD)
+    bits = philox4x32(quad, torch.zeros_like(quad), *position_words, seeds & _WORD, seeds >> 32 & _WORD)
+    noise = log2_exponential(torch.stack(bits, dim=-1).flatten(1)[:, :vocab_size])
+    scores = logits.float() * (math.log2(math.e) / temperatures).unsqueeze(1) - noise
+    return scores.nan_to_num_(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+
+
+def sample_torch(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Twin of `kernels.sampler.sample`."""
+    # A NaN would win any argmax; it may not, so that the rest of its row still counts.
+    tokens = torch.nan_to_num(logits, nan=-math.inf, posinf=math.inf, neginf=-math.inf).argmax(dim=-1)
+    # A few rows at a time, so that Philox's many passes stay within a CPU's cache: some 100,000 columns.
+    rows_at_once = max(1, 2**17 // logits.shape[1])
+    for rows in (temperatures > 0).nonzero().squeeze(1).split(rows_at_once):
+        scores = race_scores(logits[rows], temperatures[rows], seeds[rows], positions[rows])
+        tokens[rows] = scores.argmax(dim=-1)
+    return tokens
+
+
+class Sampler(nn.Module):
+    """Draws from softmax(logits / T) by an exponential race, on the device, without a softmax.
+
+    With independent E ~ Exponential(1) for every token, argmax(p / E) is distributed as p (the race of
+    exponential clocks, known in its logarithm as the Gumbel-max trick), and it is argmax(logit / T - log E):
+    no normalization, one pass over the logits.
+
+    The noise is Philox4x32-10 with the request's seed as key and (column // 4, position) as counter. So a
+    request's token at a position depends on its logits, temperature and seed alone, never on the batch, its
+    order, or a preemption in between.
+    """
+
+    def forward(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        """Draws one token a row.
+
+        A logit of -inf is never drawn unless all of the row are; then token 0 is. NaN logits are treated as
+        -inf.
+
+        Args:
+            logits: `[batch, vocab_size]`, any float dtype.
+            temperatures: float32 `[batch]`; 0 is greedy: the highest logit, the lowest token id on ties.
+            seeds: int64 `[batch]`, all 64 bits used.
+            positions: int64 `[batch]`: the position of the token to be drawn (any number that is new to the
+                seed).
+
+        Returns:
+            int64 `[batch]`, on the logits' device.
+        """
+        draw = sample if use_kernels(logits) else sample_torch
+        return draw(logits, temperatures, seeds, positions)

@@ -1,0 +1,236 @@
+"""paged_decode against its plain-torch twin, and both against dense attention in float64."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.kernels.paged_decode import MAX_SPLITS, DecodeWorkspace, choose_num_splits, paged_decode
+from nanovllm.layers.attention_torch import decode_attention_torch
+
+# Largest error against float64 that a dtype's rounding of inputs, weights and outputs explains.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed, spare_blocks=2):
+    """Arguments of a decode step. Every slot that no sequence owns is NaN, and so is what lies around the queries."""
+    generator = torch.Generator().manual_seed(seed)
+    fused = torch.full((len(lens), num_heads + 3, head_dim), float("nan"), dtype=dtype, device=device)
+    fused[:, 1 : num_heads + 1] = torch.randn(len(lens), num_heads, head_dim, generator=generator).to(device, dtype)
+    needed = [-(-context_len // block_size) for context_len in lens]
+    num_blocks = sum(needed) + spare_blocks
+    free = torch.randperm(num_blocks, generator=generator).tolist()
+    k_cache, v_cache = torch.full(
+        (2, num_blocks, block_size, num_kv_heads, head_dim), float("nan"), dtype=dtype, device=device
+    ).unbind(0)
+    tables = torch.full((len(lens), max(needed) + 1), -1, dtype=torch.int32)
+    for i, context_len in enumerate(lens):
+        tables[i, : needed[i]] = torch.tensor([free.pop() for _ in range(needed[i])], dtype=torch.int32)
+        positions = torch.arange(context_len)
+        slots = tables[i, positions // block_size].long() * block_size + positions % block_size
+        for cache in (k_cache, v_cache):
+            rows = torch.randn(context_len, num_kv_heads, head_dim, generator=generator)
+            cache.flatten(0, 1)[slots.to(device)] = rows.to(device, dtype)
+    return {
+        "q": fused[:, 1 : num_heads + 1],
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "context_lens": torch.tensor(lens, dtype=torch.int32, device=device),
+        "block_tables": tables.to(device),
+        "scale": head_dim**-0.5,
+    }
+
+
+def dense_decode(q, k_cache, v_cache, context_lens, block_tables, scale):
+    """The definition, in float64, key by key."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
+    for i, context_len in enumerate(context_lens.tolist()):
+        if context_len == 0:
+            continue
+        places = [divmod(position, block_size) for position in range(context_len)]
+        k, v = (
+            torch.stack([cache[block_tables[i, block], offset] for block, offset in places]).double().cpu()
+            for cache in (k_cache, v_cache)
+        )
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        weights = (torch.einsum("hd,jhd->hj", q[i].double().cpu(), k) * scale).softmax(-1)
+        out[i] = torch.einsum("hj,jhd->hd", weights, v)
+    return out
+
+
+def check(case, **options):
+    """Hold both implementations to the definition; `options` are the kernel's own. Returns the kernel's output."""
+    dtype, out = case["q"].dtype, None
+    expected = dense_decode(**case)
+    functions = [decode_attention_torch, partial(paged_decode, **options)]
+    if dtype == torch.bfloat16 and not torch.cuda.is_available():
+        functions.pop()  # Triton's interpreter multiplies bfloat16 as if it were integers
+    for function in functions:
+        # In this mode torch fills fresh memory with NaN: outputs left out and partials never written show up.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            out = function(**case)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        assert (out[case["context_lens"] == 0] == 0).all()
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
+    [
+        (2, 2, 32, 16),
+        (4, 2, 128, 256),
+        (8, 2, 64, 32),
+        (7, 1, 80, 16),
+        (8, 1, 64, 256),
+        (20, 1, 32, 16),
+        (2, 1, 256, 16),
+    ],
+)
+def test_ragged_batch(num_heads, num_kv_heads, head_dim, block_size, dtype, device):
+    lens = [0, 1, 15, 16, 17, 0, 130]
+    check(make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed=head_dim))
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 256])
+def test_edges_of_blocks_and_tiles(block_size, device):
+    lens = [block_size - 1, block_size, block_size + 1, 63, 64, 65]
+    check(make_case(lens, 2, 1, 32, block_size, torch.float32, device, seed=block_size))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3, MAX_SPLITS])
+def test_any_number_of_splits(num_splits, device):
+    case = make_case([100, 0, 64, 420, 65], 4, 1, 64, 32, torch.float32, device, seed=5)
+    workspace = DecodeWorkspace(5, 4, 1, 64, device, num_splits)
+    workspace.partial.fill_(float("nan"))
+    workspace.lse.fill_(float("nan"))
+    first = check(case, workspace=workspace, num_splits=num_splits)
+    assert (workspace.arrivals == 0).all()
+    again = paged_decode(**case, workspace=workspace, num_splits=num_splits)
+    assert torch.equal(first, again)
+
+
+def test_shared_block(device):
+    case = make_case([40, 33], 4, 2, 32, 16, torch.float32, device, seed=1)
+    case["block_tables"][1, :2] = case["block_tables"][0, :2]
+    check(case)
+
+
+def test_workspace_serves_batches_of_every_size(device):
+    workspace = DecodeWorkspace(6, 4, 2, 32, device)
+    for batch_size in (6, 1):
+        lens = [17 + 30 * i for i in range(batch_size)]
+        check(make_case(lens, 4, 2, 32, 16, torch.float32, device, seed=batch_size), workspace=workspace)
+        assert (workspace.arrivals == 0).all()
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    lens=st.lists(st.integers(0, 150), min_size=1, max_size=4),
+    group=st.sampled_from([1, 2, 4, 7, 8, 16]),
+    num_kv_heads=st.integers(1, 2),
+    head_dim=st.sampled_from([32, 48, 80]),
+    block_size=st.sampled_from([16, 32, 64, 256]),
+    num_splits=st.sampled_from([None, 1, 2, 5]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_batch(lens, group, num_kv_heads, head_dim, block_size, num_splits, seed):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    num_heads = group * num_kv_heads
+    case = make_case(lens, num_heads, num_kv_heads, head_dim, block_size, torch.float32, device, seed)
+    check(case, num_splits=num_splits)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 80), (4, 2, 64), (7, 1, 36)])
+def test_twin_gives_a_sequence_the_same_bits_in_any_batch(num_heads, num_kv_heads, head_dim):
+    case = make_case([500, 3, 0, 257, 256], num_heads, num_kv_heads, head_dim, 16, torch.float32, "cpu", seed=2)
+    together = decode_attention_torch(**case)
+    for rows in ([0], [3], [4, 1], [3, 2, 0]):
+        part = {name: case[name][rows] for name in ("q", "context_lens", "block_tables")}
+        assert torch.equal(decode_attention_torch(**{**case, **part}), together[rows])
+
+
+def test_default_workspace_has_room_for_every_smaller_batch():
+    for num_kv_heads in (1, 2, 8):
+        rows = DecodeWorkspace(512, num_kv_heads, num_kv_heads, 1, "cpu").lse.numel() // num_kv_heads
+        assert all(b * choose_num_splits(b, num_kv_heads, 132) <= rows for b in range(1, 513))
+
+
+def test_splits_fill_the_device_and_leave_big_batches_alone():
+    assert choose_num_splits(1, 8, 132) == MAX_SPLITS
+    assert 2 <= choose_num_splits(64, 8, 132) <= 4
+    assert choose_num_splits(512, 8, 132) == 1
+
+
+def test_no_sequences(device):
+    case = make_case([1], 2, 1, 32, 16, torch.float32, device, seed=0)
+    empty = {name: case[name][:0] for name in ("q", "context_lens", "block_tables")}
+    assert paged_decode(**{**case, **empty}).shape == (0, 2, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": -1.0}, "scale must be positive"),
+        ({"num_splits": 0}, "num_splits must be"),
+        ({"num_splits": MAX_SPLITS + 1}, "num_splits must be"),
+        ({"q": torch.zeros(2, 3, 32)}, "whole number of query heads"),
+        ({"q": torch.zeros(2, 4, 32, dtype=torch.float16)}, "one dtype"),
+        ({"workspace": DecodeWorkspace(1, 4, 2, 32, "cpu")}, "workspace too small"),
+        ({"workspace": DecodeWorkspace(2, 4, 2, 32, "cpu", num_splits=1)}, "workspace too small"),
+    ],
+)
+def test_refuses_what_it_cannot_compute(change, message):
+    case = make_case([3, 100], 4, 2, 32, 16, torch.float32, "cpu", seed=0)
+    with pytest.raises(ValueError, match=message):
+        paged_decode(**{**case, **change})
+
+
+@pytest.mark.gpu
+def test_graph_replays_with_other_context_lengths():
+    lens = [4000, 300, 0, 1]
+    case = make_case(lens, 16, 8, 128, 256, torch.bfloat16, "cuda", seed=0)
+    workspace = DecodeWorkspace(4, 16, 8, 128, "cuda")
+    paged_decode(**case, workspace=workspace)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_decode(**case, workspace=workspace)
+    for shorter in ([4000, 300, 0, 1], [17, 0, 0, 1], [3999, 299, 0, 0], [4000, 300, 0, 1]):
+        case["context_lens"].copy_(torch.tensor(shorter, dtype=torch.int32))
+        out.fill_(float("nan"))
+        graph.replay()
+        expected = dense_decode(**case)
+        tolerance = TOLERANCE[torch.bfloat16]
+        torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=tolerance)
+        assert (workspace.arrivals == 0).all()
+
+
+@pytest.mark.gpu
+def test_splits_arriving_in_any_order_give_the_same_bits():
+    case = make_case([30000] * 2, 16, 8, 128, 256, torch.bfloat16, "cuda", seed=0)
+    workspace = DecodeWorkspace(2, 16, 8, 128, "cuda")
+    first = paged_decode(**case, workspace=workspace)
+    assert all(torch.equal(first, paged_decode(**case, workspace=workspace)) for _ in range(200))
+
+
+@pytest.mark.gpu
+def test_slots_beyond_two_billion_elements():
+    case = make_case([700, 256], 16, 8, 128, 256, torch.bfloat16, "cuda", seed=0, spare_blocks=8200)
+    assert case["k_cache"].numel() > 2**31
+    tables = case["block_tables"]
+    owned = tables[0, :3].long()
+    far = [block for block in range(len(case["k_cache"]) - 1, 0, -1) if block not in tables.tolist()[1]][:3]
+    for cache in (case["k_cache"], case["v_cache"]):
+        blocks = cache[owned]
+        cache[owned] = float("nan")
+        cache[far] = blocks
+    tables[0, :3] = torch.tensor(far)
+    check(case)

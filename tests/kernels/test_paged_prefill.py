@@ -1,0 +1,190 @@
+"""paged_prefill against its plain-torch twin, and both against dense attention in float64."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.kernels.paged_prefill import paged_prefill
+from nanovllm.layers.attention_torch import prefill_attention_torch
+
+# Largest error against float64 that a dtype's rounding of inputs, weights and outputs explains.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass
+class Case:
+    """A batch: what the functions take, and each sequence's own queries, keys and values for the reference."""
+
+    arguments: dict
+    sequences: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def cu_seqlens(lens, device):
+    return torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+
+def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, paged, dtype, device, seed) -> Case:
+    """Sequences of (cached, new) tokens. Every value that no sequence owns is NaN: free slots, blocks, q's neighbours.
+
+    With pages, sequences of a cached block or more share their first block.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lens_q, lens_k = [new for _, new in lens], [cached + new for cached, new in lens]
+
+    def poisoned(tokens, heads):
+        fused = torch.full((tokens, heads + 3, head_dim), float("nan"), dtype=dtype, device=device)
+        fused[:, 1 : heads + 1] = torch.randn(tokens, heads, head_dim, generator=generator).to(device, dtype)
+        return fused[:, 1 : heads + 1]
+
+    q = poisoned(sum(lens_q), num_heads)
+    k, v = (poisoned(sum(lens_k), num_kv_heads) for _ in range(2))
+    sharers = [i for i, (cached, _) in enumerate(lens) if cached >= block_size] if paged else []
+    k_seqs, v_seqs = list(k.split(lens_k)), list(v.split(lens_k))
+    for i in sharers[1:]:
+        k_seqs[i][:block_size], v_seqs[i][:block_size] = (
+            k_seqs[sharers[0]][:block_size],
+            v_seqs[sharers[0]][:block_size],
+        )
+
+    needed = [-(-len_k // block_size) for len_k in lens_k]
+    num_blocks = sum(needed) + 2
+    free = torch.randperm(num_blocks, generator=generator).tolist()
+    k_cache, v_cache = torch.full(
+        (2, num_blocks, block_size, num_kv_heads, head_dim), float("nan"), dtype=dtype, device=device
+    ).unbind(0)
+    tables = torch.full((len(lens), max(needed) + 1), -1, dtype=torch.int32)
+    for i, len_k in enumerate(lens_k):
+        tables[i, : needed[i]] = torch.tensor([free.pop() for _ in range(needed[i])], dtype=torch.int32)
+        if i in sharers:
+            tables[i, 0] = tables[sharers[0], 0]
+        positions = torch.arange(len_k)
+        slots = tables[i, positions // block_size].long() * block_size + positions % block_size
+        k_cache.flatten(0, 1)[slots] = k_seqs[i]
+        v_cache.flatten(0, 1)[slots] = v_seqs[i]
+
+    arguments = {
+        "q": q,
+        "k": None if paged else k,
+        "v": None if paged else v,
+        "k_cache": k_cache if paged else None,
+        "v_cache": v_cache if paged else None,
+        "cu_seqlens_q": cu_seqlens(lens_q, device),
+        "cu_seqlens_k": cu_seqlens(lens_k, device),
+        "max_seqlen_q": max(lens_q),
+        "block_tables": tables.to(device) if paged else None,
+        "scale": head_dim**-0.5,
+    }
+    return Case(arguments, list(zip(q.split(lens_q), k_seqs, v_seqs, strict=True)))
+
+
+def dense_attention(q, k, v, scale):
+    """The definition, in float64: [len_q, heads, dim] over [len_k, kv_heads, dim], bottom-right causal."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.double().cpu() for x in (q, k, v))
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) * scale
+    len_q, len_k = scores.shape[1:]
+    visible = torch.arange(len_k) <= torch.arange(len_q)[:, None] + len_k - len_q
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~visible, float("-inf")).softmax(-1), v)
+
+
+def check(case: Case):
+    dtype = case.arguments["q"].dtype
+    expected = torch.cat([dense_attention(*sequence, case.arguments["scale"]) for sequence in case.sequences])
+    functions = [prefill_attention_torch, paged_prefill]
+    if dtype == torch.bfloat16 and not torch.cuda.is_available():
+        functions.remove(paged_prefill)  # Triton's interpreter multiplies bfloat16 as if it were integers
+    for function in functions:
+        # In this mode torch fills fresh memory with NaN: an output that is left out can't pass.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            out = function(**case.arguments)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
+    [(2, 2, 32, 16), (4, 2, 128, 256), (8, 2, 64, 32), (7, 1, 80, 16), (8, 1, 64, 256)],
+)
+def test_ragged_batch(num_heads, num_kv_heads, head_dim, block_size, paged, dtype, device):
+    lens = [(0, 37), (0, 1), (0, 17)]
+    check(make_case(lens, num_heads, num_kv_heads, head_dim, block_size, paged, dtype, device, seed=head_dim))
+
+
+@pytest.mark.parametrize(
+    "lens",
+    [
+        [(32, 1), (64, 33)],  # whole cached blocks, shared by both sequences
+        [(31, 2), (0, 5), (33, 16)],  # chunks that start and end off a block's edge
+        [(95, 1), (96, 1), (97, 1)],  # as short as a decode
+        [(16, 48), (0, 0), (48, 16)],  # a sequence with nothing to do
+    ],
+)
+@pytest.mark.parametrize("block_size", [16, 32, 256])
+def test_cached_prefix(lens, block_size, device):
+    check(make_case(lens, 4, 2, 32, block_size, True, torch.float32, device, seed=block_size))
+
+
+@pytest.mark.parametrize("head_dim", [96, 256])
+def test_wide_heads(head_dim, device):
+    check(make_case([(40, 30)], 2, 1, head_dim, 16, True, torch.float32, device, seed=head_dim))
+    check(make_case([(20, 70)], 2, 1, head_dim, 64, True, torch.float16, device, seed=head_dim))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_many_tiles_of_queries_and_keys(paged, device):
+    lens = [(200, 90), (0, 131)] if paged else [(0, 200), (0, 131)]
+    check(make_case(lens, 2, 1, 64, 64, paged, torch.float16, device, seed=3))
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=3),
+    group=st.sampled_from([1, 2, 4, 7, 8]),
+    num_kv_heads=st.integers(1, 2),
+    head_dim=st.sampled_from([32, 48, 80]),
+    block_size=st.sampled_from([16, 32, 64]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_batch(lens, group, num_kv_heads, head_dim, block_size, seed):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    num_heads = group * num_kv_heads
+    check(make_case(lens, num_heads, num_kv_heads, head_dim, block_size, True, torch.float32, device, seed))
+
+
+def test_no_tokens(device):
+    case = make_case([(0, 3)], 2, 1, 32, 16, False, torch.float32, device, seed=0)
+    case.arguments["q"] = case.arguments["q"][:0]
+    assert paged_prefill(**case.arguments).shape == (0, 2, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": 0.0}, "scale must be positive"),
+        ({"q": torch.zeros(3, 3, 32)}, "whole number of query heads"),
+        ({"q": torch.zeros(3, 4, 64)}, "one head_dim"),
+        ({"q": torch.zeros(3, 4, 32, dtype=torch.float16)}, "one dtype"),
+        ({"q": torch.zeros(3, 32, 4).transpose(1, 2)}, "heads packed"),
+        ({"k_cache": torch.zeros(2, 24, 2, 32), "v_cache": torch.zeros(2, 24, 2, 32)}, "power of two"),
+        ({"v_cache": torch.zeros(2, 16, 2, 64)}, "must be alike"),
+    ],
+)
+def test_refuses_what_it_cannot_compute(change, message):
+    case = make_case([(0, 3)], 4, 2, 32, 16, True, torch.float32, "cpu", seed=0)
+    with pytest.raises(ValueError, match=message):
+        paged_prefill(**{**case.arguments, **change})
+
+
+@pytest.mark.gpu
+def test_long_bfloat16_prompts():
+    check(make_case([(0, 2000), (1024, 977)], 16, 8, 128, 256, True, torch.bfloat16, "cuda", seed=0))
+    check(make_case([(0, 2000), (0, 550), (0, 1)], 16, 8, 128, 256, False, torch.bfloat16, "cuda", seed=1))

@@ -1,0 +1,122 @@
+"""The fused q/k norm, rotation and cache write: kernel against twin, twin against transformers' modules."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from nanovllm.kernels.qk_norm_rope import qk_norm_rope_store
+from nanovllm.layers import qk_norm_rope as layer
+from nanovllm.layers.qk_norm_rope import qk_norm_rope_store_torch
+from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding
+
+# One unit in the last place; a rotated value near zero is a difference of larger ones, hence the absolute part.
+TOLERANCE = {torch.float32: (4e-6, 4e-6), torch.float16: (2.0**-10, 4e-6), torch.bfloat16: (2.0**-7, 4e-6)}
+EPS = 1e-6
+MAX_POSITION = 512
+NUM_BLOCKS, BLOCK_SIZE = 5, 8
+
+
+def random_case(num_tokens, num_heads, num_kv_heads, head_dim, dtype, device, index_dtype=torch.int64):
+    qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, device=device).to(dtype) * 3
+    q_weight, k_weight = (1 + 0.5 * torch.randn(2, head_dim, device=device)).to(dtype)
+    table = RotaryEmbedding(head_dim, MAX_POSITION, RopeParameters()).to(device).cos_sin_cache
+    positions = torch.randint(MAX_POSITION, (num_tokens,), device=device).to(index_dtype)
+    caches = torch.randn(2, NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, head_dim, device=device).to(dtype)
+    slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, device=device)[:num_tokens].to(index_dtype)
+    slots[::3] = -1
+    return qkv, q_weight, k_weight, EPS, table, positions, *caches, slots, num_heads, num_kv_heads
+
+
+def run(function, case):
+    """The tensors that a call on copies of the case's tensors leaves behind: qkv, k_cache, v_cache."""
+    copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in case]
+    assert function(*copies) is None
+    return copies[0], copies[6], copies[7]
+
+
+def assert_close(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        if other is not None:
+            rtol, atol = TOLERANCE[other.dtype]
+            torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "num_kv_heads", "head_dim"),
+    [(7, 16, 8, 128), (5, 3, 1, 100), (4, 12, 2, 64), (3, 9, 9, 2), (1, 2, 1, 80), (0, 4, 2, 16)],
+)
+def test_kernel_equals_twin(num_tokens, num_heads, num_kv_heads, head_dim, dtype, device):
+    case = random_case(num_tokens, num_heads, num_kv_heads, head_dim, dtype, device)
+    expected = run(qk_norm_rope_store_torch, case)
+    assert_close(run(qk_norm_rope_store, case), expected)
+    assert_close(run(layer.qk_norm_rope_store, case), expected)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("cache", [True, False])
+def test_norm_and_cache_are_optional(norm, cache, device):
+    case = list(random_case(6, 4, 2, 32, torch.bfloat16, device, index_dtype=torch.int32))
+    if not norm:
+        case[1:3] = None, None
+    if not cache:
+        case[6:9] = None, None, None
+    assert_close(run(qk_norm_rope_store, case), run(qk_norm_rope_store_torch, case))
+
+
+def test_what_it_must_not_touch(device):
+    case = random_case(6, 4, 2, 32, torch.float32, device)
+    qkv, k_cache, v_cache = run(qk_norm_rope_store, case)
+    values = case[0][:, -2 * 32 :]
+    assert torch.equal(qkv[:, -2 * 32 :], values)
+    slots = case[8]
+    written = slots[slots >= 0]
+    for cache, before, stored in ((k_cache, case[6], qkv[:, 4 * 32 : 6 * 32]), (v_cache, case[7], values)):
+        flat, flat_before = cache.view(-1, 64), before.view(-1, 64)
+        assert torch.equal(flat[written], stored[slots >= 0])
+        others = torch.ones(len(flat), dtype=torch.bool, device=device)
+        others[written] = False
+        assert torch.equal(flat[others], flat_before[others])
+
+
+def test_twin_equals_transformers():
+    num_heads, num_kv_heads, head_dim, num_tokens = 4, 2, 16, 9
+    config = Qwen3Config(num_attention_heads=num_heads, head_dim=head_dim, max_position_embeddings=MAX_POSITION)
+    case = random_case(num_tokens, num_heads, num_kv_heads, head_dim, torch.float32, "cpu")
+    qkv, q_weight, k_weight, _, _, positions = case[:6]
+    q, k, _ = qkv.view(num_tokens, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    normed = []
+    for part, weight in ((q, q_weight), (k, k_weight)):
+        norm = Qwen3RMSNorm(head_dim, EPS)
+        norm.weight.data = weight
+        normed.append(norm(part).transpose(0, 1)[None])
+    cos, sin = Qwen3RotaryEmbedding(config)(qkv, positions[None])
+    expected = [part[0].transpose(0, 1).flatten(1) for part in apply_rotary_pos_emb(*normed, cos, sin)]
+    actual, _, _ = run(qk_norm_rope_store_torch, case)
+    size = num_heads * head_dim
+    assert_close((actual[:, :size], actual[:, size : size + num_kv_heads * head_dim]), expected)
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "message"),
+    [
+        (0, torch.zeros(6, 200), "qkv must be"),
+        (1, None, "both be None"),
+        (6, None, "all be None"),
+        (6, torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2, 16), "k_cache must be"),
+        (7, torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2, 32, dtype=torch.float16), "v_cache must be"),
+    ],
+)
+def test_wrong_arguments_are_refused(index, value, message, device):
+    case = list(random_case(6, 4, 2, 32, torch.float32, device))
+    case[index] = value
+    with pytest.raises(ValueError, match=message):
+        qk_norm_rope_store(*case)

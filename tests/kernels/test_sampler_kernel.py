@@ -1,0 +1,162 @@
+"""The sampling kernel against its plain-torch twin: the random words exactly, the scores to rounding."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from nanovllm.kernels import sampler as kernels  # noqa: E402
+from nanovllm.layers import sampler as twin  # noqa: E402
+
+INF = float("inf")
+SEEDS = torch.tensor([0, -1, 2**62 + 12345, -(2**63), 7, 7, 2**32, 99, 1234567890123])
+
+
+@triton.jit
+def _philox_kernel(words, out, size, BLOCK: tl.constexpr):
+    row = tl.arange(0, BLOCK)
+    mask = row < size
+    c0 = tl.load(words + row * 6, mask=mask).to(tl.uint32)
+    c1 = tl.load(words + row * 6 + 1, mask=mask).to(tl.uint32)
+    c2 = tl.load(words + row * 6 + 2, mask=mask).to(tl.uint32)
+    c3 = tl.load(words + row * 6 + 3, mask=mask).to(tl.uint32)
+    k0 = tl.load(words + row * 6 + 4, mask=mask).to(tl.uint32)
+    k1 = tl.load(words + row * 6 + 5, mask=mask).to(tl.uint32)
+    r0, r1, r2, r3 = kernels.philox4x32(c0, c1, c2, c3, k0, k1)
+    tl.store(out + row * 4, r0.to(tl.int64), mask=mask)
+    tl.store(out + row * 4 + 1, r1.to(tl.int64), mask=mask)
+    tl.store(out + row * 4 + 2, r2.to(tl.int64), mask=mask)
+    tl.store(out + row * 4 + 3, r3.to(tl.int64), mask=mask)
+
+
+@triton.jit
+def _log2_exponential_kernel(bits, out, FAST: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, kernels.log2_exponential(tl.load(bits + at).to(tl.uint32), FAST))
+
+
+def test_philox_words_equal_the_twins(device):
+    words = torch.randint(2**32, (61, 6), device=device)
+    words[0], words[1] = 0, 2**32 - 1
+    out = torch.empty(61, 4, dtype=torch.int64, device=device)
+    _philox_kernel[(1,)](words, out, 61, BLOCK=64)
+    assert torch.equal(out, torch.stack(twin.philox4x32(*words.unbind(1)), dim=1))
+
+
+def test_exponentials_equal_the_twins(device):
+    bits = torch.randint(2**32, (4096,), device=device)
+    bits[:1024] = torch.arange(1024)
+    bits[1024:1536] = 2**32 - 1 - torch.arange(512)
+    bits[1536:2048] = 2**27 - 256 + torch.arange(512)
+    out = torch.empty(4096, device=device)
+    _log2_exponential_kernel[(1,)](bits, out, FAST=isinstance(_philox_kernel, triton.JITFunction), BLOCK=4096)
+    torch.testing.assert_close(out, twin.log2_exponential(bits), rtol=1e-6, atol=2e-5)
+
+
+def assert_same_draws(logits, temperatures, seeds, positions):
+    """Equal tokens, or, where two columns' scores are equal to rounding, a token that could as well have won."""
+    tokens = kernels.sample(logits, temperatures, seeds, positions)
+    expected = twin.sample_torch(logits, temperatures, seeds, positions)
+    assert tokens.dtype == torch.int64
+    assert tokens.shape == expected.shape
+    greedy = temperatures == 0
+    assert torch.equal(tokens[greedy], expected[greedy])
+    scores = twin.race_scores(logits, temperatures.where(~greedy, 1.0), seeds, positions)[~greedy]
+    got = scores.gather(1, tokens[~greedy, None])
+    best = scores.gather(1, expected[~greedy, None])
+    torch.testing.assert_close(got, best, rtol=2e-6, atol=5e-5)
+    assert (tokens == expected).float().mean() >= 0.9 or len(tokens) < 10
+
+
+@pytest.mark.parametrize(
+    ("batch", "vocab_size", "dtype"),
+    [
+        (0, 5, torch.float32),
+        (1, 1, torch.float32),
+        (4, 3, torch.float32),
+        (9, 7, torch.float32),
+        (2, 1030, torch.float16),
+        (4, 2100, torch.bfloat16),
+        (5, 4101, torch.float32),
+    ],
+)
+def test_kernel_equals_twin(batch, vocab_size, dtype, device):
+    logits = (torch.randn(batch, vocab_size, device=device) * 3).to(dtype)
+    temperatures = torch.tensor([0.6, 1.0, 0.0, 0.05, 1.7, 1e-5, 0.0, 30.0, 0.9], device=device)[:batch]
+    positions = torch.tensor([0, 5, 2**31, 2**32 + 5, 17, 18, 2**40, 1, 4095], device=device)[:batch]
+    assert_same_draws(logits, temperatures, SEEDS[:batch].to(device), positions)
+
+
+def test_large_vocabulary(device):
+    # Triton's interpreter takes 10 s for all of Qwen3's.
+    logits = torch.randn(1, 151_936 if device == "cuda" else 15_193, device=device)
+    one = torch.ones(1, dtype=torch.int64, device=device)
+    assert_same_draws(logits, one.float(), one * 42, one * 1000)
+
+
+def test_rows_of_a_wider_tensor(device):
+    logits = torch.randn(4, 777, device=device)[:, 5:705]
+    ones = torch.ones(4, dtype=torch.int64, device=device)
+    assert_same_draws(logits, ones.float(), torch.arange(4, device=device), ones)
+
+
+def test_the_batch_does_not_matter(device):
+    """Splits differ with the batch size; a row's draw does not."""
+    logits = torch.randn(5, 2500, device=device)
+    temperatures = torch.full((5,), 0.8, device=device)
+    seeds, positions = torch.arange(5, device=device), torch.arange(5, device=device) * 100
+    together = kernels.sample(logits, temperatures, seeds, positions)
+    alone = [
+        kernels.sample(logits[i : i + 1], temperatures[:1], seeds[i : i + 1], positions[i : i + 1]) for i in range(5)
+    ]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_infinite_and_undefined_logits(temperature, device):
+    logits = torch.full((6, 1100), -INF, device=device)
+    logits[1, 1055] = -3.0
+    logits[2, :] = float("nan")
+    logits[3, :] = float("nan")
+    logits[3, 1099] = 0.0
+    logits[4, [3, 700, 1090]] = INF
+    logits[5, 1023:1025] = 1.0
+    temperatures = torch.full((6,), temperature, device=device)
+    zeros = torch.zeros(6, dtype=torch.int64, device=device)
+    tokens = kernels.sample(logits, temperatures, zeros, zeros)
+    assert torch.equal(tokens, twin.sample_torch(logits, temperatures, zeros, zeros))
+    assert tokens[:5].tolist() == [0, 1055, 0, 1099, 3]
+    assert tokens[5] in (1023, 1024)
+
+
+def test_greedy_takes_the_lowest_of_equals(device):
+    logits = torch.zeros(1, 9000, device=device)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    for columns in ([5000, 8999], [3, 4], [1023, 1024], [700, 8000, 8001]):
+        tied = logits.clone()
+        tied[0, columns] = 1.0
+        assert kernels.sample(tied, zero.float(), zero, zero).item() == columns[0]
+
+
+def test_wrong_layouts_are_refused(device):
+    zeros = torch.zeros(4, dtype=torch.int64, device=device)
+    for logits in (torch.zeros(4, 0, device=device), torch.zeros(4, 4, device=device).t()):
+        with pytest.raises(ValueError, match="logits must be"):
+            kernels.sample(logits, zeros.float(), zeros, zeros)
+
+
+@pytest.mark.gpu
+def test_captured_in_a_cuda_graph():
+    logits = torch.randn(5, 151_936, device="cuda", dtype=torch.bfloat16)
+    temperatures = torch.full((5,), 0.6, device="cuda")
+    seeds, positions = torch.arange(5, device="cuda"), torch.arange(5, device="cuda")
+    kernels.sample(logits, temperatures, seeds, positions)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = kernels.sample(logits, temperatures, seeds, positions)
+    for step in range(3):
+        positions.fill_(step)
+        graph.replay()
+        assert torch.equal(tokens, kernels.sample(logits, temperatures, seeds, positions))
