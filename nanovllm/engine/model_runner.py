@@ -150,6 +150,8 @@ class ModelRunner:
                 )
         self.num_kvcache_blocks = blocks
         self.kv_cache = torch.zeros(2, len(layers), blocks, *shape, dtype=config.dtype, device=self.device)
+        num_heads = self.tp.shard(hf_config.num_attention_heads, "num_attention_heads")
+        layers[0].backend.prepare(config.max_num_seqs, num_heads, num_kv_heads, shape[-1], self.device)
         for i, layer in enumerate(layers):
             layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
         capacity = blocks * self.block_size

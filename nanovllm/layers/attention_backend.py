@@ -25,6 +25,12 @@ class AttentionBackend(ABC):
 
     name: str
 
+    def prepare(
+        self, max_batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+    ) -> None:
+        """Allocate what decode steps of up to max_batch_size sequences share, before the first of them."""
+        return None
+
     @abstractmethod
     def store(self, k, v, k_cache, v_cache, slot_mapping) -> None:
         """Write k and v, [num_tokens, num_kv_heads, head_dim], to their slots; slot -1 writes nothing."""
@@ -62,7 +68,10 @@ class TritonBackend(AttentionBackend):
     name = "triton"
 
     def __init__(self):
-        self.workspace: DecodeWorkspace | None = None
+        self.workspace = None
+
+    def prepare(self, max_batch_size, num_heads, num_kv_heads, head_dim, device):
+        self.workspace = DecodeWorkspace(max_batch_size, num_heads, num_kv_heads, head_dim, device)
 
     def store(self, k, v, k_cache, v_cache, slot_mapping):
         store_kvcache(k, v, k_cache, v_cache, slot_mapping)
@@ -74,7 +83,7 @@ class TritonBackend(AttentionBackend):
         )
 
     def decode(self, q, k_cache, v_cache, context, scale):
-        return paged_decode(q, k_cache, v_cache, context.context_lens, context.block_tables, scale)
+        return paged_decode(q, k_cache, v_cache, context.context_lens, context.block_tables, scale, self.workspace)
 
 
 class FlashAttnBackend(AttentionBackend):

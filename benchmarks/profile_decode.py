@@ -1,0 +1,91 @@
+"""Where a decode step's time goes: wall clock, GPU busy, and GPU time by kernel, at given batch sizes and contexts.
+
+python benchmarks/profile_decode.py --model Qwen3-0.6B --shapes 256x600 512x100 1x600 --json out.json
+"""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from random import Random
+from statistics import median
+
+import torch
+from torch.autograd.profiler import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from nanovllm import LLM, SamplingParams
+
+STEPS = 40
+PROFILED_STEPS = 10
+
+
+def profile_shape(llm: LLM, batch: int, context: int) -> dict:
+    """Steps of `batch` sequences of about `context` tokens: {wall_ms, gpu_busy_ms, kernels: [...], timeline: [...]}."""
+    rng = Random(batch * 10007 + context)
+    params = SamplingParams(temperature=0.6, max_tokens=STEPS + PROFILED_STEPS + 20, ignore_eos=True)
+    for _ in range(batch):
+        llm.add_request([rng.randint(0, 10000) for _ in range(context)], params)
+    while llm.scheduler.waiting:
+        llm.step()
+    for _ in range(5):
+        llm.step()
+    torch.cuda.synchronize()
+    seconds = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        llm.step()
+        seconds.append(time.perf_counter() - start)
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
+        for _ in range(PROFILED_STEPS):
+            llm.step()
+        torch.cuda.synchronize()
+    while not llm.is_finished():
+        llm.step()
+    micros, counts, spans = defaultdict(float), defaultdict(int), []
+    for event in prof.events():
+        if event.device_type == DeviceType.CUDA:
+            micros[event.name] += event.time_range.elapsed_us() / PROFILED_STEPS
+            counts[event.name] += 1
+            spans.append((event.time_range.start, event.time_range.end, event.name[:60]))
+    spans.sort()
+    origin = spans[0][0]
+    kernels = sorted(micros, key=micros.get, reverse=True)
+    return {
+        "batch": batch,
+        "context": context,
+        "wall_ms": 1e3 * median(seconds),
+        "gpu_busy_ms": sum(micros.values()) / 1e3,
+        "kernels": [
+            {"name": name[:100], "us_a_step": micros[name], "launches_a_step": counts[name] / PROFILED_STEPS}
+            for name in kernels
+        ],
+        # Three steps are enough for a picture.
+        "timeline_us": [(s - origin, e - origin, n) for s, e, n in spans[: 3 * len(spans) // PROFILED_STEPS]],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="Qwen3-0.6B")
+    parser.add_argument("--shapes", nargs="+", default=["256x600", "512x100", "64x600", "1x600"], help="BATCHxCONTEXT")
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    results = []
+    backend = args.attention_backend
+    with LLM(args.model, load_format="dummy", skip_tokenizer_init=True, attention_backend=backend, seed=0) as llm:
+        for shape in args.shapes:
+            batch, context = map(int, shape.split("x"))
+            results.append(profile_shape(llm, batch, context))
+            r = results[-1]
+            print(f"{shape}: {r['wall_ms']:.3f} ms a step, GPU busy {r['gpu_busy_ms']:.3f} ms")
+            for k in r["kernels"][:14]:
+                print(f"  {k['us_a_step']:9.1f} us  {k['launches_a_step']:6.1f} launches  {k['name'][:90]}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
