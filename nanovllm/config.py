@@ -35,6 +35,7 @@ class Config:
         load_format: "auto" reads safetensors; "dummy" draws random weights of the model's shapes.
         attention_backend: "auto", "flash_attn", "triton" or "torch".
         enable_prefix_caching: share the KV cache blocks of equal beginnings.
+        overlap_steps: prepare and launch a step before the one ahead of it is read, so that the GPU never waits.
         seed: of everything that requests without a seed of their own draw; None takes a fresh one.
         skip_tokenizer_init: prompts are token ids alone, and results carry no text.
         hf_config: the model's transformers configuration; read from `model` unless given.
@@ -60,6 +61,7 @@ class Config:
     load_format: str = "auto"
     attention_backend: str = "auto"
     enable_prefix_caching: bool = True
+    overlap_steps: bool = True
     seed: int | None = None
     skip_tokenizer_init: bool = False
     hf_config: Any = None
@@ -99,7 +101,7 @@ class Config:
         self._require(
             "kvcache_gib", gib is None or _is_number(gib, 0, float("inf")), "a number > 0, or None to derive it"
         )
-        for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init"):
+        for name in ("enforce_eager", "enable_prefix_caching", "overlap_steps", "skip_tokenizer_init"):
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
         self._require_one_of("device", ("auto", "cuda", "cpu"))
         self._require_one_of("load_format", ("auto", "dummy"))

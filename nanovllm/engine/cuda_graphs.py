@@ -18,11 +18,11 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
 class DecodeGraphs:
     """Graphs of one function of the batch size, captured largest first over one memory pool."""
 
-    def __init__(self, decode: Callable[[int], torch.Tensor], sizes: list[int], device: torch.device):
-        """decode(n) reads fixed buffers and returns the tokens [n] of their first n rows."""
+    def __init__(self, decode: Callable[[int], None], sizes: list[int], device: torch.device):
+        """decode(n) works on the first n rows of buffers that stay where they are."""
         self.sizes = sizes
         self.max_batch_size = sizes[-1]
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(device):
             for size in reversed(sizes):
@@ -30,11 +30,9 @@ class DecodeGraphs:
                 decode(size)  # Compiles and warms up: neither is allowed in a capture.
                 torch.cuda.synchronize()
                 with torch.cuda.graph(graph, pool):
-                    tokens = decode(size)
-                self._graphs[size] = graph, tokens
+                    decode(size)
+                self._graphs[size] = graph
 
-    def replay(self, num_seqs: int) -> torch.Tensor:
-        """Decode the buffers' first num_seqs rows, padded to the next captured size: tokens [num_seqs]."""
-        graph, tokens = self._graphs[self.sizes[bisect_left(self.sizes, num_seqs)]]
-        graph.replay()
-        return tokens[:num_seqs]
+    def replay(self, num_seqs: int) -> None:
+        """Decode the buffers' first num_seqs rows, padded to the next captured size."""
+        self._graphs[self.sizes[bisect_left(self.sizes, num_seqs)]].replay()

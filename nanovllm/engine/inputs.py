@@ -1,9 +1,16 @@
 """The tensors of a step, written as numpy arrays on the host and sent to the device in one copy."""
 
+import math
+
 import numpy as np
 import torch
 
+from nanovllm.engine.sequence import Sequence
+
 _ALIGN = 16  # bytes; what wide loads on the device want
+
+
+Layout = dict[str, tuple[tuple[int, ...], type]]  # name -> (shape, numpy dtype)
 
 
 class PackedArrays:
@@ -17,27 +24,40 @@ class PackedArrays:
         device: {name: tensor} to read from, after `send`.
     """
 
-    def __init__(self, layout: dict[str, tuple[tuple[int, ...], type]], device: torch.device):
-        """layout: {name: (shape, numpy dtype)}."""
-        offsets, size = {}, 0
-        for name, (shape, dtype) in layout.items():
-            offsets[name] = size
-            num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-            size += -(-num_bytes // _ALIGN) * _ALIGN
+    def __init__(self, layout: Layout, device: torch.device, device_bytes: torch.Tensor | None = None):
+        """device_bytes: uint8, packed_size(layout) of them, to send to instead of memory of its own."""
+        size = packed_size(layout)
         on_gpu = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
-        self._device = torch.zeros(size, dtype=torch.uint8, device=device) if on_gpu else self._host
-        self.host, self.device = {}, {}
-        for name, (shape, dtype) in layout.items():
-            start, end = offsets[name], offsets[name] + int(np.prod(shape)) * np.dtype(dtype).itemsize
-            self.host[name] = self._host.numpy()[start:end].view(dtype).reshape(shape)
-            torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
-            self.device[name] = self._device[start:end].view(torch_dtype).view(shape)
+        if device_bytes is None:
+            device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._device = device_bytes
+        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=True) if on_gpu else self._device
+        self.host = {name: view.numpy() for name, view in _views(self._host, layout).items()}
+        self.device = _views(self._device, layout)
 
     def send(self) -> None:
         """Copy host to device, in stream order. The host arrays may be written again once the stream got there."""
         if self._device is not self._host:
             self._device.copy_(self._host, non_blocking=True)
+
+
+def packed_size(layout: Layout) -> int:
+    """Bytes that a layout takes, padding included."""
+    return sum(_padded_bytes(shape, dtype) for shape, dtype in layout.values())
+
+
+def _padded_bytes(shape: tuple[int, ...], dtype: type) -> int:
+    return -(-math.prod(shape) * np.dtype(dtype).itemsize // _ALIGN) * _ALIGN
+
+
+def _views(buffer: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
+    views, start = {}, 0
+    for name, (shape, dtype) in layout.items():
+        end = start + math.prod(shape) * np.dtype(dtype).itemsize
+        torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+        views[name] = buffer[start:end].view(torch_dtype).view(shape)
+        start += _padded_bytes(shape, dtype)
+    return views
 
 
 class BlockTables:
@@ -63,3 +83,93 @@ class BlockTables:
         else:
             return
         self._written[row] = (block_table, new_length)
+
+
+class DecodeInputs:
+    """The inputs of decode steps: fixed device memory, which CUDA graphs read, behind two host buffers.
+
+    While the device works on one step, the host writes the next one's inputs to the other buffer; a buffer comes
+    up again only after the step that it was sent for has been read. The sampled tokens stay on the device, right
+    behind the inputs, so that one gather takes each row's token from wherever it is (see `token_source`).
+
+    Attributes:
+        rows: device tensors, one row a sequence:
+            token_source int64: index into `tokens` of the token that the row feeds,
+            positions int64: that token's position; seeds int64, temperatures float32: the request's,
+            slot_mapping int32, context_lens int32, block_tables int32 [.., max_blocks]: as in Context.
+        tokens: int64 [2 * max_num_seqs]: tokens that the host knows, then those the last step sampled.
+        sampled: the latter half.
+    """
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, device: torch.device):
+        n = max_num_seqs
+        layout: Layout = {
+            "token_source": ((n,), np.int64),
+            "positions": ((n,), np.int64),
+            "seeds": ((n,), np.int64),
+            "temperatures": ((n,), np.float32),
+            "slot_mapping": ((n,), np.int32),
+            "context_lens": ((n,), np.int32),
+            "block_tables": ((n, max_blocks), np.int32),
+            "host_tokens": ((n + n % 2,), np.int64),  # even, so that no padding follows it
+        }
+        self.block_size = block_size
+        size, sampled_bytes = packed_size(layout), 8 * n
+        memory = torch.zeros(size + sampled_bytes, dtype=torch.uint8, device=device)
+        num_buffers = 2 if device.type == "cuda" else 1
+        self._buffers = [PackedArrays(layout, device, memory[:size]) for _ in range(num_buffers)]
+        self._tables = [BlockTables(buffer.host["block_tables"]) for buffer in self._buffers]
+        self._turn = 0
+        self.rows = dict(self._buffers[0].device)
+        host_tokens = self.rows.pop("host_tokens")
+        self._sampled_at = len(host_tokens)
+        self.tokens = memory[size - 8 * len(host_tokens) :].view(torch.int64)
+        self.sampled = self.tokens[self._sampled_at :]
+
+    def write(self, seqs: list[Sequence]) -> None:
+        """Send one decode step's inputs: each sequence's last token, its position, slot and block table."""
+        self._turn = (self._turn + 1) % len(self._buffers)
+        buffer, tables = self._buffers[self._turn], self._tables[self._turn]
+        host, n = buffer.host, len(seqs)
+        for row, seq in enumerate(seqs):
+            tables.write(row, seq.block_table)
+        context_lens = np.array([seq.num_tokens for seq in seqs])
+        positions = context_lens - 1
+        host["positions"][:n] = positions
+        host["context_lens"][:n] = context_lens
+        blocks = host["block_tables"][np.arange(n), positions // self.block_size]
+        host["slot_mapping"][:n] = blocks * self.block_size + positions % self.block_size
+        host["temperatures"][:n] = [seq.temperature for seq in seqs]
+        host["seeds"][:n] = [seq.seed for seq in seqs]
+        host["host_tokens"][:n] = [seq.last_token for seq in seqs]
+        pending = np.array([seq.pending_row for seq in seqs])
+        host["token_source"][:n] = np.where(pending < 0, np.arange(n), self._sampled_at + pending)
+        # The rows that pad the batch to a captured size write nothing and read nothing.
+        host["slot_mapping"][n:] = -1
+        host["context_lens"][n:] = 0
+        buffer.send()
+
+    def write_padding(self) -> None:
+        """Inputs of no sequence at all: what a capture may run on."""
+        self.write([])
+
+
+class SampledTokens:
+    """The outcome of a step that is under way: its tokens on their way to the host."""
+
+    def __init__(self, tokens: torch.Tensor):
+        """tokens: int64 [num_seqs] on the device."""
+        self._event = None
+        if tokens.device.type == "cuda":
+            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._tokens.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._tokens = tokens.clone()
+
+    def wait(self) -> list[int]:
+        """The tokens, once the step is done."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tokens.tolist()

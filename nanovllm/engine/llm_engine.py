@@ -4,14 +4,15 @@ import logging
 import secrets
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import count
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from tqdm.auto import tqdm
 from xxhash import xxh64_intdigest
 
 from nanovllm.config import Config
+from nanovllm.engine.inputs import SampledTokens
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -35,6 +36,14 @@ class RequestOutput(TypedDict):
     token_ids: list[int]
     finish_reason: str
     num_cached_tokens: int
+
+
+class _Step(NamedTuple):
+    """A step under way: its sequences, what `step` reports of it, and its tokens to be."""
+
+    seqs: list[Sequence]
+    num_tokens: int
+    tokens: SampledTokens
 
 
 class LLMEngine:
@@ -122,10 +131,15 @@ class LLMEngine:
         self._check_alive()
         if self.is_finished():
             raise RuntimeError("step() with no request queued: call add_request() first")
+        step = self._launch()
+        self.scheduler.advance(step.seqs)
+        return self.scheduler.collect(step.seqs, step.tokens.wait()), step.num_tokens
+
+    def _launch(self) -> "_Step":
+        """Schedule the next step and start it."""
         seqs, is_prefill = self.scheduler.schedule()
         num_tokens = sum(seq.num_scheduled_tokens for seq in seqs) if is_prefill else -len(seqs)
-        token_ids = self.model_runner.call("run", seqs, is_prefill)
-        return self.scheduler.postprocess(seqs, token_ids), num_tokens
+        return _Step(seqs, num_tokens, self.model_runner.call("launch", seqs, is_prefill))
 
     def generate(
         self,
@@ -171,15 +185,33 @@ class LLMEngine:
     def _run_all(self, num_requests: int, use_tqdm: bool) -> None:
         with tqdm(total=num_requests, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
             speed = {"prefill": 0, "decode": 0}
+            start = time.perf_counter()
+            for finished, num_tokens in self._steps():
+                if not use_tqdm:
+                    continue
+                now = time.perf_counter()
+                speed["prefill" if num_tokens > 0 else "decode"] = abs(num_tokens) / (now - start)
+                start = now
+                bar.set_postfix({kind: f"{int(rate)}tok/s" for kind, rate in speed.items()}, refresh=False)
+                bar.update(len(finished))
+
+    def _steps(self) -> Iterator[tuple[list[Sequence], int]]:
+        """Step until nothing is left, as `_step` does, but one ahead: while the GPU works on a step, the host
+        schedules and launches the next one and only then reads the tokens. An end of sequence is noticed a step
+        late; the surplus token is dropped."""
+        if not self.config.overlap_steps:
             while not self.is_finished():
-                start = time.perf_counter()
-                finished, num_tokens = self._step()
-                if use_tqdm:
-                    rate = abs(num_tokens) / (time.perf_counter() - start)
-                    speed["prefill" if num_tokens > 0 else "decode"] = rate
-                    postfix = {kind: f"{int(rate)}tok/s" for kind, rate in speed.items()}
-                    bar.set_postfix(postfix, refresh=False)
-                    bar.update(len(finished))
+                yield self._step()
+            return
+        flying: _Step | None = None
+        while flying or not self.is_finished():
+            launched = None if self.is_finished() else self._launch()
+            finished = self.scheduler.collect(flying.seqs, flying.tokens.wait()) if flying else []
+            if launched:
+                self.scheduler.advance(launched.seqs)
+            if flying:
+                yield finished, flying.num_tokens
+            flying = launched
 
     def _outputs(self, seqs: list[Sequence]) -> list[RequestOutput]:
         completions = [seq.completion_token_ids for seq in seqs]

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.config import CPU_KVCACHE_GIB, Config
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
-from nanovllm.engine.inputs import BlockTables, PackedArrays
+from nanovllm.engine.inputs import BlockTables, DecodeInputs, PackedArrays, SampledTokens
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import select_backend
@@ -69,21 +69,8 @@ class ModelRunner:
         logger.info("device: %s; attention back end: %s", self.device_name, backend.name)
         self.warmup_model()
         self.allocate_kv_cache()
-        self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
-        rows = config.max_num_seqs
-        self.decode_inputs = PackedArrays(
-            {
-                "input_ids": ((rows,), np.int64),
-                "positions": ((rows,), np.int64),
-                "seeds": ((rows,), np.int64),
-                "temperatures": ((rows,), np.float32),
-                "slot_mapping": ((rows,), np.int32),
-                "context_lens": ((rows,), np.int32),
-                "block_tables": ((rows, self.max_blocks_per_seq), np.int32),
-            },
-            self.device,
-        )
-        self.decode_tables = BlockTables(self.decode_inputs.host["block_tables"])
+        max_blocks = -(-config.max_model_len // self.block_size)
+        self.decode_inputs = DecodeInputs(config.max_num_seqs, max_blocks, self.block_size, self.device)
         if config.device == "cuda" and not config.enforce_eager:
             self.capture_cudagraph()
 
@@ -188,24 +175,26 @@ class ModelRunner:
 
     # -- one step ----------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
         """Compute one step and sample: one token a sequence, in order (that of a sequence whose prefill goes on
         with the next chunk means nothing)."""
-        step = self._run_prefill if is_prefill else self._run_decode
-        return step(seqs).tolist()
+        return self.launch(seqs, is_prefill).wait()
 
-    def _run_prefill(self, seqs: list[Sequence]) -> torch.Tensor:
-        inputs, context = self.prepare_prefill(seqs)
-        with step_context(context):
-            return self._forward(*inputs)
-
-    def _run_decode(self, seqs: list[Sequence]) -> torch.Tensor:
-        self.prepare_decode(seqs)
-        num_seqs = len(seqs)
-        if self.graphs is not None and num_seqs <= self.graphs.max_batch_size:
-            return self.graphs.replay(num_seqs)
-        return self._decode(num_seqs)
+    @torch.inference_mode()
+    def launch(self, seqs: list[Sequence], is_prefill: bool) -> SampledTokens:
+        """Start one step, as `run` does, without waiting for it. One more step may be launched before its tokens
+        are read; sequences whose last token is pending then take it from the device."""
+        if is_prefill:
+            inputs, context = self.prepare_prefill(seqs)
+            with step_context(context):
+                self._forward(*inputs)
+        else:
+            self.prepare_decode(seqs)
+            if self.graphs is not None and len(seqs) <= self.graphs.max_batch_size:
+                self.graphs.replay(len(seqs))
+            else:
+                self._decode(len(seqs))
+        return SampledTokens(self.decode_inputs.sampled[: len(seqs)])
 
     def prepare_prefill(self, seqs: list[Sequence]) -> tuple[tuple[torch.Tensor, ...], Context]:
         """The flat batch of the sequences' scheduled tokens: (input_ids, positions, temperatures, seeds, sample
@@ -264,48 +253,33 @@ class ModelRunner:
 
     def prepare_decode(self, seqs: list[Sequence]) -> None:
         """Each sequence's last token, its position, its slot and its block table, into decode_inputs."""
-        host, num_seqs = self.decode_inputs.host, len(seqs)
-        context_lens = np.fromiter((seq.num_tokens for seq in seqs), np.int64, num_seqs)
-        positions = context_lens - 1
-        for row, seq in enumerate(seqs):
-            self.decode_tables.write(row, seq.block_table)
-        host["input_ids"][:num_seqs] = [seq.last_token for seq in seqs]
-        host["positions"][:num_seqs] = positions
-        host["context_lens"][:num_seqs] = context_lens
-        blocks = host["block_tables"][np.arange(num_seqs), positions // self.block_size]
-        host["slot_mapping"][:num_seqs] = blocks * self.block_size + positions % self.block_size
-        host["temperatures"][:num_seqs] = [seq.temperature for seq in seqs]
-        host["seeds"][:num_seqs] = [seq.seed for seq in seqs]
-        # The rows that pad the batch to a captured size write nothing and read nothing.
-        host["slot_mapping"][num_seqs:] = -1
-        host["context_lens"][num_seqs:] = 0
-        self.decode_inputs.send()
+        self.decode_inputs.write(seqs)
 
-    def _decode(self, batch_size: int) -> torch.Tensor:
-        """Decode the first rows of decode_inputs -> tokens int64 [batch_size]. Captured as it stands."""
-        rows = {name: tensor[:batch_size] for name, tensor in self.decode_inputs.device.items()}
+    def _decode(self, batch_size: int) -> None:
+        """Decode the first rows of decode_inputs into its `sampled`. Captured as it stands."""
+        rows = {name: tensor[:batch_size] for name, tensor in self.decode_inputs.rows.items()}
         context = Context(
             slot_mapping=rows["slot_mapping"],
             context_lens=rows["context_lens"],
             block_tables=rows["block_tables"],
         )
+        input_ids = self.decode_inputs.tokens[rows["token_source"]]
         with step_context(context):
-            return self._forward(
-                rows["input_ids"], rows["positions"], rows["temperatures"], rows["seeds"], rows["positions"]
-            )
+            self._forward(input_ids, rows["positions"], rows["temperatures"], rows["seeds"], rows["positions"])
 
-    def _forward(self, input_ids, positions, temperatures, seeds, sample_positions) -> torch.Tensor:
-        """Model, head and sampler: tokens int64 [num_seqs], on the device. A token is drawn with the noise of the
-        position it follows."""
+    def _forward(self, input_ids, positions, temperatures, seeds, sample_positions) -> None:
+        """Model, head and sampler: one token a sequence, into decode_inputs.sampled. A token is drawn with the
+        noise of the position that it follows."""
         logits = self.model.compute_logits(self.model(input_ids, positions))
-        return self.sampler(logits, temperatures, seeds, sample_positions)
+        tokens = self.sampler(logits, temperatures, seeds, sample_positions)
+        if self.decode_inputs is not None:  # The warm-up runs before there are any.
+            self.decode_inputs.sampled[: len(tokens)] = tokens
 
     @torch.inference_mode()
     def capture_cudagraph(self) -> None:
         """Capture `_decode`, sampling included, at every batch size of graph_batch_sizes."""
         sizes = graph_batch_sizes(self.config.max_num_seqs)
-        self.decode_inputs.host["slot_mapping"][:] = -1
-        self.decode_inputs.send()
+        self.decode_inputs.write_padding()
         self.graphs = DecodeGraphs(self._decode, sizes, self.device)
         logger.info("CUDA graphs: %d, batch sizes 1 to %d", len(sizes), sizes[-1])
 

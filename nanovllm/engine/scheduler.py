@@ -88,21 +88,28 @@ class Scheduler:
 
     def _schedule_decode(self) -> list[Sequence]:
         seqs: list[Sequence] = []
+        block_size = self.block_manager.block_size
         while self.running and len(seqs) < self.max_num_seqs:
             seq = self.running.popleft()
-            while not self.block_manager.can_append(seq):
-                # Last in, first out; the sequence itself where nobody younger is left. Once alone it always
-                # fits, because no sequence grows past max_seq_len.
-                victim = self.running.pop() if self.running else seq
-                self.preempt(victim)
-                if victim is seq:
-                    break
-            else:
-                self.block_manager.may_append(seq)
-                seq.num_scheduled_tokens = 1
-                seqs.append(seq)
+            # The common case without a call: at batch 512 this loop is what the host does between two steps.
+            if seq.num_tokens > len(seq.block_table) * block_size and not self._make_room(seq):
+                continue
+            seq.num_scheduled_tokens = 1
+            seqs.append(seq)
         self.running.extendleft(reversed(seqs))
         return seqs
+
+    def _make_room(self, seq: Sequence) -> bool:
+        """Give the sequence the block that its last token opens. Where none is free, preempt: last in, first out,
+        and the sequence itself where nobody younger is left (False). Once alone it always fits, because no
+        sequence grows past max_seq_len."""
+        while not self.block_manager.can_append(seq):
+            victim = self.running.pop() if self.running else seq
+            self.preempt(victim)
+            if victim is seq:
+                return False
+        self.block_manager.may_append(seq)
+        return True
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's blocks back; it is prefilled again, completion and all."""
@@ -113,7 +120,7 @@ class Scheduler:
         self.waiting.appendleft(seq)
 
     def postprocess(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
-        """Book one step: register full blocks, append tokens, end what is done.
+        """Book one step: `advance`, then `collect`.
 
         Args:
             seqs: what schedule() returned.
@@ -122,28 +129,69 @@ class Scheduler:
         Returns:
             The sequences that finished, their blocks given back.
         """
-        finished = []
-        for seq, token_id in zip(seqs, token_ids, strict=True):
-            num_cached_tokens = seq.num_cached_tokens
-            seq.num_cached_tokens += seq.num_scheduled_tokens
+        self.advance(seqs)
+        return self.collect(seqs, token_ids)
+
+    def advance(self, seqs: list[Sequence]) -> None:
+        """Book what is known of a step once it is launched, so that the next one can be scheduled without its
+        tokens: register full blocks, append a placeholder, end what reaches its length.
+
+        Blocks given back here may still be read by the step in flight; whoever gets them next writes them in a
+        later step of the same stream.
+        """
+        block_size, max_seq_len = self.block_manager.block_size, self.max_seq_len
+        ended = False
+        for row, seq in enumerate(seqs):
+            if seq.is_finished:
+                continue  # An end-of-sequence token came to light after this step was launched.
+            before = seq.num_cached_tokens
+            seq.num_cached_tokens = after = before + seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
-            self.block_manager.hash_blocks(seq, num_cached_tokens)
-            if seq.num_cached_tokens < seq.num_tokens:
+            if before // block_size != after // block_size:
+                self.block_manager.hash_blocks(seq, before)
+            if after < seq.num_tokens:
                 continue
             seq.is_prefilling = False
-            seq.append_token(token_id)
+            seq.append_pending(row)
+            if seq.num_completion_tokens >= seq.max_tokens or seq.num_tokens >= max_seq_len:
+                self._end(seq, "length")
+                ended = True
+        if ended:
+            self._drop_finished()
+
+    def collect(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
+        """Book the tokens of a step that advance() has booked: fill the placeholders, find the ends of sequence.
+
+        Returns the sequences that are complete. With another step in flight, that one's surplus token of a
+        sequence that ends here is never looked at.
+        """
+        finished = []
+        dropped = False
+        for row, (seq, token_id) in enumerate(zip(seqs, token_ids, strict=True)):
+            if seq.pending_row != row:
+                continue  # Its prefill goes on, or it had ended before.
+            seq.resolve_pending(token_id)
             if token_id in self.eos and not seq.ignore_eos:
+                if not seq.is_finished:
+                    self._end(seq, "stop")
+                    dropped = True
                 seq.finish_reason = "stop"
-            elif seq.num_completion_tokens >= seq.max_tokens or seq.num_tokens >= self.max_seq_len:
-                seq.finish_reason = "length"
-            else:
-                continue
-            seq.status = SequenceStatus.FINISHED
-            self.block_manager.deallocate(seq)
-            finished.append(seq)
-        if finished:
-            self.running = deque(seq for seq in self.running if not seq.is_finished)
+            if seq.is_finished:
+                finished.append(seq)
+        if dropped:
+            self._drop_finished()
         return finished
+
+    def _end(self, seq: Sequence, finish_reason: str) -> None:
+        was_preempted = seq.status is SequenceStatus.WAITING
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = finish_reason
+        self.block_manager.deallocate(seq)
+        if was_preempted:
+            self.waiting.remove(seq)
+
+    def _drop_finished(self) -> None:
+        self.running = deque(seq for seq in self.running if seq.status is not SequenceStatus.FINISHED)
 
     def abort(self, seq_ids: Iterable[int]) -> None:
         """Drop these sequences wherever they are and give their blocks back."""
@@ -155,4 +203,4 @@ class Scheduler:
                     seq.finish_reason = "abort"
                     self.block_manager.deallocate(seq)
         self.waiting = deque(seq for seq in self.waiting if not seq.is_finished)
-        self.running = deque(seq for seq in self.running if not seq.is_finished)
+        self._drop_finished()

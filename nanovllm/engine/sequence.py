@@ -5,6 +5,8 @@ from enum import Enum, auto
 
 from nanovllm.sampling_params import SamplingParams
 
+PLACEHOLDER = 0  # any id that the model has
+
 
 class SequenceStatus(Enum):
     """WAITING -> RUNNING -> FINISHED; preemption leads back from RUNNING to WAITING."""
@@ -32,6 +34,8 @@ class Sequence:
         num_cached_tokens: tokens from the front whose keys and values are in the KV cache: the shared prefix
             right after allocation, more with every step.
         num_shared_tokens: tokens that the prefix cache gave when the sequence was first allocated, -1 before.
+        pending_row: row of the step in flight that samples its last token, which is a placeholder until that
+            step is read; -1 where every token is known.
         num_scheduled_tokens: tokens whose keys and values the current step computes.
         block_table: ids of the KV cache blocks that hold the sequence, in order.
         block_hashes: hash chain of the full blocks, as far as it has been computed; the block manager's.
@@ -52,6 +56,7 @@ class Sequence:
         "num_scheduled_tokens",
         "num_shared_tokens",
         "num_tokens",
+        "pending_row",
         "seed",
         "seq_id",
         "status",
@@ -80,6 +85,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_shared_tokens = -1
         self.num_scheduled_tokens = 0
+        self.pending_row = -1
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []
         self.finish_reason: str | None = None
@@ -139,6 +145,16 @@ class Sequence:
         self.last_token = token_id
         self.num_tokens += 1
 
+    def append_pending(self, row: int) -> None:
+        """Append a placeholder for the token that row `row` of the step in flight samples."""
+        self.append_token(PLACEHOLDER)
+        self.pending_row = row
+
+    def resolve_pending(self, token_id: int) -> None:
+        """Put the token that was sampled in the placeholder's place."""
+        self.tokens[-1] = self.last_token = token_id
+        self.pending_row = -1
+
     def __getstate__(self) -> tuple:
         """What a worker needs for one step and no more: token ids only while the sequence is prefilled."""
         return (
@@ -149,6 +165,7 @@ class Sequence:
             self.num_prompt_tokens,
             self.num_cached_tokens,
             self.num_scheduled_tokens,
+            self.pending_row,
             self.block_table,
             self.tokens if self.is_prefilling else self.last_token,
         )
@@ -162,6 +179,7 @@ class Sequence:
             self.num_prompt_tokens,
             self.num_cached_tokens,
             self.num_scheduled_tokens,
+            self.pending_row,
             self.block_table,
             tokens,
         ) = state
