@@ -133,7 +133,7 @@ class DecodeInputs:
         host, n = buffer.host, len(seqs)
         for row, seq in enumerate(seqs):
             tables.write(row, seq.block_table)
-        context_lens = np.array([seq.num_tokens for seq in seqs])
+        context_lens = np.array([seq.num_tokens for seq in seqs], np.int64)
         positions = context_lens - 1
         host["positions"][:n] = positions
         host["context_lens"][:n] = context_lens
@@ -142,7 +142,7 @@ class DecodeInputs:
         host["temperatures"][:n] = [seq.temperature for seq in seqs]
         host["seeds"][:n] = [seq.seed for seq in seqs]
         host["host_tokens"][:n] = [seq.last_token for seq in seqs]
-        pending = np.array([seq.pending_row for seq in seqs])
+        pending = np.array([seq.pending_row for seq in seqs], np.int64)
         host["token_source"][:n] = np.where(pending < 0, np.arange(n), self._sampled_at + pending)
         # The rows that pad the batch to a captured size write nothing and read nothing.
         host["slot_mapping"][n:] = -1

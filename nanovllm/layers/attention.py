@@ -22,14 +22,14 @@ class Attention(nn.Module):
         self.k_cache: torch.Tensor | None = None
         self.v_cache: torch.Tensor | None = None
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Write K and V to their slots, then attend.
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_stored: bool = False) -> torch.Tensor:
+        """Write K and V to their slots, unless that is done, then attend.
 
         q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim], of the step's new
         tokens, after RoPE; rows may be strided. Returns [num_tokens, num_heads, head_dim].
         """
         context = get_context()
-        if self.k_cache is not None:
+        if self.k_cache is not None and not is_stored:
             self.backend.store(k, v, self.k_cache, self.v_cache, context.slot_mapping)
         if context.is_prefill:
             return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale)

@@ -11,6 +11,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_parameters
+from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import TensorParallel
 
 
@@ -48,6 +49,9 @@ class Qwen3Attention(nn.Module):
         self.attn = Attention(self.head_dim, backend)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        context = get_context()
+        # A decode step is short enough to count launches: there K and V go to their slots in the same one.
+        fused_store = not context.is_prefill
         qkv = self.qkv_proj(hidden_states)
         qk_norm_rope_store(
             qkv,
@@ -56,15 +60,15 @@ class Qwen3Attention(nn.Module):
             self.eps,
             self.rotary_emb.cos_sin_cache,
             positions,
-            None,
-            None,
-            None,
+            self.attn.k_cache if fused_store else None,
+            self.attn.v_cache if fused_store else None,
+            context.slot_mapping if fused_store else None,
             self.num_heads,
             self.num_kv_heads,
         )
         heads = qkv.view(len(qkv), -1, self.head_dim)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        return self.o_proj(self.attn(q, k, v).flatten(1))
+        return self.o_proj(self.attn(q, k, v, is_stored=fused_store).flatten(1))
 
 
 class Qwen3MLP(nn.Module):
