@@ -18,8 +18,15 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
 class DecodeGraphs:
     """Graphs of one function of the batch size, captured largest first over one memory pool."""
 
-    def __init__(self, decode: Callable[[int], None], sizes: list[int], device: torch.device):
-        """decode(n) works on the first n rows of buffers that stay where they are."""
+    def __init__(
+        self,
+        decode: Callable[[int], None],
+        prepare: Callable[[int], None],
+        sizes: list[int],
+        device: torch.device,
+    ):
+        """decode(n) works on the first n rows of buffers that stay where they are; prepare(n) fills them with n
+        rows of padding, for the run that goes before a capture."""
         self.sizes = sizes
         self.max_batch_size = sizes[-1]
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -27,12 +34,17 @@ class DecodeGraphs:
         with torch.cuda.device(device):
             for size in reversed(sizes):
                 graph = torch.cuda.CUDAGraph()
+                prepare(size)
                 decode(size)  # Compiles and warms up: neither is allowed in a capture.
                 torch.cuda.synchronize()
                 with torch.cuda.graph(graph, pool):
                     decode(size)
                 self._graphs[size] = graph
 
-    def replay(self, num_seqs: int) -> None:
-        """Decode the buffers' first num_seqs rows, padded to the next captured size."""
-        self._graphs[self.sizes[bisect_left(self.sizes, num_seqs)]].replay()
+    def padded(self, num_seqs: int) -> int:
+        """The captured size that a batch of this size runs at."""
+        return self.sizes[bisect_left(self.sizes, num_seqs)]
+
+    def replay(self, batch_size: int) -> None:
+        """Decode the buffers' first rows, as many as one of the captured sizes."""
+        self._graphs[batch_size].replay()

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.decode_plan import DecodePlan, num_work_items, plan_decode
 
 _ALIGN = 16  # bytes; what wide loads on the device want
 
@@ -97,12 +98,18 @@ class DecodeInputs:
             token_source int64: index into `tokens` of the token that the row feeds,
             positions int64: that token's position; seeds int64, temperatures float32: the request's,
             slot_mapping int32, context_lens int32, block_tables int32 [.., max_blocks]: as in Context.
+        work_items, split_keys: the step's DecodePlan.
         tokens: int64 [2 * max_num_seqs]: tokens that the host knows, then those the last step sampled.
         sampled: the latter half.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, device: torch.device):
+    def __init__(
+        self, max_num_seqs: int, max_blocks: int, block_size: int, device: torch.device, num_kv_heads: int | None
+    ):
+        """num_kv_heads: to plan attention's work for; None makes no plan."""
         n = max_num_seqs
+        self.num_kv_heads = num_kv_heads
+        num_items = num_work_items(n, num_kv_heads) if num_kv_heads else 0
         layout: Layout = {
             "token_source": ((n,), np.int64),
             "positions": ((n,), np.int64),
@@ -111,6 +118,8 @@ class DecodeInputs:
             "slot_mapping": ((n,), np.int32),
             "context_lens": ((n,), np.int32),
             "block_tables": ((n, max_blocks), np.int32),
+            "work_items": ((num_items, 2), np.int32),
+            "split_keys": ((1,), np.int32),
             "host_tokens": ((n + n % 2,), np.int64),  # even, so that no padding follows it
         }
         self.block_size = block_size
@@ -122,12 +131,20 @@ class DecodeInputs:
         self._turn = 0
         self.rows = dict(self._buffers[0].device)
         host_tokens = self.rows.pop("host_tokens")
+        self.work_items, self.split_keys = self.rows.pop("work_items"), self.rows.pop("split_keys")
         self._sampled_at = len(host_tokens)
         self.tokens = memory[size - 8 * len(host_tokens) :].view(torch.int64)
         self.sampled = self.tokens[self._sampled_at :]
 
-    def write(self, seqs: list[Sequence]) -> None:
-        """Send one decode step's inputs: each sequence's last token, its position, slot and block table."""
+    def plan(self, batch_size: int) -> DecodePlan | None:
+        """The plan of a step of this size, as far as the device is concerned: which memory it lies in."""
+        if self.num_kv_heads is None:
+            return None
+        return DecodePlan(self.work_items[: num_work_items(batch_size, self.num_kv_heads)], self.split_keys)
+
+    def write(self, seqs: list[Sequence], batch_size: int) -> None:
+        """Send one decode step's inputs: each sequence's last token, its position, slot and block table; and
+        padding for the rows from there to batch_size."""
         self._turn = (self._turn + 1) % len(self._buffers)
         buffer, tables = self._buffers[self._turn], self._tables[self._turn]
         host, n = buffer.host, len(seqs)
@@ -145,13 +162,12 @@ class DecodeInputs:
         pending = np.array([seq.pending_row for seq in seqs], np.int64)
         host["token_source"][:n] = np.where(pending < 0, np.arange(n), self._sampled_at + pending)
         # The rows that pad the batch to a captured size write nothing and read nothing.
-        host["slot_mapping"][n:] = -1
-        host["context_lens"][n:] = 0
+        host["slot_mapping"][n:batch_size] = -1
+        host["context_lens"][n:batch_size] = 0
+        if self.num_kv_heads is not None:
+            items = host["work_items"][: num_work_items(batch_size, self.num_kv_heads)]
+            host["split_keys"][0] = plan_decode(host["context_lens"][:batch_size], items)
         buffer.send()
-
-    def write_padding(self) -> None:
-        """Inputs of no sequence at all: what a capture may run on."""
-        self.write([])
 
 
 class SampledTokens:

@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -70,7 +71,8 @@ class ModelRunner:
         self.warmup_model()
         self.allocate_kv_cache()
         max_blocks = -(-config.max_model_len // self.block_size)
-        self.decode_inputs = DecodeInputs(config.max_num_seqs, max_blocks, self.block_size, self.device)
+        planned_heads = self.kv_cache.shape[-2] if backend.wants_plan else None
+        self.decode_inputs = DecodeInputs(config.max_num_seqs, max_blocks, self.block_size, self.device, planned_heads)
         if config.device == "cuda" and not config.enforce_eager:
             self.capture_cudagraph()
 
@@ -189,11 +191,10 @@ class ModelRunner:
             with step_context(context):
                 self._forward(*inputs)
         else:
-            self.prepare_decode(seqs)
-            if self.graphs is not None and len(seqs) <= self.graphs.max_batch_size:
-                self.graphs.replay(len(seqs))
-            else:
-                self._decode(len(seqs))
+            use_graph = self.graphs is not None and len(seqs) <= self.graphs.max_batch_size
+            batch_size = self.graphs.padded(len(seqs)) if use_graph else len(seqs)
+            self.prepare_decode(seqs, batch_size)
+            (self.graphs.replay if use_graph else self._decode)(batch_size)
         return SampledTokens(self.decode_inputs.sampled[: len(seqs)])
 
     def prepare_prefill(self, seqs: list[Sequence]) -> tuple[tuple[torch.Tensor, ...], Context]:
@@ -251,9 +252,10 @@ class ModelRunner:
         names = ("input_ids", "positions", "temperatures", "seeds", "sample_positions")
         return tuple(device[name] for name in names), context
 
-    def prepare_decode(self, seqs: list[Sequence]) -> None:
-        """Each sequence's last token, its position, its slot and its block table, into decode_inputs."""
-        self.decode_inputs.write(seqs)
+    def prepare_decode(self, seqs: list[Sequence], batch_size: int) -> None:
+        """Each sequence's last token, its position, its slot and its block table, into decode_inputs; padding in
+        the rows from there to batch_size."""
+        self.decode_inputs.write(seqs, batch_size)
 
     def _decode(self, batch_size: int) -> None:
         """Decode the first rows of decode_inputs into its `sampled`. Captured as it stands."""
@@ -262,6 +264,7 @@ class ModelRunner:
             slot_mapping=rows["slot_mapping"],
             context_lens=rows["context_lens"],
             block_tables=rows["block_tables"],
+            decode_plan=self.decode_inputs.plan(batch_size),
         )
         input_ids = self.decode_inputs.tokens[rows["token_source"]]
         with step_context(context):
@@ -279,8 +282,7 @@ class ModelRunner:
     def capture_cudagraph(self) -> None:
         """Capture `_decode`, sampling included, at every batch size of graph_batch_sizes."""
         sizes = graph_batch_sizes(self.config.max_num_seqs)
-        self.decode_inputs.write_padding()
-        self.graphs = DecodeGraphs(self._decode, sizes, self.device)
+        self.graphs = DecodeGraphs(self._decode, partial(self.prepare_decode, []), sizes, self.device)
         logger.info("CUDA graphs: %d, batch sizes 1 to %d", len(sizes), sizes[-1])
 
 

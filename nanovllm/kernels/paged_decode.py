@@ -1,45 +1,37 @@
 """Attention of one query token a sequence over the paged cache, split over keys within one launch.
 
-One program takes one split of one sequence's keys for one KV head, and all query heads that share that head, so every
-key and value is loaded once. A launch may be captured in a CUDA graph: its grid follows from shapes alone, and what
-really has to be done is worked out on the device from the context lengths.
+One program takes one piece of a DecodePlan, some keys of one sequence, for one KV head, and all query heads that share
+that head, so every key and value is loaded once. A launch may be captured in a CUDA graph: its grid follows from
+shapes alone, and which piece a program takes is read from the plan.
 
-Splits are combined without a second launch, which would cost a small batch as much as the attention itself: each
-split leaves its partial result in the workspace and counts itself in; the one that finds all others there combines
-them. Whoever that is, it reads them in the same order, so equal launches give equal bits. (Another `num_splits`,
-hence another batch size, rounds differently.)
+Splits are combined without a second launch, which would cost a small batch as much as the attention itself: each split
+leaves its partial result in the workspace and counts itself in; the one that finds all others there combines them.
+Whoever that is, it reads them in the same order, so equal launches give equal bits. (Another plan, hence another batch,
+rounds differently.)
 """
 
 import math
-from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from nanovllm.kernels.store_kvcache import check_cache, check_heads, key_slots
-
-# One load in the combining step spans all splits, hence a bound; a power of two.
-MAX_SPLITS = 64
-# Five programs fit an SM at once (registers and shared memory, head_dim 128); more even out unlike lengths.
-PROGRAMS_PER_SM = 8
+from nanovllm.utils.decode_plan import MAX_SPLITS, SPLIT_UNIT, DecodePlan, make_plan, num_work_items
 
 
-@cache
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; an H200's elsewhere, so that the interpreter splits as the GPU would."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+class DecodeConfig(NamedTuple):
+    """Launch constants: keys a tile (a divisor of SPLIT_UNIT), warps a program, stages of the load pipeline."""
+
+    tile: int
+    num_warps: int
+    num_stages: int
 
 
-def choose_num_splits(batch_size: int, num_kv_heads: int, num_sms: int) -> int:
-    """Most splits a sequence may use: enough programs to fill the device, 1 where the batch does so by itself."""
-    return min(MAX_SPLITS, triton.cdiv(PROGRAMS_PER_SM * num_sms, batch_size * num_kv_heads))
-
-
-def choose_tile(padded_dim: int, itemsize: int) -> tuple[int, int]:
-    """Keys a tile and pipeline stages: a tile of keys and one of values, 32 KiB, are on their way in each program."""
-    tile_bytes = 16 * 1024
-    return max(16, min(64, tile_bytes // (padded_dim * itemsize))), 3
+def choose_config(padded_dim: int, itemsize: int) -> DecodeConfig:
+    """Several programs an SM, with some 64 KiB of loads under way each."""
+    return DecodeConfig(max(16, min(SPLIT_UNIT, 16 * 1024 // (padded_dim * itemsize))), 4, 3)
 
 
 class DecodeWorkspace:
@@ -49,7 +41,7 @@ class DecodeWorkspace:
     share one. A launch leaves the counters at zero, as it needs to find them; nothing else outlives it.
 
     Attributes:
-        partial: float32, per (sequence, KV head, split) the normalised outputs of a group's query heads.
+        partial: float32, per (piece, query head) the normalised output.
         lse: float32, next to them the log2 of their softmax sums.
         arrivals: int32 `[max_batch_size * num_kv_heads]`, splits that have finished.
     """
@@ -61,18 +53,26 @@ class DecodeWorkspace:
         num_kv_heads: int,
         head_dim: int,
         device: torch.device | str,
-        num_splits: int | None = None,
+        num_items: int | None = None,
     ):
-        """Room for every batch size up to `max_batch_size`, each with `num_splits` or its default number of splits."""
+        """Room for every batch size up to `max_batch_size`, with `num_items` pieces or the default number."""
+        num_items = num_items or num_work_items(max_batch_size, num_kv_heads)
         self.arrivals = torch.zeros(max_batch_size * num_kv_heads, dtype=torch.int32, device=device)
-        if num_splits is None:
-            # What choose_num_splits can ask for, over all batch sizes: ceil(a / b) * b never exceeds a + b.
-            programs = PROGRAMS_PER_SM * num_sms(self.arrivals.device)
-            rows = min(MAX_SPLITS * max_batch_size, triton.cdiv(programs, num_kv_heads) + max_batch_size)
-        else:
-            rows = num_splits * max_batch_size
-        self.partial = torch.empty(rows * num_heads * head_dim, dtype=torch.float32, device=device)
-        self.lse = torch.empty(rows * num_heads, dtype=torch.float32, device=device)
+        self.partial = torch.empty(num_items * num_heads * head_dim, dtype=torch.float32, device=device)
+        self.lse = torch.empty(num_items * num_heads, dtype=torch.float32, device=device)
+
+    def check_room(self, batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, num_items: int) -> None:
+        """Raise ValueError if a launch of these sizes would write past the end."""
+        heads = num_items * num_heads
+        if (
+            batch_size * num_kv_heads > self.arrivals.numel()
+            or heads > self.lse.numel()
+            or heads * head_dim > self.partial.numel()
+        ):
+            raise ValueError(
+                f"workspace too small for {batch_size} sequences, {num_heads} heads of {head_dim} "
+                f"({num_kv_heads} KV heads) and {num_items} pieces of work"
+            )
 
 
 @triton.jit
@@ -81,6 +81,7 @@ def _combine(
     partial_ptr,
     lse_ptr,
     num_used,
+    SPLIT_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -92,7 +93,7 @@ def _combine(
     used = splits < num_used
     inside = used[:, None] & (dims < HEAD_DIM)[None, :]
     for member in range(GROUP):
-        row = splits * GROUP + member
+        row = splits * SPLIT_STRIDE + member
         # ".cg" goes past L1, which need not know what other multiprocessors wrote.
         lse = tl.load(lse_ptr + row, mask=used, other=float("-inf"), cache_modifier=".cg")
         weights = tl.exp2(lse - tl.max(lse, 0))
@@ -112,6 +113,8 @@ def _paged_decode_kernel(
     v_cache_ptr,
     context_lens_ptr,
     block_tables_ptr,
+    items_ptr,
+    split_keys_ptr,
     partial_ptr,
     lse_ptr,
     arrivals_ptr,
@@ -129,19 +132,17 @@ def _paged_decode_kernel(
 ):
     # KV heads vary fastest: the heads of a token lie side by side in memory and are best read at the same time.
     kv_head = tl.program_id(0)
-    seq = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    num_splits = tl.num_programs(2)
-
-    context_len = tl.load(context_lens_ptr + seq)
-    num_tiles = tl.cdiv(context_len, TILE)
-    tiles_per_split = tl.maximum(tl.cdiv(num_tiles, num_splits), 1)
-    # A padding row (context 0) keeps its first split, which reads no key and writes zeros.
-    num_used = tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1)
-    if split >= num_used:
+    item = tl.program_id(1).to(tl.int64)
+    seq = tl.load(items_ptr + 2 * item).to(tl.int64)
+    if seq < 0:
         return
-    first_key = split * tiles_per_split * TILE
-    end_key = tl.minimum(first_key + tiles_per_split * TILE, context_len)
+    split = tl.load(items_ptr + 2 * item + 1)
+    split_keys = tl.load(split_keys_ptr)
+    context_len = tl.load(context_lens_ptr + seq)
+    # A padding row (context 0) has one piece, which reads no key and writes zeros.
+    num_used = tl.maximum(tl.cdiv(context_len, split_keys), 1)
+    first_key = split * split_keys
+    end_key = tl.minimum(first_key + split_keys, context_len)
 
     members = tl.arange(0, PADDED_GROUP)
     dims = tl.arange(0, PADDED_DIM)
@@ -181,17 +182,22 @@ def _paged_decode_kernel(
     if num_used == 1:
         tl.store(out_ptr + head_tile, acc.to(out_ptr.dtype.element_ty), mask=inside_heads)
     else:
-        partial_ptr += pair * num_splits * GROUP * HEAD_DIM
-        lse_ptr += pair * num_splits * GROUP
-        tl.store(partial_ptr + split * GROUP * HEAD_DIM + head_tile, acc, mask=inside_heads)
-        tl.store(lse_ptr + split * GROUP + members, row_max + tl.log2(row_sum), mask=members < GROUP)
+        # The splits of a sequence are neighbours in the plan, so its first one's number is where they all lie.
+        first_row = ((item - split) * NUM_KV_HEADS + kv_head) * GROUP
+        partial_ptr += first_row * HEAD_DIM
+        lse_ptr += first_row
+        row = split * NUM_KV_HEADS * GROUP
+        tl.store(partial_ptr + row * HEAD_DIM + head_tile, acc, mask=inside_heads)
+        tl.store(lse_ptr + row + members, row_max + tl.log2(row_sum), mask=members < GROUP)
         # One thread does the atomic: it may release the stores of all only after all have made theirs.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals_ptr + pair, 1, sem="acq_rel")
         if arrived == num_used - 1:
             # Everyone has counted, so the counter can go back to zero for the next launch of the graph.
             tl.store(arrivals_ptr + pair, 0)
-            _combine(out_ptr, partial_ptr, lse_ptr, num_used, GROUP, HEAD_DIM, PADDED_DIM, MAX_SPLITS)
+            _combine(
+                out_ptr, partial_ptr, lse_ptr, num_used, NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, PADDED_DIM, MAX_SPLITS
+            )
 
 
 def paged_decode(
@@ -201,8 +207,9 @@ def paged_decode(
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     scale: float,
+    plan: DecodePlan | None = None,
     workspace: DecodeWorkspace | None = None,
-    num_splits: int | None = None,
+    config: DecodeConfig | None = None,
 ) -> torch.Tensor:
     """Attention of each sequence's newest token to its whole context: softmax(q k^T * scale) v, grouped-query heads.
 
@@ -214,8 +221,10 @@ def paged_decode(
             which reads no key and whose output is zero.
         block_tables: int32 `[batch_size, max_blocks]`, right-padded with -1.
         scale: positive factor of the scores, usually `head_dim ** -0.5`.
+        plan: the pieces of work, made for these context_lens; one is made for this call if None, which waits for the
+            device.
         workspace: what the splits share; one is made for this call if None.
-        num_splits: most splits of one sequence's keys, 1..64; chosen from the batch size if None.
+        config: launch constants, chosen from the shapes if None.
 
     Returns:
         `[batch_size, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside.
@@ -236,35 +245,26 @@ def paged_decode(
         )
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
-    if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
-        raise ValueError(f"num_splits must be 1..{MAX_SPLITS}, got {num_splits}")
     out = torch.empty((batch_size, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if batch_size == 0:
         return out
 
-    if workspace is None:
-        workspace = DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, num_splits)
+    plan = plan or make_plan(context_lens, num_kv_heads)
+    num_items = len(plan.items)
+    workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, num_items)
+    workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, num_items)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    tile, num_stages = choose_tile(padded_dim, q.element_size())
-    if num_splits is None:
-        num_splits = choose_num_splits(batch_size, num_kv_heads, num_sms(q.device))
-    # A table's width bounds its context: splits beyond its tiles could never have a key.
-    num_splits = min(num_splits, triton.cdiv(block_tables.shape[1] * block_size, tile))
-    rows = batch_size * num_splits * num_heads
-    if (
-        workspace.arrivals.numel() < batch_size * num_kv_heads
-        or workspace.lse.numel() < rows
-        or workspace.partial.numel() < rows * head_dim
-    ):
-        raise ValueError(f"workspace too small for {batch_size} sequences of {num_splits} splits, q {list(q.shape)}")
+    config = config or choose_config(padded_dim, q.element_size())
     group = num_heads // num_kv_heads
-    _paged_decode_kernel[(num_kv_heads, batch_size, num_splits)](
+    _paged_decode_kernel[(num_kv_heads, num_items)](
         out,
         q,
         k_cache,
         v_cache,
         context_lens,
         block_tables,
+        plan.items,
+        plan.split_keys,
         workspace.partial,
         workspace.lse,
         workspace.arrivals,
@@ -278,9 +278,9 @@ def paged_decode(
         HEAD_DIM=head_dim,
         PADDED_DIM=padded_dim,
         BLOCK_SIZE=block_size,
-        TILE=tile,
+        TILE=config.tile,
         MAX_SPLITS=MAX_SPLITS,
-        num_warps=4,
-        num_stages=num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
     return out

@@ -24,6 +24,7 @@ class AttentionBackend(ABC):
     [num_blocks, block_size, num_kv_heads, head_dim], None in a prefill before there is a cache."""
 
     name: str
+    wants_plan = False  # whether decode reads Context.decode_plan
 
     def prepare(
         self, max_batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
@@ -66,6 +67,7 @@ class TritonBackend(AttentionBackend):
     """Our own kernels: float32, bfloat16 and float16, any block size that is a power of two from 16."""
 
     name = "triton"
+    wants_plan = True
 
     def __init__(self):
         self.workspace = None
@@ -83,7 +85,8 @@ class TritonBackend(AttentionBackend):
         )
 
     def decode(self, q, k_cache, v_cache, context, scale):
-        return paged_decode(q, k_cache, v_cache, context.context_lens, context.block_tables, scale, self.workspace)
+        c = context
+        return paged_decode(q, k_cache, v_cache, c.context_lens, c.block_tables, scale, c.decode_plan, self.workspace)
 
 
 class FlashAttnBackend(AttentionBackend):

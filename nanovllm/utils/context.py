@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.utils.decode_plan import DecodePlan
+
 
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -21,6 +23,7 @@ class Context:
         context_lens: [num_seqs] decode: keys of each sequence, its new token included; 0 = padding row.
         block_tables: [num_seqs, max_blocks] KV cache blocks of each sequence, right-padded with -1; None in a
             prefill that reads nothing from the cache.
+        decode_plan: decode: how attention is cut into pieces of work, for back ends that want it.
     """
 
     is_prefill: bool = False
@@ -31,6 +34,7 @@ class Context:
     slot_mapping: torch.Tensor | None = None
     context_lens: torch.Tensor | None = None
     block_tables: torch.Tensor | None = None
+    decode_plan: DecodePlan | None = None
 
 
 # A context variable rather than a global: engines driven from two threads do not see each other's steps.

@@ -2,13 +2,15 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.paged_decode import MAX_SPLITS, DecodeWorkspace, choose_num_splits, paged_decode
+from nanovllm.kernels.paged_decode import DecodeWorkspace, paged_decode
 from nanovllm.layers.attention_torch import decode_attention_torch
+from nanovllm.utils.decode_plan import MAX_SPLITS, SPLIT_UNIT, make_plan, num_work_items, plan_decode
 
 # Largest error against float64 that a dtype's rounding of inputs, weights and outputs explains.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -105,16 +107,38 @@ def test_edges_of_blocks_and_tiles(block_size, device):
     check(make_case(lens, 2, 1, 32, block_size, torch.float32, device, seed=block_size))
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 3, MAX_SPLITS])
-def test_any_number_of_splits(num_splits, device):
+@pytest.mark.parametrize("num_items", [6, 7, 9, 200])
+def test_any_number_of_pieces(num_items, device):
     case = make_case([100, 0, 64, 420, 65], 4, 1, 64, 32, torch.float32, device, seed=5)
-    workspace = DecodeWorkspace(5, 4, 1, 64, device, num_splits)
+    plan = make_plan(case["context_lens"], 1, num_items)
+    workspace = DecodeWorkspace(5, 4, 1, 64, device, num_items)
     workspace.partial.fill_(float("nan"))
     workspace.lse.fill_(float("nan"))
-    first = check(case, workspace=workspace, num_splits=num_splits)
+    first = check(case, plan=plan, workspace=workspace)
     assert (workspace.arrivals == 0).all()
-    again = paged_decode(**case, workspace=workspace, num_splits=num_splits)
+    again = paged_decode(**case, plan=plan, workspace=workspace)
     assert torch.equal(first, again)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lens=st.lists(st.integers(0, 20000), min_size=1, max_size=40),
+    spare=st.integers(1, 400),
+)
+def test_plan_covers_every_key_once_and_takes_the_longest_first(lens, spare):
+    items = np.full((len(lens) + spare, 2), 12345, np.int32)
+    split_keys = plan_decode(np.array(lens), items)
+    assert split_keys % SPLIT_UNIT == 0
+    used = items[items[:, 0] >= 0]
+    assert (items[len(used) :, 0] == -1).all()
+    for row, context_len in enumerate(lens):
+        places = np.flatnonzero(used[:, 0] == row)
+        assert used[places, 1].tolist() == list(range(max(1, -(-context_len // split_keys))))
+        assert len(places) <= MAX_SPLITS
+        assert (np.diff(places) == 1).all()
+    order = [lens[row] for row, split in used.tolist() if split == 0]
+    units = [-(-n // SPLIT_UNIT) for n in order]
+    assert units == sorted(units, reverse=True)
 
 
 def test_shared_block(device):
@@ -138,14 +162,14 @@ def test_workspace_serves_batches_of_every_size(device):
     num_kv_heads=st.integers(1, 2),
     head_dim=st.sampled_from([32, 48, 80]),
     block_size=st.sampled_from([16, 32, 64, 256]),
-    num_splits=st.sampled_from([None, 1, 2, 5]),
+    spare=st.sampled_from([None, 1, 2, 5]),
     seed=st.integers(0, 2**31),
 )
-def test_any_batch(lens, group, num_kv_heads, head_dim, block_size, num_splits, seed):
+def test_any_batch(lens, group, num_kv_heads, head_dim, block_size, spare, seed):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     num_heads = group * num_kv_heads
     case = make_case(lens, num_heads, num_kv_heads, head_dim, block_size, torch.float32, device, seed)
-    check(case, num_splits=num_splits)
+    check(case, plan=make_plan(case["context_lens"], num_kv_heads, spare and len(lens) + spare))
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 80), (4, 2, 64), (7, 1, 36)])
@@ -157,16 +181,11 @@ def test_twin_gives_a_sequence_the_same_bits_in_any_batch(num_heads, num_kv_head
         assert torch.equal(decode_attention_torch(**{**case, **part}), together[rows])
 
 
-def test_default_workspace_has_room_for_every_smaller_batch():
-    for num_kv_heads in (1, 2, 8):
-        rows = DecodeWorkspace(512, num_kv_heads, num_kv_heads, 1, "cpu").lse.numel() // num_kv_heads
-        assert all(b * choose_num_splits(b, num_kv_heads, 132) <= rows for b in range(1, 513))
-
-
-def test_splits_fill_the_device_and_leave_big_batches_alone():
-    assert choose_num_splits(1, 8, 132) == MAX_SPLITS
-    assert 2 <= choose_num_splits(64, 8, 132) <= 4
-    assert choose_num_splits(512, 8, 132) == 1
+def test_more_work_than_programs_makes_longer_splits():
+    items = np.empty((4, 2), np.int32)
+    assert plan_decode(np.array([640, 64]), items) == 6 * SPLIT_UNIT
+    items = np.empty((num_work_items(2, 8), 2), np.int32)
+    assert plan_decode(np.array([640, 64]), items) == SPLIT_UNIT
 
 
 def test_no_sequences(device):
@@ -179,12 +198,10 @@ def test_no_sequences(device):
     ("change", "message"),
     [
         ({"scale": -1.0}, "scale must be positive"),
-        ({"num_splits": 0}, "num_splits must be"),
-        ({"num_splits": MAX_SPLITS + 1}, "num_splits must be"),
         ({"q": torch.zeros(2, 3, 32)}, "whole number of query heads"),
         ({"q": torch.zeros(2, 4, 32, dtype=torch.float16)}, "one dtype"),
         ({"workspace": DecodeWorkspace(1, 4, 2, 32, "cpu")}, "workspace too small"),
-        ({"workspace": DecodeWorkspace(2, 4, 2, 32, "cpu", num_splits=1)}, "workspace too small"),
+        ({"workspace": DecodeWorkspace(2, 4, 2, 32, "cpu", num_items=3)}, "workspace too small"),
     ],
 )
 def test_refuses_what_it_cannot_compute(change, message):
@@ -198,13 +215,16 @@ def test_graph_replays_with_other_context_lengths():
     lens = [4000, 300, 0, 1]
     case = make_case(lens, 16, 8, 128, 256, torch.bfloat16, "cuda", seed=0)
     workspace = DecodeWorkspace(4, 16, 8, 128, "cuda")
-    paged_decode(**case, workspace=workspace)
+    plan = make_plan(case["context_lens"], 8)
+    paged_decode(**case, plan=plan, workspace=workspace)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = paged_decode(**case, workspace=workspace)
+        out = paged_decode(**case, plan=plan, workspace=workspace)
     for shorter in ([4000, 300, 0, 1], [17, 0, 0, 1], [3999, 299, 0, 0], [4000, 300, 0, 1]):
         case["context_lens"].copy_(torch.tensor(shorter, dtype=torch.int32))
+        for captured, new in zip(plan, make_plan(case["context_lens"], 8), strict=True):
+            captured.copy_(new)
         out.fill_(float("nan"))
         graph.replay()
         expected = dense_decode(**case)
