@@ -3,6 +3,7 @@
 import difflib
 import json
 import os
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -96,13 +97,18 @@ class Config:
         size = self.kvcache_block_size
         self._require("kvcache_block_size", _is_int(size, 16) and size & (size - 1) == 0, "a power of two, 16 or more")
         blocks = self.num_kvcache_blocks
-        self._require("num_kvcache_blocks", blocks == -1 or _is_int(blocks, 1), "an integer >= 1, or -1 to derive it")
+        self._require("num_kvcache_blocks", _is_int(blocks, -1) and blocks != 0, "an integer >= 1, or -1 to derive it")
         gib = self.kvcache_gib
         self._require(
-            "kvcache_gib", gib is None or _is_number(gib, 0, float("inf")), "a number > 0, or None to derive it"
+            "kvcache_gib", gib is None or _is_number(gib, 0, sys.float_info.max), "a number > 0, or None to derive it"
         )
         for name in ("enforce_eager", "enable_prefix_caching", "overlap_steps", "skip_tokenizer_init"):
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
+        self._require(
+            "hf_config",
+            self.hf_config is None or hasattr(self.hf_config, "max_position_embeddings"),
+            "a transformers configuration, or None to read the model's",
+        )
         self._require_one_of("device", ("auto", "cuda", "cpu"))
         self._require_one_of("load_format", ("auto", "dummy"))
         self._require_one_of("attention_backend", ("auto", "flash_attn", "triton", "torch"))
@@ -129,7 +135,7 @@ class Config:
         ok = isinstance(self.model, str | os.PathLike) and str(self.model) != ""
         self._require("model", ok, "a directory or a hub id")
         self.model = str(self.model)
-        path = Path(self.model).expanduser()
+        path = Path(os.path.expanduser(self.model))
         if path.is_dir():
             self.model = str(path)
         elif self.load_format == "dummy" and self._use_preset():
@@ -170,7 +176,10 @@ class Config:
     def _resolve_eos(self) -> None:
         if not self.eos:
             file = Path(self.model, "generation_config.json")
-            found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+            try:
+                found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+            except (ValueError, AttributeError) as error:
+                raise ValueError(f"model={self.model!r}: generation_config.json cannot be used: {error}") from error
             if found is None:
                 found = getattr(self.hf_config, "eos_token_id", None)
             self.eos = found if isinstance(found, list) else [] if found is None else [found]

@@ -1,6 +1,6 @@
 """SamplingParams: everything a request may ask for, checked where it is made."""
 
-import math
+import sys
 from dataclasses import dataclass
 
 MAX_SEED = 2**63 - 1
@@ -30,7 +30,7 @@ class SamplingParams:
 
     def __post_init__(self):
         number = isinstance(self.temperature, int | float) and not isinstance(self.temperature, bool)
-        if not number or not math.isfinite(self.temperature) or self.temperature < 0:
+        if not number or not 0 <= self.temperature <= sys.float_info.max:
             raise ValueError(f"temperature={self.temperature!r}: must be a finite number >= 0 (0 is greedy)")
         if not _is_int(self.max_tokens) or self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens!r}: must be an integer >= 1")

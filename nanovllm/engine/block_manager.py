@@ -142,10 +142,14 @@ class BlockManager:
             block = self.blocks[seq.block_table[i]]
             block.update(hash, tokens)
             block.prefix_id = prefix_id
-            # Where two sequences computed the same block side by side, the first stays the findable one.
+            # Where two sequences computed the same block side by side, the first stays the findable one. One that
+            # holds something else gives way: its prefix is no longer known, or the hashes collide.
             known = self.blocks[self.hash_to_block_id.setdefault(hash, block.block_id)]
-            twin = known is not block and known.holds(tokens, prefix_id)
-            block.content_id = known.content_id if twin else next(self._content_ids)
+            if known is not block and known.holds(tokens, prefix_id):
+                block.content_id = known.content_id
+            else:
+                block.content_id = next(self._content_ids)
+                self.hash_to_block_id[hash] = block.block_id
             prefix_id = block.content_id
 
     def reset_prefix_cache(self) -> None:

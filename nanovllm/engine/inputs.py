@@ -109,7 +109,7 @@ class DecodeInputs:
         """num_kv_heads: to plan attention's work for; None makes no plan."""
         n = max_num_seqs
         self.num_kv_heads = num_kv_heads
-        num_items = num_work_items(n, num_kv_heads) if num_kv_heads else 0
+        num_items = max(num_work_items(i + 1, num_kv_heads) for i in range(n)) if num_kv_heads else 0
         layout: Layout = {
             "token_source": ((n,), np.int64),
             "positions": ((n,), np.int64),

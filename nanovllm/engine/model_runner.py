@@ -73,8 +73,10 @@ class ModelRunner:
         max_blocks = -(-config.max_model_len // self.block_size)
         planned_heads = self.kv_cache.shape[-2] if backend.wants_plan else None
         self.decode_inputs = DecodeInputs(config.max_num_seqs, max_blocks, self.block_size, self.device, planned_heads)
-        if config.device == "cuda" and not config.enforce_eager:
-            self.capture_cudagraph()
+        if config.device == "cuda":
+            if not config.enforce_eager:
+                self.capture_cudagraph()
+            self.warmup_kernels()
 
     @property
     def device_name(self) -> str:
@@ -117,6 +119,23 @@ class ModelRunner:
         with step_context(context):
             self._forward(input_ids, positions, *sampling)
         torch.cuda.synchronize(self.device)
+
+    def warmup_kernels(self) -> None:
+        """Compile every variant of the Triton kernels that a prefill may need (seconds, the first time on a
+        machine), so that none is compiled in the middle of a batch: short and long, with a cached prefix and
+        without. They write to the cache's first slots, which nobody has been given yet."""
+        config = self.config
+        for num_cached, num_new in ((0, 1), (0, 17), (0, 512), (16, 1), (16, 17), (16, 512)):
+            num_tokens = num_cached + num_new
+            if num_tokens > min(config.max_model_len, self.num_kvcache_blocks * self.block_size):
+                continue
+            seq = Sequence(0, [0] * num_tokens, block_size=self.block_size)
+            seq.block_table = list(range(seq.num_blocks))
+            seq.num_cached_tokens, seq.num_scheduled_tokens = num_cached, num_new
+            self.run([seq], True)
+            self.run([seq, seq], True)
+        seq.is_prefilling = False
+        self.run([seq], False)
 
     def allocate_kv_cache(self) -> None:
         """One tensor for all layers, each of which holds its slices of it.

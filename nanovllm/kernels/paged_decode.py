@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.store_kvcache import check_cache, check_heads, key_slots
-from nanovllm.utils.decode_plan import MAX_SPLITS, SPLIT_UNIT, DecodePlan, make_plan, num_work_items
+from nanovllm.utils.decode_plan import MAX_SPLITS, SMALL_BATCH, SPLIT_UNIT, DecodePlan, make_plan, num_work_items
 
 
 class DecodeConfig(NamedTuple):
@@ -29,9 +29,13 @@ class DecodeConfig(NamedTuple):
     num_stages: int
 
 
-def choose_config(padded_dim: int, itemsize: int) -> DecodeConfig:
-    """Several programs an SM, with some 64 KiB of loads under way each."""
-    return DecodeConfig(max(16, min(SPLIT_UNIT, 16 * 1024 // (padded_dim * itemsize))), 4, 3)
+def choose_config(num_rows: int, padded_dim: int, itemsize: int) -> DecodeConfig:
+    """The best of benchmarks/attention_decode.py --sweep on an H200, for num_rows = sequences x KV heads: many rows
+    fill the device with large tiles, few are done soonest when cut small."""
+    tile = max(16, min(SPLIT_UNIT, 16 * 1024 // (padded_dim * itemsize)))
+    if num_rows <= SMALL_BATCH:
+        return DecodeConfig(max(16, tile // 2), 2, 4)
+    return DecodeConfig(tile, 4, 2)
 
 
 class DecodeWorkspace:
@@ -56,7 +60,7 @@ class DecodeWorkspace:
         num_items: int | None = None,
     ):
         """Room for every batch size up to `max_batch_size`, with `num_items` pieces or the default number."""
-        num_items = num_items or num_work_items(max_batch_size, num_kv_heads)
+        num_items = num_items or max(num_work_items(n, num_kv_heads) for n in range(1, max_batch_size + 1))
         self.arrivals = torch.zeros(max_batch_size * num_kv_heads, dtype=torch.int32, device=device)
         self.partial = torch.empty(num_items * num_heads * head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(num_items * num_heads, dtype=torch.float32, device=device)
@@ -254,7 +258,7 @@ def paged_decode(
     workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, num_items)
     workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, num_items)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    config = config or choose_config(padded_dim, q.element_size())
+    config = config or choose_config(batch_size * num_kv_heads, padded_dim, q.element_size())
     group = num_heads // num_kv_heads
     _paged_decode_kernel[(num_kv_heads, num_items)](
         out,

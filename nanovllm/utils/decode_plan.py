@@ -13,7 +13,11 @@ import torch
 
 SPLIT_UNIT = 64  # keys; splits are whole multiples, so that kernels may take tiles of 16, 32 or 64
 MAX_SPLITS = 64  # of one sequence: the step that combines them holds one partial result of each
-SPARE_PROGRAMS = 2640  # pieces beyond one a sequence and KV head: measured on an H200, see docs/performance.md
+# Programs beyond one a sequence and KV head. More of them balance better, but each pays for its start, and for leaving
+# a partial result; measured on an H200 (benchmarks/attention_decode.py --sweep, docs/performance.md).
+SPARE_PROGRAMS = 660
+SPARE_PROGRAMS_SMALL_BATCH = 1320
+SMALL_BATCH = 256  # sequences x KV heads
 
 
 class DecodePlan(NamedTuple):
@@ -26,7 +30,8 @@ class DecodePlan(NamedTuple):
 
 def num_work_items(batch_size: int, num_kv_heads: int) -> int:
     """Pieces that a launch has programs for, a KV head."""
-    return batch_size + -(-SPARE_PROGRAMS // num_kv_heads)
+    small = batch_size * num_kv_heads <= SMALL_BATCH
+    return batch_size + -(-(SPARE_PROGRAMS_SMALL_BATCH if small else SPARE_PROGRAMS) // num_kv_heads)
 
 
 def plan_decode(context_lens: np.ndarray, items: np.ndarray) -> int:

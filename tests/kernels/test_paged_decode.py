@@ -184,7 +184,7 @@ def test_twin_gives_a_sequence_the_same_bits_in_any_batch(num_heads, num_kv_head
 def test_more_work_than_programs_makes_longer_splits():
     items = np.empty((4, 2), np.int32)
     assert plan_decode(np.array([640, 64]), items) == 6 * SPLIT_UNIT
-    items = np.empty((num_work_items(2, 8), 2), np.int32)
+    items = np.empty((num_work_items(2, 8), 2), np.int32)  # many
     assert plan_decode(np.array([640, 64]), items) == SPLIT_UNIT
 
 

@@ -1,0 +1,131 @@
+"""Decode attention of one layer: 16 query heads, 8 KV heads, head_dim 128, bf16, pages of 256, three caches in turn.
+
+    python benchmarks/attention_decode.py --json out.json [--sweep]
+
+Prints achieved TB/s (keys and values read once, over the time of a call in a CUDA graph) for flash-attn 2, where it
+is installed, and for our kernel; with --sweep also for other launch constants and numbers of programs.
+"""
+
+import argparse
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+from statistics import median
+
+import torch
+
+from nanovllm.kernels.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode
+from nanovllm.utils.decode_plan import make_plan
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 256
+SHAPES = [(256, 100, 2048), (128, 2000, 4000), (64, 100, 2048), (512, 32, 256), (16, 500, 1024), (1, 600, 600)]
+CACHES = 3
+CALLS = 12  # in one graph
+
+
+class Case:
+    """One batch over three caches of its own."""
+
+    def __init__(self, batch: int, low: int, high: int):
+        rng = Random(batch)
+        self.lens = [rng.randint(low, high) for _ in range(batch)]
+        blocks = [-(-n // BLOCK_SIZE) for n in self.lens]
+        ids = list(range(sum(blocks)))
+        rng.shuffle(ids)
+        tables = torch.full((batch, 4096 // BLOCK_SIZE), -1, dtype=torch.int32)
+        for i, n in enumerate(blocks):
+            tables[i, :n] = torch.tensor([ids.pop() for _ in range(n)], dtype=torch.int32)
+        self.tables = tables.cuda()
+        self.context_lens = torch.tensor(self.lens, dtype=torch.int32).cuda()
+        shape = (CACHES, 2, sum(blocks), BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+        self.caches = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        self.q = torch.randn(batch, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        self.bytes = sum(self.lens) * 2 * KV_HEADS * HEAD_DIM * 2
+
+    def time(self, attend) -> float:
+        """Seconds a call; attend(k_cache, v_cache)."""
+        for cache in self.caches:
+            attend(*cache)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(CALLS):
+                attend(*self.caches[i % CACHES])
+        graph.replay()
+        seconds = []
+        for _ in range(15):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3 / CALLS)
+        return median(seconds)
+
+
+def ours(case: Case, spare: int, config: DecodeConfig | None):
+    batch = len(case.lens)
+    num_items = batch + -(-spare // KV_HEADS)
+    plan = make_plan(case.context_lens, KV_HEADS, num_items)
+    workspace = DecodeWorkspace(batch, HEADS, KV_HEADS, HEAD_DIM, "cuda", num_items)
+
+    def attend(k, v):
+        paged_decode(case.q, k, v, case.context_lens, case.tables, HEAD_DIM**-0.5, plan, workspace, config)
+
+    return attend
+
+
+def flash_attn_2(case: Case):
+    from flash_attn import flash_attn_with_kvcache
+
+    def attend(k, v):
+        flash_attn_with_kvcache(
+            case.q.unsqueeze(1), k, v, cache_seqlens=case.context_lens, block_table=case.tables, causal=True
+        )
+
+    return attend
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    results = []
+    for batch, low, high in SHAPES:
+        case = Case(batch, low, high)
+        variants = {"ours": ours(case, 2640, None)}
+        if find_spec("flash_attn"):
+            variants["flash-attn 2"] = flash_attn_2(case)
+        if args.sweep:
+            for spare in (660, 1320, 2640, 5280, 10560):
+                for config in (
+                    DecodeConfig(64, 4, 3),
+                    DecodeConfig(64, 4, 2),
+                    DecodeConfig(64, 2, 3),
+                    DecodeConfig(32, 4, 4),
+                    DecodeConfig(32, 2, 4),
+                    DecodeConfig(64, 4, 4),
+                ):
+                    variants[f"spare {spare} {tuple(config)}"] = ours(case, spare, config)
+        row = {"batch": batch, "low": low, "high": high, "seconds": {}}
+        for name, attend in variants.items():
+            try:
+                row["seconds"][name] = case.time(attend)
+            except Exception as error:  # one that does not fit must not end the sweep
+                print(name, type(error).__name__, str(error)[:80])
+        results.append(row)
+        print(f"batch {batch}, {low}..{high}:")
+        best = sorted(row["seconds"], key=row["seconds"].get)
+        for name in [*dict.fromkeys(["ours", "flash-attn 2", *best[:6]])]:
+            if name in row["seconds"]:
+                t = row["seconds"][name]
+                print(f"  {case.bytes / t / 1e12:5.2f} TB/s  {t * 1e6:8.1f} us  {name}")
+        del case
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

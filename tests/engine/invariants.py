@@ -1,0 +1,154 @@
+"""What must hold after every step of the engine's bookkeeping, and a model that fails where it does not.
+
+`SimulatedCache` stands for the KV cache. Where a GPU would hold a token's keys and values, which depend on all
+tokens before it, a slot holds the tuple of all tokens up to and including its own: a slot read by the wrong
+sequence, too early, or after it was reused shows at once.
+"""
+
+import pickle
+import zlib
+from collections import Counter
+from collections.abc import Iterable
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+
+def check_blocks(manager: BlockManager, seqs: Iterable[Sequence]) -> None:
+    """Partition, reference counts and hash table, where `seqs` are all sequences that may hold blocks."""
+    free, used = set(manager.free_block_ids), set(manager.used_block_ids)
+    assert not free & used
+    assert free | used == set(range(len(manager.blocks)))
+    assert len(manager.free_block_ids) + len(manager.used_block_ids) == len(manager.blocks)
+
+    named = Counter()
+    for seq in seqs:
+        assert len(set(seq.block_table)) == len(seq.block_table), "a sequence names a block twice"
+        named.update(seq.block_table)
+    for block in manager.blocks:
+        assert block.ref_count == named[block.block_id]
+        assert (block.block_id in used) == (block.ref_count > 0)
+
+    for hash, block_id in manager.hash_to_block_id.items():
+        assert manager.blocks[block_id].hash == hash
+        assert len(manager.blocks[block_id].token_ids) == manager.block_size
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Invariants between two steps."""
+    seqs = [*scheduler.waiting, *scheduler.running]
+    assert len({id(seq) for seq in seqs}) == len(seqs), "a sequence is queued twice"
+    check_blocks(scheduler.block_manager, seqs)
+    for seq in seqs:
+        assert seq.num_cached_tokens < seq.num_tokens <= scheduler.max_seq_len
+        assert seq.finish_reason is None
+    for i, seq in enumerate(scheduler.waiting):
+        assert seq.status is SequenceStatus.WAITING
+        assert seq.is_prefilling
+        assert i == 0 or not seq.block_table, "only the head of the queue is prefilled in chunks"
+    for seq in scheduler.running:
+        assert seq.status is SequenceStatus.RUNNING
+        assert not seq.is_prefilling
+        assert seq.num_cached_tokens == seq.num_tokens - 1, "a decode step computes the last token alone"
+    if scheduler.is_finished():
+        assert not scheduler.block_manager.used_block_ids
+
+
+class SimulatedCache:
+    """slot -> the tokens from the start of the sequence up to the one whose keys and values it holds."""
+
+    def __init__(self, manager: BlockManager):
+        self.manager = manager
+        self.slots: dict[int, tuple[int, ...]] = {}
+
+    def slot(self, block_table: list[int], position: int) -> int:
+        size = self.manager.block_size
+        return block_table[position // size] * size + position % size
+
+    def read(self, seq: Sequence, position: int) -> tuple[int, ...] | None:
+        return self.slots.get(self.slot(seq.block_table, position))
+
+    def write(self, seq: Sequence, position: int, prefix: tuple[int, ...]) -> None:
+        """prefix: the sequence's tokens up to `position`, that one included."""
+        slot = self.slot(seq.block_table, position)
+        block = self.manager.blocks[slot // self.manager.block_size]
+        assert block.ref_count == 1, "a write into a block that another sequence reads, or that is free"
+        assert block.hash == -1, "a write into a block that the prefix cache offers"
+        self.slots[slot] = prefix
+
+    def check_sequence(self, seq: Sequence) -> None:
+        """Every slot that counts as cached holds the sequence's own tokens behind its own prefix."""
+        tokens = tuple(seq.token_ids)
+        assert seq.num_cached_tokens <= len(seq.block_table) * self.manager.block_size
+        for position in range(seq.num_cached_tokens):
+            assert self.read(seq, position) == tokens[: position + 1]
+
+    def check_findable(self) -> None:
+        """Every block that the prefix cache offers holds what its hash and token_ids say, in all its slots."""
+        size = self.manager.block_size
+        for hash, block_id in self.manager.hash_to_block_id.items():
+            prefix = self.slots[block_id * size + size - 1]
+            assert len(prefix) % size == 0
+            for offset in range(size):
+                assert self.slots[block_id * size + offset] == prefix[: len(prefix) - size + 1 + offset]
+            assert list(self.manager.blocks[block_id].token_ids) == list(prefix[-size:])
+            chain = -1
+            for i in range(0, len(prefix), size):
+                chain = self.manager.compute_hash(prefix[i : i + size], chain)
+            assert chain == hash
+
+
+class FakeModel:
+    """Computes steps as a ModelRunner would, from pickled sequences and the simulated cache alone.
+
+    The next token is a function of what the cache holds for the sequence, so that a wrong slot is a wrong output.
+    """
+
+    def __init__(self, scheduler: Scheduler, vocab_size: int, noise: int = 0):
+        """noise: the token "sampled" where a prefill goes on, which nobody may take."""
+        self.cache = SimulatedCache(scheduler.block_manager)
+        self.vocab_size = vocab_size
+        self.noise = noise
+        self.sampled: list[int] = []  # The last step's tokens, where a step finds those that the host has not read.
+
+    def run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
+        # What a step takes from the cache was written by an earlier one: checked before this one's writes.
+        for seq in seqs:
+            self.cache.check_sequence(seq)
+        self.sampled = [self._run_one(pickle.loads(pickle.dumps(seq)), is_prefill) for seq in seqs]
+        return self.sampled
+
+    def _run_one(self, seq: Sequence, is_prefill: bool) -> int:
+        assert seq.is_prefilling == is_prefill
+        start, end = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens
+        assert start < end <= seq.num_tokens
+        if is_prefill:
+            assert seq.pending_row < 0, "a prefill feeds tokens that the host knows"
+            new = seq.token_ids[start:end]
+        else:
+            new = [seq.last_token if seq.pending_row < 0 else self.sampled[seq.pending_row]]
+        assert len(new) == end - start
+        prefix = self.cache.read(seq, start - 1) if start else ()
+        for position, token in enumerate(new, start):
+            prefix = (*prefix, token)
+            self.cache.write(seq, position, prefix)
+        return next_token(prefix, self.vocab_size) if end == seq.num_tokens else self.noise
+
+
+def next_token(tokens: tuple[int, ...], vocab_size: int) -> int:
+    return zlib.crc32(repr(tuple(tokens)).encode()) % vocab_size
+
+
+def run_alone(
+    prompt: list[int], max_tokens: int, eos: Iterable[int], max_seq_len: int, vocab_size: int
+) -> tuple[list[int], str]:
+    """Completion and finish reason of a prompt that has the fake model to itself, by a loop and nothing else."""
+    tokens = list(prompt)
+    while True:
+        tokens.append(next_token(tokens, vocab_size))
+        completion = tokens[len(prompt) :]
+        if tokens[-1] in eos:
+            return completion, "stop"
+        if len(completion) == max_tokens or len(tokens) == max_seq_len:
+            return completion, "length"

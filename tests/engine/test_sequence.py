@@ -1,0 +1,177 @@
+"""Sequence: its arithmetic, and what of it crosses to a worker process."""
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.sampling_params import SamplingParams
+
+
+def decoding(num_tokens: int, num_blocks: int = 1, token: int = 7) -> Sequence:
+    """A sequence in the middle of its decoding."""
+    seq = Sequence(3, [token] * num_tokens, block_size=16)
+    seq.append_token(token)
+    seq.is_prefilling = False
+    seq.num_cached_tokens = num_tokens
+    seq.num_scheduled_tokens = 1
+    seq.block_table = [5] * num_blocks
+    return seq
+
+
+def test_a_new_sequence_waits_for_its_prefill():
+    seq = Sequence(11, [4, 5, 6], block_size=16)
+    assert seq.status is SequenceStatus.WAITING
+    assert seq.is_prefilling
+    assert not seq.is_finished
+    assert seq.finish_reason is None
+    assert (seq.seq_id, len(seq), seq.num_tokens, seq.num_prompt_tokens, seq.last_token) == (11, 3, 3, 3, 6)
+    assert (seq.num_cached_tokens, seq.num_scheduled_tokens, seq.num_completion_tokens) == (0, 0, 0)
+    assert seq.block_table == []
+
+
+@pytest.mark.parametrize(
+    ("status", "finished"),
+    [(SequenceStatus.WAITING, False), (SequenceStatus.RUNNING, False), (SequenceStatus.FINISHED, True)],
+)
+def test_is_finished_follows_the_status(status, finished):
+    seq = Sequence(0, [1])
+    seq.status = status
+    assert seq.is_finished is finished
+
+
+def test_it_takes_its_request_from_the_sampling_params():
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, seed=5)
+    seq = Sequence(0, [1], params, seed=77)
+    assert (seq.temperature, seq.max_tokens, seq.ignore_eos, seq.seed) == (0.0, 9, True, 5)
+    assert isinstance(seq.temperature, float)
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, 77), (0, 0), (5, 5)])
+def test_the_engines_seed_serves_only_where_the_request_has_none(own, expected):
+    assert Sequence(0, [1], SamplingParams(seed=own), seed=77).seed == expected
+
+
+@given(
+    prompt=st.lists(st.integers(0, 200_000), min_size=1, max_size=40),
+    completion=st.lists(st.integers(0, 200_000), max_size=40),
+    block_size=st.integers(1, 20),
+)
+def test_arithmetic(prompt, completion, block_size):
+    seq = Sequence(0, prompt, block_size=block_size)
+    for token in completion:
+        seq.append_token(token)
+    tokens = prompt + completion
+    assert seq.token_ids == tokens
+    assert seq.prompt_token_ids == prompt
+    assert seq.completion_token_ids == completion
+    assert seq.last_token == tokens[-1]
+    assert len(seq) == seq.num_tokens == len(tokens)
+    assert (seq.num_prompt_tokens, seq.num_completion_tokens) == (len(prompt), len(completion))
+
+    blocks = [tokens[i : i + block_size] for i in range(0, len(tokens), block_size)]
+    assert seq.num_blocks == len(blocks)
+    assert seq.last_block_num_tokens == len(blocks[-1])
+    assert [seq.block(i) for i in range(seq.num_blocks)] == blocks
+
+
+def test_a_token_that_is_still_being_sampled_counts_and_is_filled_in():
+    seq = Sequence(0, [1, 2, 3], block_size=3)
+    assert seq.pending_row == -1
+    seq.append_pending(5)
+    assert (seq.pending_row, seq.num_tokens, seq.num_completion_tokens, seq.num_blocks) == (5, 4, 1, 2)
+    seq.resolve_pending(77)
+    assert (seq.pending_row, seq.num_tokens, seq.last_token, seq.token_ids) == (-1, 4, 77, [1, 2, 3, 77])
+
+
+@pytest.mark.parametrize("i", [-1, 3, 100])
+def test_a_block_outside_the_sequence_is_an_index_error(i):
+    with pytest.raises(IndexError, match=rf"{i}\b.*3"):
+        Sequence(0, list(range(33)), block_size=16).block(i)
+
+
+def test_token_lists_are_copies():
+    prompt = [1, 2, 3]
+    seq = Sequence(0, prompt, block_size=2)
+    prompt[0] = 99
+    for handed_out in (seq.token_ids, seq.prompt_token_ids, seq.completion_token_ids, seq.block(0)):
+        handed_out.append(99)
+        handed_out[0] = 99
+    assert seq.token_ids == [1, 2, 3]
+
+
+@given(
+    prompt=st.lists(st.integers(0, 200_000), min_size=1, max_size=40),
+    completion=st.lists(st.integers(0, 200_000), max_size=10),
+    is_prefilling=st.booleans(),
+    counts=st.tuples(st.integers(0, 50), st.integers(0, 50)),
+    block_table=st.lists(st.integers(0, 1 << 20), max_size=8),
+    pending_row=st.integers(-1, 511),
+    protocol=st.sampled_from([2, pickle.DEFAULT_PROTOCOL, pickle.HIGHEST_PROTOCOL]),
+)
+def test_a_pickle_carries_what_a_step_needs(
+    prompt, completion, is_prefilling, counts, block_table, pending_row, protocol
+):
+    seq = Sequence(12, prompt, block_size=16)
+    for token in completion:
+        seq.append_token(token)
+    seq.is_prefilling = is_prefilling
+    seq.num_cached_tokens, seq.num_scheduled_tokens = counts
+    seq.block_table = block_table
+    seq.pending_row = pending_row
+    copy = pickle.loads(pickle.dumps(seq, protocol))
+    # A sequence that was preempted has a completion and is prefilled all the same: then all tokens must cross.
+    assert copy.token_ids == (prompt + completion if is_prefilling else [])
+    for name in (
+        "seq_id",
+        "block_size",
+        "is_prefilling",
+        "last_token",
+        "num_tokens",
+        "num_prompt_tokens",
+        "num_completion_tokens",
+        "num_cached_tokens",
+        "num_scheduled_tokens",
+        "pending_row",
+        "block_table",
+        "num_blocks",
+        "last_block_num_tokens",
+    ):
+        assert getattr(copy, name) == getattr(seq, name), name
+
+
+def test_the_pickle_of_a_decoding_sequence_does_not_grow_with_its_tokens():
+    # 300 and 30,000 take the same number of bytes as integers, so that sizes compare exactly.
+    short, long = decoding(300), decoding(30_000)
+    assert len(pickle.dumps(long)) == len(pickle.dumps(short)) < 250
+    with_table = len(pickle.dumps(decoding(300, num_blocks=101))) - len(pickle.dumps(short))
+    assert 100 <= with_table <= 1000
+
+
+def test_the_pickle_of_a_prefilling_sequence_takes_four_bytes_a_token():
+    short, long = Sequence(0, [150_000] * 300), Sequence(0, [150_000] * 30_000)
+    grown = len(pickle.dumps(long)) - len(pickle.dumps(short))
+    assert 4 * 29_700 <= grown <= 4 * 29_700 + 64
+
+
+def test_a_preempted_sequence_crosses_with_all_its_tokens():
+    seq = decoding(20, token=9)
+    assert pickle.loads(pickle.dumps(seq)).token_ids == []
+    seq.is_prefilling = True
+    assert seq.num_completion_tokens == 1
+    assert pickle.loads(pickle.dumps(seq)).token_ids == [9] * 21
+
+
+def test_pickling_leaves_the_sequence_as_it_is():
+    seq = decoding(20, token=9)
+    pickle.dumps(seq)
+    assert seq.token_ids == [9] * 21
+    assert seq.block_table == [5]
+
+
+def test_repr_names_the_sequence_and_its_state():
+    text = repr(Sequence(41, [1, 2, 3]))
+    assert "41" in text
+    assert "WAITING" in text
