@@ -212,7 +212,7 @@ def _read_hf_config(directory: str):
         raise FileNotFoundError(f"model={directory!r}: holds no config.json")
     try:
         return AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"model={directory!r}: config.json cannot be used: {error}") from error
 
 

@@ -123,6 +123,8 @@ class LLMEngine:
 
         Raises:
             RuntimeError: nothing is queued, or the engine has exited.
+
+        After any other exception, from the model or from Ctrl-C, every request is dropped and the engine is usable.
         """
         finished, num_tokens = self._step()
         return [(seq.seq_id, seq.completion_token_ids) for seq in finished], num_tokens
@@ -131,9 +133,14 @@ class LLMEngine:
         self._check_alive()
         if self.is_finished():
             raise RuntimeError("step() with no request queued: call add_request() first")
-        step = self._launch()
-        self.scheduler.advance(step.seqs)
-        return self.scheduler.collect(step.seqs, step.tokens.wait()), step.num_tokens
+        try:
+            step = self._launch()
+            self.scheduler.advance(step.seqs)
+            return self.scheduler.collect(step.seqs, step.tokens.wait()), step.num_tokens
+        except BaseException:
+            # Its sequences count as computed where they were not: going on would give wrong tokens.
+            self.scheduler.reset()
+            raise
 
     def _launch(self) -> "_Step":
         """Schedule the next step and start it."""
@@ -166,6 +173,8 @@ class LLMEngine:
         self._check_alive()
         if not self.is_finished():
             raise RuntimeError("generate() while requests from add_request() are unfinished: step() through them")
+        if not isinstance(prompts, Iterable):
+            raise TypeError(f"prompts: must be a string or a list of prompts, not {type(prompts).__name__}")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         params = _params_per_prompt(sampling_params, len(prompts))
         token_ids = self._tokenize(prompts)
@@ -177,9 +186,9 @@ class LLMEngine:
             for seq in seqs:
                 self.scheduler.add(seq)
             self._run_all(len(seqs), use_tqdm)
-        finally:
-            if not self.is_finished():
-                self.scheduler.abort(seq.seq_id for seq in seqs)
+        except BaseException:
+            self.scheduler.reset()
+            raise
         return self._outputs(seqs)
 
     def _run_all(self, num_requests: int, use_tqdm: bool) -> None:
@@ -216,7 +225,7 @@ class LLMEngine:
     def _outputs(self, seqs: list[Sequence]) -> list[RequestOutput]:
         completions = [seq.completion_token_ids for seq in seqs]
         texts: Iterable[str | None] = [None] * len(seqs)
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and completions:
             texts = self.tokenizer.batch_decode(completions, skip_special_tokens=True)
         return [
             RequestOutput(
@@ -277,6 +286,8 @@ class LLMEngine:
 def _params_per_prompt(params, num_prompts: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
+    if isinstance(params, str) or not isinstance(params, Iterable):
+        raise TypeError(f"sampling_params: must be a SamplingParams or a list of them, not {type(params).__name__}")
     params = list(params)
     if len(params) != num_prompts:
         raise ValueError(
@@ -297,7 +308,11 @@ def _load_tokenizer(model: str):
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model, use_fast=True)
+        tokenizer = AutoTokenizer.from_pretrained(model, use_fast=True)
+        # Without tokenizer files transformers 5 makes up an empty one.
+        if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
+            raise ValueError("it has no vocabulary: are its files there?")
+        return tokenizer
     except Exception as error:
         raise ValueError(
             f"model={model!r}: its tokenizer cannot be loaded ({error}); skip_tokenizer_init=True does without"

@@ -67,14 +67,19 @@ class ModelRunner:
         self.sampler = Sampler()
         num_params = sum(p.numel() for p in self.model.parameters())
         logger.info("model: %s, %.3f B parameters, %s", config.model, num_params / 1e9, config.dtype)
-        logger.info("device: %s; attention back end: %s", self.device_name, backend.name)
+        logger.info("device: %s; attention back end: %s", self.device_name, backend.description)
+        num_heads = self.tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
+        self.num_kv_heads = num_kv_heads = self.tp.shard(config.hf_config.num_key_value_heads, "num_key_value_heads")
+        if backend.flash_attn4 is not None:
+            backend.flash_attn4.warm_up(num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device)
         self.warmup_model()
         self.allocate_kv_cache()
+        backend.prepare(config.max_num_seqs, num_heads, num_kv_heads, head_dim, self.device)
         max_blocks = -(-config.max_model_len // self.block_size)
-        planned_heads = self.kv_cache.shape[-2] if backend.wants_plan else None
+        planned_heads = num_kv_heads if backend.wants_plan else None
         self.decode_inputs = DecodeInputs(config.max_num_seqs, max_blocks, self.block_size, self.device, planned_heads)
         if config.device == "cuda":
-            if not config.enforce_eager:
+            if not config.enforce_eager and backend.supports_cuda_graphs:
                 self.capture_cudagraph()
             self.warmup_kernels()
 
@@ -144,8 +149,7 @@ class ModelRunner:
         """
         config, hf_config = self.config, self.config.hf_config
         layers = self._attention_layers()
-        num_kv_heads = self.tp.shard(hf_config.num_key_value_heads, "num_key_value_heads")
-        shape = (self.block_size, num_kv_heads, get_head_dim(hf_config))
+        shape = (self.block_size, self.num_kv_heads, get_head_dim(hf_config))
         block_bytes = 2 * len(layers) * int(np.prod(shape)) * config.dtype.itemsize
         blocks = config.num_kvcache_blocks
         if blocks == -1:
@@ -158,8 +162,6 @@ class ModelRunner:
                 )
         self.num_kvcache_blocks = blocks
         self.kv_cache = torch.zeros(2, len(layers), blocks, *shape, dtype=config.dtype, device=self.device)
-        num_heads = self.tp.shard(hf_config.num_attention_heads, "num_attention_heads")
-        layers[0].backend.prepare(config.max_num_seqs, num_heads, num_kv_heads, shape[-1], self.device)
         for i, layer in enumerate(layers):
             layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
         capacity = blocks * self.block_size

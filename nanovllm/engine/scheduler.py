@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -33,10 +34,16 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_seq_len = min(max_model_len, num_kvcache_blocks * kvcache_block_size)
         self.eos = frozenset(eos)
-        self.block_manager = BlockManager(num_kvcache_blocks, kvcache_block_size, enable_prefix_caching)
+        self.num_preemptions = 0
+        self._make_block_manager = partial(BlockManager, num_kvcache_blocks, kvcache_block_size, enable_prefix_caching)
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop every sequence and start over with free blocks. For after an exception: Ctrl-C can strike between
+        any two lines, so no half-way state is worth mending."""
+        self.block_manager = self._make_block_manager()
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
-        self.num_preemptions = 0
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running

@@ -11,6 +11,7 @@ from nanovllm.layers.attention_torch import (
     prefill_attention_torch,
     store_kvcache_torch,
 )
+from nanovllm.layers.flash_attn4 import FlashAttn4, load_flash_attn4
 from nanovllm.utils.context import Context
 
 if HAS_TRITON:
@@ -25,6 +26,12 @@ class AttentionBackend(ABC):
 
     name: str
     wants_plan = False  # whether decode reads Context.decode_plan
+    supports_cuda_graphs = True
+    flash_attn4: FlashAttn4 | None = None  # computes the prefills that it can
+
+    @property
+    def description(self) -> str:
+        return self.name if self.flash_attn4 is None else f"{self.name} (prefill: flash-attn-4)"
 
     def prepare(
         self, max_batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
@@ -49,6 +56,7 @@ class TorchBackend(AttentionBackend):
     """Plain torch, on any device: the CPU's back end, and the twin of the others."""
 
     name = "torch"
+    supports_cuda_graphs = False  # It reads lengths on the host.
 
     def store(self, k, v, k_cache, v_cache, slot_mapping):
         store_kvcache_torch(k, v, k_cache, v_cache, slot_mapping)
@@ -79,6 +87,10 @@ class TritonBackend(AttentionBackend):
         store_kvcache(k, v, k_cache, v_cache, slot_mapping)
 
     def prefill(self, q, k, v, k_cache, v_cache, context, scale):
+        if self.flash_attn4 is not None:
+            out = self.flash_attn4.prefill(q, k, v, k_cache, v_cache, context, scale)
+            if out is not None:
+                return out
         c = context
         return paged_prefill(
             q, k, v, k_cache, v_cache, c.cu_seqlens_q, c.cu_seqlens_k, c.max_seqlen_q, c.block_tables, scale
@@ -104,6 +116,10 @@ class FlashAttnBackend(AttentionBackend):
         store_kvcache(k, v, k_cache, v_cache, slot_mapping)
 
     def prefill(self, q, k, v, k_cache, v_cache, context, scale):
+        if self.flash_attn4 is not None:
+            out = self.flash_attn4.prefill(q, k, v, k_cache, v_cache, context, scale)
+            if out is not None:
+                return out
         if context.block_tables is not None:
             k, v = k_cache, v_cache
         return self.varlen_func(
@@ -135,16 +151,20 @@ class FlashAttnBackend(AttentionBackend):
 def select_backend(name: str, device: str, dtype: torch.dtype, head_dim: int, block_size: int) -> AttentionBackend:
     """The back end that `attention_backend=name` stands for.
 
-    "auto" is flash_attn on a GPU where the package is there and takes this model, else triton, and torch on a
-    CPU. Raises ValueError where the named one cannot run this model, saying why.
+    "auto" is triton on a GPU, because its decode is faster than flash-attn 2's at every batch size measured
+    (docs/performance.md), and torch on a CPU. Both GPU back ends hand prefill to flash-attn-4 where that is
+    installed. Raises ValueError where the named one cannot run this model, saying why.
     """
     if name == "auto":
-        candidates = ("torch",) if device == "cpu" else ("flash_attn", "triton", "torch")
+        candidates = ("torch",) if device == "cpu" else ("triton", "flash_attn", "torch")
         name = next(c for c in candidates if _obstacle(c, device, dtype, head_dim, block_size) is None)
     obstacle = _obstacle(name, device, dtype, head_dim, block_size)
     if obstacle is not None:
         raise ValueError(f"attention_backend={name!r}: {obstacle}")
-    return {"flash_attn": FlashAttnBackend, "triton": TritonBackend, "torch": TorchBackend}[name]()
+    backend = {"flash_attn": FlashAttnBackend, "triton": TritonBackend, "torch": TorchBackend}[name]()
+    if name != "torch":
+        backend.flash_attn4 = load_flash_attn4(dtype, head_dim)
+    return backend
 
 
 def _obstacle(name: str, device: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
@@ -157,7 +177,7 @@ def _obstacle(name: str, device: str, dtype: torch.dtype, head_dim: int, block_s
         return "needs the triton package, which is not installed"
     if name == "triton":
         return None if head_dim <= 256 else f"head_dim {head_dim} is more than 256"
-    if find_spec("flash_attn") is None:
+    if find_spec("flash_attn_2_cuda") is None:
         return "the flash-attn package is not installed: pip install 'nanovllm[flash-attn]', or use triton"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16, not {dtype}; use triton"

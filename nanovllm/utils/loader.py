@@ -71,12 +71,13 @@ def _checkpoint_files(directory: Path) -> list[Path]:
         return files
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+        paths = [directory / name for name in names]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{index}: not a safetensors index: {error!r}") from error
-    for name in names:
-        if not (directory / name).is_file():
-            raise FileNotFoundError(f"{directory / name}: named by {index.name}, but not there")
-    return [directory / name for name in names]
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: named by {index.name}, but not there")
+    return paths
 
 
 def _make_plan(model: nn.Module, tensors: dict) -> dict[str, tuple[nn.Parameter, object]]:

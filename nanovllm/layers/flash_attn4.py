@@ -1,0 +1,99 @@
+"""Prefill attention by the flash-attn-4 package, for the back ends to prefer where it can be used."""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from nanovllm.utils.context import Context
+
+logger = logging.getLogger(__name__)
+
+# Above it flash-attn-4 compiles one more kernel of each kind (seconds), for batches of prompts too short to need it.
+MAX_SEQS = 256
+
+
+class FlashAttn4:
+    """Causal prefill attention by FlashAttention in CuTe (FlashAttention-3's design, arXiv:2407.08608).
+
+    It takes bfloat16 and float16 and blocks of any size. `warm_up` before the first step, or that step waits for a
+    compiler. An error of the package is logged once and ends its use: every later `prefill` returns None.
+    """
+
+    def __init__(self, varlen_func: Callable):
+        """varlen_func: `flash_attn.cute.flash_attn_varlen_func`."""
+        self.varlen_func: Callable | None = varlen_func
+
+    def prefill(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor | None:
+        """Arguments as in `AttentionBackend.prefill`: the result, `[num_tokens, num_heads, head_dim]`, contiguous,
+        or None where the caller has to compute it. Raises torch.OutOfMemoryError alone.
+
+        Values past the end of a sequence in its last tile of 128 keys are multiplied by 0, not skipped, where they
+        come from the batch: an infinite or NaN value of the next sequence spoils this one's result as well.
+        """
+        if self.varlen_func is None or context.cu_seqlens_q.numel() > MAX_SEQS + 1:
+            return None
+        if context.block_tables is None:
+            keys = {"cu_seqlens_k": context.cu_seqlens_k}
+        else:
+            k, v = k_cache, v_cache
+            keys = {"seqused_k": context.cu_seqlens_k.diff(), "page_table": context.block_tables}
+        try:
+            # Without max_seqlen_q: on Hopper its one effect is a second compilation, for prompts of under a tile.
+            out, _ = self.varlen_func(
+                q, k, v, cu_seqlens_q=context.cu_seqlens_q, softmax_scale=scale, causal=True, **keys
+            )
+            return out
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            logger.warning("flash-attn-4 failed and is not used any more: %s: %s", type(error).__name__, error)
+            self.varlen_func = None
+            return None
+
+    def warm_up(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Compile the two kernels that `prefill` takes, without and with a block table: seconds each, milliseconds
+        where an earlier process left them on the disk."""
+        qkv = torch.zeros(4, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
+        q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        k_cache, v_cache = torch.zeros(2, 2, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+        cu_seqlens = torch.tensor([0, 2, 4], dtype=torch.int32, device=device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its compiler warns of the package's own code
+            for block_tables in (None, torch.zeros(2, 2, dtype=torch.int32, device=device)):
+                context = Context(True, cu_seqlens, cu_seqlens, 2, 2, block_tables=block_tables)
+                self.prefill(q, k, v, k_cache, v_cache, context, head_dim**-0.5)
+
+
+def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
+    """flash-attn-4 where it is installed and takes this model on the current CUDA device; else None.
+
+    A package that is there and cannot be imported is logged as a warning. The import takes seconds.
+    """
+    # Compute capability 9 and 10: Hopper and data-centre Blackwell; the others have no paged kernel.
+    if torch.cuda.get_device_capability()[0] not in (9, 10) or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if head_dim > 128 or head_dim % 8:
+        return None
+    # Read when the package is imported. Its own default is to compile anew in every process.
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "nanovllm" / "flash-attn-4"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache))
+    try:
+        from flash_attn.cute import flash_attn_varlen_func
+    except Exception as error:
+        if getattr(error, "name", None) not in ("flash_attn", "flash_attn.cute"):
+            logger.warning("flash-attn-4 cannot be imported: %s: %s", type(error).__name__, error)
+        return None
+    return FlashAttn4(flash_attn_varlen_func)

@@ -1,0 +1,207 @@
+"""Tiny random checkpoints, engines over them, and transformers as the reference that they are held to."""
+
+import json
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+
+from nanovllm import LLM, SamplingParams
+
+# Models this small run ten times faster on one thread than on two that wait for each other.
+torch.set_num_threads(1)
+
+VOCAB_SIZE = 320
+EOS = "<|im_end|>"
+
+
+def make_checkpoint(
+    directory: str | Path,
+    family: str = "qwen3",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "1GB",
+    rope_theta: float = 10000.0,
+    rope_scaling: dict | None = None,
+    tokenizer: bool = False,
+    **overrides,
+) -> Path:
+    """Save a random Qwen3 or Qwen2 whose layers all matter to its logits; returns the directory.
+
+    Biases are not zero and norms not one, so that leaving one out shows. `rope_scaling` takes the field names of
+    transformers 4 and is translated for 5; `overrides` are fields of the configuration.
+    """
+    fields = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+    }
+    if family == "qwen3":
+        fields["head_dim"] = 32
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        scaling = rope_scaling or {"rope_type": "default"}
+        fields["rope_parameters"] = {"rope_theta": rope_theta, **scaling}
+    else:
+        fields |= {"rope_theta": rope_theta, "rope_scaling": rope_scaling}
+    config_class = {"qwen3": Qwen3Config, "qwen2": Qwen2Config}[family]
+    model = AutoModelForCausalLM.from_config(config_class(**fields | overrides))
+    randomize(model, seed)
+    model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
+    if tokenizer:
+        make_tokenizer(directory)
+    return Path(directory)
+
+
+def randomize(model: torch.nn.Module, seed: int) -> None:
+    """Matrices and biases N(0, 0.15^2), norms N(1, 0.1^2), whatever the architecture calls them."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        is_norm = name.endswith("norm.weight")
+        parameter.data.normal_(float(is_norm), 0.1 if is_norm else 0.15, generator=generator)
+
+
+def make_tokenizer(directory: str | Path) -> None:
+    """A byte-level BPE of at most VOCAB_SIZE tokens, any text round trips; EOS ends a sequence."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|endoftext|>", EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        ["a block is a row of slots, and a table names the blocks of a sequence"] * 2, trainer
+    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS).save_pretrained(directory)
+
+
+def edit_json(file: str | Path, **changes) -> None:
+    """Set fields of a JSON object in a file, which is made where there is none; None removes a field."""
+    file = Path(file)
+    content = (json.loads(file.read_text()) if file.is_file() else {}) | changes
+    file.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+
+def edit_tensors(directory: str | Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Rewrite model.safetensors after `edit` has changed its {name: tensor} in place."""
+    file = Path(directory, "model.safetensors")
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def make_llm(path: str | Path, **options) -> LLM:
+    """A small float32 engine on the CPU for prompts of token ids, unless options say otherwise."""
+    defaults = {
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "kvcache_block_size": 16,
+        "num_kvcache_blocks": 128,
+        "max_num_seqs": 32,
+        "max_model_len": 1024,
+    }
+    return LLM(str(path), **defaults | options)
+
+
+def greedy(max_tokens: int, **fields) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+def complete(llm: LLM, prompts: list, params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+    """Token ids of generate, without a progress bar."""
+    return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def complete_by_steps(llm: LLM, prompts: list, params: SamplingParams) -> tuple[list[list[int]], list[int]]:
+    """The same through add_request and step, and what each step says about its number of tokens."""
+    ids = [llm.add_request(prompt, params) for prompt in prompts]
+    done, num_tokens = {}, []
+    while not llm.is_finished():
+        finished, num = llm.step()
+        done |= dict(finished)
+        num_tokens.append(num)
+    return [done[i] for i in ids], num_tokens
+
+
+def assert_idle(llm: LLM) -> None:
+    """Nothing is queued, and every block of the KV cache is free."""
+    manager = llm.scheduler.block_manager
+    assert llm.is_finished()
+    assert not manager.used_block_ids
+    assert len(manager.free_block_ids) == len(manager.blocks)
+    assert not any(block.ref_count for block in manager.blocks)
+
+
+def random_prompt(length: int, seed: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    return random.Random(seed).choices(range(vocab_size), k=length)
+
+
+class Reference:
+    """The checkpoint in transformers, float32 on the CPU, one prompt at a time."""
+
+    def __init__(self, path: str | Path):
+        self.model = AutoModelForCausalLM.from_pretrained(path).float().eval()
+        self._known: dict[tuple, tuple[list[int], float]] = {}
+
+    @torch.inference_mode()
+    def generate(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
+        """The greedy completion, and the smallest margin by which a token of it won."""
+        key = (tuple(prompt), max_tokens)
+        if key not in self._known:
+            out = self.model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+            first, second = torch.cat(out.logits).topk(2).values.unbind(-1)
+            self._known[key] = out.sequences[0, len(prompt) :].tolist(), (first - second).min().item()
+        return self._known[key]
+
+    def greedy(self, prompts: Iterable[list[int]], max_tokens: int) -> list[list[int]]:
+        return [self.generate(prompt, max_tokens)[0] for prompt in prompts]
+
+    def draw_prompts(
+        self, lengths: Iterable[int], max_tokens: int, seed: int = 0, prefix: Iterable[int] = (), margin: float = 1e-3
+    ) -> list[list[int]]:
+        """Random prompts of these lengths, the prefix included, whose greedy completion is never won by less than
+        `margin`: far more than float32 sums can differ by, so that equality is token for token."""
+        rng = random.Random(seed)
+        prefix = list(prefix)
+        vocab_size = self.model.config.vocab_size
+        prompts = []
+        for length in lengths:
+            while True:
+                prompt = prefix + rng.choices(range(vocab_size), k=length - len(prefix))
+                if self.generate(prompt, max_tokens)[1] >= margin:
+                    break
+            prompts.append(prompt)
+        return prompts
+
+    @torch.inference_mode()
+    def logits(self, prompt: list[int], completion: list[int]) -> torch.Tensor:
+        """float32 [len(completion), vocab_size]: what each token of the completion was chosen from."""
+        logits = self.model(torch.tensor([prompt + completion])).logits[0]
+        return logits[len(prompt) - 1 : -1]
+
+    def regret(self, prompt: list[int], completion: list[int]) -> float:
+        """How far below the best logit, of the same beginning, the completion's worst choice lies; 0 is greedy."""
+        logits = self.logits(prompt, completion)
+        chosen = logits.gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
+        return (logits.max(dim=1).values - chosen).max().item()

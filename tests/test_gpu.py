@@ -1,0 +1,469 @@
+"""The whole engine on a CUDA device, held to transformers in float32 on the CPU."""
+
+import gc
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import (
+    VOCAB_SIZE,
+    Reference,
+    assert_idle,
+    complete,
+    greedy,
+    make_checkpoint,
+    make_llm,
+    random_prompt,
+)
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.model_runner import ModelRunner
+
+pytestmark = pytest.mark.gpu
+
+HAS_FLASH_ATTN = find_spec("flash_attn_2_cuda") is not None
+DEMO_MODEL = Path(__file__).parents[1] / "assets" / "demo-model"
+MIB, GIB = 2**20, 2**30
+
+# |logits - reference| / |reference|. On a CPU, plain torch in these dtypes is off by up to 2e-6, 2e-2 and 2e-3.
+LOGITS_ERROR = {"float32": 2e-5, "bfloat16": 3.5e-2, "float16": 5e-3}
+# Logits below the best that rounding may choose; they spread by 1.7. Measured likewise: 0, 0.05 and 0.
+REGRET = {"bfloat16": 0.2, "float16": 0.03}
+SHAPES = {
+    64: {"num_attention_heads": 8, "num_key_value_heads": 2},
+    128: {"num_attention_heads": 4, "num_key_value_heads": 4},
+}
+flash_attn = pytest.param("flash_attn", marks=pytest.mark.skipif(not HAS_FLASH_ATTN, reason="needs flash-attn"))
+needs_demo_model = pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="needs assets/demo-model")
+
+half_backends = pytest.mark.parametrize("backend", [flash_attn, "triton", "torch"])
+half_dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+full_backends = pytest.mark.parametrize("backend", ["triton", "torch"])
+modes = pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+
+
+def gpu_llm(path, **options) -> LLM:
+    defaults = {"device": "cuda", "kvcache_block_size": 256, "num_kvcache_blocks": 24, "max_num_batched_tokens": 2048}
+    return make_llm(path, **defaults | options)
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda head_dim: f"head-dim-{head_dim}")
+def shaped(request, tmp_path_factory):
+    """(checkpoint, Reference) of each head_dim. Stored in bfloat16, so that every dtype runs the same weights."""
+    path = make_checkpoint(
+        tmp_path_factory.mktemp("gpu"),
+        dtype=torch.bfloat16,
+        head_dim=request.param,
+        hidden_size=128,
+        intermediate_size=192,
+        **SHAPES[request.param],
+    )
+    return path, Reference(path)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """(checkpoint, Reference) stored in float32, for what does not depend on the shape."""
+    path = make_checkpoint(tmp_path_factory.mktemp("gpu-base"), head_dim=64)
+    return path, Reference(path)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------
+
+
+def assert_logits_close(path, reference, backend, dtype):
+    """Prefill of all lengths, whole and in chunks, fresh and after a cached prefix, and decode steps after it."""
+    head = random_prompt(512, seed=0)
+    prompts = [random_prompt(length, seed=length) for length in (1, 17, 255, 256, 257, 700)]
+    prompts += [head, head + random_prompt(1, seed=1), head + random_prompt(300, seed=2), head[:300]]
+    rows, cached = [], 0
+    for chunk in (2048, 200):
+        options = {"attention_backend": backend, "dtype": dtype, "max_num_batched_tokens": chunk}
+        with gpu_llm(path, enforce_eager=True, **options) as llm:
+            lm_head = llm.model_runner.model.lm_head
+            lm_head.register_forward_hook(lambda module, args, logits: rows.append(logits.float().cpu()))
+            for prompt in prompts:
+                rows.clear()
+                (output,) = llm.generate([prompt], greedy(5), use_tqdm=False)
+                tokens = output["token_ids"]
+                cached += output["num_cached_tokens"]
+                expected = reference.logits(prompt, tokens)
+                # The last five: a chunk that is not the prompt's last has logits too, which mean nothing.
+                found = torch.cat(rows)[-5:]
+                error = ((found - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
+                assert error < LOGITS_ERROR[dtype], f"{len(prompt)} tokens, {output['num_cached_tokens']} cached"
+    assert cached >= 2 * (512 + 512 + 256)
+
+
+@half_backends
+@half_dtypes
+def test_logits_in_half_precision(shaped, backend, dtype):
+    assert_logits_close(*shaped, backend, dtype)
+
+
+@full_backends
+def test_logits_in_float32(shaped, backend):
+    assert_logits_close(*shaped, backend, "float32")
+
+
+LENGTHS = (3, 40, 256, 1, 300, 17, 255, 8, 64, 257, 5, 100, 33, 12, 2, 150, 511)
+
+
+@modes
+@full_backends
+def test_tokens_in_float32(shaped, backend, eager):
+    path, reference = shaped
+    prompts = reference.draw_prompts(LENGTHS, 10)
+    expected = reference.greedy(prompts, 10)
+    options = {"attention_backend": backend, "dtype": "float32", "enforce_eager": eager, "num_kvcache_blocks": 64}
+    with gpu_llm(path, **options) as llm:
+        # Batch sizes between the captured ones, larger before smaller: their padding rows hold stale sequences.
+        for num_seqs in (17, 3, 5, 9, 1):
+            assert complete(llm, prompts[:num_seqs], greedy(10)) == expected[:num_seqs]
+        outputs = llm.generate(prompts[::-1], greedy(10), use_tqdm=False)
+        assert [output["token_ids"] for output in outputs] == expected[::-1]
+        assert [output["num_cached_tokens"] for output in outputs] == [(n - 1) // 256 * 256 for n in LENGTHS[::-1]]
+        assert_idle(llm)
+
+
+@modes
+@half_backends
+@half_dtypes
+def test_tokens_in_half_precision(shaped, backend, dtype, eager):
+    path, reference = shaped
+    head = random_prompt(256, seed=9)
+    prompts = [random_prompt(length, seed=length) for length in LENGTHS[:9]]
+    prompts += [head + random_prompt(length, seed=length) for length in (1, 2, 50)]
+    options = {"attention_backend": backend, "dtype": dtype, "enforce_eager": eager, "num_kvcache_blocks": 64}
+    with gpu_llm(path, **options) as llm:
+        for batch in (prompts, prompts[:3], prompts[-1:], prompts[::-1]):
+            outputs = complete(llm, batch, greedy(10))
+            assert max(map(reference.regret, batch, outputs)) < REGRET[dtype]
+        assert_idle(llm)
+
+
+@modes
+@full_backends
+@pytest.mark.parametrize("caching", [True, False], ids=["cache", "no-cache"])
+def test_chunks_and_preemption(base, backend, eager, caching):
+    path, reference = base
+    prompts = reference.draw_prompts((20, 45, 16, 31, 64, 7, 48), 40)
+    options = {"kvcache_block_size": 16, "num_kvcache_blocks": 9, "max_num_batched_tokens": 24, "max_num_seqs": 5}
+    options |= {"attention_backend": backend, "enforce_eager": eager, "enable_prefix_caching": caching}
+    with gpu_llm(path, dtype="float32", **options) as llm:
+        assert complete(llm, prompts, greedy(40)) == reference.greedy(prompts, 40)
+        assert llm.scheduler.num_preemptions > 2
+        assert_idle(llm)
+
+
+@modes
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in-turn"])
+def test_blocks_of_ended_sequences_are_reused_at_once(base, eager, overlap):
+    # An end of sequence comes to light while the step after it runs; its blocks have waiting takers.
+    path, reference = base
+    eos = set(range(0, VOCAB_SIZE, 10))
+    prompts = reference.draw_prompts((20, 45, 16, 31, 64, 7, 48, 15, 33, 5, 28, 90), 40)
+    expected = []
+    for tokens in reference.greedy(prompts, 40):
+        end = next((i for i, token in enumerate(tokens) if token in eos), len(tokens) - 1)
+        expected.append(tokens[: end + 1])
+    assert len({len(tokens) for tokens in expected}) > 3
+    options = {"kvcache_block_size": 16, "num_kvcache_blocks": 14, "max_num_seqs": 5, "enforce_eager": eager}
+    options |= {"attention_backend": "triton", "dtype": "float32", "overlap_steps": overlap, "eos": eos}
+    with gpu_llm(path, **options) as llm:
+        for _ in range(2):
+            assert complete(llm, prompts, SamplingParams(temperature=0, max_tokens=40)) == expected
+            assert_idle(llm)
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 1024])
+def test_triton_takes_other_block_sizes(base, block_size):
+    path, reference = base
+    prompts = reference.draw_prompts((200, 63, 64, 65, 15, 16, 17), 12)
+    with gpu_llm(path, attention_backend="triton", dtype="float32", kvcache_block_size=block_size) as llm:
+        for _ in range(2):
+            assert complete(llm, prompts, greedy(12)) == reference.greedy(prompts, 12)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"family": "qwen2", "hidden_size": 256},
+        {"head_dim": 80, "num_attention_heads": 3, "num_key_value_heads": 1},
+        {"attention_bias": True, "tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 1},
+        {
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+            "max_position_embeddings": 128,
+        },
+    ],
+    ids=["qwen2", "head-dim-80", "bias-tied-mqa", "yarn"],
+)
+def test_other_models(tmp_path, config):
+    path = make_checkpoint(tmp_path, **config)
+    reference = Reference(path)
+    prompts = reference.draw_prompts((1, 17, 90), 16)
+    with gpu_llm(path, attention_backend="triton", dtype="float32", kvcache_block_size=16) as llm:
+        assert complete(llm, prompts, greedy(16)) == reference.greedy(prompts, 16)
+
+
+def test_seeded_requests_draw_what_they_draw_on_a_cpu(base):
+    path, _ = base
+    prompts = [random_prompt(length, seed=length) for length in (5, 33, 16)]
+    params = [SamplingParams(0.6 + 0.2 * i, 20, ignore_eos=True, seed=2**40 + i) for i in range(3)]
+    with make_llm(path, device="cpu") as llm:
+        expected = complete(llm, prompts, params)
+    for eager in (True, False):
+        options = {"attention_backend": "triton", "dtype": "float32", "enforce_eager": eager}
+        with gpu_llm(path, **options) as llm:
+            assert complete(llm, prompts, params) == expected
+            assert complete(llm, prompts[::-1], params[::-1]) == expected[::-1]
+
+
+# -- options -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stored", "runs"), [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("float16", "float16")]
+)
+def test_default_dtype(tmp_path, stored, runs):
+    path = make_checkpoint(tmp_path, dtype=getattr(torch, stored), head_dim=64)
+    reference = Reference(path)
+    prompt = random_prompt(20, seed=0)
+    with gpu_llm(path) as llm:
+        assert llm.config.dtype == getattr(torch, runs)
+        assert {p.dtype for p in llm.model_runner.model.parameters()} == {getattr(torch, runs)}
+        assert {p.device.type for p in llm.model_runner.model.parameters()} == {"cuda"}
+        (tokens,) = complete(llm, [prompt], greedy(10))
+    assert reference.regret(prompt, tokens) < REGRET["bfloat16"]
+
+
+def test_default_device_and_backend_are_named_in_the_log(base, caplog):
+    path, _ = base
+    with caplog.at_level(logging.INFO, logger="nanovllm"), gpu_llm(path, device="auto"):
+        pass
+    assert torch.cuda.get_device_name() in caplog.text
+    assert "back end: triton" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"dtype": "float32"}, "float32"), ({"kvcache_block_size": 128}, "kvcache_block_size=128")],
+    ids=["float32", "block-size"],
+)
+@pytest.mark.skipif(not HAS_FLASH_ATTN, reason="needs flash-attn")
+def test_flash_attn_says_what_it_does_not_take(base, options, reason):
+    path, _ = base
+    with pytest.raises(ValueError, match=f"flash_attn.*{reason}.*triton"):
+        gpu_llm(path, attention_backend="flash_attn", **options)
+    with gpu_llm(path, attention_backend="auto", **options) as llm:
+        assert len(complete(llm, [[1, 2]], greedy(3))[0]) == 3
+
+
+def test_wrong_ids_never_reach_the_gpu(base):
+    path, reference = base
+    prompts = reference.draw_prompts((20,), 8)
+    with gpu_llm(path, attention_backend="triton", dtype="float32") as llm:
+        for wrong in ([VOCAB_SIZE], [-1], [2**40], [-(2**40)], [1, 2, VOCAB_SIZE + 7]):
+            with pytest.raises(ValueError, match=r"prompts\[1\]: token id .* outside the vocabulary"):
+                llm.generate([[1], wrong], greedy(3), use_tqdm=False)
+            with pytest.raises(ValueError, match="outside the vocabulary"):
+                llm.add_request(wrong, greedy(3))
+        # A device-side assertion would show here at the latest.
+        torch.cuda.synchronize()
+        assert_idle(llm)
+        assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+def memory() -> tuple[int, int]:
+    """Bytes that torch's tensors take, and bytes of the device that are in use by anyone."""
+    gc.collect()
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return torch.cuda.memory_allocated(), total - free
+
+
+@pytest.fixture(scope="module")
+def warm(base):
+    """An engine has come and gone: libraries and compiled kernels are loaded, and stay, as they should."""
+    path, _ = base
+    with gpu_llm(path, max_num_seqs=8) as llm:
+        complete(llm, [[1, 2, 3]], greedy(3))
+
+
+@pytest.fixture
+def before(warm):
+    return memory()
+
+
+def assert_given_back(before, what=""):
+    """All but cuBLAS's workspaces, which torch keeps for each stream."""
+    allocated, used = memory()
+    assert allocated - before[0] < 128 * MIB, what
+    assert used - before[1] < 512 * MIB, what
+
+
+@modes
+@pytest.mark.parametrize("end", ["exit", "with", "with-error", "del", "del-unfinished", "exception-in-generate"])
+def test_memory_is_given_back(base, before, monkeypatch, end, eager):
+    path, _ = base
+    llm = gpu_llm(path, num_kvcache_blocks=-1, kvcache_gib=4.0, enforce_eager=eager, max_num_seqs=8)
+    complete(llm, [[1, 2, 3]] * 3, greedy(3))
+    allocated, used = memory()
+    assert allocated - before[0] > 3.9 * GIB
+    assert used - before[1] > 3.9 * GIB
+    if end == "exit":
+        llm.exit()
+        llm.exit()
+    elif end == "with":
+        with llm:
+            complete(llm, [[1]], greedy(2))
+    elif end == "with-error":
+        with pytest.raises(ZeroDivisionError), llm:
+            raise ZeroDivisionError
+    elif end == "del-unfinished":
+        llm.add_request([1, 2, 3], greedy(5))
+        llm.step()
+        del llm
+    elif end == "del":
+        del llm
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.model_runner.model, "forward", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                llm.generate([[1]], greedy(3), use_tqdm=False)
+        assert_idle(llm)
+        assert len(complete(llm, [[1]], greedy(3))[0]) == 3
+        llm.exit()
+    assert_given_back(before)
+
+
+def test_memory_does_not_grow_from_engine_to_engine(base, warm):
+    path, _ = base
+    seen = []
+    for _ in range(4):
+        with gpu_llm(path, num_kvcache_blocks=-1, kvcache_gib=1.0, max_num_seqs=8) as llm:
+            complete(llm, [[1, 2, 3]] * 3, greedy(3))
+        seen.append(memory())
+    assert seen[-1][0] - seen[0][0] < 64 * MIB
+    assert seen[-1][1] - seen[0][1] < 128 * MIB
+
+
+@pytest.mark.parametrize("step", ["warmup_model", "allocate_kv_cache", "capture_cudagraph"])
+def test_memory_is_given_back_when_init_fails(base, before, monkeypatch, step):
+    path, _ = base
+    original = getattr(ModelRunner, step)
+    held = []
+
+    def failing(self):
+        original(self)
+        held.append(memory()[0])
+        raise KeyboardInterrupt("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, step, failing)
+        with pytest.raises(KeyboardInterrupt, match="on purpose"):
+            gpu_llm(path, num_kvcache_blocks=-1, kvcache_gib=4.0, max_num_seqs=8)
+    assert step == "warmup_model" or held[0] - before[0] > 3.9 * GIB
+    assert_given_back(before)
+
+
+def test_more_blocks_than_the_gpu_holds(base, before):
+    path, _ = base
+    with pytest.raises((MemoryError, torch.OutOfMemoryError)):
+        gpu_llm(path, num_kvcache_blocks=10**8)
+    assert_given_back(before)
+    with gpu_llm(path) as llm:
+        assert len(complete(llm, [[1]], greedy(3))[0]) == 3
+
+
+def test_no_room_for_a_block(base, before):
+    path, _ = base
+    with pytest.raises(MemoryError, match=r"GiB.*gpu_memory_utilization=0\.001.*GiB are in use"):
+        gpu_llm(path, num_kvcache_blocks=-1, gpu_memory_utilization=0.001)
+    assert_given_back(before)
+
+
+def test_two_engines_share_a_gpu(base, shaped, before):
+    cases = []
+    total = torch.cuda.get_device_properties(0).total_memory
+    for (path, reference), share in ((base, 0.3), (shaped, 0.6)):
+        prompts = reference.draw_prompts((40, 17, 300), 12)
+        options = {"attention_backend": "triton", "dtype": "float32", "gpu_memory_utilization": share}
+        llm = gpu_llm(path, num_kvcache_blocks=-1, max_num_seqs=8, **options)
+        used = memory()[1]
+        # What the share leaves is the cache's; the graphs come on top, and may take a little.
+        assert (share - 0.05) * total < used < share * total + GIB
+        cases.append((llm, prompts, reference.greedy(prompts, 12)))
+    done = [{}, {}]
+    ids = [[llm.add_request(prompt, greedy(12)) for prompt in prompts] for llm, prompts, _ in cases]
+    while not all(llm.is_finished() for llm, *_ in cases):
+        for (llm, *_), results in zip(cases, done, strict=True):
+            if not llm.is_finished():
+                results |= dict(llm.step()[0])
+    for (_, _, expected), requests, results in zip(cases, ids, done, strict=True):
+        assert [results[i] for i in requests] == expected
+    cases[0][0].exit()
+    llm, prompts, expected = cases[1]
+    assert complete(llm, prompts, greedy(12)) == expected
+    llm.exit()
+    assert_given_back(before)
+
+
+def test_torch_defaults_are_the_callers(base):
+    def defaults():
+        x = torch.ones(1)
+        matmul = torch.backends.cuda.matmul
+        return x.dtype, x.device, torch.is_grad_enabled(), matmul.allow_tf32, torch.cuda.current_stream().cuda_stream
+
+    path, _ = base
+    before = defaults()
+    with gpu_llm(path) as llm:
+        assert defaults() == before
+        complete(llm, [[1, 2]], greedy(3))
+        assert defaults() == before
+    assert defaults() == before
+
+
+# -- the demo model ----------------------------------------------------------------------------------------------
+
+DEMO_PROMPTS = [
+    "import os\nimport sys\n\n\ndef main():\n",
+    "def read_file(path):\n    with open(path) as f:\n",
+    "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n",
+    "    def __repr__(self):\n        return ",
+    "for i in range(10):\n    print(",
+    "try:\n    import json\nexcept ImportError:\n",
+    "    def test_simple(self):\n        self.assertEqual(",
+    'def add(a, b):\n    """Return the sum of a and b."""\n    return ',
+    "if not isinstance(value, str):\n    raise TypeError(",
+    "import threading\n\nlock = threading.Lock()\n\nwith lock:\n",
+    "    while True:\n        line = self.readline()\n        if not line:\n",
+    "def parse_args():\n    parser = argparse.ArgumentParser(",
+    "result = []\nfor name, value in sorted(items.items()):\n    result.append(",
+    "    @property\n    def name(self):\n        return self.",
+    'if __name__ == "__main__":\n    ',
+    "class ParseError(Exception):\n    ",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return ",
+    "    try:\n        return self._cache[key]\n    except KeyError:\n        ",
+    "from collections import namedtuple\n\nPoint = namedtuple(",
+    "    def close(self):\n        if self._file is not None:\n            self._file.",
+]
+
+
+@needs_demo_model
+def test_demo_model_in_bfloat16_agrees_with_float32():
+    assert len(set(DEMO_PROMPTS)) == 20
+    with LLM(str(DEMO_MODEL), kvcache_gib=1.0) as llm:
+        assert llm.config.device == "cuda"
+        assert llm.config.dtype == torch.bfloat16
+        found = complete(llm, DEMO_PROMPTS, greedy(32))
+    with LLM(str(DEMO_MODEL), device="cpu", dtype="float32") as llm:
+        expected = complete(llm, DEMO_PROMPTS, greedy(32))
+    assert {len(tokens) for tokens in expected} == {32}
+    agreeing = sum(a == b for a, b in zip(found, expected, strict=True))
+    assert agreeing >= 11, f"{agreeing} of 20 prompts agree for 32 tokens"

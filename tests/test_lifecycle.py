@@ -1,0 +1,299 @@
+"""Engines come and go, alone and side by side, and leave nothing behind."""
+
+import logging
+import multiprocessing
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import Reference, assert_idle, complete, edit_tensors, greedy, make_checkpoint, make_llm, random_prompt
+
+from nanovllm.engine.model_runner import ModelRunner
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("lifecycle"))
+
+
+@pytest.fixture(scope="module")
+def reference(path):
+    return Reference(path)
+
+
+def big_tensors(llm) -> list[weakref.ref]:
+    """Weak references to the storages' owners: the KV cache and every parameter."""
+    runner = llm.model_runner
+    return [weakref.ref(tensor) for tensor in (runner.kv_cache, *runner.model.parameters())]
+
+
+def alive(references) -> int:
+    return sum(reference() is not None for reference in references)
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("end", ["exit", "exit-twice", "with", "with-error", "del"])
+def test_memory_is_given_back(path, end, used):
+    llm = make_llm(path)
+    if used:
+        complete(llm, [[1, 2, 3]], greedy(3))
+    tensors = big_tensors(llm)
+    assert alive(tensors) == len(tensors)
+    if end.startswith("exit"):
+        llm.exit()
+        if end == "exit-twice":
+            llm.exit()
+    elif end == "with":
+        with llm as entered:
+            assert entered is llm
+    elif end == "with-error":
+        with pytest.raises(ZeroDivisionError), llm:
+            raise ZeroDivisionError
+    else:
+        del llm
+    # No gc.collect() here: the next engine wants the memory now.
+    assert alive(tensors) == 0
+
+
+def test_memory_is_given_back_with_requests_unfinished(path):
+    llm = make_llm(path)
+    llm.add_request([1, 2, 3], greedy(8))
+    llm.step()
+    tensors = big_tensors(llm)
+    del llm
+    assert alive(tensors) == 0
+
+
+def test_memory_is_given_back_after_an_exception_in_generate(path, monkeypatch):
+    llm = make_llm(path)
+    tensors = big_tensors(llm)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model_runner.model, "forward", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate([[1]], greedy(3), use_tqdm=False)
+    llm.exit()
+    assert alive(tensors) == 0
+
+
+@pytest.mark.parametrize("step", ["warmup_model", "allocate_kv_cache"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_memory_is_given_back_when_init_fails(path, monkeypatch, step, error):
+    tensors = []
+    original = getattr(ModelRunner, step)
+
+    def failing(self):
+        original(self)
+        tensors.extend(weakref.ref(p) for p in self.model.parameters())
+        if self.kv_cache is not None:
+            tensors.append(weakref.ref(self.kv_cache))
+        raise error("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, step, failing)
+        with pytest.raises(error, match="on purpose"):
+            make_llm(path)
+    assert len(tensors) > 10
+    assert alive(tensors) == 0
+    with make_llm(path) as llm:
+        assert len(complete(llm, [[1]], greedy(2))[0]) == 2
+
+
+def test_no_room_for_a_block(path):
+    # A block is 2 layers x 16 slots x 2 heads x 32 x 4 bytes of keys, and as many of values: 16 KiB.
+    with pytest.raises(MemoryError, match=r"kvcache_gib is 1e-05"):
+        make_llm(path, num_kvcache_blocks=-1, kvcache_gib=1e-5)
+
+
+def test_kvcache_gib_sets_the_size(path):
+    with make_llm(path, num_kvcache_blocks=-1, kvcache_gib=2**-10) as llm:
+        assert llm.model_runner.num_kvcache_blocks == 2**20 // (2 * 2 * 16 * 2 * 32 * 4)
+        cache = llm.model_runner.kv_cache
+        assert cache.nbytes == 2**20
+
+
+def test_nothing_works_after_exit(path):
+    llm = make_llm(path)
+    llm.add_request([1, 2], greedy(4))
+    llm.exit()
+    for use in (lambda: llm.generate([[1]], greedy(2)), lambda: llm.add_request([1], greedy(2)), llm.step):
+        with pytest.raises(RuntimeError, match="exited"):
+            use()
+    llm.exit()
+
+
+def test_one_after_another(path, reference):
+    prompts = reference.draw_prompts((30, 4), 8)
+    for _ in range(3):
+        llm = make_llm(path)
+        assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
+        llm.exit()
+
+
+@pytest.fixture(scope="module")
+def pair(path, reference, tmp_path_factory):
+    """[(checkpoint, engine options, prompts, greedy completions)] of two different models."""
+    other = make_checkpoint(tmp_path_factory.mktemp("other"), "qwen2", seed=1, num_hidden_layers=3, vocab_size=200)
+    cases = []
+    for checkpoint, ref, options in (
+        (path, reference, {"num_kvcache_blocks": 8, "max_num_batched_tokens": 24}),
+        (other, Reference(other), {"kvcache_block_size": 32}),
+    ):
+        prompts = ref.draw_prompts((40, 17, 60), 20)
+        cases.append((checkpoint, options, prompts, ref.greedy(prompts, 20)))
+    return cases
+
+
+def test_two_engines_side_by_side_step_by_step(pair):
+    engines = [make_llm(checkpoint, **options) for checkpoint, options, _, _ in pair]
+    ids = [[llm.add_request(p, greedy(20)) for p in case[2]] for llm, case in zip(engines, pair, strict=True)]
+    done = [{}, {}]
+    while not all(llm.is_finished() for llm in engines):
+        for llm, results in zip(engines, done, strict=True):
+            if not llm.is_finished():
+                results |= dict(llm.step()[0])
+    for llm, case, requests, results in zip(engines, pair, ids, done, strict=True):
+        assert [results[i] for i in requests] == case[3]
+        assert_idle(llm)
+    # One going takes nothing from the other.
+    engines[0].exit()
+    assert complete(engines[1], pair[1][2], greedy(20)) == pair[1][3]
+    engines[1].exit()
+
+
+def test_two_engines_in_two_threads(pair):
+    engines = [make_llm(checkpoint, **options) for checkpoint, options, _, _ in pair]
+    results = [[], []]
+
+    def work(llm, prompts, into):
+        for _ in range(3):
+            into.append(complete(llm, prompts, greedy(20)))
+
+    threads = [
+        threading.Thread(target=work, args=(llm, case[2], into))
+        for llm, case, into in zip(engines, pair, results, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for llm, case, result in zip(engines, pair, results, strict=True):
+        assert result == [case[3]] * 3
+        llm.exit()
+
+
+def torch_defaults():
+    x = torch.ones(1)
+    return torch.get_default_dtype(), torch.get_default_device(), x.dtype, x.device, torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_torch_defaults_are_the_callers(path, dtype):
+    before = torch_defaults()
+    threads = torch.get_num_threads()
+    random_state = torch.get_rng_state()
+    with make_llm(path, dtype=dtype, load_format="dummy") as llm:
+        assert torch_defaults() == before
+        complete(llm, [[1, 2]], greedy(2))
+        assert torch_defaults() == before
+    assert torch_defaults() == before
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.float32])
+def test_the_callers_default_dtype_does_not_change_the_model(path, reference, default):
+    prompts = reference.draw_prompts((20,), 6)
+    torch.set_default_dtype(default)
+    try:
+        with make_llm(path) as llm:
+            assert torch.get_default_dtype() == default
+            tokens = complete(llm, prompts, greedy(6))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert tokens == reference.greedy(prompts, 6)
+
+
+def test_torch_defaults_after_a_failing_init(tmp_path):
+    path = make_checkpoint(tmp_path)
+    before = torch_defaults()
+    edit_tensors(path, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        make_llm(path, dtype="bfloat16")
+    assert torch_defaults() == before
+    with pytest.raises(ValueError, match="use_sliding_window"):
+        # Fails while the model is built, where the default dtype is ours.
+        make_llm(path, dtype="bfloat16", hf_config=_with_sliding_window(path))
+    assert torch_defaults() == before
+
+
+def _with_sliding_window(path):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path)
+    config.use_sliding_window = True
+    return config
+
+
+def test_no_threads_and_no_processes_are_left(path):
+    threads = set(threading.enumerate())
+    llm = make_llm(path)
+    complete(llm, [[1, 2, 3]], greedy(4))
+    llm.exit()
+    assert set(threading.enumerate()) <= threads
+    assert multiprocessing.active_children() == []
+
+
+def test_logging_is_left_to_the_caller(path, caplog, capfd):
+    with caplog.at_level(logging.INFO, logger="nanovllm"), make_llm(path) as llm:
+        complete(llm, [[1]], greedy(2))
+    # What a user needs to know at start-up: where it runs, on what, and the longest sequence.
+    for fact in ("CPU", "torch", "float32", "128 blocks x 16 = 2048 tokens", "longest sequence: 1024"):
+        assert fact in caplog.text
+    for name in [None, "nanovllm", *(n for n in logging.root.manager.loggerDict if n.startswith("nanovllm."))]:
+        handlers = logging.getLogger(name).handlers
+        assert not [handler for handler in handlers if type(handler).__module__.startswith("nanovllm")]
+        assert name is None or handlers == []
+    assert "nanovllm" not in capfd.readouterr().out
+
+
+FRESH_PROCESS = """
+import logging, sys, torch
+import nanovllm
+assert logging.root.handlers == [] and logging.getLogger("nanovllm").handlers == []
+assert torch.get_default_dtype() == torch.float32
+llm = nanovllm.LLM(sys.argv[1], device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=4, enforce_eager=True)
+params = nanovllm.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+outputs = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+assert len(outputs[0]["token_ids"]) == 5
+"""
+
+
+def test_a_process_that_never_calls_exit_ends_in_silence(path):
+    root = Path(__file__).parents[1]
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FRESH_PROCESS, str(path)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    # Libraries may have something to say on some machine; neither we nor an interpreter that ends badly may.
+    for word in ("nanovllm", "Traceback", "Exception", "Error"):
+        assert word not in result.stderr
+
+
+def test_dummy_weights_need_no_files(tmp_path):
+    path = make_checkpoint(tmp_path)
+    (path / "model.safetensors").unlink()
+    outputs = []
+    for seed in (0, 0, 1):
+        with make_llm(path, load_format="dummy", seed=seed) as llm:
+            assert all(p.isfinite().all() for p in llm.model_runner.model.parameters())
+            outputs.append(complete(llm, [random_prompt(9, seed=0)], greedy(8)))
+    assert outputs[0] == outputs[1] != outputs[2]
