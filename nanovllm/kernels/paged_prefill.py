@@ -19,7 +19,7 @@ class PrefillTiles(NamedTuple):
     num_stages: int
 
 
-def choose_tiles(padded_dim: int, itemsize: int, max_rows: int) -> PrefillTiles:
+def choose_tiles(padded_dim: int, itemsize: int, max_rows: int, paged: bool) -> PrefillTiles:
     """Tiles that fit Hopper's 227 KiB of shared memory and its 64-row tensor core instructions.
 
     A pipeline stage holds one tile of keys and one of values: `2 * keys * padded_dim * itemsize` bytes. float32 runs
@@ -32,7 +32,10 @@ def choose_tiles(padded_dim: int, itemsize: int, max_rows: int) -> PrefillTiles:
         return PrefillTiles(64, 64, 4, 3 if padded_dim <= 128 else 2)
     if padded_dim <= 64:
         return PrefillTiles(128, 128, 8, 3)
-    return PrefillTiles(128, 64, 8, 3 if padded_dim <= 128 else 2)
+    if padded_dim > 128:
+        return PrefillTiles(128, 64, 8, 2)
+    # Measured on an H200 at head_dim 128: 341 TFLOP/s at 8 x 2000 packed, 357 at 8 x 512 over 2048 cached.
+    return PrefillTiles(128, 64, 4 if paged else 8, 3)
 
 
 @triton.jit
@@ -222,7 +225,7 @@ def paged_prefill(
         return out
     group = num_heads // num_kv_heads
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    tiles = choose_tiles(padded_dim, q.element_size(), max_seqlen_q * group)
+    tiles = choose_tiles(padded_dim, q.element_size(), max_seqlen_q * group, paged)
     grid = (num_kv_heads, cu_seqlens_q.numel() - 1, triton.cdiv(max_seqlen_q * group, tiles.rows))
     _paged_prefill_kernel[grid](
         out,

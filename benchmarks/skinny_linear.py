@@ -1,0 +1,217 @@
+"""Launch constants of the fused linear layers for small batches, swept on a GPU, against torch's unfused path.
+
+python benchmarks/skinny_linear.py --json out.json
+
+A case is timed as a CUDA graph of successive calls, each with weights of its own, so that L2 holds none of them when
+their turn comes again. Each config is compiled by worker processes first (Triton's cache on disk hands the results
+over), checked against torch, and timed with and without programmatic dependent launch. The unfused path counts the
+kernels that a layer adds to a step: an addition to the residual shares the launch of the norm that follows it.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor, wait
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels import skinny_linear as kernels
+from nanovllm.kernels.rms_norm import add_rms_norm
+from nanovllm.kernels.silu_and_mul import silu_and_mul
+from nanovllm.kernels.skinny_kernel import SkinnyConfig, choose_config
+
+CALLS = 28
+# Several times L2's 60 MB, and no more than needs to be filled.
+MIN_WEIGHT_BYTES, MAX_WEIGHT_BYTES = 240 * 10**6, 1200 * 10**6
+REPLAYS = 15
+EPS = 1e-6
+
+
+class Case(NamedTuple):
+    """One layer at one batch size: the function, tokens M and its weight's [N, K]."""
+
+    function: str
+    M: int
+    N: int
+    K: int
+
+
+def make_cases() -> list[Case]:
+    # hidden, intermediate, rows of q, k and v, query width, tokens
+    models = [(1024, 3072, 4096, 2048, (1, 4, 16)), (4096, 12288, 6144, 4096, (1,))]
+    return [
+        case
+        for hidden, intermediate, qkv, q, tokens in models
+        for M in tokens
+        for case in (
+            Case("norm_linear", M, qkv, hidden),
+            Case("linear_add", M, hidden, q),
+            Case("norm_linear_silu", M, 2 * intermediate, hidden),
+            Case("linear_add", M, hidden, intermediate),
+            Case("silu_linear_add", M, hidden, intermediate),
+        )
+    ]
+
+
+def make_configs(case: Case) -> list[SkinnyConfig]:
+    """A dozen or so, the default first."""
+    function, M, N, K = case
+    padded_k = 1 << (K - 1).bit_length()
+    tile = min(padded_k, 4096)
+    configs = [choose_config(M, N, K, 2)]
+    if M <= 4:
+        for rows in (2, 4, 8) if M == 1 else (4, 8):
+            configs += [SkinnyConfig(rows, tile, warps) for warps in (tile // 1024, tile // 512, min(tile // 256, 8))]
+        configs += [SkinnyConfig(4, 1024, 4), SkinnyConfig(4, 1024, 4, prefetch=tile)]
+        if K > 2048:
+            configs += [SkinnyConfig(rows, 2048, warps) for rows, warps in ((4, 4), (4, 8), (8, 8))]
+    if M >= 4:
+        configs += [SkinnyConfig(8, 1024, warps, True, prefetch) for warps in (4, 8) for prefetch in (0, padded_k)]
+        configs += [SkinnyConfig(16, 1024, warps, True, padded_k) for warps in (4, 8)]
+        configs += [SkinnyConfig(8, 512, 4, True, padded_k), SkinnyConfig(16, 512, 4, True, padded_k)]
+        # Gates and ups of such a tile don't fit shared memory.
+        if K >= 2048 and function != "silu_linear_add":
+            configs += [SkinnyConfig(8, 2048, 8, True, padded_k), SkinnyConfig(16, 2048, 8, True, padded_k)]
+    return list(dict.fromkeys(configs))
+
+
+class Layer:
+    """A case's tensors; `call` runs the fused function and `unfused` torch's path on the i-th weight."""
+
+    def __init__(self, case: Case, num_weights: int):
+        self.function, M, N, K = case
+        bf16 = {"device": "cuda", "dtype": torch.bfloat16}
+        self.weights = [torch.randn(N, K, **bf16) * K**-0.5 for _ in range(num_weights)]
+        self.x = torch.randn(M, 2 * K if self.function == "silu_linear_add" else K, **bf16)
+        self.norm_weight = 1 + 0.1 * torch.randn(K, **bf16)
+        self.start = torch.randn(M, N, **bf16)
+        self.residual = self.start.clone()
+        self.stream = torch.zeros_like(self.x)
+
+    def call(self, i: int, config: SkinnyConfig | None, pdl: bool) -> torch.Tensor:
+        weight = self.weights[i % len(self.weights)]
+        function = getattr(kernels, self.function)
+        if self.function.startswith("norm"):
+            return function(self.x, self.norm_weight, EPS, weight, config=config, pdl=pdl)
+        return function(self.x, weight, self.residual, config=config, pdl=pdl)
+
+    def unfused(self, i: int) -> torch.Tensor:
+        x = self.x
+        if self.function.startswith("norm"):
+            x = add_rms_norm(x, self.stream, self.norm_weight, EPS)[0]
+        elif self.function == "silu_linear_add":
+            x = silu_and_mul(x)
+        y = F.linear(x, self.weights[i % len(self.weights)])
+        return silu_and_mul(y) if self.function == "norm_linear_silu" else y
+
+    def error(self, config: SkinnyConfig | None, pdl: bool) -> float:
+        """Largest deviation from the unfused path; results are of order one."""
+        self.residual.copy_(self.start)
+        self.stream.zero_()
+        actual, expected = self.call(0, config, pdl).float(), self.unfused(0).float()
+        return (actual - expected - (0 if self.function.startswith("norm") else self.start.float())).abs().max().item()
+
+
+def compile_config(case: Case, config: SkinnyConfig) -> None:
+    """Leave the kernel in Triton's cache; what fails here will fail, and be reported, in the timing."""
+    layer = Layer(case, 1)
+    for pdl in (False, True):
+        layer.call(0, config, pdl)
+
+
+def time_calls(run, num_calls: int) -> float:
+    """Microseconds a call of `run(i)`, i = 0, 1, ..., in a CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run(0)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(num_calls):
+            run(i)
+    graph.replay()
+    micros = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        micros.append(1e3 * start.elapsed_time(end) / num_calls)
+    return median(micros)
+
+
+def sweep(case: Case, configs: list[SkinnyConfig]) -> dict:
+    """Every config's time and the unfused path's; what fails is kept as text."""
+    weight_bytes = case.N * case.K * 2
+    num_weights = max(min(CALLS, MAX_WEIGHT_BYTES // weight_bytes), math.ceil(MIN_WEIGHT_BYTES / weight_bytes))
+    num_calls = max(CALLS, num_weights)
+    layer = Layer(case, num_weights)
+    unfused = time_calls(layer.unfused, num_calls)
+    results = []
+    for config in configs:
+        for pdl in (False, True):
+            result = {"config": config._asdict(), "pdl": pdl}
+            try:
+                result["max_error"] = layer.error(config, pdl)
+                result["us"] = time_calls(lambda i, c=config, p=pdl: layer.call(i, c, p), num_calls)
+                result["TB_s"] = weight_bytes / result["us"] * 1e-6
+            except Exception as error:
+                result["failed"] = f"{type(error).__name__}: {error}"[:300]
+            results.append(result)
+    return {"case": case._asdict(), "weight_bytes": weight_bytes, "unfused_us": unfused, "results": results}
+
+
+def describe(swept: dict) -> str:
+    """A line on a case: unfused time, the default config's without and with pdl, and the best two."""
+    case, results = swept["case"], swept["results"]
+    # An error beyond a few bf16 roundings is a wrong result.
+    good = sorted((r for r in results if "us" in r and r["max_error"] < 0.1), key=lambda r: r["us"])
+    head = f"{case['function']:16} M={case['M']:<2} {case['N']:>5}x{case['K']:<5} {swept['unfused_us']:7.2f}"
+    default = "".join(f" {r.get('us', math.nan):7.2f}" for r in results[:2])
+    best = "".join(
+        f"  {r['us']:7.2f} us {r['TB_s']:.2f} TB/s {tuple(r['config'].values())}{' pdl' if r['pdl'] else ''}"
+        for r in good[:2]
+    )
+    bad = f"  {len(results) - len(good)} failed or wrong" if len(good) < len(results) else ""
+    return f"{head} |{default} |{best}{bad}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="file for all results")
+    parser.add_argument("--seconds", type=float, default=90, help="cases that would begin later are left out")
+    parser.add_argument("--workers", type=int, default=12, help="processes that compile")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    todo = [(case, make_configs(case)) for case in make_cases()]
+    swept = []
+    pool = ProcessPoolExecutor(args.workers, mp_context=multiprocessing.get_context("spawn"))
+    compiled = [pool.submit(compile_config, case, config) for case, configs in todo for config in configs]
+    wait(compiled, timeout=0.7 * args.seconds)
+    pool.shutdown(wait=False, cancel_futures=True)
+    print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
+    print("function, tokens, weight, unfused us | default us, with pdl | best two (rows, tile, warps, cores, prefetch)")
+    for case, configs in todo:
+        if time.perf_counter() - start > args.seconds:
+            print(f"{case}: no time left")
+            continue
+        try:
+            swept.append(sweep(case, configs))
+            print(describe(swept[-1]), flush=True)
+        except Exception as error:
+            print(f"{case}: {type(error).__name__}: {error}", flush=True)
+        torch.cuda.empty_cache()
+        if args.json:
+            Path(args.json).write_text(json.dumps(swept))
+    print(f"done after {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""The kernel behind `skinny_linear`: y = x W^T for 1..16 tokens, at the speed at which W can be read.
+
+A program owns a few output columns, which are rows of W, and reads them over the whole of K: nothing is combined
+between programs, so results are deterministic and a residual can be updated in place. A tile's loads are independent
+16-byte ones, all issued before the first is used, and the next tile's before this one's product. Norm and activation
+of the input are repeated by every program: x is small and in L2.
+
+For few tokens the plain cores multiply, with the weights in registers just as they were loaded. For more, the tensor
+cores do: tokens padded to 16, K cut into one slice a warp, the slices added at the end.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    _HAS_GDC = True
+    _MIN_DOT_ROWS = 8
+except ImportError:  # older Triton; the compiler looks the names up even in a branch that it won't take
+    gdc_launch_dependents = gdc_wait = tl.debug_barrier
+    _HAS_GDC = False
+    _MIN_DOT_ROWS = 16
+
+MAX_TOKENS = 16
+# Up to here the plain cores keep pace with memory.
+_MAX_PLAIN_TOKENS = 4
+_CACHE_LINE = 128
+
+
+class SkinnyConfig(NamedTuple):
+    """Launch constants, all powers of two or 0.
+
+    Attributes:
+        rows_per_program: weight rows of a program; two make one output column of `norm_linear_silu`. With tensor
+            cores at least 8, or 16 in Triton 3.2.
+        k_tile: columns of a weight tile, at least 16. Two tiles are on their way in each program, or one that spans K.
+        num_warps: warps a program; with tensor cores also the slices of a tile, at least 16 columns each.
+        tensor_cores: whether they multiply; for 16-bit dtypes.
+        prefetch: leading columns of a program's rows that it asks into L2 before anything else, a cache line or more; 0
+            for none.
+    """
+
+    rows_per_program: int
+    k_tile: int
+    num_warps: int
+    tensor_cores: bool = False
+    prefetch: int = 0
+
+
+def choose_config(M: int, N: int, K: int, itemsize: int) -> SkinnyConfig:
+    """The launch constants for M tokens and a weight [N, K] of `itemsize` bytes an element: the best, or close to it,
+    of benchmarks/skinny_linear.py on an H200 for the shapes of Qwen3-0.6B (M = 1, 4, 16) and 8B (M = 1)."""
+    padded_k = max(16, triton.next_power_of_2(K))
+    if itemsize == 2 and (M > _MAX_PLAIN_TOKENS or (M > 2 and padded_k <= 1024)):
+        # 8 rows spread even 1024 of them over the SMs; where rows are plenty, 16 halve the reading of x.
+        rows = 16 if N > 4096 or padded_k <= 1024 else _MIN_DOT_ROWS
+        k_tile = min(padded_k, 1024)
+        # Registers can't hold as much as ought to be on its way: L2 takes the rest, for rows that fit there together.
+        prefetch = max(padded_k, _CACHE_LINE) if N * padded_k <= 2**24 else 0
+        return SkinnyConfig(rows, k_tile, max(1, min(4, k_tile // 128)), True, prefetch)
+    # Rows of up to 8 KiB arrive as one tile: then all weights of a small layer are on their way at once.
+    k_tile = min(padded_k, 8192 // itemsize)
+    if M > 1 or itemsize == 4:
+        return SkinnyConfig(4, k_tile, max(1, min(8, k_tile * itemsize // 512)))
+    if k_tile <= 1024:
+        return SkinnyConfig(8 if N > 4096 else 4, k_tile, 1)
+    return SkinnyConfig(2 if N <= 1024 and k_tile == 4096 else 4, k_tile, 4)
+
+
+@cache
+def has_pdl(device: torch.device) -> bool:
+    """Whether programmatic dependent launch exists: on Hopper or newer, if Triton has it, not in its interpreter."""
+    return (
+        device.type == "cuda"
+        and _HAS_GDC
+        and isinstance(skinny_linear_kernel, triton.JITFunction)
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
+
+
+@triton.jit
+def _prefetch(weight, row, inside, K: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr):
+    """Ask the first COLUMNS of the given rows into L2, a cache line of LINE elements at a time."""
+    column = tl.arange(0, COLUMNS // LINE) * LINE
+    offset = row.to(tl.int64)[:, None] * K + column[None, :]
+    # The instruction has no mask: instead of what lies outside, the first line is asked for.
+    line = weight + tl.where(inside[:, None] & (column < K)[None, :], offset, 0)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _load_x(x, inside, K: tl.constexpr, SILU_INPUT: tl.constexpr):
+    value = tl.load(x, mask=inside, other=0.0)
+    if SILU_INPUT:
+        gate = value.to(tl.float32)
+        up = tl.load(x + K, mask=inside, other=0.0).to(tl.float32)
+        # Rounded, as it would be between two kernels.
+        value = (gate / (1.0 + tl.exp(-gate)) * up).to(value.dtype)
+    return value
+
+
+@triton.jit
+def skinny_linear_kernel(
+    x,
+    norm_weight,
+    weight,
+    bias,
+    y,
+    x_stride,
+    y_stride,
+    N,
+    eps,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    PADDED_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    K_TILE: tl.constexpr,
+    SLICES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    LINE: tl.constexpr,
+    TENSOR_CORES: tl.constexpr,
+    SILU_INPUT: tl.constexpr,
+    SILU_OUTPUT: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y [M, N] = f(x) W^T + bias, y += that with ADD, or with SILU_OUTPUT silu(gate) * up of it; f is norm or silu."""
+    row = tl.arange(0, ROWS)
+    if SILU_OUTPUT:
+        # Even rows of the tile are gates, from the weight's first N rows, odd ones the ups that belong to them.
+        OUTPUTS: tl.constexpr = ROWS // 2
+        column = tl.program_id(0) * OUTPUTS + row // 2
+        weight_row = column + row % 2 * N
+    else:
+        OUTPUTS: tl.constexpr = ROWS
+        column = tl.program_id(0) * OUTPUTS + row
+        weight_row = column
+    if PDL:
+        # The next kernel begins with its weights too: its programs are welcome as soon as there is room for them.
+        gdc_launch_dependents()
+    if PREFETCH > 0:
+        _prefetch(weight, weight_row, column < N, K, PREFETCH, LINE)
+
+    SLICE: tl.constexpr = K_TILE // SLICES
+    first_k = tl.arange(0, SLICES)[:, None, None] * SLICE
+    k = first_k + tl.arange(0, SLICE)[None, None, :]
+    if TENSOR_CORES:
+        # x is [slice, token, k], the weights [slice, k, row].
+        weight_k = first_k + tl.arange(0, SLICE)[None, :, None]
+        weight += weight_row.to(tl.int64)[None, None, :] * K + weight_k
+        inside_rows = (column < N)[None, None, :]
+    else:
+        # x is [token, 1, k], the weights [1, row, k].
+        weight_k = k
+        weight += weight_row.to(tl.int64)[None, :, None] * K + k
+        inside_rows = (column < N)[None, :, None]
+    w = tl.load(weight, mask=inside_rows & (weight_k < K), other=0.0)
+    if norm_weight is not None:
+        scale = tl.load(norm_weight + k, mask=k < K, other=0.0)
+    if bias is not None:
+        shift = tl.load(bias + weight_row, mask=column < N, other=0.0).to(tl.float32)
+    # Above this line nothing may be read that a kernel writes, and nothing may be written (see skinny_linear).
+    if PDL:
+        gdc_wait()
+
+    tokens = tl.arange(0, PADDED_M)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside_y = (tokens < M)[:, None] & (outputs < N)[None, :]
+    y += tokens[:, None] * y_stride + outputs[None, :]
+    if ADD:
+        total = tl.load(y, mask=inside_y, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros([PADDED_M, OUTPUTS], dtype=tl.float32)
+
+    token = tokens[None, :, None] if TENSOR_CORES else tokens[:, None, None]
+    x += token * x_stride + k
+    # A single tile's x is loaded once: the compiler finds both loads below to be the same.
+    if norm_weight is not None:
+        if TENSOR_CORES:
+            squares = tl.zeros([SLICES, PADDED_M, SLICE], dtype=tl.float32)
+        else:
+            squares = tl.zeros([PADDED_M, 1, SLICE], dtype=tl.float32)
+        for start in range(0, K, K_TILE):
+            value = _load_x(x + start, (token < M) & (k < K - start), K, SILU_INPUT).to(tl.float32)
+            squares += value * value
+        square_sum = tl.sum(squares, axis=2, keep_dims=True)
+        if TENSOR_CORES:
+            square_sum = tl.sum(square_sum, axis=0, keep_dims=True)
+        inverse_rms = tl.rsqrt(square_sum / K + eps)
+
+    if TENSOR_CORES:
+        acc = tl.zeros([SLICES, PADDED_M, ROWS], dtype=tl.float32)
+    else:
+        acc = tl.zeros([PADDED_M, ROWS, K_TILE // VECTOR], dtype=tl.float32)
+    for start in range(0, K, K_TILE):
+        value = _load_x(x + start, (token < M) & (k < K - start), K, SILU_INPUT)
+        left = K - K_TILE - start
+        next_w = tl.load(weight + K_TILE + start, mask=inside_rows & (weight_k < left), other=0.0)
+        if norm_weight is not None:
+            value = (value.to(tl.float32) * inverse_rms * scale.to(tl.float32)).to(value.dtype)
+            scale = tl.load(norm_weight + K_TILE + start + k, mask=k < left, other=0.0)
+        if TENSOR_CORES:
+            acc = tl.dot(value, w, acc)
+        else:
+            # A vector is what one thread loaded at once, so this sum needs no other thread.
+            product = value.to(tl.float32) * w.to(tl.float32)
+            acc += tl.sum(tl.reshape(product, (PADDED_M, ROWS, K_TILE // VECTOR, VECTOR)), axis=3)
+        w = next_w
+
+    result = tl.sum(acc, axis=0) if TENSOR_CORES else tl.sum(acc, axis=2)
+    if bias is not None:
+        result += shift[None, :]
+    if SILU_OUTPUT:
+        # Rounded, as it would be between two kernels.
+        result = result.to(y.dtype.element_ty).to(tl.float32)
+        gate, up = tl.split(tl.reshape(result, (PADDED_M, OUTPUTS, 2)))
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(y, (total + result).to(y.dtype.element_ty), mask=inside_y)
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    config: SkinnyConfig | None,
+    pdl: bool,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    silu_input: bool = False,
+    silu_output: bool = False,
+    add: bool = False,
+) -> None:
+    """Run the kernel on arguments that have been checked; what each means is said in `skinny_linear`."""
+    (M, N), (num_rows, K) = y.shape, weight.shape
+    config = config or choose_config(M, num_rows, K, x.element_size())
+    rows, k_tile, num_warps, tensor_cores, prefetch = config
+    pdl = pdl and has_pdl(x.device)
+    skinny_linear_kernel[(triton.cdiv(num_rows, rows),)](
+        x,
+        norm_weight,
+        weight,
+        bias,
+        y,
+        x.stride(0),
+        y.stride(0),
+        N,
+        eps,
+        M=M,
+        K=K,
+        PADDED_M=MAX_TOKENS if tensor_cores else triton.next_power_of_2(M),
+        ROWS=rows,
+        K_TILE=k_tile,
+        SLICES=num_warps if tensor_cores else 1,
+        VECTOR=16 // x.element_size(),
+        PREFETCH=prefetch if isinstance(skinny_linear_kernel, triton.JITFunction) else 0,
+        LINE=_CACHE_LINE // x.element_size(),
+        TENSOR_CORES=tensor_cores,
+        SILU_INPUT=silu_input,
+        SILU_OUTPUT=silu_output,
+        ADD=add,
+        PDL=pdl,
+        num_warps=num_warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )

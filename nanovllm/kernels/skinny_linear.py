@@ -1,0 +1,170 @@
+"""Linear layers of a small decode batch (1..16 tokens), each fused with what stands before and after it.
+
+A layer of such a batch costs the time in which its weights are read; see `skinny_kernel` for how. Every function
+takes `config`, launch constants instead of those that `choose_config` picks, and `pdl`. Rows of x don't influence each
+other. Equal calls give equal bits; another number of tokens may round differently.
+
+Programmatic dependent launch (`pdl=True`; no effect where the device or Triton lacks it) lets a kernel start while the
+one before it on the stream still runs. It asks for its weights at once; then `gdc_wait` holds it until all of the
+preceding launch has finished and what that wrote is visible. Hence the rule for every kernel that is launched so: in
+each of its programs, gdc_wait comes before the first read of anything that an earlier kernel may write, and before
+the first write. Then a launch ends only after the one before it has, which ended after the one before that: waiting
+for the neighbour is waiting for all. Ordinary launches may stand in between, they wait for everything. Weights, norm
+weights and biases are read before the wait: after writing them, synchronize before the first launch with pdl.
+"""
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.skinny_kernel import MAX_TOKENS, SkinnyConfig, launch
+
+MAX_NORM_SIZE = 8192
+
+
+def _check_layer(name: str, x: Tensor, x_columns: int, weight: Tensor, bias: Tensor | None) -> None:
+    if weight.dim() != 2 or not weight.is_contiguous() or weight.numel() == 0:
+        raise ValueError(f"weight must be a contiguous [N, K], not empty, not {list(weight.shape)} {weight.stride()}")
+    if x.dim() != 2 or not 1 <= len(x) <= MAX_TOKENS or x.shape[1] != x_columns or x.stride(1) != 1:
+        raise ValueError(
+            f"{name} must be [1..{MAX_TOKENS}, {x_columns}] with contiguous rows for weight {list(weight.shape)}, "
+            f"not {list(x.shape)} with strides {x.stride()}"
+        )
+    if weight.dtype != x.dtype:
+        raise ValueError(f"weight must have {name}'s dtype {x.dtype}, not {weight.dtype}")
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
+        raise ValueError(f"bias must be a contiguous [{len(weight)}], not {list(bias.shape)}")
+
+
+def _check_norm(norm_weight: Tensor, size: int) -> None:
+    if norm_weight.shape != (size,) or not norm_weight.is_contiguous() or size > MAX_NORM_SIZE:
+        raise ValueError(
+            f"norm_weight must be a contiguous [{size}] of at most {MAX_NORM_SIZE}, not {list(norm_weight.shape)}"
+        )
+
+
+def _check_residual(residual: Tensor, x: Tensor, weight: Tensor) -> None:
+    shape = (len(x), len(weight))
+    if residual.shape != shape or residual.stride(1) != 1 or residual.dtype != x.dtype:
+        raise ValueError(
+            f"residual must be {list(shape)} {x.dtype} with contiguous rows, not {list(residual.shape)} "
+            f"{residual.dtype} with strides {residual.stride()}"
+        )
+
+
+def norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    config: SkinnyConfig | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """`rms_norm(x) W^T + bias`, the norm (Zhang & Sennrich 2019) rounded to x's dtype, the sum in float32.
+
+    Args:
+        x: `[M, K]`, M in 1..16, K at most 8192, float32 or a 16-bit float, any row stride.
+        norm_weight: `[K]`, any float dtype.
+        eps: added to the mean square.
+        weight: `[N, K]`, contiguous, of x's dtype.
+        bias: `[N]`, any float dtype, or None.
+        config: launch constants.
+        pdl: programmatic dependent launch; see the module.
+
+    Returns:
+        `[M, N]`, contiguous, of x's dtype.
+
+    Raises:
+        ValueError: another shape, layout or dtype; the message begins with the argument's name.
+    """
+    _check_layer("x", x, weight.shape[-1], weight, bias)
+    _check_norm(norm_weight, x.shape[1])
+    y = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    launch(x, weight, y, config, pdl, norm_weight=norm_weight, eps=eps, bias=bias)
+    return y
+
+
+def norm_linear_silu(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    config: SkinnyConfig | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """`silu(gate) * up` (Shazeer 2020) of `gate, up = norm_linear(x, ...)`, which is rounded to x's dtype in between.
+
+    The activation is computed once, where `silu_linear_add` repeats it in every program.
+
+    Args:
+        x, norm_weight, eps, config, pdl: as for `norm_linear`.
+        weight: `[2 * N, K]`, the gate's rows and then the up's, contiguous, of x's dtype.
+
+    Returns:
+        `[M, N]`, contiguous, of x's dtype.
+
+    Raises:
+        ValueError: another shape, layout or dtype; the message begins with the argument's name.
+    """
+    _check_layer("x", x, weight.shape[-1], weight, None)
+    _check_norm(norm_weight, x.shape[1])
+    if len(weight) % 2:
+        raise ValueError(f"weight must have an even number of rows, gate and up, not {len(weight)}")
+    y = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
+    launch(x, weight, y, config, pdl, norm_weight=norm_weight, eps=eps, silu_output=True)
+    return y
+
+
+def linear_add(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    bias: Tensor | None = None,
+    config: SkinnyConfig | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """`residual += x W^T + bias` in place, summed in float32 and rounded once.
+
+    Args:
+        x: `[M, K]`, M in 1..16, float32 or a 16-bit float, any row stride; shares no memory with residual.
+        weight: `[N, K]`, contiguous, of x's dtype.
+        residual: `[M, N]` of x's dtype, any row stride. Overwritten.
+        bias, config, pdl: as for `norm_linear`.
+
+    Returns:
+        `residual` itself.
+
+    Raises:
+        ValueError: another shape, layout or dtype; the message begins with the argument's name.
+    """
+    _check_layer("x", x, weight.shape[-1], weight, bias)
+    _check_residual(residual, x, weight)
+    launch(x, weight, residual, config, pdl, bias=bias, add=True)
+    return residual
+
+
+def silu_linear_add(
+    gate_up: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    config: SkinnyConfig | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """`residual += (silu(gate) * up) W^T` in place, the activation rounded to its dtype, the sum rounded once.
+
+    Args:
+        gate_up: `[M, 2 * K]`, M in 1..16, float32 or a 16-bit float, any row stride; shares no memory with residual.
+        weight: `[N, K]`, contiguous, of gate_up's dtype.
+        residual: `[M, N]` of gate_up's dtype, any row stride. Overwritten.
+        config, pdl: as for `norm_linear`.
+
+    Returns:
+        `residual` itself.
+
+    Raises:
+        ValueError: another shape, layout or dtype; the message begins with the argument's name.
+    """
+    _check_layer("gate_up", gate_up, 2 * weight.shape[-1], weight, None)
+    _check_residual(residual, gate_up, weight)
+    launch(gate_up, weight, residual, config, pdl, silu_input=True, add=True)
+    return residual
