@@ -83,20 +83,19 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:
     return 2 * n**3 / _median_seconds(lambda: a @ b, device)
 
 
-def _median_seconds(work, device: torch.device, repeats: int = 7, calls: int = 8) -> float:
-    """Seconds of one call, several in a row: a GPU that waits between two loses a tenth of its rate."""
+def _median_seconds(work, device: torch.device, repeats: int = 10) -> float:
+    """Seconds of one call. On a GPU each call by itself: several large products in a row lower its clock."""
     seconds = []
-    for _ in range(repeats + 1):  # the first warms up
+    for _ in range(repeats + 2):  # the first two warm up
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            for _ in range(calls):
-                work()
+            work()
             end.record()
             end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1e3 / calls)
+            seconds.append(start.elapsed_time(end) / 1e3)
         else:
             begin = time.perf_counter()
             work()
             seconds.append(time.perf_counter() - begin)
-    return sorted(seconds[1:])[repeats // 2]
+    return sorted(seconds[2:])[repeats // 2]

@@ -54,14 +54,13 @@ def make_cases() -> list[Case]:
             Case("linear_add", M, hidden, q),
             Case("norm_linear_silu", M, 2 * intermediate, hidden),
             Case("linear_add", M, hidden, intermediate),
-            Case("silu_linear_add", M, hidden, intermediate),
         )
     ]
 
 
 def make_configs(case: Case) -> list[SkinnyConfig]:
     """A dozen or so, the default first."""
-    function, M, N, K = case
+    _, M, N, K = case
     padded_k = 1 << (K - 1).bit_length()
     tile = min(padded_k, 4096)
     configs = [choose_config(M, N, K, 2)]
@@ -75,8 +74,7 @@ def make_configs(case: Case) -> list[SkinnyConfig]:
         configs += [SkinnyConfig(8, 1024, warps, True, prefetch) for warps in (4, 8) for prefetch in (0, padded_k)]
         configs += [SkinnyConfig(16, 1024, warps, True, padded_k) for warps in (4, 8)]
         configs += [SkinnyConfig(8, 512, 4, True, padded_k), SkinnyConfig(16, 512, 4, True, padded_k)]
-        # Gates and ups of such a tile don't fit shared memory.
-        if K >= 2048 and function != "silu_linear_add":
+        if K >= 2048:
             configs += [SkinnyConfig(8, 2048, 8, True, padded_k), SkinnyConfig(16, 2048, 8, True, padded_k)]
     return list(dict.fromkeys(configs))
 
@@ -88,7 +86,7 @@ class Layer:
         self.function, M, N, K = case
         bf16 = {"device": "cuda", "dtype": torch.bfloat16}
         self.weights = [torch.randn(N, K, **bf16) * K**-0.5 for _ in range(num_weights)]
-        self.x = torch.randn(M, 2 * K if self.function == "silu_linear_add" else K, **bf16)
+        self.x = torch.randn(M, K, **bf16)
         self.norm_weight = 1 + 0.1 * torch.randn(K, **bf16)
         self.start = torch.randn(M, N, **bf16)
         self.residual = self.start.clone()
@@ -105,8 +103,6 @@ class Layer:
         x = self.x
         if self.function.startswith("norm"):
             x = add_rms_norm(x, self.stream, self.norm_weight, EPS)[0]
-        elif self.function == "silu_linear_add":
-            x = silu_and_mul(x)
         y = F.linear(x, self.weights[i % len(self.weights)])
         return silu_and_mul(y) if self.function == "norm_linear_silu" else y
 

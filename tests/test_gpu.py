@@ -37,13 +37,21 @@ SHAPES = {
     64: {"num_attention_heads": 8, "num_key_value_heads": 2},
     128: {"num_attention_heads": 4, "num_key_value_heads": 4},
 }
-flash_attn = pytest.param("flash_attn", marks=pytest.mark.skipif(not HAS_FLASH_ATTN, reason="needs flash-attn"))
+needs_flash_attn = pytest.mark.skipif(not HAS_FLASH_ATTN, reason="needs flash-attn")
 needs_demo_model = pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="needs assets/demo-model")
 
-half_backends = pytest.mark.parametrize("backend", [flash_attn, "triton", "torch"])
-half_dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-full_backends = pytest.mark.parametrize("backend", ["triton", "torch"])
-modes = pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+
+def cases(names, *rows):
+    """Parameters that vary together, as a start of an engine takes seconds. Rows of flash_attn need the package;
+    `shaped` is a head_dim for the fixture."""
+    params = []
+    for row in rows:
+        words = (
+            ("" if value else "not-") + name if isinstance(value, bool) else str(value)
+            for name, value in zip(names.split(), row, strict=True)
+        )
+        params.append(pytest.param(*row, id="-".join(words), marks=needs_flash_attn if "flash_attn" in row else ()))
+    return pytest.mark.parametrize(names.split(), params, indirect=["shaped"] if "shaped" in names else False)
 
 
 @cache
@@ -64,18 +72,22 @@ def gpu_llm(path, **options) -> LLM:
     return make_llm(path, **defaults | options)
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda head_dim: f"head-dim-{head_dim}")
-def shaped(request, tmp_path_factory):
-    """(checkpoint, Reference) of each head_dim. Stored in bfloat16, so that every dtype runs the same weights."""
-    path = make_checkpoint(
-        tmp_path_factory.mktemp("gpu"),
-        dtype=torch.bfloat16,
-        head_dim=request.param,
-        hidden_size=128,
-        intermediate_size=192,
-        **SHAPES[request.param],
-    )
-    return path, Reference(path)
+@pytest.fixture(scope="module")
+def make_shaped(tmp_path_factory):
+    """From a head_dim to (checkpoint, Reference). Stored in bfloat16, so that every dtype runs the same weights."""
+
+    @cache
+    def make(head_dim):
+        sizes = {"head_dim": head_dim, "hidden_size": 128, "intermediate_size": 192, **SHAPES[head_dim]}
+        path = make_checkpoint(tmp_path_factory.mktemp("gpu"), dtype=torch.bfloat16, **sizes)
+        return path, Reference(path)
+
+    return make
+
+
+@pytest.fixture
+def shaped(request, make_shaped):
+    return make_shaped(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -112,22 +124,29 @@ def assert_logits_close(path, reference, backend, dtype):
     assert cached >= 2 * (512 + 512 + 256)
 
 
-@half_backends
-@half_dtypes
-def test_logits_in_half_precision(shaped, backend, dtype):
+@cases(
+    "shaped backend dtype",
+    (64, "triton", "bfloat16"),
+    (64, "flash_attn", "float16"),
+    (64, "torch", "float32"),
+    (128, "triton", "float16"),
+    (128, "triton", "float32"),
+    (128, "flash_attn", "bfloat16"),
+    (128, "torch", "bfloat16"),
+)
+def test_logits(shaped, backend, dtype):
     assert_logits_close(*shaped, backend, dtype)
-
-
-@full_backends
-def test_logits_in_float32(shaped, backend):
-    assert_logits_close(*shaped, backend, "float32")
 
 
 LENGTHS = (3, 40, 256, 1, 300, 17, 255, 8, 64, 257, 5, 100, 33, 12, 2, 150, 511)
 
 
-@modes
-@full_backends
+@cases(
+    "shaped backend eager",
+    (64, "triton", True),
+    (64, "torch", True),
+    (128, "triton", False),
+)
 def test_tokens_in_float32(shaped, backend, eager):
     path, reference = shaped
     prompts = reference.draw_prompts(LENGTHS, 10)
@@ -143,9 +162,16 @@ def test_tokens_in_float32(shaped, backend, eager):
         assert_idle(llm)
 
 
-@modes
-@half_backends
-@half_dtypes
+@cases(
+    "shaped backend dtype eager",
+    (64, "triton", "float16", False),
+    (64, "flash_attn", "bfloat16", False),
+    (64, "torch", "float16", True),
+    (128, "triton", "bfloat16", False),
+    (128, "triton", "bfloat16", True),
+    (128, "flash_attn", "float16", False),
+    (128, "flash_attn", "bfloat16", True),
+)
 def test_tokens_in_half_precision(shaped, backend, dtype, eager):
     path, reference = shaped
     head = random_prompt(256, seed=9)
@@ -159,9 +185,21 @@ def test_tokens_in_half_precision(shaped, backend, dtype, eager):
         assert_idle(llm)
 
 
-@modes
-@full_backends
-@pytest.mark.parametrize("caching", [True, False], ids=["cache", "no-cache"])
+def test_torch_backend_goes_without_graphs(base):
+    path, reference = base
+    prompts = reference.draw_prompts((20, 3, 17), 8)
+    with gpu_llm(path, attention_backend="torch", dtype="float32", enforce_eager=False) as llm:
+        assert llm.model_runner.graphs is None
+        assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
+
+
+@cases(
+    "backend eager caching",
+    ("triton", True, True),
+    ("triton", False, True),
+    ("triton", False, False),
+    ("torch", True, False),
+)
 def test_chunks_and_preemption(base, backend, eager, caching):
     path, reference = base
     prompts = reference.draw_prompts((20, 45, 16, 31, 64, 7, 48), 40)
@@ -173,8 +211,7 @@ def test_chunks_and_preemption(base, backend, eager, caching):
         assert_idle(llm)
 
 
-@modes
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in-turn"])
+@cases("eager overlap", (True, True), (False, True), (False, False))
 def test_blocks_of_ended_sequences_are_reused_at_once(base, eager, overlap):
     # An end of sequence comes to light while the step after it runs; its blocks have waiting takers.
     path, reference = base
@@ -197,7 +234,8 @@ def test_blocks_of_ended_sequences_are_reused_at_once(base, eager, overlap):
 def test_triton_takes_other_block_sizes(base, block_size):
     path, reference = base
     prompts = reference.draw_prompts((200, 63, 64, 65, 15, 16, 17), 12)
-    with gpu_llm(path, attention_backend="triton", dtype="float32", kvcache_block_size=block_size) as llm:
+    options = {"attention_backend": "triton", "dtype": "float32", "max_num_seqs": 8}
+    with gpu_llm(path, kvcache_block_size=block_size, **options) as llm:
         for _ in range(2):
             assert complete(llm, prompts, greedy(12)) == reference.greedy(prompts, 12)
 
@@ -219,7 +257,8 @@ def test_other_models(tmp_path, config):
     path = make_checkpoint(tmp_path, **config)
     reference = Reference(path)
     prompts = reference.draw_prompts((1, 17, 90), 16)
-    with gpu_llm(path, attention_backend="triton", dtype="float32", kvcache_block_size=16) as llm:
+    options = {"attention_backend": "triton", "dtype": "float32", "max_num_seqs": 4}
+    with gpu_llm(path, kvcache_block_size=16, **options) as llm:
         assert complete(llm, prompts, greedy(16)) == reference.greedy(prompts, 16)
 
 
@@ -230,7 +269,7 @@ def test_seeded_requests_draw_what_they_draw_on_a_cpu(base):
     with make_llm(path, device="cpu") as llm:
         expected = complete(llm, prompts, params)
     for eager in (True, False):
-        options = {"attention_backend": "triton", "dtype": "float32", "enforce_eager": eager}
+        options = {"attention_backend": "triton", "dtype": "float32", "enforce_eager": eager, "max_num_seqs": 4}
         with gpu_llm(path, **options) as llm:
             assert complete(llm, prompts, params) == expected
             assert complete(llm, prompts[::-1], params[::-1]) == expected[::-1]
@@ -246,7 +285,7 @@ def test_default_dtype(tmp_path, stored, runs):
     path = make_checkpoint(tmp_path, dtype=getattr(torch, stored), head_dim=64)
     reference = Reference(path)
     prompt = random_prompt(20, seed=0)
-    with gpu_llm(path) as llm:
+    with gpu_llm(path, max_num_seqs=2) as llm:
         assert llm.config.dtype == getattr(torch, runs)
         assert {p.dtype for p in llm.model_runner.model.parameters()} == {getattr(torch, runs)}
         assert {p.device.type for p in llm.model_runner.model.parameters()} == {"cuda"}
@@ -256,7 +295,7 @@ def test_default_dtype(tmp_path, stored, runs):
 
 def test_default_device_and_backend_are_named_in_the_log(base, caplog):
     path, _ = base
-    with caplog.at_level(logging.INFO, logger="nanovllm"), gpu_llm(path, device="auto"):
+    with caplog.at_level(logging.INFO, logger="nanovllm"), gpu_llm(path, device="auto", enforce_eager=True):
         pass
     assert torch.cuda.get_device_name() in caplog.text
     assert "back end: triton" in caplog.text
@@ -267,19 +306,19 @@ def test_default_device_and_backend_are_named_in_the_log(base, caplog):
     [({"dtype": "float32"}, "float32"), ({"kvcache_block_size": 128}, "kvcache_block_size=128")],
     ids=["float32", "block-size"],
 )
-@pytest.mark.skipif(not HAS_FLASH_ATTN, reason="needs flash-attn")
+@needs_flash_attn
 def test_flash_attn_says_what_it_does_not_take(base, options, reason):
     path, _ = base
     with pytest.raises(ValueError, match=f"flash_attn.*{reason}.*triton"):
         gpu_llm(path, attention_backend="flash_attn", **options)
-    with gpu_llm(path, attention_backend="auto", **options) as llm:
+    with gpu_llm(path, attention_backend="auto", max_num_seqs=2, **options) as llm:
         assert len(complete(llm, [[1, 2]], greedy(3))[0]) == 3
 
 
 def test_wrong_ids_never_reach_the_gpu(base):
     path, reference = base
     prompts = reference.draw_prompts((20,), 8)
-    with gpu_llm(path, attention_backend="triton", dtype="float32") as llm:
+    with gpu_llm(path, attention_backend="triton", dtype="float32", max_num_seqs=2) as llm:
         for wrong in ([VOCAB_SIZE], [-1], [2**40], [-(2**40)], [1, 2, VOCAB_SIZE + 7]):
             with pytest.raises(ValueError, match=r"prompts\[1\]: token id .* outside the vocabulary"):
                 llm.generate([[1], wrong], greedy(3), use_tqdm=False)
@@ -322,8 +361,17 @@ def assert_given_back(before, what=""):
     assert used - before[1] < 512 * MIB, what
 
 
-@modes
-@pytest.mark.parametrize("end", ["exit", "with", "with-error", "del", "del-unfinished", "exception-in-generate"])
+@cases(
+    "end eager",
+    ("exit", False),
+    ("exit", True),
+    ("with", False),
+    ("with-error", False),
+    ("del", False),
+    ("del", True),
+    ("del-unfinished", False),
+    ("exception-in-generate", False),
+)
 def test_memory_is_given_back(base, before, monkeypatch, end, eager):
     path, _ = base
     llm = gpu_llm(path, num_kvcache_blocks=-1, kvcache_gib=4.0, enforce_eager=eager, max_num_seqs=8)
@@ -360,7 +408,7 @@ def test_memory_is_given_back(base, before, monkeypatch, end, eager):
 def test_memory_does_not_grow_from_engine_to_engine(base, warm):
     path, _ = base
     seen = []
-    for _ in range(4):
+    for _ in range(3):
         with gpu_llm(path, num_kvcache_blocks=-1, kvcache_gib=1.0, max_num_seqs=8) as llm:
             complete(llm, [[1, 2, 3]] * 3, greedy(3))
         seen.append(memory())
@@ -392,7 +440,7 @@ def test_more_blocks_than_the_gpu_holds(base, before):
     with pytest.raises((MemoryError, torch.OutOfMemoryError)):
         gpu_llm(path, num_kvcache_blocks=10**8)
     assert_given_back(before)
-    with gpu_llm(path) as llm:
+    with gpu_llm(path, max_num_seqs=2) as llm:
         assert len(complete(llm, [[1]], greedy(3))[0]) == 3
 
 
@@ -403,8 +451,9 @@ def test_no_room_for_a_block(base, before):
     assert_given_back(before)
 
 
+@cases("shaped", (128,))
 def test_two_engines_share_a_gpu(base, shaped, before):
-    cases = []
+    engines = []
     total = torch.cuda.get_device_properties(0).total_memory
     for (path, reference), share in ((base, 0.3), (shaped, 0.6)):
         prompts = reference.draw_prompts((40, 17, 300), 12)
@@ -413,17 +462,17 @@ def test_two_engines_share_a_gpu(base, shaped, before):
         used = memory()[1]
         # What the share leaves is the cache's; the graphs come on top, and may take a little.
         assert (share - 0.05) * total < used < share * total + GIB
-        cases.append((llm, prompts, reference.greedy(prompts, 12)))
+        engines.append((llm, prompts, reference.greedy(prompts, 12)))
     done = [{}, {}]
-    ids = [[llm.add_request(prompt, greedy(12)) for prompt in prompts] for llm, prompts, _ in cases]
-    while not all(llm.is_finished() for llm, *_ in cases):
-        for (llm, *_), results in zip(cases, done, strict=True):
+    ids = [[llm.add_request(prompt, greedy(12)) for prompt in prompts] for llm, prompts, _ in engines]
+    while not all(llm.is_finished() for llm, *_ in engines):
+        for (llm, *_), results in zip(engines, done, strict=True):
             if not llm.is_finished():
                 results |= dict(llm.step()[0])
-    for (_, _, expected), requests, results in zip(cases, ids, done, strict=True):
+    for (_, _, expected), requests, results in zip(engines, ids, done, strict=True):
         assert [results[i] for i in requests] == expected
-    cases[0][0].exit()
-    llm, prompts, expected = cases[1]
+    engines[0][0].exit()
+    llm, prompts, expected = engines[1]
     assert complete(llm, prompts, greedy(12)) == expected
     llm.exit()
     assert_given_back(before)
@@ -437,7 +486,7 @@ def test_torch_defaults_are_the_callers(base):
 
     path, _ = base
     before = defaults()
-    with gpu_llm(path) as llm:
+    with gpu_llm(path, max_num_seqs=2) as llm:
         assert defaults() == before
         complete(llm, [[1, 2]], greedy(3))
         assert defaults() == before

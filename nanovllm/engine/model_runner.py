@@ -138,7 +138,8 @@ class ModelRunner:
             seq.block_table = list(range(seq.num_blocks))
             seq.num_cached_tokens, seq.num_scheduled_tokens = num_cached, num_new
             self.run([seq], True)
-            self.run([seq, seq], True)
+            if config.max_num_seqs > 1:
+                self.run([seq, seq], True)
         seq.is_prefilling = False
         self.run([seq], False)
 

@@ -2,8 +2,8 @@
 
 A program owns a few output columns, which are rows of W, and reads them over the whole of K: nothing is combined
 between programs, so results are deterministic and a residual can be updated in place. A tile's loads are independent
-16-byte ones, all issued before the first is used, and the next tile's before this one's product. Norm and activation
-of the input are repeated by every program: x is small and in L2.
+16-byte ones, all issued before the first is used, and the next tile's before this one's product. The norm of the
+input is repeated by every program: x is small and in L2.
 
 For few tokens the plain cores multiply, with the weights in registers just as they were loaded. For more, the tensor
 cores do: tokens padded to 16, K cut into one slice a warp, the slices added at the end.
@@ -97,17 +97,6 @@ def _prefetch(weight, row, inside, K: tl.constexpr, COLUMNS: tl.constexpr, LINE:
 
 
 @triton.jit
-def _load_x(x, inside, K: tl.constexpr, SILU_INPUT: tl.constexpr):
-    value = tl.load(x, mask=inside, other=0.0)
-    if SILU_INPUT:
-        gate = value.to(tl.float32)
-        up = tl.load(x + K, mask=inside, other=0.0).to(tl.float32)
-        # Rounded, as it would be between two kernels.
-        value = (gate / (1.0 + tl.exp(-gate)) * up).to(value.dtype)
-    return value
-
-
-@triton.jit
 def skinny_linear_kernel(
     x,
     norm_weight,
@@ -128,12 +117,11 @@ def skinny_linear_kernel(
     PREFETCH: tl.constexpr,
     LINE: tl.constexpr,
     TENSOR_CORES: tl.constexpr,
-    SILU_INPUT: tl.constexpr,
     SILU_OUTPUT: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y [M, N] = f(x) W^T + bias, y += that with ADD, or with SILU_OUTPUT silu(gate) * up of it; f is norm or silu."""
+    """y [M, N] = f(x) W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU_OUTPUT; f: norm or none."""
     row = tl.arange(0, ROWS)
     if SILU_OUTPUT:
         # Even rows of the tile are gates, from the weight's first N rows, odd ones the ups that belong to them.
@@ -190,7 +178,7 @@ def skinny_linear_kernel(
         else:
             squares = tl.zeros([PADDED_M, 1, SLICE], dtype=tl.float32)
         for start in range(0, K, K_TILE):
-            value = _load_x(x + start, (token < M) & (k < K - start), K, SILU_INPUT).to(tl.float32)
+            value = tl.load(x + start, mask=(token < M) & (k < K - start), other=0.0).to(tl.float32)
             squares += value * value
         square_sum = tl.sum(squares, axis=2, keep_dims=True)
         if TENSOR_CORES:
@@ -202,7 +190,7 @@ def skinny_linear_kernel(
     else:
         acc = tl.zeros([PADDED_M, ROWS, K_TILE // VECTOR], dtype=tl.float32)
     for start in range(0, K, K_TILE):
-        value = _load_x(x + start, (token < M) & (k < K - start), K, SILU_INPUT)
+        value = tl.load(x + start, mask=(token < M) & (k < K - start), other=0.0)
         left = K - K_TILE - start
         next_w = tl.load(weight + K_TILE + start, mask=inside_rows & (weight_k < left), other=0.0)
         if norm_weight is not None:
@@ -236,7 +224,6 @@ def launch(
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     bias: Tensor | None = None,
-    silu_input: bool = False,
     silu_output: bool = False,
     add: bool = False,
 ) -> None:
@@ -265,7 +252,6 @@ def launch(
         PREFETCH=prefetch if isinstance(skinny_linear_kernel, triton.JITFunction) else 0,
         LINE=_CACHE_LINE // x.element_size(),
         TENSOR_CORES=tensor_cores,
-        SILU_INPUT=silu_input,
         SILU_OUTPUT=silu_output,
         ADD=add,
         PDL=pdl,

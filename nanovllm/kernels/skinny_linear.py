@@ -94,8 +94,6 @@ def norm_linear_silu(
 ) -> Tensor:
     """`silu(gate) * up` (Shazeer 2020) of `gate, up = norm_linear(x, ...)`, which is rounded to x's dtype in between.
 
-    The activation is computed once, where `silu_linear_add` repeats it in every program.
-
     Args:
         x, norm_weight, eps, config, pdl: as for `norm_linear`.
         weight: `[2 * N, K]`, the gate's rows and then the up's, contiguous, of x's dtype.
@@ -140,31 +138,4 @@ def linear_add(
     _check_layer("x", x, weight.shape[-1], weight, bias)
     _check_residual(residual, x, weight)
     launch(x, weight, residual, config, pdl, bias=bias, add=True)
-    return residual
-
-
-def silu_linear_add(
-    gate_up: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    config: SkinnyConfig | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """`residual += (silu(gate) * up) W^T` in place, the activation rounded to its dtype, the sum rounded once.
-
-    Args:
-        gate_up: `[M, 2 * K]`, M in 1..16, float32 or a 16-bit float, any row stride; shares no memory with residual.
-        weight: `[N, K]`, contiguous, of gate_up's dtype.
-        residual: `[M, N]` of gate_up's dtype, any row stride. Overwritten.
-        config, pdl: as for `norm_linear`.
-
-    Returns:
-        `residual` itself.
-
-    Raises:
-        ValueError: another shape, layout or dtype; the message begins with the argument's name.
-    """
-    _check_layer("gate_up", gate_up, 2 * weight.shape[-1], weight, None)
-    _check_residual(residual, gate_up, weight)
-    launch(gate_up, weight, residual, config, pdl, silu_input=True, add=True)
     return residual

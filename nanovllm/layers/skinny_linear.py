@@ -28,11 +28,6 @@ def linear_add_torch(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor |
     return residual.copy_(total if bias is None else total + bias.float())
 
 
-def silu_linear_add_torch(gate_up: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """Twin of `kernels.skinny_linear.silu_linear_add`: `residual` is overwritten."""
-    return linear_add_torch(silu_and_mul_torch(gate_up), weight, residual)
-
-
 def is_skinny(x: Tensor) -> bool:
     """Whether x `[num_tokens, ...]` is few enough tokens, in the right place, for the kernels to be the fast way."""
     return use_kernels(x) and len(x) <= kernels.MAX_TOKENS
@@ -86,15 +81,3 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None 
     if use_kernels(x):
         return kernels.linear_add(x, weight, residual, bias, pdl=pdl)
     return linear_add_torch(x, weight, residual, bias)
-
-
-def silu_linear_add(gate_up: Tensor, weight: Tensor, residual: Tensor, pdl: bool = False) -> Tensor:
-    """`residual += (silu(gate) * up) W^T`, by kernel or by twin.
-
-    Args:
-        gate_up: `[num_tokens, 2 * K]`; 1..16 tokens for the kernel.
-        weight, residual, pdl: as for `linear_add`.
-    """
-    if use_kernels(gate_up):
-        return kernels.silu_linear_add(gate_up, weight, residual, pdl=pdl)
-    return silu_linear_add_torch(gate_up, weight, residual)

@@ -1,0 +1,85 @@
+"""Host time of a decode step, and memory of a waiting request: neither may grow with the queue. No GPU needed.
+
+    python benchmarks/host_overhead.py --json out.json
+
+Drives the real Scheduler and DecodeInputs with made-up tokens in place of a model; the host arrays are written, and
+nothing is sent anywhere.
+"""
+
+import argparse
+import json
+import time
+import tracemalloc
+from pathlib import Path
+from random import Random
+from statistics import median
+
+import torch
+
+from nanovllm import SamplingParams
+from nanovllm.engine.inputs import DecodeInputs
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+
+BLOCK_SIZE, PROMPT_TOKENS = 256, 500
+STEPS = 200
+
+
+def measure(batch: int, waiting: int) -> dict:
+    """Median milliseconds of each part of a decode step, with `waiting` more requests queued than there is room for."""
+    rng = Random(0)
+    scheduler = Scheduler(batch, 1 << 20, 4096, batch * 4, BLOCK_SIZE)
+    inputs = DecodeInputs(batch, 4096 // BLOCK_SIZE, BLOCK_SIZE, torch.device("cpu"), num_kv_heads=8)
+    params = SamplingParams(max_tokens=PROMPT_TOKENS, ignore_eos=True)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for i in range(batch + waiting):
+        start = rng.randint(0, 100000)
+        prompt = list(range(start, start + PROMPT_TOKENS))
+        scheduler.add(Sequence(i, prompt, params, BLOCK_SIZE, seed=i))
+    bytes_each = (tracemalloc.get_traced_memory()[0] - before) / (batch + waiting)
+    tracemalloc.stop()
+
+    tokens = [1] * batch
+    parts = {"schedule": [], "prepare": [], "advance": [], "collect": []}
+    decoded = 0
+    while decoded < STEPS:
+        marks = [time.perf_counter()]
+        seqs, is_prefill = scheduler.schedule()
+        marks.append(time.perf_counter())
+        if not is_prefill:
+            inputs.write(seqs, len(seqs))
+        marks.append(time.perf_counter())
+        scheduler.advance(seqs)
+        marks.append(time.perf_counter())
+        scheduler.collect(seqs, tokens[: len(seqs)])
+        marks.append(time.perf_counter())
+        if not is_prefill:
+            decoded += 1
+            for name, start, end in zip(parts, marks, marks[1:], strict=False):
+                parts[name].append(1e3 * (end - start))
+    row = {"batch": batch, "waiting": waiting, "bytes_a_request": bytes_each}
+    row |= {f"{name}_ms": median(values) for name, values in parts.items()}
+    row["step_ms"] = sum(row[f"{name}_ms"] for name in parts)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    rows = []
+    print("batch  waiting  schedule  prepare  advance  collect   step, ms   bytes a request (500 tokens)")
+    for batch, waiting in ((1, 0), (256, 0), (256, 1000), (256, 100_000), (512, 1000)):
+        rows.append(r := measure(batch, waiting))
+        print(
+            f"{batch:5d} {waiting:8d} {r['schedule_ms']:9.3f} {r['prepare_ms']:8.3f} {r['advance_ms']:8.3f} "
+            f"{r['collect_ms']:8.3f} {r['step_ms']:10.3f} {r['bytes_a_request']:10.0f}",
+            flush=True,
+        )
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
