@@ -165,7 +165,8 @@ class Config:
         if self.dtype == "auto":
             self.dtype = "float32"
             if self.device == "cuda":
-                own = getattr(self.hf_config, "dtype", None) or getattr(self.hf_config, "torch_dtype", None)
+                # By name in the dictionary: transformers 5 warns of a look at the old attribute.
+                own = vars(self.hf_config).get("dtype") or vars(self.hf_config).get("torch_dtype")
                 own = str(own).removeprefix("torch.")
                 self.dtype = own if own in ("bfloat16", "float16") else "bfloat16"
         self.dtype = DTYPES[self.dtype]
