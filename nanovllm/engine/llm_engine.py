@@ -193,15 +193,17 @@ class LLMEngine:
 
     def _run_all(self, num_requests: int, use_tqdm: bool) -> None:
         with tqdm(total=num_requests, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            speed = {"prefill": 0, "decode": 0}
+            tokens, seconds = {"prefill": 0, "decode": 0}, {"prefill": 0.0, "decode": 0.0}
             start = time.perf_counter()
             for finished, num_tokens in self._steps():
                 if not use_tqdm:
                     continue
-                now = time.perf_counter()
-                speed["prefill" if num_tokens > 0 else "decode"] = abs(num_tokens) / (now - start)
+                kind, now = "prefill" if num_tokens > 0 else "decode", time.perf_counter()
+                tokens[kind] += abs(num_tokens)
+                seconds[kind] += now - start
                 start = now
-                bar.set_postfix({kind: f"{int(rate)}tok/s" for kind, rate in speed.items()}, refresh=False)
+                rates = {kind: f"{int(tokens[kind] / seconds[kind])}tok/s" for kind in tokens if seconds[kind]}
+                bar.set_postfix(rates, refresh=False)
                 bar.update(len(finished))
 
     def _steps(self) -> Iterator[tuple[list[Sequence], int]]:
