@@ -2,6 +2,7 @@
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Container
 from collections.abc import Sequence as AbstractSequence
 from itertools import count
 
@@ -151,6 +152,23 @@ class BlockManager:
                 block.content_id = next(self._content_ids)
                 self.hash_to_block_id[hash] = block.block_id
             prefix_id = block.content_id
+
+    def hashes_scheduled(self, seq: Sequence) -> list[int]:
+        """Hashes of the blocks that become full with the tokens that are scheduled for the sequence."""
+        if not self.enable_prefix_caching:
+            return []
+        first = seq.num_cached_tokens // self.block_size
+        end = (seq.num_cached_tokens + seq.num_scheduled_tokens) // self.block_size
+        self._extend_hashes(seq, end)
+        return seq.block_hashes[first:end]
+
+    def is_worth_waiting(self, seq: Sequence, scheduled: Container[int]) -> bool:
+        """Whether the first block that the cache cannot give the sequence is among the hashes that others have
+        scheduled: after this step the sequence can share it instead of computing it again."""
+        if not scheduled:
+            return False
+        num_shared = len(self._find_shared_blocks(seq))
+        return num_shared < self._max_shared_blocks(seq) and seq.block_hashes[num_shared] in scheduled
 
     def reset_prefix_cache(self) -> None:
         """Forget every known prefix; blocks in use stay with their owners."""

@@ -76,21 +76,33 @@ class Scheduler:
         return self._schedule_decode(), False
 
     def _schedule_prefill(self) -> list[Sequence]:
+        manager = self.block_manager
         seqs: list[Sequence] = []
         budget = self.max_num_batched_tokens
+        scheduled: set[int] = set()  # hashes of the blocks that this step computes
+        deferred: list[Sequence] = []
         while self.waiting and len(seqs) < self.max_num_seqs and budget > 0:
             seq = self.waiting[0]
             if not seq.block_table:
-                if not self.block_manager.can_allocate(seq):
+                if len(deferred) < self.max_num_seqs and manager.is_worth_waiting(seq, scheduled):
+                    deferred.append(self.waiting.popleft())
+                    continue
+                if not manager.can_allocate(seq):
                     break
-                self.block_manager.allocate(seq)
+                manager.allocate(seq)
             seq.num_scheduled_tokens = min(seq.num_tokens - seq.num_cached_tokens, budget)
             budget -= seq.num_scheduled_tokens
+            scheduled.update(manager.hashes_scheduled(seq))
             seqs.append(seq)
             if seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens:
-                break  # A chunk: it stays at the head of the queue, with its blocks, for the next step.
+                # A chunk: it stays at the head of the queue, with its blocks, for the next step. At the very head,
+                # because whoever came before it and found no free block would wait for those that it holds.
+                self.waiting.popleft()
+                deferred.insert(0, seq)
+                break
             seq.status = SequenceStatus.RUNNING
             self.running.append(self.waiting.popleft())
+        self.waiting.extendleft(reversed(deferred))
         return seqs
 
     def _schedule_decode(self) -> list[Sequence]:

@@ -150,13 +150,44 @@ def test_cached_tokens_do_not_count_against_the_budget():
     assert [seq.num_shared_tokens for seq in seqs] == [12] * 4
 
 
-def test_prompts_of_one_step_do_not_share_what_it_has_yet_to_write():
+def test_a_prompt_waits_a_step_for_the_beginning_that_another_one_computes():
     scheduler = make_scheduler()
-    a, b = add(scheduler, [1] * 9), add(scheduler, [1] * 9)
+    first, same, other, longer = (add(scheduler, prompt) for prompt in ([1] * 9, [1] * 9, [2] * 9, [1] * 12))
     seqs, _ = scheduler.schedule()
-    assert seqs == [a, b]
-    assert [seq.num_scheduled_tokens for seq in seqs] == [9, 9]
-    assert not set(a.block_table) & set(b.block_table)
+    assert seqs == [first, other]  # those behind the waiting ones lose nothing
+    assert list(scheduler.waiting) == [same, longer]
+    scheduler.postprocess(seqs, [900, 901])
+    seqs, is_prefill = scheduler.schedule()
+    assert (seqs, is_prefill) == ([same, longer], True)
+    assert [seq.num_shared_tokens for seq in seqs] == [8, 8]
+    assert [seq.num_scheduled_tokens for seq in seqs] == [1, 4]
+
+
+def test_a_beginning_that_takes_chunks_is_waited_for_until_the_last():
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    first, second = add(scheduler, [1] * 13), add(scheduler, [1] * 13)
+    assert step(scheduler)[0] == [first]
+    # The rest of the first, and one that needs nothing of it; the second waits for the block that is under way.
+    assert step(scheduler)[0] == [first]
+    assert step(scheduler)[0] == [second]
+    assert second.num_shared_tokens == 12
+
+
+def test_a_chunk_stays_ahead_of_those_that_wait():
+    scheduler = make_scheduler(max_num_batched_tokens=12)
+    first, same, long = add(scheduler, [1] * 9), add(scheduler, [1] * 9), add(scheduler, 20)
+    assert step(scheduler)[0] == [first, long]
+    assert list(scheduler.waiting) == [long, same]
+    check_scheduler(scheduler)
+
+
+def test_the_head_of_the_queue_never_waits():
+    scheduler = make_scheduler()
+    for _ in range(3):
+        first = add(scheduler, [1] * 9, max_tokens=1)
+        add(scheduler, [1] * 9, max_tokens=1)
+        assert scheduler.schedule()[0][0] is first
+        scheduler.reset()
 
 
 def test_without_prefix_caching_every_prompt_is_computed_in_full():
