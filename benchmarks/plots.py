@@ -2,7 +2,7 @@
 
     python benchmarks/plots.py
 
-timeline.png: a decode step before and after our kernels, from profile_decode.py.
+timeline.png: a decode step before and after our kernels, from profile_steps.py.
 roofline.png: kernels against the ceilings of the machine, from attention_decode.py, attention_prefill.py,
     skinny_linear.py and, for the ceilings, any run of the benchmark.
 ladder.png: throughput of every workload change by change, from ladder.json.

@@ -6,6 +6,7 @@ from collections.abc import Container
 from collections.abc import Sequence as AbstractSequence
 from itertools import count
 
+import numpy as np
 import xxhash
 
 from nanovllm.engine.sequence import Sequence
@@ -75,7 +76,7 @@ class BlockManager:
         h = xxhash.xxh64()
         if prefix != -1:
             h.update(prefix.to_bytes(8, "little"))
-        h.update(array("q", token_ids).tobytes())
+        h.update(np.array(token_ids, np.int64).tobytes())
         return h.intdigest()
 
     def can_allocate(self, seq: Sequence) -> bool:

@@ -7,6 +7,10 @@ from functools import partial
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
+# Prompts that one step looks past because they had better wait for it. Looking hashes them, and the device waits for
+# the first step of a batch.
+MAX_DEFERRED = 32
+
 
 class Scheduler:
     """Waiting and running queues over one BlockManager: prefill first, preemption last in, first out.
@@ -84,7 +88,9 @@ class Scheduler:
         while self.waiting and len(seqs) < self.max_num_seqs and budget > 0:
             seq = self.waiting[0]
             if not seq.block_table:
-                if len(deferred) < self.max_num_seqs and manager.is_worth_waiting(seq, scheduled):
+                if manager.is_worth_waiting(seq, scheduled):
+                    if len(deferred) == MAX_DEFERRED:
+                        break
                     deferred.append(self.waiting.popleft())
                     continue
                 if not manager.can_allocate(seq):

@@ -1,12 +1,13 @@
-"""Where a decode step's time goes: wall clock, GPU busy, and GPU time by kernel, at given batch sizes and contexts.
+"""Where a step's time goes: wall clock, GPU busy, and GPU time by kernel, at given batch sizes and contexts.
 
-python benchmarks/profile_decode.py --model Qwen3-0.6B --shapes 256x600 512x100 1x600 --json out.json
+python benchmarks/profile_steps.py --model Qwen3-0.6B --shapes 256x600 1x600 --prefill 8x2000 --json out.json
 """
 
 import argparse
 import json
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -37,48 +38,71 @@ def profile_shape(llm: LLM, batch: int, context: int) -> dict:
         start = time.perf_counter()
         llm.step()
         seconds.append(time.perf_counter() - start)
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
-        for _ in range(PROFILED_STEPS):
-            llm.step()
-        torch.cuda.synchronize()
+    result = {"batch": batch, "context": context, "wall_ms": 1e3 * median(seconds)}
+    result |= profile_steps(llm.step, PROFILED_STEPS)
     while not llm.is_finished():
         llm.step()
+    return result
+
+
+def profile_prefill(llm: LLM, batch: int, length: int) -> dict:
+    """One step that prefills `batch` prompts of `length` tokens: as profile_shape."""
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    rng = Random(length)
+
+    def prefill():
+        for _ in range(batch):
+            llm.add_request([rng.randint(0, 10000) for _ in range(length)], params)
+        llm.step()
+
+    prefill()
+    for _ in range(batch):
+        llm.add_request([rng.randint(0, 10000) for _ in range(length)], params)
+    start = time.perf_counter()
+    llm.step()
+    result = {"batch": batch, "prompt": length, "wall_ms": 1e3 * (time.perf_counter() - start)}
+    return result | profile_steps(prefill, 3)
+
+
+def profile_steps(step: Callable, count: int) -> dict:
+    """GPU time of `count` calls of a step: {gpu_busy_ms, kernels, timeline_us}, a step each."""
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
+        for _ in range(count):
+            step()
+        torch.cuda.synchronize()
     micros, counts, spans = defaultdict(float), defaultdict(int), []
     for event in prof.events():
         if event.device_type == DeviceType.CUDA:
-            micros[event.name] += event.time_range.elapsed_us() / PROFILED_STEPS
+            micros[event.name] += event.time_range.elapsed_us() / count
             counts[event.name] += 1
             spans.append((event.time_range.start, event.time_range.end, event.name[:60]))
     spans.sort()
     origin = spans[0][0]
     kernels = sorted(micros, key=micros.get, reverse=True)
     return {
-        "batch": batch,
-        "context": context,
-        "wall_ms": 1e3 * median(seconds),
         "gpu_busy_ms": sum(micros.values()) / 1e3,
         "kernels": [
-            {"name": name[:100], "us_a_step": micros[name], "launches_a_step": counts[name] / PROFILED_STEPS}
-            for name in kernels
+            {"name": name[:100], "us_a_step": micros[name], "launches_a_step": counts[name] / count} for name in kernels
         ],
         # Three steps are enough for a picture.
-        "timeline_us": [(s - origin, e - origin, n) for s, e, n in spans[: 3 * len(spans) // PROFILED_STEPS]],
+        "timeline_us": [(s - origin, e - origin, n) for s, e, n in spans[: 3 * len(spans) // count]],
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen3-0.6B")
-    parser.add_argument("--shapes", nargs="+", default=["256x600", "512x100", "64x600", "1x600"], help="BATCHxCONTEXT")
+    parser.add_argument("--shapes", nargs="*", default=["256x600", "512x100", "64x600", "1x600"], help="BATCHxCONTEXT")
+    parser.add_argument("--prefill", nargs="*", default=[], help="PROMPTSxTOKENS")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--json")
     args = parser.parse_args()
     results = []
     backend = args.attention_backend
     with LLM(args.model, load_format="dummy", skip_tokenizer_init=True, attention_backend=backend, seed=0) as llm:
-        for shape in args.shapes:
-            batch, context = map(int, shape.split("x"))
-            results.append(profile_shape(llm, batch, context))
+        jobs = [(profile_shape, shape) for shape in args.shapes] + [(profile_prefill, s) for s in args.prefill]
+        for job, shape in jobs:
+            results.append(job(llm, *map(int, shape.split("x"))))
             r = results[-1]
             print(f"{shape}: {r['wall_ms']:.3f} ms a step, GPU busy {r['gpu_busy_ms']:.3f} ms")
             for k in r["kernels"][:14]:
