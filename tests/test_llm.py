@@ -433,6 +433,31 @@ def test_steps_by_hand_are_generate(path, reference):
         assert complete(llm, prompts, greedy(10)) == tokens
 
 
+def test_an_aborted_request_leaves_the_others_alone(llm, reference):
+    prompts = reference.draw_prompts((20, 30, 40), 9)
+    ids = [llm.add_request(prompt, greedy(9)) for prompt in prompts]
+    llm.step()
+    llm.abort_request(ids[1])
+    llm.abort_request(ids[1])
+    llm.abort_request(10**9)
+    done = {}
+    while not llm.is_finished():
+        done |= dict(llm.step()[0])
+    expected = reference.greedy(prompts, 9)
+    assert done == {ids[0]: expected[0], ids[2]: expected[2]}
+    assert_idle(llm)
+
+
+def test_a_reset_prefix_cache_gives_nothing(llm, reference):
+    (prompt,) = reference.draw_prompts((100,), 3)
+    cached = []
+    for _ in range(2):
+        llm.reset_prefix_cache()
+        cached += [llm.generate([prompt], greedy(3), use_tqdm=False)[0]["num_cached_tokens"] for _ in range(2)]
+    assert cached == [0, 96, 0, 96]
+    assert complete(llm, [prompt], greedy(3)) == reference.greedy([prompt], 3)
+
+
 def test_requests_that_arrive_later(llm, reference):
     prompts = [llm.tokenizer(TEXT)["input_ids"], [1, 2, 3], [4]]
     ids, done = [llm.add_request(TEXT, greedy(9))], {}

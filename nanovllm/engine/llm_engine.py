@@ -14,6 +14,7 @@ from xxhash import xxh64_intdigest
 from nanovllm.config import Config
 from nanovllm.engine.inputs import SampledTokens
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.requests import check_params, check_token_ids, load_tokenizer, params_per_prompt
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -68,7 +69,7 @@ class LLMEngine:
         """
         start = time.perf_counter()
         self.config = config = Config.create(model, **options)
-        self.tokenizer = None if config.skip_tokenizer_init else _load_tokenizer(config.model)
+        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model)
         eos = set(config.eos)
         if self.tokenizer is not None and "eos" not in options and self.tokenizer.eos_token_id is not None:
             eos.add(self.tokenizer.eos_token_id)
@@ -106,9 +107,17 @@ class LLMEngine:
         self._check_alive()
         token_ids = self._tokenize([prompt])[0]
         self._check_prompt(token_ids)
-        seq = self._make_sequence(token_ids, _check_params(sampling_params or SamplingParams()))
+        seq = self._make_sequence(token_ids, check_params(sampling_params or SamplingParams()))
         self.scheduler.add(seq)
         return seq.seq_id
+
+    def abort_request(self, request_id: int) -> None:
+        """Drop an unfinished request of add_request and free its blocks; an id that is not queued is ignored."""
+        self.scheduler.abort([request_id])
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests keep their blocks."""
+        self.scheduler.block_manager.reset_prefix_cache()
 
     def is_finished(self) -> bool:
         """Whether no request is left to work on."""
@@ -176,7 +185,7 @@ class LLMEngine:
         if not isinstance(prompts, Iterable):
             raise TypeError(f"prompts: must be a string or a list of prompts, not {type(prompts).__name__}")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        params = _params_per_prompt(sampling_params, len(prompts))
+        params = params_per_prompt(sampling_params, len(prompts))
         token_ids = self._tokenize(prompts)
         for i, ids in enumerate(token_ids):
             self._check_prompt(ids, f"prompts[{i}]: ")
@@ -256,23 +265,7 @@ class LLMEngine:
         return token_ids
 
     def _check_prompt(self, token_ids: list[int], where: str = "prompt: ") -> None:
-        """An id outside the vocabulary must never reach a GPU: it would end the process's CUDA context."""
-        try:
-            token_ids = list(token_ids)
-            low, high = min(token_ids, default=0), max(token_ids, default=0)
-            all_ints = all(type(token) is int for token in token_ids) or not any(
-                isinstance(token, bool) or not hasattr(token, "__index__") for token in token_ids
-            )
-        except TypeError:
-            all_ints = False
-        if not all_ints:
-            raise TypeError(f"{where}must be a string or a list of integer token ids")
-        if not token_ids:
-            raise ValueError(f"{where}is empty: it must hold at least one token")
-        vocab_size = self.config.hf_config.vocab_size
-        if low < 0 or high >= vocab_size:
-            bad = low if low < 0 else high
-            raise ValueError(f"{where}token id {bad} is outside the vocabulary, 0..{vocab_size - 1}")
+        check_token_ids(token_ids, self.config.hf_config.vocab_size, where)
         try:
             self.scheduler.check(len(token_ids))
         except ValueError as error:
@@ -283,39 +276,3 @@ class LLMEngine:
         # Neighbouring requests must not draw from related streams, hence a hash and no sum.
         seed = xxh64_intdigest(seq_id.to_bytes(8, "little"), self._seed) >> 1
         return Sequence(seq_id, token_ids, params, self.config.kvcache_block_size, seed)
-
-
-def _params_per_prompt(params, num_prompts: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if isinstance(params, str) or not isinstance(params, Iterable):
-        raise TypeError(f"sampling_params: must be a SamplingParams or a list of them, not {type(params).__name__}")
-    params = list(params)
-    if len(params) != num_prompts:
-        raise ValueError(
-            f"sampling_params: {len(params)} of them for {num_prompts} prompts; pass one for all, or one each"
-        )
-    for i, p in enumerate(params):
-        _check_params(p, f"sampling_params[{i}]")
-    return params
-
-
-def _check_params(params, where: str = "sampling_params") -> SamplingParams:
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"{where}: must be a SamplingParams, not {type(params).__name__}")
-    return params
-
-
-def _load_tokenizer(model: str):
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, use_fast=True)
-        # Without tokenizer files transformers 5 makes up an empty one.
-        if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
-            raise ValueError("it has no vocabulary: are its files there?")
-        return tokenizer
-    except Exception as error:
-        raise ValueError(
-            f"model={model!r}: its tokenizer cannot be loaded ({error}); skip_tokenizer_init=True does without"
-        ) from error
