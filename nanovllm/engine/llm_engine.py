@@ -194,17 +194,28 @@ class LLMEngine:
         try:
             for seq in seqs:
                 self.scheduler.add(seq)
-            self._run_all(len(seqs), use_tqdm)
+            texts = self._run_all(len(seqs), use_tqdm)
         except BaseException:
             self.scheduler.reset()
             raise
-        return self._outputs(seqs)
+        return [
+            RequestOutput(
+                text=texts.get(seq.seq_id),
+                token_ids=seq.completion_token_ids,
+                finish_reason=seq.finish_reason,
+                num_cached_tokens=seq.num_shared_tokens,
+            )
+            for seq in seqs
+        ]
 
-    def _run_all(self, num_requests: int, use_tqdm: bool) -> None:
+    def _run_all(self, num_requests: int, use_tqdm: bool) -> dict[int, str]:
+        """Step until nothing is left; the texts of what finished, by sequence id."""
+        texts: dict[int, str] = {}
         with tqdm(total=num_requests, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
             tokens, seconds = {"prefill": 0, "decode": 0}, {"prefill": 0.0, "decode": 0.0}
             start = time.perf_counter()
             for finished, num_tokens in self._steps():
+                texts |= self._detokenize(finished)  # while the GPU works on the step that follows
                 if not use_tqdm:
                     continue
                 kind, now = "prefill" if num_tokens > 0 else "decode", time.perf_counter()
@@ -214,6 +225,7 @@ class LLMEngine:
                 rates = {kind: f"{int(tokens[kind] / seconds[kind])}tok/s" for kind in tokens if seconds[kind]}
                 bar.set_postfix(rates, refresh=False)
                 bar.update(len(finished))
+        return texts
 
     def _steps(self) -> Iterator[tuple[list[Sequence], int]]:
         """Step until nothing is left, as `_step` does, but one ahead: while the GPU works on a step, the host
@@ -233,20 +245,12 @@ class LLMEngine:
                 yield finished, flying.num_tokens
             flying = launched
 
-    def _outputs(self, seqs: list[Sequence]) -> list[RequestOutput]:
+    def _detokenize(self, seqs: list[Sequence]) -> dict[int, str]:
+        if self.tokenizer is None or not seqs:
+            return {}
         completions = [seq.completion_token_ids for seq in seqs]
-        texts: Iterable[str | None] = [None] * len(seqs)
-        if self.tokenizer is not None and completions:
-            texts = self.tokenizer.batch_decode(completions, skip_special_tokens=True)
-        return [
-            RequestOutput(
-                text=text,
-                token_ids=token_ids,
-                finish_reason=seq.finish_reason,
-                num_cached_tokens=seq.num_shared_tokens,
-            )
-            for seq, text, token_ids in zip(seqs, texts, completions, strict=True)
-        ]
+        texts = self.tokenizer.batch_decode(completions, skip_special_tokens=True)
+        return {seq.seq_id: text for seq, text in zip(seqs, texts, strict=True)}
 
     def _check_alive(self) -> None:
         if not self._finalizer.alive:
