@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.store_kvcache import check_cache, check_heads, key_slots
-from nanovllm.utils.decode_plan import MAX_SPLITS, SMALL_BATCH, SPLIT_UNIT, DecodePlan, make_plan, num_work_items
+from nanovllm.utils.decode_plan import SMALL_BATCH, SPLIT_UNIT, DecodePlan, make_plan, num_work_items
 
 
 class DecodeConfig(NamedTuple):
@@ -30,12 +30,12 @@ class DecodeConfig(NamedTuple):
 
 
 def choose_config(num_rows: int, padded_dim: int, itemsize: int) -> DecodeConfig:
-    """The best of benchmarks/attention_decode.py --sweep on an H200, for num_rows = sequences x KV heads: many rows
-    fill the device with large tiles, few are done soonest when cut small."""
+    """The best of benchmarks/attention_decode.py --sweep on an H200, for num_rows = sequences x KV heads: the fewer rows,
+    the more a program has to have on its way."""
     tile = max(16, min(SPLIT_UNIT, 16 * 1024 // (padded_dim * itemsize)))
-    if num_rows <= SMALL_BATCH:
+    if num_rows <= 32:
         return DecodeConfig(max(16, tile // 2), 2, 4)
-    return DecodeConfig(tile, 4, 2)
+    return DecodeConfig(tile, 4, 4 if num_rows <= SMALL_BATCH else 3 if num_rows <= 512 else 2)
 
 
 class DecodeWorkspace:
@@ -87,25 +87,29 @@ def _combine(
     num_used,
     SPLIT_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
 ):
     """Weigh the partial outputs of `num_used` splits by their softmax sums, always in the order of the splits."""
-    splits = tl.arange(0, MAX_SPLITS)
+    members = tl.arange(0, PADDED_GROUP)
     dims = tl.arange(0, PADDED_DIM)
-    used = splits < num_used
-    inside = used[:, None] & (dims < HEAD_DIM)[None, :]
-    for member in range(GROUP):
-        row = splits * SPLIT_STRIDE + member
+    inside = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    tile = members[:, None] * HEAD_DIM + dims[None, :]
+    acc = tl.zeros([PADDED_GROUP, PADDED_DIM], dtype=tl.float32)
+    total = tl.zeros([PADDED_GROUP], dtype=tl.float32)
+    highest = tl.full([PADDED_GROUP], float("-inf"), dtype=tl.float32)
+    for split in range(num_used):
+        row = split * SPLIT_STRIDE
         # ".cg" goes past L1, which need not know what other multiprocessors wrote.
-        lse = tl.load(lse_ptr + row, mask=used, other=float("-inf"), cache_modifier=".cg")
-        weights = tl.exp2(lse - tl.max(lse, 0))
-        weights = weights / tl.sum(weights, 0)
-        partial_tile = partial_ptr + row[:, None] * HEAD_DIM + dims[None, :]
-        partial = tl.load(partial_tile, mask=inside, other=0.0, cache_modifier=".cg")
-        out = tl.sum(partial * weights[:, None], 0)
-        tl.store(out_ptr + member * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+        lse = tl.load(lse_ptr + row + members, mask=members < GROUP, other=0.0, cache_modifier=".cg")
+        partial = tl.load(partial_ptr + row * HEAD_DIM + tile, mask=inside, other=0.0, cache_modifier=".cg")
+        new_highest = tl.maximum(highest, lse)
+        weight, shrink = tl.exp2(lse - new_highest), tl.exp2(highest - new_highest)
+        acc = acc * shrink[:, None] + partial * weight[:, None]
+        total = total * shrink + weight
+        highest = new_highest
+    tl.store(out_ptr + tile, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 # The table's width follows the longest context; specialising on it would compile the kernel again in mid-run.
@@ -132,7 +136,6 @@ def _paged_decode_kernel(
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
 ):
     # KV heads vary fastest: the heads of a token lie side by side in memory and are best read at the same time.
     kv_head = tl.program_id(0)
@@ -190,9 +193,9 @@ def _paged_decode_kernel(
         first_row = ((item - split) * NUM_KV_HEADS + kv_head) * GROUP
         partial_ptr += first_row * HEAD_DIM
         lse_ptr += first_row
-        row = split * NUM_KV_HEADS * GROUP
-        tl.store(partial_ptr + row * HEAD_DIM + head_tile, acc, mask=inside_heads)
-        tl.store(lse_ptr + row + members, row_max + tl.log2(row_sum), mask=members < GROUP)
+        own_row = split * NUM_KV_HEADS * GROUP
+        tl.store(partial_ptr + own_row * HEAD_DIM + head_tile, acc, mask=inside_heads)
+        tl.store(lse_ptr + own_row + members, row_max + tl.log2(row_sum), mask=members < GROUP)
         # One thread does the atomic: it may release the stores of all only after all have made theirs.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals_ptr + pair, 1, sem="acq_rel")
@@ -200,7 +203,7 @@ def _paged_decode_kernel(
             # Everyone has counted, so the counter can go back to zero for the next launch of the graph.
             tl.store(arrivals_ptr + pair, 0)
             _combine(
-                out_ptr, partial_ptr, lse_ptr, num_used, NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, PADDED_DIM, MAX_SPLITS
+                out_ptr, partial_ptr, lse_ptr, num_used, NUM_KV_HEADS * GROUP, GROUP, PADDED_GROUP, HEAD_DIM, PADDED_DIM
             )
 
 
@@ -283,7 +286,6 @@ def paged_decode(
         PADDED_DIM=padded_dim,
         BLOCK_SIZE=block_size,
         TILE=config.tile,
-        MAX_SPLITS=MAX_SPLITS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

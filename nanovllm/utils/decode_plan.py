@@ -16,7 +16,7 @@ MAX_SPLITS = 64  # of one sequence: the step that combines them holds one partia
 # Programs beyond one a sequence and KV head. More of them balance better, but each pays for its start, and for leaving
 # a partial result; measured on an H200 (benchmarks/attention_decode.py --sweep, docs/performance.md).
 SPARE_PROGRAMS = 660
-SPARE_PROGRAMS_SMALL_BATCH = 1320
+SPARE_PROGRAMS_SMALL_BATCH = 330
 SMALL_BATCH = 256  # sequences x KV heads
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.paged_decode import DecodeWorkspace, paged_decode
+from nanovllm.kernels.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode
 from nanovllm.layers.attention_torch import decode_attention_torch
 from nanovllm.utils.decode_plan import MAX_SPLITS, SPLIT_UNIT, make_plan, num_work_items, plan_decode
 
@@ -163,13 +163,15 @@ def test_workspace_serves_batches_of_every_size(device):
     head_dim=st.sampled_from([32, 48, 80]),
     block_size=st.sampled_from([16, 32, 64, 256]),
     spare=st.sampled_from([None, 1, 2, 5]),
+    tile=st.sampled_from([16, 32, 64]),
     seed=st.integers(0, 2**31),
 )
-def test_any_batch(lens, group, num_kv_heads, head_dim, block_size, spare, seed):
+def test_any_batch(lens, group, num_kv_heads, head_dim, block_size, spare, tile, seed):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     num_heads = group * num_kv_heads
     case = make_case(lens, num_heads, num_kv_heads, head_dim, block_size, torch.float32, device, seed)
-    check(case, plan=make_plan(case["context_lens"], num_kv_heads, spare and len(lens) + spare))
+    plan = make_plan(case["context_lens"], num_kv_heads, spare and len(lens) + spare)
+    check(case, plan=plan, config=DecodeConfig(tile, 4, 2))
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 80), (4, 2, 64), (7, 1, 36)])
