@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels import skinny_linear as kernels
-from nanovllm.kernels.rms_norm import add_rms_norm
+from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.kernels.skinny_kernel import SkinnyConfig, choose_config
 
@@ -90,7 +90,6 @@ class Layer:
         self.norm_weight = 1 + 0.1 * torch.randn(K, **bf16)
         self.start = torch.randn(M, N, **bf16)
         self.residual = self.start.clone()
-        self.stream = torch.zeros_like(self.x)
 
     def call(self, i: int, config: SkinnyConfig | None, pdl: bool) -> torch.Tensor:
         weight = self.weights[i % len(self.weights)]
@@ -102,14 +101,13 @@ class Layer:
     def unfused(self, i: int) -> torch.Tensor:
         x = self.x
         if self.function.startswith("norm"):
-            x = add_rms_norm(x, self.stream, self.norm_weight, EPS)[0]
+            x = rms_norm(x, self.norm_weight, EPS)
         y = F.linear(x, self.weights[i % len(self.weights)])
         return silu_and_mul(y) if self.function == "norm_linear_silu" else y
 
     def error(self, config: SkinnyConfig | None, pdl: bool) -> float:
         """Largest deviation from the unfused path; results are of order one."""
         self.residual.copy_(self.start)
-        self.stream.zero_()
         actual, expected = self.call(0, config, pdl).float(), self.unfused(0).float()
         return (actual - expected - (0 if self.function.startswith("norm") else self.start.float())).abs().max().item()
 

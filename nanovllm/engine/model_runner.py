@@ -119,7 +119,7 @@ class ModelRunner:
         cu_seqlens = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * seq_len
         input_ids = torch.randint(config.hf_config.vocab_size, (num_seqs * seq_len,), device=self.device)
         positions = torch.arange(seq_len, device=self.device).repeat(num_seqs)
-        context = Context(True, cu_seqlens, cu_seqlens, seq_len, seq_len)
+        context = Context(True, cu_seqlens, cu_seqlens, seq_len, seq_len, last_tokens=cu_seqlens[1:].long() - 1)
         sampling = [torch.zeros(num_seqs, dtype=d, device=self.device) for d in _SAMPLING_DTYPES]
         with step_context(context):
             self._forward(input_ids, positions, *sampling)
@@ -234,6 +234,7 @@ class ModelRunner:
                 "positions": ((num_tokens,), np.int64),
                 "seeds": ((num_seqs,), np.int64),
                 "sample_positions": ((num_seqs,), np.int64),
+                "last_tokens": ((num_seqs,), np.int64),
                 "temperatures": ((num_seqs,), np.float32),
                 "slot_mapping": ((num_tokens,), np.int32),
                 "cu_seqlens_q": ((num_seqs + 1,), np.int32),
@@ -257,6 +258,7 @@ class ModelRunner:
             start += num_new[i]
         np.cumsum(num_new, out=host["cu_seqlens_q"][1:])
         np.cumsum(num_keys, out=host["cu_seqlens_k"][1:])
+        host["last_tokens"][:] = host["cu_seqlens_q"][1:] - 1
         host["sample_positions"][:] = host["cu_seqlens_k"][1:] - host["cu_seqlens_k"][:-1] - 1
         host["temperatures"][:] = [seq.temperature for seq in seqs]
         host["seeds"][:] = [seq.seed for seq in seqs]
@@ -270,6 +272,7 @@ class ModelRunner:
             max_seqlen_k=max(num_keys),
             slot_mapping=device["slot_mapping"],
             block_tables=device["block_tables"] if is_cached else None,
+            last_tokens=device["last_tokens"],
         )
         names = ("input_ids", "positions", "temperatures", "seeds", "sample_positions")
         return tuple(device[name] for name in names), context

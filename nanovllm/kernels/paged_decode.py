@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.store_kvcache import check_cache, check_heads, key_slots
+from nanovllm.kernels.paged_cache import check_cache, check_heads, key_slots
 from nanovllm.utils.decode_plan import SMALL_BATCH, SPLIT_UNIT, DecodePlan, make_plan, num_work_items
 
 
@@ -30,8 +30,8 @@ class DecodeConfig(NamedTuple):
 
 
 def choose_config(num_rows: int, padded_dim: int, itemsize: int) -> DecodeConfig:
-    """The best of benchmarks/attention_decode.py --sweep on an H200, for num_rows = sequences x KV heads: the fewer rows,
-    the more a program has to have on its way."""
+    """The best of benchmarks/attention_decode.py --sweep on an H200, for num_rows = sequences x KV heads: the fewer
+    rows, the more a program has to have on its way."""
     tile = max(16, min(SPLIT_UNIT, 16 * 1024 // (padded_dim * itemsize)))
     if num_rows <= 32:
         return DecodeConfig(max(16, tile // 2), 2, 4)

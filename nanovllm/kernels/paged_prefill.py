@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.store_kvcache import check_cache, check_heads, key_slots
+from nanovllm.kernels.paged_cache import check_cache, check_heads, key_slots
 
 
 class PrefillTiles(NamedTuple):

@@ -1,4 +1,4 @@
-"""RMS normalization over the last dimension, alone or fused with the residual addition before it."""
+"""RMS normalization over the last dimension."""
 
 import torch
 import triton
@@ -7,63 +7,15 @@ from torch import Tensor
 
 
 @triton.jit
-def _rms_norm_kernel(
-    x,
-    residual,
-    weight,
-    y,
-    x_stride,
-    residual_stride,
-    eps,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-):
+def _rms_norm_kernel(x, weight, y, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < HIDDEN
     value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     # Asked for before the reduction, so that its latency passes while the row is still on its way.
     scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        residual_row = residual + row * residual_stride + columns
-        value += tl.load(residual_row, mask=mask, other=0.0).to(tl.float32)
-        tl.store(residual_row, value.to(residual.dtype.element_ty), mask=mask)
     inverse_rms = tl.rsqrt(tl.sum(value * value, axis=0) / HIDDEN + eps)
     tl.store(y + row * HIDDEN + columns, (value * inverse_rms * scale).to(y.dtype.element_ty), mask=mask)
-
-
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    num_tokens, hidden = x.shape
-    if hidden > 1 and x.stride(1) != 1:
-        raise ValueError(f"x must be contiguous in its last dimension; its strides are {x.stride()}")
-    if weight.shape != (hidden,) or not weight.is_contiguous():
-        raise ValueError(f"weight must be a contiguous [{hidden}], not {list(weight.shape)}")
-    if residual is not None and (residual.shape != x.shape or (hidden > 1 and residual.stride(1) != 1)):
-        raise ValueError(
-            f"residual must be {list(x.shape)} and contiguous in its last dimension, "
-            f"not {list(residual.shape)} with strides {residual.stride()}"
-        )
-    y = torch.empty(num_tokens, hidden, dtype=x.dtype, device=x.device)
-    if num_tokens == 0 or hidden == 0:
-        return y
-    block = triton.next_power_of_2(hidden)
-    _rms_norm_kernel[(num_tokens,)](
-        x,
-        residual,
-        weight,
-        y,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        eps,
-        HIDDEN=hidden,
-        BLOCK=block,
-        HAS_RESIDUAL=residual is not None,
-        # 8 elements a thread is one 16-byte load of a half-precision row: a row of 1024 is 4 warps, loaded at
-        # once.
-        num_warps=min(max(block // 256, 1), 16),
-    )
-    return y
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -80,25 +32,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises:
         ValueError: on shapes or strides other than these.
     """
-    return _launch(x, None, weight, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`residual += x`, then the RMS norm of the sum, both from one float32 sum that is never read back.
-
-    The norm sees the sum before it is rounded to the residual's dtype; each of the two results is rounded
-    once.
-
-    Args:
-        x: `[num_tokens, hidden]`, any float dtype and any row stride, contiguous in its last dimension.
-        residual: like x; overwritten with the rounded sum.
-        weight: `[hidden]`.
-        eps: added to the mean square.
-
-    Returns:
-        The normalized sum (`[num_tokens, hidden]`, contiguous, of x's dtype), and `residual` itself.
-
-    Raises:
-        ValueError: on shapes or strides other than these.
-    """
-    return _launch(x, residual, weight, eps), residual
+    num_tokens, hidden = x.shape
+    if hidden > 1 and x.stride(1) != 1:
+        raise ValueError(f"x must be contiguous in its last dimension; its strides are {x.stride()}")
+    if weight.shape != (hidden,) or not weight.is_contiguous():
+        raise ValueError(f"weight must be a contiguous [{hidden}], not {list(weight.shape)}")
+    y = torch.empty(num_tokens, hidden, dtype=x.dtype, device=x.device)
+    if num_tokens == 0 or hidden == 0:
+        return y
+    block = triton.next_power_of_2(hidden)
+    _rms_norm_kernel[(num_tokens,)](
+        x,
+        weight,
+        y,
+        x.stride(0),
+        eps,
+        HIDDEN=hidden,
+        BLOCK=block,
+        # 8 elements a thread is one 16-byte load of a half-precision row: a row of 1024 is 4 warps, loaded at
+        # once.
+        num_warps=min(max(block // 256, 1), 16),
+    )
+    return y

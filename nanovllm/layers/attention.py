@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from nanovllm.layers.attention_backend import AttentionBackend
-from nanovllm.utils.context import get_context
+from nanovllm.utils.context import Context
 
 
 class Attention(nn.Module):
@@ -22,15 +22,13 @@ class Attention(nn.Module):
         self.k_cache: torch.Tensor | None = None
         self.v_cache: torch.Tensor | None = None
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_stored: bool = False) -> torch.Tensor:
-        """Write K and V to their slots, unless that is done, then attend.
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
+        """Attend; the step's new keys and values are in their slots already (see `qk_norm_rope_store`).
 
         q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim], of the step's new
-        tokens, after RoPE; rows may be strided. Returns [num_tokens, num_heads, head_dim].
+        tokens, after RoPE; rows may be strided. context: the step's, or its `of_last_tokens()`, with q of those.
+        Returns like q.
         """
-        context = get_context()
-        if self.k_cache is not None and not is_stored:
-            self.backend.store(k, v, self.k_cache, self.v_cache, context.slot_mapping)
         if context.is_prefill:
             return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale)
         return self.backend.decode(q, self.k_cache, self.v_cache, context, self.scale)

@@ -6,18 +6,13 @@ from importlib.util import find_spec
 import torch
 
 from nanovllm.kernels import HAS_TRITON
-from nanovllm.layers.attention_torch import (
-    decode_attention_torch,
-    prefill_attention_torch,
-    store_kvcache_torch,
-)
+from nanovllm.layers.attention_torch import decode_attention_torch, prefill_attention_torch
 from nanovllm.layers.flash_attn4 import FlashAttn4, load_flash_attn4
 from nanovllm.utils.context import Context
 
 if HAS_TRITON:
     from nanovllm.kernels.paged_decode import DecodeWorkspace, paged_decode
     from nanovllm.kernels.paged_prefill import paged_prefill
-    from nanovllm.kernels.store_kvcache import store_kvcache
 
 
 class AttentionBackend(ABC):
@@ -40,10 +35,6 @@ class AttentionBackend(ABC):
         return None
 
     @abstractmethod
-    def store(self, k, v, k_cache, v_cache, slot_mapping) -> None:
-        """Write k and v, [num_tokens, num_kv_heads, head_dim], to their slots; slot -1 writes nothing."""
-
-    @abstractmethod
     def prefill(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor:
         """Attention of the flat batch of new tokens, each over the keys up to its own."""
 
@@ -57,9 +48,6 @@ class TorchBackend(AttentionBackend):
 
     name = "torch"
     supports_cuda_graphs = False  # It reads lengths on the host.
-
-    def store(self, k, v, k_cache, v_cache, slot_mapping):
-        store_kvcache_torch(k, v, k_cache, v_cache, slot_mapping)
 
     def prefill(self, q, k, v, k_cache, v_cache, context, scale):
         c = context
@@ -82,9 +70,6 @@ class TritonBackend(AttentionBackend):
 
     def prepare(self, max_batch_size, num_heads, num_kv_heads, head_dim, device):
         self.workspace = DecodeWorkspace(max_batch_size, num_heads, num_kv_heads, head_dim, device)
-
-    def store(self, k, v, k_cache, v_cache, slot_mapping):
-        store_kvcache(k, v, k_cache, v_cache, slot_mapping)
 
     def prefill(self, q, k, v, k_cache, v_cache, context, scale):
         if self.flash_attn4 is not None:
@@ -111,9 +96,6 @@ class FlashAttnBackend(AttentionBackend):
 
         self.varlen_func = flash_attn_varlen_func
         self.with_kvcache = flash_attn_with_kvcache
-
-    def store(self, k, v, k_cache, v_cache, slot_mapping):
-        store_kvcache(k, v, k_cache, v_cache, slot_mapping)
 
     def prefill(self, q, k, v, k_cache, v_cache, context, scale):
         if self.flash_attn4 is not None:

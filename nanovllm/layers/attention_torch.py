@@ -4,24 +4,6 @@ import torch
 import torch.nn.functional as F
 
 
-def store_kvcache_torch(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """Write each token's key and value to its slot of the paged cache, in place; see `store_kvcache`.
-
-    key, value: `[num_tokens, num_kv_heads, head_dim]`; caches: `[num_blocks, block_size, num_kv_heads, head_dim]`,
-    contiguous; slot_mapping: int32 `[num_tokens]`, -1 writes nothing.
-    """
-    tokens = (slot_mapping >= 0).nonzero().squeeze(1)
-    slots = slot_mapping[tokens].long()
-    k_cache.flatten(0, 1)[slots] = key[tokens]
-    v_cache.flatten(0, 1)[slots] = value[tokens]
-
-
 def prefill_attention_torch(
     q: torch.Tensor,
     k: torch.Tensor | None,

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.linear import make_parameter
-from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import TensorParallel
 
 
@@ -36,12 +35,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Hidden states -> logits [num_seqs, vocab_size], of each sequence's last token alone."""
+    """Hidden states [num_tokens, hidden_size] -> logits [num_tokens, vocab_size]."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states: [num_tokens, hidden_size], in a prefill all new tokens of the flat batch."""
-        context = get_context()
-        if context.is_prefill:
-            hidden_states = hidden_states[context.cu_seqlens_q[1:] - 1]
         logits = self.tp.all_gather(F.linear(hidden_states, self.weight))
         return logits[:, : self.vocab_size]

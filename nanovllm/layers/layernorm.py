@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from nanovllm.kernels import HAS_TRITON, use_kernels
 
 if HAS_TRITON:
-    from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+    from nanovllm.kernels.rms_norm import rms_norm
 
 
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -16,15 +16,10 @@ def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (value * inverse_rms * weight.float()).to(x.dtype)
 
 
-def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Twin of `kernels.rms_norm.add_rms_norm`: `residual` is overwritten with the sum as well."""
-    total = x.float() + residual.float()
-    residual.copy_(total)
-    return rms_norm_torch(total, weight, eps).to(x.dtype), residual
-
-
 class RMSNorm(nn.Module):
     """`x / sqrt(mean(x^2) + eps) * weight`, computed in float32 and rounded once (Zhang & Sennrich 2019).
+
+    The residual that Qwen adds before it comes with the product ahead (`RowParallelLinear.add_to`).
 
     Args:
         hidden_size: length of the normalized (last) dimension.
@@ -36,18 +31,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalizes x, or x + residual.
-
-        Args:
-            x: `[num_tokens, hidden_size]`, any float dtype.
-            residual: like x; overwritten with x + residual.
-
-        Returns:
-            y like x; with a residual the pair `(y, residual)`.
-        """
-        if residual is None:
-            norm = rms_norm if use_kernels(x) else rms_norm_torch
-            return norm(x, self.weight, self.eps)
-        add_norm = add_rms_norm if use_kernels(x) else add_rms_norm_torch
-        return add_norm(x, residual, self.weight, self.eps)
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `[num_tokens, hidden_size]`, any float dtype, to its like."""
+        norm = rms_norm if use_kernels(x) else rms_norm_torch
+        return norm(x, self.weight, self.eps)

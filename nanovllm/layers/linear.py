@@ -110,3 +110,15 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # One rank adds the bias, else the sum would hold it once a rank.
         return self.tp.all_reduce(F.linear(x, self.weight, self.bias if self.tp.rank == 0 else None))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + self(x), overwriting residual [num_tokens, output_size]: the product's last step adds, instead of
+        a pass over memory of its own."""
+        # As with the bias, one rank brings the residual into the sum.
+        if self.tp.rank == 0:
+            residual.addmm_(x, self.weight.t())
+            if self.bias is not None:
+                residual += self.bias
+        else:
+            torch.mm(x, self.weight.t(), out=residual)
+        return self.tp.all_reduce(residual)

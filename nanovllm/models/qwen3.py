@@ -22,10 +22,8 @@ def get_head_dim(config) -> int:
 
 
 class Qwen3Attention(nn.Module):
-    """Fused q/k/v projection, RMSNorm on each head of q and k, RoPE, paged attention, output projection.
-
-    forward: positions int64 [num_tokens], hidden_states [num_tokens, hidden_size] -> like hidden_states.
-    """
+    """Fused q/k/v projection, RMSNorm on each head of q and k, RoPE, paged attention, output projection. The layer
+    calls the projections itself: what comes before and after them shares their launches where it can."""
 
     def __init__(
         self,
@@ -49,15 +47,12 @@ class Qwen3Attention(nn.Module):
         self.rotary_emb = rotary_emb
         self.attn = Attention(self.head_dim, backend)
 
-    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.o_proj(self.attend(positions, self.qkv_proj(hidden_states)))
-
-    def attend(self, positions: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(self, positions: torch.Tensor, qkv: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         """All between the two projections: qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], which is
-        overwritten, -> [num_tokens, num_heads * head_dim]."""
+        overwritten, -> [num_tokens, num_heads * head_dim], or with `rows`, a prefill's Context.last_tokens, that of
+        these tokens alone."""
         context = get_context()
-        # A decode step is short enough to count launches: there K and V go to their slots in the same one.
-        fused_store = not context.is_prefill
+        has_cache = self.attn.k_cache is not None  # The warm-up runs without one.
         qk_norm_rope_store(
             qkv,
             self.q_norm.weight if self.q_norm else None,
@@ -65,19 +60,24 @@ class Qwen3Attention(nn.Module):
             self.eps,
             self.rotary_emb.cos_sin_cache,
             positions,
-            self.attn.k_cache if fused_store else None,
-            self.attn.v_cache if fused_store else None,
-            context.slot_mapping if fused_store else None,
+            self.attn.k_cache,
+            self.attn.v_cache,
+            context.slot_mapping if has_cache else None,
             self.num_heads,
             self.num_kv_heads,
         )
         heads = qkv.view(len(qkv), -1, self.head_dim)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        return self.attn(q, k, v, is_stored=fused_store).flatten(1)
+        if rows is not None:
+            q, context = q[rows], context.of_last_tokens()
+        return self.attn(q, k, v, context).flatten(1)
 
 
 class Qwen3MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one product."""
+    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one product.
+
+    forward: x [num_tokens, hidden_size] -> what down_proj takes, [num_tokens, this rank's intermediate_size].
+    """
 
     def __init__(self, config, tp: TensorParallel):
         super().__init__()
@@ -89,12 +89,11 @@ class Qwen3MLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, False, tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        return self.act_fn(self.gate_up_proj(x))
 
 
 class Qwen3DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP. The residual stream is carried apart, so that each addition shares a pass over
-    memory with the norm that follows it."""
+    """Pre-norm attention and MLP on a residual stream."""
 
     def __init__(self, config, tp: TensorParallel, **attention):
         super().__init__()
@@ -104,15 +103,16 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            residual, hidden_states = hidden_states, self.input_layernorm(hidden_states)
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
-        hidden_states = self.self_attn(positions, hidden_states)
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return self.mlp(hidden_states), residual
+        self, positions: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The residual stream [num_tokens, hidden_size], overwritten; with `rows` (see `Qwen3Attention.attend`) only
+        the stream of these tokens goes on, [len(rows), hidden_size]."""
+        qkv = self.self_attn.qkv_proj(self.input_layernorm(residual))
+        attended = self.self_attn.attend(positions, qkv, rows)
+        if rows is not None:
+            residual = residual[rows]
+        residual = self.self_attn.o_proj.add_to(residual, attended)
+        return self.mlp.down_proj.add_to(residual, self.mlp(self.post_attention_layernorm(residual)))
 
     def forward_skinny(self, positions: torch.Tensor, residual: torch.Tensor) -> None:
         """The same for a decode step of a few sequences, in six launches instead of nine or more: at batch 1 the
@@ -127,7 +127,8 @@ class Qwen3DecoderLayer(nn.Module):
 
 
 class Qwen3Model(nn.Module):
-    """Embedding, decoder layers, final norm: token ids and positions [num_tokens] -> [num_tokens, hidden_size]."""
+    """Embedding, decoder layers, final norm: token ids and positions [num_tokens] -> [num_tokens, hidden_size], or in a
+    prefill what Context.last_tokens asks for."""
 
     def __init__(self, config, max_position: int, tp: TensorParallel, **attention):
         super().__init__()
@@ -140,15 +141,16 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        hidden_states = self.embed_tokens(input_ids)
-        if self.tp.size == 1 and is_skinny(hidden_states) and not get_context().is_prefill:
+        residual = self.embed_tokens(input_ids)
+        if self.tp.size == 1 and is_skinny(residual) and not get_context().is_prefill:
             for layer in self.layers:
-                layer.forward_skinny(positions, hidden_states)
-            return self.norm(hidden_states)
-        residual = None
-        for layer in self.layers:
-            hidden_states, residual = layer(positions, hidden_states, residual)
-        return self.norm(hidden_states, residual)[0]
+                layer.forward_skinny(positions, residual)
+            return self.norm(residual)
+        *layers, last_layer = self.layers
+        for layer in layers:
+            residual = layer(positions, residual)
+        # Nobody asks a prompt's other tokens for more than their keys and values.
+        return self.norm(last_layer(positions, residual, get_context().last_tokens))
 
 
 class Qwen3ForCausalLM(nn.Module):
@@ -185,11 +187,12 @@ class Qwen3ForCausalLM(nn.Module):
         return {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Token ids and positions, int64 [num_tokens] -> hidden states [num_tokens, hidden_size]."""
+        """Token ids and positions, int64 [num_tokens] -> hidden states [num_tokens, hidden_size], in a prefill those of
+        Context.last_tokens."""
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] -> logits [num_seqs, vocab_size] of the last tokens."""
+        """Hidden states [num_tokens, hidden_size] -> logits [num_tokens, vocab_size]."""
         return self.lm_head(hidden_states)
 
 

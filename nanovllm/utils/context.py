@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from nanovllm.utils.decode_plan import DecodePlan
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Attention metadata of one step. All tensors are int32 on the model's device.
+    """Attention metadata of one step. All tensors are on the model's device, and int32 but for one.
 
     Attributes:
         is_prefill: whether the step prefills (a flat batch of new tokens) or decodes (one token a sequence).
@@ -23,6 +23,8 @@ class Context:
         context_lens: [num_seqs] decode: keys of each sequence, its new token included; 0 = padding row.
         block_tables: [num_seqs, max_blocks] KV cache blocks of each sequence, right-padded with -1; None in a
             prefill that reads nothing from the cache.
+        last_tokens: int64 [num_seqs] prefill: where in the flat batch each sequence's last new token is. The model
+            returns the hidden states of these alone; None makes it return all.
         decode_plan: decode: how attention is cut into pieces of work, for back ends that want it.
     """
 
@@ -34,7 +36,13 @@ class Context:
     slot_mapping: torch.Tensor | None = None
     context_lens: torch.Tensor | None = None
     block_tables: torch.Tensor | None = None
+    last_tokens: torch.Tensor | None = None
     decode_plan: DecodePlan | None = None
+
+    def of_last_tokens(self) -> "Context":
+        """The same prefill with each sequence's last new token as its one query."""
+        cu_seqlens_q = torch.arange(len(self.cu_seqlens_k), dtype=torch.int32, device=self.cu_seqlens_k.device)
+        return replace(self, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=1)
 
 
 # A context variable rather than a global: engines driven from two threads do not see each other's steps.

@@ -120,3 +120,21 @@ def test_wrong_arguments_are_refused(index, value, message, device):
     case[index] = value
     with pytest.raises(ValueError, match=message):
         qk_norm_rope_store(*case)
+
+
+@pytest.mark.gpu
+def test_slots_beyond_two_billion_elements():
+    num_blocks, block_size, num_heads, num_kv_heads, head_dim = 8200, 256, 2, 8, 128
+    assert num_blocks * block_size * num_kv_heads * head_dim > 2**31
+    qkv, q_weight, k_weight, eps, table, positions, *_ = random_case(
+        2, num_heads, num_kv_heads, head_dim, torch.bfloat16, "cuda"
+    )
+    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    k_cache, v_cache = (torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    slots = torch.tensor([num_blocks * block_size - 1, 3], dtype=torch.int32, device="cuda")
+    qk_norm_rope_store(qkv, q_weight, k_weight, eps, table, positions, k_cache, v_cache, slots, num_heads, num_kv_heads)
+    _, k, v = qkv.view(2, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        assert torch.equal(cache[-1, -1], rows[0])
+        assert torch.equal(cache[0, 3], rows[1])
+        assert cache[-1, -2].isnan().all()

@@ -1,0 +1,50 @@
+"""What the model computes beyond what parity with transformers shows: which rows it returns, and in-place sums."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanovllm.layers.attention_backend import TorchBackend
+from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.models.presets import preset_config
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.context import Context, step_context
+from nanovllm.utils.loader import load_dummy
+from nanovllm.utils.parallel import TensorParallel
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = preset_config("Qwen3-0.6B")
+    config.update({"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 50})
+    config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8})
+    model = Qwen3ForCausalLM(config, 64, TorchBackend(), TensorParallel())
+    load_dummy(model, seed=1)
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("lens", [[1], [5], [3, 1, 7], [2, 2]])
+def test_last_tokens_alone_come_out_as_among_all(model, lens):
+    """The last layer then attends from these alone: it must be the same attention."""
+    ends = torch.tensor([0, *lens]).cumsum(0)
+    cu_seqlens = ends.int()
+    input_ids = torch.randint(50, (sum(lens),))
+    positions = torch.cat([torch.arange(n) for n in lens])
+    outputs = []
+    for last_tokens in (None, ends[1:] - 1):
+        with step_context(Context(True, cu_seqlens, cu_seqlens, max(lens), max(lens), last_tokens=last_tokens)):
+            outputs.append(model(input_ids, positions))
+    everything, last = outputs
+    assert everything.shape == (sum(lens), 32)
+    torch.testing.assert_close(last, everything[ends[1:] - 1])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_is_added_to_the_residual_in_place(bias):
+    layer = RowParallelLinear(12, 7, bias, TensorParallel()).requires_grad_(False)
+    for parameter in layer.parameters():
+        parameter.normal_()
+    x, residual = torch.randn(5, 12), torch.randn(5, 7)
+    expected = residual + F.linear(x, layer.weight, layer.bias)
+    assert layer.add_to(residual, x) is residual
+    torch.testing.assert_close(residual, expected)
