@@ -89,7 +89,7 @@ class Qwen3MLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, False, tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act_fn(self.gate_up_proj(x))
+        return self.act_fn.after_linear(x, self.gate_up_proj.weight)
 
 
 class Qwen3DecoderLayer(nn.Module):
