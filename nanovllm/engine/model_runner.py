@@ -9,9 +9,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from nanovllm.config import CPU_KVCACHE_GIB, Config
+from nanovllm.config import Config
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.inputs import BlockTables, DecodeInputs, PackedArrays, SampledTokens
+from nanovllm.engine.memory import GIB, kv_cache_budget, largest_prefill
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import select_backend
@@ -23,8 +24,6 @@ from nanovllm.utils.loader import load_dummy, load_model
 from nanovllm.utils.parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
-
-GIB = 2**30
 
 
 class ModelRunner:
@@ -112,17 +111,9 @@ class ModelRunner:
             return
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
-        config = self.config
-        # As many sequences as a step may hold, so that the logits are at their largest as well.
-        num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        seq_len = min(config.max_num_batched_tokens // num_seqs, config.max_model_len)
-        cu_seqlens = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * seq_len
-        input_ids = torch.randint(config.hf_config.vocab_size, (num_seqs * seq_len,), device=self.device)
-        positions = torch.arange(seq_len, device=self.device).repeat(num_seqs)
-        context = Context(True, cu_seqlens, cu_seqlens, seq_len, seq_len)
-        sampling = [torch.zeros(num_seqs, dtype=d, device=self.device) for d in _SAMPLING_DTYPES]
+        inputs, context = largest_prefill(self.config, self.device)
         with step_context(context):
-            self._forward(input_ids, positions, *sampling)
+            self._forward(*inputs)
         torch.cuda.synchronize(self.device)
 
     def warmup_kernels(self) -> None:
@@ -154,7 +145,7 @@ class ModelRunner:
         block_bytes = 2 * len(layers) * int(np.prod(shape)) * config.dtype.itemsize
         blocks = config.num_kvcache_blocks
         if blocks == -1:
-            budget, reason = self._kv_cache_budget()
+            budget, reason = kv_cache_budget(config, self.device)
             blocks = budget // block_bytes
             if blocks < 1:
                 raise MemoryError(
@@ -175,23 +166,6 @@ class ModelRunner:
             blocks * block_bytes / GIB,
             min(config.max_model_len, capacity),
             bound,
-        )
-
-    def _kv_cache_budget(self) -> tuple[int, str]:
-        """Bytes for the KV cache, and in words where they come from."""
-        config = self.config
-        if config.kvcache_gib is not None or self.device.type == "cpu":
-            gib = config.kvcache_gib or CPU_KVCACHE_GIB
-            return int(gib * GIB), f"kvcache_gib is {gib}"
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        stats = torch.cuda.memory_stats(self.device)
-        peak, current = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
-        budget = total * config.gpu_memory_utilization - (total - free) - (peak - current)
-        return int(budget), (
-            f"of {total / GIB:.2f} GiB x gpu_memory_utilization={config.gpu_memory_utilization}, "
-            f"{(total - free) / GIB:.2f} GiB are in use (by other processes too) and a step's activations "
-            f"take {(peak - current) / GIB:.2f} GiB"
         )
 
     def _attention_layers(self) -> list[Attention]:
@@ -306,9 +280,6 @@ class ModelRunner:
         sizes = graph_batch_sizes(self.config.max_num_seqs)
         self.graphs = DecodeGraphs(self._decode, partial(self.prepare_decode, []), sizes, self.device)
         logger.info("CUDA graphs: %d, batch sizes 1 to %d", len(sizes), sizes[-1])
-
-
-_SAMPLING_DTYPES = (torch.float32, torch.int64, torch.int64)  # temperatures, seeds, positions
 
 
 @contextmanager
