@@ -30,7 +30,9 @@ class Rank:
         if is_prefill:
             runner = SimpleNamespace(block_size=BLOCK_SIZE, device=CPU)
             inputs, context = ModelRunner.prepare_prefill(runner, seqs)
-            named = [getattr(context, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "slot_mapping", "block_tables")]
+            named = [
+                getattr(context, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "slot_mapping", "block_tables")
+            ]
             tensors = [*inputs, *(tensor for tensor in named if tensor is not None)]
             return [context.max_seqlen_q, context.max_seqlen_k, *(tensor.tolist() for tensor in tensors)]
         self.inputs.write(seqs, len(seqs))
