@@ -247,7 +247,10 @@ class Workers:
         return suspects
 
     def _describe_end(self, rank: int) -> str:
-        code = self._processes[rank].exitcode
+        deadline = time.monotonic() + 1.0
+        # Its end of a pipe closes a moment before it can be asked how it ended.
+        while (code := self._processes[rank].exitcode) is None and time.monotonic() < deadline:
+            time.sleep(0.001)
         if code is not None and code < 0:
             try:
                 reason = signal.Signals(-code).name
