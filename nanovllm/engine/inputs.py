@@ -1,6 +1,8 @@
 """The tensors of a step, written as numpy arrays on the host and sent to the device in one copy."""
 
 import math
+import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -9,6 +11,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.decode_plan import DecodePlan, num_work_items, plan_decode
 
 _ALIGN = 16  # bytes; what wide loads on the device want
+_POLL_SECONDS = 50e-6
 
 
 Layout = dict[str, tuple[tuple[int, ...], type]]  # name -> (shape, numpy dtype)
@@ -173,8 +176,10 @@ class DecodeInputs:
 class SampledTokens:
     """The outcome of a step that is under way: its tokens on their way to the host."""
 
-    def __init__(self, tokens: torch.Tensor):
-        """tokens: int64 [num_seqs] on the device."""
+    def __init__(self, tokens: torch.Tensor, check: Callable[[], None] | None = None):
+        """tokens: int64 [num_seqs] on the device. check: with several ranks, raises where one of them has gone, for
+        which the device would wait in vain."""
+        self._check = check
         self._event = None
         if tokens.device.type == "cuda":
             self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
@@ -186,6 +191,11 @@ class SampledTokens:
 
     def wait(self) -> list[int]:
         """The tokens, once the step is done."""
-        if self._event is not None:
+        if self._event is not None and self._check is None:
             self._event.synchronize()
+        elif self._event is not None:
+            # The next step is under way already, so that what this sleeps too long costs nothing.
+            while not self._event.query():
+                self._check()
+                time.sleep(_POLL_SECONDS)
         return self._tokens.tolist()

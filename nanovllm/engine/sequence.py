@@ -27,7 +27,8 @@ class Sequence:
         status: see SequenceStatus.
         is_prefilling: whether the next step prefills it. State of its own, not derived from the number of
             completion tokens: a preempted sequence is prefilled again, completion and all.
-        tokens: array("i") of prompt and completion; empty in a worker's copy of a decoding sequence.
+        tokens: array("i") of prompt and completion; in a worker's copy those up to the end of the chunk that is
+            prefilled, or none.
         last_token: the newest token, the one that a decode step feeds to the model.
         num_tokens: prompt and completion tokens.
         num_prompt_tokens: prompt tokens.
@@ -156,7 +157,9 @@ class Sequence:
         self.pending_row = -1
 
     def __getstate__(self) -> tuple:
-        """What a worker needs for one step and no more: token ids only while the sequence is prefilled."""
+        """What a worker needs for one step and no more: of the tokens, those that a prefill computes, and in a decode
+        step the last one alone."""
+        first, end = self.num_cached_tokens, self.num_cached_tokens + self.num_scheduled_tokens
         return (
             self.seq_id,
             self.block_size,
@@ -167,7 +170,9 @@ class Sequence:
             self.num_scheduled_tokens,
             self.pending_row,
             self.block_table,
-            self.tokens if self.is_prefilling else self.last_token,
+            self.temperature,
+            self.seed,
+            self.tokens[first:end].tobytes() if self.is_prefilling else self.last_token,
         )
 
     def __setstate__(self, state: tuple) -> None:
@@ -181,7 +186,19 @@ class Sequence:
             self.num_scheduled_tokens,
             self.pending_row,
             self.block_table,
+            self.temperature,
+            self.seed,
             tokens,
         ) = state
-        self.tokens = tokens if self.is_prefilling else array("i")
-        self.last_token = tokens[-1] if self.is_prefilling else tokens
+        self.tokens = array("i")
+        if self.is_prefilling:
+            self.set_scheduled_tokens(tokens)
+        else:
+            self.last_token = tokens
+
+    def set_scheduled_tokens(self, tokens: bytes) -> None:
+        """In a worker's copy: the tokens of the chunk that is to be prefilled, int32; placeholders stand for those
+        before it, which are in the KV cache."""
+        self.tokens = array("i", bytes(4 * self.num_cached_tokens))
+        self.tokens.frombytes(tokens)
+        self.last_token = self.tokens[-1] if self.tokens else PLACEHOLDER

@@ -71,7 +71,8 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Query, key and value projections as one product, whole heads a rank. Shard ids are "q", "k" and "v".
+    """Query, key and value projections as one product, whole heads a rank. Shard ids are "q", "k" and "v". With fewer
+    KV heads than ranks, each rank holds the one that its query heads read.
 
     forward: [num_tokens, hidden_size] -> [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], both head
     counts this rank's.
@@ -81,9 +82,15 @@ class QKVParallelLinear(ColumnParallelLinear):
         self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, tp: TensorParallel
     ):
         self.num_heads = tp.shard(num_heads, "num_attention_heads")
-        self.num_kv_heads = tp.shard(num_kv_heads, "num_key_value_heads")
+        self.head_dim = head_dim
+        self.first_kv_head, self.num_kv_heads = tp.shard_kv_heads(num_kv_heads)
         kv_size = num_kv_heads * head_dim
         super().__init__(hidden_size, {"q": num_heads * head_dim, "k": kv_size, "v": kv_size}, bias, tp)
+
+    def part(self, shard_id, tp: TensorParallel) -> tuple[int, int]:
+        if shard_id == "q":
+            return super().part(shard_id, tp)
+        return self.first_kv_head * self.head_dim, self.num_kv_heads * self.head_dim
 
 
 class RowParallelLinear(nn.Module):

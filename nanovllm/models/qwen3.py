@@ -192,8 +192,12 @@ class Qwen3ForCausalLM(nn.Module):
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] -> logits [num_tokens, vocab_size]."""
+        """Hidden states [num_rows, hidden_size] -> logits of this rank's tokens [num_rows, num_tokens]."""
         return self.lm_head(hidden_states)
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """What compute_logits returned on each rank -> logits [num_rows, vocab_size], on all of them."""
+        return self.lm_head.gather(logits)
 
 
 class Qwen2ForCausalLM(Qwen3ForCausalLM):

@@ -1,6 +1,7 @@
 """Weights: from safetensors files, or drawn at random, straight into the model's parameters."""
 
 import json
+import math
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -29,6 +30,11 @@ def load_model(model: nn.Module, directory: str) -> None:
         for name, (param, shard_id) in plan.items():
             load = getattr(param, "weight_loader", _copy_whole)
             load(param, tensors[name], shard_id)
+
+
+def num_checkpoint_params(model: nn.Module) -> int:
+    """Numbers that the whole model has, however many of them are this rank's."""
+    return sum(math.prod(shape) for _, _, shape in _wanted_tensors(model).values())
 
 
 def load_dummy(model: nn.Module, seed: int) -> None:
