@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 
-import numpy as np
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
-from nanovllm.engine.inputs import BlockTables, DecodeInputs, PackedArrays, SampledTokens
+from nanovllm.engine.inputs import DecodeInputs, SampledTokens, prefill_inputs
 from nanovllm.engine.interrupts import HeldInterrupt
-from nanovllm.engine.memory import GIB, kv_cache_budget, largest_prefill
+from nanovllm.engine.memory import allocate_kv_cache, largest_prefill, warmup_sequences
 from nanovllm.engine.process_group import abort_group
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_messages import StepDecoder, StepEncoder
@@ -202,16 +201,9 @@ class ModelRunner:
         """Compile every variant of the Triton kernels that a prefill may need (seconds, the first time on a
         machine), so that none is compiled in the middle of a batch: short and long, with a cached prefix and
         without. They write to the cache's first slots, which nobody has been given yet."""
-        config = self.config
-        for num_cached, num_new in ((0, 1), (0, 17), (0, 512), (16, 1), (16, 17), (16, 512)):
-            num_tokens = num_cached + num_new
-            if num_tokens > min(config.max_model_len, self.num_kvcache_blocks * self.block_size):
-                continue
-            seq = Sequence(0, [0] * num_tokens, block_size=self.block_size)
-            seq.block_table = list(range(seq.num_blocks))
-            seq.num_cached_tokens, seq.num_scheduled_tokens = num_cached, num_new
+        for seq in warmup_sequences(self.config, self.num_kvcache_blocks):
             self.run([seq], True)
-            if config.max_num_seqs > 1:
+            if self.config.max_num_seqs > 1:
                 self.run([seq, seq], True)
         seq.is_prefilling = False
         self.run([seq], False)
@@ -221,36 +213,11 @@ class ModelRunner:
 
         Raises MemoryError where there is no room for one block, with the numbers.
         """
-        config, hf_config = self.config, self.config.hf_config
         layers = self._attention_layers()
-        shape = (self.block_size, self.num_kv_heads, get_head_dim(hf_config))
-        block_bytes = 2 * len(layers) * int(np.prod(shape)) * config.dtype.itemsize
-        blocks = config.num_kvcache_blocks
-        if blocks == -1:
-            budget, reason = kv_cache_budget(config, self.device)
-            counts = self.tp.all_gather(torch.tensor(budget // block_bytes, device=self.device)).tolist()
-            blocks = min(counts)
-            if blocks < 1:
-                where = f" on rank {counts.index(blocks)}; on rank {self.rank}" if self.tp.size > 1 else ""
-                raise MemoryError(
-                    f"no room for one KV cache block of {block_bytes / GIB:.3f} GiB{where}: {reason}; raise "
-                    "gpu_memory_utilization or kvcache_gib, or lower max_num_batched_tokens"
-                )
-        self.num_kvcache_blocks = blocks
-        self.kv_cache = torch.zeros(2, len(layers), blocks, *shape, dtype=config.dtype, device=self.device)
+        self.kv_cache = allocate_kv_cache(self.config, len(layers), self.num_kv_heads, self.device, self.tp)
+        self.num_kvcache_blocks = self.kv_cache.shape[2]
         for i, layer in enumerate(layers):
             layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
-        capacity = blocks * self.block_size
-        bound = "max_model_len" if config.max_model_len <= capacity else "the KV cache"
-        logger.info(
-            "KV cache: %d blocks x %d = %d tokens, %.2f GiB; longest sequence: %d tokens (%s)",
-            blocks,
-            self.block_size,
-            capacity,
-            blocks * block_bytes / GIB,
-            min(config.max_model_len, capacity),
-            bound,
-        )
 
     def _attention_layers(self) -> list[Attention]:
         return [module for module in self.model.modules() if isinstance(module, Attention)]
@@ -281,60 +248,7 @@ class ModelRunner:
     def prepare_prefill(self, seqs: list[Sequence]) -> tuple[tuple[torch.Tensor, ...], Context]:
         """The flat batch of the sequences' scheduled tokens: (input_ids, positions, temperatures, seeds, sample
         positions), and the context."""
-        num_new = [seq.num_scheduled_tokens for seq in seqs]
-        num_keys = [seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs]
-        num_tokens, num_seqs = sum(num_new), len(seqs)
-        # Without a cached prefix, keys and values are all in the batch itself, and no table is looked up.
-        is_cached = sum(num_keys) > num_tokens
-        max_blocks = max(len(seq.block_table) for seq in seqs)
-        arrays = PackedArrays(
-            {
-                "input_ids": ((num_tokens,), np.int64),
-                "positions": ((num_tokens,), np.int64),
-                "seeds": ((num_seqs,), np.int64),
-                "sample_positions": ((num_seqs,), np.int64),
-                "last_tokens": ((num_seqs,), np.int64),
-                "temperatures": ((num_seqs,), np.float32),
-                "slot_mapping": ((num_tokens,), np.int32),
-                "cu_seqlens_q": ((num_seqs + 1,), np.int32),
-                "cu_seqlens_k": ((num_seqs + 1,), np.int32),
-                "block_tables": ((num_seqs, max_blocks), np.int32),
-            },
-            self.device,
-        )
-        host = arrays.host
-        tables = BlockTables(host["block_tables"])
-        start = 0
-        for i, seq in enumerate(seqs):
-            first, end = seq.num_cached_tokens, num_keys[i]
-            tables.write(i, seq.block_table)
-            positions = np.arange(first, end)
-            tokens = slice(start, start + num_new[i])
-            host["input_ids"][tokens] = np.frombuffer(seq.tokens, np.int32)[first:end]
-            host["positions"][tokens] = positions
-            blocks = tables.array[i, positions // self.block_size]
-            host["slot_mapping"][tokens] = blocks * self.block_size + positions % self.block_size
-            start += num_new[i]
-        np.cumsum(num_new, out=host["cu_seqlens_q"][1:])
-        np.cumsum(num_keys, out=host["cu_seqlens_k"][1:])
-        host["last_tokens"][:] = host["cu_seqlens_q"][1:] - 1
-        host["sample_positions"][:] = host["cu_seqlens_k"][1:] - host["cu_seqlens_k"][:-1] - 1
-        host["temperatures"][:] = [seq.temperature for seq in seqs]
-        host["seeds"][:] = [seq.seed for seq in seqs]
-        arrays.send()
-        device = arrays.device
-        context = Context(
-            is_prefill=True,
-            cu_seqlens_q=device["cu_seqlens_q"],
-            cu_seqlens_k=device["cu_seqlens_k"],
-            max_seqlen_q=max(num_new),
-            max_seqlen_k=max(num_keys),
-            slot_mapping=device["slot_mapping"],
-            block_tables=device["block_tables"] if is_cached else None,
-            last_tokens=device["last_tokens"],
-        )
-        names = ("input_ids", "positions", "temperatures", "seeds", "sample_positions")
-        return tuple(device[name] for name in names), context
+        return prefill_inputs(seqs, self.block_size, self.device)
 
     def prepare_decode(self, seqs: list[Sequence], batch_size: int) -> None:
         """Each sequence's last token, its position, its slot and its block table, into decode_inputs; padding in

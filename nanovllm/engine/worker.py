@@ -16,6 +16,10 @@ from nanovllm.engine.call_channel import CallReader, Event
 from nanovllm.engine.process_group import connect_store, join_group
 from nanovllm.utils.parallel import CollectiveError, TensorParallel
 
+MAIN_GUARD = (
+    "tensor_parallel_size > 1 starts processes, each of which imports the script that it is called from: what the "
+    'script does belongs under `if __name__ == "__main__":`'
+)
 PARENT_CHECK_SECONDS = 1.0
 
 
@@ -52,6 +56,16 @@ class WorkerLink(NamedTuple):
     device: torch.device
     tp: TensorParallel
     calls: CallReader
+
+
+def check_may_spawn() -> None:
+    """Raises RuntimeError where this process may start no workers."""
+    process = multiprocessing.current_process()
+    # While a spawned process imports its parent's script.
+    if getattr(process, "_inheriting", False):
+        raise RuntimeError(MAIN_GUARD)
+    if process.daemon:
+        raise RuntimeError("tensor_parallel_size > 1 starts processes, which a daemonic process may not")
 
 
 def worker_main(seat: WorkerSeat) -> None:

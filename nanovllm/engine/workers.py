@@ -16,13 +16,9 @@ from nanovllm.config import Config
 from nanovllm.engine.call_channel import CallWriter
 from nanovllm.engine.interrupts import HeldInterrupt
 from nanovllm.engine.process_group import abort_group, join_group, open_store
-from nanovllm.engine.worker import Report, WorkerSeat, worker_main
+from nanovllm.engine.worker import MAIN_GUARD, Report, WorkerSeat, check_may_spawn, worker_main
 from nanovllm.utils.parallel import CollectiveError, TensorParallel
 
-MAIN_GUARD = (
-    "tensor_parallel_size > 1 starts processes, each of which imports the script that it is called from: what the "
-    'script does belongs under `if __name__ == "__main__":`'
-)
 BLAME_SECONDS = 2.0  # How long a failed collective waits for the failure that caused it.
 EXIT_SECONDS = 10.0  # For workers that have been told to exit, then twice as short for those that have been killed.
 
@@ -51,7 +47,7 @@ class Workers:
 
         Raises RuntimeError where this process may start none.
         """
-        _check_may_spawn()
+        check_may_spawn()
         self.failure: str | None = None
         self._device = device
         self._size = config.tensor_parallel_size
@@ -208,7 +204,7 @@ class Workers:
         reports = {connection: rank for rank, connection in self._reports.items()}
         sentinels = {process.sentinel: rank for rank, process in self._processes.items()}
         suspect, deadline = None, None
-        while True:
+        while not self._has_ended:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = wait([self._wake_up, *reports, *sentinels], timeout)
             if self._wake_up in ready:
@@ -276,15 +272,6 @@ class Workers:
             process.kill()
         if self._group is not None:
             abort_group(self._group)
-
-
-def _check_may_spawn() -> None:
-    process = multiprocessing.current_process()
-    # While a spawned process imports its parent's script.
-    if getattr(process, "_inheriting", False):
-        raise RuntimeError(MAIN_GUARD)
-    if process.daemon:
-        raise RuntimeError("tensor_parallel_size > 1 starts processes, which a daemonic process may not")
 
 
 def _without_transformers(config: Config) -> Config:

@@ -1,7 +1,6 @@
 """What the workers are told of a step: exactly what rank 0 computes, in few bytes."""
 
 import pickle
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -9,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine.inputs import DecodeInputs
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.inputs import DecodeInputs, prefill_inputs
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_messages import StepDecoder, StepEncoder
@@ -28,8 +26,7 @@ class Rank:
     def prepare(self, seqs: list[Sequence], is_prefill: bool) -> list:
         """All that the model would be given, as plain lists."""
         if is_prefill:
-            runner = SimpleNamespace(block_size=BLOCK_SIZE, device=CPU)
-            inputs, context = ModelRunner.prepare_prefill(runner, seqs)
+            inputs, context = prefill_inputs(seqs, BLOCK_SIZE, CPU)
             named = [
                 getattr(context, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "slot_mapping", "block_tables")
             ]
