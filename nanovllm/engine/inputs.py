@@ -191,6 +191,7 @@ def prefill_inputs(
             "positions": ((num_tokens,), np.int64),
             "seeds": ((num_seqs,), np.int64),
             "sample_positions": ((num_seqs,), np.int64),
+            "last_tokens": ((num_seqs,), np.int64),
             "temperatures": ((num_seqs,), np.float32),
             "slot_mapping": ((num_tokens,), np.int32),
             "cu_seqlens_q": ((num_seqs + 1,), np.int32),
@@ -214,6 +215,7 @@ def prefill_inputs(
         start += num_new[i]
     np.cumsum(num_new, out=host["cu_seqlens_q"][1:])
     np.cumsum(num_keys, out=host["cu_seqlens_k"][1:])
+    host["last_tokens"][:] = host["cu_seqlens_q"][1:] - 1
     host["sample_positions"][:] = host["cu_seqlens_k"][1:] - host["cu_seqlens_k"][:-1] - 1
     host["temperatures"][:] = [seq.temperature for seq in seqs]
     host["seeds"][:] = [seq.seed for seq in seqs]
@@ -227,6 +229,7 @@ def prefill_inputs(
         max_seqlen_k=max(num_keys),
         slot_mapping=on_device["slot_mapping"],
         block_tables=on_device["block_tables"] if is_cached else None,
+        last_tokens=on_device["last_tokens"],
     )
     names = ("input_ids", "positions", "temperatures", "seeds", "sample_positions")
     return tuple(on_device[name] for name in names), context
