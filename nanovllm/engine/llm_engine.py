@@ -179,16 +179,9 @@ class LLMEngine:
         check_choice("on_error", on_error, ("raise", "return"))
         prompts = as_prompts(prompts)
         params = params_per_prompt(sampling_params, len(prompts))
-        checked = self._checker.check_all(prompts, params, on_error)
-        requests = [
-            ids if isinstance(ids, Exception) else self._make_sequences(ids, p)
-            for ids, p in zip(checked, params, strict=True)
-        ]
-        del checked  # The sequences hold them; a second copy of a large batch would be for nothing.
-        seqs = [seq for request in requests if isinstance(request, list) for seq in request]
+        requests = self._make_requests(prompts, params, on_error)
         with self._loop.driving(user):
-            self._loop.queue(seqs)
-            self._run_all(user, len(seqs), use_tqdm, on_step)
+            self._run_all(user, self._queue(requests), use_tqdm, on_step)
         return [error_output(r) if isinstance(r, Exception) else request_output(r) for r in requests]
 
     def _run_all(self, user: User, num_seqs: int, use_tqdm: bool, on_step: Callable | None) -> None:
@@ -213,6 +206,27 @@ class LLMEngine:
     def _set_texts(self, finished: list[Sequence]) -> None:
         if finished and self._detokenizer is not None:
             self._detokenizer.set_texts(finished)
+
+    def _make_requests(
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        on_error: str = "raise",
+        start: int = 0,
+        streams: bool = False,
+    ) -> list[list[Sequence] | Exception]:
+        """The samples of each prompt, or with on_error "return" what is wrong with it. start: the first one's index."""
+        checked = self._checker.check_all(prompts, params, on_error, start)
+        return [
+            ids if isinstance(ids, Exception) else self._make_sequences(ids, p, streams)
+            for ids, p in zip(checked, params, strict=True)
+        ]
+
+    def _queue(self, requests: list[list[Sequence] | Exception]) -> int:
+        """Queue what can be served; the number of sequences."""
+        seqs = [seq for request in requests if isinstance(request, list) for seq in request]
+        self._loop.queue(seqs)
+        return len(seqs)
 
     def _make_sequences(self, token_ids: list[int], params: SamplingParams, streams: bool = False) -> list[Sequence]:
         """The n samples of a request. Each draws from a seed of its own, the first one from the request's."""

@@ -67,7 +67,8 @@ class ModelRunner:
         self.sampler = Sampler()
         num_params = sum(p.numel() for p in self.model.parameters())
         logger.info("model: %s, %.3f B parameters, %s", config.model, num_params / 1e9, config.dtype)
-        logger.info("device: %s; attention back end: %s", self.device_name, backend.description)
+        logger.info("device: %s", self.device_name)
+        logger.info("attention back end: %s", backend.description)
         num_heads = self.tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
         self.num_kv_heads = num_kv_heads = self.tp.shard(config.hf_config.num_key_value_heads, "num_key_value_heads")
         if backend.flash_attn4 is not None:
@@ -78,9 +79,11 @@ class ModelRunner:
         max_blocks = -(-config.max_model_len // self.block_size)
         planned_heads = num_kv_heads if backend.wants_plan else None
         self.decode_inputs = DecodeInputs(config.max_num_seqs, max_blocks, self.block_size, self.device, planned_heads)
+        if config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs:
+            self.capture_cudagraph()
+        else:
+            logger.info("CUDA graphs: none")
         if config.device == "cuda":
-            if not config.enforce_eager and backend.supports_cuda_graphs:
-                self.capture_cudagraph()
             self.warmup_kernels()
 
     @property

@@ -45,10 +45,16 @@ class RequestChecker:
                 checked.append(error)
         return checked
 
+    def encode_completions(self, completions: list[Prompt]) -> list[list[int]]:
+        """Token ids of texts that go on after a prompt, hence without what the tokenizer puts before one. Raises
+        ValueError or TypeError, naming the index."""
+        checked = []
+        for i, token_ids in enumerate(self._encode(completions, add_special_tokens=False)):
+            checked.append(self._check_token_ids(token_ids, f"completions[{i}]: "))
+        return checked
+
     def _check(self, token_ids: list[int] | Exception, params, where: str, where_params: str) -> list[int]:
-        if isinstance(token_ids, Exception):
-            raise type(token_ids)(f"{where}{token_ids}") from token_ids
-        check_token_ids(token_ids, self._vocab_size, where)
+        token_ids = self._check_token_ids(token_ids, where)
         try:
             self._check_length(len(token_ids))
         except ValueError as error:
@@ -59,27 +65,34 @@ class RequestChecker:
             )
         return token_ids
 
-    def _encode(self, prompts: list[Prompt]) -> list[list[int] | Exception]:
+    def _check_token_ids(self, token_ids: list[int] | Exception, where: str) -> list[int]:
+        if isinstance(token_ids, Exception):
+            kind = TypeError if isinstance(token_ids, TypeError) else ValueError
+            raise kind(f"{where}{token_ids}") from token_ids
+        check_token_ids(token_ids, self._vocab_size, where)
+        return token_ids
+
+    def _encode(self, prompts: list[Prompt], **options) -> list[list[int] | Exception]:
         """Token ids of each prompt, or what the tokenizer has against it."""
         texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
         token_ids = list(prompts)
         if texts:
             try:
-                encoded = self._encode_texts([prompts[i] for i in texts])
+                encoded = self._encode_texts([prompts[i] for i in texts], options)
             except (TypeError, ValueError):
-                encoded = [self._encode_text(prompts[i]) for i in texts]
+                encoded = [self._encode_text(prompts[i], options) for i in texts]
             for i, ids in zip(texts, encoded, strict=True):
                 token_ids[i] = ids
         return token_ids
 
-    def _encode_texts(self, texts: list[str]) -> list[list[int]]:
+    def _encode_texts(self, texts: list[str], options: dict) -> list[list[int]]:
         if self.tokenizer is None:
             raise ValueError("is a text, but skip_tokenizer_init is set: pass token ids")
-        return self.tokenizer(texts)["input_ids"]
+        return self.tokenizer(texts, **options)["input_ids"]
 
-    def _encode_text(self, text: str) -> list[int] | Exception:
+    def _encode_text(self, text: str, options: dict) -> list[int] | Exception:
         try:
-            return self._encode_texts([text])[0]
+            return self._encode_texts([text], options)[0]
         except UnicodeError as error:
             return ValueError(f"cannot be encoded: {error}")
         except (TypeError, ValueError) as error:
