@@ -1,8 +1,8 @@
 """Offline batch inference for Qwen3: `from nanovllm import LLM, SamplingParams`."""
 
-from nanovllm.engine.outputs import EngineStats, RequestOutput, StreamDelta
+from nanovllm.engine.outputs import EngineStats, RequestOutput, Score, StreamDelta
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-__all__ = ["LLM", "EngineStats", "RequestOutput", "SamplingParams", "StreamDelta", "StructuredOutputsParams"]
+__all__ = ["LLM", "EngineStats", "RequestOutput", "SamplingParams", "Score", "StreamDelta", "StructuredOutputsParams"]
 __version__ = "0.1.0"
