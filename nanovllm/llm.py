@@ -6,7 +6,7 @@ from typing import Any
 from nanovllm.engine.chat import Conversation, as_conversations, render_chat
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import RequestOutput, Score, StreamDelta
-from nanovllm.engine.requests import Prompt, as_prompts, check_choice, check_prompts, pair_lazily, params_per_prompt
+from nanovllm.engine.requests import Prompt, as_prompts, check_choice, pair_lazily, params_per_prompt
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_loop import User
 from nanovllm.engine.streaming import DeltaReader, PromptFeed
@@ -93,7 +93,7 @@ class LLM(LLMEngine):
             ValueError, TypeError, RuntimeError: as generate.
         """
         self._loop.claim(user := User("stream()"))
-        prompts = as_prompts(prompts)
+        prompts = list(as_prompts(prompts))
         params = params_per_prompt(sampling_params, len(prompts))
         return self._stream(user, self._make_requests(prompts, params, streams=True))
 
@@ -135,9 +135,9 @@ class LLM(LLMEngine):
         """
         self._loop.claim(user := User("generate_iter()"))
         check_choice("on_error", on_error, ("raise", "return"))
-        prompts = [prompts] if isinstance(prompts, str) else check_prompts(prompts)
+        pairs = pair_lazily(as_prompts(prompts), sampling_params)
         max_ahead = BATCHES_AHEAD * self.config.max_num_seqs if ordered else None
-        return self._generate_iter(user, PromptFeed(pair_lazily(prompts, sampling_params), max_ahead), on_error)
+        return self._generate_iter(user, PromptFeed(pairs, max_ahead), on_error)
 
     def _generate_iter(self, user: User, feed: PromptFeed, on_error: str) -> Iterator[tuple[int, RequestOutput]]:
         with self._loop.driving(user):
@@ -183,7 +183,7 @@ class LLM(LLMEngine):
             ValueError, TypeError: as generate; and for another number of completions than of prompts.
         """
         self._loop.claim(User("score()"))
-        prompts, completions = as_prompts(prompts), as_prompts(completions)
+        prompts, completions = list(as_prompts(prompts)), list(as_prompts(completions, "completions"))
         if len(prompts) != len(completions):
             raise ValueError(f"completions: {len(completions)} of them for {len(prompts)} prompts; pass one each")
         beginnings = self._checker.check_all(prompts, params_per_prompt(None, len(prompts)))

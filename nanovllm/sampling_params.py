@@ -63,7 +63,8 @@ class SamplingParams:
         min_p: leave out tokens less likely than min_p times the likeliest, in 0..1.
         max_tokens: completion tokens at most, >= 1; None goes on to the engine's longest sequence, which may end a
             completion earlier in any case.
-        min_tokens: completion tokens before an end-of-sequence token or one of stop_token_ids may be drawn, >= 0.
+        min_tokens: completion tokens before an end-of-sequence token or one of stop_token_ids may be drawn, or one of
+            stop be completed, >= 0.
         seed: makes this request's draws reproducible, whatever else is in the batch, in 0..2**63 - 1; None draws from
             the engine's own seed.
         stop: texts that end the completion where they first appear; one text, or a list of them.

@@ -387,6 +387,27 @@ def test_an_iterator_left_half_way_frees_its_blocks(llm, leave, num_read):
     assert_idle(llm)
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("method", ["stream", "generate_iter"])
+def test_an_exception_or_ctrl_c_in_a_step(llm, reference, monkeypatch, method, error):
+    prompts = reference.draw_prompts((20, 5, 30), 9)
+    forward, calls = llm.model_runner.model.forward, []
+
+    def failing(*args):
+        calls.append(0)
+        if len(calls) == 5:
+            raise error
+        return forward(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model_runner.model, "forward", failing)
+        results = getattr(llm, method)(prompts, [greedy(2), greedy(9), greedy(9)])
+        with pytest.raises(error):
+            list(results)
+    assert_idle(llm)
+    assert complete(llm, prompts, greedy(9)) == reference.greedy(prompts, 9)
+
+
 def test_abort_within_an_iterator(llm):
     reasons = []
     for _, output in llm.generate_iter([[1 + i] for i in range(12)], [greedy(3), *[greedy(50)] * 11]):

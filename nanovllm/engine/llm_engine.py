@@ -177,7 +177,7 @@ class LLMEngine:
         """
         self._loop.claim(user := User("generate()"))
         check_choice("on_error", on_error, ("raise", "return"))
-        prompts = as_prompts(prompts)
+        prompts = list(as_prompts(prompts))
         params = params_per_prompt(sampling_params, len(prompts))
         requests = self._make_requests(prompts, params, on_error)
         with self._loop.driving(user):

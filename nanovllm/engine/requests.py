@@ -99,15 +99,12 @@ class RequestChecker:
             return error
 
 
-def as_prompts(prompts) -> list[Prompt]:
-    """A list of them; one text alone is a batch of one. Raises TypeError."""
-    return [prompts] if isinstance(prompts, str) else list(check_prompts(prompts))
-
-
-def check_prompts(prompts) -> Iterable[Prompt]:
-    """`prompts` itself, or TypeError."""
+def as_prompts(prompts, name: str = "prompts") -> Iterable[Prompt]:
+    """`prompts` itself, where one text alone is a batch of one; or TypeError, naming the argument."""
+    if isinstance(prompts, str):
+        return [prompts]
     if not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts: must be a string or a list of prompts, not {type(prompts).__name__}")
+        raise TypeError(f"{name}: must be a string or a list of prompts, not {type(prompts).__name__}")
     return prompts
 
 

@@ -92,7 +92,11 @@ class StepLoop:
 
     def abort(self, request_id: int | None) -> None:
         """Drop one request's sequences, or all."""
-        self._aborted += self.scheduler.abort(None if request_id is None else [request_id])
+        aborted = self.scheduler.abort(None if request_id is None else [request_id])
+        now = time.perf_counter()
+        for seq in aborted:
+            seq.finish_time = now
+        self._aborted += aborted
 
     def step(self) -> tuple[list[Sequence], Step]:
         """Compute one step; the sequences that it completed. Drops all requests where it fails."""
@@ -131,8 +135,6 @@ class StepLoop:
             now = time.perf_counter()
             self.seconds += now - start
             start = now
-            for seq in self._aborted:
-                seq.finish_time = now
             finished += self._aborted
             self._aborted = []
             if flying or finished:

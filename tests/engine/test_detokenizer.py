@@ -25,7 +25,8 @@ def demo_tokenizer():
 def word_tokenizer():
     """Not byte-level: what a token adds to a text depends on what is before it."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="one"))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    options = {"eos_token": "<eos>", "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
 def encode(text: str) -> list[int]:
