@@ -159,7 +159,8 @@ class LLM(LLMEngine):
             prompts, params = zip(*batch, strict=True)
             requests = self._make_requests(list(prompts), list(params), on_error, feed.num_taken - len(batch))
             feed.admit(requests)
-            self._queue(requests)
+            if not self._queue(requests):
+                break  # Nothing but faults: they go out before more are taken.
         return feed.num_taken > before
 
     def score(

@@ -334,6 +334,15 @@ def test_faulty_prompts_among_the_results(llm, ordered):
     assert "prompts[4]: token id 1000000" in results[4]["error"]
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_faults_without_end_do_not_pile_up(llm, ordered):
+    prompts = itertools.chain([[1]], itertools.repeat([]))
+    results = llm.generate_iter(prompts, greedy(9), ordered=ordered, on_error="return")
+    reasons = [output["finish_reason"] for _, output in itertools.islice(results, 100)]
+    assert reasons.count("length") == 1
+    results.close()
+
+
 def test_a_faulty_prompt_ends_the_iterator_with_its_index(llm, reference):
     prompts = ([5, 6, 7] if i != 33 else "" for i in range(100))
     results = llm.generate_iter(prompts, greedy(2))
