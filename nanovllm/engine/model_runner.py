@@ -87,7 +87,8 @@ class ModelRunner:
         num_params = num_checkpoint_params(self.model) / 1e9
         logger.info("model: %s, %.3f B parameters, %s", config.model, num_params, config.dtype)
         devices = f"{self.tp.size} x {self.device_name}" if self.tp.size > 1 else self.device_name
-        logger.info("device: %s; attention back end: %s", devices, backend.description)
+        logger.info("device: %s", devices)
+        logger.info("attention back end: %s", backend.description)
         num_heads = self.tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
         _, num_kv_heads = self.tp.shard_kv_heads(config.hf_config.num_key_value_heads)
         self.num_kv_heads = num_kv_heads
@@ -99,9 +100,11 @@ class ModelRunner:
         max_blocks = -(-config.max_model_len // self.block_size)
         planned_heads = num_kv_heads if backend.wants_plan else None
         self.decode_inputs = DecodeInputs(config.max_num_seqs, max_blocks, self.block_size, self.device, planned_heads)
+        if config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs:
+            self.capture_cudagraph()
+        else:
+            logger.info("CUDA graphs: none")
         if config.device == "cuda":
-            if not config.enforce_eager and backend.supports_cuda_graphs:
-                self.capture_cudagraph()
             self.warmup_kernels()
 
     @property
