@@ -4,12 +4,15 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from nanovllm.config import Config
 from nanovllm.utils.parallel import TensorParallel
+from nanovllm.utils.residual_reducer import make_reducer
 
 HOST = "127.0.0.1"
 MEET_TIMEOUT = timedelta(seconds=60)  # All ranks are up when they begin to meet.
@@ -62,9 +65,18 @@ def join_group(store: dist.Store, rank: int, size: int, device: torch.device) ->
     return tp
 
 
+def share_memory(tp: TensorParallel, config: Config, device: torch.device) -> TensorParallel:
+    """The same place with a reducer, where the GPUs can have one. All ranks must call it."""
+    max_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+    hidden_size = config.hf_config.hidden_size
+    return replace(tp, reducer=make_reducer(tp.rank, tp.size, tp.store, max_tokens, hidden_size, config.dtype, device))
+
+
 def abort_group(tp: TensorParallel) -> None:
-    """Make NCCL's kernels give up waiting for ranks that have gone, from any thread; connections of gloo break by
-    themselves. The group is of no use after it."""
+    """Make kernels give up waiting for ranks that have gone, from any thread; connections of gloo break by themselves.
+    The group is of no use after it."""
+    if tp.reducer is not None:
+        tp.reducer.abort()
     if isinstance(tp.group, getattr(dist, "ProcessGroupNCCL", ())):
         tp.group.abort()
 
