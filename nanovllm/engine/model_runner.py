@@ -58,7 +58,7 @@ class ModelRunner:
         self.model = self.sampler = self.kv_cache = self.graphs = self.decode_inputs = None
         self.tp = TensorParallel()
         self.workers: Workers | None = None
-        self.device = link.device if link else first_device(config.device)
+        self.device = link.device if link else _first_device(config.device)
         try:
             if link is not None:
                 self.tp, self.calls, self.steps = link.tp, link.calls, StepDecoder()
@@ -84,16 +84,15 @@ class ModelRunner:
         else:
             load_model(self.model, config.model)
         self.sampler = Sampler(self.tp, self.model.lm_head.first)
-        num_params = num_checkpoint_params(self.model) / 1e9
-        logger.info("model: %s, %.3f B parameters, %s", config.model, num_params, config.dtype)
-        devices = f"{self.tp.size} x {self.device_name}" if self.tp.size > 1 else self.device_name
-        logger.info("device: %s", devices)
+        billions = num_checkpoint_params(self.model) / 1e9
+        logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
+        logger.info("device: %s", self.device_name)
         logger.info("attention back end: %s", backend.description)
         num_heads = self.tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
         _, num_kv_heads = self.tp.shard_kv_heads(config.hf_config.num_key_value_heads)
-        self.num_kv_heads = num_kv_heads
         if backend.flash_attn4 is not None:
             backend.flash_attn4.warm_up(num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device)
+        self.num_kv_heads = num_kv_heads
         self.warmup_model()
         self.allocate_kv_cache()
         backend.prepare(config.max_num_seqs, num_heads, num_kv_heads, head_dim, self.device)
@@ -109,7 +108,8 @@ class ModelRunner:
 
     @property
     def device_name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        return name if self.tp.size == 1 else f"{self.tp.size} x {name}"
 
     # -- all ranks ---------------------------------------------------------------------------------------------
 
@@ -287,7 +287,7 @@ class ModelRunner:
         logger.info("CUDA graphs: %d, batch sizes 1 to %d", len(sizes), sizes[-1])
 
 
-def first_device(kind: str) -> torch.device:
+def _first_device(kind: str) -> torch.device:
     """Rank 0's: the CPU, or the caller's current GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
 

@@ -112,8 +112,8 @@ class Workers:
 
         def join() -> None:
             try:
-                tp = join_group(self._store, 0, self._size, self._device)
-                outcome.append(share_memory(tp, self._config, self._device))
+                self._group = join_group(self._store, 0, self._size, self._device)
+                outcome.append(share_memory(self._group, self._config, self._device))
             except BaseException as error:
                 outcome.append(error)
 
