@@ -15,7 +15,7 @@ from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.inputs import DecodeInputs, SampledTokens, prefill_inputs
 from nanovllm.engine.interrupts import HeldInterrupt
 from nanovllm.engine.memory import allocate_kv_cache, largest_prefill, warmup_sequences
-from nanovllm.engine.process_group import abort_group
+from nanovllm.engine.process_group import ABORT_SECONDS, abort_group
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_messages import StepDecoder, StepEncoder
 from nanovllm.engine.worker import WorkerLink
@@ -180,7 +180,9 @@ class ModelRunner:
         # Parameters and their loaders refer to each other, so their memory waits for the collector.
         gc.collect()
         if self.tp.size > 1:
-            abort_group(self.tp)
+            thread = abort_group(self.tp)
+            if thread is not None:
+                thread.join(ABORT_SECONDS)
             self.tp = TensorParallel()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
