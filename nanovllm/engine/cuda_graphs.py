@@ -35,7 +35,7 @@ class DecodeGraphs:
             for size in reversed(sizes):
                 graph = torch.cuda.CUDAGraph()
                 prepare(size)
-                decode(size)  # Compiles and warms up: neither is allowed in a capture.
+                decode(size)  # Loads kernels, or compiles them: neither is allowed in a capture.
                 torch.cuda.synchronize()
                 with torch.cuda.graph(graph, pool):
                     decode(size)

@@ -12,6 +12,7 @@ import torch
 from nanovllm.config import CPU_KVCACHE_GIB, Config
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.inputs import BlockTables, DecodeInputs, PackedArrays, SampledTokens
+from nanovllm.engine.kernel_compilation import compiling_kernels
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import select_backend
@@ -60,28 +61,32 @@ class ModelRunner:
         with self.device, _default_dtype(config.dtype):
             self.model = cls(config.hf_config, config.max_model_len, backend, self.tp)
         self.model.requires_grad_(False)
-        if config.load_format == "dummy":
-            load_dummy(self.model, config.seed or 0)
-        else:
-            load_model(self.model, config.model)
         self.sampler = Sampler()
-        num_params = sum(p.numel() for p in self.model.parameters())
-        logger.info("model: %s, %.3f B parameters, %s", config.model, num_params / 1e9, config.dtype)
-        logger.info("device: %s; attention back end: %s", self.device_name, backend.description)
         num_heads = self.tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
         self.num_kv_heads = num_kv_heads = self.tp.shard(config.hf_config.num_key_value_heads, "num_key_value_heads")
-        if backend.flash_attn4 is not None:
-            backend.flash_attn4.warm_up(num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device)
-        self.warmup_model()
-        self.allocate_kv_cache()
         backend.prepare(config.max_num_seqs, num_heads, num_kv_heads, head_dim, self.device)
         max_blocks = -(-config.max_model_len // self.block_size)
         planned_heads = num_kv_heads if backend.wants_plan else None
         self.decode_inputs = DecodeInputs(config.max_num_seqs, max_blocks, self.block_size, self.device, planned_heads)
+        with compiling_kernels(self):
+            self.load_weights()
+            backend.use_flash_attn4(num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device)
+        num_params = sum(p.numel() for p in self.model.parameters())
+        logger.info("model: %s, %.3f B parameters, %s", config.model, num_params / 1e9, config.dtype)
+        logger.info("device: %s; attention back end: %s", self.device_name, backend.description)
+        self.warmup_model()
+        self.allocate_kv_cache()
         if config.device == "cuda":
             if not config.enforce_eager and backend.supports_cuda_graphs:
                 self.capture_cudagraph()
             self.warmup_kernels()
+
+    def load_weights(self) -> None:
+        """Fill the model's parameters as load_format says."""
+        if self.config.load_format == "dummy":
+            load_dummy(self.model, self.config.seed or 0)
+        else:
+            load_model(self.model, self.config.model)
 
     @property
     def device_name(self) -> str:
@@ -126,9 +131,9 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
 
     def warmup_kernels(self) -> None:
-        """Compile every variant of the Triton kernels that a prefill may need (seconds, the first time on a
-        machine), so that none is compiled in the middle of a batch: short and long, with a cached prefix and
-        without. They write to the cache's first slots, which nobody has been given yet."""
+        """Launch every variant of the Triton kernels that a prefill may need, so that none is compiled or loaded in
+        the middle of a batch: short and long, with a cached prefix and without. They write to the cache's first
+        slots, which nobody has been given yet."""
         config = self.config
         for num_cached, num_new in ((0, 1), (0, 17), (0, 512), (16, 1), (16, 17), (16, 512)):
             num_tokens = num_cached + num_new
@@ -161,10 +166,7 @@ class ModelRunner:
                     f"no room for one KV cache block of {block_bytes / GIB:.3f} GiB: {reason}; raise "
                     "gpu_memory_utilization or kvcache_gib, or lower max_num_batched_tokens"
                 )
-        self.num_kvcache_blocks = blocks
-        self.kv_cache = torch.zeros(2, len(layers), blocks, *shape, dtype=config.dtype, device=self.device)
-        for i, layer in enumerate(layers):
-            layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
+        self.use_kv_cache(torch.zeros(2, len(layers), blocks, *shape, dtype=config.dtype, device=self.device))
         capacity = blocks * self.block_size
         bound = "max_model_len" if config.max_model_len <= capacity else "the KV cache"
         logger.info(
@@ -176,6 +178,13 @@ class ModelRunner:
             min(config.max_model_len, capacity),
             bound,
         )
+
+    def use_kv_cache(self, kv_cache: torch.Tensor | None) -> None:
+        """Give each layer its slices of [2, layers, blocks, block_size, kv_heads, head_dim]; None takes them away."""
+        self.kv_cache = kv_cache
+        self.num_kvcache_blocks = 0 if kv_cache is None else kv_cache.shape[2]
+        for i, layer in enumerate(self._attention_layers()):
+            layer.k_cache, layer.v_cache = (None, None) if kv_cache is None else kv_cache[:, i]
 
     def _kv_cache_budget(self) -> tuple[int, str]:
         """Bytes for the KV cache, and in words where they come from."""
@@ -300,8 +309,7 @@ class ModelRunner:
         noise of the position that it follows."""
         logits = self.model.compute_logits(self.model(input_ids, positions))
         tokens = self.sampler(logits, temperatures, seeds, sample_positions)
-        if self.decode_inputs is not None:  # The warm-up runs before there are any.
-            self.decode_inputs.sampled[: len(tokens)] = tokens
+        self.decode_inputs.sampled[: len(tokens)] = tokens
 
     @torch.inference_mode()
     def capture_cudagraph(self) -> None:
