@@ -41,7 +41,7 @@ KINDS = {
     "attention": (BLUE, ("flash", "paged_decode")),
     "linear layers": (ORANGE, ("nvjet", "gemm", "cublas", "skinny_linear")),
     "norm, rope, silu": (GREEN, ("rms_norm", "rope", "silu")),
-    "sampler": (PINK, ("_race_kernel", "_combine_kernel")),
+    "sampler": (PINK, ("_race_kernel", "_combine_kernel", "_combine_shard_kernel", "_pick_kernel")),
     "copies and other": (GREY, ("",)),
 }
 

@@ -1,8 +1,18 @@
 """Offline batch inference for Qwen3: `from nanovllm import LLM, SamplingParams`."""
 
-from nanovllm.engine.llm_engine import RequestOutput
+from nanovllm.engine.outputs import EngineStats, RequestOutput, Score, StreamDelta
+from nanovllm.engine.workers import WorkerError
 from nanovllm.llm import LLM
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "EngineStats",
+    "RequestOutput",
+    "SamplingParams",
+    "Score",
+    "StreamDelta",
+    "StructuredOutputsParams",
+    "WorkerError",
+]
 __version__ = "0.1.0"

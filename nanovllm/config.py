@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from nanovllm.utils.parallel import check_shardable
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CPU_KVCACHE_GIB = 2.0
 
@@ -25,7 +27,8 @@ class Config:
         max_num_seqs: sequences that one step computes at most.
         max_model_len: longest sequence, prompt and completion; lowered to what the model supports.
         gpu_memory_utilization: share of the GPU's memory that the engine may fill, in (0, 1].
-        tensor_parallel_size: GPUs to split the model over.
+        tensor_parallel_size: GPUs to split the model over, from the current one on; on a CPU, processes. It must divide
+            the attention heads and the intermediate size, and divide the KV heads or be a multiple of them.
         enforce_eager: no CUDA graphs.
         kvcache_block_size: tokens a KV cache block, a power of two from 16.
         num_kvcache_blocks: blocks of the KV cache; -1 derives them from the memory.
@@ -82,6 +85,7 @@ class Config:
     def __post_init__(self):
         self._check_values()
         self._resolve_model()
+        check_shardable(self.hf_config, self.tensor_parallel_size)
         self._resolve_device()
         self._resolve_dtype()
         self._resolve_limits()
@@ -93,7 +97,6 @@ class Config:
         self._require("gpu_memory_utilization", _is_number(self.gpu_memory_utilization, 0, 1), "a number in (0, 1]")
         tp_ok = _is_int(self.tensor_parallel_size, 1) and self.tensor_parallel_size <= 8
         self._require("tensor_parallel_size", tp_ok, "an integer in 1..8")
-        self._require("tensor_parallel_size", self.tensor_parallel_size == 1, "1: this version runs on one device")
         size = self.kvcache_block_size
         self._require("kvcache_block_size", _is_int(size, 16) and size & (size - 1) == 0, "a power of two, 16 or more")
         blocks = self.num_kvcache_blocks
@@ -160,6 +163,13 @@ class Config:
         if self.device == "auto":
             self.device = "cuda" if available else "cpu"
         self._require("device", self.device == "cpu" or available, "cpu: torch finds no CUDA device")
+        if self.device == "cuda" and self.tensor_parallel_size > 1:
+            first, count = torch.cuda.current_device(), torch.cuda.device_count()
+            self._require(
+                "tensor_parallel_size",
+                self.tensor_parallel_size <= count - first,
+                f"at most {count - first}: {count} GPUs are visible, and the first is the current one, cuda:{first}",
+            )
 
     def _resolve_dtype(self) -> None:
         if self.dtype == "auto":

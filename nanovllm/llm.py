@@ -1,7 +1,202 @@
-"""LLM: the facade that users import."""
+"""LLM: the facade that users import: all ways to ask the engine for something."""
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from nanovllm.engine.chat import Conversation, as_conversations, render_chat
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.outputs import RequestOutput, Score, StreamDelta
+from nanovllm.engine.requests import Prompt, as_prompts, check_choice, pair_lazily, params_per_prompt
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_loop import User
+from nanovllm.engine.streaming import DeltaReader, PromptFeed
+from nanovllm.sampling_params import SamplingParams
+
+# In order, generate_iter takes prompts this many batches of max_num_seqs ahead of the result that comes next: results
+# may pile up behind a slow one for as long as most of a batch is still at work.
+BATCHES_AHEAD = 8
+
+PROMPTS_AT_ONCE = 32  # that generate_iter takes
 
 
 class LLM(LLMEngine):
-    """Offline batch inference: `LLM(model).generate(prompts, sampling_params)`. All of it is LLMEngine's."""
+    """Offline batch inference: `LLM(model).generate(prompts, sampling_params)`.
+
+    generate and stepping by hand are LLMEngine's; here are the others. One call works at a time: while a stream or an
+    iterator is half read, all others raise RuntimeError; closing or dropping it drops its requests.
+    """
+
+    def chat(
+        self,
+        messages: Conversation | list[Conversation],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer conversations: the tokenizer's chat template, then `generate`.
+
+        Args:
+            messages: a list of {"role": ..., "content": ...}, or a list of such lists. Content is a text, or a list of
+                {"type": "text", "text": ...}.
+            sampling_params, use_tqdm: as in generate.
+            chat_template: a Jinja template instead of the tokenizer's own.
+            chat_template_kwargs: variables of the template, such as {"enable_thinking": False}.
+            add_generation_prompt: end the prompt with the beginning of an answer.
+            continue_final_message: go on with the last message, instead of answering it; wants
+                add_generation_prompt=False.
+
+        Returns:
+            One RequestOutput a conversation.
+
+        Raises:
+            ValueError: no template, or a malformed message; names the conversation and the message. Also as generate.
+        """
+        self._loop.claim(User("chat()"))
+        if self.tokenizer is None:
+            raise ValueError("chat() needs the model's tokenizer, but skip_tokenizer_init is set")
+        if add_generation_prompt and continue_final_message:
+            raise ValueError(
+                "continue_final_message=True: the last message is either continued or answered; pass "
+                "add_generation_prompt=False with it"
+            )
+        prompts = render_chat(
+            self.tokenizer,
+            as_conversations(messages),
+            chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **chat_template_kwargs or {},
+        )
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self, prompts: Prompt | list[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None
+    ) -> Iterator[StreamDelta]:
+        """Complete prompts, and give what each step adds to each completion.
+
+            for delta in llm.stream("Once upon a time"):
+                print(delta["text"], end="", flush=True)
+
+        The arguments are checked at once; work begins with the first delta and goes on as they are read. Stopping
+        half-way (break, close(), del) drops the requests and frees their blocks.
+
+        Args:
+            prompts, sampling_params: as in generate.
+
+        Returns:
+            An iterator of StreamDelta; those of several prompts and samples come in turns.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as generate.
+        """
+        self._loop.claim(user := User("stream()"))
+        prompts = list(as_prompts(prompts))
+        params = params_per_prompt(sampling_params, len(prompts))
+        return self._stream(user, self._make_requests(prompts, params, streams=True))
+
+    def _stream(self, user: User, requests: list[list[Sequence]]) -> Iterator[StreamDelta]:
+        reader = DeltaReader(requests)
+        with self._loop.driving(user):
+            self._queue(requests)
+            for finished, step in self._loop.steps(user):
+                self._set_texts(finished)
+                yield from reader.read(step.seqs, finished)
+
+    def generate_iter(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        ordered: bool = False,
+        on_error: str = "raise",
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Complete as many prompts as an iterable gives, a generator over a million included.
+
+        Prompts are taken, tokenized and checked a few at a time while the device works, as many as keep it busy, and
+        results are handed out and forgotten: memory stays bounded. Stopping half-way (break, close(), del) drops what
+        is unfinished and frees its blocks.
+
+        Args:
+            prompts: texts or lists of token ids.
+            sampling_params: one for all, or an iterable with one each.
+            ordered: in the order of the prompts, instead of as they finish. Behind a slow one results wait, up to 8
+                times max_num_seqs of them, before no more prompts are taken.
+            on_error: "raise" ends it all at the first prompt that cannot be served; "return" gives its error, as in
+                generate, among the results.
+
+        Returns:
+            An iterator of (index of the prompt, RequestOutput).
+
+        Raises:
+            ValueError, TypeError: a wrong argument at once; a wrong prompt when it is taken, naming its index.
+            RuntimeError: as generate.
+        """
+        self._loop.claim(user := User("generate_iter()"))
+        check_choice("on_error", on_error, ("raise", "return"))
+        pairs = pair_lazily(as_prompts(prompts), sampling_params)
+        max_ahead = BATCHES_AHEAD * self.config.max_num_seqs if ordered else None
+        return self._generate_iter(user, PromptFeed(pairs, max_ahead), on_error)
+
+    def _generate_iter(self, user: User, feed: PromptFeed, on_error: str) -> Iterator[tuple[int, RequestOutput]]:
+        with self._loop.driving(user):
+            while self._refill(feed, on_error):
+                for finished, _ in self._loop.steps(user):
+                    self._set_texts(finished)
+                    feed.book(finished)
+                    self._refill(feed, on_error)
+                    yield from feed.results()
+                yield from feed.results()
+
+    def _refill(self, feed: PromptFeed, on_error: str) -> bool:
+        """Queue prompts until twice what a step computes is under way; whether there were any. So many at a time that
+        a prefill is worth it, and so few that tokenizing them holds up no step."""
+        scheduler, max_num_seqs = self.scheduler, self.config.max_num_seqs
+        num = min(PROMPTS_AT_ONCE, max_num_seqs)
+        before = feed.num_taken
+        while len(scheduler.waiting) + len(scheduler.running) + num <= 2 * max_num_seqs and (batch := feed.take(num)):
+            prompts, params = zip(*batch, strict=True)
+            requests = self._make_requests(list(prompts), list(params), on_error, feed.num_taken - len(batch))
+            feed.admit(requests)
+            if not self._queue(requests):
+                break  # Nothing but faults: they go out before more are taken.
+        return feed.num_taken > before
+
+    def score(
+        self,
+        prompts: Prompt | list[Prompt],
+        completions: Prompt | list[Prompt],
+        use_tqdm: bool = True,
+    ) -> list[Score]:
+        """How likely the model finds each completion after its prompt: the log-probabilities of its tokens.
+
+        Args:
+            prompts: texts or lists of token ids; one text alone is a batch of one.
+            completions: likewise, one each. Prompt and completion are tokenized apart, so that the tokens of both are
+                what they are on their own.
+            use_tqdm: as in generate.
+
+        Returns:
+            One Score a pair.
+
+        Raises:
+            ValueError, TypeError: as generate; and for another number of completions than of prompts.
+        """
+        self._loop.claim(User("score()"))
+        prompts, completions = list(as_prompts(prompts)), list(as_prompts(completions, "completions"))
+        if len(prompts) != len(completions):
+            raise ValueError(f"completions: {len(completions)} of them for {len(prompts)} prompts; pass one each")
+        beginnings = self._checker.check_all(prompts, params_per_prompt(None, len(prompts)))
+        endings = self._checker.encode_completions(completions)
+        whole = [[*beginning, *ending] for beginning, ending in zip(beginnings, endings, strict=True)]
+        outputs = self.generate(whole, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm)
+        return [
+            _score(token_ids, output["prompt_logprobs"][-len(token_ids) :])
+            for token_ids, output in zip(endings, outputs, strict=True)
+        ]
+
+
+def _score(token_ids: list[int], logprobs: list[dict[int, float]]) -> Score:
+    own = [logprob[token_id] for token_id, logprob in zip(token_ids, logprobs, strict=True)]
+    return Score(token_ids=list(token_ids), logprobs=own, total=sum(own))

@@ -84,7 +84,8 @@ def make_tokenizer(directory: str | Path) -> None:
     tokenizer.train_from_iterator(
         ["a block is a row of slots, and a table names the blocks of a sequence"] * 2, trainer
     )
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS).save_pretrained(directory)
+    options = {"eos_token": EOS, "clean_up_tokenization_spaces": False}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(directory)
 
 
 def edit_json(file: str | Path, **changes) -> None:

@@ -22,7 +22,7 @@ from checkpoints import (
     random_prompt,
 )
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, RequestOutput, SamplingParams
 
 TEXT = "def block(i): # Üb€r 漢字\n    return i"
 
@@ -66,14 +66,15 @@ def test_texts_and_token_lists_mixed(llm, reference):
     outputs = llm.generate(prompts, greedy(10), use_tqdm=False)
     assert [output["token_ids"] for output in outputs] == reference.greedy(ids, 10)
     for output in outputs:
-        assert set(output) == {"text", "token_ids", "finish_reason", "num_cached_tokens"}
+        assert set(output) == {*RequestOutput.__required_keys__}
         assert output["text"] == llm.tokenizer.decode(output["token_ids"], skip_special_tokens=True)
         assert output["finish_reason"] == "length"
         assert all(type(token) is int for token in output["token_ids"])
 
 
 def test_one_text_is_a_batch_of_one(llm):
-    assert llm.generate(TEXT, greedy(5), use_tqdm=False) == llm.generate([TEXT], greedy(5), use_tqdm=False)
+    (alone,), (listed,) = (llm.generate(prompt, greedy(5), use_tqdm=False) for prompt in (TEXT, [TEXT]))
+    assert (alone["text"], alone["token_ids"]) == (listed["text"], listed["token_ids"])
 
 
 def test_nothing_to_do(llm):
@@ -348,7 +349,7 @@ def test_exception_half_way(path, reference, monkeypatch, error, at):
 class CtrlC:
     """Counts the lines that the engine's own files run, and raises KeyboardInterrupt before one of them."""
 
-    files = ("llm_engine.py", "scheduler.py", "block_manager.py", "sequence.py")
+    files = ("llm_engine.py", "step_loop.py", "scheduler.py", "block_manager.py", "sequence.py")
 
     def __init__(self, at: int | None = None):
         self.at = at

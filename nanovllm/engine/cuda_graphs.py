@@ -37,7 +37,8 @@ class DecodeGraphs:
                 prepare(size)
                 decode(size)  # Loads kernels, or compiles them: neither is allowed in a capture.
                 torch.cuda.synchronize()
-                with torch.cuda.graph(graph, pool):
+                # Only this thread's calls count: NCCL's own thread may ask how an earlier collective is doing.
+                with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
                     decode(size)
                 self._graphs[size] = graph
 

@@ -1,14 +1,18 @@
 """The tensors of a step, written as numpy arrays on the host and sent to the device in one copy."""
 
 import math
+import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.context import Context
 from nanovllm.utils.decode_plan import DecodePlan, num_work_items, plan_decode
 
 _ALIGN = 16  # bytes; what wide loads on the device want
+_POLL_SECONDS = 50e-6
 
 
 Layout = dict[str, tuple[tuple[int, ...], type]]  # name -> (shape, numpy dtype)
@@ -170,11 +174,74 @@ class DecodeInputs:
         buffer.send()
 
 
+def prefill_inputs(
+    seqs: list[Sequence], block_size: int, device: torch.device
+) -> tuple[tuple[torch.Tensor, ...], Context]:
+    """The flat batch of the sequences' scheduled tokens: (input_ids, positions, temperatures, seeds, sample
+    positions), and the context."""
+    num_new = [seq.num_scheduled_tokens for seq in seqs]
+    num_keys = [seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs]
+    num_tokens, num_seqs = sum(num_new), len(seqs)
+    # Without a cached prefix, keys and values are all in the batch itself, and no table is looked up.
+    is_cached = sum(num_keys) > num_tokens
+    max_blocks = max(len(seq.block_table) for seq in seqs)
+    arrays = PackedArrays(
+        {
+            "input_ids": ((num_tokens,), np.int64),
+            "positions": ((num_tokens,), np.int64),
+            "seeds": ((num_seqs,), np.int64),
+            "sample_positions": ((num_seqs,), np.int64),
+            "last_tokens": ((num_seqs,), np.int64),
+            "temperatures": ((num_seqs,), np.float32),
+            "slot_mapping": ((num_tokens,), np.int32),
+            "cu_seqlens_q": ((num_seqs + 1,), np.int32),
+            "cu_seqlens_k": ((num_seqs + 1,), np.int32),
+            "block_tables": ((num_seqs, max_blocks), np.int32),
+        },
+        device,
+    )
+    host = arrays.host
+    tables = BlockTables(host["block_tables"])
+    start = 0
+    for i, seq in enumerate(seqs):
+        first, end = seq.num_cached_tokens, num_keys[i]
+        tables.write(i, seq.block_table)
+        positions = np.arange(first, end)
+        tokens = slice(start, start + num_new[i])
+        host["input_ids"][tokens] = np.frombuffer(seq.tokens, np.int32)[first:end]
+        host["positions"][tokens] = positions
+        blocks = tables.array[i, positions // block_size]
+        host["slot_mapping"][tokens] = blocks * block_size + positions % block_size
+        start += num_new[i]
+    np.cumsum(num_new, out=host["cu_seqlens_q"][1:])
+    np.cumsum(num_keys, out=host["cu_seqlens_k"][1:])
+    host["last_tokens"][:] = host["cu_seqlens_q"][1:] - 1
+    host["sample_positions"][:] = host["cu_seqlens_k"][1:] - host["cu_seqlens_k"][:-1] - 1
+    host["temperatures"][:] = [seq.temperature for seq in seqs]
+    host["seeds"][:] = [seq.seed for seq in seqs]
+    arrays.send()
+    on_device = arrays.device
+    context = Context(
+        is_prefill=True,
+        cu_seqlens_q=on_device["cu_seqlens_q"],
+        cu_seqlens_k=on_device["cu_seqlens_k"],
+        max_seqlen_q=max(num_new),
+        max_seqlen_k=max(num_keys),
+        slot_mapping=on_device["slot_mapping"],
+        block_tables=on_device["block_tables"] if is_cached else None,
+        last_tokens=on_device["last_tokens"],
+    )
+    names = ("input_ids", "positions", "temperatures", "seeds", "sample_positions")
+    return tuple(on_device[name] for name in names), context
+
+
 class SampledTokens:
     """The outcome of a step that is under way: its tokens on their way to the host."""
 
-    def __init__(self, tokens: torch.Tensor):
-        """tokens: int64 [num_seqs] on the device."""
+    def __init__(self, tokens: torch.Tensor, check: Callable[[], None] | None = None):
+        """tokens: int64 [num_seqs] on the device. check: with several ranks, raises where one of them has gone, for
+        which the device would wait in vain."""
+        self._check = check
         self._event = None
         if tokens.device.type == "cuda":
             self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
@@ -186,6 +253,11 @@ class SampledTokens:
 
     def wait(self) -> list[int]:
         """The tokens, once the step is done."""
-        if self._event is not None:
+        if self._event is not None and self._check is None:
             self._event.synchronize()
+        elif self._event is not None:
+            # The next step is under way already, so that what this sleeps too long costs nothing.
+            while not self._event.query():
+                self._check()
+                time.sleep(_POLL_SECONDS)
         return self._tokens.tolist()

@@ -14,6 +14,7 @@ if HAS_TRITON:
     from nanovllm.kernels.launch import compile_ahead
 
 _NUM_SLOTS = 1024  # of the cache to trace on; more than warmup_kernels asks for
+_LONG_PREFILL = 2048  # tokens; no kernel's variant is for more
 
 
 @contextmanager
@@ -37,12 +38,12 @@ def _trace(runner) -> None:
     """Go through the launches of the start and of later steps, with a small KV cache that all layers share. No list of
     kernels and shapes has to be kept up to date for it; what is computed around the kernels means nothing."""
     config, block_size = runner.config, runner.block_size
-    seq = Sequence(0, [0], block_size=block_size)
-    seq.block_table, seq.num_scheduled_tokens = [0], 1
-    runner.run([seq], True)  # Without a cache, as warmup_model does.
+    num_tokens = min(_LONG_PREFILL, config.max_num_batched_tokens, config.max_model_len)
+    runner.run([_sequence(num_tokens, block_size)], True)  # Without a cache, as warmup_model does.
     shape = (-(-_NUM_SLOTS // block_size), block_size, runner.num_kv_heads, get_head_dim(config.hf_config))
     kv_cache = torch.zeros(2, 1, *shape, dtype=config.dtype, device=runner.device)
     runner.use_kv_cache(kv_cache.expand(2, config.hf_config.num_hidden_layers, *shape))
+    seq = _sequence(1, block_size)
     seq.is_prefilling = False
     sizes = graph_batch_sizes(config.max_num_seqs)
     for size in sizes:
@@ -51,3 +52,9 @@ def _trace(runner) -> None:
             runner.run([seq] * size, False)
     runner.warmup_kernels()
     runner.use_kv_cache(None)
+
+
+def _sequence(num_tokens: int, block_size: int) -> Sequence:
+    seq = Sequence(0, [0] * num_tokens, block_size=block_size)
+    seq.block_table, seq.num_scheduled_tokens = list(range(seq.num_blocks)), num_tokens
+    return seq

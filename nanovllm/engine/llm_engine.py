@@ -4,53 +4,38 @@ import logging
 import secrets
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from itertools import count
-from typing import NamedTuple, TypedDict
 
 from tqdm.auto import tqdm
 from xxhash import xxh64_intdigest
 
 from nanovllm.config import Config
-from nanovllm.engine.inputs import SampledTokens
+from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.requests import check_params, check_token_ids, load_tokenizer, params_per_prompt
+from nanovllm.engine.outputs import EngineStats, RequestOutput, error_output, request_output
+from nanovllm.engine.requests import (
+    Prompt,
+    RequestChecker,
+    as_prompts,
+    check_choice,
+    check_params,
+    load_tokenizer,
+    params_per_prompt,
+)
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_loop import StepLoop, User
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-Prompt = str | list[int]
-
-
-class RequestOutput(TypedDict):
-    """One request's result.
-
-    text: the completion, special tokens left out; None with skip_tokenizer_init.
-    token_ids: the completion's token ids, the end-of-sequence token included.
-    finish_reason: "stop" (end of sequence) or "length" (max_tokens, or the engine's longest sequence).
-    num_cached_tokens: prompt tokens that the prefix cache supplied.
-    """
-
-    text: str | None
-    token_ids: list[int]
-    finish_reason: str
-    num_cached_tokens: int
-
-
-class _Step(NamedTuple):
-    """A step under way: its sequences, what `step` reports of it, and its tokens to be."""
-
-    seqs: list[Sequence]
-    num_tokens: int
-    tokens: SampledTokens
 
 
 class LLMEngine:
     """Generates completions for batches of prompts.
 
-    Use it as a context manager, or call exit(), or just drop it: each gives all memory back.
+    Use it as a context manager, or call exit(), or just drop it: each gives all memory back. It serves one caller at a
+    time and is not safe to share between threads.
 
     Attributes:
         config: the checked options.
@@ -70,6 +55,7 @@ class LLMEngine:
         start = time.perf_counter()
         self.config = config = Config.create(model, **options)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model)
+        self._detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer)
         eos = set(config.eos)
         if self.tokenizer is not None and "eos" not in options and self.tokenizer.eos_token_id is not None:
             eos.add(self.tokenizer.eos_token_id)
@@ -85,8 +71,12 @@ class LLMEngine:
             eos,
             config.enable_prefix_caching,
         )
+        self._checker = RequestChecker(self.tokenizer, config.hf_config.vocab_size, self.scheduler.check)
         self._seed = secrets.randbits(63) if config.seed is None else config.seed
-        self._seq_ids = count()
+        self._request_ids, self._seq_ids = count(), count()
+        finalizer = self._finalizer
+        self._loop = StepLoop(self.scheduler, self.model_runner, config.overlap_steps, lambda: finalizer.alive)
+        self._by_hand = User("add_request() or step()")
         logger.info("ready in %.1f s", time.perf_counter() - start)
 
     def __enter__(self):
@@ -99,21 +89,29 @@ class LLMEngine:
         """Give all memory back; unfinished requests are dropped. Harmless when called again."""
         self._finalizer()
 
+    # -- by hand -----------------------------------------------------------------------------------------------------
+
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt; `step` then works on it. Returns its id.
 
-        Raises ValueError (or TypeError) where generate would, and RuntimeError after exit().
+        Raises ValueError (or TypeError) where generate would, and RuntimeError after exit() or while a generate(),
+        stream() or generate_iter() is under way.
         """
-        self._check_alive()
-        token_ids = self._tokenize([prompt])[0]
-        self._check_prompt(token_ids)
-        seq = self._make_sequence(token_ids, check_params(sampling_params or SamplingParams()))
-        self.scheduler.add(seq)
-        return seq.seq_id
+        self._loop.claim(self._by_hand)
+        params = check_params(sampling_params or SamplingParams())
+        seqs = self._make_sequences(self._checker.check_one(prompt, params), params)
+        self._loop.queue(seqs)
+        return seqs[0].request_id
 
-    def abort_request(self, request_id: int) -> None:
-        """Drop an unfinished request of add_request and free its blocks; an id that is not queued is ignored."""
-        self.scheduler.abort([request_id])
+    def abort_request(self, request_id: int | None = None) -> None:
+        """Drop an unfinished request, with all its samples, and free its blocks; None drops all there are. An id that
+        is not queued is ignored.
+
+        What it has so far comes back with finish_reason "abort" from a generate, stream or generate_iter; `step` does
+        not report it. Call it between steps: from on_step, or from the loop that reads a stream, not from another
+        thread.
+        """
+        self._loop.abort(request_id)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests keep their blocks."""
@@ -123,52 +121,49 @@ class LLMEngine:
         """Whether no request is left to work on."""
         return self.scheduler.is_finished()
 
+    def stats(self) -> EngineStats:
+        """The engine's state now, and what it has done so far. It only reads counters."""
+        return self._loop.stats()
+
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Compute one step.
 
         Returns:
-            [(request id, completion token ids)] of the requests that finished, and the number of tokens that a
+            [(request id, completion token ids)] of the sequences that finished, and the number of tokens that a
             prefill computed, or minus the number of sequences that a decode step advanced.
 
         Raises:
-            RuntimeError: nothing is queued, or the engine has exited.
+            RuntimeError: nothing is queued, or a generate(), stream() or generate_iter() is under way, or the engine
+                has exited.
 
         After any other exception, from the model or from Ctrl-C, every request is dropped and the engine is usable.
         """
-        finished, num_tokens = self._step()
-        return [(seq.seq_id, seq.completion_token_ids) for seq in finished], num_tokens
-
-    def _step(self) -> tuple[list[Sequence], int]:
-        self._check_alive()
+        self._loop.claim(self._by_hand)
         if self.is_finished():
             raise RuntimeError("step() with no request queued: call add_request() first")
-        try:
-            step = self._launch()
-            self.scheduler.advance(step.seqs)
-            return self.scheduler.collect(step.seqs, step.tokens.wait()), step.num_tokens
-        except BaseException:
-            # Its sequences count as computed where they were not: going on would give wrong tokens.
-            self.scheduler.reset()
-            raise
+        finished, step = self._loop.step()
+        return [(seq.request_id, seq.completion_token_ids) for seq in finished], step.num_tokens
 
-    def _launch(self) -> "_Step":
-        """Schedule the next step and start it."""
-        seqs, is_prefill = self.scheduler.schedule()
-        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs) if is_prefill else -len(seqs)
-        return _Step(seqs, num_tokens, self.model_runner.call("launch", seqs, is_prefill))
+    # -- whole batches -----------------------------------------------------------------------------------------------
 
     def generate(
         self,
         prompts: Prompt | list[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        on_error: str = "raise",
+        on_step: Callable[[EngineStats], object] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt.
 
         Args:
             prompts: texts or lists of token ids, mixed as you like; one text alone is a batch of one.
             sampling_params: one for all prompts, or a list with one each; None samples with the defaults.
-            use_tqdm: show finished prompts, and prefill and decode tokens a second.
+            use_tqdm: show finished completions, and prefill and decode tokens a second.
+            on_error: what becomes of a prompt that cannot be served, or whose parameters cannot: "raise" refuses
+                them all before any work; "return" serves the others, and its own result has finish_reason "error"
+                and says in `error` what is wrong.
+            on_step: called with stats() after every step, to watch the engine at work; it may call abort_request.
 
         Returns:
             One RequestOutput a prompt, in the order of the prompts.
@@ -177,106 +172,78 @@ class LLMEngine:
             ValueError, TypeError: a wrong argument, before any work: the message names the argument and the
                 prompt's index. The engine stays usable, also after an exception or Ctrl-C half-way: the batch's
                 requests are dropped and their blocks are free again.
-            RuntimeError: after exit(), or while requests from add_request() are unfinished.
+            RuntimeError: after exit(), or while requests of add_request(), a stream() or a generate_iter() are
+                unfinished.
         """
-        self._check_alive()
-        if not self.is_finished():
-            raise RuntimeError("generate() while requests from add_request() are unfinished: step() through them")
-        if not isinstance(prompts, Iterable):
-            raise TypeError(f"prompts: must be a string or a list of prompts, not {type(prompts).__name__}")
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        self._loop.claim(user := User("generate()"))
+        check_choice("on_error", on_error, ("raise", "return"))
+        prompts = list(as_prompts(prompts))
         params = params_per_prompt(sampling_params, len(prompts))
-        token_ids = self._tokenize(prompts)
-        for i, ids in enumerate(token_ids):
-            self._check_prompt(ids, f"prompts[{i}]: ")
-        seqs = [self._make_sequence(ids, p) for ids, p in zip(token_ids, params, strict=True)]
-        del token_ids  # The sequences hold them; a second copy of a large batch would be for nothing.
-        try:
-            for seq in seqs:
-                self.scheduler.add(seq)
-            texts = self._run_all(len(seqs), use_tqdm)
-        except BaseException:
-            self.scheduler.reset()
-            raise
-        return [
-            RequestOutput(
-                text=texts.get(seq.seq_id),
-                token_ids=seq.completion_token_ids,
-                finish_reason=seq.finish_reason,
-                num_cached_tokens=seq.num_shared_tokens,
-            )
-            for seq in seqs
-        ]
+        requests = self._make_requests(prompts, params, on_error)
+        with self._loop.driving(user):
+            self._run_all(user, self._queue(requests), use_tqdm, on_step)
+        return [error_output(r) if isinstance(r, Exception) else request_output(r) for r in requests]
 
-    def _run_all(self, num_requests: int, use_tqdm: bool) -> dict[int, str]:
-        """Step until nothing is left; the texts of what finished, by sequence id."""
-        texts: dict[int, str] = {}
-        with tqdm(total=num_requests, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
+    def _run_all(self, user: User, num_seqs: int, use_tqdm: bool, on_step: Callable | None) -> None:
+        """Step until nothing is left and every sequence has its text."""
+        with tqdm(total=num_seqs, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
             tokens, seconds = {"prefill": 0, "decode": 0}, {"prefill": 0.0, "decode": 0.0}
             start = time.perf_counter()
-            for finished, num_tokens in self._steps():
-                texts |= self._detokenize(finished)  # while the GPU works on the step that follows
+            for finished, step in self._loop.steps(user):
+                self._set_texts(finished)  # while the GPU works on the step that follows
+                if on_step is not None:
+                    on_step(self.stats())
                 if not use_tqdm:
                     continue
-                kind, now = "prefill" if num_tokens > 0 else "decode", time.perf_counter()
-                tokens[kind] += abs(num_tokens)
+                kind, now = "prefill" if step.num_tokens > 0 else "decode", time.perf_counter()
+                tokens[kind] += abs(step.num_tokens)
                 seconds[kind] += now - start
                 start = now
                 rates = {kind: f"{int(tokens[kind] / seconds[kind])}tok/s" for kind in tokens if seconds[kind]}
                 bar.set_postfix(rates, refresh=False)
                 bar.update(len(finished))
-        return texts
 
-    def _steps(self) -> Iterator[tuple[list[Sequence], int]]:
-        """Step until nothing is left, as `_step` does, but one ahead: while the GPU works on a step, the host
-        schedules and launches the next one and only then reads the tokens. An end of sequence is noticed a step
-        late; the surplus token is dropped."""
-        if not self.config.overlap_steps:
-            while not self.is_finished():
-                yield self._step()
-            return
-        flying: _Step | None = None
-        while flying or not self.is_finished():
-            launched = None if self.is_finished() else self._launch()
-            finished = self.scheduler.collect(flying.seqs, flying.tokens.wait()) if flying else []
-            if launched:
-                self.scheduler.advance(launched.seqs)
-            if flying:
-                yield finished, flying.num_tokens
-            flying = launched
+    def _set_texts(self, finished: list[Sequence]) -> None:
+        if finished and self._detokenizer is not None:
+            self._detokenizer.set_texts(finished)
 
-    def _detokenize(self, seqs: list[Sequence]) -> dict[int, str]:
-        if self.tokenizer is None or not seqs:
-            return {}
-        completions = [seq.completion_token_ids for seq in seqs]
-        texts = self.tokenizer.batch_decode(completions, skip_special_tokens=True)
-        return {seq.seq_id: text for seq, text in zip(seqs, texts, strict=True)}
+    def _make_requests(
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        on_error: str = "raise",
+        start: int = 0,
+        streams: bool = False,
+    ) -> list[list[Sequence] | Exception]:
+        """The samples of each prompt, or with on_error "return" what is wrong with it. start: the first one's index."""
+        checked = self._checker.check_all(prompts, params, on_error, start)
+        return [
+            ids if isinstance(ids, Exception) else self._make_sequences(ids, p, streams)
+            for ids, p in zip(checked, params, strict=True)
+        ]
 
-    def _check_alive(self) -> None:
-        if not self._finalizer.alive:
-            raise RuntimeError("this engine has exited: make a new LLM")
+    def _queue(self, requests: list[list[Sequence] | Exception]) -> int:
+        """Queue what can be served; the number of sequences."""
+        seqs = [seq for request in requests if isinstance(request, list) for seq in request]
+        self._loop.queue(seqs)
+        return len(seqs)
 
-    def _tokenize(self, prompts: list[Prompt]) -> list[list[int]]:
-        """Token ids of each prompt; texts go through the tokenizer in one batch."""
-        texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
-        if texts and self.tokenizer is None:
-            raise ValueError(f"prompts[{texts[0]}]: is a text, but skip_tokenizer_init is set: pass token ids")
-        token_ids = list(prompts)
-        if texts:
-            encoded = self.tokenizer([prompts[i] for i in texts])["input_ids"]
-            for i, ids in zip(texts, encoded, strict=True):
-                token_ids[i] = ids
-        return token_ids
-
-    def _check_prompt(self, token_ids: list[int], where: str = "prompt: ") -> None:
-        check_token_ids(token_ids, self.config.hf_config.vocab_size, where)
-        try:
-            self.scheduler.check(len(token_ids))
-        except ValueError as error:
-            raise ValueError(f"{where}{error}") from None
-
-    def _make_sequence(self, token_ids: list[int], params: SamplingParams) -> Sequence:
-        seq_id = next(self._seq_ids)
+    def _make_sequences(self, token_ids: list[int], params: SamplingParams, streams: bool = False) -> list[Sequence]:
+        """The n samples of a request. Each draws from a seed of its own, the first one from the request's."""
+        request_id = next(self._request_ids)
         # Neighbouring requests must not draw from related streams, hence a hash and no sum.
-        seed = xxh64_intdigest(seq_id.to_bytes(8, "little"), self._seed) >> 1
-        return Sequence(seq_id, token_ids, params, self.config.kvcache_block_size, seed)
+        seed = _hash_seed(request_id, self._seed) if params.seed is None else params.seed
+        seqs = []
+        for sample in range(params.n):
+            seq = Sequence(next(self._seq_ids), token_ids, params, self.config.kvcache_block_size, seed)
+            seq.request_id = request_id
+            if sample:
+                seq.seed = _hash_seed(sample, seed)
+            if self._detokenizer is not None and (streams or params.stop):
+                seq.text_stream = self._detokenizer.stream(params)
+            seqs.append(seq)
+        return seqs
+
+
+def _hash_seed(number: int, seed: int) -> int:
+    return xxh64_intdigest(number.to_bytes(8, "little"), seed) >> 1

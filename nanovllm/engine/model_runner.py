@@ -2,68 +2,88 @@
 
 import gc
 import logging
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import NoReturn
 
-import numpy as np
 import torch
 
-from nanovllm.config import CPU_KVCACHE_GIB, Config
+from nanovllm.config import Config
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
-from nanovllm.engine.inputs import BlockTables, DecodeInputs, PackedArrays, SampledTokens
+from nanovllm.engine.inputs import DecodeInputs, SampledTokens, prefill_inputs
+from nanovllm.engine.interrupts import HeldInterrupt
 from nanovllm.engine.kernel_compilation import compiling_kernels
+from nanovllm.engine.memory import allocate_kv_cache, largest_prefill, warmup_sequences
+from nanovllm.engine.process_group import abort_group
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_messages import StepDecoder, StepEncoder
+from nanovllm.engine.worker import WorkerLink
+from nanovllm.engine.workers import WorkerError, Workers
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import select_backend
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import model_class
 from nanovllm.models.qwen3 import get_head_dim
 from nanovllm.utils.context import Context, step_context
-from nanovllm.utils.loader import load_dummy, load_model
+from nanovllm.utils.loader import load_dummy, load_model, num_checkpoint_params
 from nanovllm.utils.parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
-
-GIB = 2**30
 
 
 class ModelRunner:
     """Runs steps of the model on one rank's device.
 
+    With several ranks, rank 0's in the caller's process has the workers' by `call`: it writes the call to shared
+    memory, where each worker's `loop` reads it, and all of them do the same in lock-step.
+
     Attributes:
         config: the engine's options.
+        device: this rank's.
+        rank, tp: this rank, and what it does together with the others.
+        workers: rank 0's, the processes of the other ranks; None with one rank.
         num_kvcache_blocks: blocks of the KV cache.
         kv_cache: [2, layers, blocks, block_size, kv_heads, head_dim]; 0 = keys, 1 = values.
     """
 
-    def __init__(self, config: Config, rank: int = 0):
-        """Build everything, ready for `run`. What was allocated is given back where a part of it fails."""
+    def __init__(self, config: Config, rank: int = 0, link: WorkerLink | None = None):
+        """Build everything, ready for `run`. What was allocated is given back where a part of it fails.
+
+        link: a worker's, to rank 0, which is building the same; rank 0 starts the workers.
+        """
         self.config = config
         self.rank = rank
-        self.tp = TensorParallel(rank, config.tensor_parallel_size)
         self.block_size = config.kvcache_block_size
         self.model = self.sampler = self.kv_cache = self.graphs = self.decode_inputs = None
+        self.tp = TensorParallel()
+        self.workers: Workers | None = None
+        self.device = link.device if link else first_device(config.device)
         try:
+            if link is not None:
+                self.tp, self.calls, self.steps = link.tp, link.calls, StepDecoder()
+            elif config.tensor_parallel_size > 1:
+                self.workers, self.steps = Workers(config, self.device), StepEncoder()
+                self.tp = self.workers.meet()
             self._build()
-        except BaseException:
-            self.exit()
-            raise
+            if self.workers is not None:
+                self.workers.wait_ready()
+        except BaseException as error:
+            self._end_after(error)
 
     def _build(self) -> None:
         config = self.config
-        self.device = torch.device("cpu")
-        if config.device == "cuda":
-            self.device = torch.device("cuda", torch.cuda.current_device() + self.rank)
         head_dim = get_head_dim(config.hf_config)
         backend = select_backend(config.attention_backend, config.device, config.dtype, head_dim, self.block_size)
         cls = model_class(config.hf_config)
         with self.device, _default_dtype(config.dtype):
             self.model = cls(config.hf_config, config.max_model_len, backend, self.tp)
         self.model.requires_grad_(False)
-        self.sampler = Sampler()
+        self.sampler = Sampler(self.tp, self.model.lm_head.first)
         num_heads = self.tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
-        self.num_kv_heads = num_kv_heads = self.tp.shard(config.hf_config.num_key_value_heads, "num_key_value_heads")
+        _, num_kv_heads = self.tp.shard_kv_heads(config.hf_config.num_key_value_heads)
+        self.num_kv_heads = num_kv_heads
         backend.prepare(config.max_num_seqs, num_heads, num_kv_heads, head_dim, self.device)
         max_blocks = -(-config.max_model_len // self.block_size)
         planned_heads = num_kv_heads if backend.wants_plan else None
@@ -71,20 +91,24 @@ class ModelRunner:
         with compiling_kernels(self):
             self.load_weights()
             backend.use_flash_attn4(num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device)
-        num_params = sum(p.numel() for p in self.model.parameters())
-        logger.info("model: %s, %.3f B parameters, %s", config.model, num_params / 1e9, config.dtype)
-        logger.info("device: %s; attention back end: %s", self.device_name, backend.description)
+        num_params = num_checkpoint_params(self.model) / 1e9
+        logger.info("model: %s, %.3f B parameters, %s", config.model, num_params, config.dtype)
+        devices = f"{self.tp.size} x {self.device_name}" if self.tp.size > 1 else self.device_name
+        logger.info("device: %s", devices)
+        logger.info("attention back end: %s", backend.description)
         self.warmup_model()
         self.allocate_kv_cache()
+        if config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs:
+            self.capture_cudagraph()
+        else:
+            logger.info("CUDA graphs: none")
         if config.device == "cuda":
-            if not config.enforce_eager and backend.supports_cuda_graphs:
-                self.capture_cudagraph()
             self.warmup_kernels()
 
     def load_weights(self) -> None:
         """Fill the model's parameters as load_format says."""
         if self.config.load_format == "dummy":
-            load_dummy(self.model, self.config.seed or 0)
+            load_dummy(self.model, (self.config.seed or 0) + self.rank)
         else:
             load_model(self.model, self.config.model)
 
@@ -92,19 +116,78 @@ class ModelRunner:
     def device_name(self) -> str:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
 
+    # -- all ranks ---------------------------------------------------------------------------------------------
+
     def call(self, method: str, *args):
-        """Run one method by name on every rank; the result is rank 0's."""
-        return getattr(self, method)(*args)
+        """Run one method by name on every rank; the result is rank 0's.
+
+        With several ranks an exception in it ends the engine, for the ranks are out of step then; where a worker
+        caused it, it is a WorkerError. Ctrl-C waits until rank 0 has done its part.
+        """
+        if self.workers is None:
+            return getattr(self, method)(*args)
+        try:
+            with HeldInterrupt():
+                self.write_shm(method, *args)
+                return getattr(self, method)(*args)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._end_after(error)
+
+    def write_shm(self, method: str, *args) -> None:
+        """Rank 0's: send a call to the workers. Of a step's sequences they get what they do not know yet."""
+        if method == "launch":
+            args = (self.steps.encode(*args),)
+        self.workers.send(pickle.dumps([method, *args], pickle.HIGHEST_PROTOCOL))
+
+    def read_shm(self) -> tuple[str, list]:
+        """A worker's: wait for the next call, (method, arguments)."""
+        method, *args = pickle.loads(self.calls.read())
+        return method, self.steps.decode(*args) if method == "launch" else args
+
+    def loop(self) -> None:
+        """A worker's: do what rank 0 calls, until it calls exit."""
+        method = ""
+        while method != "exit":
+            method, args = self.read_shm()
+            self.call(method, *args)
+
+    def check_workers(self) -> None:
+        """Raises WorkerError, once this engine has ended, where a worker has died or failed."""
+        try:
+            self.workers.check()
+        except WorkerError as error:
+            self._end_after(error)
+
+    def _end_after(self, error: BaseException) -> NoReturn:
+        """Give everything back, and raise the error or the WorkerError that caused it."""
+        cause = error
+        if self.workers is not None:
+            cause = self.workers.explain(error)
+            self.workers.end()
+        if self.rank == 0:  # A worker process ends, and must not wait for anybody before it does.
+            self.exit()
+        if cause is error:
+            raise error
+        raise cause from error
 
     def exit(self) -> None:
-        """Give all memory back. Harmless when called again."""
+        """Give all memory back and end the workers. Harmless when called again."""
+        if self.device.type == "cuda" and self.tp.size > 1:
+            torch.cuda.synchronize(self.device)  # A step in flight waits for every rank.
+        if self.workers is not None:
+            self.workers.end(farewell=pickle.dumps(["exit"]))
         if self.model is not None:
             for layer in self._attention_layers():
                 layer.k_cache = layer.v_cache = None
         self.model = self.sampler = self.kv_cache = self.graphs = self.decode_inputs = None
         # Parameters and their loaders refer to each other, so their memory waits for the collector.
         gc.collect()
-        if self.config.device == "cuda":
+        if self.tp.size > 1:
+            abort_group(self.tp)
+            self.tp = TensorParallel()
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     # -- memory ------------------------------------------------------------------------------------------------
@@ -117,33 +200,18 @@ class ModelRunner:
             return
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
-        config = self.config
-        # As many sequences as a step may hold, so that the logits are at their largest as well.
-        num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        seq_len = min(config.max_num_batched_tokens // num_seqs, config.max_model_len)
-        cu_seqlens = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * seq_len
-        input_ids = torch.randint(config.hf_config.vocab_size, (num_seqs * seq_len,), device=self.device)
-        positions = torch.arange(seq_len, device=self.device).repeat(num_seqs)
-        context = Context(True, cu_seqlens, cu_seqlens, seq_len, seq_len, last_tokens=cu_seqlens[1:].long() - 1)
-        sampling = [torch.zeros(num_seqs, dtype=d, device=self.device) for d in _SAMPLING_DTYPES]
+        inputs, context = largest_prefill(self.config, self.device)
         with step_context(context):
-            self._forward(input_ids, positions, *sampling)
+            self._forward(*inputs)
         torch.cuda.synchronize(self.device)
 
     def warmup_kernels(self) -> None:
         """Launch every variant of the Triton kernels that a prefill may need, so that none is compiled or loaded in
         the middle of a batch: short and long, with a cached prefix and without. They write to the cache's first
         slots, which nobody has been given yet."""
-        config = self.config
-        for num_cached, num_new in ((0, 1), (0, 17), (0, 512), (16, 1), (16, 17), (16, 512)):
-            num_tokens = num_cached + num_new
-            if num_tokens > min(config.max_model_len, self.num_kvcache_blocks * self.block_size):
-                continue
-            seq = Sequence(0, [0] * num_tokens, block_size=self.block_size)
-            seq.block_table = list(range(seq.num_blocks))
-            seq.num_cached_tokens, seq.num_scheduled_tokens = num_cached, num_new
+        for seq in warmup_sequences(self.config, self.num_kvcache_blocks):
             self.run([seq], True)
-            if config.max_num_seqs > 1:
+            if self.config.max_num_seqs > 1:
                 self.run([seq, seq], True)
         seq.is_prefilling = False
         self.run([seq], False)
@@ -153,31 +221,8 @@ class ModelRunner:
 
         Raises MemoryError where there is no room for one block, with the numbers.
         """
-        config, hf_config = self.config, self.config.hf_config
         layers = self._attention_layers()
-        shape = (self.block_size, self.num_kv_heads, get_head_dim(hf_config))
-        block_bytes = 2 * len(layers) * int(np.prod(shape)) * config.dtype.itemsize
-        blocks = config.num_kvcache_blocks
-        if blocks == -1:
-            budget, reason = self._kv_cache_budget()
-            blocks = budget // block_bytes
-            if blocks < 1:
-                raise MemoryError(
-                    f"no room for one KV cache block of {block_bytes / GIB:.3f} GiB: {reason}; raise "
-                    "gpu_memory_utilization or kvcache_gib, or lower max_num_batched_tokens"
-                )
-        self.use_kv_cache(torch.zeros(2, len(layers), blocks, *shape, dtype=config.dtype, device=self.device))
-        capacity = blocks * self.block_size
-        bound = "max_model_len" if config.max_model_len <= capacity else "the KV cache"
-        logger.info(
-            "KV cache: %d blocks x %d = %d tokens, %.2f GiB; longest sequence: %d tokens (%s)",
-            blocks,
-            self.block_size,
-            capacity,
-            blocks * block_bytes / GIB,
-            min(config.max_model_len, capacity),
-            bound,
-        )
+        self.use_kv_cache(allocate_kv_cache(self.config, len(layers), self.num_kv_heads, self.device, self.tp))
 
     def use_kv_cache(self, kv_cache: torch.Tensor | None) -> None:
         """Give each layer its slices of [2, layers, blocks, block_size, kv_heads, head_dim]; None takes them away."""
@@ -185,23 +230,6 @@ class ModelRunner:
         self.num_kvcache_blocks = 0 if kv_cache is None else kv_cache.shape[2]
         for i, layer in enumerate(self._attention_layers()):
             layer.k_cache, layer.v_cache = (None, None) if kv_cache is None else kv_cache[:, i]
-
-    def _kv_cache_budget(self) -> tuple[int, str]:
-        """Bytes for the KV cache, and in words where they come from."""
-        config = self.config
-        if config.kvcache_gib is not None or self.device.type == "cpu":
-            gib = config.kvcache_gib or CPU_KVCACHE_GIB
-            return int(gib * GIB), f"kvcache_gib is {gib}"
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        stats = torch.cuda.memory_stats(self.device)
-        peak, current = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
-        budget = total * config.gpu_memory_utilization - (total - free) - (peak - current)
-        return int(budget), (
-            f"of {total / GIB:.2f} GiB x gpu_memory_utilization={config.gpu_memory_utilization}, "
-            f"{(total - free) / GIB:.2f} GiB are in use (by other processes too) and a step's activations "
-            f"take {(peak - current) / GIB:.2f} GiB"
-        )
 
     def _attention_layers(self) -> list[Attention]:
         return [module for module in self.model.modules() if isinstance(module, Attention)]
@@ -226,65 +254,13 @@ class ModelRunner:
             batch_size = self.graphs.padded(len(seqs)) if use_graph else len(seqs)
             self.prepare_decode(seqs, batch_size)
             (self.graphs.replay if use_graph else self._decode)(batch_size)
-        return SampledTokens(self.decode_inputs.sampled[: len(seqs)])
+        check = self.check_workers if self.workers is not None else None
+        return SampledTokens(self.decode_inputs.sampled[: len(seqs)], check)
 
     def prepare_prefill(self, seqs: list[Sequence]) -> tuple[tuple[torch.Tensor, ...], Context]:
         """The flat batch of the sequences' scheduled tokens: (input_ids, positions, temperatures, seeds, sample
         positions), and the context."""
-        num_new = [seq.num_scheduled_tokens for seq in seqs]
-        num_keys = [seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs]
-        num_tokens, num_seqs = sum(num_new), len(seqs)
-        # Without a cached prefix, keys and values are all in the batch itself, and no table is looked up.
-        is_cached = sum(num_keys) > num_tokens
-        max_blocks = max(len(seq.block_table) for seq in seqs)
-        arrays = PackedArrays(
-            {
-                "input_ids": ((num_tokens,), np.int64),
-                "positions": ((num_tokens,), np.int64),
-                "seeds": ((num_seqs,), np.int64),
-                "sample_positions": ((num_seqs,), np.int64),
-                "last_tokens": ((num_seqs,), np.int64),
-                "temperatures": ((num_seqs,), np.float32),
-                "slot_mapping": ((num_tokens,), np.int32),
-                "cu_seqlens_q": ((num_seqs + 1,), np.int32),
-                "cu_seqlens_k": ((num_seqs + 1,), np.int32),
-                "block_tables": ((num_seqs, max_blocks), np.int32),
-            },
-            self.device,
-        )
-        host = arrays.host
-        tables = BlockTables(host["block_tables"])
-        start = 0
-        for i, seq in enumerate(seqs):
-            first, end = seq.num_cached_tokens, num_keys[i]
-            tables.write(i, seq.block_table)
-            positions = np.arange(first, end)
-            tokens = slice(start, start + num_new[i])
-            host["input_ids"][tokens] = np.frombuffer(seq.tokens, np.int32)[first:end]
-            host["positions"][tokens] = positions
-            blocks = tables.array[i, positions // self.block_size]
-            host["slot_mapping"][tokens] = blocks * self.block_size + positions % self.block_size
-            start += num_new[i]
-        np.cumsum(num_new, out=host["cu_seqlens_q"][1:])
-        np.cumsum(num_keys, out=host["cu_seqlens_k"][1:])
-        host["last_tokens"][:] = host["cu_seqlens_q"][1:] - 1
-        host["sample_positions"][:] = host["cu_seqlens_k"][1:] - host["cu_seqlens_k"][:-1] - 1
-        host["temperatures"][:] = [seq.temperature for seq in seqs]
-        host["seeds"][:] = [seq.seed for seq in seqs]
-        arrays.send()
-        device = arrays.device
-        context = Context(
-            is_prefill=True,
-            cu_seqlens_q=device["cu_seqlens_q"],
-            cu_seqlens_k=device["cu_seqlens_k"],
-            max_seqlen_q=max(num_new),
-            max_seqlen_k=max(num_keys),
-            slot_mapping=device["slot_mapping"],
-            block_tables=device["block_tables"] if is_cached else None,
-            last_tokens=device["last_tokens"],
-        )
-        names = ("input_ids", "positions", "temperatures", "seeds", "sample_positions")
-        return tuple(device[name] for name in names), context
+        return prefill_inputs(seqs, self.block_size, self.device)
 
     def prepare_decode(self, seqs: list[Sequence], batch_size: int) -> None:
         """Each sequence's last token, its position, its slot and its block table, into decode_inputs; padding in
@@ -319,7 +295,9 @@ class ModelRunner:
         logger.info("CUDA graphs: %d, batch sizes 1 to %d", len(sizes), sizes[-1])
 
 
-_SAMPLING_DTYPES = (torch.float32, torch.int64, torch.int64)  # temperatures, seeds, positions
+def first_device(kind: str) -> torch.device:
+    """Rank 0's: the CPU, or the caller's current GPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
 
 
 @contextmanager

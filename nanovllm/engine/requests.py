@@ -1,8 +1,116 @@
-"""What a caller hands in, checked before any work: token ids, sampling parameters, a model's tokenizer."""
+"""What a caller hands in, checked before any work: prompts, sampling parameters, a model's tokenizer."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat, zip_longest
 
 from nanovllm.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+
+
+class RequestChecker:
+    """Turns prompts into token ids and finds what is wrong with a request."""
+
+    def __init__(self, tokenizer, vocab_size: int, check_length: Callable[[int], None]):
+        """check_length: raises ValueError for a prompt of too many tokens. tokenizer: None takes token ids alone."""
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._check_length = check_length
+
+    def check_one(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The prompt's token ids. Raises ValueError or TypeError."""
+        (token_ids,) = self._encode([prompt])
+        return self._check(token_ids, params, "prompt: ", "sampling_params")
+
+    def check_all(
+        self, prompts: list[Prompt], params: Iterable[SamplingParams], on_error: str = "raise", start: int = 0
+    ) -> list[list[int] | Exception]:
+        """The prompts' token ids; texts go through the tokenizer in one batch.
+
+        Args:
+            params: one each.
+            on_error: "raise" the first fault, or "return" it in the place of the token ids.
+            start: index of the first prompt, for messages.
+
+        Raises:
+            ValueError, TypeError: a fault; the message begins with the argument and the index.
+        """
+        checked = []
+        for i, (token_ids, p) in enumerate(zip(self._encode(prompts), params, strict=True), start):
+            try:
+                checked.append(self._check(token_ids, p, f"prompts[{i}]: ", f"sampling_params[{i}]"))
+            except (TypeError, ValueError) as error:
+                if on_error == "raise":
+                    raise
+                checked.append(error)
+        return checked
+
+    def encode_completions(self, completions: list[Prompt]) -> list[list[int]]:
+        """Token ids of texts that go on after a prompt, hence without what the tokenizer puts before one. Raises
+        ValueError or TypeError, naming the index."""
+        checked = []
+        for i, token_ids in enumerate(self._encode(completions, add_special_tokens=False)):
+            checked.append(self._check_token_ids(token_ids, f"completions[{i}]: "))
+        return checked
+
+    def _check(self, token_ids: list[int] | Exception, params, where: str, where_params: str) -> list[int]:
+        token_ids = self._check_token_ids(token_ids, where)
+        try:
+            self._check_length(len(token_ids))
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from None
+        if check_params(params, where_params).stop and self.tokenizer is None:
+            raise ValueError(
+                f"{where_params}: stop={params.stop!r}: without a tokenizer there is no text to find it in"
+            )
+        return token_ids
+
+    def _check_token_ids(self, token_ids: list[int] | Exception, where: str) -> list[int]:
+        if isinstance(token_ids, Exception):
+            kind = TypeError if isinstance(token_ids, TypeError) else ValueError
+            raise kind(f"{where}{token_ids}") from token_ids
+        check_token_ids(token_ids, self._vocab_size, where)
+        return token_ids
+
+    def _encode(self, prompts: list[Prompt], **options) -> list[list[int] | Exception]:
+        """Token ids of each prompt, or what the tokenizer has against it."""
+        texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
+        token_ids = list(prompts)
+        if texts:
+            try:
+                encoded = self._encode_texts([prompts[i] for i in texts], options)
+            except (TypeError, ValueError):
+                encoded = [self._encode_text(prompts[i], options) for i in texts]
+            for i, ids in zip(texts, encoded, strict=True):
+                token_ids[i] = ids
+        return token_ids
+
+    def _encode_texts(self, texts: list[str], options: dict) -> list[list[int]]:
+        if self.tokenizer is None:
+            raise ValueError("is a text, but skip_tokenizer_init is set: pass token ids")
+        return self.tokenizer(texts, **options)["input_ids"]
+
+    def _encode_text(self, text: str, options: dict) -> list[int] | Exception:
+        try:
+            return self._encode_texts([text], options)[0]
+        except UnicodeError as error:
+            return ValueError(f"cannot be encoded: {error}")
+        except (TypeError, ValueError) as error:
+            return error
+
+
+def as_prompts(prompts, name: str = "prompts") -> Iterable[Prompt]:
+    """`prompts` itself, where one text alone is a batch of one; or TypeError, naming the argument."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"{name}: must be a string or a list of prompts, not {type(prompts).__name__}")
+    return prompts
+
+
+def check_choice(name: str, value, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
 
 
 def check_token_ids(token_ids, vocab_size: int, where: str) -> None:
@@ -28,19 +136,40 @@ def check_token_ids(token_ids, vocab_size: int, where: str) -> None:
 
 
 def params_per_prompt(params, num_prompts: int) -> list[SamplingParams]:
-    """One SamplingParams a prompt, from one for all, a list with one each, or None for the defaults. Raises TypeError
-    or ValueError."""
+    """One SamplingParams a prompt, from one for all, a list with one each, or None for the defaults; what the list
+    holds is not looked at. Raises TypeError or ValueError."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
-    if isinstance(params, str) or not isinstance(params, Iterable):
-        raise TypeError(f"sampling_params: must be a SamplingParams or a list of them, not {type(params).__name__}")
-    params = list(params)
+    params = list(_check_params_list(params))
     if len(params) != num_prompts:
         raise ValueError(
             f"sampling_params: {len(params)} of them for {num_prompts} prompts; pass one for all, or one each"
         )
-    for i, p in enumerate(params):
-        check_params(p, f"sampling_params[{i}]")
+    return params
+
+
+def pair_lazily(prompts: Iterable[Prompt], params) -> Iterator[tuple[Prompt, SamplingParams]]:
+    """Prompts with their SamplingParams, as params_per_prompt finds them, where either may be a long iterable.
+    Raises TypeError at once, and ValueError when one of them ends before the other."""
+    if params is None or isinstance(params, SamplingParams):
+        return zip(prompts, repeat(params or SamplingParams()), strict=False)
+    return _pair_strictly(prompts, _check_params_list(params))
+
+
+def _pair_strictly(prompts: Iterable, params: Iterable) -> Iterator[tuple]:
+    missing = object()
+    for i, (prompt, p) in enumerate(zip_longest(prompts, params, fillvalue=missing)):
+        if prompt is missing or p is missing:
+            shorter, longer = ("prompts", "sampling_params") if prompt is missing else ("sampling_params", "prompts")
+            raise ValueError(
+                f"sampling_params: {shorter} ended after {i}, {longer} did not; pass one for all, or one each"
+            )
+        yield prompt, p
+
+
+def _check_params_list(params) -> Iterable:
+    if isinstance(params, str) or not isinstance(params, Iterable):
+        raise TypeError(f"sampling_params: must be a SamplingParams or a list of them, not {type(params).__name__}")
     return params
 
 

@@ -22,6 +22,12 @@ class Scheduler:
         num_kvcache_blocks, kvcache_block_size: the KV cache's blocks, and token slots a block.
         eos: end-of-sequence token ids.
         enable_prefix_caching: whether equal beginnings share blocks.
+
+    Attributes, counted since the beginning, resets included:
+        num_preemptions: running sequences that had to give their blocks back.
+        num_prompt_tokens: prompt tokens of the sequences that were started.
+        num_prefix_queries, num_prefix_hits: those of them that the prefix cache was asked for, and that it had.
+        num_generated_tokens: completion tokens.
     """
 
     def __init__(
@@ -39,6 +45,10 @@ class Scheduler:
         self.max_seq_len = min(max_model_len, num_kvcache_blocks * kvcache_block_size)
         self.eos = frozenset(eos)
         self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+        self.num_generated_tokens = 0
         self._make_block_manager = partial(BlockManager, num_kvcache_blocks, kvcache_block_size, enable_prefix_caching)
         self.reset()
 
@@ -95,7 +105,7 @@ class Scheduler:
                     continue
                 if not manager.can_allocate(seq):
                     break
-                manager.allocate(seq)
+                self._allocate(seq)
             seq.num_scheduled_tokens = min(seq.num_tokens - seq.num_cached_tokens, budget)
             budget -= seq.num_scheduled_tokens
             scheduled.update(manager.hashes_scheduled(seq))
@@ -110,6 +120,15 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
         self.waiting.extendleft(reversed(deferred))
         return seqs
+
+    def _allocate(self, seq: Sequence) -> None:
+        is_new = seq.num_shared_tokens < 0
+        self.block_manager.allocate(seq)
+        if is_new:
+            self.num_prompt_tokens += seq.num_prompt_tokens
+            if self.block_manager.enable_prefix_caching:
+                self.num_prefix_queries += seq.num_prompt_tokens
+                self.num_prefix_hits += seq.num_shared_tokens
 
     def _schedule_decode(self) -> list[Sequence]:
         seqs: list[Sequence] = []
@@ -192,8 +211,10 @@ class Scheduler:
         """
         finished = []
         dropped = False
+        num_ignored = 0
         for row, (seq, token_id) in enumerate(zip(seqs, token_ids, strict=True)):
             if seq.pending_row != row:
+                num_ignored += 1
                 continue  # Its prefill goes on, or it had ended before.
             seq.resolve_pending(token_id)
             if token_id in self.eos and not seq.ignore_eos:
@@ -205,7 +226,15 @@ class Scheduler:
                 finished.append(seq)
         if dropped:
             self._drop_finished()
+        self.num_generated_tokens += len(seqs) - num_ignored
         return finished
+
+    def stop(self, seqs: list[Sequence]) -> None:
+        """End sequences at the token that collect() has just booked, for a reason that their text gave. With another
+        step in flight, that one's surplus tokens are never looked at."""
+        for seq in seqs:
+            self._end(seq, "stop")
+        self._drop_finished()
 
     def _end(self, seq: Sequence, finish_reason: str) -> None:
         was_preempted = seq.status is SequenceStatus.WAITING
@@ -218,14 +247,21 @@ class Scheduler:
     def _drop_finished(self) -> None:
         self.running = deque(seq for seq in self.running if seq.status is not SequenceStatus.FINISHED)
 
-    def abort(self, seq_ids: Iterable[int]) -> None:
-        """Drop these sequences wherever they are and give their blocks back."""
-        seq_ids = set(seq_ids)
-        for queue in (self.waiting, self.running):
-            for seq in queue:
-                if seq.seq_id in seq_ids:
-                    seq.status = SequenceStatus.FINISHED
-                    seq.finish_reason = "abort"
-                    self.block_manager.deallocate(seq)
+    def abort(self, request_ids: Iterable[int] | None = None) -> list[Sequence]:
+        """Drop these requests' sequences, or all, wherever they are, and give their blocks back; they are returned.
+        The token that a step in flight samples for one of them is dropped as well."""
+        request_ids = None if request_ids is None else set(request_ids)
+        aborted = [
+            seq
+            for queue in (self.waiting, self.running)
+            for seq in queue
+            if request_ids is None or seq.request_id in request_ids
+        ]
+        for seq in aborted:
+            seq.status = SequenceStatus.FINISHED
+            seq.finish_reason = "abort"
+            seq.drop_pending()
+            self.block_manager.deallocate(seq)
         self.waiting = deque(seq for seq in self.waiting if not seq.is_finished)
         self._drop_finished()
+        return aborted

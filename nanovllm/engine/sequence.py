@@ -27,7 +27,8 @@ class Sequence:
         status: see SequenceStatus.
         is_prefilling: whether the next step prefills it. State of its own, not derived from the number of
             completion tokens: a preempted sequence is prefilled again, completion and all.
-        tokens: array("i") of prompt and completion; empty in a worker's copy of a decoding sequence.
+        tokens: array("i") of prompt and completion; in a worker's copy those up to the end of the chunk that is
+            prefilled, or none.
         last_token: the newest token, the one that a decode step feeds to the model.
         num_tokens: prompt and completion tokens.
         num_prompt_tokens: prompt tokens.
@@ -40,16 +41,27 @@ class Sequence:
         block_table: ids of the KV cache blocks that hold the sequence, in order.
         block_hashes: hash chain of the full blocks, as far as it has been computed; the block manager's.
         finish_reason: "stop", "length" or "abort" once finished, else None.
+        stop_reason: the stop string or token that ended it, None for any other end.
+        request_id: what its request is known by; the samples of one prompt share it.
+        text_stream: its text as its tokens come (engine/detokenizer.py), where somebody asks for that.
+        text: the completion's text, once finished, where there is a tokenizer.
+        logprobs: {token id: log-probability} for each completion token, the sampled one first; None unless asked for.
+        prompt_logprobs: the same for each prompt token, None for the first; None unless asked for.
+        arrival_time, scheduled_time, first_token_time, finish_time: time.perf_counter() seconds, None so far.
     """
 
     __slots__ = (
+        "arrival_time",
         "block_hashes",
         "block_size",
         "block_table",
         "finish_reason",
+        "finish_time",
+        "first_token_time",
         "ignore_eos",
         "is_prefilling",
         "last_token",
+        "logprobs",
         "max_tokens",
         "num_cached_tokens",
         "num_prompt_tokens",
@@ -57,10 +69,17 @@ class Sequence:
         "num_shared_tokens",
         "num_tokens",
         "pending_row",
+        "prompt_logprobs",
+        "request_id",
+        "scheduled_time",
         "seed",
         "seq_id",
+        "skip_special_tokens",
         "status",
+        "stop_reason",
         "temperature",
+        "text",
+        "text_stream",
         "tokens",
     )
 
@@ -89,9 +108,20 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []
         self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.request_id = seq_id
+        self.text_stream = None
+        self.text: str | None = None
+        self.logprobs: list[dict[int, float]] | None = None
+        self.prompt_logprobs: list[dict[int, float] | None] | None = None
+        self.arrival_time: float | None = None
+        self.scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.finish_time: float | None = None
         self.temperature = float(sampling_params.temperature)
         self.max_tokens = sampling_params.max_tokens
         self.ignore_eos = sampling_params.ignore_eos
+        self.skip_special_tokens = sampling_params.skip_special_tokens
         self.seed = seed if sampling_params.seed is None else sampling_params.seed
 
     def __len__(self) -> int:
@@ -125,6 +155,11 @@ class Sequence:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
+    def num_known_tokens(self) -> int:
+        """num_tokens without the placeholder of a step in flight."""
+        return self.num_tokens - (self.pending_row >= 0)
+
+    @property
     def num_blocks(self) -> int:
         """Blocks that num_tokens tokens take: ceil(num_tokens / block_size)."""
         return -(-self.num_tokens // self.block_size)
@@ -155,8 +190,18 @@ class Sequence:
         self.tokens[-1] = self.last_token = token_id
         self.pending_row = -1
 
+    def drop_pending(self) -> None:
+        """Take the placeholder back: nobody will look at the token that is being sampled."""
+        if self.pending_row >= 0:
+            self.tokens.pop()
+            self.last_token = self.tokens[-1]
+            self.num_tokens -= 1
+            self.pending_row = -1
+
     def __getstate__(self) -> tuple:
-        """What a worker needs for one step and no more: token ids only while the sequence is prefilled."""
+        """What a worker needs for one step and no more: of the tokens, those that a prefill computes, and in a decode
+        step the last one alone."""
+        first, end = self.num_cached_tokens, self.num_cached_tokens + self.num_scheduled_tokens
         return (
             self.seq_id,
             self.block_size,
@@ -167,7 +212,9 @@ class Sequence:
             self.num_scheduled_tokens,
             self.pending_row,
             self.block_table,
-            self.tokens if self.is_prefilling else self.last_token,
+            self.temperature,
+            self.seed,
+            self.tokens[first:end].tobytes() if self.is_prefilling else self.last_token,
         )
 
     def __setstate__(self, state: tuple) -> None:
@@ -181,7 +228,19 @@ class Sequence:
             self.num_scheduled_tokens,
             self.pending_row,
             self.block_table,
+            self.temperature,
+            self.seed,
             tokens,
         ) = state
-        self.tokens = tokens if self.is_prefilling else array("i")
-        self.last_token = tokens[-1] if self.is_prefilling else tokens
+        self.tokens = array("i")
+        if self.is_prefilling:
+            self.set_scheduled_tokens(tokens)
+        else:
+            self.last_token = tokens
+
+    def set_scheduled_tokens(self, tokens: bytes) -> None:
+        """In a worker's copy: the tokens of the chunk that is to be prefilled, int32; placeholders stand for those
+        before it, which are in the KV cache."""
+        self.tokens = array("i", bytes(4 * self.num_cached_tokens))
+        self.tokens.frombytes(tokens)
+        self.last_token = self.tokens[-1] if self.tokens else PLACEHOLDER

@@ -7,23 +7,34 @@ from torch import nn
 from nanovllm.layers.linear import make_parameter
 from nanovllm.utils.parallel import TensorParallel
 
+# Rows that each rank's shard is a multiple of: whole Philox blocks for the sampler, whole tiles for the product.
+ROW_MULTIPLE = 64
+
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids [num_tokens] -> embeddings [num_tokens, hidden_size]; ranks share the vocabulary evenly, the
-    last one's shard padded with zero rows where it does not divide."""
+    """Token ids [num_tokens] -> embeddings [num_tokens, hidden_size].
+
+    Attributes:
+        first: this rank's first token.
+        num_tokens: how many tokens are this rank's; with a small vocabulary it may be none.
+        weight: [rows, hidden_size], as many rows on every rank, those past num_tokens zero.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel):
         super().__init__()
         self.tp = tp
         self.vocab_size = vocab_size
-        rows = -(-vocab_size // tp.size)
+        rows = vocab_size
+        if tp.size > 1:
+            rows = -(-vocab_size // (tp.size * ROW_MULTIPLE)) * ROW_MULTIPLE
         self.first = tp.rank * rows
+        self.num_tokens = max(0, min(rows, vocab_size - self.first))
         self.weight = make_parameter((rows, hidden_size), {None: (vocab_size, hidden_size)}, self.weight_loader)
 
     def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
-        rows = max(0, min(param.shape[0], self.vocab_size - self.first))
-        param.data[:rows].copy_(loaded[self.first : self.first + rows])
-        param.data[rows:].zero_()
+        if self.num_tokens:
+            param.data[: self.num_tokens].copy_(loaded[self.first : self.first + self.num_tokens])
+        param.data[self.num_tokens :].zero_()
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
@@ -35,8 +46,17 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Hidden states [num_tokens, hidden_size] -> logits [num_tokens, vocab_size]."""
+    """Hidden states -> logits of this rank's tokens, [num_rows, num_tokens]. With one rank those are all tokens."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        logits = self.tp.all_gather(F.linear(hidden_states, self.weight))
-        return logits[:, : self.vocab_size]
+        """hidden_states: [num_rows, hidden_size]."""
+        return F.linear(hidden_states, self.weight)[:, : self.num_tokens]
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of all tokens [num_rows, vocab_size], on every rank, from this rank's [num_rows, num_tokens].
+        All ranks must call it."""
+        if self.tp.size == 1:
+            return logits
+        padded = F.pad(logits, (0, self.weight.shape[0] - logits.shape[1]))
+        gathered = self.tp.all_gather(padded)
+        return gathered.transpose(0, 1).flatten(1)[:, : self.vocab_size]

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.skinny_linear import linear, linear_add
 from nanovllm.utils.parallel import TensorParallel
 
 
@@ -71,7 +73,8 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Query, key and value projections as one product, whole heads a rank. Shard ids are "q", "k" and "v".
+    """Query, key and value projections as one product, whole heads a rank. Shard ids are "q", "k" and "v". With fewer
+    KV heads than ranks, each rank holds the one that its query heads read.
 
     forward: [num_tokens, hidden_size] -> [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], both head
     counts this rank's.
@@ -81,9 +84,15 @@ class QKVParallelLinear(ColumnParallelLinear):
         self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool, tp: TensorParallel
     ):
         self.num_heads = tp.shard(num_heads, "num_attention_heads")
-        self.num_kv_heads = tp.shard(num_kv_heads, "num_key_value_heads")
+        self.head_dim = head_dim
+        self.first_kv_head, self.num_kv_heads = tp.shard_kv_heads(num_kv_heads)
         kv_size = num_kv_heads * head_dim
         super().__init__(hidden_size, {"q": num_heads * head_dim, "k": kv_size, "v": kv_size}, bias, tp)
+
+    def part(self, shard_id, tp: TensorParallel) -> tuple[int, int]:
+        if shard_id == "q":
+            return super().part(shard_id, tp)
+        return self.first_kv_head * self.head_dim, self.num_kv_heads * self.head_dim
 
 
 class RowParallelLinear(nn.Module):
@@ -122,3 +131,23 @@ class RowParallelLinear(nn.Module):
         else:
             torch.mm(x, self.weight.t(), out=residual)
         return self.tp.all_reduce(residual)
+
+    def add_norm(self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """norm(residual + self(x)), overwriting residual [num_tokens, output_size] with the sum."""
+        reducer = self.tp.reducer
+        if reducer is None or not reducer.takes(len(x)):
+            return norm(self.add_to(residual, x))
+        partial = reducer.partial(len(x))
+        if self.bias is not None and self.tp.rank == 0:
+            torch.addmm(self.bias, x, self.weight.t(), out=partial)
+        else:
+            torch.mm(x, self.weight.t(), out=partial)
+        return reducer.add_norm(residual, partial, norm.weight, norm.eps)
+
+    def skinny_add(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """`add_to` for the few tokens of `is_skinny`, by kernels that start while the one before still runs."""
+        bias = self.bias if self.tp.rank == 0 else None
+        if self.tp.size == 1:
+            linear_add(x, self.weight, residual, bias, pdl=True)
+        else:
+            self.tp.reducer.add(residual, linear(x, self.weight, bias, pdl=True), pdl=True)

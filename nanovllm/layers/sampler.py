@@ -6,11 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.kernels import HAS_TRITON, use_kernels
+from nanovllm.utils.parallel import TensorParallel
 
 if HAS_TRITON:
-    from nanovllm.kernels.sampler import sample
+    from nanovllm.kernels.sampler import best_of_shard, pick_best, sample
 
 _WORD = 0xFFFFFFFF
+_NO_COLUMN = 2**31 - 1
 
 
 def philox4x32(
@@ -55,7 +57,9 @@ def log2_exponential(bits: Tensor) -> Tensor:
     return torch.where(u < 0.03125, series, torch.log2(1.0 - u).mul_(-math.log(2.0))).log2_()
 
 
-def race_scores(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def race_scores(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_column: int = 0
+) -> Tensor:
     """What the columns of each row race with: logit / T - log E, in units of log 2.
 
     Args:
@@ -64,12 +68,13 @@ def race_scores(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: 
         seeds: int64 `[batch]`: the Philox keys.
         positions: int64 `[batch]`: words 2 and 3 of the Philox counter, whose word 0 is column // 4 and whose
             word 1 is 0; column % 4 picks one of the four outputs.
+        first_column: the first of these columns in the whole vocabulary, a multiple of 4.
 
     Returns:
         float32 `[batch, vocab_size]`; -inf for a NaN logit.
     """
     vocab_size = logits.shape[1]
-    quad = torch.arange((vocab_size + 3) // 4, device=logits.device).unsqueeze(0)
+    quad = first_column // 4 + torch.arange((vocab_size + 3) // 4, device=logits.device).unsqueeze(0)
     seeds, positions = seeds.unsqueeze(1), positions.unsqueeze(1)
     position_words = (positions & _WORD, positions >> 32 & _WORD)
     bits = philox4x32(quad, torch.zeros_like(quad), *position_words, seeds & _WORD, seeds >> 32 & _WORD)
@@ -90,6 +95,24 @@ def sample_torch(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions:
     return tokens
 
 
+def best_of_shard_torch(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_column: int
+) -> Tensor:
+    """Twin of `kernels.sampler.best_of_shard`."""
+    scores = logits.float().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    noisy = temperatures > 0
+    scores[noisy] = race_scores(logits[noisy], temperatures[noisy], seeds[noisy], positions[noisy], first_column)
+    best, columns = scores.max(dim=-1)
+    return torch.stack((best.view(torch.int32), (first_column + columns).int()), dim=-1)
+
+
+def pick_best_torch(candidates: Tensor) -> Tensor:
+    """Twin of `kernels.sampler.pick_best`."""
+    scores, columns = candidates.unbind(-1)
+    winner = scores.contiguous().view(torch.float32).argmax(dim=0)  # The first of equals: the lowest column.
+    return columns.gather(0, winner.unsqueeze(0)).squeeze(0).long()
+
+
 class Sampler(nn.Module):
     """Draws from softmax(logits / T) by an exponential race, on the device, without a softmax.
 
@@ -100,7 +123,19 @@ class Sampler(nn.Module):
     The noise is Philox4x32-10 with the request's seed as key and (column // 4, position) as counter. So a
     request's token at a position depends on its logits, temperature and seed alone, never on the batch, its
     order, or a preemption in between.
+
+    With several ranks each finds the best of its columns, only that is gathered, and every rank takes the same
+    winner. Scores do not depend on how the columns are shared out.
+
+    Args:
+        tp: this rank's place.
+        first_column: of this rank's logits, in the whole vocabulary.
     """
+
+    def __init__(self, tp: TensorParallel | None = None, first_column: int = 0):
+        super().__init__()
+        self.tp = tp or TensorParallel()
+        self.first_column = first_column
 
     def forward(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         """Draws one token a row.
@@ -109,7 +144,7 @@ class Sampler(nn.Module):
         -inf.
 
         Args:
-            logits: `[batch, vocab_size]`, any float dtype.
+            logits: `[batch, vocab_size]`, any float dtype; with several ranks this rank's columns of it, maybe none.
             temperatures: float32 `[batch]`; 0 is greedy: the highest logit, the lowest token id on ties.
             seeds: int64 `[batch]`, all 64 bits used.
             positions: int64 `[batch]`: the position of the token to be drawn (any number that is new to the
@@ -118,5 +153,20 @@ class Sampler(nn.Module):
         Returns:
             int64 `[batch]`, on the logits' device.
         """
-        draw = sample if use_kernels(logits) else sample_torch
-        return draw(logits, temperatures, seeds, positions)
+        on_gpu = use_kernels(logits)
+        if self.tp.size == 1:
+            return (sample if on_gpu else sample_torch)(logits, temperatures, seeds, positions)
+        if logits.shape[1] == 0:
+            best = _no_candidates(logits)
+        else:
+            reduce = best_of_shard if on_gpu else best_of_shard_torch
+            best = reduce(logits, temperatures, seeds, positions, self.first_column)
+        return (pick_best if on_gpu else pick_best_torch)(self.tp.all_gather(best))
+
+
+def _no_candidates(logits: Tensor) -> Tensor:
+    """What a rank without columns brings: int32 [batch, 2], (the bits of -inf, no column)."""
+    best = torch.empty(len(logits), 2, dtype=torch.int32, device=logits.device)
+    best[:, 0].view(torch.float32).fill_(-math.inf)
+    best[:, 1].fill_(_NO_COLUMN)
+    return best

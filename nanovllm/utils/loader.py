@@ -68,6 +68,11 @@ def _load_all(tasks: list[tuple], device: torch.device) -> None:
             torch.set_num_threads(num_torch_threads)  # A thread's choice is what new threads of the process begin with.
 
 
+def num_checkpoint_params(model: nn.Module) -> int:
+    """Numbers that the whole model has, however many of them are this rank's."""
+    return sum(math.prod(shape) for _, _, shape in _wanted_tensors(model).values())
+
+
 def load_dummy(model: nn.Module, seed: int) -> None:
     """Fill every parameter with random numbers of a usual scale: norms with ones, the rest N(0, 0.02^2)."""
     device = next(model.parameters()).device

@@ -1,41 +1,109 @@
-"""TensorParallel: this rank's place among the GPUs that share one model, and what they do together."""
+"""TensorParallel: this rank's place among the processes that share one model, and what they do together."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, Store
+
+from nanovllm.utils.residual_reducer import ResidualReducer
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: another rank has gone, or the connection to it has. Never the cause of a failure."""
 
 
 @dataclass(frozen=True)
 class TensorParallel:
     """Handed to every layer that is sharded, so that no layer asks a process-wide default for its rank.
 
+    All ranks must call the collectives in the same order with the same shapes. Each is in the device's stream order
+    on a GPU, where it can be captured in a CUDA graph, and done when it returns on a CPU. They raise CollectiveError.
+
     Attributes:
         rank: 0 <= rank < size.
         size: ranks that share the model; 1 needs no group and communicates nothing.
-        group: the engine's own process group.
+        group: the engine's own ProcessGroupNCCL or ProcessGroupGloo, known to no registry.
+        store: where the ranks met, for whatever else they have to agree on.
+        reducer: adds to the residual stream over memory that the GPUs share; None where there is none.
     """
 
     rank: int = 0
     size: int = 1
-    group: dist.ProcessGroup | None = None
+    group: object | None = None
+    store: Store | None = None
+    reducer: ResidualReducer | None = None
 
     def shard(self, size: int, what: str) -> int:
         """This rank's part of `size`. Raises ValueError where the ranks do not divide it."""
-        if size % self.size:
-            raise ValueError(f"tensor_parallel_size={self.size} does not divide the model's {what} ({size})")
+        _check_divides(self.size, size, what)
         return size // self.size
+
+    def shard_kv_heads(self, num_kv_heads: int) -> tuple[int, int]:
+        """First KV head and number of KV heads of this rank: its share, or with fewer heads than ranks the one that
+        its query heads read, of which other ranks hold copies. Raises ValueError where neither works out."""
+        _check_kv_heads(self.size, num_kv_heads)
+        num_heads = max(1, num_kv_heads // self.size)
+        return self.rank * num_kv_heads // self.size, num_heads
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(x, group=self.group)
+            _run(self.group.allreduce, [x], _in_stream_order(AllreduceOptions()))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, n] of each rank -> [rows, size * n], in the order of ranks."""
+        """x of every rank: [size, *x.shape]."""
+        out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
         if self.size == 1:
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, dim=-1)
+            out[0] = x
+        else:
+            # Flat, because gloo is particular about the shapes that it takes for a stack.
+            args = out.view(-1), x.contiguous().view(-1), _in_stream_order(AllgatherOptions())
+            _run(self.group._allgather_base, *args)
+        return out
+
+    def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """x of rank `root`, in place."""
+        if self.size > 1:
+            options = BroadcastOptions()
+            options.rootRank = root
+            _run(self.group.broadcast, [x], _in_stream_order(options))
+        return x
+
+
+def check_shardable(hf_config, size: int) -> None:
+    """Raises ValueError, naming the number, where `size` ranks cannot share a model of this configuration. The
+    vocabulary always can: it is padded."""
+    for name in ("num_attention_heads", "intermediate_size"):
+        _check_divides(size, getattr(hf_config, name), name)
+    _check_kv_heads(size, getattr(hf_config, "num_key_value_heads", hf_config.num_attention_heads))
+
+
+def _check_divides(size: int, number: int, what: str) -> None:
+    if number % size:
+        raise ValueError(f"tensor_parallel_size={size}: must divide the model's {what} ({number})")
+
+
+def _check_kv_heads(size: int, num_kv_heads: int) -> None:
+    if num_kv_heads % size and size % num_kv_heads:
+        raise ValueError(
+            f"tensor_parallel_size={size}: must divide the model's num_key_value_heads ({num_kv_heads}), or be a "
+            "multiple of it"
+        )
+
+
+def _in_stream_order(options):
+    """NCCL then takes the current stream instead of one of its own, and the two events between them are saved."""
+    if hasattr(options, "asyncOp"):  # torch 2.7
+        options.asyncOp = False
+    return options
+
+
+def _run(collective: Callable, *args) -> None:
+    try:
+        work = collective(*args)
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        raise CollectiveError(f"{collective.__name__} among the tensor-parallel ranks failed: {error}") from error

@@ -489,7 +489,43 @@ def test_a_sequence_preempted_while_its_token_is_sampled(token):
         assert (finished, b.finish_reason, list(scheduler.waiting)) == ([], None, [b])
 
 
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_sequence_stopped_by_its_text_while_the_next_step_flies(preempted):
+    scheduler = make_scheduler(num_blocks=3 if preempted else 100)
+    a, b = add(scheduler, 6), add(scheduler, 3)
+    step(scheduler, 901)
+    second = launch_ahead(scheduler)
+    scheduler.advance(second)
+    third = launch_ahead(scheduler)
+    assert list(scheduler.waiting) == ([b] if preempted else [])
+    assert scheduler.collect(second, [902, 903]) == []
+    scheduler.stop([b])
+    assert (b.finish_reason, b.block_table, b.completion_token_ids) == ("stop", [], [901, 903])
+    scheduler.advance(third)
+    check_scheduler(scheduler)
+    assert launch_ahead(scheduler) == [a]
+    assert scheduler.collect(third, [904, 999][: len(third)]) == []
+    assert b.completion_token_ids == [901, 903]
+    assert a.completion_token_ids[:3] == [901, 902, 904]
+
+
 # Abort
+
+
+def test_abort_drops_the_token_that_is_being_sampled():
+    scheduler = make_scheduler()
+    a, b = add(scheduler, 3), add(scheduler, 4)
+    first = launch_ahead(scheduler)
+    scheduler.advance(first)
+    second = launch_ahead(scheduler)
+    scheduler.collect(first, [901, 902])
+    scheduler.advance(second)
+    assert scheduler.abort([a.request_id]) == [a]
+    assert launch_ahead(scheduler) == [b]
+    assert scheduler.collect(second, [EOS, 904]) == []
+    assert (a.completion_token_ids, a.finish_reason) == ([901], "abort")
+    assert b.completion_token_ids == [902, 904]
+    assert scheduler.num_generated_tokens == 3
 
 
 def test_abort_drops_sequences_in_every_state_and_frees_their_blocks():
@@ -563,8 +599,8 @@ def drive(
         now += 1
         while arrivals and (arrivals[0][0] <= now or scheduler.is_finished()):
             scheduler.add(arrivals.pop(0)[1])
-        if aborts and now in aborts:
-            queued = [*scheduler.running, *scheduler.waiting]
+        queued = [*scheduler.running, *scheduler.waiting]
+        if aborts and now in aborts and queued:
             scheduler.abort([queued[aborts[now] % len(queued)].seq_id])
             check_scheduler(scheduler)
         launched = None
@@ -668,18 +704,18 @@ def test_overlapped_steps_give_everybody_the_same_tokens():
     seen = Counter()
 
     @settings(max_examples=200, deadline=None, print_blob=True)
-    @given(traffic())
-    def run(drawn):
+    @given(traffic(), st.dictionaries(st.integers(1, 20), st.integers(0, 7), max_size=2))
+    def run(drawn, aborts):
         scheduler, arrivals = drawn
         here = Counter()
-        drive(scheduler, arrivals, here, overlap=True)
+        drive(scheduler, arrivals, here, aborts=aborts, overlap=True)
         check_outputs(scheduler, [seq for _, seq in arrivals], here)
         seen.update(here)
         for name in +here:
             event(name)
 
     run()
-    missing = {name for name in RARE if not seen[name]}
+    missing = {name for name in RARE | {"abort"} if not seen[name]}
     assert not missing, "the examples did not reach everything"
 
 

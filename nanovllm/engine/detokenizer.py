@@ -1,0 +1,194 @@
+"""Detokenizer: tokens to text, all at once, or as they come and with an eye on stop strings."""
+
+import codecs
+from collections.abc import Callable
+from functools import partial
+
+from tokenizers.decoders import ByteLevel
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+REPLACEMENT = "\ufffd"  # what UTF-8 decoders write for bytes that are no character, or not yet one
+MAX_TOKENS_A_CHARACTER = 8  # tokens after which bytes that still are no character will never be one
+
+
+class Detokenizer:
+    """The text of token ids, by one tokenizer."""
+
+    def __init__(self, tokenizer):
+        """tokenizer: a transformers tokenizer."""
+        self._tokenizer = tokenizer
+        self._special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._is_byte_level = isinstance(getattr(backend, "decoder", None), ByteLevel)
+        self._byte_of = _byte_of_char()
+        self._token_bytes: dict[int, bytes] = {}
+
+    def decode(self, completions: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        return self._tokenizer.batch_decode(
+            completions, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def set_texts(self, seqs: list[Sequence]) -> None:
+        """Give finished sequences their text."""
+        whole: dict[bool, list[Sequence]] = {}
+        for seq in seqs:
+            if seq.text_stream is None:
+                whole.setdefault(seq.skip_special_tokens, []).append(seq)
+            else:
+                read_new_tokens(seq)
+                seq.text = seq.text_stream.finish()
+        for skip_special_tokens, group in whole.items():
+            texts = self.decode([seq.completion_token_ids for seq in group], skip_special_tokens)
+            for seq, text in zip(group, texts, strict=True):
+                seq.text = text
+
+    def stream(self, params: SamplingParams) -> "TextStream":
+        """The text of one completion to be."""
+        skipped = self._special_ids if params.skip_special_tokens else frozenset()
+        if self._is_byte_level:
+            characters = ByteCharacters(partial(self._bytes_of, skipped))
+        else:
+            characters = WindowCharacters(lambda ids: self.decode([ids], False)[0], skipped)
+        return TextStream(characters, params)
+
+    def _bytes_of(self, skipped: set[int], token_id: int) -> bytes:
+        """The bytes that a token of a byte-level vocabulary stands for; none for an id that the tokenizer lacks."""
+        if token_id in skipped:
+            return b""
+        if token_id not in self._token_bytes:
+            token = self._tokenizer.backend_tokenizer.id_to_token(token_id) or ""
+            try:
+                self._token_bytes[token_id] = bytes(self._byte_of[char] for char in token)
+            except KeyError:
+                self._token_bytes[token_id] = token.encode()  # a special token, in plain writing
+        return self._token_bytes[token_id]
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one visible character (Radford et al. 2019, GPT-2): Latin-1's visible ones
+    stand for themselves, all others, in order, are the characters from 256 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(visible))
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class ByteCharacters:
+    """Whole characters of a byte-level vocabulary's tokens, exactly and at O(1) a token."""
+
+    def __init__(self, bytes_of: Callable[[int], bytes]):
+        self._bytes_of = bytes_of
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        return self._decoder.decode(self._bytes_of(token_id))
+
+    def flush(self) -> str:
+        """What is left of a character that never got whole."""
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowCharacters:
+    """The same for any other tokenizer, whose `decode` is a black box: each token is decoded behind those before it,
+    as far back as the text that came last, and what is new is what the text has grown by."""
+
+    def __init__(self, decode: Callable[[list[int]], str], skipped: set[int] | frozenset[int]):
+        self._decode = decode
+        self._skipped = skipped
+        self._context: list[int] = []
+        self._context_text = ""
+        self._fresh: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        self._fresh.append(token_id)
+        text = self._decode(self._context + self._fresh)
+        if text.endswith(REPLACEMENT) and len(self._fresh) < MAX_TOKENS_A_CHARACTER:
+            return ""
+        return self._emit(text)
+
+    def flush(self) -> str:
+        return self._emit(self._decode(self._context + self._fresh)) if self._fresh else ""
+
+    def _emit(self, text: str) -> str:
+        new = text[len(self._context_text) :]
+        self._context, self._fresh = self._fresh, []
+        self._context_text = self._decode(self._context)
+        return new
+
+
+class TextStream:
+    """The text of one completion as its tokens come: whole characters, and nothing of a stop string.
+
+    Text that may turn out to begin a stop string is held back, so that what was taken never has to be taken back.
+    All that is ever searched is what is held back and the newest token's characters.
+
+    Attributes:
+        num_tokens: tokens read.
+        stop_reason: the stop string that ended the text, None so far.
+    """
+
+    def __init__(self, characters: ByteCharacters | WindowCharacters, params: SamplingParams):
+        self.num_tokens = 0
+        self.stop_reason: str | None = None
+        self._characters = characters
+        self._stop = params.stop
+        self._keep_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._pieces: list[str] = []
+        self._held = ""
+        self._num_taken = 0
+
+    def push(self, token_id: int) -> bool:
+        """Read the next token; whether it completes a stop string, which no token does within min_tokens."""
+        self.num_tokens += 1
+        self._held += self._characters.push(token_id)
+        if self._stop and self.num_tokens > self._min_tokens:
+            found = [(start, len(s), s) for s in self._stop if (start := self._held.find(s)) >= 0]
+            if found:
+                start, length, self.stop_reason = min(found)
+                self._pieces.append(self._held[: start + length * self._keep_stop])
+                self._held = ""
+                return True
+        end = len(self._held) - self._num_undecided()
+        self._pieces.append(self._held[:end])
+        self._held = self._held[end:]
+        return False
+
+    def _num_undecided(self) -> int:
+        """Characters at the end that a stop string may begin with."""
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
+
+    def take(self) -> str:
+        """The text that came since the last call."""
+        new = "".join(self._pieces[self._num_taken :])
+        self._num_taken = len(self._pieces)
+        return new
+
+    def finish(self) -> str:
+        """The whole text, once no token will follow."""
+        if self.stop_reason is None:
+            self._pieces.append(self._held + self._characters.flush())
+            self._held = ""
+        return "".join(self._pieces)
+
+
+def read_new_tokens(seq: Sequence) -> bool:
+    """Let a sequence's text stream read the tokens that it has not seen; whether they complete a stop string, which
+    the sequence then has as its stop_reason. Whatever ended the sequence otherwise gives way to it."""
+    stream = seq.text_stream
+    if stream.stop_reason is None:
+        for token_id in seq.tokens[seq.num_prompt_tokens + stream.num_tokens : seq.num_known_tokens]:
+            if stream.push(token_id):
+                seq.finish_reason, seq.stop_reason = "stop", stream.stop_reason
+                return True
+    return False

@@ -1,0 +1,92 @@
+"""What a device's memory has room for: the largest step, measured, and the KV cache in what is left."""
+
+import logging
+import math
+from collections.abc import Iterator
+
+import torch
+
+from nanovllm.config import CPU_KVCACHE_GIB, Config
+from nanovllm.engine.sequence import Sequence
+from nanovllm.models.qwen3 import get_head_dim
+from nanovllm.utils.context import Context
+from nanovllm.utils.parallel import TensorParallel
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+
+
+def largest_prefill(config: Config, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Context]:
+    """The step that takes the most memory: (input_ids, positions, temperatures, seeds, sample positions), and its
+    context. As many sequences as a step may hold, so that the logits are at their largest as well."""
+    num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+    seq_len = min(config.max_num_batched_tokens // num_seqs, config.max_model_len)
+    cu_seqlens = torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * seq_len
+    input_ids = torch.randint(config.hf_config.vocab_size, (num_seqs * seq_len,), device=device)
+    positions = torch.arange(seq_len, device=device).repeat(num_seqs)
+    dtypes = (torch.float32, torch.int64, torch.int64)
+    sampling = (torch.zeros(num_seqs, dtype=dtype, device=device) for dtype in dtypes)
+    context = Context(True, cu_seqlens, cu_seqlens, seq_len, seq_len, last_tokens=cu_seqlens[1:].long() - 1)
+    return (input_ids, positions, *sampling), context
+
+
+def kv_cache_budget(config: Config, device: torch.device) -> tuple[int, str]:
+    """Bytes for the KV cache, and in words where they come from. On a GPU the largest step must have run."""
+    if config.kvcache_gib is not None or device.type == "cpu":
+        gib = config.kvcache_gib or CPU_KVCACHE_GIB
+        return int(gib * GIB), f"kvcache_gib is {gib}"
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats(device)
+    peak, current = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
+    budget = total * config.gpu_memory_utilization - (total - free) - (peak - current)
+    return int(budget), (
+        f"of {total / GIB:.2f} GiB x gpu_memory_utilization={config.gpu_memory_utilization}, "
+        f"{(total - free) / GIB:.2f} GiB are in use (by other processes too) and a step's activations "
+        f"take {(peak - current) / GIB:.2f} GiB"
+    )
+
+
+def allocate_kv_cache(
+    config: Config, num_layers: int, num_kv_heads: int, device: torch.device, tp: TensorParallel
+) -> torch.Tensor:
+    """This rank's KV cache, [2, layers, blocks, block_size, kv_heads, head_dim], of as many blocks as every rank has
+    room for. Raises MemoryError, with the numbers, where there is none for one block."""
+    shape = (config.kvcache_block_size, num_kv_heads, get_head_dim(config.hf_config))
+    block_bytes = 2 * num_layers * math.prod(shape) * config.dtype.itemsize
+    blocks = config.num_kvcache_blocks
+    if blocks == -1:
+        budget, reason = kv_cache_budget(config, device)
+        counts = tp.all_gather(torch.tensor(budget // block_bytes, device=device)).tolist()
+        blocks = min(counts)
+        if blocks < 1:
+            where = "" if counts[tp.rank] == blocks else f" on rank {counts.index(blocks)}; on rank {tp.rank}"
+            raise MemoryError(
+                f"no room for one KV cache block of {block_bytes / GIB:.3f} GiB{where}: {reason}; raise "
+                "gpu_memory_utilization or kvcache_gib, or lower max_num_batched_tokens"
+            )
+    capacity = blocks * config.kvcache_block_size
+    logger.info(
+        "KV cache: %d blocks x %d = %d tokens, %.2f GiB; longest sequence: %d tokens (%s)",
+        blocks,
+        config.kvcache_block_size,
+        capacity,
+        blocks * block_bytes / GIB,
+        min(config.max_model_len, capacity),
+        "max_model_len" if config.max_model_len <= capacity else "the KV cache",
+    )
+    return torch.zeros(2, num_layers, blocks, *shape, dtype=config.dtype, device=device)
+
+
+def warmup_sequences(config: Config, num_blocks: int) -> Iterator[Sequence]:
+    """Prefills that need every variant of the kernels: short and long, with a cached prefix and without, in the
+    cache's first blocks."""
+    for num_cached, num_new in ((0, 1), (0, 17), (0, 512), (16, 1), (16, 17), (16, 512)):
+        num_tokens = num_cached + num_new
+        if num_tokens > min(config.max_model_len, num_blocks * config.kvcache_block_size):
+            continue
+        seq = Sequence(0, [0] * num_tokens, block_size=config.kvcache_block_size)
+        seq.block_table = list(range(seq.num_blocks))
+        seq.num_cached_tokens, seq.num_scheduled_tokens = num_cached, num_new
+        yield seq

@@ -1,0 +1,196 @@
+"""StepLoop: what drives scheduler and model runner, one step after the other or one ahead."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from nanovllm.engine.detokenizer import read_new_tokens
+from nanovllm.engine.inputs import SampledTokens
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.outputs import EngineStats
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+
+
+class Step(NamedTuple):
+    """A step under way: its sequences; the tokens that a prefill computes, or minus the number of sequences that a
+    decode step advances; and its tokens to be."""
+
+    seqs: list[Sequence]
+    num_tokens: int
+    tokens: SampledTokens | None
+
+
+class User:
+    """Who steps: one generate(), one stream(), or the caller by hand. Compared by identity."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+
+class StepLoop:
+    """Steps through the queued sequences, for one user at a time.
+
+    Attributes:
+        scheduler, model_runner: what a step goes through.
+        num_steps: steps launched so far.
+        seconds: wall-clock time in which there was work.
+    """
+
+    def __init__(self, scheduler: Scheduler, model_runner: ModelRunner, overlap: bool, is_alive: Callable[[], bool]):
+        """overlap: launch a step before the one ahead of it is read. is_alive: whether the engine has not exited."""
+        self.scheduler = scheduler
+        self.model_runner = model_runner
+        self.num_steps = 0
+        self.seconds = 0.0
+        self._overlap = overlap
+        self._is_alive = is_alive
+        self._user: User | None = None
+        self._watches_text = False
+        self._aborted: list[Sequence] = []
+
+    def claim(self, user: User) -> None:
+        """Let `user` queue and step. Raises RuntimeError after exit, and while another's requests are unfinished."""
+        if not self._is_alive():
+            raise RuntimeError("this engine has exited: make a new LLM")
+        if user is self._user:
+            return
+        if not self.scheduler.is_finished():
+            raise RuntimeError(
+                f"{user.name} while other requests are unfinished: step() through those of add_request(); read a "
+                "stream() or generate_iter() to its end, or close() it; abort_request() drops them all"
+            )
+        self._user = user
+        self._aborted = []
+
+    @contextmanager
+    def driving(self, user: User) -> Iterator[None]:
+        """A block in which `user` queues and steps, and which none of its sequences outlive."""
+        self.claim(user)
+        try:
+            yield
+        except GeneratorExit:
+            # Nobody reads on: that happens between two steps, where everything is in order and the cache worth keeping.
+            if user is self._user:
+                self.scheduler.abort()
+            raise
+        except BaseException:
+            if user is self._user:
+                self.scheduler.reset()
+            raise
+
+    def queue(self, seqs: list[Sequence]) -> None:
+        """Add checked sequences to what there is to do."""
+        if self.scheduler.is_finished():
+            self._watches_text = False
+        now = time.perf_counter()
+        for seq in seqs:
+            seq.arrival_time = now
+            self._watches_text |= seq.text_stream is not None
+            self.scheduler.add(seq)
+
+    def abort(self, request_id: int | None) -> None:
+        """Drop one request's sequences, or all."""
+        aborted = self.scheduler.abort(None if request_id is None else [request_id])
+        now = time.perf_counter()
+        for seq in aborted:
+            seq.finish_time = now
+        self._aborted += aborted
+
+    def step(self) -> tuple[list[Sequence], Step]:
+        """Compute one step; the sequences that it completed. Drops all requests where it fails."""
+        start = time.perf_counter()
+        try:
+            step = self._launch()
+            self.scheduler.advance(step.seqs)
+            finished = self._collect(step)
+        except BaseException:
+            # Its sequences count as computed where they were not: going on would give wrong tokens.
+            self.scheduler.reset()
+            raise
+        self._aborted = []
+        self.seconds += time.perf_counter() - start
+        return finished, step
+
+    def steps(self, user: User) -> Iterator[tuple[list[Sequence], Step]]:
+        """Step until nothing is left, one ahead: while the GPU works on a step, the host schedules and launches the
+        next one and only then reads the tokens. An end that they bring is noticed a step late; the surplus token is
+        dropped.
+
+        Gives the sequences that a step completed, and those aborted since the one before, and the step. More may be
+        queued in between.
+        """
+        flying: Step | None = None
+        start = time.perf_counter()
+        while flying or self._aborted or not self.scheduler.is_finished():
+            self.claim(user)
+            launched = None if self.scheduler.is_finished() else self._launch()
+            if launched and not self._overlap:
+                self.scheduler.advance(launched.seqs)
+                flying, launched = launched, None
+            finished = self._collect(flying) if flying else []
+            if launched:
+                self.scheduler.advance(launched.seqs)
+            now = time.perf_counter()
+            self.seconds += now - start
+            start = now
+            finished += self._aborted
+            self._aborted = []
+            if flying or finished:
+                yield finished, flying or Step([], 0, None)
+            flying = launched
+
+    def _launch(self) -> Step:
+        """Schedule the next step and start it."""
+        seqs, is_prefill = self.scheduler.schedule()
+        num_tokens = -len(seqs)
+        if is_prefill:
+            num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
+            now = time.perf_counter()
+            for seq in seqs:
+                seq.scheduled_time = seq.scheduled_time or now
+        self.num_steps += 1
+        return Step(seqs, num_tokens, self.model_runner.call("launch", seqs, is_prefill))
+
+    def _collect(self, step: Step) -> list[Sequence]:
+        """Wait for a step's tokens and book them; the sequences that they complete."""
+        finished = self.scheduler.collect(step.seqs, step.tokens.wait())
+        if self._watches_text:
+            finished += self._stop_at_texts(step.seqs)
+        now = time.perf_counter()
+        if step.num_tokens > 0:
+            for seq in step.seqs:
+                if seq.first_token_time is None and seq.num_completion_tokens:
+                    seq.first_token_time = now
+        for seq in finished:
+            seq.finish_time = now
+        return finished
+
+    def _stop_at_texts(self, seqs: list[Sequence]) -> list[Sequence]:
+        """End the sequences whose newest token completes a stop string; those that had not ended anyway."""
+        stopped = [seq for seq in seqs if seq.text_stream is not None and read_new_tokens(seq)]
+        ended = [seq for seq in stopped if not seq.is_finished]
+        self.scheduler.stop(ended)
+        return ended
+
+    def stats(self) -> EngineStats:
+        """A reading of all counters."""
+        scheduler, manager = self.scheduler, self.scheduler.block_manager
+        queries, hits = scheduler.num_prefix_queries, scheduler.num_prefix_hits
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_blocks_total=len(manager.blocks),
+            kv_blocks_used=len(manager.used_block_ids),
+            kv_blocks_free=len(manager.free_block_ids),
+            prefix_cache_queries=queries,
+            prefix_cache_hits=hits,
+            prefix_cache_hit_rate=hits / queries if queries else 0.0,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            generated_tokens=scheduler.num_generated_tokens,
+            steps=self.num_steps,
+            preemptions=scheduler.num_preemptions,
+            seconds=self.seconds,
+            tokens_per_second=scheduler.num_generated_tokens / self.seconds if self.seconds else 0.0,
+        )

@@ -1,0 +1,102 @@
+"""Results before the batch is done: deltas of a stream, and the prompts of an iterable as there is room for them."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+from nanovllm.engine.outputs import RequestOutput, StreamDelta, error_output, request_output
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+
+class DeltaReader:
+    """Tells what is new in the sequences of a stream."""
+
+    def __init__(self, requests: list[list[Sequence]]):
+        self._places = {
+            seq.seq_id: (index, sample) for index, seqs in enumerate(requests) for sample, seq in enumerate(seqs)
+        }
+        self._num_told = dict.fromkeys(self._places, 0)
+
+    def read(self, seqs: list[Sequence], finished: list[Sequence]) -> Iterator[StreamDelta]:
+        """The deltas after a step.
+
+        Args:
+            seqs: the step's sequences.
+            finished: those that are complete with it, their texts set, or that were aborted since the last step.
+        """
+        ended = {seq.seq_id for seq in finished}
+        stepped = {seq.seq_id for seq in seqs}
+        for seq in [*seqs, *(seq for seq in finished if seq.seq_id not in stepped)]:
+            start = self._num_told[seq.seq_id]
+            end = seq.num_known_tokens - seq.num_prompt_tokens
+            is_last = seq.seq_id in ended
+            if start < end or is_last:
+                self._num_told[seq.seq_id] = end
+                yield self._delta(seq, start, end, is_last)
+
+    def _delta(self, seq: Sequence, start: int, end: int, is_last: bool) -> StreamDelta:
+        index, sample = self._places[seq.seq_id]
+        first = seq.num_prompt_tokens
+        return StreamDelta(
+            index=index,
+            sample=sample,
+            request_id=seq.request_id,
+            text=None if seq.text_stream is None else seq.text_stream.take(),
+            token_ids=seq.tokens[first + start : first + end].tolist(),
+            logprobs=None if seq.logprobs is None else seq.logprobs[start:end],
+            finish_reason=seq.finish_reason if is_last else None,
+            stop_reason=seq.stop_reason if is_last else None,
+        )
+
+
+class PromptFeed:
+    """Takes prompts from an iterable, and hands out their results: as they come, or in the prompts' order.
+
+    Attributes:
+        num_taken: prompts taken so far.
+    """
+
+    def __init__(self, pairs: Iterator[tuple[object, SamplingParams]], max_ahead: int | None):
+        """max_ahead: in order, prompts taken at most beyond the last result handed out; None for as they come."""
+        self.num_taken = 0
+        self._pairs = pairs
+        self._max_ahead = max_ahead
+        self._num_given = 0
+        self._unfinished: dict[int, tuple[int, list[Sequence]]] = {}  # request id -> index, samples
+        self._num_left: dict[int, int] = {}  # request id -> samples that are not finished
+        self._results: dict[int, RequestOutput] = {}  # by index
+
+    def take(self, num: int) -> list[tuple[object, SamplingParams]]:
+        """The next few prompts; none where the iterable has ended, or results pile up behind a slow one."""
+        if self._max_ahead is not None:
+            num = min(num, self._num_given + self._max_ahead - self.num_taken)
+        batch = list(islice(self._pairs, num))
+        self.num_taken += len(batch)
+        return batch
+
+    def admit(self, requests: list[list[Sequence] | Exception]) -> None:
+        """What take() gave last: the samples of each prompt, or what is wrong with it."""
+        for index, seqs in enumerate(requests, self.num_taken - len(requests)):
+            if isinstance(seqs, Exception):
+                self._results[index] = error_output(seqs)
+            else:
+                self._unfinished[seqs[0].request_id] = index, seqs
+                self._num_left[seqs[0].request_id] = len(seqs)
+
+    def book(self, finished: list[Sequence]) -> None:
+        """Sequences that are complete, their texts set."""
+        for seq in finished:
+            self._num_left[seq.request_id] -= 1
+            if not self._num_left[seq.request_id]:
+                del self._num_left[seq.request_id]
+                index, seqs = self._unfinished.pop(seq.request_id)
+                self._results[index] = request_output(seqs)
+
+    def results(self) -> Iterator[tuple[int, RequestOutput]]:
+        """Those that may go out."""
+        while self._results:
+            index = next(iter(self._results)) if self._max_ahead is None else self._num_given
+            if index not in self._results:
+                return
+            self._num_given += 1
+            yield index, self._results.pop(index)

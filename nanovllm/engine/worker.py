@@ -1,0 +1,116 @@
+"""A worker process: one of the ranks 1..N-1, from its start to its end."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.call_channel import CallReader, Event
+from nanovllm.engine.process_group import connect_store, join_group, share_memory
+from nanovllm.utils.parallel import CollectiveError, TensorParallel
+
+MAIN_GUARD = (
+    "tensor_parallel_size > 1 starts processes, each of which imports the script that it is called from: what the "
+    'script does belongs under `if __name__ == "__main__":`'
+)
+PARENT_CHECK_SECONDS = 1.0
+
+
+class Report(NamedTuple):
+    """What a worker tells rank 0 about itself.
+
+    stage: "attached" to the segment, "ready" for calls, or "failed".
+    traceback: of the exception, where it failed.
+    is_consequence: whether it failed because another rank has gone.
+    """
+
+    stage: str
+    traceback: str = ""
+    is_consequence: bool = False
+
+
+class WorkerSeat(NamedTuple):
+    """All that a worker process is given: the engine's options, its rank, its device, torch's threads, and the ways
+    to rank 0."""
+
+    config: Config
+    rank: int
+    device: torch.device
+    num_threads: int
+    store_port: int
+    segment: str
+    event: Event
+    reports: Connection
+
+
+class WorkerLink(NamedTuple):
+    """What a worker's ModelRunner needs of the others: its device, its place, and where its calls come from."""
+
+    device: torch.device
+    tp: TensorParallel
+    calls: CallReader
+
+
+def check_may_spawn() -> None:
+    """Raises RuntimeError where this process may start no workers."""
+    process = multiprocessing.current_process()
+    # While a spawned process imports its parent's script.
+    if getattr(process, "_inheriting", False):
+        raise RuntimeError(MAIN_GUARD)
+    if process.daemon:
+        raise RuntimeError("tensor_parallel_size > 1 starts processes, which a daemonic process may not")
+
+
+def worker_main(seat: WorkerSeat) -> None:
+    """Build this rank's ModelRunner beside the others and run what rank 0 calls, until it calls exit.
+
+    Says nothing to the terminal: Ctrl-C is rank 0's to answer, and so is a failure, which is reported to it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="nanovllm-parent", daemon=True).start()
+    try:
+        calls = CallReader(seat.segment, seat.event)
+        seat.reports.send(Report("attached"))
+        _run(seat, calls)
+    except BaseException as error:
+        _report_failure(seat, error)
+        os._exit(1)  # An orderly end could wait for ranks that are gone.
+    os._exit(0)  # Nothing is left to give back, and taking torch down takes half a second.
+
+
+def _run(seat: WorkerSeat, calls: CallReader) -> None:
+    # Not at the top: it imports what starts workers.
+    from nanovllm.engine.model_runner import ModelRunner
+
+    if seat.device.type == "cuda":
+        torch.cuda.set_device(seat.device)
+    else:
+        torch.set_num_threads(seat.num_threads)
+    store = connect_store(seat.store_port)
+    tp = join_group(store, seat.rank, seat.config.tensor_parallel_size, seat.device)
+    tp = share_memory(tp, seat.config, seat.device)
+    runner = ModelRunner(seat.config, seat.rank, WorkerLink(seat.device, tp, calls))
+    seat.reports.send(Report("ready"))
+    runner.loop()
+
+
+def _report_failure(seat: WorkerSeat, error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error))
+    with suppress(OSError):  # Rank 0 may have gone as well.
+        seat.reports.send(Report("failed", text, isinstance(error, CollectiveError | EOFError)))
+
+
+def _end_with_parent() -> None:
+    """End this process within seconds of its parent, however that ended, and whatever this one is waiting for."""
+    parent = multiprocessing.parent_process()
+    # The sentinel alone would not do: a process that the parent forked may keep it open.
+    while not wait([parent.sentinel], PARENT_CHECK_SECONDS) and os.getppid() == parent.pid:
+        pass
+    os._exit(1)

@@ -1,0 +1,290 @@
+"""Workers: the processes of ranks 1..N-1, seen from rank 0: started, watched, and ended."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from copy import copy
+from multiprocessing.connection import Connection, wait
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.call_channel import CallWriter
+from nanovllm.engine.interrupts import HeldInterrupt
+from nanovllm.engine.process_group import abort_group, join_group, open_store, share_memory
+from nanovllm.engine.worker import MAIN_GUARD, Report, WorkerSeat, check_may_spawn, worker_main
+from nanovllm.utils.parallel import CollectiveError, TensorParallel
+
+BLAME_SECONDS = 2.0  # How long a failed collective waits for the failure that caused it.
+EXIT_SECONDS = 10.0  # For workers that have been told to exit, then twice as short for those that have been killed.
+
+
+class WorkerError(RuntimeError):
+    """A worker process died or failed; the message says which rank and how. The engine has ended: make a new one."""
+
+
+class _Suspect(NamedTuple):
+    text: str
+    is_cause: bool  # not merely the consequence of another rank's failure
+
+
+class Workers:
+    """The processes of ranks 1..N-1.
+
+    A thread sleeps until one of them reports or ends. The first that ends unasked makes the `failure`; the thread then
+    ends the others and aborts the collectives, so that rank 0 waits for nobody who will not come.
+
+    Attributes:
+        failure: once a worker has died or failed, which one, and how.
+    """
+
+    def __init__(self, config: Config, device: torch.device):
+        """Start them. device: rank 0's; on GPUs the others take the devices after it.
+
+        Raises RuntimeError where this process may start none.
+        """
+        check_may_spawn()
+        self.failure: str | None = None
+        self._config = config
+        self._device = device
+        self._size = config.tensor_parallel_size
+        self._owner = os.getpid()
+        self._condition = threading.Condition()
+        self._stages: dict[int, set[str]] = {rank: set() for rank in range(1, self._size)}
+        self._processes: dict[int, multiprocessing.Process] = {}
+        self._reports: dict[int, Connection] = {}
+        self._group: TensorParallel | None = None
+        self._has_ended = False
+        self._store = open_store()
+        self._channel = CallWriter(self._size - 1, self.check)
+        self._wake_up, self._woken = multiprocessing.Pipe(duplex=False)
+        self._watcher = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
+        try:
+            with HeldInterrupt():
+                self._start(config)
+            self._watcher.start()
+            self._wait_for("attached")
+            self._channel.unlink()
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self, config: Config) -> None:
+        context = multiprocessing.get_context("spawn")
+        config = _without_transformers(config)
+        # Ctrl-C reaches every process of a terminal. Blocked here, it stays blocked in what is started from here.
+        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            for rank in range(1, self._size):
+                self._reports[rank], reports = context.Pipe(duplex=False)
+                seat = WorkerSeat(
+                    config=config,
+                    rank=rank,
+                    device=self._device_of(rank),
+                    num_threads=_threads_per_rank(self._size),
+                    store_port=self._store.port,
+                    segment=self._channel.name,
+                    event=self._channel.worker_event(rank - 1),
+                    reports=reports,
+                )
+                process = context.Process(target=worker_main, args=(seat,), name=f"nanovllm-rank-{rank}", daemon=True)
+                process.start()
+                self._processes[rank] = process
+                reports.close()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+            self._channel.close_worker_events()
+
+    def _device_of(self, rank: int) -> torch.device:
+        if self._device.type == "cpu":
+            return self._device
+        return torch.device("cuda", self._device.index + rank)
+
+    # -- what rank 0 does with them --------------------------------------------------------------------------------
+
+    def meet(self) -> TensorParallel:
+        """Rank 0's place among all ranks, once all of them are connected. Raises WorkerError."""
+        outcome: list[TensorParallel | BaseException] = []
+
+        def join() -> None:
+            try:
+                tp = join_group(self._store, 0, self._size, self._device)
+                outcome.append(share_memory(tp, self._config, self._device))
+            except BaseException as error:
+                outcome.append(error)
+
+        # In a thread, because it cannot be interrupted, and would wait a minute for a worker that dies now.
+        thread = threading.Thread(target=join, name="nanovllm-join", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            self.check()
+            thread.join(0.05)
+        if isinstance(outcome[0], BaseException):
+            raise outcome[0]
+        self._group = outcome[0]
+        self.check()
+        return self._group
+
+    def wait_ready(self) -> None:
+        """Until all of them wait for calls. Raises WorkerError."""
+        self._wait_for("ready")
+
+    def _wait_for(self, stage: str) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self.failure or all(stage in seen for seen in self._stages.values()))
+        self.check()
+
+    def check(self) -> None:
+        """Raises WorkerError where one of them has died or failed."""
+        if self.failure is not None:
+            raise WorkerError(self.failure)
+
+    def send(self, message: bytes) -> None:
+        """A call, to all of them. Raises WorkerError or CollectiveError."""
+        self.check()
+        if self._has_ended:
+            raise RuntimeError("the engine's workers have ended: make a new LLM")
+        try:
+            self._channel.write(message)
+        except (EOFError, OSError) as error:
+            raise CollectiveError(f"a worker does not read its calls any more: {error!r}") from error
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to raise for an exception of rank 0's: the failure of the worker that caused it, or itself."""
+        if not isinstance(error, CollectiveError):
+            return error
+        with self._condition:
+            self._condition.wait_for(lambda: self.failure, BLAME_SECONDS + 1)
+        return error if self.failure is None else WorkerError(self.failure)
+
+    def end(self, farewell: bytes | None = None) -> None:
+        """End them, and give back all that they shared with rank 0. Harmless when called again.
+
+        farewell: a call after which they end by themselves; without it, or after a failure, they are killed.
+        """
+        if self._has_ended or os.getpid() != self._owner:  # A fork of the caller's owns none of it.
+            return
+        with HeldInterrupt():
+            self._has_ended = True
+            if self._watcher.is_alive():
+                self._woken.send_bytes(b"0")
+                if threading.current_thread() is not self._watcher:
+                    self._watcher.join()
+            is_asked = self.failure is None and farewell is not None and self._ask(farewell)
+            self._end_processes(EXIT_SECONDS if is_asked else 0.0)
+            if not is_asked and self._group is not None:
+                abort_group(self._group)
+            self._channel.close()
+            for connection in (*self._reports.values(), self._wake_up, self._woken):
+                connection.close()
+            self._group = self._store = None
+
+    def _ask(self, farewell: bytes) -> bool:
+        try:
+            self._channel.write(farewell)
+            return True
+        except (EOFError, OSError):
+            return False
+
+    def _end_processes(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+        # They hold nothing that would want an orderly end.
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.join(EXIT_SECONDS / 2)
+
+    # -- the thread that watches them ------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        reports = {connection: rank for rank, connection in self._reports.items()}
+        sentinels = {process.sentinel: rank for rank, process in self._processes.items()}
+        suspect, deadline = None, None
+        while not self._has_ended:
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = wait([self._wake_up, *reports, *sentinels], timeout)
+            if self._wake_up in ready:
+                return
+            suspects = []
+            for connection in [item for item in ready if item in reports]:
+                suspects += self._read_reports(connection, reports)
+            for sentinel in [item for item in ready if item in sentinels]:
+                rank = sentinels.pop(sentinel)
+                unread = self._reports[rank]
+                told = self._read_reports(unread, reports) if unread in reports else []
+                suspects += told
+                if not told and "failed" not in self._stages[rank]:
+                    suspects.append(_Suspect(self._describe_end(rank), is_cause=True))
+            for new in suspects:
+                if suspect is None or (new.is_cause and not suspect.is_cause):
+                    suspect = new
+            if suspect is None:
+                continue
+            deadline = deadline or time.monotonic() + BLAME_SECONDS
+            if suspect.is_cause or time.monotonic() >= deadline:
+                self._fail(suspect.text)
+                return
+
+    def _read_reports(self, connection: Connection, reports: dict[Connection, int]) -> list[_Suspect]:
+        rank = reports[connection]
+        suspects = []
+        try:
+            while connection.poll():
+                report: Report = connection.recv()
+                if report.stage == "failed":
+                    name = f"{self._name(rank)} failed:\n\n{report.traceback}"
+                    suspects.append(_Suspect(name, is_cause=not report.is_consequence))
+                with self._condition:
+                    self._stages[rank].add(report.stage)
+                    self._condition.notify_all()
+        except (EOFError, OSError):
+            del reports[connection]
+        return suspects
+
+    def _describe_end(self, rank: int) -> str:
+        deadline = time.monotonic() + 1.0
+        # Its end of a pipe closes a moment before it can be asked how it ended.
+        while (code := self._processes[rank].exitcode) is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if code is not None and code < 0:
+            try:
+                reason = signal.Signals(-code).name
+            except ValueError:
+                reason = f"signal {-code}"
+            return f"{self._name(rank)} was killed by {reason}"
+        text = f"{self._name(rank)} ended with exit code {code}"
+        if "attached" not in self._stages[rank]:
+            text += f" while it started. Its own output says why; if it names __main__: {MAIN_GUARD}"
+        return text
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} of {self._size} (process {self._processes[rank].pid})"
+
+    def _fail(self, text: str) -> None:
+        with self._condition:
+            self.failure = text
+            self._condition.notify_all()
+        for process in self._processes.values():
+            process.kill()
+        if self._group is not None:
+            abort_group(self._group)
+
+
+def _without_transformers(config: Config) -> Config:
+    """The same options with plain fields for hf_config: what a worker would otherwise unpickle first imports
+    transformers, a third of the seconds that its start takes."""
+    config, hf_config = copy(config), config.hf_config
+    config.hf_config = SimpleNamespace(**vars(hf_config) | {"model_type": hf_config.model_type})
+    return config
+
+
+def _threads_per_rank(size: int) -> int:
+    """A worker's share of this process's cores, and no more threads than the caller allows itself."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores // size, torch.get_num_threads()))

@@ -1,0 +1,262 @@
+"""Sum over tensor-parallel GPUs, residual addition and RMS norm in one launch, over memory that all GPUs map.
+
+Both ways are "one shot": every rank gets all partial sums and adds them up itself, in float32 and in the order of
+ranks, so that all come to the same bits.
+
+`push_add_norm`, for few tokens, has the least latency that two GPUs can have: a rank writes its partial sums into the
+others' inboxes, each 4 bytes next to the number of the launch, in one 8-byte store that arrives whole. Who reads an
+inbox waits until it finds the number: there is no meeting before and no fence after (NCCL's LL protocol does the same).
+
+`pull_add_norm`, for many, has the least traffic that one step allows: ranks meet, program by program, then read their
+rows from each other's memory.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.skinny_kernel import gdc_launch_dependents, gdc_wait, has_pdl
+
+# Programs of a pull at most: more would pay for more meetings, fewer leave NVLink waiting.
+MAX_PULL_PROGRAMS = 256
+# Tokens of a push at most: its stores are twice as large as what they carry.
+MAX_PUSH_TOKENS = 64
+
+
+@triton.jit
+def _low(words, DTYPE: tl.constexpr):
+    """The 16-bit floats in the lower halves of int32 words, as float32."""
+    return words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _high(words, DTYPE: tl.constexpr):
+    return (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _words(low, high, DTYPE: tl.constexpr):
+    """Float32 pairs, rounded, back in int32 words."""
+    low = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _push_kernel(
+    inboxes,
+    epochs,
+    abort,
+    partial,
+    residual,
+    weight,
+    y,
+    eps,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    MAX_TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0)
+    word = tl.arange(0, BLOCK)
+    mask = word < WORDS
+    if PDL:
+        gdc_launch_dependents()
+    if HAS_NORM:
+        scale = tl.load(weight + word, mask=mask, other=0)
+    if PDL:
+        gdc_wait()
+    epoch = tl.load(epochs + token) + 1
+    own = tl.load(partial + token * WORDS + word, mask=mask, other=0)
+    packed = (own.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
+    # Two inboxes in turn: nobody sends again before having heard from the reader, who then has read the last but one.
+    first_row = (epoch % 2) * SIZE * MAX_TOKENS + token
+    for i in tl.static_range(1, SIZE):
+        inbox = tl.load(inboxes + (RANK + i) % SIZE).to(tl.pointer_type(tl.int64))
+        inbox = tl.multiple_of(inbox, 16)
+        tl.store(inbox + (first_row + RANK * MAX_TOKENS) * WORDS + word, packed, mask=mask)
+    before = tl.load(residual + token * WORDS + word, mask=mask, other=0)
+    low, high = _low(before, DTYPE), _high(before, DTYPE)
+    inbox = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64))
+    inbox = tl.multiple_of(inbox, 16)
+    for rank in tl.static_range(SIZE):
+        words = own
+        if rank != RANK:
+            place = inbox + (first_row + rank * MAX_TOKENS) * WORDS + word
+            message = tl.load(place, mask=mask, other=0, volatile=True)
+            missing = tl.sum(((message >> 32).to(tl.int32) != epoch) & mask, axis=0)
+            while (missing > 0) & (tl.load(abort, volatile=True) == 0):
+                message = tl.load(place, mask=mask, other=0, volatile=True)
+                missing = tl.sum(((message >> 32).to(tl.int32) != epoch) & mask, axis=0)
+            words = message.to(tl.int32)
+        low += _low(words, DTYPE)
+        high += _high(words, DTYPE)
+    after = _words(low, high, DTYPE)
+    tl.store(residual + token * WORDS + word, after, mask=mask)
+    if HAS_NORM:
+        low, high = _low(after, DTYPE), _high(after, DTYPE)
+        inverse_rms = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / (2 * WORDS) + eps)
+        low, high = low * inverse_rms * _low(scale, DTYPE), high * inverse_rms * _high(scale, DTYPE)
+        tl.store(y + token * WORDS + word, _words(low, high, DTYPE), mask=mask)
+    tl.store(epochs + token, epoch)
+
+
+def push_add_norm(
+    inboxes: Tensor,
+    epochs: Tensor,
+    abort: Tensor,
+    rank: int,
+    partial: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    pdl: bool = False,
+) -> Tensor | None:
+    """`residual += sum of the ranks' partial`, then with a weight `residual / sqrt(mean(residual^2) + eps) * weight`.
+
+    Args:
+        inboxes: int64 `[size]`, addresses of the ranks' inboxes, int64 `[2, size, MAX_PUSH_TOKENS, hidden / 2]` each,
+            zero to begin with.
+        epochs: int32 `[MAX_PUSH_TOKENS]`, zero to begin with, this rank's alone.
+        abort: int32 `[1]`; other than 0, it ends all waiting, and the results mean nothing.
+        rank: this one's.
+        partial: `[num_tokens, hidden]`, contiguous, bfloat16 or float16, up to MAX_PUSH_TOKENS tokens.
+        residual: like partial, the same on all ranks; overwritten.
+        weight: `[hidden]`, or None for no norm.
+        eps: added to the mean square.
+        pdl: programmatic dependent launch, under the rule of `skinny_linear`.
+
+    Returns:
+        The norm, like residual, or None. All ranks must call this with the same shapes: they wait for each other.
+    """
+    num_tokens, hidden = residual.shape
+    y = None if weight is None else torch.empty_like(residual)
+    block = triton.next_power_of_2(hidden // 2)
+    pdl = pdl and has_pdl(residual.device)
+    launcher(_push_kernel, (num_tokens,))(
+        inboxes,
+        epochs,
+        abort,
+        partial.view(torch.int32),
+        residual.view(torch.int32),
+        None if weight is None else weight.view(torch.int32),
+        None if y is None else y.view(torch.int32),
+        eps,
+        RANK=rank,
+        SIZE=len(inboxes),
+        MAX_TOKENS=MAX_PUSH_TOKENS,
+        WORDS=hidden // 2,
+        BLOCK=block,
+        DTYPE=tl.bfloat16 if residual.dtype == torch.bfloat16 else tl.float16,
+        HAS_NORM=weight is not None,
+        PDL=pdl,
+        num_warps=min(max(block // 128, 1), 16),
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return y
+
+
+@triton.jit
+def _signal(flag, abort):
+    """Raise a flag of another rank, once its owner has taken down the last one."""
+    old = tl.atomic_cas(flag, 0, 1, sem="release", scope="sys")
+    while (old != 0) & (tl.load(abort, volatile=True) == 0):
+        old = tl.atomic_cas(flag, 0, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def _await(flag, abort):
+    """Wait for an own flag, and take it down."""
+    old = tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys")
+    while (old != 1) & (tl.load(abort, volatile=True) == 0):
+        old = tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys")
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _pull_kernel(
+    buffers,
+    flags,
+    abort,
+    residual,
+    weight,
+    y,
+    num_tokens,
+    eps,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            theirs = tl.load(flags + peer).to(tl.pointer_type(tl.int32))
+            _signal(theirs + program * SIZE + RANK, abort)
+    own = tl.load(flags + RANK).to(tl.pointer_type(tl.int32))
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            _await(own + program * SIZE + peer, abort)
+    tl.debug_barrier()
+
+    column = tl.arange(0, BLOCK)
+    mask = column < HIDDEN
+    scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    for token in range(program, num_tokens, tl.num_programs(0)):
+        row = token.to(tl.int64) * HIDDEN + column
+        total = tl.load(residual + row, mask=mask, other=0.0).to(tl.float32)
+        for rank in tl.static_range(SIZE):
+            buffer = tl.load(buffers + rank).to(tl.pointer_type(residual.dtype.element_ty))
+            # An address from memory could be odd, as far as the compiler knows: it would load two bytes at a time.
+            buffer = tl.multiple_of(buffer, 16)
+            total += tl.load(buffer + row, mask=mask, other=0.0).to(tl.float32)
+        rounded = total.to(residual.dtype.element_ty)
+        tl.store(residual + row, rounded, mask=mask)
+        value = rounded.to(tl.float32)
+        inverse_rms = tl.rsqrt(tl.sum(value * value, axis=0) / HIDDEN + eps)
+        tl.store(y + row, (value * inverse_rms * scale).to(y.dtype.element_ty), mask=mask)
+
+
+def pull_add_norm(
+    buffers: Tensor, flags: Tensor, abort: Tensor, rank: int, residual: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    """`residual += sum of the ranks' buffers`, then `residual / sqrt(mean(residual^2) + eps) * weight`.
+
+    A buffer may be written again once another pull has begun on all ranks, because then all have ended this one: two
+    buffers in turn are enough.
+
+    Args:
+        buffers: int64 `[size]`, addresses of the ranks' partial sums, each like residual, contiguous.
+        flags: int64 `[size]`, addresses of the ranks' flags, int32 `[MAX_PULL_PROGRAMS, size]` each, zero at first.
+        abort: int32 `[1]`; other than 0, it ends all waiting, and the results mean nothing.
+        rank: this one's.
+        residual: `[num_tokens, hidden]`, contiguous, the same on all ranks; overwritten.
+        weight: `[hidden]`.
+        eps: added to the mean square.
+
+    Returns:
+        Like residual. All ranks must call this with the same shapes: they wait for each other.
+    """
+    num_tokens, hidden = residual.shape
+    y = torch.empty_like(residual)
+    block = triton.next_power_of_2(hidden)
+    launcher(_pull_kernel, (min(num_tokens, MAX_PULL_PROGRAMS),))(
+        buffers,
+        flags,
+        abort,
+        residual,
+        weight,
+        y,
+        num_tokens,
+        eps,
+        RANK=rank,
+        SIZE=len(buffers),
+        HIDDEN=hidden,
+        BLOCK=block,
+        num_warps=min(max(block // 256, 1), 16),
+    )
+    return y

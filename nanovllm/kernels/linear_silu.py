@@ -1,0 +1,122 @@
+"""The gate/up projection of a long prefill with SwiGLU in its last step: what it multiplies never goes to memory.
+
+As two launches the projection writes 2 * intermediate values a token, and the activation reads them back and writes
+half as many. Here a program multiplies a tile of tokens with a tile of gate and the same tile of up, so that each
+thread ends with both factors of its results. Programs stay on their multiprocessor and take one tile after the other;
+tiles come through the tensor memory accelerator, asked for by warps of their own.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.launch import launcher
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # Triton before 3.4
+    TensorDescriptor = None
+
+# The best of those tried on an H200 at 16,384 x 1024 x 2 * 3072: 304 us, where cuBLAS and the activation take 347.
+# Three stages of three tiles and the results fill the shared memory.
+TILE_TOKENS, TILE_COLUMNS, TILE_K = 128, 128, 64
+_NUM_WARPS, _NUM_STAGES = 8, 3
+# Tiles of tokens that neighbouring programs take with the same weights, which L2 then serves.
+_GROUP = 4
+
+
+# Every prefill has another number of tokens; specialising on it would compile the kernel again in mid-run.
+@triton.jit(do_not_specialize=["num_tokens", "num_programs"])
+def _linear_silu_kernel(
+    x_desc,
+    weight_desc,
+    y_desc,
+    num_tokens,
+    intermediate,
+    K,
+    num_programs,
+    TILE_TOKENS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+):
+    token_tiles = tl.cdiv(num_tokens, TILE_TOKENS)
+    column_tiles = intermediate // TILE_COLUMNS
+    group_size = GROUP * column_tiles
+    for tile in tl.range(tl.program_id(0), token_tiles * column_tiles, num_programs, warp_specialize=WARP_SPECIALIZE):
+        first = tile // group_size * GROUP
+        in_group = tl.minimum(token_tiles - first, GROUP)
+        token = (first + tile % group_size % in_group) * TILE_TOKENS
+        column = tile % group_size // in_group * TILE_COLUMNS
+        gate = tl.zeros([TILE_TOKENS, TILE_COLUMNS], tl.float32)
+        up = tl.zeros([TILE_TOKENS, TILE_COLUMNS], tl.float32)
+        for k in range(0, K, TILE_K):
+            x = x_desc.load([token, k])
+            gate = tl.dot(x, weight_desc.load([column, k]).T, gate)
+            up = tl.dot(x, weight_desc.load([intermediate + column, k]).T, up)
+        product = gate / (1.0 + tl.exp(-gate)) * up
+        y_desc.store([token, column], product.to(y_desc.dtype))
+
+
+def can_fuse(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear_silu` takes these, and gains by it: on Hopper, in half precision, for thousands of tokens. With
+    4096 input columns (Qwen3-8B) the two launches are as fast."""
+    K, rows = weight.shape[1], weight.shape[0]
+    return (
+        TensorDescriptor is not None
+        and x.is_cuda
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and len(x) >= 2048
+        and K <= 2048
+        and K % TILE_K == 0
+        and rows % (2 * TILE_COLUMNS) == 0
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+    )
+
+
+def linear_silu(x: Tensor, weight: Tensor) -> Tensor:
+    """`silu(x Wg^T) * (x Wu^T)`, the two products kept in float32 (Shazeer 2020).
+
+    Args:
+        x: `[num_tokens, K]`, contiguous, bfloat16 or float16, K a multiple of 64.
+        weight: `[2 * intermediate, K]`, contiguous, of x's dtype: Wg, then Wu; intermediate a multiple of 128.
+
+    Returns:
+        `[num_tokens, intermediate]`, contiguous, of x's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes other than these.
+    """
+    num_tokens, K = x.shape
+    intermediate = weight.shape[0] // 2
+    if weight.shape[1] != K or K % TILE_K or weight.shape[0] % (2 * TILE_COLUMNS) or x.dtype != weight.dtype:
+        raise ValueError(
+            f"x {list(x.shape)} {x.dtype} and weight {list(weight.shape)} {weight.dtype}: must be of one dtype, "
+            f"[num_tokens, K] and [2 * intermediate, K], with K a multiple of {TILE_K} and intermediate one of "
+            f"{TILE_COLUMNS}"
+        )
+    y = torch.empty(num_tokens, intermediate, dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return y
+    tiles = triton.cdiv(num_tokens, TILE_TOKENS) * (intermediate // TILE_COLUMNS)
+    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+    num_programs = min(multiprocessors, tiles)
+    launcher(_linear_silu_kernel, (num_programs,))(
+        TensorDescriptor.from_tensor(x, [TILE_TOKENS, TILE_K]),
+        TensorDescriptor.from_tensor(weight, [TILE_COLUMNS, TILE_K]),
+        TensorDescriptor.from_tensor(y, [TILE_TOKENS, TILE_COLUMNS]),
+        num_tokens,
+        intermediate,
+        K,
+        num_programs,
+        TILE_TOKENS=TILE_TOKENS,
+        TILE_COLUMNS=TILE_COLUMNS,
+        TILE_K=TILE_K,
+        GROUP=_GROUP,
+        WARP_SPECIALIZE=isinstance(_linear_silu_kernel, triton.JITFunction),
+        num_warps=_NUM_WARPS,
+        num_stages=_NUM_STAGES,
+    )
+    return y

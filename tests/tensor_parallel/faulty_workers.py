@@ -1,0 +1,56 @@
+"""Workers that fail on purpose: `faulty_main` in the place of `worker_main`, told by the environment how and which."""
+
+import os
+import signal
+
+from nanovllm.engine import model_runner, worker
+from nanovllm.engine.model_runner import ModelRunner
+
+KIND, RANK = "NANOVLLM_TEST_FAULT", "NANOVLLM_TEST_FAULT_RANK"
+LAUNCHES_BEFORE = 4
+
+
+class OnPurposeError(Exception):
+    """What a worker raises here."""
+
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(*args, **kwargs):
+    raise OnPurposeError("a worker fails")
+
+
+def quit_quietly(*args, **kwargs):
+    os._exit(3)
+
+
+def later(fault):
+    """A `launch` that works a few times."""
+    original, count = ModelRunner.launch, 0
+
+    def launch(*args):
+        nonlocal count
+        count += 1
+        if count > LAUNCHES_BEFORE:
+            fault()
+        return original(*args)
+
+    return launch
+
+
+FAULTS = {
+    "die-first": lambda: die(),
+    "die-meeting": lambda: setattr(worker, "join_group", die),
+    "die-loading": lambda: setattr(model_runner, "load_model", die),
+    "fail-loading": lambda: setattr(model_runner, "load_model", fail),
+    "fail-launch": lambda: setattr(ModelRunner, "launch", later(fail)),
+    "quit-launch": lambda: setattr(ModelRunner, "launch", later(quit_quietly)),
+}
+
+
+def faulty_main(seat: worker.WorkerSeat) -> None:
+    if seat.rank == int(os.environ[RANK]):
+        FAULTS[os.environ[KIND]]()
+    worker.worker_main(seat)

@@ -1,0 +1,87 @@
+"""What ranks do together, over gloo between threads."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanovllm.engine.process_group import connect_store, join_group, open_store
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.utils.context import Context, step_context
+from nanovllm.utils.parallel import CollectiveError, TensorParallel
+
+CPU = torch.device("cpu")
+
+
+def on_ranks(size, work):
+    """[work(tp)] of each rank."""
+    store = open_store()
+    results = [None] * size
+
+    def run(rank):
+        results[rank] = work(join_group(store if rank == 0 else connect_store(store.port), rank, size, CPU))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not dist.is_initialized()
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int64])
+def test_collectives(size, dtype):
+    def work(tp):
+        x = torch.arange(6).reshape(3, 2).to(dtype) + 10 * tp.rank
+        return tp.all_reduce(x.clone()), tp.all_gather(x.t()), tp.broadcast(x.clone(), root=1)
+
+    x = torch.arange(6).reshape(3, 2).to(dtype)
+    for total, gathered, received in on_ranks(size, work):
+        assert torch.equal(total, size * x + 10 * sum(range(size)))
+        assert torch.equal(gathered, torch.stack([(x + 10 * rank).t() for rank in range(size)]))
+        assert torch.equal(received, x + 10)
+
+
+def test_one_rank_needs_no_group():
+    x = torch.arange(3)
+    tp = TensorParallel()
+    assert tp.all_reduce(x) is x
+    assert tp.broadcast(x) is x
+    assert torch.equal(tp.all_gather(x), x.unsqueeze(0))
+
+
+@pytest.mark.parametrize("vocab_size", [60, 128, 307])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_vocabulary_in_shards_is_the_vocabulary(vocab_size, size):
+    weight = torch.randn(vocab_size, 8)
+    hidden, token_ids = torch.randn(5, 8), torch.tensor([0, vocab_size - 1, 7, 59])
+
+    def work(tp):
+        embed, head = (cls(vocab_size, 8, tp) for cls in (VocabParallelEmbedding, ParallelLMHead))
+        for module in (embed, head):
+            module.weight_loader(module.weight, weight)
+        with step_context(Context()):
+            local = head(hidden)
+        return embed(token_ids), local, head.gather(local), head.first
+
+    for embedded, local, logits, first in on_ranks(size, work) if size > 1 else [work(TensorParallel())]:
+        assert torch.equal(embedded, weight[token_ids])
+        expected = hidden @ weight.t()
+        assert torch.allclose(logits, expected, atol=1e-5)
+        assert torch.allclose(local, expected[:, first : first + local.shape[1]], atol=1e-5)
+
+
+def test_a_rank_that_has_gone_is_a_collective_error():
+    def work(tp):
+        if tp.rank == 1:
+            return None
+        try:
+            for _ in range(3):
+                tp.all_reduce(torch.ones(1))
+        except CollectiveError as error:
+            return str(error)
+
+    assert "allreduce" in on_ranks(2, work)[0]

@@ -1,0 +1,75 @@
+"""A vocabulary in shards is drawn from as if it were whole, by the kernels and by their twins."""
+
+import math
+
+import pytest
+import torch
+
+from nanovllm.kernels import HAS_TRITON
+from nanovllm.layers.sampler import Sampler, best_of_shard_torch, pick_best_torch, sample_torch
+
+if HAS_TRITON:
+    from nanovllm.kernels.sampler import best_of_shard, pick_best
+
+BATCH, VOCAB_SIZE = 6, 1000
+
+
+@pytest.fixture
+def inputs(device):
+    """(logits, temperatures, seeds, positions), half of the rows greedy."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(BATCH, VOCAB_SIZE, generator=generator) * 2
+    logits[1, [70, 700]] = 50.0  # ties across shards, greedy and drawn
+    logits[2] = -math.inf
+    logits[3] = -math.inf
+    logits[3, 900] = math.nan
+    logits[4, 100:] = math.nan
+    temperatures = torch.tensor([0.0, 0.0, 0.0, 0.7, 1.0, 1.3])
+    seeds, positions = torch.arange(BATCH) * 2**40 + 3, torch.arange(BATCH) * 2**31
+    return tuple(x.to(device) for x in (logits, temperatures, seeds, positions))
+
+
+def use(name):
+    if name == "kernels" and not HAS_TRITON:
+        pytest.skip("needs triton")
+    return (best_of_shard, pick_best) if name == "kernels" else (best_of_shard_torch, pick_best_torch)
+
+
+@pytest.mark.parametrize("rows", [128, 256, 512, 1024])
+@pytest.mark.parametrize("name", ["twins", "kernels"])
+def test_shards_draw_what_the_whole_draws(inputs, name, rows):
+    logits, *sampling = inputs
+    reduce, pick = use(name)
+    candidates = [reduce(logits[:, first : first + rows], *sampling, first) for first in range(0, VOCAB_SIZE, rows)]
+    tokens = pick(torch.stack(candidates))
+    assert tokens.dtype == torch.int64
+    assert tokens.tolist() == Sampler()(logits, *sampling).tolist()
+    assert tokens[:4].tolist()[1:] == [70, 0, 0]
+    assert tokens.tolist() == sample_torch(*(x.cpu() for x in inputs)).tolist()
+
+
+@pytest.mark.parametrize("first", [0, 64, 896])
+def test_the_kernel_equals_its_twin(inputs, first):
+    logits, *sampling = inputs
+    (reduce, pick), (reduce_twin, pick_twin) = use("kernels"), use("twins")
+    shard = logits[:, first : first + 333].bfloat16()
+    found, expected = (f(shard, *sampling, first) for f in (reduce, reduce_twin))
+    assert found[:, 1].tolist() == expected[:, 1].tolist()
+    scores, expected_scores = (x[:, 0].contiguous().view(torch.float32) for x in (found, expected))
+    assert torch.allclose(scores, expected_scores, rtol=1e-4, atol=1e-4)
+    stacked = torch.stack([found, expected, found])
+    assert pick(stacked).tolist() == pick_twin(stacked).tolist()
+
+
+def test_a_rank_without_columns_never_wins(inputs):
+    logits, *sampling = inputs
+
+    class Pair:
+        size = 2
+
+        def all_gather(self, best):
+            assert best.shape == (BATCH, 2)
+            return torch.stack([best_of_shard_torch(logits, *sampling, 0), best])
+
+    tokens = Sampler(Pair(), first_column=1024)(logits[:, :0], *sampling)
+    assert tokens.tolist() == Sampler()(logits, *sampling).tolist()

@@ -1,0 +1,134 @@
+"""How a checkpoint is shared out: every rank its part and no more, all parts together the whole."""
+
+import math
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, make_llm
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from nanovllm.config import Config
+from nanovllm.layers.attention_backend import TorchBackend
+from nanovllm.models import model_class
+from nanovllm.models.presets import PRESET_NAMES, preset_config
+from nanovllm.utils import loader
+from nanovllm.utils.parallel import TensorParallel, check_shardable
+
+HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, VOCAB_SIZE = 32, 8, 2, 307
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    fields = {"num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_KV_HEADS, "vocab_size": VOCAB_SIZE}
+    return make_checkpoint(tmp_path_factory.mktemp("sharding"), attention_bias=True, **fields)
+
+
+def load_ranks(path, size):
+    config = AutoConfig.from_pretrained(path)
+    models = []
+    for rank in range(size):
+        model = model_class(config)(config, 64, TorchBackend(), TensorParallel(rank, size))
+        for param in model.parameters():
+            param.data.fill_(math.nan)
+        loader.load_model(model, str(path))
+        models.append(model)
+    return models
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_the_shards_make_up_the_checkpoint(path, size):
+    whole, models = load_file(path / "model.safetensors"), load_ranks(path, size)
+    kv_heads = max(1, NUM_KV_HEADS // size)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        ranks = [model.model.layers[layer] for model in models]
+        for kind in ("weight", "bias"):
+            fused = [getattr(rank.self_attn.qkv_proj, kind) for rank in ranks]
+            sizes = [HEAD_DIM * n for n in (NUM_HEADS // size, kv_heads, kv_heads)]
+            for name, parts in zip("qkv", zip(*(p.split(sizes) for p in fused), strict=True), strict=True):
+                expected = whole[f"{prefix}.self_attn.{name}_proj.{kind}"]
+                if name != "q" and size > NUM_KV_HEADS:
+                    # Each rank holds the KV head that its query heads read.
+                    expected = expected.unflatten(0, (NUM_KV_HEADS, HEAD_DIM)).repeat_interleave(
+                        size // NUM_KV_HEADS, dim=0
+                    )
+                    expected = expected.flatten(0, 1)
+                assert torch.equal(torch.cat(parts), expected)
+            assert kind == "weight" or all(
+                torch.equal(r.self_attn.o_proj.bias, whole[f"{prefix}.self_attn.o_proj.bias"]) for r in ranks
+            )
+        gates, ups = zip(*(rank.mlp.gate_up_proj.weight.chunk(2) for rank in ranks), strict=True)
+        assert torch.equal(torch.cat(gates), whole[f"{prefix}.mlp.gate_proj.weight"])
+        assert torch.equal(torch.cat(ups), whole[f"{prefix}.mlp.up_proj.weight"])
+        for module in ("self_attn.o_proj", "mlp.down_proj"):
+            columns = [rank.get_submodule(module).weight for rank in ranks]
+            assert torch.equal(torch.cat(columns, dim=1), whole[f"{prefix}.{module}.weight"])
+    for module in ("model.embed_tokens", "lm_head"):
+        rows = torch.cat([model.get_submodule(module).weight for model in models])
+        assert torch.equal(rows[:VOCAB_SIZE], whole[f"{module}.weight"])
+        assert not rows[VOCAB_SIZE:].any()
+        assert size == 1 or all(model.get_submodule(module).weight.shape[0] % 64 == 0 for model in models)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_rank_holds_or_reads_more_than_its_share(path, size, monkeypatch):
+    whole = load_file(path / "model.safetensors")
+    num_read = []
+
+    class Counting:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def get_shape(self):
+            return self.tensor.get_shape()
+
+        def __getitem__(self, index):
+            part = self.tensor[index]
+            num_read[-1] += part.numel()
+            return part
+
+    original = loader._open_tensors
+    monkeypatch.setattr(
+        loader, "_open_tensors", lambda *args: {name: Counting(t) for name, t in original(*args).items()}
+    )
+    monkeypatch.setattr(loader, "load_model", lambda *args, load=loader.load_model: (num_read.append(0), load(*args)))
+    models = load_ranks(path, size)
+    replicated = sum(t.numel() for name, t in whole.items() if name.endswith(("norm.weight", "o_proj.bias")))
+    kv = sum(t.numel() for name, t in whole.items() if name.split(".")[-2] in ("k_proj", "v_proj"))
+    shared = sum(t.numel() for t in whole.values()) - replicated - kv
+    share = shared / size + replicated + kv * max(1, NUM_KV_HEADS // size) / NUM_KV_HEADS
+    padding = 2 * 64 * 64  # rows x columns, of the vocabulary at both ends
+    for model, read in zip(models, num_read, strict=True):
+        assert sum(p.numel() for p in model.parameters()) <= share + size * padding
+        assert 0 < read <= share + size * padding
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_every_preset_can_be_shared(size):
+    for name in PRESET_NAMES:
+        check_shardable(preset_config(name), size)
+
+
+@pytest.mark.parametrize(
+    ("fields", "size", "message"),
+    [
+        ({"num_attention_heads": 6}, 4, r"num_attention_heads \(6\)"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, 2, r"num_key_value_heads \(3\)"),
+        ({"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 98}, 4, r"intermediate_size \(98\)"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_before_any_process_starts(tmp_path, monkeypatch, fields, size, message):
+    path = make_checkpoint(tmp_path, **fields)
+    monkeypatch.setattr("nanovllm.engine.model_runner.Workers", None)
+    with pytest.raises(ValueError, match=rf"tensor_parallel_size={size}.*{message}"):
+        make_llm(path, tensor_parallel_size=size)
+
+
+@pytest.mark.parametrize(("current", "most"), [(0, 3), (2, 1)])
+def test_more_ranks_than_gpus_are_refused(path, monkeypatch, current, most):
+    for name, value in (("is_available", True), ("device_count", 3), ("current_device", current)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    with pytest.raises(ValueError, match=rf"tensor_parallel_size=4: must be at most {most}: 3 GPUs are visible"):
+        Config.create(str(path), tensor_parallel_size=4)
+    assert Config.create(str(path), tensor_parallel_size=4, device="cpu").tensor_parallel_size == 4

@@ -1,0 +1,101 @@
+"""Two GPUs: NCCL, collectives in CUDA graphs, and a worker that dies while kernels wait for it."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
+from test_gpu import DEMO_MODEL, DEMO_PROMPTS, needs_demo_model
+
+from nanovllm import LLM, SamplingParams, WorkerError
+from nanovllm.models.presets import preset_config
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA devices")]
+GPU = {"device": "cuda", "kvcache_block_size": 256, "num_kvcache_blocks": 24, "max_num_batched_tokens": 2048}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """(checkpoint, Reference): KV heads that two ranks copy, and a vocabulary that they do not divide."""
+    fields = {"head_dim": 64, "num_key_value_heads": 1, "vocab_size": 307, "tie_word_embeddings": True}
+    path = make_checkpoint(tmp_path_factory.mktemp("tp-gpu"), **fields)
+    return path, Reference(path)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_tokens_in_float32(shared, eager):
+    path, reference = shared
+    prompts = reference.draw_prompts((3, 40, 256, 1, 300, 17, 255), 10)
+    expected = reference.greedy(prompts, 10)
+    params = SamplingParams(1.0, 16, ignore_eos=True, seed=3)
+    options = GPU | {"dtype": "float32", "enforce_eager": eager}
+    with make_llm(path, **options) as llm:
+        drawn = complete(llm, prompts, params)
+    with make_llm(path, tensor_parallel_size=2, **options) as llm:
+        assert (llm.model_runner.graphs is None) == eager
+        for num_seqs in (7, 3, 5, 1):
+            assert complete(llm, prompts[:num_seqs], greedy(10)) == expected[:num_seqs]
+        assert complete(llm, prompts[::-1], greedy(10)) == expected[::-1]
+        agreeing = sum(a == b for a, b in zip(complete(llm, prompts, params), drawn, strict=True))
+        assert agreeing >= len(prompts) - 1
+        assert_idle(llm)
+
+
+@needs_demo_model
+def test_demo_model_agrees_with_one_gpu():
+    outputs = []
+    for size in (1, 2):
+        with LLM(str(DEMO_MODEL), kvcache_gib=1.0, tensor_parallel_size=size) as llm:
+            assert llm.config.dtype == torch.bfloat16
+            outputs.append(complete(llm, DEMO_PROMPTS, greedy(32)))
+    agreeing = sum(a == b for a, b in zip(*outputs, strict=True))
+    assert agreeing >= 11, f"{agreeing} of 20 prompts agree for 32 tokens"
+
+
+def test_shapes_of_a_large_model():
+    config = preset_config("Qwen3-8B")
+    config.num_hidden_layers = 4
+    options = {"load_format": "dummy", "hf_config": config, "skip_tokenizer_init": True, "max_num_seqs": 64, "seed": 0}
+    prompts = [random_prompt(length, seed=length, vocab_size=config.vocab_size) for length in (1, 700, 2000, 30) * 10]
+    params = SamplingParams(0.6, 40, ignore_eos=True)
+    with LLM("Qwen3-8B", tensor_parallel_size=2, gpu_memory_utilization=0.5, **options) as llm:
+        outputs = complete(llm, prompts, params)
+        assert {len(tokens) for tokens in outputs} == {40}
+        assert all(0 <= token < config.vocab_size for tokens in outputs for token in tokens)
+        assert max(token for tokens in outputs for token in tokens) > config.vocab_size // 2, "rank 1 never won"
+        assert_idle(llm)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_worker_killed_in_the_middle_of_a_batch(shared, eager):
+    path, reference = shared
+    llm = make_llm(path, tensor_parallel_size=2, enforce_eager=eager, **GPU)
+    (process,) = llm.model_runner.workers._processes.values()
+    killed_at = []
+
+    def kill():
+        killed_at.append(time.monotonic())
+        os.kill(process.pid, signal.SIGKILL)
+
+    threading.Timer(0.5, kill).start()
+    with pytest.raises(WorkerError, match=r"rank 1 of 2 .* was killed by SIGKILL"):
+        llm.generate([[1, 2, 3]] * 2000, greedy(900), use_tqdm=False)
+    assert time.monotonic() - killed_at[0] < 10
+    # The process and its GPU are none the worse for it.
+    torch.cuda.synchronize()
+    prompts = reference.draw_prompts((5, 20), 8)
+    with make_llm(path, tensor_parallel_size=2, dtype="float32", **GPU) as llm:
+        assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
+
+
+@pytest.mark.skipif(NUM_GPUS < 3, reason="needs three CUDA devices")
+def test_rank_0_on_another_device_than_the_first(shared):
+    path, reference = shared
+    prompts = reference.draw_prompts((5, 20), 8)
+    with torch.cuda.device(1), make_llm(path, tensor_parallel_size=2, dtype="float32", **GPU) as llm:
+        assert {param.device for param in llm.model_runner.model.parameters()} == {torch.device("cuda", 1)}
+        assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)

@@ -1,0 +1,224 @@
+"""Whole programs with workers: how they end, and what they leave behind."""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm
+
+TESTS = Path(__file__).parents[1]
+PREAMBLE = """
+import os, sys
+from nanovllm import LLM, SamplingParams
+
+def make_llm(size):
+    llm = LLM(sys.argv[1], device="cpu", skip_tokenizer_init=True, kvcache_block_size=16, num_kvcache_blocks=64,
+              tensor_parallel_size=size)
+    if size > 1:
+        workers = llm.model_runner.workers
+        print("workers", *(process.pid for process in workers._processes.values()), flush=True)
+    return llm
+
+def run(llm, prompt, max_tokens):
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return llm.generate([prompt], params, use_tqdm=False)[0]["token_ids"]
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("processes"))
+
+
+@pytest.fixture(scope="module")
+def reference(path):
+    return Reference(path)
+
+
+@pytest.fixture
+def start(tmp_path, path):
+    """Runs a script in a session of its own, which ends with the test."""
+    processes = []
+
+    def start(code, *args):
+        script = tmp_path / f"script{len(processes)}.py"
+        script.write_text(PREAMBLE + code)
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(script), str(path), *map(str, args)],
+            env=os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def worker_pids(process) -> list[int]:
+    name, *pids = process.stdout.readline().split()
+    assert name == "workers", process.communicate(timeout=60)
+    return [int(pid) for pid in pids]
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def child_pids(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, "a worker is still there"
+        time.sleep(0.05)
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("nanovllm-", "sem.mp-"))}
+
+
+@pytest.mark.parametrize("moment", ["starting", "working"])
+def test_workers_end_with_a_caller_that_is_killed(start, moment):
+    before = shared_memory()
+    process = start(
+        """
+if __name__ == "__main__":
+    print("main", os.getpid(), flush=True)
+    llm = make_llm(2)
+    run(llm, [1, 2, 3], 900)
+"""
+    )
+    process.stdout.readline()
+    if moment == "starting":
+        pids = []
+        while not pids:
+            pids = child_pids(process.pid)
+        time.sleep(random.uniform(0.3, 2.5))
+        pids = child_pids(process.pid)
+    else:
+        pids = worker_pids(process)
+        time.sleep(0.3)
+    process.kill()
+    wait_until_gone(pids, 10)
+    deadline = time.monotonic() + 5
+    while shared_memory() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert shared_memory() <= before
+
+
+INTERRUPTED = """
+if __name__ == "__main__":
+    llm = make_llm(2)
+    run(llm, [1, 2, 3], 12)
+    print("ready", flush=True)
+    answer = "on\\n"
+    while answer == "on\\n":
+        try:
+            while True:
+                run(llm, [4] * 40, 300)
+        except KeyboardInterrupt:
+            print("interrupted", *run(llm, [1, 2, 3], 12), flush=True)
+        answer = sys.stdin.readline()
+    llm.exit()
+    print("exited", flush=True)
+"""
+
+
+def test_ctrl_c_leaves_a_usable_engine(start, reference):
+    process = start(INTERRUPTED)
+    pids = worker_pids(process)
+    assert process.stdout.readline() == "ready\n"
+    expected = ["interrupted", *map(str, reference.greedy([[1, 2, 3]], 12)[0])]
+    rng = random.Random(0)
+    for answer in ["on\n"] * 11 + ["off\n"]:
+        time.sleep(rng.uniform(0.0, 0.25))
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers as well
+        assert process.stdout.readline().split() == expected
+        process.stdin.write(answer)
+        process.stdin.flush()
+    assert process.communicate(timeout=60) == ("exited\n", "")
+    assert process.returncode == 0
+    wait_until_gone(pids, 1)
+
+
+def test_ctrl_c_in_a_script_is_said_once(start):
+    process = start(
+        """
+if __name__ == "__main__":
+    llm = make_llm(2)
+    run(llm, [1, 2, 3], 1000)
+"""
+    )
+    pids = worker_pids(process)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert err.count("Traceback") == err.count("KeyboardInterrupt") == 1
+    wait_until_gone(pids, 1)
+
+
+def test_a_script_without_a_main_guard_is_told_so(start):
+    process = start("make_llm(2)\n")
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert out == ""
+    last = err.strip().splitlines()[-1]
+    assert re.search(r"WorkerError: rank 1 of 2 .*`if __name__ == \"__main__\":`", last)
+    assert err.count("RuntimeError: tensor_parallel_size > 1") == 1
+
+
+def test_one_rank_needs_no_main_guard(start):
+    assert start("print(len(run(make_llm(1), [1, 2, 3], 5)))\n").communicate(timeout=60) == ("5\n", "")
+
+
+def test_two_engines_in_each_of_two_programs(start, path, reference):
+    process = start(
+        """
+if __name__ == "__main__":
+    llm = make_llm(2)
+    print(*run(llm, [1, 2, 3], 200))
+"""
+    )
+    prompts = reference.draw_prompts((30, 4, 17), 20)
+    expected = reference.greedy(prompts, 20)
+    engines = [make_llm(path, tensor_parallel_size=2, num_kvcache_blocks=n) for n in (7, 64)]
+    ids = [[llm.add_request(prompt, greedy(20)) for prompt in prompts] for llm in engines]
+    done = [{}, {}]
+    while not all(llm.is_finished() for llm in engines):
+        for llm, results in zip(engines, done, strict=True):
+            if not llm.is_finished():
+                results |= dict(llm.step()[0])
+    for llm, requests, results in zip(engines, ids, done, strict=True):
+        assert [results[i] for i in requests] == expected
+        assert_idle(llm)
+    engines[0].exit()
+    assert complete(engines[1], prompts, greedy(20)) == expected
+    engines[1].exit()
+    # The other program never calls exit, and ends in silence all the same.
+    pids = worker_pids(process)
+    tokens = " ".join(map(str, reference.greedy([[1, 2, 3]], 200)[0]))
+    assert process.communicate(timeout=100) == (f"{tokens}\n", "")
+    assert process.returncode == 0
+    wait_until_gone(pids, 1)

@@ -1,0 +1,151 @@
+"""A worker that dies or fails ends its engine with an error that says so, and nothing else."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import faulty_workers
+import pytest
+from checkpoints import Reference, complete, edit_tensors, greedy, make_checkpoint, make_llm
+
+from nanovllm import WorkerError
+from nanovllm.engine import workers as workers_module
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.workers import Workers
+
+PROMPTS = [[1, 2, 3], [4, 5], [6] * 20]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("failures"))
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The Workers of every engine that the test makes, those included that never came up."""
+    started = []
+    original = Workers._start
+
+    def start(self, config):
+        started.append(self)
+        original(self, config)
+
+    monkeypatch.setattr(Workers, "_start", start)
+    return started
+
+
+def assert_gone(workers: Workers) -> None:
+    for process in workers._processes.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)
+    assert not Path("/dev/shm", workers._channel.name).exists()
+    names = {thread.name for thread in threading.enumerate()}
+    assert "nanovllm-workers" not in names
+
+
+def assert_works(path) -> None:
+    reference = Reference(path)
+    prompts = reference.draw_prompts((5, 20), 8)
+    with make_llm(path, tensor_parallel_size=2) as llm:
+        assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
+
+
+def test_a_worker_killed_in_the_middle_of_a_batch(path, started):
+    llm = make_llm(path, tensor_parallel_size=4)
+    assert not Path("/dev/shm", started[0]._channel.name).exists(), "it outlives no crash"
+    killed_at = []
+
+    def kill():
+        killed_at.append(time.monotonic())
+        os.kill(started[0]._processes[2].pid, signal.SIGKILL)
+
+    timer = threading.Timer(0.3, kill)
+    timer.start()
+    with pytest.raises(WorkerError, match=r"rank 2 of 4 \(process \d+\) was killed by SIGKILL"):
+        llm.generate(PROMPTS, greedy(900), use_tqdm=False)
+    assert time.monotonic() - killed_at[0] < 10
+    assert_gone(started[0])
+    with pytest.raises(RuntimeError, match="rank 2 of 4"):
+        llm.generate(PROMPTS, greedy(2), use_tqdm=False)
+    llm.exit()
+    with pytest.raises(RuntimeError, match="exited"):
+        llm.generate(PROMPTS, greedy(2), use_tqdm=False)
+    assert_works(path)
+
+
+def test_a_worker_killed_between_two_batches(path, started):
+    with make_llm(path, tensor_parallel_size=2) as llm:
+        complete(llm, PROMPTS, greedy(3))
+        os.kill(started[0]._processes[1].pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match=r"rank 1 of 2 .*SIGKILL"):
+            llm.generate(PROMPTS, greedy(3), use_tqdm=False)
+        assert_gone(started[0])
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("die-first", "rank 1 of 2 .* was killed by SIGKILL"),
+        ("die-meeting", "rank 1 of 2 .* was killed by SIGKILL"),
+        ("die-loading", "rank 1 of 2 .* was killed by SIGKILL"),
+        (
+            "fail-loading",
+            r"(?s)rank 1 of 2 .* failed:.*Traceback.*in fail\n.*OnPurposeError: a worker fails",
+        ),
+        ("fail-launch", r"(?s)rank 1 of 2 .* failed:.*Traceback.*in fail\n.*OnPurposeError: a worker fails"),
+        ("quit-launch", "rank 1 of 2 .* ended with exit code 3"),
+    ],
+)
+def test_faults(path, started, monkeypatch, capfd, fault, message):
+    monkeypatch.setattr(workers_module, "worker_main", faulty_workers.faulty_main)
+    monkeypatch.setenv(faulty_workers.KIND, fault)
+    monkeypatch.setenv(faulty_workers.RANK, "1")
+    with pytest.raises(WorkerError, match=message):
+        make_llm(path, tensor_parallel_size=2).generate(PROMPTS, greedy(100), use_tqdm=False)
+    assert_gone(started[0])
+    assert capfd.readouterr().err == "", "the exception says it all"
+
+
+def test_an_exception_of_rank_0_ends_the_engine(path, started, monkeypatch):
+    with make_llm(path, tensor_parallel_size=2) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.model_runner.model, "forward", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                llm.generate(PROMPTS, greedy(3), use_tqdm=False)
+        assert_gone(started[0])
+        with pytest.raises(RuntimeError, match="ended: make a new LLM"):
+            llm.generate(PROMPTS, greedy(3), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("cls", "step", "error"),
+    [(Workers, "meet", KeyboardInterrupt), (ModelRunner, "allocate_kv_cache", RuntimeError)],
+)
+def test_an_exception_while_rank_0_starts(path, started, monkeypatch, cls, step, error):
+    def failing(self):
+        raise error("on purpose")
+
+    monkeypatch.setattr(cls, step, failing)
+    with pytest.raises(error, match="on purpose"):
+        make_llm(path, tensor_parallel_size=2)
+    assert_gone(started[0])
+
+
+def test_a_fault_of_the_checkpoint_is_the_error_that_one_rank_raises(tmp_path, started):
+    path = make_checkpoint(tmp_path)
+    edit_tensors(path, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        make_llm(path, tensor_parallel_size=2)
+    assert_gone(started[0])
+
+
+def test_an_engine_that_is_dropped_ends_its_workers(path, started):
+    llm = make_llm(path, tensor_parallel_size=2)
+    llm.add_request([1, 2, 3], greedy(8))
+    llm.step()
+    del llm
+    assert_gone(started[0])
+    assert {process.exitcode for process in started[0]._processes.values()} == {0}

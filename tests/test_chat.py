@@ -1,0 +1,139 @@
+"""LLM.chat on the demo model, whose tokenizer has a chat template, and its faults."""
+
+from pathlib import Path
+
+import pytest
+from checkpoints import assert_idle, make_checkpoint, make_llm
+
+from nanovllm import LLM, SamplingParams
+
+DEMO_MODEL = Path(__file__).parents[1] / "assets" / "demo-model"
+PARAMS = SamplingParams(temperature=0, max_tokens=12)
+HELLO = {"role": "user", "content": "introduce yourself"}
+
+
+@pytest.fixture(scope="module")
+def shared_llm():
+    with LLM(str(DEMO_MODEL), device="cpu", kvcache_gib=0.1) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared_llm):
+    yield shared_llm
+    assert_idle(shared_llm)
+
+
+def render(llm, conversation, **options) -> str:
+    return llm.tokenizer.apply_chat_template(conversation, tokenize=False, **{"add_generation_prompt": True} | options)
+
+
+def texts(outputs):
+    return [output["text"] for output in outputs]
+
+
+def generate(llm, prompts):
+    return texts(llm.generate(prompts, PARAMS, use_tqdm=False))
+
+
+def chat(llm, messages, **options):
+    return texts(llm.chat(messages, PARAMS, use_tqdm=False, **options))
+
+
+def test_chat_is_the_template_and_generate(llm):
+    conversations = [
+        [HELLO],
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a tuple?"}],
+        [HELLO, {"role": "assistant", "content": "I am a model."}, {"role": "user", "content": "Go on."}],
+    ]
+    expected = generate(llm, [render(llm, c) for c in conversations])
+    assert chat(llm, conversations) == expected
+    assert chat(llm, conversations[0]) == expected[:1]
+    assert chat(llm, []) == []
+    outputs = llm.chat(conversations, [PARAMS, PARAMS, SamplingParams(max_tokens=3, n=2)], use_tqdm=False)
+    assert len(outputs[2]["samples"]) == 2
+
+
+def test_variables_of_the_template(llm):
+    prompt = render(llm, [HELLO], enable_thinking=False)
+    assert prompt != render(llm, [HELLO])
+    (output,) = llm.chat([HELLO], PARAMS, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})
+    assert output["num_prompt_tokens"] == len(llm.tokenizer(prompt)["input_ids"])
+    assert [output["text"]] == generate(llm, [prompt])
+
+
+def test_a_template_of_the_callers_own(llm):
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:\n{% endif %}"
+    messages = [{"role": "user", "content": "def fibonacci(n)"}]
+    assert chat(llm, messages, chat_template=template) == generate(llm, ["def fibonacci(n):\n"])
+    assert chat(llm, messages, chat_template=template, add_generation_prompt=False) == generate(
+        llm, ["def fibonacci(n)"]
+    )
+
+
+def test_the_final_message_is_continued(llm):
+    messages = [HELLO, {"role": "assistant", "content": "Hello! I am"}]
+    prompt = render(llm, [HELLO]) + "Hello! I am"
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    assert chat(llm, messages, **options) == generate(llm, [prompt])
+    with pytest.raises(ValueError, match=r"continue_final_message=True.*add_generation_prompt=False"):
+        chat(llm, messages, continue_final_message=True)
+
+
+def test_content_as_text_parts(llm):
+    parts = [{"type": "text", "text": "introduce"}, {"type": "text", "text": "yourself"}]
+    (output,) = llm.chat([{"role": "user", "content": parts}], PARAMS, use_tqdm=False)
+    prompt = render(llm, [{"role": "user", "content": "introduce\nyourself"}])
+    assert [output["text"]] == generate(llm, [prompt])
+    assert parts == [{"type": "text", "text": "introduce"}, {"type": "text", "text": "yourself"}]
+
+
+@pytest.mark.parametrize(
+    ("message", "fault"),
+    [
+        ("hello", "must be a dict"),
+        (None, "must be a dict"),
+        ({"content": "hello"}, "role=None"),
+        ({"role": 5, "content": "hello"}, "role=5"),
+        ({"role": "", "content": "hello"}, "role=''"),
+        ({"role": "user"}, "content must be"),
+        ({"role": "user", "content": None}, "content must be"),
+        ({"role": "user", "content": 5}, "content must be"),
+        ({"role": "user", "content": ["hello"]}, r"content\[0\]"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}, r"content\[1\]"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, r"content\[0\]"),
+    ],
+    ids=repr,
+)
+def test_a_malformed_message_is_named(llm, message, fault):
+    with pytest.raises(ValueError, match=f"conversation 0, message 1: .*{fault}"):
+        chat(llm, [HELLO, message])
+    with pytest.raises(ValueError, match=f"conversation 1, message 0: .*{fault}"):
+        chat(llm, [[HELLO], [message]])
+
+
+@pytest.mark.parametrize("messages", ["hello", HELLO, 5, None])
+def test_messages_that_are_none(llm, messages):
+    with pytest.raises(ValueError, match="messages: must be a list"):
+        chat(llm, messages)
+
+
+def test_an_empty_conversation_is_named(llm):
+    with pytest.raises(ValueError, match="conversation 1: is empty"):
+        chat(llm, [[HELLO], []])
+
+
+def test_a_template_that_refuses(llm):
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match=r"conversation 0: .*roles must alternate"):
+        chat(llm, [HELLO], chat_template=template)
+    with pytest.raises(ValueError, match="conversation 0"):
+        chat(llm, [HELLO], chat_template="{% if %}")
+
+
+def test_no_template_and_no_tokenizer(tmp_path):
+    path = make_checkpoint(tmp_path, tokenizer=True)
+    with make_llm(path, skip_tokenizer_init=False) as llm, pytest.raises(ValueError, match=r"chat_template.*has none"):
+        chat(llm, [HELLO])
+    with make_llm(path) as llm, pytest.raises(ValueError, match="skip_tokenizer_init"):
+        chat(llm, [HELLO])
