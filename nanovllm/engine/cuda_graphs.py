@@ -35,7 +35,7 @@ class DecodeGraphs:
             for size in reversed(sizes):
                 graph = torch.cuda.CUDAGraph()
                 prepare(size)
-                decode(size)  # Compiles and warms up: neither is allowed in a capture.
+                decode(size)  # Loads kernels, or compiles them: neither is allowed in a capture.
                 torch.cuda.synchronize()
                 # Only this thread's calls count: NCCL's own thread may ask how an earlier collective is doing.
                 with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):

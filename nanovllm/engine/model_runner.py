@@ -14,6 +14,7 @@ from nanovllm.config import Config
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.inputs import DecodeInputs, SampledTokens, prefill_inputs
 from nanovllm.engine.interrupts import HeldInterrupt
+from nanovllm.engine.kernel_compilation import compiling_kernels
 from nanovllm.engine.memory import allocate_kv_cache, largest_prefill, warmup_sequences
 from nanovllm.engine.process_group import ABORT_SECONDS, abort_group
 from nanovllm.engine.sequence import Sequence
@@ -79,32 +80,36 @@ class ModelRunner:
         with self.device, _default_dtype(config.dtype):
             self.model = cls(config.hf_config, config.max_model_len, backend, self.tp)
         self.model.requires_grad_(False)
-        if config.load_format == "dummy":
-            load_dummy(self.model, (config.seed or 0) + self.rank)
-        else:
-            load_model(self.model, config.model)
         self.sampler = Sampler(self.tp, self.model.lm_head.first)
-        billions = num_checkpoint_params(self.model) / 1e9
-        logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
-        logger.info("device: %s", self.device_name)
-        logger.info("attention back end: %s", backend.description)
         num_heads = self.tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
         _, num_kv_heads = self.tp.shard_kv_heads(config.hf_config.num_key_value_heads)
-        if backend.flash_attn4 is not None:
-            backend.flash_attn4.warm_up(num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device)
         self.num_kv_heads = num_kv_heads
-        self.warmup_model()
-        self.allocate_kv_cache()
         backend.prepare(config.max_num_seqs, num_heads, num_kv_heads, head_dim, self.device)
         max_blocks = -(-config.max_model_len // self.block_size)
         planned_heads = num_kv_heads if backend.wants_plan else None
         self.decode_inputs = DecodeInputs(config.max_num_seqs, max_blocks, self.block_size, self.device, planned_heads)
+        with compiling_kernels(self):
+            self.load_weights()
+            backend.use_flash_attn4(num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device)
+        billions = num_checkpoint_params(self.model) / 1e9
+        logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
+        logger.info("device: %s", self.device_name)
+        logger.info("attention back end: %s", backend.description)
+        self.warmup_model()
+        self.allocate_kv_cache()
         if config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs:
             self.capture_cudagraph()
         else:
             logger.info("CUDA graphs: none")
         if config.device == "cuda":
             self.warmup_kernels()
+
+    def load_weights(self) -> None:
+        """Fill the model's parameters as load_format says."""
+        if self.config.load_format == "dummy":
+            load_dummy(self.model, (self.config.seed or 0) + self.rank)
+        else:
+            load_model(self.model, self.config.model)
 
     @property
     def device_name(self) -> str:
@@ -203,9 +208,9 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
 
     def warmup_kernels(self) -> None:
-        """Compile every variant of the Triton kernels that a prefill may need (seconds, the first time on a
-        machine), so that none is compiled in the middle of a batch: short and long, with a cached prefix and
-        without. They write to the cache's first slots, which nobody has been given yet."""
+        """Launch every variant of the Triton kernels that a prefill may need, so that none is compiled or loaded in
+        the middle of a batch: short and long, with a cached prefix and without. They write to the cache's first
+        slots, which nobody has been given yet."""
         for seq in warmup_sequences(self.config, self.num_kvcache_blocks):
             self.run([seq], True)
             if self.config.max_num_seqs > 1:
@@ -219,10 +224,14 @@ class ModelRunner:
         Raises MemoryError where there is no room for one block, with the numbers.
         """
         layers = self._attention_layers()
-        self.kv_cache = allocate_kv_cache(self.config, len(layers), self.num_kv_heads, self.device, self.tp)
-        self.num_kvcache_blocks = self.kv_cache.shape[2]
-        for i, layer in enumerate(layers):
-            layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
+        self.use_kv_cache(allocate_kv_cache(self.config, len(layers), self.num_kv_heads, self.device, self.tp))
+
+    def use_kv_cache(self, kv_cache: torch.Tensor | None) -> None:
+        """Give each layer its slices of [2, layers, blocks, block_size, kv_heads, head_dim]; None takes them away."""
+        self.kv_cache = kv_cache
+        self.num_kvcache_blocks = 0 if kv_cache is None else kv_cache.shape[2]
+        for i, layer in enumerate(self._attention_layers()):
+            layer.k_cache, layer.v_cache = (None, None) if kv_cache is None else kv_cache[:, i]
 
     def _attention_layers(self) -> list[Attention]:
         return [module for module in self.model.modules() if isinstance(module, Attention)]
@@ -278,8 +287,7 @@ class ModelRunner:
         noise of the position that it follows."""
         logits = self.model.compute_logits(self.model(input_ids, positions))
         tokens = self.sampler(logits, temperatures, seeds, sample_positions)
-        if self.decode_inputs is not None:  # The warm-up runs before there are any.
-            self.decode_inputs.sampled[: len(tokens)] = tokens
+        self.decode_inputs.sampled[: len(tokens)] = tokens
 
     @torch.inference_mode()
     def capture_cudagraph(self) -> None:

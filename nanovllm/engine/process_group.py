@@ -78,8 +78,8 @@ def abort_group(tp: TensorParallel) -> threading.Thread | None:
     """Make kernels give up waiting for ranks that have gone, from any thread; connections of gloo break by themselves.
     The group is of no use after it.
 
-    Returns the thread in which NCCL gives back what it holds, which lasts until no CUDA graph holds its kernels any more:
-    destroy those before you wait for it.
+    Returns the thread in which NCCL gives back what it holds, which lasts until no CUDA graph holds its kernels any
+    more: destroy those before you wait for it.
     """
     if tp.reducer is not None:
         tp.reducer.abort()

@@ -6,6 +6,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from nanovllm.kernels.launch import launcher
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
@@ -201,7 +203,7 @@ def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tenso
     scores, columns = _race_splits(logits, temperatures, seeds, positions, 0)
     num_splits = scores.shape[1]
     combine_block = triton.next_power_of_2(num_splits)
-    _combine_kernel[(batch,)](scores, columns, tokens, num_splits, BLOCK=combine_block, num_warps=1)
+    launcher(_combine_kernel, (batch,))(scores, columns, tokens, num_splits, BLOCK=combine_block, num_warps=1)
     return tokens
 
 
@@ -226,7 +228,7 @@ def best_of_shard(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions
     scores, columns = _race_splits(logits, temperatures, seeds, positions, first_column)
     num_splits = scores.shape[1]
     block = triton.next_power_of_2(num_splits)
-    _combine_shard_kernel[(batch,)](scores, columns, best, num_splits, first_column, BLOCK=block, num_warps=1)
+    launcher(_combine_shard_kernel, (batch,))(scores, columns, best, num_splits, first_column, BLOCK=block, num_warps=1)
     return best
 
 
@@ -244,7 +246,7 @@ def pick_best(candidates: Tensor) -> Tensor:
     tokens = torch.empty(batch, dtype=torch.int64, device=candidates.device)
     if batch:
         block = triton.next_power_of_2(num_shards)
-        _pick_kernel[(batch,)](candidates, tokens, num_shards, batch, BLOCK=block, num_warps=1)
+        launcher(_pick_kernel, (batch,))(candidates, tokens, num_shards, batch, BLOCK=block, num_warps=1)
     return tokens
 
 
@@ -263,7 +265,7 @@ def _race_splits(logits, temperatures, seeds, positions, first_column: int) -> t
     num_splits = triton.cdiv(vocab_size, tiles * _QUADS * 4)
     best_scores = torch.empty(batch, num_splits, dtype=torch.float32, device=logits.device)
     best_columns = torch.empty(batch, num_splits, dtype=torch.int32, device=logits.device)
-    _race_kernel[(batch, num_splits)](
+    launcher(_race_kernel, (batch, num_splits))(
         logits,
         temperatures,
         seeds,
