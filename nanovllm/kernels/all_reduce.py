@@ -206,8 +206,9 @@ def _pull_kernel(
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
     scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    stride = tl.full([1], HIDDEN, tl.int64)
     for token in range(program, num_tokens, tl.num_programs(0)):
-        row = token.to(tl.int64) * HIDDEN + column
+        row = token * stride + column
         total = tl.load(residual + row, mask=mask, other=0.0).to(tl.float32)
         for rank in tl.static_range(SIZE):
             buffer = tl.load(buffers + rank).to(tl.pointer_type(residual.dtype.element_ty))
