@@ -22,6 +22,12 @@ def norm_linear_silu_torch(x: Tensor, norm_weight: Tensor, eps: float, weight: T
     return silu_and_mul_torch(norm_linear_torch(x, norm_weight, eps, weight))
 
 
+def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Twin of `kernels.skinny_linear.linear`."""
+    product = F.linear(x.float(), weight.float())
+    return (product if bias is None else product + bias.float()).to(x.dtype)
+
+
 def linear_add_torch(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
     """Twin of `kernels.skinny_linear.linear_add`: `residual` is overwritten."""
     total = residual.float() + F.linear(x.float(), weight.float())
@@ -70,7 +76,7 @@ def norm_linear_silu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor,
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, pdl: bool = False) -> Tensor:
-    """`x W^T + bias`, by kernel or by torch.
+    """`x W^T + bias`, by kernel or by twin.
 
     Args:
         x: `[num_tokens, K]`; 1..16 tokens for the kernel.
@@ -80,7 +86,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, pdl: bool = Fa
     Returns:
         `[num_tokens, N]` of x's dtype.
     """
-    return kernels.linear(x, weight, bias, pdl=pdl) if use_kernels(x) else F.linear(x, weight, bias)
+    return kernels.linear(x, weight, bias, pdl=pdl) if use_kernels(x) else linear_torch(x, weight, bias)
 
 
 def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, pdl: bool = False) -> Tensor:
