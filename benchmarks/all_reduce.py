@@ -54,10 +54,10 @@ def measure(index: int, size: int, port: int, hidden: int, results: list) -> Non
     weight = torch.ones(hidden, dtype=torch.bfloat16, device=device)
     for num_tokens in TOKENS:
         residual = torch.randn(num_tokens, hidden, device=device).bfloat16()
-        partial = reducer.partial(num_tokens).zero_()
+        partial, own = reducer.partial(num_tokens).zero_(), torch.zeros_like(residual)
 
-        def nccl(x=torch.zeros_like(residual), residual=residual):
-            tp.all_reduce(x)
+        def nccl(own=own, residual=residual):
+            x = tp.all_reduce(own)
             rms_norm(residual.add_(x), weight, EPS)
 
         def ours(partial=partial, residual=residual):
