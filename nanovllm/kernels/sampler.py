@@ -60,7 +60,9 @@ def _race(
     scale,
     seed,
     position,
+    threshold,
     NOISY: tl.constexpr,
+    TRUNCATED: tl.constexpr,
     TILES: tl.constexpr,
     QUADS: tl.constexpr,
     FAST_LOG2: tl.constexpr,
@@ -72,6 +74,8 @@ def _race(
         first = start + tile * (QUADS * 4)
         columns = first + tl.arange(0, QUADS * 4)
         logit = tl.load(logits_row + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
+        if TRUNCATED:
+            logit = tl.where(logit >= threshold, logit, float("-inf"))
         # Four neighbouring columns share a Philox block. With as many quads as threads, a thread has loaded
         # just the four that it draws for: they are taken apart in registers, and the load is still a wide
         # one.
@@ -107,11 +111,13 @@ def _race_kernel(
     temperatures,
     seeds,
     positions,
+    thresholds,
     best_scores,
     best_columns,
     vocab_size,
     row_stride,
     num_splits,
+    TRUNCATED: tl.constexpr,
     TILES: tl.constexpr,
     QUADS: tl.constexpr,
     FAST_LOG2: tl.constexpr,
@@ -123,12 +129,39 @@ def _race_kernel(
     temperature = tl.load(temperatures + row)
     seed = tl.load(seeds + row).to(tl.int64)
     position = tl.load(positions + row).to(tl.int64)
+    threshold = float("-inf")
+    if TRUNCATED:
+        threshold = tl.load(thresholds + row)
     if temperature > 0:
         scale = _LOG2_E / temperature
-        score, column = _race(logits_row, start, vocab_size, scale, seed, position, True, TILES, QUADS, FAST_LOG2)
+        score, column = _race(
+            logits_row,
+            start,
+            vocab_size,
+            scale,
+            seed,
+            position,
+            threshold,
+            NOISY=True,
+            TRUNCATED=TRUNCATED,
+            TILES=TILES,
+            QUADS=QUADS,
+            FAST_LOG2=FAST_LOG2,
+        )
     else:
         score, column = _race(
-            logits_row, start, vocab_size, temperature, seed, position, False, TILES, QUADS, FAST_LOG2
+            logits_row,
+            start,
+            vocab_size,
+            temperature,
+            seed,
+            position,
+            threshold,
+            NOISY=False,
+            TRUNCATED=TRUNCATED,
+            TILES=TILES,
+            QUADS=QUADS,
+            FAST_LOG2=FAST_LOG2,
         )
     best = tl.max(score, axis=0)
     best_column = tl.min(tl.where(score == best, column, _NO_COLUMN), axis=0)
@@ -147,7 +180,9 @@ def _combine_kernel(best_scores, best_columns, tokens, num_splits, BLOCK: tl.con
     tl.store(tokens + row, winner.to(tl.int64))
 
 
-def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def sample(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, thresholds: Tensor | None = None
+) -> Tensor:
     """Draws one token a row from softmax(logits / temperature); see `layers.sampler.Sampler`.
 
     Two launches, no host synchronization, nothing as large as the logits allocated: fit for CUDA graph
@@ -158,6 +193,7 @@ def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tenso
         temperatures: float32 `[batch]`; 0 takes the lowest of the highest logits.
         seeds: int64 `[batch]`.
         positions: int64 `[batch]`.
+        thresholds: float32 `[batch]`; None costs nothing.
 
     Returns:
         int64 `[batch]`.
@@ -181,11 +217,13 @@ def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tenso
         temperatures,
         seeds,
         positions,
+        temperatures if thresholds is None else thresholds,  # without TRUNCATED, a pointer that nobody reads
         best_scores,
         best_columns,
         vocab_size,
         logits.stride(0),
         num_splits,
+        TRUNCATED=thresholds is not None,
         TILES=tiles,
         QUADS=_QUADS,
         FAST_LOG2=isinstance(_race_kernel, triton.JITFunction),

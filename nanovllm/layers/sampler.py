@@ -78,8 +78,12 @@ def race_scores(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: 
     return scores.nan_to_num_(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
 
 
-def sample_torch(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def sample_torch(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, thresholds: Tensor | None = None
+) -> Tensor:
     """Twin of `kernels.sampler.sample`."""
+    if thresholds is not None:
+        logits = logits.masked_fill(logits.float() < thresholds.unsqueeze(1), -math.inf)
     # A NaN would win any argmax; it may not, so that the rest of its row still counts.
     tokens = torch.nan_to_num(logits, nan=-math.inf, posinf=math.inf, neginf=-math.inf).argmax(dim=-1)
     # A few rows at a time, so that Philox's many passes stay within a CPU's cache: some 100,000 columns.
@@ -102,7 +106,14 @@ class Sampler(nn.Module):
     order, or a preemption in between.
     """
 
-    def forward(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    def forward(
+        self,
+        logits: Tensor,
+        temperatures: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        thresholds: Tensor | None = None,
+    ) -> Tensor:
         """Draws one token a row.
 
         A logit of -inf is never drawn unless all of the row are; then token 0 is. NaN logits are treated as
@@ -114,9 +125,10 @@ class Sampler(nn.Module):
             seeds: int64 `[batch]`, all 64 bits used.
             positions: int64 `[batch]`: the position of the token to be drawn (any number that is new to the
                 seed).
+            thresholds: float32 `[batch]`: lower logits are never drawn, see `sampling_thresholds`; None for -inf.
 
         Returns:
             int64 `[batch]`, on the logits' device.
         """
         draw = sample if use_kernels(logits) else sample_torch
-        return draw(logits, temperatures, seeds, positions)
+        return draw(logits, temperatures, seeds, positions, thresholds)
