@@ -5,6 +5,7 @@ import math
 import numpy as np
 import torch
 
+from nanovllm.engine.logprobs import StepLogprobs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.decode_plan import DecodePlan, num_work_items, plan_decode
 
@@ -40,6 +41,15 @@ class PackedArrays:
         """Copy host to device, in stream order. The host arrays may be written again once the stream got there."""
         if self._device is not self._host:
             self._device.copy_(self._host, non_blocking=True)
+
+
+def send_arrays(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copies of the host's arrays on the device, sent as one."""
+    packed = PackedArrays({name: (array.shape, array.dtype.type) for name, array in arrays.items()}, device)
+    for name, array in arrays.items():
+        packed.host[name][...] = array
+    packed.send()
+    return packed.device
 
 
 def packed_size(layout: Layout) -> int:
@@ -171,21 +181,31 @@ class DecodeInputs:
 
 
 class SampledTokens:
-    """The outcome of a step that is under way: its tokens on their way to the host."""
+    """The outcome of a step that is under way: its tokens on their way to the host.
 
-    def __init__(self, tokens: torch.Tensor):
-        """tokens: int64 [num_seqs] on the device."""
+    Attributes:
+        logprobs: the log-probabilities that its sequences asked for, None where none did; to be read after `wait`.
+    """
+
+    def __init__(self, tokens: torch.Tensor, logprobs: StepLogprobs | None = None):
+        """tokens: int64 [num_seqs] on the device, as logprobs are."""
         self._event = None
+        self._tokens = _start_copy(tokens)
+        self.logprobs = logprobs and logprobs.map(_start_copy)
         if tokens.device.type == "cuda":
-            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._tokens.copy_(tokens, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-        else:
-            self._tokens = tokens.clone()
 
     def wait(self) -> list[int]:
         """The tokens, once the step is done."""
         if self._event is not None:
             self._event.synchronize()
         return self._tokens.tolist()
+
+
+def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, which is there once the stream has got here."""
+    if tensor.device.type != "cuda":
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -15,9 +15,11 @@ from nanovllm.config import Config
 from nanovllm.engine.inputs import SampledTokens
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.requests import check_params, check_token_ids, load_tokenizer, params_per_prompt
+from nanovllm.engine.sampling_pipeline import Forward
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.engine.structured import Grammar, Grammars
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +42,12 @@ class RequestOutput(TypedDict):
 
 
 class _Step(NamedTuple):
-    """A step under way: its sequences, what `step` reports of it, and its tokens to be."""
+    """A step under way: its sequences, what `step` reports of it, and its tokens to be, or what they are to be drawn
+    from."""
 
     seqs: list[Sequence]
     num_tokens: int
-    tokens: SampledTokens
+    tokens: SampledTokens | Forward
 
 
 class LLMEngine:
@@ -73,6 +76,7 @@ class LLMEngine:
         eos = set(config.eos)
         if self.tokenizer is not None and "eos" not in options and self.tokenizer.eos_token_id is not None:
             eos.add(self.tokenizer.eos_token_id)
+        config.eos = tuple(sorted(eos))
         self.model_runner = ModelRunner(config)
         # Runs once: at exit(), when the engine is collected, or when the interpreter ends.
         self._finalizer = weakref.finalize(self, self.model_runner.exit)
@@ -87,6 +91,7 @@ class LLMEngine:
         )
         self._seed = secrets.randbits(63) if config.seed is None else config.seed
         self._seq_ids = count()
+        self._grammars: Grammars | None = None
         logger.info("ready in %.1f s", time.perf_counter() - start)
 
     def __enter__(self):
@@ -98,6 +103,10 @@ class LLMEngine:
     def exit(self) -> None:
         """Give all memory back; unfinished requests are dropped. Harmless when called again."""
         self._finalizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends. Raises ValueError where that cannot be used."""
+        return SamplingParams.from_generation_config(self.config.generation_config)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt; `step` then works on it. Returns its id.
@@ -143,9 +152,9 @@ class LLMEngine:
         if self.is_finished():
             raise RuntimeError("step() with no request queued: call add_request() first")
         try:
-            step = self._launch()
+            step = self._sample(self._launch())
             self.scheduler.advance(step.seqs)
-            return self.scheduler.collect(step.seqs, step.tokens.wait()), step.num_tokens
+            return self._collect(step), step.num_tokens
         except BaseException:
             # Its sequences count as computed where they were not: going on would give wrong tokens.
             self.scheduler.reset()
@@ -156,6 +165,19 @@ class LLMEngine:
         seqs, is_prefill = self.scheduler.schedule()
         num_tokens = sum(seq.num_scheduled_tokens for seq in seqs) if is_prefill else -len(seqs)
         return _Step(seqs, num_tokens, self.model_runner.call("launch", seqs, is_prefill))
+
+    def _sample(self, step: "_Step") -> "_Step":
+        """Start the drawing of a step that had to wait with it for the tokens of the step before."""
+        if isinstance(step.tokens, Forward):
+            return step._replace(tokens=self.model_runner.launch_sampling(step.tokens))
+        return step
+
+    def _collect(self, step: "_Step") -> list[Sequence]:
+        """Wait for a step's tokens and book them; the sequences that finished."""
+        token_ids, logprobs = step.tokens.wait(), step.tokens.logprobs
+        if logprobs is not None:
+            logprobs.book_prompts(step.seqs)
+        return self.scheduler.collect(step.seqs, token_ids, logprobs)
 
     def generate(
         self,
@@ -238,8 +260,9 @@ class LLMEngine:
         flying: _Step | None = None
         while flying or not self.is_finished():
             launched = None if self.is_finished() else self._launch()
-            finished = self.scheduler.collect(flying.seqs, flying.tokens.wait()) if flying else []
+            finished = self._collect(flying) if flying else []
             if launched:
+                launched = self._sample(launched)
                 self.scheduler.advance(launched.seqs)
             if flying:
                 yield finished, flying.num_tokens
@@ -279,4 +302,16 @@ class LLMEngine:
         seq_id = next(self._seq_ids)
         # Neighbouring requests must not draw from related streams, hence a hash and no sum.
         seed = xxh64_intdigest(seq_id.to_bytes(8, "little"), self._seed) >> 1
-        return Sequence(seq_id, token_ids, params, self.config.kvcache_block_size, seed)
+        grammar = self._start_grammar(params.structured_outputs)
+        return Sequence(seq_id, token_ids, params, self.config.kvcache_block_size, seed, grammar)
+
+    def _start_grammar(self, form: StructuredOutputsParams | None) -> Grammar | None:
+        """A request's grammar. Raises ValueError where the form cannot be enforced, and ImportError without the
+        library that would do it."""
+        if form is None:
+            return None
+        if self.tokenizer is None:
+            raise ValueError("structured_outputs: need the model's tokenizer, but skip_tokenizer_init is set")
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, self.config.hf_config.vocab_size, self.config.eos)
+        return self._grammars.start(form)

@@ -5,13 +5,16 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import torch
 
 from nanovllm.config import CPU_KVCACHE_GIB, Config
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
-from nanovllm.engine.inputs import BlockTables, DecodeInputs, PackedArrays, SampledTokens
+from nanovllm.engine.inputs import BlockTables, DecodeInputs, PackedArrays, SampledTokens, send_arrays
+from nanovllm.engine.logprobs import prompt_logprobs
+from nanovllm.engine.sampling_pipeline import Forward, SamplingPipeline
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import select_backend
@@ -42,7 +45,7 @@ class ModelRunner:
         self.rank = rank
         self.tp = TensorParallel(rank, config.tensor_parallel_size)
         self.block_size = config.kvcache_block_size
-        self.model = self.sampler = self.kv_cache = self.graphs = self.decode_inputs = None
+        self._forget()
         try:
             self._build()
         except BaseException:
@@ -96,11 +99,15 @@ class ModelRunner:
         if self.model is not None:
             for layer in self._attention_layers():
                 layer.k_cache = layer.v_cache = None
-        self.model = self.sampler = self.kv_cache = self.graphs = self.decode_inputs = None
+        self._forget()
         # Parameters and their loaders refer to each other, so their memory waits for the collector.
         gc.collect()
         if self.config.device == "cuda":
             torch.cuda.empty_cache()
+
+    def _forget(self) -> None:
+        self.model = self.sampler = self.kv_cache = self.graphs = self.decode_inputs = None
+        self.pipeline = self.logits = self.logits_graphs = None
 
     # -- memory ------------------------------------------------------------------------------------------------
 
@@ -205,9 +212,15 @@ class ModelRunner:
         return self.launch(seqs, is_prefill).wait()
 
     @torch.inference_mode()
-    def launch(self, seqs: list[Sequence], is_prefill: bool) -> SampledTokens:
+    def launch(self, seqs: list[Sequence], is_prefill: bool) -> SampledTokens | Forward:
         """Start one step, as `run` does, without waiting for it. One more step may be launched before its tokens
-        are read; sequences whose last token is pending then take it from the device."""
+        are read; sequences whose last token is pending then take it from the device.
+
+        A step with a grammar in it comes back half-way, for launch_sampling: which tokens are allowed depends on the
+        tokens of the step before, and the device has work until these are read."""
+        if not all(map(_IS_PLAIN, seqs)):
+            forward = self.launch_forward(seqs, is_prefill)
+            return forward if any(seq.grammar is not None for seq in seqs) else self.launch_sampling(forward)
         if is_prefill:
             inputs, context = self.prepare_prefill(seqs)
             with step_context(context):
@@ -218,6 +231,43 @@ class ModelRunner:
             self.prepare_decode(seqs, batch_size)
             (self.graphs.replay if use_graph else self._decode)(batch_size)
         return SampledTokens(self.decode_inputs.sampled[: len(seqs)])
+
+    @torch.inference_mode()
+    def launch_forward(self, seqs: list[Sequence], is_prefill: bool) -> Forward:
+        """The first half of a step that is not plain: model and head, and what prompts were asked for."""
+        n = len(seqs)
+        if is_prefill:
+            (input_ids, positions, temperatures, seeds, sample_positions), context = self.prepare_prefill(seqs)
+            with step_context(context):
+                hidden_states = self.model(input_ids, positions)
+                logits = self.model.compute_logits(hidden_states)
+            prompts = prompt_logprobs(seqs, hidden_states, self.model.compute_logits)
+            return Forward(seqs, True, logits, temperatures, seeds, sample_positions, prompts=prompts)
+        inputs = self.decode_inputs
+        use_graph = self.graphs is not None and n <= self.graphs.max_batch_size
+        if use_graph:
+            batch_size = self.graphs.padded(n)
+            self._capture_logits(batch_size)
+            self.prepare_decode(seqs, batch_size)
+            self.logits_graphs.replay(batch_size)
+            logits = self.logits[:n]
+        else:
+            self.prepare_decode(seqs, n)
+            logits = self._decode_logits(n)
+        rows = {name: inputs.rows[name][:n] for name in ("temperatures", "seeds", "positions", "token_source")}
+        fed_tokens = inputs.tokens[rows.pop("token_source")]
+        return Forward(seqs, False, logits, **rows, fed_tokens=fed_tokens)
+
+    @torch.inference_mode()
+    def launch_sampling(self, forward: Forward) -> SampledTokens:
+        """The second half: draw the tokens."""
+        if self.pipeline is None:
+            config = self.config
+            vocab_size = config.hf_config.vocab_size
+            self.pipeline = SamplingPipeline(self.sampler, vocab_size, config.max_num_seqs, config.eos, self.device)
+        tokens, logprobs = self.pipeline.draw(forward)
+        self.decode_inputs.sampled[: len(tokens)] = tokens
+        return SampledTokens(tokens, logprobs)
 
     def prepare_prefill(self, seqs: list[Sequence]) -> tuple[tuple[torch.Tensor, ...], Context]:
         """The flat batch of the sequences' scheduled tokens: (input_ids, positions, temperatures, seeds, sample
@@ -282,15 +332,25 @@ class ModelRunner:
     def _decode(self, batch_size: int) -> None:
         """Decode the first rows of decode_inputs into its `sampled`. Captured as it stands."""
         rows = {name: tensor[:batch_size] for name, tensor in self.decode_inputs.rows.items()}
-        context = Context(
-            slot_mapping=rows["slot_mapping"],
-            context_lens=rows["context_lens"],
-            block_tables=rows["block_tables"],
+        input_ids = self.decode_inputs.tokens[rows["token_source"]]
+        with step_context(self._decode_context(batch_size)):
+            self._forward(input_ids, rows["positions"], rows["temperatures"], rows["seeds"], rows["positions"])
+
+    def _decode_logits(self, batch_size: int) -> torch.Tensor:
+        """Model and head of the first rows of decode_inputs: [batch_size, vocab_size]."""
+        rows = self.decode_inputs.rows
+        input_ids = self.decode_inputs.tokens[rows["token_source"][:batch_size]]
+        with step_context(self._decode_context(batch_size)):
+            return self.model.compute_logits(self.model(input_ids, rows["positions"][:batch_size]))
+
+    def _decode_context(self, batch_size: int) -> Context:
+        rows = self.decode_inputs.rows
+        return Context(
+            slot_mapping=rows["slot_mapping"][:batch_size],
+            context_lens=rows["context_lens"][:batch_size],
+            block_tables=rows["block_tables"][:batch_size],
             decode_plan=self.decode_inputs.plan(batch_size),
         )
-        input_ids = self.decode_inputs.tokens[rows["token_source"]]
-        with step_context(context):
-            self._forward(input_ids, rows["positions"], rows["temperatures"], rows["seeds"], rows["positions"])
 
     def _forward(self, input_ids, positions, temperatures, seeds, sample_positions) -> None:
         """Model, head and sampler: one token a sequence, into decode_inputs.sampled. A token is drawn with the
@@ -305,9 +365,25 @@ class ModelRunner:
         """Capture `_decode`, sampling included, at every batch size of graph_batch_sizes."""
         sizes = graph_batch_sizes(self.config.max_num_seqs)
         self.graphs = DecodeGraphs(self._decode, partial(self.prepare_decode, []), sizes, self.device)
+        self.graphs.capture_all()
         logger.info("CUDA graphs: %d, batch sizes 1 to %d", len(sizes), sizes[-1])
 
+    def _capture_logits(self, batch_size: int) -> None:
+        """Have a graph of this size that ends at the logits. Captured when it is first needed, because a batch may
+        well never need any; in the other graphs' memory, as a step runs one or the other."""
+        if self.logits_graphs is None:
+            rows, vocab_size = self.graphs.max_batch_size, self.config.hf_config.vocab_size
+            self.logits = torch.empty(rows, vocab_size, dtype=self.config.dtype, device=self.device)
+            prepare = partial(self.prepare_decode, [])
+            sizes, pool = self.graphs.sizes, self.graphs.pool
+            self.logits_graphs = DecodeGraphs(self._store_logits, prepare, sizes, self.device, pool)
+        self.logits_graphs.capture(batch_size)
 
+    def _store_logits(self, batch_size: int) -> None:
+        self.logits[:batch_size] = self._decode_logits(batch_size)
+
+
+_IS_PLAIN = attrgetter("is_plain")
 _SAMPLING_DTYPES = (torch.float32, torch.int64, torch.int64)  # temperatures, seeds, positions
 
 

@@ -1,5 +1,6 @@
 """Sequence: one request's state, from the waiting queue to its last token."""
 
+import sys
 from array import array
 from enum import Enum, auto
 
@@ -40,26 +41,44 @@ class Sequence:
         block_table: ids of the KV cache blocks that hold the sequence, in order.
         block_hashes: hash chain of the full blocks, as far as it has been computed; the block manager's.
         finish_reason: "stop", "length" or "abort" once finished, else None.
+        stop_reason: the token of stop_token_ids that ended it; None for an end-of-sequence token.
+        end_token_ids: tokens that end it; the scheduler's.
+        params: the request's SamplingParams.
+        is_plain: whether temperature and seed are all that its draws need. A step of plain sequences alone is
+            sampled within the model's CUDA graph.
+        grammar: the form that its completion must follow, as far as it has got, or None.
+        logprobs: {token id: log-probability} for each completion token, itself first; None unless asked for.
+        prompt_logprobs: the same for each prompt token, None for the first.
+        needs_prompt_logits: whether prompt_logprobs are still to be computed: they need the whole prompt computed,
+            whatever the prefix cache holds.
     """
 
     __slots__ = (
         "block_hashes",
         "block_size",
         "block_table",
+        "end_token_ids",
         "finish_reason",
+        "grammar",
         "ignore_eos",
+        "is_plain",
         "is_prefilling",
         "last_token",
+        "logprobs",
         "max_tokens",
+        "needs_prompt_logits",
         "num_cached_tokens",
         "num_prompt_tokens",
         "num_scheduled_tokens",
         "num_shared_tokens",
         "num_tokens",
+        "params",
         "pending_row",
+        "prompt_logprobs",
         "seed",
         "seq_id",
         "status",
+        "stop_reason",
         "temperature",
         "tokens",
     )
@@ -71,9 +90,11 @@ class Sequence:
         sampling_params: SamplingParams | None = None,
         block_size: int = 256,
         seed: int = 0,
+        grammar=None,
     ):
-        """token_ids: the prompt, at least one token. seed: used where sampling_params names none."""
-        sampling_params = sampling_params or SamplingParams()
+        """token_ids: the prompt, at least one token. seed: used where sampling_params names none. grammar: an
+        `engine.structured.Grammar`, where sampling_params ask for one."""
+        self.params = sampling_params = sampling_params or SamplingParams()
         self.seq_id = seq_id
         self.block_size = block_size
         self.status = SequenceStatus.WAITING
@@ -89,9 +110,20 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []
         self.finish_reason: str | None = None
+        self.stop_reason: int | None = None
+        self.end_token_ids: frozenset[int] = frozenset()
         self.temperature = float(sampling_params.temperature)
-        self.max_tokens = sampling_params.max_tokens
-        self.ignore_eos = sampling_params.ignore_eos
+        self.max_tokens = sys.maxsize if sampling_params.max_tokens is None else sampling_params.max_tokens
+        # A grammar has nothing to offer after its end but an end-of-sequence token.
+        self.ignore_eos = sampling_params.ignore_eos and grammar is None
+        self.grammar = grammar
+        self.is_plain = sampling_params.is_plain
+        self.logprobs: list[dict[int, float]] | None = None if sampling_params.logprobs is None else []
+        self.prompt_logprobs: list[dict[int, float] | None] | None = None
+        self.needs_prompt_logits = False
+        if sampling_params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+            self.needs_prompt_logits = self.num_prompt_tokens > 1
         self.seed = seed if sampling_params.seed is None else sampling_params.seed
 
     def __len__(self) -> int:
@@ -161,6 +193,8 @@ class Sequence:
             self.seq_id,
             self.block_size,
             self.is_prefilling,
+            self.is_plain,
+            self.needs_prompt_logits,
             self.num_tokens,
             self.num_prompt_tokens,
             self.num_cached_tokens,
@@ -175,6 +209,8 @@ class Sequence:
             self.seq_id,
             self.block_size,
             self.is_prefilling,
+            self.is_plain,
+            self.needs_prompt_logits,
             self.num_tokens,
             self.num_prompt_tokens,
             self.num_cached_tokens,
