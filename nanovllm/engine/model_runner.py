@@ -12,8 +12,8 @@ import torch
 
 from nanovllm.config import CPU_KVCACHE_GIB, Config
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
-from nanovllm.engine.inputs import BlockTables, DecodeInputs, PackedArrays, SampledTokens, send_arrays
-from nanovllm.engine.logprobs import prompt_logprobs
+from nanovllm.engine.inputs import BlockTables, DecodeInputs, PackedArrays, SampledTokens
+from nanovllm.engine.prompt_logprobs import prompt_logprobs
 from nanovllm.engine.sampling_pipeline import Forward, SamplingPipeline
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
