@@ -12,6 +12,8 @@ from nanovllm.sampling_params import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
+# What may stand between two parts of JSON. Bounded, because a model that has begun to draw blanks may never stop.
+_JSON_WHITESPACE = r" |\n[ \t]{0,32}"
 _MAX_COMPILED = 256  # forms that are kept ready; a schema takes up to some 100 ms to compile
 
 
@@ -53,7 +55,8 @@ class Grammars:
     def _compile(self, form: StructuredOutputsParams):
         matcher_class = self._llguidance.LLMatcher
         if form.json is not None:
-            what, source = "json", matcher_class.grammar_from_json_schema(form.json)
+            options = {"whitespace_pattern": _JSON_WHITESPACE}
+            what, source = "json", matcher_class.grammar_from_json_schema(form.json, defaults=options)
         elif form.regex is not None:
             what, source = "regex", matcher_class.grammar_from_regex(form.regex)
         else:
