@@ -122,8 +122,7 @@ class SamplingPipeline:
                 advanced = device["advanced"]
                 self._counts.advance(device["advanced_state_rows"], forward.fed_tokens[advanced])
             strengths = (device[name] for name in ("presence", "frequency", "repetition"))
-            penalized = apply_penalties(logits[rows], self._counts.state[state_rows], *strengths)
-            logits.index_copy_(0, rows, penalized)
+            apply_penalties(logits, rows, self._counts.state, state_rows, *strengths)
         if "constrained" in device:
             apply_bitmask(logits, device["constrained"], device["bitmask"])
         if "early_ends" in device:

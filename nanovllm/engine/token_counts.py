@@ -15,7 +15,7 @@ class TokenCounts:
     step has sequences.
 
     Attributes:
-        state: int32 [rows, vocab_size].
+        state: int32 [rows, vocab_size]; another tensor after `assign` has made room.
     """
 
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device):
