@@ -11,7 +11,6 @@ from sampling_reference import complete_alone, completions, run
 from nanovllm import SamplingParams, StructuredOutputsParams
 from nanovllm.engine.sampling_pipeline import Forward, SamplingPipeline
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.sampler import Sampler
 
 pytestmark = pytest.mark.gpu
 
@@ -46,9 +45,7 @@ def test_pipeline_equals_its_twin(vocab_size, dtype):
     fields = [each for each in SETTINGS if "stop_token_ids" not in each] * 4
     params = [SamplingParams(seed=i, **each) for i, each in enumerate(fields)]
     generator = torch.Generator().manual_seed(0)
-    pipelines = {
-        name: SamplingPipeline(Sampler(), vocab_size, 32, (5, 7), torch.device(name)) for name in ("cpu", "cuda")
-    }
+    pipelines = {name: SamplingPipeline(vocab_size, 32, (5, 7), torch.device(name)) for name in ("cpu", "cuda")}
     seqs = [decoding(i + 1, each, vocab_size) for i, each in enumerate(params)]
     for step in range(4):
         logits = (torch.randn(len(seqs), vocab_size, generator=generator) * 3).to(dtype)

@@ -262,9 +262,8 @@ class ModelRunner:
     def launch_sampling(self, forward: Forward) -> SampledTokens:
         """The second half: draw the tokens."""
         if self.pipeline is None:
-            config = self.config
-            vocab_size = config.hf_config.vocab_size
-            self.pipeline = SamplingPipeline(self.sampler, vocab_size, config.max_num_seqs, config.eos, self.device)
+            config, vocab_size = self.config, self.config.hf_config.vocab_size
+            self.pipeline = SamplingPipeline(vocab_size, config.max_num_seqs, config.eos, self.device)
         tokens, logprobs = self.pipeline.draw(forward)
         self.decode_inputs.sampled[: len(tokens)] = tokens
         return SampledTokens(tokens, logprobs)

@@ -72,11 +72,9 @@ class SamplingPipeline:
     tokens whoever shares the step. All of it is launched without waiting for the device.
     """
 
-    def __init__(
-        self, sampler: Sampler, vocab_size: int, max_num_seqs: int, eos: tuple[int, ...], device: torch.device
-    ):
+    def __init__(self, vocab_size: int, max_num_seqs: int, eos: tuple[int, ...], device: torch.device):
         """eos: the tokens, besides a request's stop_token_ids, that min_tokens keeps away."""
-        self.sampler = sampler
+        self.sampler = Sampler()
         self.vocab_size = vocab_size
         self.max_num_seqs = max_num_seqs
         self.eos = eos

@@ -222,6 +222,7 @@ class Scheduler:
         was_preempted = seq.status is SequenceStatus.WAITING
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = finish_reason
+        seq.grammar = None  # Its state takes more memory than its tokens, and results wait for the whole batch.
         self.block_manager.deallocate(seq)
         if was_preempted:
             self.waiting.remove(seq)

@@ -50,7 +50,7 @@ class Grammars:
 
     def start(self, form: StructuredOutputsParams) -> "Grammar":
         """The form's grammar before its first token. Raises ValueError where it cannot be enforced."""
-        return Grammar(self, self._compiled(form).deep_copy())
+        return Grammar(self, self._compiled(form))
 
     def _compile(self, form: StructuredOutputsParams):
         matcher_class = self._llguidance.LLMatcher
@@ -77,10 +77,16 @@ class Grammars:
 class Grammar:
     """A form that a completion follows, and how far it has got."""
 
-    def __init__(self, grammars: Grammars, matcher):
+    def __init__(self, grammars: Grammars, compiled):
+        """compiled: llguidance's matcher before its first token, which others start from as well."""
         self.grammars = grammars
-        self.matcher = matcher
+        self._compiled = compiled
         self._num_tokens = 0
+
+    @cached_property
+    def matcher(self):
+        """Its own state, made when its sequence runs: thousands may be waiting."""
+        return self._compiled.deep_copy()
 
     def advance(self, token_ids: Iterable[int], num_tokens: int) -> None:
         """Follow the completion, num_tokens of it so far, by its newest tokens: token_ids[-1] is its last."""
