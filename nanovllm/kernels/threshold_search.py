@@ -38,7 +38,8 @@ def weigh(x, peak, scale):
 @triton.jit
 def pivot(low, high, i, PIVOTS: tl.constexpr):
     """The i-th of PIVOTS keys that part a bracket evenly. None is `high`, so each of them narrows it."""
-    return low + (high - low) * (i + 1) // (PIVOTS + 1)
+    step = (high - low + PIVOTS) // (PIVOTS + 1)
+    return tl.minimum(low + step * (i + 1), high) - 1
 
 
 @triton.jit
@@ -52,12 +53,18 @@ def narrow(low, high, pivots, above, target):
 
 
 @triton.jit
-def search(x, weights, target, low, high, SHIFT: tl.constexpr):
-    """The threshold of a vector that fits in registers, its key known to be in [low, high]."""
+def search(values, count, peak, scale, target, low, high, SHIFT: tl.constexpr):
+    """The threshold of a short list in memory, its key known to be in [low, high]."""
+    CHUNK: tl.constexpr = 256
     while low < high:
         pivots = pivot(low, high, tl.arange(0, 16).to(tl.int64), 16)
-        higher = x[:, None] > value_of(pivots, SHIFT)[None, :]
-        above = tl.sum(tl.where(higher, weights[:, None], 0.0), axis=0)
+        pivot_values = value_of(pivots, SHIFT)
+        above = tl.zeros([16], tl.float32)
+        for start in range(0, count, CHUNK):
+            at = start + tl.arange(0, CHUNK)
+            x = tl.load(values + at, mask=at < count, other=NEG_INF)
+            higher = x[:, None] > pivot_values[None, :]
+            above += tl.sum(tl.where(higher, weigh(x, peak, scale)[:, None], 0.0), axis=0)
         low, high = narrow(low, high, pivots, above, target)
     return low
 
@@ -69,14 +76,19 @@ def weigh_row(logits_row, vocab_size, peak, scale, v0, v1, v2, v3, COLUMNS: tl.c
     above1 = tl.zeros([COLUMNS], tl.float32)
     above2 = tl.zeros([COLUMNS], tl.float32)
     above3 = tl.zeros([COLUMNS], tl.float32)
+    # The next columns are on their way while these are weighed: there are too few warps to hide it otherwise.
+    columns = tl.arange(0, COLUMNS)
+    ahead = tl.load(logits_row + columns, mask=columns < vocab_size, other=NEG_INF)
     for start in range(0, vocab_size, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        x = tl.load(logits_row + columns, mask=columns < vocab_size, other=NEG_INF).to(tl.float32)
+        x = ahead.to(tl.float32)
+        columns = start + COLUMNS + tl.arange(0, COLUMNS)
+        ahead = tl.load(logits_row + columns, mask=columns < vocab_size, other=NEG_INF)
         weights = weigh(x, peak, scale)
-        above0 += tl.where(x > v0, weights, 0.0)
-        above1 += tl.where(x > v1, weights, 0.0)
-        above2 += tl.where(x > v2, weights, 0.0)
-        above3 += tl.where(x > v3, weights, 0.0)
+        # Written so, an addition is one predicated instruction; adding a select takes two.
+        above0 = tl.where(x > v0, above0 + weights, above0)
+        above1 = tl.where(x > v1, above1 + weights, above1)
+        above2 = tl.where(x > v2, above2 + weights, above2)
+        above3 = tl.where(x > v3, above3 + weights, above3)
     return tl.sum(above0, axis=0), tl.sum(above1, axis=0), tl.sum(above2, axis=0), tl.sum(above3, axis=0)
 
 
