@@ -46,7 +46,7 @@ class ThresholdConfig(NamedTuple):
     """
 
     tile: int = 256
-    tiles_at_once: int = 32
+    tiles_at_once: int = 16
     narrow_rounds: int = 0
     narrow_columns: int = 2048
     narrow_pivots: int = 16
