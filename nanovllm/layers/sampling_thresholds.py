@@ -3,12 +3,10 @@
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import use_kernels
+from nanovllm.kernels import HAS_TRITON, use_kernels
 
-try:
-    from nanovllm.kernels import sampling_thresholds as _kernels
-except ImportError:
-    _kernels = None
+if HAS_TRITON:
+    from nanovllm.kernels import sampling_thresholds as kernels
 
 
 def sampling_thresholds(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -29,8 +27,8 @@ def sampling_thresholds(logits: Tensor, temperatures: Tensor, top_k: Tensor, top
     Returns:
         float32 `[batch]`, in units of `logits`; -inf where nothing is truncated.
     """
-    if _kernels is not None and use_kernels(logits):
-        return _kernels.sampling_thresholds(logits, temperatures, top_k, top_p, min_p)
+    if use_kernels(logits):
+        return kernels.sampling_thresholds(logits, temperatures, top_k, top_p, min_p)
     return sampling_thresholds_torch(logits, temperatures, top_k, top_p, min_p)
 
 
