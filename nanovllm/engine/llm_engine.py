@@ -251,7 +251,8 @@ class LLMEngine:
             if self._detokenizer is not None and (streams or params.stop):
                 seq.text_stream = self._detokenizer.stream(params)
             seqs.append(seq)
-            params = dataclasses.replace(params, prompt_logprobs=None)  # The prompt is the same for all of them.
+            if params.prompt_logprobs is not None and params.n > 1:
+                params = dataclasses.replace(params, prompt_logprobs=None)  # One sample's are all the others'.
         return seqs
 
 

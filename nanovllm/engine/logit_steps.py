@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.config import Config
 from nanovllm.engine.cuda_graphs import DecodeGraphs
@@ -15,6 +16,13 @@ from nanovllm.engine.sampling_pipeline import Forward, SamplingPipeline
 from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.parallel import TensorParallel
+
+_IS_PLAIN = attrgetter("is_plain")
+
+
+def needs_logits(seqs: list[Sequence]) -> bool:
+    """Whether a step of these is one of LogitSteps'. All ranks find the same."""
+    return not all(map(_IS_PLAIN, seqs))
 
 
 class LogitSteps:
@@ -32,7 +40,7 @@ class LogitSteps:
     def __init__(
         self,
         config: Config,
-        model,
+        model: nn.Module,
         tp: TensorParallel,
         inputs: DecodeInputs,
         plain_graphs: DecodeGraphs | None,

@@ -4,7 +4,6 @@ import gc
 import logging
 import pickle
 from functools import partial
-from operator import attrgetter
 from typing import NoReturn
 
 import torch
@@ -13,7 +12,7 @@ from nanovllm.config import Config
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.inputs import DecodeInputs, SampledTokens, prefill_inputs
 from nanovllm.engine.interrupts import HeldInterrupt
-from nanovllm.engine.logit_steps import LogitSteps
+from nanovllm.engine.logit_steps import LogitSteps, needs_logits
 from nanovllm.engine.memory import allocate_kv_cache, largest_prefill, warmup_sequences
 from nanovllm.engine.process_group import abort_group
 from nanovllm.engine.sampling_pipeline import Forward
@@ -244,7 +243,7 @@ class ModelRunner:
         A step with a grammar in it comes back half-way, for launch_sampling: which tokens are allowed depends on the
         tokens of the step before, and the device has work until these are read. A worker gets nothing back from a
         step whose tokens rank 0 draws."""
-        if not all(map(_IS_PLAIN, seqs)):
+        if needs_logits(seqs):
             forward = self.logit_steps.forward(seqs, is_prefill)
             return forward if any(seq.is_constrained for seq in seqs) else self.logit_steps.sample(forward)
         if is_prefill:
@@ -296,9 +295,6 @@ class ModelRunner:
         self.graphs = DecodeGraphs(self._decode, partial(self.prepare_decode, []), sizes, self.device)
         self.graphs.capture_all()
         logger.info("CUDA graphs: %d, batch sizes 1 to %d", len(sizes), sizes[-1])
-
-
-_IS_PLAIN = attrgetter("is_plain")
 
 
 def first_device(kind: str) -> torch.device:

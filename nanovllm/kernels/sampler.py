@@ -184,31 +184,6 @@ def _combine_kernel(best_scores, best_columns, tokens, num_splits, BLOCK: tl.con
     tl.store(tokens + row, winner.to(tl.int64))
 
 
-@triton.jit
-def _combine_shard_kernel(best_scores, best_columns, best, num_splits, first_column, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK)
-    mask = split < num_splits
-    score = tl.load(best_scores + row * num_splits + split, mask=mask, other=float("-inf"))
-    column = tl.load(best_columns + row * num_splits + split, mask=mask, other=_NO_COLUMN)
-    highest = tl.max(score, axis=0)
-    winner = tl.min(tl.where(score == highest, column, _NO_COLUMN), axis=0)
-    tl.store(best + row * 2, highest.to(tl.int32, bitcast=True))
-    tl.store(best + row * 2 + 1, winner + first_column)
-
-
-@triton.jit
-def _pick_kernel(candidates, tokens, num_shards, batch, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    shard = tl.arange(0, BLOCK)
-    mask = shard < num_shards
-    bits = tl.load(candidates + (shard * batch + row) * 2, mask=mask, other=0)
-    score = tl.where(mask, bits.to(tl.float32, bitcast=True), float("-inf"))
-    column = tl.load(candidates + (shard * batch + row) * 2 + 1, mask=mask, other=_NO_COLUMN)
-    winner = tl.min(tl.where(score == tl.max(score, axis=0), column, _NO_COLUMN), axis=0)
-    tl.store(tokens + row, winner.to(tl.int64))
-
-
 def sample(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, thresholds: Tensor | None = None
 ) -> Tensor:
@@ -230,76 +205,26 @@ def sample(
     Raises:
         ValueError: if logits are strided in the vocabulary, or the vocabulary is empty.
     """
-    batch = _check(logits)
+    batch = check_logits(logits)
     tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
     if batch == 0:
         return tokens
-    scores, columns = _race_splits(logits, temperatures, seeds, positions, thresholds, 0)
+    scores, columns = race_splits(logits, temperatures, seeds, positions, thresholds, 0)
     num_splits = scores.shape[1]
     combine_block = triton.next_power_of_2(num_splits)
     _combine_kernel[(batch,)](scores, columns, tokens, num_splits, BLOCK=combine_block, num_warps=1)
     return tokens
 
 
-def best_of_shard(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    first_column: int,
-    thresholds: Tensor | None = None,
-) -> Tensor:
-    """The first half of `sample` over some of the vocabulary's columns: what each row's winner among them scores.
-
-    Args:
-        logits: `[batch, columns > 0]`, as for `sample`.
-        temperatures, seeds, positions: as for `sample`.
-        first_column: the first of the columns in the whole vocabulary, a multiple of 4.
-        thresholds: as for `sample`.
-
-    Returns:
-        int32 `[batch, 2]`: the bits of the float32 score, and the winner's column in the whole vocabulary.
-
-    Raises:
-        ValueError: as `sample`.
-    """
-    batch = _check(logits)
-    best = torch.empty(batch, 2, dtype=torch.int32, device=logits.device)
-    if batch == 0:
-        return best
-    scores, columns = _race_splits(logits, temperatures, seeds, positions, thresholds, first_column)
-    num_splits = scores.shape[1]
-    block = triton.next_power_of_2(num_splits)
-    _combine_shard_kernel[(batch,)](scores, columns, best, num_splits, first_column, BLOCK=block, num_warps=1)
-    return best
-
-
-def pick_best(candidates: Tensor) -> Tensor:
-    """The second half: each row's winner.
-
-    Args:
-        candidates: int32 `[shards, batch, 2]`, contiguous, in the order of columns: what `best_of_shard` returned for
-            each shard of the vocabulary.
-
-    Returns:
-        int64 `[batch]`; the lowest column on a tie.
-    """
-    num_shards, batch, _ = candidates.shape
-    tokens = torch.empty(batch, dtype=torch.int64, device=candidates.device)
-    if batch:
-        block = triton.next_power_of_2(num_shards)
-        _pick_kernel[(batch,)](candidates, tokens, num_shards, batch, BLOCK=block, num_warps=1)
-    return tokens
-
-
-def _check(logits: Tensor) -> int:
+def check_logits(logits: Tensor) -> int:
+    """The batch size. Raises ValueError as `sample`."""
     batch, vocab_size = logits.shape
     if vocab_size == 0 or (vocab_size > 1 and logits.stride(1) != 1):
         raise ValueError(f"logits must be [batch, vocab_size > 0] with contiguous rows, not {list(logits.shape)}")
     return batch
 
 
-def _race_splits(logits, temperatures, seeds, positions, thresholds, first_column: int) -> tuple[Tensor, Tensor]:
+def race_splits(logits, temperatures, seeds, positions, thresholds, first_column: int) -> tuple[Tensor, Tensor]:
     """The best score and its column in each split of each row: float32 and int32 `[batch, num_splits]`."""
     batch, vocab_size = logits.shape
     # Few rows: small splits, so that they reach every SM. Many: larger ones, which reduce less often.

@@ -9,7 +9,8 @@ from nanovllm.kernels import HAS_TRITON, use_kernels
 from nanovllm.utils.parallel import TensorParallel
 
 if HAS_TRITON:
-    from nanovllm.kernels.sampler import best_of_shard, pick_best, sample
+    from nanovllm.kernels.sampler import sample
+    from nanovllm.kernels.shard_sampler import best_of_shard, pick_best
 
 _WORD = 0xFFFFFFFF
 _NO_COLUMN = 2**31 - 1
@@ -112,7 +113,7 @@ def best_of_shard_torch(
     first_column: int,
     thresholds: Tensor | None = None,
 ) -> Tensor:
-    """Twin of `kernels.sampler.best_of_shard`."""
+    """Twin of `kernels.shard_sampler.best_of_shard`."""
     logits = _without_unlikely(logits, thresholds)
     scores = logits.float().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     noisy = temperatures > 0
@@ -122,7 +123,7 @@ def best_of_shard_torch(
 
 
 def pick_best_torch(candidates: Tensor) -> Tensor:
-    """Twin of `kernels.sampler.pick_best`."""
+    """Twin of `kernels.shard_sampler.pick_best`."""
     scores, columns = candidates.unbind(-1)
     winner = scores.contiguous().view(torch.float32).argmax(dim=0)  # The first of equals: the lowest column.
     return columns.gather(0, winner.unsqueeze(0)).squeeze(0).long()
