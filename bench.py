@@ -31,6 +31,9 @@ def parse_args() -> argparse.Namespace:
     add("--model", help=f"directory, hub id, or with dummy weights one of {', '.join(PRESET_NAMES)}")
     add("--workload", choices=WORKLOADS, nargs="+", help="one or more; default: bench, without a GPU laptop")
     add("--load-format", choices=("auto", "dummy"), default="auto")
+    add("--temperature", type=float, default=TEMPERATURE)
+    add("--top-k", type=int, default=0, help="0: all tokens")
+    add("--top-p", type=float, default=1.0)
     add("--passes", type=int, default=1, help="the median is reported")
     add("--tensor-parallel-size", type=int, default=1)
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
@@ -57,10 +60,10 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def run_pass(llm: LLM, workload, index: int) -> dict:
+def run_pass(llm: LLM, workload, index: int, sampling: dict) -> dict:
     """One pass: fresh prompts, wall-clock seconds from the first request to the last result."""
     prompts, outputs = workload.draw(index)
-    params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n) for n in outputs]
+    params = [SamplingParams(**sampling, ignore_eos=True, max_tokens=n) for n in outputs]
     gc.collect()
     start = time.perf_counter()
     results = llm.generate(prompts, params, use_tqdm=False)
@@ -93,10 +96,11 @@ def main() -> None:
     print(f"Start-up: {startup:.1f} s")
 
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)  # warm-up
+    sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     passes = {name: [] for name in args.workload}
     for name in args.workload:
         for index in range(args.passes):
-            passes[name].append(run_pass(llm, WORKLOADS[name], index))
+            passes[name].append(run_pass(llm, WORKLOADS[name], index, sampling))
             seconds, throughput = passes[name][-1]["seconds"], passes[name][-1]["throughput"]
             print(f"{name}, pass {index}: {seconds:.3f} s, {throughput:.1f} tok/s", flush=True)
 

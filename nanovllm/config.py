@@ -44,6 +44,7 @@ class Config:
         skip_tokenizer_init: prompts are token ids alone, and results carry no text.
         hf_config: the model's transformers configuration; read from `model` unless given.
         eos: end-of-sequence token ids; () takes the model's, from generation_config.json and config.json.
+        generation_config: no option, but what the model's generation_config.json says; {} where there is none.
 
     Raises:
         ValueError: a wrong value, with the field, the value and what is allowed.
@@ -89,6 +90,7 @@ class Config:
         self._resolve_device()
         self._resolve_dtype()
         self._resolve_limits()
+        self.generation_config = _read_generation_config(self.model)
         self._resolve_eos()
 
     def _check_values(self) -> None:
@@ -186,11 +188,7 @@ class Config:
 
     def _resolve_eos(self) -> None:
         if not self.eos:
-            file = Path(self.model, "generation_config.json")
-            try:
-                found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-            except (ValueError, AttributeError) as error:
-                raise ValueError(f"model={self.model!r}: generation_config.json cannot be used: {error}") from error
+            found = self.generation_config.get("eos_token_id")
             if found is None:
                 found = getattr(self.hf_config, "eos_token_id", None)
             self.eos = found if isinstance(found, list) else [] if found is None else [found]
@@ -225,6 +223,20 @@ def _read_hf_config(directory: str):
         return AutoConfig.from_pretrained(directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"model={directory!r}: config.json cannot be used: {error}") from error
+
+
+def _read_generation_config(directory: str) -> dict[str, Any]:
+    """The model's generation_config.json, {} without one. Raises ValueError."""
+    file = Path(directory, "generation_config.json")
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text())
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
+    except ValueError as error:
+        raise ValueError(f"model={directory!r}: generation_config.json cannot be used: {error}") from error
+    return content
 
 
 def _download(model: str) -> str:

@@ -189,7 +189,7 @@ class LLM(LLMEngine):
             raise ValueError(f"completions: {len(completions)} of them for {len(prompts)} prompts; pass one each")
         beginnings = self._checker.check_all(prompts, params_per_prompt(None, len(prompts)))
         endings = self._checker.encode_completions(completions)
-        whole = [[*beginning, *ending] for beginning, ending in zip(beginnings, endings, strict=True)]
+        whole = [[*beginning.token_ids, *ending] for beginning, ending in zip(beginnings, endings, strict=True)]
         outputs = self.generate(whole, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm)
         return [
             _score(token_ids, output["prompt_logprobs"][-len(token_ids) :])

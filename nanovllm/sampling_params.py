@@ -135,6 +135,42 @@ class SamplingParams:
             "structured_outputs", form is None or isinstance(form, StructuredOutputsParams), "StructuredOutputsParams"
         )
 
+    @classmethod
+    def from_generation_config(cls, config: dict[str, Any]) -> "SamplingParams":
+        """What a model's generation_config.json recommends; do_sample false is greedy. Raises ValueError where a
+        value of it cannot be used."""
+        names = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+        names["max_tokens"] = "max_new_tokens"
+        given = {field: config[name] for field, name in names.items() if config.get(name) is not None}
+        if config.get("do_sample") is False:
+            given["temperature"] = 0.0
+        try:
+            return cls(**given)
+        except ValueError as error:
+            raise ValueError(f"generation_config.json: {error}") from None
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top_k, top_p or min_p leave tokens out; a greedy choice never notices."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens that are there already are drawn less readily, or more."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether drawing takes the logits, the temperature and the seed alone."""
+        return not (
+            self.truncates
+            or self.penalizes
+            or self.min_tokens
+            or self.logprobs is not None
+            or self.prompt_logprobs is not None
+            or self.structured_outputs is not None
+        )
+
     def _normalize(self) -> None:
         """One spelling of what has several, so that nobody else needs to know them all."""
         if self.top_k == -1 and _is_int(self.top_k):

@@ -1,6 +1,7 @@
 """What a result holds: samples, stop strings, timing, faults; and the figures of the engine."""
 
 import dataclasses
+import sys
 import time
 
 import pytest
@@ -18,7 +19,7 @@ from checkpoints import (
 )
 from transformers import AutoTokenizer
 
-from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +215,122 @@ def test_samples_stop_each_for_itself(llm):
         assert sample["stop_reason"] == reason
         if reason:
             assert sample["text"] == text
+
+
+# -- log-probabilities ----------------------------------------------------------------------------------------------
+
+
+def test_score_is_the_models_own_log_probability(llm, reference):
+    prompts = [random_prompt(40, seed=1), "the table"]
+    completions = [random_prompt(5, seed=2), " of blocks"]
+    for _ in range(2):  # the second time the prefix cache knows the prompts
+        scores = llm.score(prompts, completions, use_tqdm=False)
+        for prompt, completion, score in zip(prompts, completions, scores, strict=True):
+            prompt, completion = (
+                x if isinstance(x, list) else llm.tokenizer(x)["input_ids"] for x in (prompt, completion)
+            )
+            logits = reference.logits(prompt, completion)
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+            assert score["token_ids"] == completion
+            torch.testing.assert_close(torch.tensor(score["logprobs"]), expected, atol=1e-4, rtol=1e-4)
+            assert score["total"] == pytest.approx(sum(score["logprobs"]))
+    with pytest.raises(ValueError, match="completions: 1 of them for 2 prompts"):
+        llm.score(prompts, completions[:1])
+    with pytest.raises(ValueError, match=r"completions\[1\]: is empty"):
+        llm.score(prompts, [[1], ""])
+
+
+def assert_own_logprobs(reference, prompt: list[int], sample: dict) -> None:
+    """One entry for each of the sample's tokens, the model's own; the token first."""
+    tokens, logprobs = sample["token_ids"], sample["logprobs"]
+    assert [next(iter(each)) for each in logprobs] == tokens
+    if tokens:
+        expected = reference.logits(prompt, tokens).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        found = torch.tensor([each[token] for each, token in zip(logprobs, tokens, strict=True)])
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_each_sample_has_its_own_logprobs(llm, reference):
+    prompt = random_prompt(20, seed=4)
+    params = SamplingParams(max_tokens=6, ignore_eos=True, seed=3, n=3, top_k=50, logprobs=1, prompt_logprobs=0)
+    (output,) = generate(llm, [prompt], params)
+    assert len({tuple(sample["token_ids"]) for sample in output["samples"]}) == 3
+    for sample in output["samples"]:
+        assert len(sample["token_ids"]) == 6
+        assert_own_logprobs(reference, prompt, sample)
+    assert len(output["prompt_logprobs"]) == 20
+    assert [next(iter(each)) for each in output["prompt_logprobs"][1:]] == prompt[1:]
+
+
+def test_logprobs_end_where_the_completion_does(llm, reference):
+    prompts = [random_prompt(n, seed=n) for n in (5, 30, 17)]
+    plain = generate(llm, prompts, greedy(20))
+    stop = plain[1]["text"][3:6]
+    num_steps = 0
+
+    def on_step(stats):
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 9:
+            llm.abort_request()
+
+    params = [greedy(4, logprobs=0), greedy(20, logprobs=2, stop=stop), greedy(20, logprobs=0)]
+    outputs = llm.generate(prompts, params, use_tqdm=False, on_step=on_step)
+    assert [output["finish_reason"] for output in outputs] == ["length", "stop", "abort"]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert 0 < len(output["token_ids"]) < 20
+        assert_own_logprobs(reference, prompt, output)
+
+
+def test_a_stop_string_goes_before_a_stop_token(llm):
+    (plain,) = generate(llm, [[5, 6, 7]], greedy(30))
+    tokens = plain["token_ids"]
+    last = next(token for i, token in enumerate(tokens) if i > 2 and token not in tokens[:i])
+    stop = llm.tokenizer.decode(tokens[: tokens.index(last) + 1])[-4:]
+    num_tokens, text, _ = first_stop(llm, tokens, [stop])
+    assert tokens.index(last) == num_tokens - 1
+    (output,) = generate(llm, [[5, 6, 7]], greedy(30, stop=stop, stop_token_ids=[last]))
+    assert (output["token_ids"], output["text"]) == (tokens[:num_tokens], text)
+    assert (output["finish_reason"], output["stop_reason"]) == ("stop", stop)
+
+
+# -- structured outputs ----------------------------------------------------------------------------------------------
+
+
+def form(max_tokens: int = 40, **fields) -> SamplingParams:
+    others = {name: fields.pop(name) for name in ("n", "seed") if name in fields}
+    return SamplingParams(1.5, max_tokens, structured_outputs=StructuredOutputsParams(**fields), **others)
+
+
+def test_each_sample_follows_a_grammar_of_its_own(llm):
+    (output,) = generate(llm, [[1, 2, 3]], form(choice=["red", "green", "dark red", "blue"], n=8, seed=0))
+    texts = [sample["text"] for sample in output["samples"]]
+    assert set(texts) <= {"red", "green", "dark red", "blue"}
+    assert len(set(texts)) > 1
+
+
+BAD_SCHEMA = form(json={"type": "foo"})
+
+
+def test_a_bad_schema_among_others(llm, reference):
+    good = reference.draw_prompts((10, 6), 4)
+    batch, params = [good[0], [1, 2], good[1]], [greedy(4), BAD_SCHEMA, greedy(4)]
+    with pytest.raises(ValueError, match=r"(?s)^sampling_params\[1\]: json=.*Invalid type: foo"):
+        generate(llm, batch, params)
+    assert_idle(llm)
+    outputs = llm.generate(batch, params, use_tqdm=False, on_error="return")
+    assert [outputs[0]["token_ids"], outputs[2]["token_ids"]] == reference.greedy(good, 4)
+    assert outputs[1]["finish_reason"] == "error"
+    assert outputs[1]["error"].startswith("sampling_params[1]: json=")
+
+
+def test_a_missing_library_is_named(llm, monkeypatch):
+    monkeypatch.setattr(llm._checker, "_grammars", None)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ImportError, match=r"sampling_params\[1\]: .*pip install nanovllm\[structured\]"):
+        generate(llm, [[1], [2]], [greedy(2), form(choice=["a"])])
+    outputs = llm.generate([[1], [2]], [greedy(2), form(choice=["a"])], use_tqdm=False, on_error="return")
+    assert [output["finish_reason"] for output in outputs] == ["length", "error"]
 
 
 # -- timing and counts -------------------------------------------------------------------------------------------

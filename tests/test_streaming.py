@@ -7,7 +7,7 @@ import itertools
 import pytest
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
 
-from nanovllm import SamplingParams
+from nanovllm import SamplingParams, StructuredOutputsParams
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,34 @@ def test_deltas_add_up_to_what_generate_gives(llm):
         assert result["num_deltas"] == len(whole["token_ids"]), "one delta a token"
         for name in ("text", "token_ids", "finish_reason", "stop_reason"):
             assert result[name] == whole[name]
+
+
+def test_deltas_carry_their_tokens_logprobs(llm):
+    prompts, params = [[5, 6, 7], [8] * 20], SamplingParams(max_tokens=8, ignore_eos=True, seed=2, n=2, logprobs=2)
+    found = {}
+    for delta in llm.stream(prompts, params):
+        assert [next(iter(each)) for each in delta["logprobs"]] == delta["token_ids"]
+        found.setdefault((delta["index"], delta["sample"]), []).extend(delta["logprobs"])
+    for i, output in enumerate(llm.generate(prompts, params, use_tqdm=False)):
+        assert [found[i, sample] for sample in range(2)] == [
+            [pytest.approx(each, abs=1e-5) for each in sample["logprobs"]] for sample in output["samples"]
+        ]
+
+
+def test_a_bad_form_in_a_stream_and_in_an_iterable(llm):
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a(b"))
+    good = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[ab]{3}"))
+    with pytest.raises(ValueError, match=r"sampling_params\[1\]: regex="):
+        llm.stream([[1], [2]], [good, bad])
+    assert_idle(llm)
+    with pytest.raises(ValueError, match=r"sampling_params\[2\]: regex="):
+        list(llm.generate_iter([[1], [2], [3]], [good, greedy(2), bad]))
+    assert_idle(llm)
+    results = dict(llm.generate_iter([[1], [2], [3]], [bad, good, greedy(2)], on_error="return"))
+    assert [results[i]["finish_reason"] for i in range(3)] == ["error", "stop", "length"]
+    assert results[0]["error"].startswith("sampling_params[0]: regex=")
+    assert len(results[1]["text"]) == 3
+    assert join(llm.stream([[2]], good))[0, 0]["text"].strip("ab") == ""
 
 
 def test_deltas_come_as_the_tokens_do(llm):

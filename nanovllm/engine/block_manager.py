@@ -178,7 +178,9 @@ class BlockManager:
             block.update(-1, ())
 
     def _max_shared_blocks(self, seq: Sequence) -> int:
-        return (seq.num_tokens - 1) // self.block_size if self.enable_prefix_caching else 0
+        if not self.enable_prefix_caching or seq.needs_prompt_logits:
+            return 0
+        return (seq.num_tokens - 1) // self.block_size
 
     def _find_shared_blocks(self, seq: Sequence) -> list[int]:
         """Ids of the known blocks from the front; the first miss ends the walk."""

@@ -16,7 +16,7 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Graphs of one function of the batch size, captured largest first over one memory pool."""
+    """Graphs of one function of the batch size over one memory pool, captured all at once or at their first use."""
 
     def __init__(
         self,
@@ -24,23 +24,36 @@ class DecodeGraphs:
         prepare: Callable[[int], None],
         sizes: list[int],
         device: torch.device,
+        pool: tuple[int, int] | None = None,
     ):
         """decode(n) works on the first n rows of buffers that stay where they are; prepare(n) fills them with n
-        rows of padding, for the run that goes before a capture."""
+        rows of padding, for the run that goes before a capture. pool: another DecodeGraphs' memory, whose graphs
+        never run while these do; None takes a new one."""
         self.sizes = sizes
         self.max_batch_size = sizes[-1]
+        self.pool = pool or torch.cuda.graph_pool_handle()
+        self._decode, self._prepare, self._device = decode, prepare, device
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.device(device):
-            for size in reversed(sizes):
-                graph = torch.cuda.CUDAGraph()
-                prepare(size)
-                decode(size)  # Loads kernels, or compiles them: neither is allowed in a capture.
-                torch.cuda.synchronize()
-                # Only this thread's calls count: NCCL's own thread may ask how an earlier collective is doing.
-                with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
-                    decode(size)
-                self._graphs[size] = graph
+
+    def capture_all(self) -> None:
+        """Largest first, so that the smaller ones fit into its memory."""
+        for size in reversed(self.sizes):
+            self.capture(size)
+
+    def capture(self, batch_size: int) -> None:
+        """Have a graph of this size, one of the sizes. Where there is none yet, this waits for the device and
+        overwrites the buffers, so it goes before a step's inputs are written."""
+        if batch_size in self._graphs:
+            return
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device):
+            self._prepare(batch_size)
+            self._decode(batch_size)  # Loads kernels, or compiles them: neither is allowed in a capture.
+            torch.cuda.synchronize()
+            # Only this thread's calls count: NCCL's own thread may ask how an earlier collective is doing.
+            with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
+                self._decode(batch_size)
+        self._graphs[batch_size] = graph
 
     def padded(self, num_seqs: int) -> int:
         """The captured size that a batch of this size runs at."""

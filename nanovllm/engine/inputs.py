@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from nanovllm.engine.logprobs import StepLogprobs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.context import Context
 from nanovllm.utils.decode_plan import DecodePlan, num_work_items, plan_decode
@@ -44,6 +45,15 @@ class PackedArrays:
         """Copy host to device, in stream order. The host arrays may be written again once the stream got there."""
         if self._device is not self._host:
             self._device.copy_(self._host, non_blocking=True)
+
+
+def send_arrays(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copies of the host's arrays on the device, sent as one."""
+    packed = PackedArrays({name: (array.shape, array.dtype.type) for name, array in arrays.items()}, device)
+    for name, array in arrays.items():
+        packed.host[name][...] = array
+    packed.send()
+    return packed.device
 
 
 def packed_size(layout: Layout) -> int:
@@ -146,6 +156,11 @@ class DecodeInputs:
             return None
         return DecodePlan(self.work_items[: num_work_items(batch_size, self.num_kv_heads)], self.split_keys)
 
+    def context(self, batch_size: int) -> Context:
+        """The context of a step of the first rows."""
+        names = ("slot_mapping", "context_lens", "block_tables")
+        return Context(**{name: self.rows[name][:batch_size] for name in names}, decode_plan=self.plan(batch_size))
+
     def write(self, seqs: list[Sequence], batch_size: int) -> None:
         """Send one decode step's inputs: each sequence's last token, its position, slot and block table; and
         padding for the rows from there to batch_size."""
@@ -236,20 +251,27 @@ def prefill_inputs(
 
 
 class SampledTokens:
-    """The outcome of a step that is under way: its tokens on their way to the host."""
+    """The outcome of a step that is under way: its tokens on their way to the host.
 
-    def __init__(self, tokens: torch.Tensor, check: Callable[[], None] | None = None):
-        """tokens: int64 [num_seqs] on the device. check: with several ranks, raises where one of them has gone, for
-        which the device would wait in vain."""
+    Attributes:
+        logprobs: the log-probabilities that its sequences asked for, None where none did; to be read after `wait`.
+    """
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        logprobs: StepLogprobs | None = None,
+        check: Callable[[], None] | None = None,
+    ):
+        """tokens: int64 [num_seqs] on the device, as logprobs are. check: with several ranks, raises where one of them
+        has gone, for which the device would wait in vain."""
         self._check = check
         self._event = None
+        self._tokens = _start_copy(tokens)
+        self.logprobs = logprobs and logprobs.map(_start_copy)
         if tokens.device.type == "cuda":
-            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._tokens.copy_(tokens, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-        else:
-            self._tokens = tokens.clone()
 
     def wait(self) -> list[int]:
         """The tokens, once the step is done."""
@@ -261,3 +283,11 @@ class SampledTokens:
                 self._check()
                 time.sleep(_POLL_SECONDS)
         return self._tokens.tolist()
+
+
+def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, which is there once the stream has got here."""
+    if tensor.device.type != "cuda":
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

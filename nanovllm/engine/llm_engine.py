@@ -1,5 +1,6 @@
 """LLMEngine: tokenizer, scheduler and rank-0 model runner, and the loop that drives them."""
 
+import dataclasses
 import logging
 import secrets
 import time
@@ -16,6 +17,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import EngineStats, RequestOutput, error_output, request_output
 from nanovllm.engine.requests import (
     Prompt,
+    Request,
     RequestChecker,
     as_prompts,
     check_choice,
@@ -63,6 +65,7 @@ class LLMEngine:
         eos = set(config.eos)
         if self.tokenizer is not None and "eos" not in options and self.tokenizer.eos_token_id is not None:
             eos.add(self.tokenizer.eos_token_id)
+        config.eos = tuple(sorted(eos))
         self.model_runner = ModelRunner(config)
         # Runs once: at exit(), when the engine is collected, or when the interpreter ends.
         self._finalizer = weakref.finalize(self, self.model_runner.exit)
@@ -75,7 +78,7 @@ class LLMEngine:
             eos,
             config.enable_prefix_caching,
         )
-        self._checker = RequestChecker(self.tokenizer, config.hf_config.vocab_size, self.scheduler.check)
+        self._checker = RequestChecker(self.tokenizer, config.hf_config.vocab_size, config.eos, self.scheduler.check)
         self._seed = secrets.randbits(63) if config.seed is None else config.seed
         self._request_ids, self._seq_ids = count(), count()
         finalizer = self._finalizer
@@ -92,6 +95,10 @@ class LLMEngine:
     def exit(self) -> None:
         """Give all memory back; unfinished requests are dropped. Harmless when called again."""
         self._finalizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends. Raises ValueError where that cannot be used."""
+        return SamplingParams.from_generation_config(self.config.generation_config)
 
     # -- by hand -----------------------------------------------------------------------------------------------------
 
@@ -222,8 +229,8 @@ class LLMEngine:
         """The samples of each prompt, or with on_error "return" what is wrong with it. start: the first one's index."""
         checked = self._checker.check_all(prompts, params, on_error, start)
         return [
-            ids if isinstance(ids, Exception) else self._make_sequences(ids, p, streams)
-            for ids, p in zip(checked, params, strict=True)
+            request if isinstance(request, Exception) else self._make_sequences(request, p, streams)
+            for request, p in zip(checked, params, strict=True)
         ]
 
     def _queue(self, requests: list[list[Sequence] | Exception]) -> int:
@@ -232,20 +239,24 @@ class LLMEngine:
         self._loop.queue(seqs)
         return len(seqs)
 
-    def _make_sequences(self, token_ids: list[int], params: SamplingParams, streams: bool = False) -> list[Sequence]:
+    def _make_sequences(self, request: Request, params: SamplingParams, streams: bool = False) -> list[Sequence]:
         """The n samples of a request. Each draws from a seed of its own, the first one from the request's."""
         request_id = next(self._request_ids)
         # Neighbouring requests must not draw from related streams, hence a hash and no sum.
         seed = _hash_seed(request_id, self._seed) if params.seed is None else params.seed
         seqs = []
         for sample in range(params.n):
-            seq = Sequence(next(self._seq_ids), token_ids, params, self.config.kvcache_block_size, seed)
+            grammar = request.grammar and request.grammar.fresh()
+            block_size = self.config.kvcache_block_size
+            seq = Sequence(next(self._seq_ids), request.token_ids, params, block_size, seed, grammar)
             seq.request_id = request_id
             if sample:
                 seq.seed = _hash_seed(sample, seed)
             if self._detokenizer is not None and (streams or params.stop):
                 seq.text_stream = self._detokenizer.stream(params)
             seqs.append(seq)
+            if params.prompt_logprobs is not None and params.n > 1:
+                params = dataclasses.replace(params, prompt_logprobs=None)  # One sample's are all the others'.
         return seqs
 
 

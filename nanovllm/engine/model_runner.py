@@ -3,8 +3,6 @@
 import gc
 import logging
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 
@@ -15,8 +13,10 @@ from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.inputs import DecodeInputs, SampledTokens, prefill_inputs
 from nanovllm.engine.interrupts import HeldInterrupt
 from nanovllm.engine.kernel_compilation import compiling_kernels
+from nanovllm.engine.logit_steps import LogitSteps, needs_logits
 from nanovllm.engine.memory import allocate_kv_cache, largest_prefill, warmup_sequences
 from nanovllm.engine.process_group import ABORT_SECONDS, abort_group
+from nanovllm.engine.sampling_pipeline import Forward
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_messages import StepDecoder, StepEncoder
 from nanovllm.engine.worker import WorkerLink
@@ -24,7 +24,7 @@ from nanovllm.engine.workers import WorkerError, Workers
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import select_backend
 from nanovllm.layers.sampler import Sampler
-from nanovllm.models import model_class
+from nanovllm.models import make_model
 from nanovllm.models.qwen3 import get_head_dim
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.loader import load_dummy, load_model, num_checkpoint_params
@@ -57,6 +57,7 @@ class ModelRunner:
         self.rank = rank
         self.block_size = config.kvcache_block_size
         self.model = self.sampler = self.kv_cache = self.graphs = self.decode_inputs = None
+        self.logit_steps: LogitSteps | None = None
         self.tp = TensorParallel()
         self.workers: Workers | None = None
         self.device = link.device if link else _first_device(config.device)
@@ -76,10 +77,7 @@ class ModelRunner:
         config = self.config
         head_dim = get_head_dim(config.hf_config)
         backend = select_backend(config.attention_backend, config.device, config.dtype, head_dim, self.block_size)
-        cls = model_class(config.hf_config)
-        with self.device, _default_dtype(config.dtype):
-            self.model = cls(config.hf_config, config.max_model_len, backend, self.tp)
-        self.model.requires_grad_(False)
+        self.model = make_model(config.hf_config, config.dtype, self.device, config.max_model_len, backend, self.tp)
         self.sampler = Sampler(self.tp, self.model.lm_head.first)
         num_heads = self.tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
         _, num_kv_heads = self.tp.shard_kv_heads(config.hf_config.num_key_value_heads)
@@ -101,6 +99,8 @@ class ModelRunner:
             self.capture_cudagraph()
         else:
             logger.info("CUDA graphs: none")
+        check = self.workers and self.check_workers
+        self.logit_steps = LogitSteps(config, self.model, self.tp, self.decode_inputs, self.graphs, check)
         if config.device == "cuda":
             self.warmup_kernels()
 
@@ -139,6 +139,8 @@ class ModelRunner:
         """Rank 0's: send a call to the workers. Of a step's sequences they get what they do not know yet."""
         if method == "launch":
             args = (self.steps.encode(*args),)
+        elif method == "launch_sampling":
+            args = ()  # They know which step, and rank 0 draws.
         self.workers.send(pickle.dumps([method, *args], pickle.HIGHEST_PROTOCOL))
 
     def read_shm(self) -> tuple[str, list]:
@@ -181,7 +183,7 @@ class ModelRunner:
         if self.model is not None:
             for layer in self._attention_layers():
                 layer.k_cache = layer.v_cache = None
-        self.model = self.sampler = self.kv_cache = self.graphs = self.decode_inputs = None
+        self.model = self.sampler = self.kv_cache = self.graphs = self.decode_inputs = self.logit_steps = None
         # Parameters and their loaders refer to each other, so their memory waits for the collector.
         gc.collect()
         if self.tp.size > 1:
@@ -241,12 +243,20 @@ class ModelRunner:
     def run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
         """Compute one step and sample: one token a sequence, in order (that of a sequence whose prefill goes on
         with the next chunk means nothing)."""
-        return self.launch(seqs, is_prefill).wait()
+        step = self.launch(seqs, is_prefill)
+        return (self.launch_sampling(step) if isinstance(step, Forward) else step).wait()
 
     @torch.inference_mode()
-    def launch(self, seqs: list[Sequence], is_prefill: bool) -> SampledTokens:
+    def launch(self, seqs: list[Sequence], is_prefill: bool) -> SampledTokens | Forward | None:
         """Start one step, as `run` does, without waiting for it. One more step may be launched before its tokens
-        are read; sequences whose last token is pending then take it from the device."""
+        are read; sequences whose last token is pending then take it from the device.
+
+        A step with a grammar in it comes back half-way, for launch_sampling: which tokens are allowed depends on the
+        tokens of the step before, and the device has work until these are read. A worker gets nothing back from a
+        step whose tokens rank 0 draws."""
+        if needs_logits(seqs):
+            forward = self.logit_steps.forward(seqs, is_prefill)
+            return forward if any(seq.is_constrained for seq in seqs) else self.logit_steps.sample(forward)
         if is_prefill:
             inputs, context = self.prepare_prefill(seqs)
             with step_context(context):
@@ -256,8 +266,13 @@ class ModelRunner:
             batch_size = self.graphs.padded(len(seqs)) if use_graph else len(seqs)
             self.prepare_decode(seqs, batch_size)
             (self.graphs.replay if use_graph else self._decode)(batch_size)
-        check = self.check_workers if self.workers is not None else None
-        return SampledTokens(self.decode_inputs.sampled[: len(seqs)], check)
+        sampled = self.decode_inputs.sampled[: len(seqs)]
+        return SampledTokens(sampled, check=self.workers and self.check_workers)
+
+    @torch.inference_mode()
+    def launch_sampling(self, forward: Forward | None = None) -> SampledTokens | None:
+        """The second half of a step that came back half-way; a worker has nothing to draw from."""
+        return self.logit_steps.sample(forward)
 
     def prepare_prefill(self, seqs: list[Sequence]) -> tuple[tuple[torch.Tensor, ...], Context]:
         """The flat batch of the sequences' scheduled tokens: (input_ids, positions, temperatures, seeds, sample
@@ -272,14 +287,8 @@ class ModelRunner:
     def _decode(self, batch_size: int) -> None:
         """Decode the first rows of decode_inputs into its `sampled`. Captured as it stands."""
         rows = {name: tensor[:batch_size] for name, tensor in self.decode_inputs.rows.items()}
-        context = Context(
-            slot_mapping=rows["slot_mapping"],
-            context_lens=rows["context_lens"],
-            block_tables=rows["block_tables"],
-            decode_plan=self.decode_inputs.plan(batch_size),
-        )
         input_ids = self.decode_inputs.tokens[rows["token_source"]]
-        with step_context(context):
+        with step_context(self.decode_inputs.context(batch_size)):
             self._forward(input_ids, rows["positions"], rows["temperatures"], rows["seeds"], rows["positions"])
 
     def _forward(self, input_ids, positions, temperatures, seeds, sample_positions) -> None:
@@ -294,20 +303,10 @@ class ModelRunner:
         """Capture `_decode`, sampling included, at every batch size of graph_batch_sizes."""
         sizes = graph_batch_sizes(self.config.max_num_seqs)
         self.graphs = DecodeGraphs(self._decode, partial(self.prepare_decode, []), sizes, self.device)
+        self.graphs.capture_all()
         logger.info("CUDA graphs: %d, batch sizes 1 to %d", len(sizes), sizes[-1])
 
 
 def _first_device(kind: str) -> torch.device:
     """Rank 0's: the CPU, or the caller's current GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """torch.set_default_dtype for a block."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -3,46 +3,59 @@
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat, zip_longest
+from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.engine.structured import Grammar, Grammars
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 Prompt = str | list[int]
 
 
-class RequestChecker:
-    """Turns prompts into token ids and finds what is wrong with a request."""
+class Request(NamedTuple):
+    """What of a request has passed the checks: its prompt, and the form that each of its samples has to follow."""
 
-    def __init__(self, tokenizer, vocab_size: int, check_length: Callable[[int], None]):
-        """check_length: raises ValueError for a prompt of too many tokens. tokenizer: None takes token ids alone."""
+    token_ids: list[int]
+    grammar: Grammar | None = None
+
+
+class RequestChecker:
+    """Turns prompts into token ids and forms into grammars, and finds what is wrong with a request."""
+
+    def __init__(self, tokenizer, vocab_size: int, eos: Iterable[int], check_length: Callable[[int], None]):
+        """check_length: raises ValueError for a prompt of too many tokens. tokenizer: None takes token ids alone. eos:
+        the model's end-of-sequence token ids."""
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._eos = eos
         self._check_length = check_length
+        self._grammars: Grammars | None = None
 
-    def check_one(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """The prompt's token ids. Raises ValueError or TypeError."""
+    def check_one(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """The request. Raises ValueError, TypeError, or ImportError as check_all."""
         (token_ids,) = self._encode([prompt])
         return self._check(token_ids, params, "prompt: ", "sampling_params")
 
     def check_all(
         self, prompts: list[Prompt], params: Iterable[SamplingParams], on_error: str = "raise", start: int = 0
-    ) -> list[list[int] | Exception]:
-        """The prompts' token ids; texts go through the tokenizer in one batch.
+    ) -> list[Request | Exception]:
+        """The requests; texts go through the tokenizer in one batch.
 
         Args:
             params: one each.
-            on_error: "raise" the first fault, or "return" it in the place of the token ids.
+            on_error: "raise" the first fault, or "return" it in the place of the request.
             start: index of the first prompt, for messages.
 
         Raises:
             ValueError, TypeError: a fault; the message begins with the argument and the index.
+            ImportError: likewise, where a structured output needs a library that is not installed.
         """
         checked = []
         for i, (token_ids, p) in enumerate(zip(self._encode(prompts), params, strict=True), start):
             try:
                 checked.append(self._check(token_ids, p, f"prompts[{i}]: ", f"sampling_params[{i}]"))
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, ImportError) as error:
                 if on_error == "raise":
                     raise
                 checked.append(error)
@@ -56,7 +69,7 @@ class RequestChecker:
             checked.append(self._check_token_ids(token_ids, f"completions[{i}]: "))
         return checked
 
-    def _check(self, token_ids: list[int] | Exception, params, where: str, where_params: str) -> list[int]:
+    def _check(self, token_ids: list[int] | Exception, params, where: str, where_params: str) -> Request:
         token_ids = self._check_token_ids(token_ids, where)
         try:
             self._check_length(len(token_ids))
@@ -66,7 +79,20 @@ class RequestChecker:
             raise ValueError(
                 f"{where_params}: stop={params.stop!r}: without a tokenizer there is no text to find it in"
             )
-        return token_ids
+        if params.structured_outputs is None:
+            return Request(token_ids)
+        try:
+            return Request(token_ids, self._start_grammar(params.structured_outputs))
+        except (ValueError, ImportError) as error:
+            raise type(error)(f"{where_params}: {error}") from error
+
+    def _start_grammar(self, form: StructuredOutputsParams) -> Grammar:
+        """Raises ValueError where the form cannot be enforced, and ImportError without the library that would."""
+        if self.tokenizer is None:
+            raise ValueError("structured_outputs: need the model's tokenizer, but skip_tokenizer_init is set")
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, self._vocab_size, self._eos)
+        return self._grammars.start(form)
 
     def _check_token_ids(self, token_ids: list[int] | Exception, where: str) -> list[int]:
         if isinstance(token_ids, Exception):

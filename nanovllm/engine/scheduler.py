@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.logprobs import StepLogprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 # Prompts that one step looks past because they had better wait for it. Looking hashes them, and the device waits for
@@ -76,6 +77,11 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Raises ValueError where it could never run."""
         self.check(seq.num_tokens)
+        stop = seq.params.stop_token_ids
+        if seq.ignore_eos:
+            seq.end_token_ids = frozenset(stop)
+        else:
+            seq.end_token_ids = self.eos.union(stop) if stop else self.eos
         self.waiting.append(seq)
 
     def schedule(self) -> tuple[list[Sequence], bool]:
@@ -203,8 +209,11 @@ class Scheduler:
         if ended:
             self._drop_finished()
 
-    def collect(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
-        """Book the tokens of a step that advance() has booked: fill the placeholders, find the ends of sequence.
+    def collect(
+        self, seqs: list[Sequence], token_ids: list[int], logprobs: StepLogprobs | None = None
+    ) -> list[Sequence]:
+        """Book the tokens of a step that advance() has booked, with their log-probabilities: fill the placeholders,
+        find the ends of sequence.
 
         Returns the sequences that are complete. With another step in flight, that one's surplus token of a
         sequence that ends here is never looked at.
@@ -217,11 +226,14 @@ class Scheduler:
                 num_ignored += 1
                 continue  # Its prefill goes on, or it had ended before.
             seq.resolve_pending(token_id)
-            if token_id in self.eos and not seq.ignore_eos:
+            if logprobs is not None:
+                logprobs.book(row, seq)
+            if token_id in seq.end_token_ids:
                 if not seq.is_finished:
                     self._end(seq, "stop")
                     dropped = True
                 seq.finish_reason = "stop"
+                seq.stop_reason = token_id if seq.ignore_eos or token_id not in self.eos else None
             if seq.is_finished:
                 finished.append(seq)
         if dropped:
@@ -240,6 +252,7 @@ class Scheduler:
         was_preempted = seq.status is SequenceStatus.WAITING
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = finish_reason
+        seq.grammar = None  # Its state takes more memory than its tokens, and results wait for the whole batch.
         self.block_manager.deallocate(seq)
         if was_preempted:
             self.waiting.remove(seq)
@@ -260,6 +273,7 @@ class Scheduler:
         for seq in aborted:
             seq.status = SequenceStatus.FINISHED
             seq.finish_reason = "abort"
+            seq.grammar = None
             seq.drop_pending()
             self.block_manager.deallocate(seq)
         self.waiting = deque(seq for seq in self.waiting if not seq.is_finished)

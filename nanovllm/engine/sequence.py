@@ -1,5 +1,6 @@
 """Sequence: one request's state, from the waiting queue to its last token."""
 
+import sys
 from array import array
 from enum import Enum, auto
 
@@ -41,8 +42,16 @@ class Sequence:
         block_table: ids of the KV cache blocks that hold the sequence, in order.
         block_hashes: hash chain of the full blocks, as far as it has been computed; the block manager's.
         finish_reason: "stop", "length" or "abort" once finished, else None.
-        stop_reason: the stop string or token that ended it, None for any other end.
+        stop_reason: the stop string or the one of stop_token_ids that ended it, None for any other end.
+        end_token_ids: tokens that end it; the scheduler's.
         request_id: what its request is known by; the samples of one prompt share it.
+        params: the request's SamplingParams; rank 0's alone, as are the rest but for the next three.
+        is_plain: whether temperature and seed are all that its draws need. A step of plain sequences alone is
+            sampled within the model's CUDA graph.
+        is_constrained: whether its completion must follow a grammar.
+        needs_prompt_logits: whether prompt_logprobs are still to be computed: they need the whole prompt computed,
+            whatever the prefix cache holds.
+        grammar: what it must follow, as far as it has got; None without, and once the sequence has finished.
         text_stream: its text as its tokens come (engine/detokenizer.py), where somebody asks for that.
         text: the completion's text, once finished, where there is a tokenizer.
         logprobs: {token id: log-probability} for each completion token, the sampled one first; None unless asked for.
@@ -55,19 +64,25 @@ class Sequence:
         "block_hashes",
         "block_size",
         "block_table",
+        "end_token_ids",
         "finish_reason",
         "finish_time",
         "first_token_time",
+        "grammar",
         "ignore_eos",
+        "is_constrained",
+        "is_plain",
         "is_prefilling",
         "last_token",
         "logprobs",
         "max_tokens",
+        "needs_prompt_logits",
         "num_cached_tokens",
         "num_prompt_tokens",
         "num_scheduled_tokens",
         "num_shared_tokens",
         "num_tokens",
+        "params",
         "pending_row",
         "prompt_logprobs",
         "request_id",
@@ -90,9 +105,11 @@ class Sequence:
         sampling_params: SamplingParams | None = None,
         block_size: int = 256,
         seed: int = 0,
+        grammar=None,
     ):
-        """token_ids: the prompt, at least one token. seed: used where sampling_params names none."""
-        sampling_params = sampling_params or SamplingParams()
+        """token_ids: the prompt, at least one token. seed: used where sampling_params names none. grammar: an
+        `engine.structured.Grammar`, where sampling_params ask for one."""
+        self.params = sampling_params = sampling_params or SamplingParams()
         self.seq_id = seq_id
         self.block_size = block_size
         self.status = SequenceStatus.WAITING
@@ -109,19 +126,28 @@ class Sequence:
         self.block_hashes: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.end_token_ids: frozenset[int] = frozenset()
         self.request_id = seq_id
         self.text_stream = None
         self.text: str | None = None
-        self.logprobs: list[dict[int, float]] | None = None
-        self.prompt_logprobs: list[dict[int, float] | None] | None = None
         self.arrival_time: float | None = None
         self.scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
         self.temperature = float(sampling_params.temperature)
-        self.max_tokens = sampling_params.max_tokens
-        self.ignore_eos = sampling_params.ignore_eos
+        self.max_tokens = sys.maxsize if sampling_params.max_tokens is None else sampling_params.max_tokens
+        # A grammar has nothing to offer after its end but an end-of-sequence token.
+        self.ignore_eos = sampling_params.ignore_eos and grammar is None
         self.skip_special_tokens = sampling_params.skip_special_tokens
+        self.grammar = grammar
+        self.is_constrained = grammar is not None
+        self.is_plain = sampling_params.is_plain
+        self.logprobs: list[dict[int, float]] | None = None if sampling_params.logprobs is None else []
+        self.prompt_logprobs: list[dict[int, float] | None] | None = None
+        self.needs_prompt_logits = False
+        if sampling_params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+            self.needs_prompt_logits = self.num_prompt_tokens > 1
         self.seed = seed if sampling_params.seed is None else sampling_params.seed
 
     def __len__(self) -> int:
@@ -206,6 +232,9 @@ class Sequence:
             self.seq_id,
             self.block_size,
             self.is_prefilling,
+            self.is_plain,
+            self.is_constrained,
+            self.needs_prompt_logits,
             self.num_tokens,
             self.num_prompt_tokens,
             self.num_cached_tokens,
@@ -222,6 +251,9 @@ class Sequence:
             self.seq_id,
             self.block_size,
             self.is_prefilling,
+            self.is_plain,
+            self.is_constrained,
+            self.needs_prompt_logits,
             self.num_tokens,
             self.num_prompt_tokens,
             self.num_cached_tokens,

@@ -9,17 +9,18 @@ from nanovllm.engine.detokenizer import read_new_tokens
 from nanovllm.engine.inputs import SampledTokens
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import EngineStats
+from nanovllm.engine.sampling_pipeline import Forward
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
 
 class Step(NamedTuple):
     """A step under way: its sequences; the tokens that a prefill computes, or minus the number of sequences that a
-    decode step advances; and its tokens to be."""
+    decode step advances; and its tokens to be, or what they are to be drawn from."""
 
     seqs: list[Sequence]
     num_tokens: int
-    tokens: SampledTokens | None
+    tokens: SampledTokens | Forward | None
 
 
 class User:
@@ -102,7 +103,7 @@ class StepLoop:
         """Compute one step; the sequences that it completed. Drops all requests where it fails."""
         start = time.perf_counter()
         try:
-            step = self._launch()
+            step = self._draw(self._launch())
             self.scheduler.advance(step.seqs)
             finished = self._collect(step)
         except BaseException:
@@ -127,10 +128,11 @@ class StepLoop:
             self.claim(user)
             launched = None if self.scheduler.is_finished() else self._launch()
             if launched and not self._overlap:
-                self.scheduler.advance(launched.seqs)
-                flying, launched = launched, None
+                flying, launched = self._draw(launched), None
+                self.scheduler.advance(flying.seqs)
             finished = self._collect(flying) if flying else []
             if launched:
+                launched = self._draw(launched)
                 self.scheduler.advance(launched.seqs)
             now = time.perf_counter()
             self.seconds += now - start
@@ -153,9 +155,18 @@ class StepLoop:
         self.num_steps += 1
         return Step(seqs, num_tokens, self.model_runner.call("launch", seqs, is_prefill))
 
+    def _draw(self, step: Step) -> Step:
+        """Start the drawing of a step that had to wait with it for the tokens of the step before."""
+        if isinstance(step.tokens, Forward):
+            return step._replace(tokens=self.model_runner.call("launch_sampling", step.tokens))
+        return step
+
     def _collect(self, step: Step) -> list[Sequence]:
         """Wait for a step's tokens and book them; the sequences that they complete."""
-        finished = self.scheduler.collect(step.seqs, step.tokens.wait())
+        token_ids, logprobs = step.tokens.wait(), step.tokens.logprobs
+        if logprobs is not None:
+            logprobs.book_prompts(step.seqs)
+        finished = self.scheduler.collect(step.seqs, token_ids, logprobs)
         if self._watches_text:
             finished += self._stop_at_texts(step.seqs)
         now = time.perf_counter()

@@ -62,8 +62,10 @@ def _race(
     scale,
     seed,
     position,
+    threshold,
     FIRST_COLUMN: tl.constexpr,
     NOISY: tl.constexpr,
+    TRUNCATED: tl.constexpr,
     TILES: tl.constexpr,
     QUADS: tl.constexpr,
     FAST_LOG2: tl.constexpr,
@@ -75,6 +77,8 @@ def _race(
         first = start + tile * (QUADS * 4)
         columns = first + tl.arange(0, QUADS * 4)
         logit = tl.load(logits_row + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
+        if TRUNCATED:
+            logit = tl.where(logit >= threshold, logit, float("-inf"))
         # Four neighbouring columns share a Philox block. With as many quads as threads, a thread has loaded
         # just the four that it draws for: they are taken apart in registers, and the load is still a wide
         # one.
@@ -110,12 +114,14 @@ def _race_kernel(
     temperatures,
     seeds,
     positions,
+    thresholds,
     best_scores,
     best_columns,
     vocab_size,
     row_stride,
     num_splits,
     FIRST_COLUMN: tl.constexpr,
+    TRUNCATED: tl.constexpr,
     TILES: tl.constexpr,
     QUADS: tl.constexpr,
     FAST_LOG2: tl.constexpr,
@@ -127,14 +133,41 @@ def _race_kernel(
     temperature = tl.load(temperatures + row)
     seed = tl.load(seeds + row).to(tl.int64)
     position = tl.load(positions + row).to(tl.int64)
+    threshold = float("-inf")
+    if TRUNCATED:
+        threshold = tl.load(thresholds + row)
     if temperature > 0:
         scale = _LOG2_E / temperature
         score, column = _race(
-            logits_row, start, vocab_size, scale, seed, position, FIRST_COLUMN, True, TILES, QUADS, FAST_LOG2
+            logits_row,
+            start,
+            vocab_size,
+            scale,
+            seed,
+            position,
+            threshold,
+            FIRST_COLUMN=FIRST_COLUMN,
+            NOISY=True,
+            TRUNCATED=TRUNCATED,
+            TILES=TILES,
+            QUADS=QUADS,
+            FAST_LOG2=FAST_LOG2,
         )
     else:
         score, column = _race(
-            logits_row, start, vocab_size, temperature, seed, position, FIRST_COLUMN, False, TILES, QUADS, FAST_LOG2
+            logits_row,
+            start,
+            vocab_size,
+            temperature,
+            seed,
+            position,
+            threshold,
+            FIRST_COLUMN=FIRST_COLUMN,
+            NOISY=False,
+            TRUNCATED=TRUNCATED,
+            TILES=TILES,
+            QUADS=QUADS,
+            FAST_LOG2=FAST_LOG2,
         )
     best = tl.max(score, axis=0)
     best_column = tl.min(tl.where(score == best, column, _NO_COLUMN), axis=0)
@@ -153,32 +186,9 @@ def _combine_kernel(best_scores, best_columns, tokens, num_splits, BLOCK: tl.con
     tl.store(tokens + row, winner.to(tl.int64))
 
 
-@triton.jit
-def _combine_shard_kernel(best_scores, best_columns, best, num_splits, first_column, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK)
-    mask = split < num_splits
-    score = tl.load(best_scores + row * num_splits + split, mask=mask, other=float("-inf"))
-    column = tl.load(best_columns + row * num_splits + split, mask=mask, other=_NO_COLUMN)
-    highest = tl.max(score, axis=0)
-    winner = tl.min(tl.where(score == highest, column, _NO_COLUMN), axis=0)
-    tl.store(best + row * 2, highest.to(tl.int32, bitcast=True))
-    tl.store(best + row * 2 + 1, winner + first_column)
-
-
-@triton.jit
-def _pick_kernel(candidates, tokens, num_shards, batch, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    shard = tl.arange(0, BLOCK)
-    mask = shard < num_shards
-    bits = tl.load(candidates + (shard * batch + row) * 2, mask=mask, other=0)
-    score = tl.where(mask, bits.to(tl.float32, bitcast=True), float("-inf"))
-    column = tl.load(candidates + (shard * batch + row) * 2 + 1, mask=mask, other=_NO_COLUMN)
-    winner = tl.min(tl.where(score == tl.max(score, axis=0), column, _NO_COLUMN), axis=0)
-    tl.store(tokens + row, winner.to(tl.int64))
-
-
-def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def sample(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, thresholds: Tensor | None = None
+) -> Tensor:
     """Draws one token a row from softmax(logits / temperature); see `layers.sampler.Sampler`.
 
     Two launches, no host synchronization, nothing as large as the logits allocated: fit for CUDA graph
@@ -189,6 +199,7 @@ def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tenso
         temperatures: float32 `[batch]`; 0 takes the lowest of the highest logits.
         seeds: int64 `[batch]`.
         positions: int64 `[batch]`.
+        thresholds: float32 `[batch]`; None costs nothing.
 
     Returns:
         int64 `[batch]`.
@@ -196,68 +207,26 @@ def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tenso
     Raises:
         ValueError: if logits are strided in the vocabulary, or the vocabulary is empty.
     """
-    batch = _check(logits)
+    batch = check_logits(logits)
     tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
     if batch == 0:
         return tokens
-    scores, columns = _race_splits(logits, temperatures, seeds, positions, 0)
+    scores, columns = race_splits(logits, temperatures, seeds, positions, thresholds, 0)
     num_splits = scores.shape[1]
     combine_block = triton.next_power_of_2(num_splits)
     launcher(_combine_kernel, (batch,))(scores, columns, tokens, num_splits, BLOCK=combine_block, num_warps=1)
     return tokens
 
 
-def best_of_shard(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_column: int) -> Tensor:
-    """The first half of `sample` over some of the vocabulary's columns: what each row's winner among them scores.
-
-    Args:
-        logits: `[batch, columns > 0]`, as for `sample`.
-        temperatures, seeds, positions: as for `sample`.
-        first_column: the first of the columns in the whole vocabulary, a multiple of 4.
-
-    Returns:
-        int32 `[batch, 2]`: the bits of the float32 score, and the winner's column in the whole vocabulary.
-
-    Raises:
-        ValueError: as `sample`.
-    """
-    batch = _check(logits)
-    best = torch.empty(batch, 2, dtype=torch.int32, device=logits.device)
-    if batch == 0:
-        return best
-    scores, columns = _race_splits(logits, temperatures, seeds, positions, first_column)
-    num_splits = scores.shape[1]
-    block = triton.next_power_of_2(num_splits)
-    launcher(_combine_shard_kernel, (batch,))(scores, columns, best, num_splits, first_column, BLOCK=block, num_warps=1)
-    return best
-
-
-def pick_best(candidates: Tensor) -> Tensor:
-    """The second half: each row's winner.
-
-    Args:
-        candidates: int32 `[shards, batch, 2]`, contiguous, in the order of columns: what `best_of_shard` returned for
-            each shard of the vocabulary.
-
-    Returns:
-        int64 `[batch]`; the lowest column on a tie.
-    """
-    num_shards, batch, _ = candidates.shape
-    tokens = torch.empty(batch, dtype=torch.int64, device=candidates.device)
-    if batch:
-        block = triton.next_power_of_2(num_shards)
-        launcher(_pick_kernel, (batch,))(candidates, tokens, num_shards, batch, BLOCK=block, num_warps=1)
-    return tokens
-
-
-def _check(logits: Tensor) -> int:
+def check_logits(logits: Tensor) -> int:
+    """The batch size. Raises ValueError as `sample`."""
     batch, vocab_size = logits.shape
     if vocab_size == 0 or (vocab_size > 1 and logits.stride(1) != 1):
         raise ValueError(f"logits must be [batch, vocab_size > 0] with contiguous rows, not {list(logits.shape)}")
     return batch
 
 
-def _race_splits(logits, temperatures, seeds, positions, first_column: int) -> tuple[Tensor, Tensor]:
+def race_splits(logits, temperatures, seeds, positions, thresholds, first_column: int) -> tuple[Tensor, Tensor]:
     """The best score and its column in each split of each row: float32 and int32 `[batch, num_splits]`."""
     batch, vocab_size = logits.shape
     # Few rows: small splits, so that they reach every SM. Many: larger ones, which reduce less often.
@@ -270,12 +239,14 @@ def _race_splits(logits, temperatures, seeds, positions, first_column: int) -> t
         temperatures,
         seeds,
         positions,
+        temperatures if thresholds is None else thresholds,  # without TRUNCATED, a pointer that nobody reads
         best_scores,
         best_columns,
         vocab_size,
         logits.stride(0),
         num_splits,
         FIRST_COLUMN=first_column,
+        TRUNCATED=thresholds is not None,
         TILES=tiles,
         QUADS=_QUADS,
         FAST_LOG2=isinstance(_race_kernel, triton.JITFunction),

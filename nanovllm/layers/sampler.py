@@ -9,7 +9,8 @@ from nanovllm.kernels import HAS_TRITON, use_kernels
 from nanovllm.utils.parallel import TensorParallel
 
 if HAS_TRITON:
-    from nanovllm.kernels.sampler import best_of_shard, pick_best, sample
+    from nanovllm.kernels.sampler import sample
+    from nanovllm.kernels.shard_sampler import best_of_shard, pick_best
 
 _WORD = 0xFFFFFFFF
 _NO_COLUMN = 2**31 - 1
@@ -83,8 +84,11 @@ def race_scores(
     return scores.nan_to_num_(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
 
 
-def sample_torch(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def sample_torch(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, thresholds: Tensor | None = None
+) -> Tensor:
     """Twin of `kernels.sampler.sample`."""
+    logits = _without_unlikely(logits, thresholds)
     # A NaN would win any argmax; it may not, so that the rest of its row still counts.
     tokens = torch.nan_to_num(logits, nan=-math.inf, posinf=math.inf, neginf=-math.inf).argmax(dim=-1)
     # A few rows at a time, so that Philox's many passes stay within a CPU's cache: some 100,000 columns.
@@ -95,10 +99,22 @@ def sample_torch(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions:
     return tokens
 
 
+def _without_unlikely(logits: Tensor, thresholds: Tensor | None) -> Tensor:
+    if thresholds is None:
+        return logits
+    return logits.masked_fill(logits.float() < thresholds.unsqueeze(1), -math.inf)
+
+
 def best_of_shard_torch(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_column: int
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    first_column: int,
+    thresholds: Tensor | None = None,
 ) -> Tensor:
-    """Twin of `kernels.sampler.best_of_shard`."""
+    """Twin of `kernels.shard_sampler.best_of_shard`."""
+    logits = _without_unlikely(logits, thresholds)
     scores = logits.float().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     noisy = temperatures > 0
     scores[noisy] = race_scores(logits[noisy], temperatures[noisy], seeds[noisy], positions[noisy], first_column)
@@ -107,7 +123,7 @@ def best_of_shard_torch(
 
 
 def pick_best_torch(candidates: Tensor) -> Tensor:
-    """Twin of `kernels.sampler.pick_best`."""
+    """Twin of `kernels.shard_sampler.pick_best`."""
     scores, columns = candidates.unbind(-1)
     winner = scores.contiguous().view(torch.float32).argmax(dim=0)  # The first of equals: the lowest column.
     return columns.gather(0, winner.unsqueeze(0)).squeeze(0).long()
@@ -137,7 +153,14 @@ class Sampler(nn.Module):
         self.tp = tp or TensorParallel()
         self.first_column = first_column
 
-    def forward(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    def forward(
+        self,
+        logits: Tensor,
+        temperatures: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        thresholds: Tensor | None = None,
+    ) -> Tensor:
         """Draws one token a row.
 
         A logit of -inf is never drawn unless all of the row are; then token 0 is. NaN logits are treated as
@@ -149,18 +172,19 @@ class Sampler(nn.Module):
             seeds: int64 `[batch]`, all 64 bits used.
             positions: int64 `[batch]`: the position of the token to be drawn (any number that is new to the
                 seed).
+            thresholds: float32 `[batch]`: lower logits are never drawn, see `sampling_thresholds`; None for -inf.
 
         Returns:
             int64 `[batch]`, on the logits' device.
         """
         on_gpu = use_kernels(logits)
         if self.tp.size == 1:
-            return (sample if on_gpu else sample_torch)(logits, temperatures, seeds, positions)
+            return (sample if on_gpu else sample_torch)(logits, temperatures, seeds, positions, thresholds)
         if logits.shape[1] == 0:
             best = _no_candidates(logits)
         else:
             reduce = best_of_shard if on_gpu else best_of_shard_torch
-            best = reduce(logits, temperatures, seeds, positions, self.first_column)
+            best = reduce(logits, temperatures, seeds, positions, self.first_column, thresholds)
         return (pick_best if on_gpu else pick_best_torch)(self.tp.all_gather(best))
 
 

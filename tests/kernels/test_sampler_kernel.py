@@ -55,10 +55,12 @@ def test_exponentials_equal_the_twins(device):
     torch.testing.assert_close(out, twin.log2_exponential(bits), rtol=1e-6, atol=2e-5)
 
 
-def assert_same_draws(logits, temperatures, seeds, positions):
+def assert_same_draws(logits, temperatures, seeds, positions, thresholds=None):
     """Equal tokens, or, where two columns' scores are equal to rounding, a token that could as well have won."""
-    tokens = kernels.sample(logits, temperatures, seeds, positions)
-    expected = twin.sample_torch(logits, temperatures, seeds, positions)
+    tokens = kernels.sample(logits, temperatures, seeds, positions, thresholds)
+    expected = twin.sample_torch(logits, temperatures, seeds, positions, thresholds)
+    if thresholds is not None:
+        assert (logits.gather(1, tokens[:, None]).squeeze(1).float() >= thresholds).all()
     assert tokens.dtype == torch.int64
     assert tokens.shape == expected.shape
     greedy = temperatures == 0
@@ -87,6 +89,16 @@ def test_kernel_equals_twin(batch, vocab_size, dtype, device):
     temperatures = torch.tensor([0.6, 1.0, 0.0, 0.05, 1.7, 1e-5, 0.0, 30.0, 0.9], device=device)[:batch]
     positions = torch.tensor([0, 5, 2**31, 2**32 + 5, 17, 18, 2**40, 1, 4095], device=device)[:batch]
     assert_same_draws(logits, temperatures, SEEDS[:batch].to(device), positions)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_thresholds(dtype, device):
+    logits = (torch.randn(9, 2100, device=device) * 3).to(dtype)
+    temperatures = torch.tensor([0.6, 1.0, 0.0, 0.05, 1.7, 1e-5, 0.0, 30.0, 0.9], device=device)
+    thresholds = logits.float().topk(20).values[:, -1].contiguous()
+    thresholds[1] = -INF
+    thresholds[7] = logits[7].max()
+    assert_same_draws(logits, temperatures, SEEDS.to(device), torch.arange(9, device=device), thresholds)
 
 
 def test_large_vocabulary(device):

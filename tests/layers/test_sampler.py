@@ -93,6 +93,24 @@ def test_forbidden_tokens_are_never_drawn(device):
     assert set(tokens.tolist()) == {3, 8, 9}
 
 
+def test_tokens_below_the_threshold_are_never_drawn(device):
+    logits = torch.randn(2000, 50, device=device)
+    thresholds = logits.sort(dim=1).values[:, 40]
+    thresholds[::5] = -math.inf
+    temperatures = torch.full((2000,), 1.5, device=device)
+    temperatures[1::5] = 0.0
+    seeds, positions = torch.arange(2000, device=device), torch.arange(2000, device=device)
+    free = Sampler()(logits, temperatures, seeds, positions)
+    tokens = Sampler()(logits, temperatures, seeds, positions, thresholds)
+    drawn = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    assert (drawn >= thresholds).all()
+    # The noise is the same: whoever won without a threshold wins with it, unless it is out of the race.
+    stays = logits.gather(1, free.unsqueeze(1)).squeeze(1) >= thresholds
+    assert torch.equal(tokens[stays], free[stays])
+    assert 0.2 < stays.float().mean() < 0.9
+    assert len(tokens[~stays].unique()) > 10
+
+
 # Vectors of Random123's kat_vectors for philox4x32 with ten rounds.
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),

@@ -26,18 +26,18 @@ def quit_quietly(*args, **kwargs):
     os._exit(3)
 
 
-def later(fault):
-    """A `launch` that works a few times."""
-    original, count = ModelRunner.launch, 0
+def later(fault, method="launch"):
+    """A method of ModelRunner's that works a few times."""
+    original, count = getattr(ModelRunner, method), 0
 
-    def launch(*args):
+    def failing(*args):
         nonlocal count
         count += 1
         if count > LAUNCHES_BEFORE:
             fault()
         return original(*args)
 
-    return launch
+    return failing
 
 
 FAULTS = {
@@ -47,6 +47,7 @@ FAULTS = {
     "fail-loading": lambda: setattr(model_runner, "load_model", fail),
     "fail-launch": lambda: setattr(ModelRunner, "launch", later(fail)),
     "quit-launch": lambda: setattr(ModelRunner, "launch", later(quit_quietly)),
+    "fail-sampling": lambda: setattr(ModelRunner, "launch_sampling", later(fail, "launch_sampling")),
 }
 
 

@@ -9,7 +9,7 @@ from nanovllm.kernels import HAS_TRITON
 from nanovllm.layers.sampler import Sampler, best_of_shard_torch, pick_best_torch, sample_torch
 
 if HAS_TRITON:
-    from nanovllm.kernels.sampler import best_of_shard, pick_best
+    from nanovllm.kernels.shard_sampler import best_of_shard, pick_best
 
 BATCH, VOCAB_SIZE = 6, 1000
 
@@ -35,8 +35,9 @@ def use(name):
     return (best_of_shard, pick_best) if name == "kernels" else (best_of_shard_torch, pick_best_torch)
 
 
-@pytest.mark.parametrize("rows", [256, 1024])
-@pytest.mark.parametrize("name", ["twins", "kernels"])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("twins", 128), ("twins", 256), ("twins", 1024), ("kernels", 384), ("kernels", 1024)]
+)
 def test_shards_draw_what_the_whole_draws(inputs, name, rows):
     logits, *sampling = inputs
     reduce, pick = use(name)
@@ -46,6 +47,18 @@ def test_shards_draw_what_the_whole_draws(inputs, name, rows):
     assert tokens.tolist() == Sampler()(logits, *sampling).tolist()
     assert tokens[:4].tolist()[1:] == [70, 0, 0]
     assert tokens.tolist() == sample_torch(*(x.cpu() for x in inputs)).tolist()
+
+
+@pytest.mark.parametrize("name", ["twins", "kernels"])
+def test_shards_leave_out_what_the_whole_leaves_out(inputs, name):
+    logits, *sampling = inputs
+    reduce, pick = use(name)
+    # Of some rows few tokens are left, of one none, and of one all.
+    thresholds = torch.tensor([1.0, 60.0, -math.inf, -math.inf, 2.0, 4.5], device=logits.device)
+    shards = [(logits[:, first : first + 512], first) for first in range(0, VOCAB_SIZE, 512)]
+    tokens = pick(torch.stack([reduce(shard, *sampling, first, thresholds) for shard, first in shards]))
+    assert tokens.tolist() == Sampler()(logits, *sampling, thresholds).tolist()
+    assert tokens.tolist() == sample_torch(*(x.cpu() for x in (*inputs, thresholds))).tolist()
 
 
 @pytest.mark.parametrize("first", [0, 64, 896])
@@ -71,5 +84,6 @@ def test_a_rank_without_columns_never_wins(inputs):
             assert best.shape == (BATCH, 2)
             return torch.stack([best_of_shard_torch(logits, *sampling, 0), best])
 
-    tokens = Sampler(Pair(), first_column=1024)(logits[:, :0], *sampling)
-    assert tokens.tolist() == Sampler()(logits, *sampling).tolist()
+    for thresholds in (None, torch.full((BATCH,), -100.0, device=logits.device)):
+        tokens = Sampler(Pair(), first_column=1024)(logits[:, :0], *sampling, thresholds)
+        assert tokens.tolist() == Sampler()(logits, *sampling).tolist()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
 from nanovllm.engine.inputs import DecodeInputs, prefill_inputs
+from nanovllm.engine.prompt_logprobs import num_prompt_targets
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_messages import StepDecoder, StepEncoder
@@ -22,6 +23,12 @@ class Rank:
 
     def __init__(self, max_num_seqs: int, max_blocks: int):
         self.inputs = DecodeInputs(max_num_seqs, max_blocks, BLOCK_SIZE, CPU, None)
+
+    @staticmethod
+    def plan(seqs: list[Sequence], is_prefill: bool) -> list:
+        """All that decides which collectives the step has."""
+        targets = [max(0, num_prompt_targets(seq)) for seq in seqs] if is_prefill else []
+        return [*targets, all(seq.is_plain for seq in seqs), any(seq.is_constrained for seq in seqs)]
 
     def prepare(self, seqs: list[Sequence], is_prefill: bool) -> list:
         """All that the model would be given, as plain lists."""
@@ -49,10 +56,13 @@ class Engine:
         self.rng = np.random.default_rng(0)
         self.flying: list[Sequence] = []
         self.num_seqs = 0
+        self.num_scored: dict[int, int] = {}  # seq_id -> prompt tokens whose log-probabilities are on their way
 
-    def add(self, prompt: list[int], max_tokens: int, ignore_eos: bool = False) -> Sequence:
-        params = SamplingParams(0.5 + self.num_seqs, max_tokens, ignore_eos, seed=self.num_seqs)
-        seq = Sequence(self.num_seqs, prompt, params, BLOCK_SIZE)
+    def add(self, prompt: list[int], max_tokens: int, ignore_eos: bool = False, kind: int = 0) -> Sequence:
+        """kind: 0 plain, 1 with prompt_logprobs, 2 with a grammar."""
+        fields = {"prompt_logprobs": 1} if kind == 1 else {"top_k": 3} if kind == 2 else {}
+        params = SamplingParams(0.5 + self.num_seqs, max_tokens, ignore_eos, seed=self.num_seqs, **fields)
+        seq = Sequence(self.num_seqs, prompt, params, BLOCK_SIZE, grammar=object() if kind == 2 else None)
         self.num_seqs += 1
         self.scheduler.add(seq)
         return seq
@@ -72,6 +82,11 @@ class Engine:
                 rank.prepare(seqs, is_prefill) for rank, seqs in zip(self.ranks, (launched, copies), strict=True)
             )
             assert theirs == ours
+            assert Rank.plan(copies, is_prefill) == Rank.plan(launched, is_prefill)
+            assert not any(hasattr(seq, "params") for seq in copies)
+            if is_prefill:
+                for seq in launched:
+                    self.num_scored[seq.seq_id] = self.num_scored.get(seq.seq_id, 1) + max(0, num_prompt_targets(seq))
         if overlap:
             self.collect(tokens)
         self.scheduler.advance(launched)
@@ -79,6 +94,9 @@ class Engine:
         return message
 
     def collect(self, tokens: int) -> None:
+        for seq in self.flying:
+            if self.num_scored.get(seq.seq_id, 0) >= seq.num_prompt_tokens:
+                seq.needs_prompt_logits = False
         if self.flying:
             self.scheduler.collect(self.flying, self.rng.integers(0, tokens, len(self.flying)).tolist())
         self.flying = []
@@ -91,7 +109,7 @@ class Engine:
 
 actions = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.integers(0, 3), st.integers(1, 30), st.integers(1, 12)),
+        st.tuples(st.just("add"), st.integers(0, 3), st.integers(1, 30), st.integers(1, 12), st.integers(0, 2)),
         st.tuples(st.just("steps"), st.integers(1, 6), st.booleans()),
         st.tuples(st.just("abort"), st.integers(0, 40)),
         st.tuples(st.just("reset")),
@@ -114,8 +132,8 @@ def test_workers_prepare_what_rank_0_prepares(actions, num_blocks, max_num_seqs,
     heads = [[10 * head + i % 7 + 1 for i in range(30)] for head in range(4)]
     for name, *args in actions:
         if name == "add":
-            head, length, max_tokens = args
-            engine.add([*heads[head][:length], 100 + length], max_tokens)
+            head, length, max_tokens, kind = args
+            engine.add([*heads[head][:length], 100 + length], max_tokens, kind=kind)
         elif name == "steps":
             for _ in range(args[0]):
                 engine.step(overlap=args[1])

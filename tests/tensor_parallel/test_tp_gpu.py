@@ -10,7 +10,7 @@ import torch
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
 from test_gpu import DEMO_MODEL, DEMO_PROMPTS, needs_demo_model
 
-from nanovllm import LLM, SamplingParams, WorkerError
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams, WorkerError
 from nanovllm.models.presets import preset_config
 
 NUM_GPUS = torch.cuda.device_count()
@@ -43,6 +43,41 @@ def test_tokens_in_float32(shared, eager):
         agreeing = sum(a == b for a, b in zip(complete(llm, prompts, params), drawn, strict=True))
         assert agreeing >= len(prompts) - 1
         assert_idle(llm)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_sampling_is_that_of_one_gpu(tmp_path, eager):
+    """Graphs that end at gathered logits, prompts' logits in pieces, and tokens that only rank 0 draws."""
+    path = make_checkpoint(tmp_path, head_dim=64, tokenizer=True)
+    settings = [
+        {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        {"temperature": 0.0, "repetition_penalty": 1.8, "logprobs": 3, "prompt_logprobs": 1},
+        {"presence_penalty": 1.5, "frequency_penalty": 1.0, "top_p": 0.9},
+        {},
+        {"min_p": 0.2, "temperature": 1.3, "min_tokens": 9, "stop_token_ids": tuple(range(0, 320, 3)), "n": 2},
+        {"structured_outputs": StructuredOutputsParams(regex="[a-z ]{12,40}"), "logprobs": 0},
+    ]
+    params = [SamplingParams(max_tokens=14 + 4 * i, seed=i, ignore_eos=True, **each) for i, each in enumerate(settings)]
+    prompts = [random_prompt(length, seed=length) for length in (20, 300, 16, 31, 64, 7)]
+    options = GPU | {"dtype": "float32", "enforce_eager": eager, "skip_tokenizer_init": False, "max_num_seqs": 8}
+    outputs = []
+    for size in (1, 2):
+        with make_llm(path, tensor_parallel_size=size, **options) as llm:
+            runs = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
+            runs.append(llm.generate(prompts[:1], params[:1], use_tqdm=False))
+            assert complete(llm, prompts, greedy(8)) == complete(llm, prompts, greedy(8))
+            assert_idle(llm)
+            outputs.append([output for run in runs for output in run])
+    # A choice within rounding may differ, and then what follows it does.
+    pairs = list(zip(*outputs, strict=True))
+    assert sum(a["token_ids"] == b["token_ids"] for a, b in pairs) >= len(pairs) - 2
+    for a, b in pairs:
+        if a["logprobs"] is not None and a["token_ids"] == b["token_ids"]:
+            values = [[next(iter(each.values())) for each in output["logprobs"]] for output in (a, b)]
+            torch.testing.assert_close(*map(torch.tensor, values), rtol=1e-3, atol=1e-3)
+        if a["prompt_logprobs"] is not None:
+            values = [[next(iter(each.values())) for each in output["prompt_logprobs"][1:]] for output in (a, b)]
+            torch.testing.assert_close(*map(torch.tensor, values), rtol=1e-3, atol=1e-3)
 
 
 @needs_demo_model

@@ -10,7 +10,7 @@ import faulty_workers
 import pytest
 from checkpoints import Reference, complete, edit_tensors, greedy, make_checkpoint, make_llm
 
-from nanovllm import WorkerError
+from nanovllm import SamplingParams, StructuredOutputsParams, WorkerError
 from nanovllm.engine import workers as workers_module
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.workers import Workers
@@ -20,7 +20,7 @@ PROMPTS = [[1, 2, 3], [4, 5], [6] * 20]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("failures"))
+    return make_checkpoint(tmp_path_factory.mktemp("failures"), tokenizer=True)
 
 
 @pytest.fixture
@@ -97,14 +97,19 @@ def test_a_worker_killed_between_two_batches(path, started):
         ),
         ("fail-launch", r"(?s)rank 1 of 2 .* failed:.*Traceback.*in fail\n.*OnPurposeError: a worker fails"),
         ("quit-launch", "rank 1 of 2 .* ended with exit code 3"),
+        ("fail-sampling", r"(?s)rank 1 of 2 .* failed:.*Traceback.*in fail\n.*OnPurposeError: a worker fails"),
     ],
 )
 def test_faults(path, started, monkeypatch, capfd, fault, message):
     monkeypatch.setattr(workers_module, "worker_main", faulty_workers.faulty_main)
     monkeypatch.setenv(faulty_workers.KIND, fault)
     monkeypatch.setenv(faulty_workers.RANK, "1")
+    params, options = greedy(100), {"tensor_parallel_size": 2}
+    if fault == "fail-sampling":
+        params = SamplingParams(max_tokens=100, structured_outputs=StructuredOutputsParams(regex="[a-z]{100}"))
+        options["skip_tokenizer_init"] = False
     with pytest.raises(WorkerError, match=message):
-        make_llm(path, tensor_parallel_size=2).generate(PROMPTS, greedy(100), use_tqdm=False)
+        make_llm(path, **options).generate(PROMPTS, params, use_tqdm=False)
     assert_gone(started[0])
     assert capfd.readouterr().err == "", "the exception says it all"
 

@@ -1,0 +1,148 @@
+"""LogitSteps: steps whose tokens take more than temperature and seed: the logits first, then the draw from them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.config import Config
+from nanovllm.engine.cuda_graphs import DecodeGraphs
+from nanovllm.engine.inputs import DecodeInputs, SampledTokens, prefill_inputs
+from nanovllm.engine.prompt_logprobs import num_prompt_targets, prompt_logprobs
+from nanovllm.engine.sampling_pipeline import Forward, SamplingPipeline
+from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.context import Context, step_context
+from nanovllm.utils.parallel import TensorParallel
+
+_IS_PLAIN = attrgetter("is_plain")
+
+
+def needs_logits(seqs: list[Sequence]) -> bool:
+    """Whether a step of these is one of LogitSteps'. All ranks find the same."""
+    return not all(map(_IS_PLAIN, seqs))
+
+
+class LogitSteps:
+    """Runs such steps in two halves, `forward` and `sample`, between which rank 0 may do what it likes.
+
+    With several ranks all run the model and gather its logits, rank 0 alone knows what the requests ask for and draws
+    the tokens, and it sends these to the others, for their next step.
+
+    Attributes:
+        pipeline: rank 0's, which draws; None before the first step.
+        graphs: decode graphs that end at the logits, captured as they are needed; None before.
+        logits: rank 0's, [largest batch of a graph, vocab_size]: where they end.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        tp: TensorParallel,
+        inputs: DecodeInputs,
+        plain_graphs: DecodeGraphs | None,
+        check: Callable[[], None] | None,
+    ):
+        """plain_graphs: the runner's, whose sizes and memory these graphs share. check: as for SampledTokens."""
+        self.pipeline: SamplingPipeline | None = None
+        self.graphs: DecodeGraphs | None = None
+        self.logits: Tensor | None = None
+        self._config = config
+        self._model = model
+        self._tp = tp
+        self._inputs = inputs
+        self._plain_graphs = plain_graphs
+        self._check = check
+        self._num_seqs = 0  # of the step whose tokens are to be drawn
+
+    @property
+    def _draws(self) -> bool:
+        return self._tp.rank == 0
+
+    # -- the first half ------------------------------------------------------------------------------------------
+
+    def forward(self, seqs: list[Sequence], is_prefill: bool) -> Forward | None:
+        """Model and head, and what prompts were asked for. None on a rank that does not draw."""
+        self._num_seqs = len(seqs)
+        return self._prefill(seqs) if is_prefill else self._decode(seqs)
+
+    def _prefill(self, seqs: list[Sequence]) -> Forward | None:
+        inputs, context = prefill_inputs(seqs, self._config.kvcache_block_size, self._inputs.sampled.device)
+        input_ids, positions, *sampling = inputs
+        prompts, last_tokens = None, context.last_tokens
+        if any(num_prompt_targets(seq) > 0 for seq in seqs):
+            hidden_states = self._hidden_states(input_ids, positions, replace(context, last_tokens=None))
+            prompts = prompt_logprobs(seqs, hidden_states, self._full_logits, self._draws)
+            hidden_states = hidden_states[last_tokens]
+        else:
+            hidden_states = self._hidden_states(input_ids, positions, context)
+        logits = self._full_logits(hidden_states)
+        return Forward(seqs, True, logits, *sampling, prompts=prompts) if self._draws else None
+
+    def _decode(self, seqs: list[Sequence]) -> Forward | None:
+        n, inputs = len(seqs), self._inputs
+        if self._plain_graphs is not None and n <= self._plain_graphs.max_batch_size:
+            batch_size = self._plain_graphs.padded(n)
+            self._capture(batch_size)
+            inputs.write(seqs, batch_size)
+            self.graphs.replay(batch_size)
+            logits = self.logits
+        else:
+            inputs.write(seqs, n)
+            logits = self._decode_logits(n)
+        if not self._draws:
+            return None
+        rows = {name: inputs.rows[name][:n] for name in ("temperatures", "seeds", "positions", "token_source")}
+        fed_tokens = inputs.tokens[rows.pop("token_source")]
+        return Forward(seqs, False, logits[:n], **rows, fed_tokens=fed_tokens)
+
+    def _decode_logits(self, batch_size: int) -> Tensor:
+        """Of the first rows of the inputs: [batch_size, vocab_size]."""
+        rows = self._inputs.rows
+        input_ids = self._inputs.tokens[rows["token_source"][:batch_size]]
+        context = self._inputs.context(batch_size)
+        return self._full_logits(self._hidden_states(input_ids, rows["positions"][:batch_size], context))
+
+    def _hidden_states(self, input_ids: Tensor, positions: Tensor, context: Context) -> Tensor:
+        with step_context(context):
+            return self._model(input_ids, positions)
+
+    def _full_logits(self, hidden_states: Tensor) -> Tensor:
+        return self._model.gather_logits(self._model.compute_logits(hidden_states))
+
+    def _capture(self, batch_size: int) -> None:
+        """Have a graph of this size that ends at the logits. Captured when it is first needed, because a batch may
+        well never need any; in the other graphs' memory, as a step runs one or the other. All ranks come here at the
+        same step, and so capture its collectives together."""
+        if self.graphs is None:
+            plain, vocab_size = self._plain_graphs, self._config.hf_config.vocab_size
+            device = self._inputs.sampled.device
+            if self._draws:
+                self.logits = torch.empty(plain.max_batch_size, vocab_size, dtype=self._config.dtype, device=device)
+            prepare = partial(self._inputs.write, [])
+            self.graphs = DecodeGraphs(self._store_logits, prepare, plain.sizes, device, plain.pool)
+        self.graphs.capture(batch_size)
+
+    def _store_logits(self, batch_size: int) -> None:
+        logits = self._decode_logits(batch_size)
+        if self._draws:
+            self.logits[:batch_size] = logits
+
+    # -- the second half -----------------------------------------------------------------------------------------
+
+    def sample(self, forward: Forward | None) -> SampledTokens | None:
+        """Draw the tokens of the last `forward`, or on another rank get them: into the inputs' `sampled` on all."""
+        sampled = self._inputs.sampled[: self._num_seqs]
+        if not self._draws:
+            self._tp.broadcast(sampled)
+            return None
+        if self.pipeline is None:
+            config, vocab_size = self._config, self._config.hf_config.vocab_size
+            self.pipeline = SamplingPipeline(vocab_size, config.max_num_seqs, config.eos, sampled.device)
+        tokens, logprobs = self.pipeline.draw(forward)
+        sampled.copy_(tokens)
+        self._tp.broadcast(sampled)
+        return SampledTokens(tokens, logprobs, self._check)

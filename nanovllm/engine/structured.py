@@ -1,0 +1,129 @@
+"""Structured outputs: which tokens a JSON schema, a regular expression or a list of choices allows next."""
+
+import json
+import logging
+from collections.abc import Iterable
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from nanovllm.layers.token_masks import WORD_BITS
+from nanovllm.sampling_params import StructuredOutputsParams
+
+logger = logging.getLogger(__name__)
+
+# What may stand between two parts of JSON. Bounded, because a model that has begun to draw blanks may never stop.
+_JSON_WHITESPACE = r" |\n[ \t]{0,32}"
+_MAX_COMPILED = 256  # forms that are kept ready; a schema takes up to some 100 ms to compile
+
+
+class Grammars:
+    """Compiles forms for one tokenizer. The work is llguidance's, which is imported here and nowhere else."""
+
+    def __init__(self, tokenizer, vocab_size: int, eos: Iterable[int]):
+        """
+        Args:
+            tokenizer: a fast transformers tokenizer.
+            vocab_size: the model's, which may be larger than the tokenizer's.
+            eos: end-of-sequence token ids, one at least: what may follow a complete form.
+
+        Raises:
+            ImportError: llguidance is not installed.
+            ValueError: a tokenizer that it cannot read, or no end-of-sequence token.
+        """
+        try:
+            import llguidance
+            import llguidance.hf
+        except ImportError as error:
+            raise ImportError(
+                f"structured_outputs need llguidance ({error}): pip install nanovllm[structured]"
+            ) from error
+        eos = sorted(token for token in eos if token < vocab_size)
+        if not eos:
+            raise ValueError("structured_outputs: the model has no end-of-sequence token that would end them: set eos")
+        self._llguidance = llguidance
+        try:
+            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos)
+        except Exception as error:
+            raise ValueError(f"structured_outputs: llguidance cannot use this tokenizer: {error}") from error
+        self._compiled = lru_cache(_MAX_COMPILED)(self._compile)
+
+    def start(self, form: StructuredOutputsParams) -> "Grammar":
+        """The form's grammar before its first token. Raises ValueError where it cannot be enforced."""
+        return Grammar(self, self._compiled(form))
+
+    def _compile(self, form: StructuredOutputsParams):
+        matcher_class = self._llguidance.LLMatcher
+        if form.json is not None:
+            options = {"whitespace_pattern": _JSON_WHITESPACE}
+            what, source = "json", matcher_class.grammar_from_json_schema(form.json, defaults=options)
+        elif form.regex is not None:
+            what, source = "regex", matcher_class.grammar_from_regex(form.regex)
+        else:
+            # A string of a Lark grammar is written as one of JSON.
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice)
+            what, source = "choice", matcher_class.grammar_from_lark(f"start: {texts}")
+        matcher = matcher_class(self._tokenizer, source, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"{what}={getattr(form, what)!r}: cannot be enforced: {matcher.get_error().strip()}")
+        return matcher
+
+    @cached_property
+    def executor(self):
+        """Computes several masks in parallel."""
+        return self._llguidance.LLExecutor()
+
+
+class Grammar:
+    """A form that a completion follows, and how far it has got."""
+
+    def __init__(self, grammars: Grammars, compiled):
+        """compiled: llguidance's matcher before its first token, which others start from as well."""
+        self.grammars = grammars
+        self._compiled = compiled
+        self._num_tokens = 0
+
+    def fresh(self) -> "Grammar":
+        """The same before its first token."""
+        return Grammar(self.grammars, self._compiled)
+
+    @cached_property
+    def matcher(self):
+        """Its own state, made when its sequence runs: thousands may be waiting."""
+        return self._compiled.deep_copy()
+
+    def advance(self, token_ids: Iterable[int], num_tokens: int) -> None:
+        """Follow the completion, num_tokens of it so far, by its newest tokens: token_ids[-1] is its last."""
+        new = num_tokens - self._num_tokens
+        if new <= 0:
+            return
+        self._num_tokens = num_tokens
+        was_error = self.matcher.is_error()
+        if not self.matcher.consume_tokens(list(token_ids[-new:])) and not was_error:
+            # From here on it allows an end-of-sequence token alone.
+            logger.warning("a structured output ends early: %s", self.matcher.get_error().splitlines()[0])
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """int32 words of one bitmask."""
+    return -(-vocab_size // WORD_BITS)
+
+
+def fill_masks(grammars: list[Grammar], bitmask: np.ndarray) -> None:
+    """Write the tokens that each grammar allows next. bitmask: int32 [grammars, num_mask_words]."""
+    if len(grammars) == 1:
+        grammars[0].matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
+    elif grammars:
+        work = [(grammar.matcher, i) for i, grammar in enumerate(grammars)]
+        grammars[0].grammars.executor.unsafe_compute_mask_ptr(
+            work, bitmask.ctypes.data, bitmask.strides[0], len(bitmask)
+        )
+
+
+def forbid(mask: np.ndarray, tokens: Iterable[int]) -> None:
+    """Take tokens out of one mask, int32 [num_mask_words], unless nothing would be left."""
+    before, words = mask.copy(), mask.view(np.uint32)
+    for token in tokens:
+        words[token // WORD_BITS] &= np.uint32(~(1 << token % WORD_BITS) & 0xFFFFFFFF)
+    if not mask.any():
+        mask[:] = before

@@ -1,0 +1,87 @@
+"""The draw of `kernels.sampler` in two halves: each rank's best in its shard of the vocabulary, and their best."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.sampler import check_logits, race_splits
+
+_NO_COLUMN = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _combine_shard_kernel(best_scores, best_columns, best, num_splits, first_column, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, BLOCK)
+    mask = split < num_splits
+    score = tl.load(best_scores + row * num_splits + split, mask=mask, other=float("-inf"))
+    column = tl.load(best_columns + row * num_splits + split, mask=mask, other=_NO_COLUMN)
+    highest = tl.max(score, axis=0)
+    winner = tl.min(tl.where(score == highest, column, _NO_COLUMN), axis=0)
+    tl.store(best + row * 2, highest.to(tl.int32, bitcast=True))
+    tl.store(best + row * 2 + 1, winner + first_column)
+
+
+@triton.jit
+def _pick_kernel(candidates, tokens, num_shards, batch, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    shard = tl.arange(0, BLOCK)
+    mask = shard < num_shards
+    bits = tl.load(candidates + (shard * batch + row) * 2, mask=mask, other=0)
+    score = tl.where(mask, bits.to(tl.float32, bitcast=True), float("-inf"))
+    column = tl.load(candidates + (shard * batch + row) * 2 + 1, mask=mask, other=_NO_COLUMN)
+    winner = tl.min(tl.where(score == tl.max(score, axis=0), column, _NO_COLUMN), axis=0)
+    tl.store(tokens + row, winner.to(tl.int64))
+
+
+def best_of_shard(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    first_column: int,
+    thresholds: Tensor | None = None,
+) -> Tensor:
+    """The first half of `sample` over some of the vocabulary's columns: what each row's winner among them scores.
+
+    Args:
+        logits: `[batch, columns > 0]`, as for `sample`.
+        temperatures, seeds, positions: as for `sample`.
+        first_column: the first of the columns in the whole vocabulary, a multiple of 4.
+        thresholds: as for `sample`.
+
+    Returns:
+        int32 `[batch, 2]`: the bits of the float32 score, and the winner's column in the whole vocabulary.
+
+    Raises:
+        ValueError: as `sample`.
+    """
+    batch = check_logits(logits)
+    best = torch.empty(batch, 2, dtype=torch.int32, device=logits.device)
+    if batch == 0:
+        return best
+    scores, columns = race_splits(logits, temperatures, seeds, positions, thresholds, first_column)
+    num_splits = scores.shape[1]
+    block = triton.next_power_of_2(num_splits)
+    launcher(_combine_shard_kernel, (batch,))(scores, columns, best, num_splits, first_column, BLOCK=block, num_warps=1)
+    return best
+
+
+def pick_best(candidates: Tensor) -> Tensor:
+    """The second half: each row's winner.
+
+    Args:
+        candidates: int32 `[shards, batch, 2]`, contiguous, in the order of columns: what `best_of_shard` returned for
+            each shard of the vocabulary.
+
+    Returns:
+        int64 `[batch]`; the lowest column on a tie.
+    """
+    num_shards, batch, _ = candidates.shape
+    tokens = torch.empty(batch, dtype=torch.int64, device=candidates.device)
+    if batch:
+        block = triton.next_power_of_2(num_shards)
+        launcher(_pick_kernel, (batch,))(candidates, tokens, num_shards, batch, BLOCK=block, num_warps=1)
+    return tokens

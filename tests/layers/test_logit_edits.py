@@ -1,0 +1,100 @@
+"""Penalties, bit masks and log-probabilities on rows of logits, by themselves."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from nanovllm.engine.token_counts import TokenCounts
+from nanovllm.layers import logprobs
+from nanovllm.layers.logprobs import token_logprobs
+from nanovllm.layers.penalties import IN_PROMPT, apply_penalties
+from nanovllm.layers.token_masks import apply_bitmask
+
+VOCAB = 23
+tokens_of = st.lists(st.integers(0, VOCAB - 1), max_size=12)
+
+
+@given(
+    st.lists(
+        st.tuples(tokens_of, tokens_of, st.floats(-2, 2), st.floats(-2, 2), st.floats(0.1, 3)), min_size=1, max_size=4
+    ),
+    st.integers(0, 2**31),
+)
+@settings(max_examples=60, deadline=None)
+def test_penalties(requests, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(requests) + 1, VOCAB, generator=generator) * 3
+    order = torch.randperm(len(requests) + 1, generator=generator)[: len(requests)]
+    expected = logits.clone()
+    state = torch.zeros(len(requests), VOCAB, dtype=torch.int32)
+    for i, (prompt, completion, presence, frequency, repetition) in enumerate(requests):
+        row = expected[order[i]].unsqueeze(0)
+        if prompt or completion:
+            row = RepetitionPenaltyLogitsProcessor(repetition)(torch.tensor([prompt + completion]), row)
+        for token in set(completion):
+            row[0, token] -= presence + frequency * completion.count(token)
+            state[i, token] = completion.count(token)
+        state[i, list(set(prompt))] += IN_PROMPT
+        expected[order[i]] = row[0]
+    strengths = torch.tensor([request[2:] for request in requests]).T
+    apply_penalties(logits, order, state, torch.arange(len(requests)), *strengths)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 100])
+def test_bitmask(vocab_size, monkeypatch):
+    monkeypatch.setattr(logprobs, "_MAX_ELEMENTS", 2 * vocab_size)  # several pieces
+    logits = torch.randn(7, vocab_size)
+    before = logits.clone()
+    rows = torch.tensor([5, 0, 3, 1, 6])
+    bitmask = torch.randint(-(2**31), 2**31, (5, -(-vocab_size // 32)), dtype=torch.int32)
+    apply_bitmask(logits, rows, bitmask)
+    for row, mask in zip(rows.tolist(), bitmask, strict=True):
+        for token in range(vocab_size):
+            allowed = mask[token // 32].item() >> token % 32 & 1
+            assert logits[row, token] == (before[row, token] if allowed else -math.inf)
+    assert torch.equal(logits[[2, 4]], before[[2, 4]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_top", [0, 1, 5, 40])
+def test_token_logprobs(dtype, num_top, monkeypatch):
+    monkeypatch.setattr(logprobs, "_MAX_ELEMENTS", 2 * VOCAB)
+    logits = (torch.randn(7, VOCAB) * 3).to(dtype)
+    logits[2, 3:] = -math.inf
+    tokens = torch.randint(3, (7,))
+    ids, values = token_logprobs(logits, tokens, num_top)
+    expected = logits.float().log_softmax(-1)
+    assert ids.shape == values.shape == (7, 1 + min(num_top, VOCAB))
+    assert torch.equal(ids[:, 0], tokens)
+    torch.testing.assert_close(values, expected.gather(1, ids))
+    torch.testing.assert_close(values[:, 1:], expected.topk(min(num_top, VOCAB)).values)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True), min_size=1, max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_token_counts_hold_what_their_owners_hold(steps):
+    """Owners come and go, at most four a step; each draws a token in every step that it is in."""
+    counts = TokenCounts(VOCAB, 4, torch.device("cpu"))
+    tokens: dict[int, list[int]] = {}
+    for step, owners in enumerate(steps):
+        for owner in owners:
+            tokens.setdefault(owner, [owner, owner + 1]).append((owner * 7 + step) % VOCAB)
+        rows, is_current = counts.assign({owner: len(tokens[owner]) for owner in owners})
+        assert len(set(rows)) == len(owners)
+        for owner, row, current in zip(owners, rows, is_current, strict=True):
+            if current:
+                counts.advance(torch.tensor([row]), torch.tensor([tokens[owner][-1]]))
+            else:
+                at = torch.tensor(tokens[owner]) + row * VOCAB
+                counts.write(torch.tensor([row]), at[:2], at[2:])
+            expected = torch.bincount(torch.tensor(tokens[owner][2:]), minlength=VOCAB).int()
+            expected[tokens[owner][:2]] += IN_PROMPT
+            assert torch.equal(counts.state[row], expected)
+        if step and set(owners) <= set(steps[step - 1]):
+            assert all(is_current)
+    assert len(counts.state) <= 4

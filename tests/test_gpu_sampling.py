@@ -1,0 +1,189 @@
+"""Sampling on a CUDA device: what a CPU draws from the same logits, with CUDA graphs and without."""
+
+import gc
+import itertools
+
+import pytest
+import torch
+from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
+from sampling_reference import complete_alone, completions, run
+
+from nanovllm import SamplingParams, StructuredOutputsParams
+from nanovllm.engine.sampling_pipeline import Forward, SamplingPipeline
+from nanovllm.engine.sequence import Sequence
+
+pytestmark = pytest.mark.gpu
+
+SETTINGS = [
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    {"repetition_penalty": 1.8, "temperature": 0.0, "logprobs": 3},
+    {"presence_penalty": 1.5, "frequency_penalty": 1.0, "top_p": 0.9},
+    {},
+    {"frequency_penalty": 2.0, "temperature": 0.0},
+    {"min_p": 0.2, "repetition_penalty": 0.7, "temperature": 1.3, "logprobs": 0},
+    {"min_tokens": 9, "stop_token_ids": tuple(range(0, 320, 3)), "top_k": 50},
+]
+
+
+# -- the pipeline alone ------------------------------------------------------------------------------------------
+
+
+def decoding(seq_id: int, params: SamplingParams, vocab_size: int) -> Sequence:
+    """A sequence before a decode step."""
+    prompt = random_prompt(40, seed=seq_id, vocab_size=vocab_size)
+    seq = Sequence(seq_id, prompt, params)
+    for token in random_prompt(20, seed=-seq_id, vocab_size=50):
+        seq.append_token(token)
+    seq.is_prefilling = False
+    seq.num_cached_tokens, seq.num_scheduled_tokens = seq.num_tokens - 1, 1
+    return seq
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1001, 151_936])
+def test_pipeline_equals_its_twin(vocab_size, dtype):
+    fields = [each for each in SETTINGS if "stop_token_ids" not in each] * 4
+    params = [SamplingParams(seed=i, **each) for i, each in enumerate(fields)]
+    generator = torch.Generator().manual_seed(0)
+    pipelines = {name: SamplingPipeline(vocab_size, 32, (5, 7), torch.device(name)) for name in ("cpu", "cuda")}
+    seqs = [decoding(i + 1, each, vocab_size) for i, each in enumerate(params)]
+    for step in range(4):
+        logits = (torch.randn(len(seqs), vocab_size, generator=generator) * 3).to(dtype)
+        logits[:, :50] += 4  # What the completions hold is what they are likely to draw again.
+        rows = [
+            torch.tensor([seq.temperature for seq in seqs]),
+            torch.tensor([seq.seed for seq in seqs]),
+            torch.tensor([seq.num_tokens for seq in seqs]),
+            torch.tensor([seq.last_token for seq in seqs]),
+        ]
+        drawn, reported = {}, {}
+        for name, pipeline in pipelines.items():
+            # The second half comes from the states that the device has kept: rows are not written anew.
+            forward = Forward(seqs, False, logits.to(name), *(row.to(name) for row in rows))
+            tokens, reported[name] = pipeline.draw(forward)
+            drawn[name] = tokens.tolist()
+        # A choice in a thousand lies within rounding.
+        assert sum(a == b for a, b in zip(drawn["cpu"], drawn["cuda"], strict=True)) >= len(seqs) - 1
+        found, expected = reported["cuda"].sampled, reported["cpu"].sampled
+        assert found.owners == expected.owners
+        torch.testing.assert_close(found.values[:, 1:].cpu(), expected.values[:, 1:], rtol=1e-4, atol=1e-4)
+        for seq, token in zip(seqs, drawn["cpu"], strict=True):
+            seq.append_token(token)
+            seq.num_cached_tokens += 1
+        if step == 1:
+            seqs = seqs[::-1]
+
+
+# -- the whole engine --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    path = make_checkpoint(tmp_path_factory.mktemp("gpu-sampling"), head_dim=64, tokenizer=True)
+    return path, Reference(path)
+
+
+@pytest.fixture(scope="module")
+def requests(base):
+    """(prompts, params, completions) that no rounding decides. They end one after the other, so that a batch passes
+    through many sizes."""
+    found = []
+    for i, (fields, length) in enumerate(zip(SETTINGS, (20, 45, 16, 31, 64, 7, 28), strict=True)):
+        params = SamplingParams(max_tokens=14 + 4 * i, ignore_eos=True, seed=2**40 + i, **fields)
+        for seed in itertools.count(length):
+            prompt = random_prompt(length, seed=seed)
+            completion = complete_alone(base[1], prompt, params)
+            if completion is not None:
+                break
+        found.append((prompt, params, completion))
+    return [list(each) for each in zip(*found, strict=True)]
+
+
+def gpu_llm(path, **options):
+    defaults = {"device": "cuda", "dtype": "float32", "attention_backend": "triton", "max_num_seqs": 8}
+    return make_llm(path, **defaults | options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap_steps": False},
+        {"enforce_eager": True},
+        {"num_kvcache_blocks": 8, "max_num_batched_tokens": 24},
+        {"num_kvcache_blocks": 8, "enforce_eager": True},
+    ],
+    ids=["graphs", "graphs-one-by-one", "eager", "graphs-preempted-chunked", "eager-preempted"],
+)
+def test_tokens_with_graphs_and_without(base, requests, options):
+    prompts, params, expected = requests
+    with gpu_llm(base[0], **options) as llm:
+        for _ in range(2):
+            assert complete(llm, prompts, params) == expected
+            assert complete(llm, prompts[::-1], params[::-1]) == expected[::-1]
+            assert_idle(llm)
+        assert ("num_kvcache_blocks" in options) == (llm.scheduler.num_preemptions > 0)
+
+
+def test_a_plain_batch_captures_nothing_more(base, requests):
+    prompts, params, expected = requests
+    plain = base[1].draw_prompts((12, 40, 5), 12)
+    with gpu_llm(base[0]) as llm:
+        steps = llm.model_runner.logit_steps
+        assert complete(llm, plain, greedy(12)) == base[1].greedy(plain, 12)
+        assert steps.pipeline is steps.graphs is steps.logits is None
+        assert complete(llm, prompts[:1], params[:1]) == expected[:1]
+        assert list(steps.graphs._graphs) == [1]
+        # Beside others, and alone again: the graphs share their memory.
+        assert complete(llm, [*plain, *prompts], [greedy(12)] * 3 + params)[3:] == expected
+        assert complete(llm, plain, greedy(12)) == base[1].greedy(plain, 12)
+
+
+@pytest.mark.parametrize("chunk", [24, 2048])
+def test_logprobs_are_those_of_a_cpu(base, chunk):
+    prompts = [random_prompt(length, seed=length) for length in (1, 40, 200)]
+    params = [greedy(8, logprobs=4, prompt_logprobs=2) for _ in prompts]
+    with make_llm(base[0]) as llm:
+        expected = run(llm, prompts, params)
+    with gpu_llm(base[0], max_num_batched_tokens=chunk) as llm:
+        found = run(llm, prompts, params)
+        assert_idle(llm)
+    for gpu, cpu in zip(found, expected, strict=True):
+        entries = [*gpu.prompt_logprobs[1:], *gpu.logprobs], [*cpu.prompt_logprobs[1:], *cpu.logprobs]
+        for a, b in zip(*entries, strict=True):
+            assert next(iter(a)) == next(iter(b))
+            values = list(a.values()), list(b.values())
+            torch.testing.assert_close(*map(torch.tensor, values), rtol=1e-3, atol=1e-3)
+
+
+def test_structured_outputs_are_those_of_a_cpu(base):
+    forms = [
+        StructuredOutputsParams(choice=["red", "green", "dark red"]),
+        StructuredOutputsParams(regex="[a-z ]{20,40}"),
+        StructuredOutputsParams(json={"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 3, "maxItems": 3}),
+    ]
+    params = [SamplingParams(0.8, 60, seed=i, structured_outputs=form) for i, form in enumerate(forms)]
+    params.append(SamplingParams(0.7, 20, seed=9, top_p=0.9, ignore_eos=True))
+    prompts = [random_prompt(10 + i, seed=i) for i in range(4)]
+    with make_llm(base[0], skip_tokenizer_init=False) as llm:
+        expected = completions(run(llm, prompts, params))
+    for eager, overlap in ((False, True), (False, False), (True, True)):
+        options = {"enforce_eager": eager, "overlap_steps": overlap, "skip_tokenizer_init": False}
+        with gpu_llm(base[0], **options) as llm:
+            assert completions(run(llm, prompts, params)) == expected
+            assert_idle(llm)
+
+
+def test_memory_is_given_back(base, requests):
+    prompts, params, expected = requests
+
+    def allocated() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    before = allocated()
+    llm = gpu_llm(base[0])
+    assert complete(llm, prompts, params) == expected
+    llm.exit()
+    assert allocated() <= before + 2**20

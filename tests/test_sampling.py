@@ -1,0 +1,254 @@
+"""What a request asks of its sampling, through the whole engine, held to transformers one token at a time."""
+
+import itertools
+
+import pytest
+import torch
+from checkpoints import (
+    VOCAB_SIZE,
+    Reference,
+    assert_idle,
+    complete,
+    edit_json,
+    greedy,
+    make_checkpoint,
+    make_llm,
+    random_prompt,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sampling_reference import complete_alone, run
+
+from nanovllm import SamplingParams
+
+# One token in sixteen ends a sequence.
+EOS = tuple(range(3, VOCAB_SIZE, 16))
+PROMPTS = [random_prompt(length, seed=length) for length in (5, 33, 16, 40, 1, 64)]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """(checkpoint, Reference)."""
+    path = make_checkpoint(tmp_path_factory.mktemp("sampling"))
+    return path, Reference(path)
+
+
+@pytest.fixture(scope="module")
+def engines(base):
+    """Engines that serve the same requests in different ways: {overlap_steps: LLM}."""
+    with make_llm(base[0], eos=EOS) as llm, make_llm(base[0], eos=EOS, overlap_steps=False) as one_by_one:
+        yield {True: llm, False: one_by_one}
+
+
+params_of_any_kind = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.0, 0.3, 0.7, 1.0, 2.0]),
+    max_tokens=st.integers(4, 12),
+    ignore_eos=st.booleans(),
+    seed=st.integers(0, 2**63 - 1),
+    top_k=st.sampled_from([0, 0, 1, 3, 20, 400]),
+    top_p=st.sampled_from([1.0, 1.0, 0.3, 0.9, 0.95]),
+    min_p=st.sampled_from([0.0, 0.0, 0.0, 0.05, 0.5]),
+    min_tokens=st.sampled_from([0, 0, 2, 4]),
+    stop_token_ids=st.sampled_from([(), (), tuple(range(0, VOCAB_SIZE, 8)), (VOCAB_SIZE - 1,)]),
+    presence_penalty=st.sampled_from([0.0, 0.0, -1.5, 1.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, -0.7, 2.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 0.6, 1.3]),
+    logprobs=st.sampled_from([None, None, 0, 3]),
+)
+
+
+@given(st.lists(params_of_any_kind, min_size=1, max_size=6), st.booleans())
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_mixture_of_settings(base, engines, params, overlap):
+    reference = base[1]
+    prompts = PROMPTS[: len(params)]
+    seqs = run(engines[overlap], prompts, params)
+    for seq, prompt, each in zip(seqs, prompts, params, strict=True):
+        expected = complete_alone(reference, prompt, each, EOS)
+        if expected is not None:
+            assert seq.completion_token_ids == expected
+    assert_idle(engines[overlap])
+
+
+# Each of them is one that a plain draw would notice.
+SETTINGS = [
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    {"repetition_penalty": 1.8, "temperature": 0.0},
+    {"presence_penalty": 1.5, "frequency_penalty": 1.0, "top_p": 0.9},
+    {},
+    {"frequency_penalty": 2.0, "temperature": 0.0},
+    {"min_p": 0.2, "repetition_penalty": 0.7, "temperature": 1.3},
+]
+FIXED = [SamplingParams(max_tokens=30, ignore_eos=True, seed=2**40 + i, **each) for i, each in enumerate(SETTINGS)]
+
+
+@pytest.fixture(scope="module")
+def alone(base):
+    """Prompts and completions of FIXED. The prompts are such that no rounding decides."""
+    found = []
+    for params, length in zip(FIXED, (20, 45, 16, 31, 64, 7), strict=True):
+        seeds = itertools.count(length)
+        while True:
+            prompt = random_prompt(length, seed=next(seeds))
+            completion = complete_alone(base[1], prompt, params)
+            if completion is not None:
+                break
+        found.append((prompt, completion))
+    return [list(each) for each in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "one-by-one"])
+@pytest.mark.parametrize(
+    ("options", "preempts"),
+    [
+        ({}, False),
+        ({"max_num_seqs": 3}, False),
+        ({"max_num_batched_tokens": 24}, False),
+        ({"num_kvcache_blocks": 7}, True),
+        ({"num_kvcache_blocks": 7, "max_num_batched_tokens": 24, "enable_prefix_caching": False}, True),
+    ],
+    ids=["one-batch", "three-at-a-time", "chunked", "preempted", "preempted-chunked-no-cache"],
+)
+def test_however_the_steps_are_cut(base, alone, options, preempts, overlap):
+    prompts, expected = alone
+    with make_llm(base[0], overlap_steps=overlap, **options) as llm:
+        assert complete(llm, prompts, FIXED) == expected
+        assert complete(llm, prompts[::-1], FIXED[::-1]) == expected[::-1]
+        assert preempts == (llm.scheduler.num_preemptions > 0)
+        assert_idle(llm)
+
+
+def test_plain_sequences_draw_the_same_beside_others(base):
+    prompts = base[1].draw_prompts((20, 9), 20)
+    plain = [greedy(20), SamplingParams(0.8, 20, ignore_eos=True, seed=7)]
+    with make_llm(base[0]) as llm:
+        expected = complete(llm, prompts, plain)
+        assert llm.model_runner.logit_steps.pipeline is None, "a plain batch made the sampling pipeline"
+        beside = complete(llm, [*prompts, PROMPTS[0]], [*plain, FIXED[2]])
+        assert llm.model_runner.logit_steps.pipeline is not None
+    assert beside[:2] == expected
+
+
+def test_settings_without_effect_are_plain():
+    for fields in ({}, {"top_k": -1}, {"temperature": 0, "top_k": 5, "top_p": 0.5, "min_p": 0.1}, {"n": 3}):
+        assert SamplingParams(**fields).is_plain
+    for fields in SETTINGS[:3]:
+        assert not SamplingParams(**fields).is_plain
+
+
+# -- the end ------------------------------------------------------------------------------------------------------
+
+
+def test_stop_token_ids(base):
+    prompts = base[1].draw_prompts((20, 9, 17), 30)
+    free = base[1].greedy(prompts, 30)
+    stops = [tokens[n] for tokens, n in zip(free, (0, 7, 29), strict=True)]
+    params = [greedy(30, stop_token_ids=[stop, 2**31 - 1]) for stop in stops]
+    for overlap in (True, False):
+        with make_llm(base[0], overlap_steps=overlap) as llm:
+            seqs = run(llm, prompts, params)
+        for seq, tokens, stop in zip(seqs, free, stops, strict=True):
+            assert seq.completion_token_ids == tokens[: tokens.index(stop) + 1]
+            assert (seq.finish_reason, seq.stop_reason) == ("stop", stop)
+
+
+def test_an_end_of_sequence_has_no_stop_reason(base):
+    (prompt,) = base[1].draw_prompts((12,), 20)
+    ((first, *_),) = base[1].greedy([prompt], 20)
+    with make_llm(base[0], eos=(first,)) as llm:
+        (seq,) = run(llm, [prompt], SamplingParams(temperature=0, stop_token_ids=[first]))
+        assert (seq.completion_token_ids, seq.finish_reason, seq.stop_reason) == ([first], "stop", None)
+        (seq,) = run(llm, [prompt], SamplingParams(temperature=0, stop_token_ids=[first], ignore_eos=True))
+        assert (seq.completion_token_ids, seq.finish_reason, seq.stop_reason) == ([first], "stop", first)
+        (seq,) = run(llm, [prompt], SamplingParams(temperature=0, max_tokens=5, min_tokens=5))
+        assert first not in seq.completion_token_ids
+        assert (len(seq.completion_token_ids), seq.finish_reason) == (5, "length")
+
+
+def test_no_max_tokens_goes_on_to_the_longest_sequence(base):
+    with make_llm(base[0], max_model_len=50) as llm:
+        (seq,) = run(llm, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+    assert (seq.num_tokens, seq.finish_reason) == (50, "length")
+
+
+# -- log-probabilities --------------------------------------------------------------------------------------------
+
+
+def assert_logprobs(found: dict[int, float], logits: torch.Tensor, token: int, num_top: int) -> None:
+    expected = logits.log_softmax(-1)
+    assert next(iter(found)) == token
+    assert torch.allclose(torch.tensor(list(found.values())), expected[list(found)], atol=1e-4)
+    top = expected.topk(num_top).indices.tolist()
+    assert list(found)[1:] == [i for i in top if i != token]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap_steps": False}, {"max_num_batched_tokens": 24}, {"num_kvcache_blocks": 7}],
+    ids=["one-batch", "one-by-one", "chunked", "preempted"],
+)
+def test_logprobs(base, alone, options):
+    path, reference = base
+    prompts, _ = alone
+    prompts = [*prompts, [5]]
+    # What they are sampled with does not show in the log-probabilities.
+    wanted = [(0, None), (5, 3), (None, None), (20, 20), (None, 0), (1, None), (2, 2)]
+    fields = [*SETTINGS, {}]
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True, seed=i, logprobs=k, prompt_logprobs=p, **fields[i])
+        for i, (k, p) in enumerate(wanted)
+    ]
+    with make_llm(path, **options) as llm:
+        seqs = run(llm, prompts, params)
+        assert ("num_kvcache_blocks" in options) == (llm.scheduler.num_preemptions > 0)
+        assert_idle(llm)
+    for seq, prompt, (num_top, num_prompt_top) in zip(seqs, prompts, wanted, strict=True):
+        completion = seq.completion_token_ids
+        assert len(completion) == 20
+        if num_top is None:
+            assert seq.logprobs is None
+        else:
+            assert len(seq.logprobs) == 20
+            for found, logits, token in zip(
+                seq.logprobs, reference.logits(prompt, completion), completion, strict=True
+            ):
+                assert_logprobs(found, logits, token, num_top)
+        if num_prompt_top is None:
+            assert seq.prompt_logprobs is None
+        else:
+            assert len(seq.prompt_logprobs) == len(prompt)
+            assert seq.prompt_logprobs[0] is None
+            rows = reference.logits(prompt[:1], prompt[1:])
+            for found, logits, token in zip(seq.prompt_logprobs[1:], rows, prompt[1:], strict=True):
+                assert_logprobs(found, logits, token, num_prompt_top)
+
+
+def test_prompt_logprobs_and_the_prefix_cache(base):
+    prompt = random_prompt(70, seed=0)
+    with make_llm(base[0]) as llm:
+        (first,) = run(llm, [prompt], greedy(3, prompt_logprobs=1))
+        (second,) = run(llm, [prompt], greedy(3, prompt_logprobs=1))
+        (third,) = run(llm, [prompt], greedy(3))
+        assert [seq.num_shared_tokens for seq in (first, second, third)] == [0, 0, 64]
+        assert first.prompt_logprobs == second.prompt_logprobs
+        assert len(first.prompt_logprobs) == 70
+        assert_idle(llm)
+
+
+# -- defaults -----------------------------------------------------------------------------------------------------
+
+
+def test_default_sampling_params(tmp_path):
+    path = make_checkpoint(tmp_path)
+    recommended = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05, "max_new_tokens": 99}
+    edit_json(path / "generation_config.json", do_sample=True, eos_token_id=7, **recommended)
+    with make_llm(path) as llm:
+        params = llm.get_default_sampling_params()
+        assert params == SamplingParams(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05, max_tokens=99)
+        assert llm.config.eos == (7,)
+    assert SamplingParams.from_generation_config({"do_sample": False, "top_k": 20}).temperature == 0
+    assert SamplingParams.from_generation_config({"min_p": 0.1, "top_p": None}) == SamplingParams(min_p=0.1)
+    assert SamplingParams.from_generation_config({}) == SamplingParams()
+    with pytest.raises(ValueError, match=r"generation_config.json: top_p=3"):
+        SamplingParams.from_generation_config({"top_p": 3})

@@ -1,0 +1,172 @@
+"""Structured outputs: the form always holds, whatever the sampling and the batch, and a bad one is refused at once."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, Reference, assert_idle, greedy, make_checkpoint, make_llm
+from sampling_reference import completions, run
+
+from nanovllm import SamplingParams, StructuredOutputsParams
+from nanovllm.engine.structured import Grammars, fill_masks, num_mask_words
+from nanovllm.layers.sampler import race_scores
+
+CHOICES = ("red", "green", "dark red", 'a "quoted"\n\\line', "größe", "red and green")
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["block", "slot"]}, "free": {"type": "boolean"}, "ids": {"const": [1, 2]}},
+    "required": ["name", "free", "ids"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("structured"), tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def llm(path):
+    with make_llm(path, skip_tokenizer_init=False) as llm:
+        yield llm
+
+
+def form(temperature=1.0, max_tokens=200, **fields) -> SamplingParams:
+    names = ("seed", "min_tokens", "ignore_eos", "top_k", "repetition_penalty")
+    others = {name: fields.pop(name) for name in names if name in fields}
+    return SamplingParams(temperature, max_tokens, structured_outputs=StructuredOutputsParams(**fields), **others)
+
+
+def texts(llm, seqs) -> list[str]:
+    return [llm.tokenizer.decode(seq.completion_token_ids, skip_special_tokens=True) for seq in seqs]
+
+
+def test_all_forms_in_one_batch(llm):
+    params = [
+        form(choice=CHOICES),
+        form(temperature=0, choice=CHOICES),
+        form(regex=r"[a-c]{3}/[0-9]+\.[0-9]{2}", seed=3, max_tokens=None),
+        form(json=SCHEMA, top_k=5),
+        form(temperature=0, json=json.dumps(SCHEMA), repetition_penalty=1.3),
+        greedy(10),
+        form(temperature=0, regex="(ab|c)x?", ignore_eos=True),
+    ]
+    for _ in range(2):
+        seqs = run(llm, [[1, 2, 3 + i] for i in range(len(params))], params)
+        found = texts(llm, seqs)
+        assert {found[0], found[1]} <= set(CHOICES)
+        assert re.fullmatch(r"[a-c]{3}/[0-9]+\.[0-9]{2}", found[2])
+        for text in found[3:5]:
+            value = json.loads(text)
+            assert set(value) == {"name", "free", "ids"}
+            assert value["ids"] == [1, 2]
+        assert re.fullmatch("(ab|c)x?", found[6])
+        assert {seq.finish_reason for seq in seqs} == {"stop", "length"}
+        assert [seq.finish_reason for seq in seqs].count("length") == 1
+        assert all(seq.token_ids[-1] in llm.scheduler.eos for i, seq in enumerate(seqs) if i != 5)
+        assert_idle(llm)
+
+
+def allowed_tokens(llm, params, completion) -> list[int]:
+    """What the library allows after a completion, asked afresh."""
+    grammar = Grammars(llm.tokenizer, VOCAB_SIZE, llm.config.eos).start(params.structured_outputs)
+    grammar.advance(completion, len(completion))
+    bitmask = np.zeros((1, num_mask_words(VOCAB_SIZE)), np.int32)
+    fill_masks([grammar], bitmask)
+    return np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little")).tolist()
+
+
+def test_the_draw_is_the_races_among_the_allowed_tokens(llm, path):
+    reference = Reference(path)
+    choices = ("abba", "abacus", "block", "blocks", "bro")
+    for seed in range(4):
+        params = form(1.5, choice=choices, seed=seed)
+        prompt, completion = [5, 6, 7 + seed], []
+        while not completion or completion[-1] not in llm.config.eos:
+            scores = torch.full((1, VOCAB_SIZE), -torch.inf)
+            allowed = allowed_tokens(llm, params, completion)
+            for token in allowed:
+                text = llm.tokenizer.decode([*completion, token], skip_special_tokens=True)
+                assert any(choice.startswith(text) for choice in choices)
+            scores[0, allowed] = reference.logits(prompt, [*completion, 0])[-1, allowed]
+            position = torch.tensor([len(prompt) + len(completion) - 1])
+            scores = race_scores(scores, torch.tensor([1.5]), torch.tensor([seed]), position)
+            completion.append(int(scores.argmax()))
+        assert completions(run(llm, [prompt], params)) == [completion]
+
+
+FORMS = [
+    form(choice=CHOICES, seed=1),
+    form(temperature=0.7, json=SCHEMA, seed=2, max_tokens=55),
+    form(regex="[a-z ]{30,40}", seed=3, max_tokens=55),
+    form(temperature=0, regex="[0-9]{25}"),
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap_steps": False},
+        {"max_num_batched_tokens": 24},
+        {"num_kvcache_blocks": 5},
+        {"num_kvcache_blocks": 5, "max_num_batched_tokens": 24, "overlap_steps": False},
+    ],
+    ids=["one-batch", "one-by-one", "chunked", "preempted", "preempted-one-by-one"],
+)
+def test_however_the_steps_are_cut(path, llm, options):
+    prompts = [list(range(10 + i, 30 + i)) for i in range(4)]
+    expected = [completions(run(llm, [prompt], each))[0] for prompt, each in zip(prompts, FORMS, strict=True)]
+    with make_llm(path, skip_tokenizer_init=False, **options) as other:
+        assert completions(run(other, prompts, FORMS)) == expected
+        assert ("num_kvcache_blocks" in options) == (other.scheduler.num_preemptions > 0)
+        assert_idle(other)
+
+
+def test_json_does_not_end_in_endless_blanks(llm):
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
+    for seed in range(4):
+        (text,) = texts(llm, run(llm, [[1, 2, 3]], form(5.0, json=schema, seed=seed)))
+        assert [type(each) for each in json.loads(text)] == [bool, bool]
+
+
+def test_max_tokens_and_min_tokens(llm):
+    (cut,) = run(llm, [[1, 2]], form(regex="[ab]{50}", max_tokens=3))
+    assert (len(cut.completion_token_ids), cut.finish_reason) == (3, "length")
+    (longer,) = run(llm, [[1, 2]], form(temperature=0, regex="[ab]*", max_tokens=20, min_tokens=8))
+    assert 8 <= len(longer.completion_token_ids) <= 20
+    # A complete form has nothing to go on with.
+    (short,) = run(llm, [[1, 2]], form(choice=["a"], min_tokens=20))
+    assert (texts(llm, [short]), short.finish_reason) == (["a"], "stop")
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"regex": "a(b"}, r"regex='a\(b'.*unclosed group"),
+        ({"regex": "(?=a)b"}, "look-ahead"),
+        ({"json": {"type": "foo"}}, r"json=.*Invalid type: foo"),
+        ({"json": {"type": "integer", "minimum": 3, "maximum": 2}}, "minimum"),
+    ],
+    ids=["regex", "look-ahead", "type", "unsatisfiable"],
+)
+def test_a_bad_form_is_refused_before_any_work(llm, fields, says):
+    with pytest.raises(ValueError, match=f"(?s){says}"):
+        llm.add_request([1, 2], form(**fields))
+    with pytest.raises(ValueError, match=f"(?s){says}"):
+        llm.generate([[1], [2]], [greedy(3), form(**fields)], use_tqdm=False)
+    assert_idle(llm)
+
+
+def test_without_the_library_or_a_tokenizer(path, monkeypatch):
+    with make_llm(path) as llm, pytest.raises(ValueError, match="skip_tokenizer_init"):
+        llm.add_request([1], form(choice=["a"]))
+    with make_llm(path, skip_tokenizer_init=False) as llm:
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+        with pytest.raises(ImportError, match=r"pip install nanovllm\[structured\]"):
+            llm.add_request([1], form(choice=["a"]))
+        assert len(completions(run(llm, [[1]], greedy(2)))[0]) == 2
