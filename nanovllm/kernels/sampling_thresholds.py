@@ -73,6 +73,7 @@ def sampling_thresholds(
     top_k: Tensor,
     top_p: Tensor,
     min_p: Tensor,
+    has_lone_top_p: bool = True,
     config: ThresholdConfig | None = None,
 ) -> Tensor:
     """The lowest logit of each row that top-k, top-p and min-p, in this order, leave to be drawn.
@@ -91,6 +92,8 @@ def sampling_thresholds(
         top_k: int32 `[batch]`; 0 is off.
         top_p: float32 `[batch]`; 1 is off.
         min_p: float32 `[batch]`; 0 is off.
+        has_lone_top_p: whether a row may have top_p without top_k; where none has, launches are left out that only
+            such rows need.
         config: launch constants, for tests and benchmarks.
 
     Returns:
@@ -108,6 +111,8 @@ def sampling_thresholds(
     if batch == 0:
         return torch.empty(0, device=logits.device)
     config = config or default_config(batch, logits.dtype)
+    if not has_lone_top_p:
+        config = config._replace(narrow_rounds=0)
     num_tiles = triton.cdiv(vocab_size, config.tile)
     num_splits = triton.cdiv(vocab_size, config.narrow_columns)
     maxima, masses = torch.empty(2, batch, num_tiles, device=logits.device)
