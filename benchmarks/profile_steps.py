@@ -95,11 +95,12 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=["256x600", "512x100", "64x600", "1x600"], help="BATCHxCONTEXT")
     parser.add_argument("--prefill", nargs="*", default=[], help="PROMPTSxTOKENS")
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="rank 0 is what the profile shows")
     parser.add_argument("--json")
     args = parser.parse_args()
     results = []
-    backend = args.attention_backend
-    with LLM(args.model, load_format="dummy", skip_tokenizer_init=True, attention_backend=backend, seed=0) as llm:
+    options = {"attention_backend": args.attention_backend, "tensor_parallel_size": args.tensor_parallel_size}
+    with LLM(args.model, load_format="dummy", skip_tokenizer_init=True, seed=0, **options) as llm:
         jobs = [(profile_shape, shape) for shape in args.shapes] + [(profile_prefill, s) for s in args.prefill]
         for job, shape in jobs:
             results.append(job(llm, *map(int, shape.split("x"))))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from checkpoints import (
     VOCAB_SIZE,
     Reference,
@@ -95,6 +96,47 @@ def base(tmp_path_factory):
     """(checkpoint, Reference) stored in float32, for what does not depend on the shape."""
     path = make_checkpoint(tmp_path_factory.mktemp("gpu-base"), head_dim=64)
     return path, Reference(path)
+
+
+# -- start-up ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_every_kernel_compiles_ahead_of_its_launch(tmp_path, monkeypatch, eager):
+    # A shape that no other test has, or its kernels would be there already.
+    heads = {"hidden_size": 176 + 32 * eager, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 48}
+    path = make_checkpoint(tmp_path, dtype=torch.bfloat16, intermediate_size=208, **heads)
+    compiled, ahead = [], []
+    # Called for every variant that is not in this process yet, in Triton's cache on the disk or not.
+    hook = lambda **kernel: compiled.append(kernel["repr"]) is not None  # noqa: E731
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+    warmup_model = ModelRunner.warmup_model
+
+    def first_launches(runner):
+        ahead.extend(compiled)
+        warmup_model(runner)
+
+    monkeypatch.setattr(ModelRunner, "warmup_model", first_launches)
+    options = {"attention_backend": "triton", "dtype": "bfloat16", "num_kvcache_blocks": 64, "max_num_seqs": 64}
+    with gpu_llm(path, enforce_eager=eager, **options) as llm:
+        assert len(ahead) > 20
+        # Eager steps have batches of any size, and a kernel of each size up to 16; captured ones are padded.
+        for num_seqs in (1, 2, 4, 8, 16, 20, 33, 64) if eager else (1, 2, 3, 5, 7, 11, 16, 20, 33, 64):
+            prompts = [random_prompt(length + 1, seed=length) for length in range(num_seqs)]
+            complete(llm, prompts, greedy(4))
+            complete(llm, prompts, greedy(4))
+    assert compiled == ahead
+
+
+@pytest.mark.parametrize("buffer_bytes", [None, 256])
+def test_weights_arrive_on_the_gpu(tmp_path, monkeypatch, buffer_bytes):
+    if buffer_bytes is not None:  # A row of the widest matrix, so that all others come in pieces too.
+        monkeypatch.setattr("nanovllm.utils.staging._BUFFER_BYTES", buffer_bytes)
+    path = make_checkpoint(tmp_path, dtype=torch.bfloat16, max_shard_size="30KB")
+    with make_llm(path, dtype="float32") as on_cpu, gpu_llm(path, dtype="float32") as on_gpu:
+        expected = dict(on_cpu.model_runner.model.named_parameters())
+        for name, parameter in on_gpu.model_runner.model.named_parameters():
+            assert torch.equal(parameter.cpu(), expected[name]), name
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import signal
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -58,6 +61,17 @@ def assert_nothing_loaded(path, error, match):
         make_llm(path)
 
 
+@pytest.fixture
+def four_threads():
+    """Loading by four threads, of which none may be left, nor any trace of how many they were."""
+    before, running = torch.get_num_threads(), set(threading.enumerate())
+    torch.set_num_threads(4)
+    yield
+    assert torch.get_num_threads() == 4
+    torch.set_num_threads(before)
+    assert set(threading.enumerate()) == running
+
+
 def stored_tensors(path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
@@ -82,6 +96,58 @@ def test_every_parameter_is_the_checkpoints(checkpoints, name, dtype):
     for parameter_name, parameter in parameters.items():
         assert parameter.dtype == dtype
         assert torch.equal(parameter.data, expected_parameter(parameter_name, stored).to(dtype)), parameter_name
+
+
+@pytest.mark.parametrize("name", ["tied", "sharded"])
+def test_threads_load_what_one_does(checkpoints, four_threads, name):
+    model = poisoned_model(checkpoints[name])
+    load_model(model, str(checkpoints[name]))
+    stored = stored_tensors(checkpoints[name])
+    for parameter_name, parameter in model.named_parameters():
+        assert torch.equal(parameter.data, expected_parameter(parameter_name, stored)), parameter_name
+
+
+def before_each_load(model, act) -> list[int]:
+    """Have act(number of loads before it) called ahead of every load. Returns a list that grows by one with each."""
+    loads = []
+    for parameter in model.parameters():
+        original = getattr(parameter, "weight_loader", lambda p, loaded, shard_id: p.data.copy_(loaded[...]))
+
+        def load(p, loaded, shard_id=None, original=original):
+            loads.append(len(loads))
+            act(loads[-1])
+            original(p, loaded, shard_id)
+
+        parameter.weight_loader = load
+    return loads
+
+
+def test_the_first_error_ends_all_threads(checkpoints, four_threads):
+    model = poisoned_model(checkpoints["sharded"])
+
+    def fail_early(number):
+        if number == 3:
+            raise OSError("the disk is gone")
+        time.sleep(0.01)
+
+    loads = before_each_load(model, fail_early)
+    with pytest.raises(OSError, match="the disk is gone"):
+        load_model(model, str(checkpoints["sharded"]))
+    assert len(loads) < len(stored_tensors(checkpoints["sharded"])) - 4
+
+
+def test_ctrl_c_ends_all_threads(checkpoints, four_threads):
+    model = poisoned_model(checkpoints["sharded"])
+
+    def interrupt_early(number):
+        if number == 3:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.01)
+
+    loads = before_each_load(model, interrupt_early)
+    with pytest.raises(KeyboardInterrupt):
+        load_model(model, str(checkpoints["sharded"]))
+    assert len(loads) < len(stored_tensors(checkpoints["sharded"])) - 4
 
 
 @pytest.mark.parametrize("name", ["tied", "bias", "sharded"])
@@ -216,7 +282,7 @@ def test_truncated_file(copy, keep):
     assert_nothing_loaded(path, ValueError, "model.safetensors: damaged or truncated")
 
 
-def test_truncated_last_shard_is_found_before_the_first_is_loaded(copy):
+def test_truncated_last_shard_is_found_before_the_first_is_loaded(copy, four_threads):
     path = copy("sharded")
     last = sorted(path.glob("*.safetensors"))[-1]
     last.write_bytes(last.read_bytes()[:-1])

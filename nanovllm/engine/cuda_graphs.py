@@ -48,7 +48,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
             self._prepare(batch_size)
-            self._decode(batch_size)  # Compiles and warms up: neither is allowed in a capture.
+            self._decode(batch_size)  # Loads kernels, or compiles them: neither is allowed in a capture.
             torch.cuda.synchronize()
             # Only this thread's calls count: NCCL's own thread may ask how an earlier collective is doing.
             with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):

@@ -39,6 +39,10 @@ class LLMEngine:
     Use it as a context manager, or call exit(), or just drop it: each gives all memory back. It serves one caller at a
     time and is not safe to share between threads.
 
+    With tensor_parallel_size > 1, an exception in a step ends the engine, for its processes are out of step then; it
+    is a WorkerError where a worker died or failed. Ctrl-C does not: it waits until the step under way has been
+    launched, and the engine stays usable.
+
     Attributes:
         config: the checked options.
         tokenizer: the model's transformers tokenizer; None with skip_tokenizer_init.

@@ -12,9 +12,10 @@ from nanovllm.config import Config
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.inputs import DecodeInputs, SampledTokens, prefill_inputs
 from nanovllm.engine.interrupts import HeldInterrupt
+from nanovllm.engine.kernel_compilation import compiling_kernels, warmup_kernels
 from nanovllm.engine.logit_steps import LogitSteps, needs_logits
-from nanovllm.engine.memory import allocate_kv_cache, largest_prefill, warmup_sequences
-from nanovllm.engine.process_group import abort_group
+from nanovllm.engine.memory import allocate_kv_cache, largest_prefill
+from nanovllm.engine.process_group import ABORT_SECONDS, abort_group
 from nanovllm.engine.sampling_pipeline import Forward
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_messages import StepDecoder, StepEncoder
@@ -59,7 +60,7 @@ class ModelRunner:
         self.logit_steps: LogitSteps | None = None
         self.tp = TensorParallel()
         self.workers: Workers | None = None
-        self.device = link.device if link else first_device(config.device)
+        self.device = link.device if link else _first_device(config.device)
         try:
             if link is not None:
                 self.tp, self.calls, self.steps = link.tp, link.calls, StepDecoder()
@@ -77,27 +78,23 @@ class ModelRunner:
         head_dim = get_head_dim(config.hf_config)
         backend = select_backend(config.attention_backend, config.device, config.dtype, head_dim, self.block_size)
         self.model = make_model(config.hf_config, config.dtype, self.device, config.max_model_len, backend, self.tp)
-        if config.load_format == "dummy":
-            load_dummy(self.model, (config.seed or 0) + self.rank)
-        else:
-            load_model(self.model, config.model)
         self.sampler = Sampler(self.tp, self.model.lm_head.first)
-        num_params = num_checkpoint_params(self.model) / 1e9
-        logger.info("model: %s, %.3f B parameters, %s", config.model, num_params, config.dtype)
-        devices = f"{self.tp.size} x {self.device_name}" if self.tp.size > 1 else self.device_name
-        logger.info("device: %s", devices)
-        logger.info("attention back end: %s", backend.description)
         num_heads = self.tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
         _, num_kv_heads = self.tp.shard_kv_heads(config.hf_config.num_key_value_heads)
         self.num_kv_heads = num_kv_heads
-        if backend.flash_attn4 is not None:
-            backend.flash_attn4.warm_up(num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device)
-        self.warmup_model()
-        self.allocate_kv_cache()
         backend.prepare(config.max_num_seqs, num_heads, num_kv_heads, head_dim, self.device)
         max_blocks = -(-config.max_model_len // self.block_size)
         planned_heads = num_kv_heads if backend.wants_plan else None
         self.decode_inputs = DecodeInputs(config.max_num_seqs, max_blocks, self.block_size, self.device, planned_heads)
+        with compiling_kernels(self):
+            self.load_weights()
+            backend.use_flash_attn4(num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device)
+        billions = num_checkpoint_params(self.model) / 1e9
+        logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
+        logger.info("device: %s", self.device_name)
+        logger.info("attention back end: %s", backend.description)
+        self.warmup_model()
+        self.allocate_kv_cache()
         if config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs:
             self.capture_cudagraph()
         else:
@@ -105,11 +102,19 @@ class ModelRunner:
         check = self.workers and self.check_workers
         self.logit_steps = LogitSteps(config, self.model, self.tp, self.decode_inputs, self.graphs, check)
         if config.device == "cuda":
-            self.warmup_kernels()
+            warmup_kernels(self)
+
+    def load_weights(self) -> None:
+        """Fill the model's parameters as load_format says."""
+        if self.config.load_format == "dummy":
+            load_dummy(self.model, (self.config.seed or 0) + self.rank)
+        else:
+            load_model(self.model, self.config.model)
 
     @property
     def device_name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        return name if self.tp.size == 1 else f"{self.tp.size} x {name}"
 
     # -- all ranks ---------------------------------------------------------------------------------------------
 
@@ -182,7 +187,9 @@ class ModelRunner:
         # Parameters and their loaders refer to each other, so their memory waits for the collector.
         gc.collect()
         if self.tp.size > 1:
-            abort_group(self.tp)
+            thread = abort_group(self.tp)
+            if thread is not None:
+                thread.join(ABORT_SECONDS)
             self.tp = TensorParallel()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -202,27 +209,20 @@ class ModelRunner:
             self._forward(*inputs)
         torch.cuda.synchronize(self.device)
 
-    def warmup_kernels(self) -> None:
-        """Compile every variant of the Triton kernels that a prefill may need (seconds, the first time on a
-        machine), so that none is compiled in the middle of a batch: short and long, with a cached prefix and
-        without. They write to the cache's first slots, which nobody has been given yet."""
-        for seq in warmup_sequences(self.config, self.num_kvcache_blocks):
-            self.run([seq], True)
-            if self.config.max_num_seqs > 1:
-                self.run([seq, seq], True)
-        seq.is_prefilling = False
-        self.run([seq], False)
-
     def allocate_kv_cache(self) -> None:
         """One tensor for all layers, each of which holds its slices of it.
 
         Raises MemoryError where there is no room for one block, with the numbers.
         """
         layers = self._attention_layers()
-        self.kv_cache = allocate_kv_cache(self.config, len(layers), self.num_kv_heads, self.device, self.tp)
-        self.num_kvcache_blocks = self.kv_cache.shape[2]
-        for i, layer in enumerate(layers):
-            layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
+        self.use_kv_cache(allocate_kv_cache(self.config, len(layers), self.num_kv_heads, self.device, self.tp))
+
+    def use_kv_cache(self, kv_cache: torch.Tensor | None) -> None:
+        """Give each layer its slices of [2, layers, blocks, block_size, kv_heads, head_dim]; None takes them away."""
+        self.kv_cache = kv_cache
+        self.num_kvcache_blocks = 0 if kv_cache is None else kv_cache.shape[2]
+        for i, layer in enumerate(self._attention_layers()):
+            layer.k_cache, layer.v_cache = (None, None) if kv_cache is None else kv_cache[:, i]
 
     def _attention_layers(self) -> list[Attention]:
         return [module for module in self.model.modules() if isinstance(module, Attention)]
@@ -285,8 +285,7 @@ class ModelRunner:
         noise of the position that it follows."""
         logits = self.model.compute_logits(self.model(input_ids, positions))
         tokens = self.sampler(logits, temperatures, seeds, sample_positions)
-        if self.decode_inputs is not None:  # The warm-up runs before there are any.
-            self.decode_inputs.sampled[: len(tokens)] = tokens
+        self.decode_inputs.sampled[: len(tokens)] = tokens
 
     @torch.inference_mode()
     def capture_cudagraph(self) -> None:
@@ -297,6 +296,6 @@ class ModelRunner:
         logger.info("CUDA graphs: %d, batch sizes 1 to %d", len(sizes), sizes[-1])
 
 
-def first_device(kind: str) -> torch.device:
+def _first_device(kind: str) -> torch.device:
     """Rank 0's: the CPU, or the caller's current GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")

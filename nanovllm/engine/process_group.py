@@ -2,19 +2,24 @@
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from nanovllm.config import Config
 from nanovllm.utils.parallel import TensorParallel
+from nanovllm.utils.residual_reducer import make_reducer
 
 HOST = "127.0.0.1"
 MEET_TIMEOUT = timedelta(seconds=60)  # All ranks are up when they begin to meet.
 # A dead rank shows otherwise (see Workers); this must outlast the slowest compilation or load of weights on one rank.
 COLLECTIVE_TIMEOUT = timedelta(minutes=20)
+ABORT_SECONDS = 10.0  # that giving back a group may take
 
 # NCCL's watchdog thread would end the process, which on rank 0 is the caller's, when a peer has gone, and would tell
 # about it at length. Workers reports a dead rank, by name, and aborts the communicator. Settings of the caller's own
@@ -62,11 +67,27 @@ def join_group(store: dist.Store, rank: int, size: int, device: torch.device) ->
     return tp
 
 
-def abort_group(tp: TensorParallel) -> None:
-    """Make NCCL's kernels give up waiting for ranks that have gone, from any thread; connections of gloo break by
-    themselves. The group is of no use after it."""
-    if isinstance(tp.group, getattr(dist, "ProcessGroupNCCL", ())):
-        tp.group.abort()
+def share_memory(tp: TensorParallel, config: Config, device: torch.device) -> TensorParallel:
+    """The same place with a reducer, where the GPUs can have one. All ranks must call it."""
+    max_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+    hidden_size = config.hf_config.hidden_size
+    return replace(tp, reducer=make_reducer(tp.rank, tp.size, tp.store, max_tokens, hidden_size, config.dtype, device))
+
+
+def abort_group(tp: TensorParallel) -> threading.Thread | None:
+    """Make kernels give up waiting for ranks that have gone, from any thread; connections of gloo break by themselves.
+    The group is of no use after it.
+
+    Returns the thread in which NCCL gives back what it holds, which lasts until no CUDA graph holds its kernels any
+    more: destroy those before you wait for it.
+    """
+    if tp.reducer is not None:
+        tp.reducer.abort()
+    if not isinstance(tp.group, getattr(dist, "ProcessGroupNCCL", ())):
+        return None
+    thread = threading.Thread(target=tp.group.abort, name="nanovllm-abort", daemon=True)
+    thread.start()
+    return thread
 
 
 @contextmanager

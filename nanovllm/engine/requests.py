@@ -1,8 +1,11 @@
 """What a caller hands in, checked before any work: prompts, sampling parameters, a model's tokenizer."""
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat, zip_longest
 from typing import NamedTuple
+
+import numpy as np
 
 from nanovllm.engine.structured import Grammar, Grammars
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -11,9 +14,9 @@ Prompt = str | list[int]
 
 
 class Request(NamedTuple):
-    """What of a request has passed the checks: its prompt, and the form that each of its samples has to follow."""
+    """What has passed the checks: the prompt, int32, and the form that each of its samples has to follow."""
 
-    token_ids: list[int]
+    token_ids: array
     grammar: Grammar | None = None
 
 
@@ -58,7 +61,7 @@ class RequestChecker:
                 checked.append(error)
         return checked
 
-    def encode_completions(self, completions: list[Prompt]) -> list[list[int]]:
+    def encode_completions(self, completions: list[Prompt]) -> list[array]:
         """Token ids of texts that go on after a prompt, hence without what the tokenizer puts before one. Raises
         ValueError or TypeError, naming the index."""
         checked = []
@@ -91,12 +94,11 @@ class RequestChecker:
             self._grammars = Grammars(self.tokenizer, self._vocab_size, self._eos)
         return self._grammars.start(form)
 
-    def _check_token_ids(self, token_ids: list[int] | Exception, where: str) -> list[int]:
+    def _check_token_ids(self, token_ids: list[int] | Exception, where: str) -> array:
         if isinstance(token_ids, Exception):
             kind = TypeError if isinstance(token_ids, TypeError) else ValueError
             raise kind(f"{where}{token_ids}") from token_ids
-        check_token_ids(token_ids, self._vocab_size, where)
-        return token_ids
+        return check_token_ids(token_ids, self._vocab_size, where)
 
     def _encode(self, prompts: list[Prompt], **options) -> list[list[int] | Exception]:
         """Token ids of each prompt, or what the tokenizer has against it."""
@@ -139,26 +141,37 @@ def check_choice(name: str, value, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
 
 
-def check_token_ids(token_ids, vocab_size: int, where: str) -> None:
-    """Raise TypeError or ValueError, its message beginning with `where`, unless these are token ids, one at least.
+def check_token_ids(token_ids, vocab_size: int, where: str) -> array:
+    """The token ids as an int32 array. Raise TypeError or ValueError, its message beginning with `where`, unless these
+    are token ids, one at least.
 
-    An id outside the vocabulary must never reach a GPU: it would end the process's CUDA context.
+    An id outside the vocabulary must never reach a GPU: it would end the process's CUDA context. No loop over ids is
+    Python's: the device waits while the prompts of a batch are checked.
     """
     try:
+        if isinstance(token_ids, str | bytes | bytearray):
+            raise TypeError
         token_ids = list(token_ids)
-        low, high = min(token_ids, default=0), max(token_ids, default=0)
-        all_ints = all(type(token) is int for token in token_ids) or not any(
-            isinstance(token, bool) or not hasattr(token, "__index__") for token in token_ids
-        )
+        tokens = array("i", token_ids)
+        low, high = (min(tokens), max(tokens)) if len(tokens) < 64 else _range(tokens)
+        # To an array, a bool is an integer too, and one of these.
+        if low <= 1 and bool in set(map(type, token_ids)):
+            raise TypeError
     except TypeError:
-        all_ints = False
-    if not all_ints:
-        raise TypeError(f"{where}must be a string or a list of integer token ids")
-    if not token_ids:
-        raise ValueError(f"{where}is empty: it must hold at least one token")
+        raise TypeError(f"{where}must be a string or a list of integer token ids") from None
+    except OverflowError:
+        low, high = min(token_ids), max(token_ids)
+    except ValueError:
+        raise ValueError(f"{where}is empty: it must hold at least one token") from None
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise ValueError(f"{where}token id {bad} is outside the vocabulary, 0..{vocab_size - 1}")
+    return tokens
+
+
+def _range(tokens: array) -> tuple[int, int]:
+    values = np.frombuffer(tokens, np.int32)
+    return int(values.min()), int(values.max())
 
 
 def params_per_prompt(params, num_prompts: int) -> list[SamplingParams]:

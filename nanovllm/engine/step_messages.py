@@ -46,18 +46,14 @@ class DecodeMessage(NamedTuple):
 class _Known:
     """What the workers know of a sequence."""
 
-    __slots__ = ("block_table", "num_blocks", "num_tokens", "row", "seq", "step")
+    __slots__ = ("block_table", "num_blocks", "row", "seq", "step")
 
     def __init__(self, seq: Sequence):
         self.seq = seq
         # The list itself: a sequence whose blocks are taken away gets another one.
         self.block_table = seq.block_table
         self.num_blocks = len(seq.block_table)
-        self.num_tokens = seq.num_tokens
         self.step = self.row = -1  # the last step that sampled for it, and its row there
-
-    def is_current(self, seq: Sequence) -> bool:
-        return seq.block_table is self.block_table and seq.num_tokens == self.num_tokens
 
 
 class StepEncoder:
@@ -85,14 +81,14 @@ class StepEncoder:
         for row, seq in enumerate(seqs):
             known = self._known.get(seq.seq_id)
             end = seq.num_cached_tokens + seq.num_scheduled_tokens
-            if known is None or not known.is_current(seq):
+            if known is None:
                 known = self._known[seq.seq_id] = _Known(seq)
                 described.append(seq)
             else:
                 chunk = seq.tokens[seq.num_cached_tokens : end].tobytes()
                 described.append((seq.seq_id, seq.num_scheduled_tokens, chunk))
             if end == seq.num_tokens:
-                known.num_tokens, known.step, known.row = end + 1, self._step, row
+                known.step, known.row = self._step, row
         return PrefillMessage(described, forgotten)
 
     def _decode(self, seqs: list[Sequence]) -> DecodeMessage:
@@ -111,14 +107,13 @@ class StepEncoder:
             pending.append(seq.pending_row)
             if seq.pending_row < 0:
                 tokens.append(seq.last_token)
-            known.num_tokens, known.step, known.row = seq.num_tokens + 1, self._step, row
+            known.step, known.row = self._step, row
         rows = None
         if pending != predicted:
             rows = b"" if len(tokens) == len(seqs) else np.array(pending, np.int32).tobytes()
         return DecodeMessage(removed, added, new_blocks, rows, np.array(tokens, np.int32).tobytes())
 
     def _change_batch(self, seqs: list[Sequence], batch: list[_Known | None]) -> tuple[list[int], list[Sequence | int]]:
-        batch = [known if known and known.is_current(seq) else None for seq, known in zip(seqs, batch, strict=True)]
         wanted = set(batch)
         removed = [row for row, known in enumerate(self._batch) if known not in wanted]
         staying = [known for known in self._batch if known in wanted]

@@ -13,7 +13,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.call_channel import CallReader, Event
-from nanovllm.engine.process_group import connect_store, join_group
+from nanovllm.engine.process_group import connect_store, join_group, share_memory
 from nanovllm.utils.parallel import CollectiveError, TensorParallel
 
 MAIN_GUARD = (
@@ -93,7 +93,9 @@ def _run(seat: WorkerSeat, calls: CallReader) -> None:
         torch.cuda.set_device(seat.device)
     else:
         torch.set_num_threads(seat.num_threads)
-    tp = join_group(connect_store(seat.store_port), seat.rank, seat.config.tensor_parallel_size, seat.device)
+    store = connect_store(seat.store_port)
+    tp = join_group(store, seat.rank, seat.config.tensor_parallel_size, seat.device)
+    tp = share_memory(tp, seat.config, seat.device)
     runner = ModelRunner(seat.config, seat.rank, WorkerLink(seat.device, tp, calls))
     seat.reports.send(Report("ready"))
     runner.loop()

@@ -15,7 +15,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.call_channel import CallWriter
 from nanovllm.engine.interrupts import HeldInterrupt
-from nanovllm.engine.process_group import abort_group, join_group, open_store
+from nanovllm.engine.process_group import abort_group, join_group, open_store, share_memory
 from nanovllm.engine.worker import MAIN_GUARD, Report, WorkerSeat, check_may_spawn, worker_main
 from nanovllm.utils.parallel import CollectiveError, TensorParallel
 
@@ -49,6 +49,7 @@ class Workers:
         """
         check_may_spawn()
         self.failure: str | None = None
+        self._config = config
         self._device = device
         self._size = config.tensor_parallel_size
         self._owner = os.getpid()
@@ -111,7 +112,8 @@ class Workers:
 
         def join() -> None:
             try:
-                outcome.append(join_group(self._store, 0, self._size, self._device))
+                self._group = join_group(self._store, 0, self._size, self._device)
+                outcome.append(share_memory(self._group, self._config, self._device))
             except BaseException as error:
                 outcome.append(error)
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.skinny_kernel import gdc_launch_dependents, gdc_wait, has_pdl
 
 # Programs of a pull at most: more would pay for more meetings, fewer leave NVLink waiting.
@@ -137,7 +138,7 @@ def push_add_norm(
     y = None if weight is None else torch.empty_like(residual)
     block = triton.next_power_of_2(hidden // 2)
     pdl = pdl and has_pdl(residual.device)
-    _push_kernel[(num_tokens,)](
+    launcher(_push_kernel, (num_tokens,))(
         inboxes,
         epochs,
         abort,
@@ -205,8 +206,9 @@ def _pull_kernel(
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
     scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    stride = tl.full([1], HIDDEN, tl.int64)
     for token in range(program, num_tokens, tl.num_programs(0)):
-        row = token.to(tl.int64) * HIDDEN + column
+        row = token * stride + column
         total = tl.load(residual + row, mask=mask, other=0.0).to(tl.float32)
         for rank in tl.static_range(SIZE):
             buffer = tl.load(buffers + rank).to(tl.pointer_type(residual.dtype.element_ty))
@@ -243,7 +245,7 @@ def pull_add_norm(
     num_tokens, hidden = residual.shape
     y = torch.empty_like(residual)
     block = triton.next_power_of_2(hidden)
-    _pull_kernel[(min(num_tokens, MAX_PULL_PROGRAMS),)](
+    launcher(_pull_kernel, (min(num_tokens, MAX_PULL_PROGRAMS),))(
         buffers,
         flags,
         abort,

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.launch import launcher
+
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # Triton before 3.4
@@ -101,7 +103,7 @@ def linear_silu(x: Tensor, weight: Tensor) -> Tensor:
     tiles = triton.cdiv(num_tokens, TILE_TOKENS) * (intermediate // TILE_COLUMNS)
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
     num_programs = min(multiprocessors, tiles)
-    _linear_silu_kernel[(num_programs,)](
+    launcher(_linear_silu_kernel, (num_programs,))(
         TensorDescriptor.from_tensor(x, [TILE_TOKENS, TILE_K]),
         TensorDescriptor.from_tensor(weight, [TILE_COLUMNS, TILE_K]),
         TensorDescriptor.from_tensor(y, [TILE_TOKENS, TILE_COLUMNS]),

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.paged_cache import check_cache, check_heads, key_slots
 from nanovllm.utils.decode_plan import SMALL_BATCH, SPLIT_UNIT, DecodePlan, make_plan, num_work_items
 
@@ -263,7 +264,7 @@ def paged_decode(
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     config = config or choose_config(batch_size * num_kv_heads, padded_dim, q.element_size())
     group = num_heads // num_kv_heads
-    _paged_decode_kernel[(num_kv_heads, num_items)](
+    launcher(_paged_decode_kernel, (num_kv_heads, num_items))(
         out,
         q,
         k_cache,

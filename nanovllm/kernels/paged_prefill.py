@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.paged_cache import check_cache, check_heads, key_slots
 
 
@@ -227,7 +228,7 @@ def paged_prefill(
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     tiles = choose_tiles(padded_dim, q.element_size(), max_seqlen_q * group, paged)
     grid = (num_kv_heads, cu_seqlens_q.numel() - 1, triton.cdiv(max_seqlen_q * group, tiles.rows))
-    _paged_prefill_kernel[grid](
+    launcher(_paged_prefill_kernel, grid)(
         out,
         q,
         keys,

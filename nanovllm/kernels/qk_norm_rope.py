@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.launch import launcher
+
 
 @triton.jit
 def _norm_rotate(
@@ -152,7 +154,7 @@ def qk_norm_rope_store(
     half_block = triton.next_power_of_2(head_dim // 2)
     has_cache = k_cache is not None
     q_groups, kv_groups = triton.cdiv(num_heads, heads_block), triton.cdiv(num_kv_heads, heads_block)
-    _qk_norm_rope_store_kernel[(num_tokens, q_groups + kv_groups * (2 if has_cache else 1))](
+    launcher(_qk_norm_rope_store_kernel, (num_tokens, q_groups + kv_groups * (2 if has_cache else 1)))(
         qkv,
         q_weight,
         k_weight,

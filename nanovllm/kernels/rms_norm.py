@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.launch import launcher
+
 
 @triton.jit
 def _rms_norm_kernel(x, weight, y, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
@@ -41,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if num_tokens == 0 or hidden == 0:
         return y
     block = triton.next_power_of_2(hidden)
-    _rms_norm_kernel[(num_tokens,)](
+    launcher(_rms_norm_kernel, (num_tokens,))(
         x,
         weight,
         y,

@@ -6,6 +6,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from nanovllm.kernels.launch import launcher
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
@@ -212,7 +214,7 @@ def sample(
     scores, columns = race_splits(logits, temperatures, seeds, positions, thresholds, 0)
     num_splits = scores.shape[1]
     combine_block = triton.next_power_of_2(num_splits)
-    _combine_kernel[(batch,)](scores, columns, tokens, num_splits, BLOCK=combine_block, num_warps=1)
+    launcher(_combine_kernel, (batch,))(scores, columns, tokens, num_splits, BLOCK=combine_block, num_warps=1)
     return tokens
 
 
@@ -232,7 +234,7 @@ def race_splits(logits, temperatures, seeds, positions, thresholds, first_column
     num_splits = triton.cdiv(vocab_size, tiles * _QUADS * 4)
     best_scores = torch.empty(batch, num_splits, dtype=torch.float32, device=logits.device)
     best_columns = torch.empty(batch, num_splits, dtype=torch.int32, device=logits.device)
-    _race_kernel[(batch, num_splits)](
+    launcher(_race_kernel, (batch, num_splits))(
         logits,
         temperatures,
         seeds,

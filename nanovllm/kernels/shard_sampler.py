@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.sampler import check_logits, race_splits
 
 _NO_COLUMN = tl.constexpr(2**31 - 1)
@@ -64,7 +65,7 @@ def best_of_shard(
     scores, columns = race_splits(logits, temperatures, seeds, positions, thresholds, first_column)
     num_splits = scores.shape[1]
     block = triton.next_power_of_2(num_splits)
-    _combine_shard_kernel[(batch,)](scores, columns, best, num_splits, first_column, BLOCK=block, num_warps=1)
+    launcher(_combine_shard_kernel, (batch,))(scores, columns, best, num_splits, first_column, BLOCK=block, num_warps=1)
     return best
 
 
@@ -82,5 +83,5 @@ def pick_best(candidates: Tensor) -> Tensor:
     tokens = torch.empty(batch, dtype=torch.int64, device=candidates.device)
     if batch:
         block = triton.next_power_of_2(num_shards)
-        _pick_kernel[(batch,)](candidates, tokens, num_shards, batch, BLOCK=block, num_warps=1)
+        launcher(_pick_kernel, (batch,))(candidates, tokens, num_shards, batch, BLOCK=block, num_warps=1)
     return tokens

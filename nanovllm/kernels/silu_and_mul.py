@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.launch import launcher
+
 # 4 warps with one 16-byte load of gate and one of up a thread, in half precision.
 _BLOCK = 1024
 
@@ -41,5 +43,5 @@ def silu_and_mul(x: Tensor) -> Tensor:
     if y.numel() == 0:
         return y
     grid = (num_tokens, triton.cdiv(intermediate, _BLOCK))
-    _silu_and_mul_kernel[grid](x, y, x.stride(0), intermediate, BLOCK=_BLOCK, num_warps=4)
+    launcher(_silu_and_mul_kernel, grid)(x, y, x.stride(0), intermediate, BLOCK=_BLOCK, num_warps=4)
     return y

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.launch import launcher
+
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -232,7 +234,7 @@ def launch(
     config = config or choose_config(M, num_rows, K, x.element_size())
     rows, k_tile, num_warps, tensor_cores, prefetch = config
     pdl = pdl and has_pdl(x.device)
-    skinny_linear_kernel[(triton.cdiv(num_rows, rows),)](
+    launcher(skinny_linear_kernel, (triton.cdiv(num_rows, rows),))(
         x,
         norm_weight,
         weight,

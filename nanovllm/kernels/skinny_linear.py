@@ -113,6 +113,28 @@ def norm_linear_silu(
     return y
 
 
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, config: SkinnyConfig | None = None, pdl: bool = False
+) -> Tensor:
+    """`x W^T + bias`, summed in float32.
+
+    Args:
+        x: `[M, K]`, M in 1..16, float32 or a 16-bit float, any row stride.
+        weight: `[N, K]`, contiguous, of x's dtype.
+        bias, config, pdl: as for `norm_linear`.
+
+    Returns:
+        `[M, N]`, contiguous, of x's dtype.
+
+    Raises:
+        ValueError: another shape, layout or dtype; the message begins with the argument's name.
+    """
+    _check_layer("x", x, weight.shape[-1], weight, bias)
+    y = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    launch(x, weight, y, config, pdl, bias=bias)
+    return y
+
+
 def linear_add(
     x: Tensor,
     weight: Tensor,

@@ -22,6 +22,7 @@ class AttentionBackend(ABC):
     name: str
     wants_plan = False  # whether decode reads Context.decode_plan
     supports_cuda_graphs = True
+    takes_flash_attn4 = True
     flash_attn4: FlashAttn4 | None = None  # computes the prefills that it can
 
     @property
@@ -33,6 +34,21 @@ class AttentionBackend(ABC):
     ) -> None:
         """Allocate what decode steps of up to max_batch_size sequences share, before the first of them."""
         return None
+
+    def use_flash_attn4(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Hand prefill to flash-attn-4 from now on where that is installed and takes this model. Takes seconds."""
+        if self.takes_flash_attn4:
+            self.flash_attn4 = load_flash_attn4(dtype, head_dim)
+        if self.flash_attn4 is not None:
+            self.flash_attn4.warm_up(num_heads, num_kv_heads, head_dim, block_size, dtype, device)
 
     @abstractmethod
     def prefill(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor:
@@ -48,6 +64,7 @@ class TorchBackend(AttentionBackend):
 
     name = "torch"
     supports_cuda_graphs = False  # It reads lengths on the host.
+    takes_flash_attn4 = False
 
     def prefill(self, q, k, v, k_cache, v_cache, context, scale):
         c = context
@@ -134,8 +151,7 @@ def select_backend(name: str, device: str, dtype: torch.dtype, head_dim: int, bl
     """The back end that `attention_backend=name` stands for.
 
     "auto" is triton on a GPU, because its decode is faster than flash-attn 2's at every batch size measured
-    (docs/performance.md), and torch on a CPU. Both GPU back ends hand prefill to flash-attn-4 where that is
-    installed. Raises ValueError where the named one cannot run this model, saying why.
+    (docs/performance.md), and torch on a CPU. Raises ValueError where the named one cannot run this model, saying why.
     """
     if name == "auto":
         candidates = ("torch",) if device == "cpu" else ("triton", "flash_attn", "torch")
@@ -143,10 +159,7 @@ def select_backend(name: str, device: str, dtype: torch.dtype, head_dim: int, bl
     obstacle = _obstacle(name, device, dtype, head_dim, block_size)
     if obstacle is not None:
         raise ValueError(f"attention_backend={name!r}: {obstacle}")
-    backend = {"flash_attn": FlashAttnBackend, "triton": TritonBackend, "torch": TorchBackend}[name]()
-    if name != "torch":
-        backend.flash_attn4 = load_flash_attn4(dtype, head_dim)
-    return backend
+    return {"flash_attn": FlashAttnBackend, "triton": TritonBackend, "torch": TorchBackend}[name]()
 
 
 def _obstacle(name: str, device: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:

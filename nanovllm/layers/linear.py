@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.skinny_linear import linear, linear_add
 from nanovllm.utils.parallel import TensorParallel
 
 
@@ -129,3 +131,23 @@ class RowParallelLinear(nn.Module):
         else:
             torch.mm(x, self.weight.t(), out=residual)
         return self.tp.all_reduce(residual)
+
+    def add_norm(self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """norm(residual + self(x)), overwriting residual [num_tokens, output_size] with the sum."""
+        reducer = self.tp.reducer
+        if reducer is None or not reducer.takes(len(x)):
+            return norm(self.add_to(residual, x))
+        partial = reducer.partial(len(x))
+        if self.bias is not None and self.tp.rank == 0:
+            torch.addmm(self.bias, x, self.weight.t(), out=partial)
+        else:
+            torch.mm(x, self.weight.t(), out=partial)
+        return reducer.add_norm(residual, partial, norm.weight, norm.eps)
+
+    def skinny_add(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """`add_to` for the few tokens of `is_skinny`, by kernels that start while the one before still runs."""
+        bias = self.bias if self.tp.rank == 0 else None
+        if self.tp.size == 1:
+            linear_add(x, self.weight, residual, bias, pdl=True)
+        else:
+            self.tp.reducer.add(residual, linear(x, self.weight, bias, pdl=True), pdl=True)

@@ -22,6 +22,12 @@ def norm_linear_silu_torch(x: Tensor, norm_weight: Tensor, eps: float, weight: T
     return silu_and_mul_torch(norm_linear_torch(x, norm_weight, eps, weight))
 
 
+def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Twin of `kernels.skinny_linear.linear`."""
+    product = F.linear(x.float(), weight.float())
+    return (product if bias is None else product + bias.float()).to(x.dtype)
+
+
 def linear_add_torch(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
     """Twin of `kernels.skinny_linear.linear_add`: `residual` is overwritten."""
     total = residual.float() + F.linear(x.float(), weight.float())
@@ -67,6 +73,20 @@ def norm_linear_silu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor,
     if use_kernels(x):
         return kernels.norm_linear_silu(x, norm_weight, eps, weight, pdl=pdl)
     return norm_linear_silu_torch(x, norm_weight, eps, weight)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, pdl: bool = False) -> Tensor:
+    """`x W^T + bias`, by kernel or by twin.
+
+    Args:
+        x: `[num_tokens, K]`; 1..16 tokens for the kernel.
+        weight: `[N, K]` of x's dtype.
+        bias, pdl: as for `norm_linear`.
+
+    Returns:
+        `[num_tokens, N]` of x's dtype.
+    """
+    return kernels.linear(x, weight, bias, pdl=pdl) if use_kernels(x) else linear_torch(x, weight, bias)
 
 
 def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, pdl: bool = False) -> Tensor:

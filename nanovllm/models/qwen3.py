@@ -1,5 +1,7 @@
 """Qwen3 (arXiv:2505.09388), and Qwen2 (arXiv:2407.10671) as the same decoder with two switches."""
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 
@@ -11,7 +13,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_parameters
-from nanovllm.layers.skinny_linear import is_skinny, linear_add, norm_linear, norm_linear_silu
+from nanovllm.layers.skinny_linear import is_skinny, norm_linear, norm_linear_silu
 from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import TensorParallel
 
@@ -103,16 +105,30 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, positions: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The residual stream [num_tokens, hidden_size], overwritten; with `rows` (see `Qwen3Attention.attend`) only
-        the stream of these tokens goes on, [len(rows), hidden_size]."""
-        qkv = self.self_attn.qkv_proj(self.input_layernorm(residual))
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor,
+        next_norm: RMSNorm,
+        rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            positions: int64 [num_tokens].
+            hidden_states: what input_layernorm makes of residual, [num_tokens, hidden_size].
+            residual: the stream, likewise; overwritten.
+            next_norm: the next layer's first norm, or the final one, which comes with this layer's last sum.
+            rows: see `Qwen3Attention.attend`; then only the stream of these tokens goes on.
+
+        Returns:
+            The next hidden_states and residual.
+        """
+        qkv = self.self_attn.qkv_proj(hidden_states)
         attended = self.self_attn.attend(positions, qkv, rows)
         if rows is not None:
             residual = residual[rows]
-        residual = self.self_attn.o_proj.add_to(residual, attended)
-        return self.mlp.down_proj.add_to(residual, self.mlp(self.post_attention_layernorm(residual)))
+        hidden_states = self.self_attn.o_proj.add_norm(residual, attended, self.post_attention_layernorm)
+        return self.mlp.down_proj.add_norm(residual, self.mlp(hidden_states), next_norm), residual
 
     def forward_skinny(self, positions: torch.Tensor, residual: torch.Tensor) -> None:
         """The same for a decode step of a few sequences, in six launches instead of nine or more: at batch 1 the
@@ -120,10 +136,10 @@ class Qwen3DecoderLayer(nn.Module):
         attn, mlp, pdl = self.self_attn, self.mlp, True
         norm, proj = self.input_layernorm, attn.qkv_proj
         qkv = norm_linear(residual, norm.weight, norm.eps, proj.weight, proj.bias, pdl=pdl)
-        linear_add(attn.attend(positions, qkv), attn.o_proj.weight, residual, attn.o_proj.bias, pdl=pdl)
+        attn.o_proj.skinny_add(residual, attn.attend(positions, qkv))
         norm = self.post_attention_layernorm
         hidden_states = norm_linear_silu(residual, norm.weight, norm.eps, mlp.gate_up_proj.weight, pdl=pdl)
-        linear_add(hidden_states, mlp.down_proj.weight, residual, pdl=pdl)
+        mlp.down_proj.skinny_add(residual, hidden_states)
 
 
 class Qwen3Model(nn.Module):
@@ -142,15 +158,17 @@ class Qwen3Model(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         residual = self.embed_tokens(input_ids)
-        if self.tp.size == 1 and is_skinny(residual) and not get_context().is_prefill:
+        has_fast_sums = self.tp.size == 1 or self.tp.reducer is not None
+        if has_fast_sums and is_skinny(residual) and not get_context().is_prefill:
             for layer in self.layers:
                 layer.forward_skinny(positions, residual)
             return self.norm(residual)
-        *layers, last_layer = self.layers
-        for layer in layers:
-            residual = layer(positions, residual)
+        hidden_states = self.layers[0].input_layernorm(residual)
+        for layer, next_layer in pairwise(self.layers):
+            hidden_states, residual = layer(positions, hidden_states, residual, next_layer.input_layernorm)
         # Nobody asks a prompt's other tokens for more than their keys and values.
-        return self.norm(last_layer(positions, residual, get_context().last_tokens))
+        rows = get_context().last_tokens
+        return self.layers[-1](positions, hidden_states, residual, self.norm, rows)[0]
 
 
 class Qwen3ForCausalLM(nn.Module):

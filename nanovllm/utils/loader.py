@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -9,16 +11,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from nanovllm.utils.staging import Staging
+
 # Older checkpoints store RoPE's frequencies, which follow from the configuration.
 _DERIVED = ("rotary_emb.inv_freq",)
 _MAX_NAMED = 5
+_MAX_THREADS = 8
 
 
 def load_model(model: nn.Module, directory: str) -> None:
     """Fill every parameter from the safetensors files of a model directory.
 
     All names and shapes are checked against the files' headers before the first byte is copied. A parameter's
-    weight_loader reads from the memory-mapped file only what its rank needs and copies it to the device.
+    weight_loader reads from the memory-mapped file only what its rank needs; several threads, at most as many as torch
+    computes with, each take one parameter after the other. An error ends them all, as Ctrl-C does.
 
     Raises:
         FileNotFoundError: no safetensors, or a file that the index names is not there.
@@ -27,9 +33,39 @@ def load_model(model: nn.Module, directory: str) -> None:
     with ExitStack() as stack:
         tensors = _open_tensors(directory, stack)
         plan = _make_plan(model, tensors)
-        for name, (param, shard_id) in plan.items():
-            load = getattr(param, "weight_loader", _copy_whole)
-            load(param, tensors[name], shard_id)
+        # The largest first, so that no thread is left alone with one in the end.
+        names = sorted(plan, key=lambda name: -math.prod(tensors[name].get_shape()))
+        _load_all([(tensors[name], *plan[name]) for name in names], next(model.parameters()).device)
+
+
+def _load_all(tasks: list[tuple], device: torch.device) -> None:
+    """Load every (safetensors slice, parameter, shard id), in parallel; raises the first error once all threads have
+    stopped."""
+    todo = deque(tasks)
+
+    def work() -> None:
+        with Staging(device) as staging:
+            while todo:
+                try:
+                    loaded, param, shard_id = todo.popleft()
+                except IndexError:  # Another thread was faster.
+                    return
+                load = getattr(param, "weight_loader", _copy_whole)
+                load(param, staging.reader(loaded), shard_id)
+
+    num_torch_threads = torch.get_num_threads()
+    num_threads = min(_MAX_THREADS, num_torch_threads)
+    # One copy by several OpenMP threads, as torch would make it, is slower than several copies by one each: no thread
+    # waits for another after every tensor (1.2 GB on 2 busy cores: 0.5 s instead of 1 to 3 s).
+    with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            for future in as_completed([pool.submit(work) for _ in range(num_threads)]):
+                future.result()
+        except BaseException:
+            todo.clear()
+            raise
+        finally:
+            torch.set_num_threads(num_torch_threads)  # A thread's choice is what new threads of the process begin with.
 
 
 def num_checkpoint_params(model: nn.Module) -> int:

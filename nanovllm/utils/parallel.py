@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, Store
 
+from nanovllm.utils.residual_reducer import ResidualReducer
+
 
 class CollectiveError(RuntimeError):
     """A collective failed: another rank has gone, or the connection to it has. Never the cause of a failure."""
@@ -23,12 +25,14 @@ class TensorParallel:
         size: ranks that share the model; 1 needs no group and communicates nothing.
         group: the engine's own ProcessGroupNCCL or ProcessGroupGloo, known to no registry.
         store: where the ranks met, for whatever else they have to agree on.
+        reducer: adds to the residual stream over memory that the GPUs share; None where there is none.
     """
 
     rank: int = 0
     size: int = 1
     group: object | None = None
     store: Store | None = None
+    reducer: ResidualReducer | None = None
 
     def shard(self, size: int, what: str) -> int:
         """This rank's part of `size`. Raises ValueError where the ranks do not divide it."""

@@ -119,7 +119,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     actions=actions,
     num_blocks=st.integers(11, 30),

@@ -114,7 +114,7 @@ if __name__ == "__main__":
         pids = []
         while not pids:
             pids = child_pids(process.pid)
-        time.sleep(random.uniform(0.3, 2.5))
+        time.sleep(1.0)
         pids = child_pids(process.pid)
     else:
         pids = worker_pids(process)

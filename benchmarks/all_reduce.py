@@ -1,0 +1,89 @@
+"""The sum after a layer over all GPUs of the machine, with the residual and the norm that follow: NCCL against ours.
+
+    python benchmarks/all_reduce.py --hidden 4096 --json out.json
+
+Microseconds a call in a CUDA graph, of rank 0. NCCL: all_reduce, then an addition, then the norm; on some rows torch's
+own symmetric-memory sums were as fast as ours before those two (docs/performance.md).
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.multiprocessing
+
+from nanovllm.engine.process_group import connect_store, join_group, open_store
+from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.utils.residual_reducer import make_reducer
+
+TOKENS = (1, 4, 16, 64, 128, 256, 512, 2048, 16384)
+EPS = 1e-6
+
+
+def time_calls(call, num_calls: int) -> float:
+    """Microseconds a call; all ranks at the same time."""
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(num_calls):
+            call()
+    for _ in range(20):  # The clocks take a while to rise, and the ranks to fall into step.
+        graph.replay()
+    micros = []
+    for _ in range(9):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        micros.append(1e3 * start.elapsed_time(end) / num_calls)
+    return median(micros)
+
+
+def measure(index: int, size: int, port: int, hidden: int, results: list) -> None:
+    """One rank's part; rank 0 fills `results`."""
+    rank, device = index, torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    store = connect_store(port)
+    tp = join_group(store, rank, size, device)
+    reducer = make_reducer(rank, size, store, max(TOKENS), hidden, torch.bfloat16, device)
+    weight = torch.ones(hidden, dtype=torch.bfloat16, device=device)
+    for num_tokens in TOKENS:
+        residual = torch.randn(num_tokens, hidden, device=device).bfloat16()
+        partial, own = reducer.partial(num_tokens).zero_(), torch.zeros_like(residual)
+
+        def nccl(own=own, residual=residual):
+            x = tp.all_reduce(own)
+            rms_norm(residual.add_(x), weight, EPS)
+
+        def ours(partial=partial, residual=residual):
+            reducer.add_norm(residual, partial, weight, EPS)
+
+        num_calls = 20 if num_tokens < 4096 else 4  # Even: two buffers take turns.
+        row = {"tokens": num_tokens, "nccl": time_calls(nccl, num_calls), "ours": time_calls(ours, num_calls)}
+        if rank == 0:
+            results.append(row)
+            print(f"{num_tokens:6d} tokens: NCCL {row['nccl']:7.1f} us, ours {row['ours']:7.1f} us", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=4096, help="4096 is Qwen3-8B's")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    size, store = torch.cuda.device_count(), open_store()
+    if size < 2:
+        parser.error("needs two GPUs or more")
+    with torch.multiprocessing.Manager() as manager:
+        results = manager.list()
+        torch.multiprocessing.spawn(measure, (size, store.port, args.hidden, results), nprocs=size)
+        if args.json:
+            Path(args.json).write_text(json.dumps({"gpus": size, "hidden": args.hidden, "rows": list(results)}))
+
+
+if __name__ == "__main__":
+    main()

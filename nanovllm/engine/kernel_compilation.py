@@ -1,0 +1,73 @@
+"""Compiling the kernels of an engine in the background of its start, and loading them at its end."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from nanovllm.engine.cuda_graphs import graph_batch_sizes
+from nanovllm.engine.memory import warmup_sequences
+from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels import HAS_TRITON
+from nanovllm.models.qwen3 import get_head_dim
+
+if HAS_TRITON:
+    from nanovllm.kernels.launch import compile_ahead
+
+_NUM_SLOTS = 1024  # of the cache to trace on; more than warmup_kernels asks for
+_LONG_PREFILL = 2048  # tokens; no kernel's variant is for more
+
+
+@contextmanager
+def compiling_kernels(runner) -> Iterator[None]:
+    """While the block goes on, threads compile what a ModelRunner will launch; it ends when they have finished. The
+    block must launch no kernel of ours.
+
+    The runner has a model, whose weights need not be there yet, and its decode_inputs, but no KV cache. Nothing
+    happens on a CPU.
+    """
+    if not HAS_TRITON or runner.device.type != "cuda":
+        yield
+        return
+    with compile_ahead():
+        _trace(runner)
+        yield
+
+
+@torch.inference_mode()
+def _trace(runner) -> None:
+    """Go through the launches of the start and of later steps, with a small KV cache that all layers share. No list of
+    kernels and shapes has to be kept up to date for it; what is computed around the kernels means nothing."""
+    config, block_size = runner.config, runner.block_size
+    num_tokens = min(_LONG_PREFILL, config.max_num_batched_tokens, config.max_model_len)
+    runner.run([_sequence(num_tokens, block_size)], True)  # Without a cache, as warmup_model does.
+    shape = (-(-_NUM_SLOTS // block_size), block_size, runner.num_kv_heads, get_head_dim(config.hf_config))
+    kv_cache = torch.zeros(2, 1, *shape, dtype=config.dtype, device=runner.device)
+    runner.use_kv_cache(kv_cache.expand(2, config.hf_config.num_hidden_layers, *shape))
+    seq = _sequence(1, block_size)
+    seq.is_prefilling = False
+    sizes = graph_batch_sizes(config.max_num_seqs)
+    for size in sizes:
+        # What follows the batch size in a kernel's variant follows it in powers of two, and in larger steps.
+        if size & (size - 1) == 0 or size == sizes[-1]:
+            runner.run([seq] * size, False)
+    warmup_kernels(runner)
+    runner.use_kv_cache(None)
+
+
+def warmup_kernels(runner) -> None:
+    """Launch every variant of the Triton kernels that a prefill may need, so that none is compiled or loaded in the
+    middle of a batch: short and long, with a cached prefix and without. They write to the cache's first slots, which
+    nobody has been given yet."""
+    for seq in warmup_sequences(runner.config, runner.num_kvcache_blocks):
+        runner.run([seq], True)
+        if runner.config.max_num_seqs > 1:
+            runner.run([seq, seq], True)
+    seq.is_prefilling = False
+    runner.run([seq], False)
+
+
+def _sequence(num_tokens: int, block_size: int) -> Sequence:
+    seq = Sequence(0, [0] * num_tokens, block_size=block_size)
+    seq.block_table, seq.num_scheduled_tokens = list(range(seq.num_blocks)), num_tokens
+    return seq

@@ -1,0 +1,137 @@
+"""The sums over ranks, two ranks of one process one after the other: what each finds, and what it leaves for the other.
+
+Rank 0 goes first, so what rank 1 would have sent it by then is put there by hand; rank 1 takes what rank 0 has sent.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels import all_reduce as kernels
+from nanovllm.layers.layernorm import rms_norm_torch
+
+EPS = 1e-6
+SIZE = 2
+
+
+def random_case(num_tokens, hidden, dtype, device):
+    """(each rank's partial, residual, norm weight)"""
+    partials = [torch.randn(num_tokens, hidden, device=device).to(dtype) for _ in range(SIZE)]
+    residual = torch.randn(num_tokens, hidden, device=device).to(dtype)
+    return partials, residual, (1 + 0.3 * torch.randn(hidden, device=device)).to(dtype)
+
+
+def all_reduce_add_norm_torch(partials, residual, weight):
+    """What both kernels compute: the sum in float32 in the order of ranks, rounded once, and its norm."""
+    total = residual.float()
+    for partial in partials:
+        total = total + partial.float()
+    total = total.to(residual.dtype)
+    return total, rms_norm_torch(total, weight, EPS)
+
+
+def addresses(tensors):
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)
+
+
+def assert_equal(residual, y, expected, device):
+    total, norm = expected
+    # Triton's interpreter truncates to bfloat16 where the hardware rounds.
+    loose = device == "cpu" and residual.dtype == torch.bfloat16
+    torch.testing.assert_close(residual, total, rtol=2.0**-7 if loose else 0, atol=1e-6 if loose else 0)
+    if y is not None:
+        rtol = 2.0**-9 if residual.dtype == torch.float16 else 2.0**-6
+        torch.testing.assert_close(y, norm, rtol=rtol, atol=1e-3)
+
+
+class Inboxes:
+    """Both ranks' state of `push_add_norm`."""
+
+    def __init__(self, hidden, device):
+        shape = (2, SIZE, kernels.MAX_PUSH_TOKENS, hidden // 2)
+        self.inboxes = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(SIZE)]
+        self.epochs = [torch.zeros(kernels.MAX_PUSH_TOKENS, dtype=torch.int32, device=device) for _ in range(SIZE)]
+        self.abort = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def put(self, partial, epoch, sender, receiver):
+        """A message by hand: each pair of values below the number of the launch."""
+        words = partial.view(torch.int32).long() & 0xFFFFFFFF
+        self.inboxes[receiver][epoch % 2, sender, : len(partial)] = words | epoch << 32
+
+    def push(self, rank, partial, residual, weight=None):
+        return kernels.push_add_norm(
+            addresses(self.inboxes), self.epochs[rank], self.abort, rank, partial, residual, weight, EPS
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 64), (3, 100), (5, 256)])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_push(dtype, num_tokens, hidden, has_norm, device):
+    state = Inboxes(hidden, device)
+    for epoch in (1, 2, 3):  # the inboxes of the first are used again by the third
+        partials, residual, weight = random_case(num_tokens, hidden, dtype, device)
+        expected = all_reduce_add_norm_torch(partials, residual, weight)
+        state.put(partials[1], epoch, sender=1, receiver=0)
+        results = []
+        for rank in range(SIZE):
+            own = residual.clone()
+            y = state.push(rank, partials[rank], own, weight if has_norm else None)
+            assert (y is None) != has_norm
+            assert_equal(own, y, expected, device)
+            results.append(own)
+        assert torch.equal(*results)
+        assert state.epochs[0][:num_tokens].eq(epoch).all()
+        assert state.epochs[0][num_tokens:].eq(0).all()
+
+
+def test_a_push_waits_for_nobody_once_it_is_aborted(device):
+    state = Inboxes(64, device)
+    partials, residual, weight = random_case(2, 64, torch.float16, device)
+    state.abort.fill_(1)
+    state.push(0, partials[0], residual, weight)
+
+
+class Buffers:
+    """Both ranks' state of `pull_add_norm`."""
+
+    def __init__(self, partials, device):
+        self.buffers = partials
+        self.flags = [
+            torch.zeros(kernels.MAX_PULL_PROGRAMS, SIZE, dtype=torch.int32, device=device) for _ in range(SIZE)
+        ]
+        self.abort = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def pull(self, rank, residual, weight):
+        tables = addresses(self.buffers), addresses(self.flags)
+        return kernels.pull_add_norm(*tables, self.abort, rank, residual, weight, EPS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 64), (3, 100), (20, 256)])
+def test_pull(dtype, num_tokens, hidden, device, monkeypatch):
+    monkeypatch.setattr(kernels, "MAX_PULL_PROGRAMS", 8)  # so that one has several tokens
+    partials, residual, weight = random_case(num_tokens, hidden, dtype, device)
+    expected = all_reduce_add_norm_torch(partials, residual, weight)
+    state = Buffers(partials, device)
+    state.flags[0][:, 1] = 1  # Rank 1 is there.
+    results = []
+    for rank in range(SIZE):
+        own = residual.clone()
+        y = state.pull(rank, own, weight)
+        assert_equal(own, y, expected, device)
+        results.append(own)
+        if rank == 0:
+            programs = min(num_tokens, 8)
+            assert state.flags[1][:programs, 0].eq(1).all(), "rank 1 would wait for ever"
+            assert state.flags[0][:programs].eq(0).all(), "the next pull would not wait"
+            state.flags[0][:, 1] = 0
+    assert torch.equal(*results)
+
+
+def test_a_pull_waits_for_nobody_once_it_is_aborted(device):
+    partials, residual, weight = random_case(2, 64, torch.float16, device)
+    state = Buffers(partials, device)
+    state.abort.fill_(1)
+    state.pull(0, residual, weight)
