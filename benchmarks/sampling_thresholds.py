@@ -116,7 +116,7 @@ def main() -> None:
                 for variant, config in variants(batch, dict(args.sweep)).items():
                     try:
                         row["seconds"][variant] = seconds_a_call(
-                            lambda logits, rest=rest, config=config: sampling_thresholds(logits, *rest, config),
+                            lambda logits, rest=rest, config=config: sampling_thresholds(logits, *rest, config=config),
                             tensors,
                         )
                     except Exception as error:  # one that does not fit must not end the sweep

@@ -103,9 +103,10 @@ def base(tmp_path_factory):
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_every_kernel_compiles_ahead_of_its_launch(tmp_path, monkeypatch, eager):
-    # A shape that no other test has, or its kernels would be there already.
-    heads = {"hidden_size": 176 + 32 * eager, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 48}
-    path = make_checkpoint(tmp_path, dtype=torch.bfloat16, intermediate_size=208, **heads)
+    # Shapes that no other test has, or their kernels would be there already.
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 40 if eager else 48}
+    sizes = {"hidden_size": 208, "intermediate_size": 224} if eager else {"hidden_size": 176, "intermediate_size": 208}
+    path = make_checkpoint(tmp_path, dtype=torch.bfloat16, **sizes, **heads)
     compiled, ahead = [], []
     # Called for every variant that is not in this process yet, in Triton's cache on the disk or not.
     hook = lambda **kernel: compiled.append(kernel["repr"]) is not None  # noqa: E731

@@ -157,6 +157,7 @@ def test_logprobs_are_those_of_a_cpu(base, chunk):
 
 
 def test_structured_outputs_are_those_of_a_cpu(base):
+    pytest.importorskip("llguidance")
     forms = [
         StructuredOutputsParams(choice=["red", "green", "dark red"]),
         StructuredOutputsParams(regex="[a-z ]{20,40}"),

@@ -9,6 +9,8 @@ from nanovllm.engine.cuda_graphs import graph_batch_sizes
 from nanovllm.engine.memory import warmup_sequences
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import HAS_TRITON
+from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.sampling_thresholds import sampling_thresholds
 from nanovllm.models.qwen3 import get_head_dim
 
 if HAS_TRITON:
@@ -51,8 +53,22 @@ def _trace(runner) -> None:
         # What follows the batch size in a kernel's variant follows it in powers of two, and in larger steps.
         if size & (size - 1) == 0 or size == sizes[-1]:
             runner.run([seq] * size, False)
+            _trace_truncation(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
     warmup_kernels(runner)
     runner.use_kv_cache(None)
+
+
+def _trace_truncation(logits: torch.Tensor) -> None:
+    """Top-k, top-p and min-p, which the cards of most models recommend. What else a request may ask for waits for the
+    first that does."""
+    floats, numbers = (
+        torch.zeros(2, len(logits), device=logits.device),
+        torch.zeros_like(logits[:, 0], dtype=torch.int64),
+    )
+    for has_lone_top_p in (False, True):
+        settings = floats[0], numbers.int(), floats[0], floats[1]
+        thresholds = sampling_thresholds(logits, *settings, has_lone_top_p)
+        Sampler()(logits, floats[0], numbers, numbers, thresholds)
 
 
 def warmup_kernels(runner) -> None:

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.launch import launcher
+
 _BLOCK = 4096
 
 
@@ -56,7 +58,7 @@ def apply_penalties(
     grid = (len(rows), triton.cdiv(vocab_size, _BLOCK))
     if len(rows) == 0:
         return
-    _penalties_kernel[grid](
+    launcher(_penalties_kernel, grid)(
         logits,
         rows,
         state,

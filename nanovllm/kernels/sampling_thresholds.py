@@ -20,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
+from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.threshold_kernels import narrow_kernel, settle_kernel, tiles_kernel
 
 # Low bits of a float32 that are 0 whatever value of the dtype it holds.
@@ -72,6 +73,7 @@ def sampling_thresholds(
     top_k: Tensor,
     top_p: Tensor,
     min_p: Tensor,
+    has_lone_top_p: bool = True,
     config: ThresholdConfig | None = None,
 ) -> Tensor:
     """The lowest logit of each row that top-k, top-p and min-p, in this order, leave to be drawn.
@@ -90,6 +92,8 @@ def sampling_thresholds(
         top_k: int32 `[batch]`; 0 is off.
         top_p: float32 `[batch]`; 1 is off.
         min_p: float32 `[batch]`; 0 is off.
+        has_lone_top_p: whether a row may have top_p without top_k; where none has, launches are left out that only
+            such rows need.
         config: launch constants, for tests and benchmarks.
 
     Returns:
@@ -107,6 +111,8 @@ def sampling_thresholds(
     if batch == 0:
         return torch.empty(0, device=logits.device)
     config = config or default_config(batch, logits.dtype)
+    if not has_lone_top_p:
+        config = config._replace(narrow_rounds=0)
     num_tiles = triton.cdiv(vocab_size, config.tile)
     num_splits = triton.cdiv(vocab_size, config.narrow_columns)
     maxima, masses = torch.empty(2, batch, num_tiles, device=logits.device)
@@ -117,7 +123,7 @@ def sampling_thresholds(
     thresholds = torch.empty(batch, device=logits.device)
     shift = _SHIFTS[logits.dtype]
     padded = {"TILES": triton.next_power_of_2(num_tiles), "SPLITS": triton.next_power_of_2(num_splits)}
-    tiles_kernel[(batch, triton.cdiv(num_tiles, config.tiles_at_once))](
+    launcher(tiles_kernel, (batch, triton.cdiv(num_tiles, config.tiles_at_once)))(
         logits,
         temperatures,
         top_k,
@@ -134,7 +140,7 @@ def sampling_thresholds(
     )
     last_brackets = last_partials = None
     for i in range(config.narrow_rounds):
-        narrow_kernel[(batch, num_splits)](
+        launcher(narrow_kernel, (batch, num_splits))(
             logits,
             temperatures,
             top_k,
@@ -157,7 +163,7 @@ def sampling_thresholds(
             num_warps=config.narrow_warps,
         )
         last_brackets, last_partials = brackets[i], partials[i]
-    settle_kernel[(batch,)](
+    launcher(settle_kernel, (batch,))(
         logits,
         temperatures,
         top_k,

@@ -9,7 +9,9 @@ if HAS_TRITON:
     from nanovllm.kernels import sampling_thresholds as kernels
 
 
-def sampling_thresholds(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def sampling_thresholds(
+    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, has_lone_top_p: bool = True
+) -> Tensor:
     """The lowest logit that truncation keeps, for each row: {logit >= threshold} is what may be drawn.
 
     In transformers' order, and with its definitions: logits / temperature; of these the k highest; of their
@@ -23,12 +25,13 @@ def sampling_thresholds(logits: Tensor, temperatures: Tensor, top_k: Tensor, top
         top_k: int32 `[batch]`; 0 is off.
         top_p: float32 `[batch]`, in (0, 1]; 1 is off.
         min_p: float32 `[batch]`, in 0..1; 0 is off.
+        has_lone_top_p: whether a row may have top_p without top_k; if not, the kernels are fewer.
 
     Returns:
         float32 `[batch]`, in units of `logits`; -inf where nothing is truncated.
     """
     if use_kernels(logits):
-        return kernels.sampling_thresholds(logits, temperatures, top_k, top_p, min_p)
+        return kernels.sampling_thresholds(logits, temperatures, top_k, top_p, min_p, has_lone_top_p)
     return sampling_thresholds_torch(logits, temperatures, top_k, top_p, min_p)
 
 

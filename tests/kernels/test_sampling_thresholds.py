@@ -61,7 +61,7 @@ def kept_by_definition(logits, temperature, k, p, min_p, slack=0.0):
 
 def assert_right(logits, rows, config=None):
     """Keeps what the definition keeps, give or take tokens within rounding of a border."""
-    thresholds = sampling_thresholds(logits, *arguments(rows, logits.device), config)
+    thresholds = sampling_thresholds(logits, *arguments(rows, logits.device), config=config)
     assert thresholds.dtype == torch.float32
     assert thresholds.shape == (len(rows),)
     for i, row in enumerate(rows):
@@ -121,9 +121,18 @@ def test_ties_stay_together(config, device):
     logits[3, ::2] = 0.0
     rows = [(1.0, 5, 1.0, 0.0), (1.0, 0, 0.3, 0.0), (2.0, 200, 0.99, 0.0), (1.0, 3, 0.5, 0.9)]
     assert_right(logits, rows, config)
-    for i, kept in enumerate(logits >= sampling_thresholds(logits, *arguments(rows, device), config).unsqueeze(1)):
+    for i, kept in enumerate(
+        logits >= sampling_thresholds(logits, *arguments(rows, device), config=config).unsqueeze(1)
+    ):
         assert set(logits[i][kept].tolist()).isdisjoint(logits[i][~kept].tolist())
     assert kept.all()
+
+
+def test_rows_with_top_k_need_no_launches_for_lone_top_p(device):
+    logits = torch.randn(4, 3000, device=device)
+    rows = [(1.0, 5, 0.9, 0.0), (0.7, 50, 0.5, 0.1), (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.2)]
+    given = arguments(rows, device)
+    assert torch.equal(sampling_thresholds(logits, *given, has_lone_top_p=False), sampling_thresholds(logits, *given))
 
 
 @pytest.mark.parametrize("config", [SMALL, SMALL._replace(narrow_rounds=1)], ids=["a program a row", "spread first"])
@@ -141,7 +150,7 @@ def test_masked_and_undefined_logits(k, p, min_p, config, device):
     thresholds = assert_right(logits[:5], [(0.7, k, p, min_p)] * 5, config)
     assert thresholds[0] == thresholds[1] == -INF
     assert not thresholds.isnan().any()
-    thresholds = sampling_thresholds(logits[5:], *arguments([(0.7, k, p, min_p)] * 2, device), config)
+    thresholds = sampling_thresholds(logits[5:], *arguments([(0.7, k, p, min_p)] * 2, device), config=config)
     assert INF >= thresholds[0] > -INF
     assert logits[6, 0] >= thresholds[1]
 

@@ -35,7 +35,9 @@ def use(name):
     return (best_of_shard, pick_best) if name == "kernels" else (best_of_shard_torch, pick_best_torch)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("twins", 128), ("twins", 1024), ("kernels", 256), ("kernels", 1024)])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("twins", 128), ("twins", 256), ("twins", 1024), ("kernels", 384), ("kernels", 1024)]
+)
 def test_shards_draw_what_the_whole_draws(inputs, name, rows):
     logits, *sampling = inputs
     reduce, pick = use(name)
