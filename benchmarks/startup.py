@@ -77,7 +77,7 @@ def measure(phases: Phases, model: str, options: dict) -> float:
     phases.time_calls(runner, "warmup_model", "warm-up")
     phases.time_calls(runner, "allocate_kv_cache", "KV cache")
     phases.time_calls(runner, "capture_cudagraph", "CUDA graphs")
-    phases.time_calls(runner, "warmup_kernels", "kernel warm-up")
+    phases.time_calls(model_runner, "warmup_kernels", "kernel warm-up")
     if torch.cuda.is_available():
         compile_ahead = kernel_compilation.compile_ahead
 

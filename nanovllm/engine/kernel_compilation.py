@@ -1,4 +1,4 @@
-"""Compiling the kernels of an engine in the background of its start."""
+"""Compiling the kernels of an engine in the background of its start, and loading them at its end."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from nanovllm.engine.cuda_graphs import graph_batch_sizes
+from nanovllm.engine.memory import warmup_sequences
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import HAS_TRITON
 from nanovllm.layers.sampler import Sampler
@@ -53,7 +54,7 @@ def _trace(runner) -> None:
         if size & (size - 1) == 0 or size == sizes[-1]:
             runner.run([seq] * size, False)
             _trace_truncation(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
-    runner.warmup_kernels()
+    warmup_kernels(runner)
     runner.use_kv_cache(None)
 
 
@@ -68,6 +69,18 @@ def _trace_truncation(logits: torch.Tensor) -> None:
         settings = floats[0], numbers.int(), floats[0], floats[1]
         thresholds = sampling_thresholds(logits, *settings, has_lone_top_p)
         Sampler()(logits, floats[0], numbers, numbers, thresholds)
+
+
+def warmup_kernels(runner) -> None:
+    """Launch every variant of the Triton kernels that a prefill may need, so that none is compiled or loaded in the
+    middle of a batch: short and long, with a cached prefix and without. They write to the cache's first slots, which
+    nobody has been given yet."""
+    for seq in warmup_sequences(runner.config, runner.num_kvcache_blocks):
+        runner.run([seq], True)
+        if runner.config.max_num_seqs > 1:
+            runner.run([seq, seq], True)
+    seq.is_prefilling = False
+    runner.run([seq], False)
 
 
 def _sequence(num_tokens: int, block_size: int) -> Sequence:

@@ -12,9 +12,9 @@ from nanovllm.config import Config
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.inputs import DecodeInputs, SampledTokens, prefill_inputs
 from nanovllm.engine.interrupts import HeldInterrupt
-from nanovllm.engine.kernel_compilation import compiling_kernels
+from nanovllm.engine.kernel_compilation import compiling_kernels, warmup_kernels
 from nanovllm.engine.logit_steps import LogitSteps, needs_logits
-from nanovllm.engine.memory import allocate_kv_cache, largest_prefill, warmup_sequences
+from nanovllm.engine.memory import allocate_kv_cache, largest_prefill
 from nanovllm.engine.process_group import ABORT_SECONDS, abort_group
 from nanovllm.engine.sampling_pipeline import Forward
 from nanovllm.engine.sequence import Sequence
@@ -102,7 +102,7 @@ class ModelRunner:
         check = self.workers and self.check_workers
         self.logit_steps = LogitSteps(config, self.model, self.tp, self.decode_inputs, self.graphs, check)
         if config.device == "cuda":
-            self.warmup_kernels()
+            warmup_kernels(self)
 
     def load_weights(self) -> None:
         """Fill the model's parameters as load_format says."""
@@ -208,17 +208,6 @@ class ModelRunner:
         with step_context(context):
             self._forward(*inputs)
         torch.cuda.synchronize(self.device)
-
-    def warmup_kernels(self) -> None:
-        """Launch every variant of the Triton kernels that a prefill may need, so that none is compiled or loaded in
-        the middle of a batch: short and long, with a cached prefix and without. They write to the cache's first
-        slots, which nobody has been given yet."""
-        for seq in warmup_sequences(self.config, self.num_kvcache_blocks):
-            self.run([seq], True)
-            if self.config.max_num_seqs > 1:
-                self.run([seq, seq], True)
-        seq.is_prefilling = False
-        self.run([seq], False)
 
     def allocate_kv_cache(self) -> None:
         """One tensor for all layers, each of which holds its slices of it.

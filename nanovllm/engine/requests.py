@@ -14,9 +14,9 @@ Prompt = str | list[int]
 
 
 class Request(NamedTuple):
-    """What of a request has passed the checks: its prompt, and the form that each of its samples has to follow."""
+    """What has passed the checks: the prompt, int32, and the form that each of its samples has to follow."""
 
-    token_ids: list[int]
+    token_ids: array
     grammar: Grammar | None = None
 
 
@@ -61,7 +61,7 @@ class RequestChecker:
                 checked.append(error)
         return checked
 
-    def encode_completions(self, completions: list[Prompt]) -> list[list[int]]:
+    def encode_completions(self, completions: list[Prompt]) -> list[array]:
         """Token ids of texts that go on after a prompt, hence without what the tokenizer puts before one. Raises
         ValueError or TypeError, naming the index."""
         checked = []
@@ -94,7 +94,7 @@ class RequestChecker:
             self._grammars = Grammars(self.tokenizer, self._vocab_size, self._eos)
         return self._grammars.start(form)
 
-    def _check_token_ids(self, token_ids: list[int] | Exception, where: str) -> list[int]:
+    def _check_token_ids(self, token_ids: list[int] | Exception, where: str) -> array:
         if isinstance(token_ids, Exception):
             kind = TypeError if isinstance(token_ids, TypeError) else ValueError
             raise kind(f"{where}{token_ids}") from token_ids
