@@ -169,7 +169,10 @@ class ModelRunner:
             cause = self.workers.explain(error)
             self.workers.end()
         if self.rank == 0:  # A worker process ends, and must not wait for anybody before it does.
-            self.exit()
+            try:
+                self.exit()
+            except RuntimeError as lost:  # The device's own errors show at the next call, whatever that is.
+                logger.warning("the engine could not give everything back: %s", lost)
         if cause is error:
             raise error
         raise cause from error
