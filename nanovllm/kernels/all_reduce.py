@@ -72,6 +72,8 @@ def _push_kernel(
     if PDL:
         gdc_wait()
     epoch = tl.load(epochs + token) + 1
+    # Once aborted, the others' memory may be gone with them.
+    reachable = word < tl.where(tl.load(abort, volatile=True) == 0, WORDS, 0)
     own = tl.load(partial + token * WORDS + word, mask=mask, other=0)
     packed = (own.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
     # Two inboxes in turn: nobody sends again before having heard from the reader, who then has read the last but one.
@@ -79,7 +81,7 @@ def _push_kernel(
     for i in tl.static_range(1, SIZE):
         inbox = tl.load(inboxes + (RANK + i) % SIZE).to(tl.pointer_type(tl.int64))
         inbox = tl.multiple_of(inbox, 16)
-        tl.store(inbox + (first_row + RANK * MAX_TOKENS) * WORDS + word, packed, mask=mask)
+        tl.store(inbox + (first_row + RANK * MAX_TOKENS) * WORDS + word, packed, mask=reachable)
     before = tl.load(residual + token * WORDS + word, mask=mask, other=0)
     low, high = _low(before, DTYPE), _high(before, DTYPE)
     inbox = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64))
@@ -164,7 +166,7 @@ def push_add_norm(
 @triton.jit
 def _signal(flag, abort):
     """Raise a flag of another rank, once its owner has taken down the last one."""
-    old = tl.atomic_cas(flag, 0, 1, sem="release", scope="sys")
+    old = 1
     while (old != 0) & (tl.load(abort, volatile=True) == 0):
         old = tl.atomic_cas(flag, 0, 1, sem="release", scope="sys")
 
@@ -205,6 +207,8 @@ def _pull_kernel(
 
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
+    # Once aborted, the others' memory may be gone with them.
+    reachable = column < tl.where(tl.load(abort, volatile=True) == 0, HIDDEN, 0)
     scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     stride = tl.full([1], HIDDEN, tl.int64)
     for token in range(program, num_tokens, tl.num_programs(0)):
@@ -214,7 +218,7 @@ def _pull_kernel(
             buffer = tl.load(buffers + rank).to(tl.pointer_type(residual.dtype.element_ty))
             # An address from memory could be odd, as far as the compiler knows: it would load two bytes at a time.
             buffer = tl.multiple_of(buffer, 16)
-            total += tl.load(buffer + row, mask=mask, other=0.0).to(tl.float32)
+            total += tl.load(buffer + row, mask=reachable, other=0.0).to(tl.float32)
         rounded = total.to(residual.dtype.element_ty)
         tl.store(residual + row, rounded, mask=mask)
         value = rounded.to(tl.float32)
