@@ -2,8 +2,7 @@
 
     python benchmarks/all_reduce.py --hidden 4096 --json out.json
 
-Microseconds a call in a CUDA graph, of rank 0. NCCL: all_reduce, then an addition, then the norm; on some rows torch's
-own symmetric-memory sums were as fast as ours before those two (docs/performance.md).
+Microseconds a call in a CUDA graph, of rank 0. NCCL: all_reduce, then an addition, then the norm.
 """
 
 import argparse

@@ -96,9 +96,9 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with W's input columns over the ranks, and the sum over the ranks after it.
-
-    forward: [num_tokens, this rank's part of input_size] -> [num_tokens, output_size].
+    """y = x W^T + b with W's input columns over the ranks, and the sum over the ranks after it: always added to the
+    residual stream, so that the addition needs no pass over memory of its own. x: [num_tokens, this rank's part of
+    input_size]; residual: [num_tokens, output_size], the same on all ranks.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):
@@ -116,14 +116,9 @@ class RowParallelLinear(nn.Module):
     def bias_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
         param.data.copy_(loaded[:])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # One rank adds the bias, else the sum would hold it once a rank.
-        return self.tp.all_reduce(F.linear(x, self.weight, self.bias if self.tp.rank == 0 else None))
-
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + self(x), overwriting residual [num_tokens, output_size]: the product's last step adds, instead of
-        a pass over memory of its own."""
-        # As with the bias, one rank brings the residual into the sum.
+        """residual + y, overwriting residual."""
+        # One rank brings bias and residual into the sum, which would hold them once a rank otherwise.
         if self.tp.rank == 0:
             residual.addmm_(x, self.weight.t())
             if self.bias is not None:
@@ -133,7 +128,7 @@ class RowParallelLinear(nn.Module):
         return self.tp.all_reduce(residual)
 
     def add_norm(self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """norm(residual + self(x)), overwriting residual [num_tokens, output_size] with the sum."""
+        """norm(residual + y), overwriting residual with the sum."""
         reducer = self.tp.reducer
         if reducer is None or not reducer.takes(len(x)):
             return norm(self.add_to(residual, x))
