@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.dependent_launch import await_previous, gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.skinny_kernel import gdc_launch_dependents, gdc_wait, has_pdl
 
 # Programs of a pull at most: more would pay for more meetings, fewer leave NVLink waiting.
 MAX_PULL_PROGRAMS = 256
@@ -131,7 +131,7 @@ def push_add_norm(
         residual: like partial, the same on all ranks; overwritten.
         weight: `[hidden]`, or None for no norm.
         eps: added to the mean square.
-        pdl: programmatic dependent launch, under the rule of `skinny_linear`.
+        pdl: programmatic dependent launch; the weight is read before the wait.
 
     Returns:
         The norm, like residual, or None. All ranks must call this with the same shapes: they wait for each other.
@@ -139,8 +139,7 @@ def push_add_norm(
     num_tokens, hidden = residual.shape
     y = None if weight is None else torch.empty_like(residual)
     block = triton.next_power_of_2(hidden // 2)
-    pdl = pdl and has_pdl(residual.device)
-    launcher(_push_kernel, (num_tokens,))(
+    launcher(_push_kernel, (num_tokens,), pdl and has_pdl(residual.device))(
         inboxes,
         epochs,
         abort,
@@ -156,9 +155,7 @@ def push_add_norm(
         BLOCK=block,
         DTYPE=tl.bfloat16 if residual.dtype == torch.bfloat16 else tl.float16,
         HAS_NORM=weight is not None,
-        PDL=pdl,
         num_warps=min(max(block // 128, 1), 16),
-        **({"launch_pdl": True} if pdl else {}),
     )
     return y
 
@@ -193,8 +190,10 @@ def _pull_kernel(
     SIZE: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     program = tl.program_id(0)
+    await_previous(PDL)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             theirs = tl.load(flags + peer).to(tl.pointer_type(tl.int32))
@@ -249,7 +248,7 @@ def pull_add_norm(
     num_tokens, hidden = residual.shape
     y = torch.empty_like(residual)
     block = triton.next_power_of_2(hidden)
-    launcher(_pull_kernel, (min(num_tokens, MAX_PULL_PROGRAMS),))(
+    launcher(_pull_kernel, (min(num_tokens, MAX_PULL_PROGRAMS),), has_pdl(residual.device))(
         buffers,
         flags,
         abort,

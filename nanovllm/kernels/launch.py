@@ -20,10 +20,16 @@ _MAX_THREADS = 16
 _variants: ContextVar[set | None] = ContextVar("nanovllm_compiled_variants", default=None)
 
 
-def launcher(kernel, grid: tuple[int, ...]) -> Callable[..., None]:
+def launcher(kernel, grid: tuple[int, ...], pdl: bool | None = None) -> Callable[..., None]:
     """`kernel[grid]`, to be called with the kernel's arguments. Inside `compile_ahead` the call launches nothing: it
-    has the variant compiled that it would have launched."""
-    return kernel[grid] if _variants.get() is None else partial(_compile, kernel, grid)
+    has the variant compiled that it would have launched.
+
+    pdl: for a kernel with the constant PDL, which this fills in: whether it is launched as `dependent_launch` says.
+    """
+    launch = kernel[grid] if _variants.get() is None else partial(_compile, kernel, grid)
+    if pdl is None:
+        return launch
+    return partial(launch, PDL=True, launch_pdl=True) if pdl else partial(launch, PDL=False)
 
 
 @contextmanager

@@ -17,17 +17,26 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.dependent_launch import (
+    CACHE_LINE,
+    gdc_launch_dependents,
+    gdc_wait,
+    has_pdl,
+    prefetch_lines,
+)
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.paged_cache import check_cache, check_heads, key_slots
 from nanovllm.utils.decode_plan import SMALL_BATCH, SPLIT_UNIT, DecodePlan, make_plan, num_work_items
 
 
 class DecodeConfig(NamedTuple):
-    """Launch constants: keys a tile (a divisor of SPLIT_UNIT), warps a program, stages of the load pipeline."""
+    """Launch constants: keys a tile (a divisor of SPLIT_UNIT), warps a program, stages of the load pipeline; and
+    whether the programs of a dependent launch ask for their keys and values while they wait."""
 
     tile: int
     num_warps: int
     num_stages: int
+    prefetch: bool = False
 
 
 def choose_config(num_rows: int, padded_dim: int, itemsize: int) -> DecodeConfig:
@@ -35,7 +44,7 @@ def choose_config(num_rows: int, padded_dim: int, itemsize: int) -> DecodeConfig
     rows, the more a program has to have on its way."""
     tile = max(16, min(SPLIT_UNIT, 16 * 1024 // (padded_dim * itemsize)))
     if num_rows <= 32:
-        return DecodeConfig(max(16, tile // 2), 2, 4)
+        return DecodeConfig(max(16, tile // 2), 2, 4, prefetch=True)
     return DecodeConfig(tile, 4, 4 if num_rows <= SMALL_BATCH else 3 if num_rows <= 512 else 2)
 
 
@@ -78,6 +87,32 @@ class DecodeWorkspace:
                 f"workspace too small for {batch_size} sequences, {num_heads} heads of {head_dim} "
                 f"({num_kv_heads} KV heads) and {num_items} pieces of work"
             )
+
+
+@triton.jit
+def _prefetch_keys(
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    first_key,
+    end_key,
+    ROW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    LINE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Ask one head's keys and values into L2, LINE elements at a time; a line written meanwhile is written there."""
+    dims = tl.arange(0, PADDED_DIM // LINE) * LINE
+    for start in range(first_key, end_key, TILE):
+        keys = start + tl.arange(0, TILE)
+        slots = key_slots(table_ptr, start, end_key, BLOCK_SIZE, TILE)
+        inside = (keys < end_key)[:, None] & (dims < HEAD_DIM)[None, :]
+        # Past the end the first line of the cache is asked for: nobody minds.
+        lines = tl.where(inside, slots[:, None] * ROW + dims[None, :], 0)
+        prefetch_lines(k_ptr + lines)
+        prefetch_lines(v_ptr + lines)
 
 
 @triton.jit
@@ -137,7 +172,12 @@ def _paged_decode_kernel(
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    LINE: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     # KV heads vary fastest: the heads of a token lie side by side in memory and are best read at the same time.
     kv_head = tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
@@ -151,6 +191,16 @@ def _paged_decode_kernel(
     num_used = tl.maximum(tl.cdiv(context_len, split_keys), 1)
     first_key = split * split_keys
     end_key = tl.minimum(first_key + split_keys, context_len)
+    table_ptr = block_tables_ptr + seq * table_stride
+    k_ptr = k_cache_ptr + kv_head * HEAD_DIM
+    v_ptr = v_cache_ptr + kv_head * HEAD_DIM
+    if PDL:
+        if PREFETCH:
+            ROW: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+            _prefetch_keys(
+                k_ptr, v_ptr, table_ptr, first_key, end_key, ROW, HEAD_DIM, PADDED_DIM, LINE, BLOCK_SIZE, TILE
+            )
+        gdc_wait()
 
     members = tl.arange(0, PADDED_GROUP)
     dims = tl.arange(0, PADDED_DIM)
@@ -160,9 +210,6 @@ def _paged_decode_kernel(
     first_head = kv_head * GROUP
     q = tl.load(q_ptr + seq * q_stride + first_head * HEAD_DIM + head_tile, mask=inside_heads, other=0.0)
 
-    table_ptr = block_tables_ptr + seq * table_stride
-    k_ptr = k_cache_ptr + kv_head * HEAD_DIM
-    v_ptr = v_cache_ptr + kv_head * HEAD_DIM
     acc = tl.zeros([PADDED_GROUP, PADDED_DIM], dtype=tl.float32)
     row_max = tl.full([PADDED_GROUP], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([PADDED_GROUP], dtype=tl.float32)
@@ -218,6 +265,7 @@ def paged_decode(
     plan: DecodePlan | None = None,
     workspace: DecodeWorkspace | None = None,
     config: DecodeConfig | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Attention of each sequence's newest token to its whole context: softmax(q k^T * scale) v, grouped-query heads.
 
@@ -233,6 +281,8 @@ def paged_decode(
             device.
         workspace: what the splits share; one is made for this call if None.
         config: launch constants, chosen from the shapes if None.
+        pdl: programmatic dependent launch (see `dependent_launch`); the plan, context_lens and block_tables are read
+            before the wait.
 
     Returns:
         `[batch_size, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside.
@@ -264,7 +314,7 @@ def paged_decode(
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     config = config or choose_config(batch_size * num_kv_heads, padded_dim, q.element_size())
     group = num_heads // num_kv_heads
-    launcher(_paged_decode_kernel, (num_kv_heads, num_items))(
+    launcher(_paged_decode_kernel, (num_kv_heads, num_items), pdl and has_pdl(q.device))(
         out,
         q,
         k_cache,
@@ -287,6 +337,8 @@ def paged_decode(
         PADDED_DIM=padded_dim,
         BLOCK_SIZE=block_size,
         TILE=config.tile,
+        LINE=min(padded_dim, CACHE_LINE // q.element_size()),
+        PREFETCH=config.prefetch,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -4,7 +4,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
+
+
+@triton.jit
+def _load_early(
+    weight, table_row, heads, mask, HEAD_DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, HAS_NORM: tl.constexpr
+):
+    """The rotation's cosines and sines and the norm's weights, `[heads, HALF_BLOCK]` of each half."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    # A table row is loaded once for each head, from the L1 cache after the first: a row loaded once would
+    # have to be spread over the tile through shared memory, at two barriers a row.
+    in_row = heads[:, None] * 0 + tl.arange(0, HALF_BLOCK)[None, :]
+    cos = tl.load(table_row + in_row, mask=mask, other=0.0)
+    sin = tl.load(table_row + HALF + in_row, mask=mask, other=0.0)
+    first_scale = cos
+    second_scale = sin
+    if HAS_NORM:
+        first_scale = tl.load(weight + in_row, mask=mask, other=0.0).to(tl.float32)
+        second_scale = tl.load(weight + HALF + in_row, mask=mask, other=0.0).to(tl.float32)
+    return cos, sin, first_scale, second_scale
 
 
 @triton.jit
@@ -12,8 +32,10 @@ def _norm_rotate(
     heads_start,
     heads,
     mask,
-    weight,
-    table_row,
+    cos,
+    sin,
+    first_scale,
+    second_scale,
     eps,
     HEAD_DIM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
@@ -21,18 +43,10 @@ def _norm_rotate(
 ):
     """Normalizes and rotates heads in place; returns the rotated halves, `[heads, HALF_BLOCK]`, as stored."""
     HALF: tl.constexpr = HEAD_DIM // 2
-    pair = tl.arange(0, HALF_BLOCK)
-    first_at = heads_start + heads[:, None] * HEAD_DIM + pair[None, :]
+    first_at = heads_start + heads[:, None] * HEAD_DIM + tl.arange(0, HALF_BLOCK)[None, :]
     first = tl.load(first_at, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(first_at + HALF, mask=mask, other=0.0).to(tl.float32)
-    # A table row is loaded once for each head, from the L1 cache after the first: a row loaded once would
-    # have to be spread over the tile through shared memory, at two barriers a row.
-    in_row = heads[:, None] * 0 + pair[None, :]
-    cos = tl.load(table_row + in_row, mask=mask, other=0.0)
-    sin = tl.load(table_row + HALF + in_row, mask=mask, other=0.0)
     if HAS_NORM:
-        first_scale = tl.load(weight + in_row, mask=mask, other=0.0).to(tl.float32)
-        second_scale = tl.load(weight + HALF + in_row, mask=mask, other=0.0).to(tl.float32)
         inverse_rms = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + eps)
         first = first * inverse_rms[:, None] * first_scale
         second = second * inverse_rms[:, None] * second_scale
@@ -62,43 +76,58 @@ def _qk_norm_rope_store_kernel(
     HEADS_BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_CACHE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
     Q_GROUPS: tl.constexpr = (NUM_HEADS + HEADS_BLOCK - 1) // HEADS_BLOCK
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS_BLOCK - 1) // HEADS_BLOCK
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
     row = qkv + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
-    table_row = cos_sin_cache + tl.load(positions + token).to(tl.int64) * HEAD_DIM
     lane = tl.arange(0, HEADS_BLOCK)
     pair = tl.arange(0, HALF_BLOCK)
     in_head = (pair < HALF)[None, :]
+    if HAS_CACHE:
+        slot = tl.load(slot_mapping + token).to(tl.int64)
 
-    # A program's heads are all of one kind, so these branches never diverge within it.
-    if group < Q_GROUPS:
-        heads = group * HEADS_BLOCK + lane
-        mask = (heads < NUM_HEADS)[:, None] & in_head
-        _norm_rotate(row, heads, mask, q_weight, table_row, eps, HEAD_DIM, HALF_BLOCK, HAS_NORM)
-    elif group < Q_GROUPS + KV_GROUPS:
-        heads = (group - Q_GROUPS) * HEADS_BLOCK + lane
-        mask = (heads < NUM_KV_HEADS)[:, None] & in_head
-        k_row = row + NUM_HEADS * HEAD_DIM
-        first, second = _norm_rotate(k_row, heads, mask, k_weight, table_row, eps, HEAD_DIM, HALF_BLOCK, HAS_NORM)
-        if HAS_CACHE:
-            slot = tl.load(slot_mapping + token).to(tl.int64)
-            if slot >= 0:
-                cached_at = k_cache + slot * (NUM_KV_HEADS * HEAD_DIM)
-                cached_at += heads[:, None] * HEAD_DIM + pair[None, :]
-                tl.store(cached_at, first, mask=mask)
-                tl.store(cached_at + HALF, second, mask=mask)
+    # A program's heads are all of one kind, so these branches never diverge within it. In each the wait stands below
+    # what may be read early.
+    if group < Q_GROUPS + KV_GROUPS:
+        table_row = cos_sin_cache + tl.load(positions + token).to(tl.int64) * HEAD_DIM
+        if group < Q_GROUPS:
+            heads = group * HEADS_BLOCK + lane
+            mask = (heads < NUM_HEADS)[:, None] & in_head
+            cos, sin, scale1, scale2 = _load_early(q_weight, table_row, heads, mask, HEAD_DIM, HALF_BLOCK, HAS_NORM)
+            if PDL:
+                gdc_wait()
+            _norm_rotate(row, heads, mask, cos, sin, scale1, scale2, eps, HEAD_DIM, HALF_BLOCK, HAS_NORM)
+        else:
+            heads = (group - Q_GROUPS) * HEADS_BLOCK + lane
+            mask = (heads < NUM_KV_HEADS)[:, None] & in_head
+            cos, sin, scale1, scale2 = _load_early(k_weight, table_row, heads, mask, HEAD_DIM, HALF_BLOCK, HAS_NORM)
+            if PDL:
+                gdc_wait()
+            k_row = row + NUM_HEADS * HEAD_DIM
+            first, second = _norm_rotate(
+                k_row, heads, mask, cos, sin, scale1, scale2, eps, HEAD_DIM, HALF_BLOCK, HAS_NORM
+            )
+            if HAS_CACHE:  # noqa: SIM102 (no cache, no slot)
+                if slot >= 0:
+                    cached_at = k_cache + slot * (NUM_KV_HEADS * HEAD_DIM)
+                    cached_at += heads[:, None] * HEAD_DIM + pair[None, :]
+                    tl.store(cached_at, first, mask=mask)
+                    tl.store(cached_at + HALF, second, mask=mask)
     elif HAS_CACHE:
         heads = (group - Q_GROUPS - KV_GROUPS) * HEADS_BLOCK + lane
         mask = (heads < NUM_KV_HEADS)[:, None] & in_head
         offsets = heads[:, None] * HEAD_DIM + pair[None, :]
         v_row = row + (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM
+        if PDL:
+            gdc_wait()
         first = tl.load(v_row + offsets, mask=mask)
         second = tl.load(v_row + offsets + HALF, mask=mask)
-        slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
             cached_at = v_cache + slot * (NUM_KV_HEADS * HEAD_DIM) + offsets
             tl.store(cached_at, first, mask=mask)
@@ -117,6 +146,7 @@ def qk_norm_rope_store(
     slot_mapping: Tensor | None,
     num_heads: int,
     num_kv_heads: int,
+    pdl: bool = False,
 ) -> None:
     """Turns a projection's output into attention's input, in place, and files k and v in the paged cache.
 
@@ -138,6 +168,7 @@ def qk_norm_rope_store(
         slot_mapping: int32 or int64 `[num_tokens]`: block * block_size + offset; negative stores nothing.
         num_heads: query heads of this rank.
         num_kv_heads: key heads (and value heads) of this rank.
+        pdl: programmatic dependent launch (see `dependent_launch`); all but qkv is read before the wait.
 
     Raises:
         ValueError: on a shape, stride or dtype other than these, or if only one of a pair of arguments is
@@ -154,7 +185,8 @@ def qk_norm_rope_store(
     half_block = triton.next_power_of_2(head_dim // 2)
     has_cache = k_cache is not None
     q_groups, kv_groups = triton.cdiv(num_heads, heads_block), triton.cdiv(num_kv_heads, heads_block)
-    launcher(_qk_norm_rope_store_kernel, (num_tokens, q_groups + kv_groups * (2 if has_cache else 1)))(
+    grid = (num_tokens, q_groups + kv_groups * (2 if has_cache else 1))
+    launcher(_qk_norm_rope_store_kernel, grid, pdl and has_pdl(qkv.device))(
         qkv,
         q_weight,
         k_weight,

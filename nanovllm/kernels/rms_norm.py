@@ -5,11 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, y, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x, weight, y, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < HIDDEN
@@ -43,7 +45,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if num_tokens == 0 or hidden == 0:
         return y
     block = triton.next_power_of_2(hidden)
-    launcher(_rms_norm_kernel, (num_tokens,))(
+    launcher(_rms_norm_kernel, (num_tokens,), has_pdl(x.device))(
         x,
         weight,
         y,

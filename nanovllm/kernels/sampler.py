@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -125,7 +126,9 @@ def _race_kernel(
     TILES: tl.constexpr,
     QUADS: tl.constexpr,
     FAST_LOG2: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     start = split * (TILES * QUADS * 4)
@@ -176,7 +179,8 @@ def _race_kernel(
 
 
 @triton.jit
-def _combine_kernel(best_scores, best_columns, tokens, num_splits, BLOCK: tl.constexpr):
+def _combine_kernel(best_scores, best_columns, tokens, num_splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK)
     mask = split < num_splits
@@ -213,8 +217,8 @@ def sample(
         return tokens
     scores, columns = race_splits(logits, temperatures, seeds, positions, thresholds, 0)
     num_splits = scores.shape[1]
-    combine_block = triton.next_power_of_2(num_splits)
-    launcher(_combine_kernel, (batch,))(scores, columns, tokens, num_splits, BLOCK=combine_block, num_warps=1)
+    launch = launcher(_combine_kernel, (batch,), has_pdl(logits.device))
+    launch(scores, columns, tokens, num_splits, BLOCK=triton.next_power_of_2(num_splits), num_warps=1)
     return tokens
 
 
@@ -234,7 +238,7 @@ def race_splits(logits, temperatures, seeds, positions, thresholds, first_column
     num_splits = triton.cdiv(vocab_size, tiles * _QUADS * 4)
     best_scores = torch.empty(batch, num_splits, dtype=torch.float32, device=logits.device)
     best_columns = torch.empty(batch, num_splits, dtype=torch.int32, device=logits.device)
-    launcher(_race_kernel, (batch, num_splits))(
+    launcher(_race_kernel, (batch, num_splits), has_pdl(logits.device))(
         logits,
         temperatures,
         seeds,

@@ -20,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
+from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.threshold_kernels import narrow_kernel, settle_kernel, tiles_kernel
 
@@ -123,7 +124,8 @@ def sampling_thresholds(
     thresholds = torch.empty(batch, device=logits.device)
     shift = _SHIFTS[logits.dtype]
     padded = {"TILES": triton.next_power_of_2(num_tiles), "SPLITS": triton.next_power_of_2(num_splits)}
-    launcher(tiles_kernel, (batch, triton.cdiv(num_tiles, config.tiles_at_once)))(
+    pdl = has_pdl(logits.device)
+    launcher(tiles_kernel, (batch, triton.cdiv(num_tiles, config.tiles_at_once)), pdl)(
         logits,
         temperatures,
         top_k,
@@ -140,7 +142,7 @@ def sampling_thresholds(
     )
     last_brackets = last_partials = None
     for i in range(config.narrow_rounds):
-        launcher(narrow_kernel, (batch, num_splits))(
+        launcher(narrow_kernel, (batch, num_splits), pdl)(
             logits,
             temperatures,
             top_k,
@@ -163,7 +165,7 @@ def sampling_thresholds(
             num_warps=config.narrow_warps,
         )
         last_brackets, last_partials = brackets[i], partials[i]
-    launcher(settle_kernel, (batch,))(
+    launcher(settle_kernel, (batch,), pdl)(
         logits,
         temperatures,
         top_k,

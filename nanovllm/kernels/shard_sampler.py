@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.sampler import check_logits, race_splits
 
@@ -12,7 +13,10 @@ _NO_COLUMN = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _combine_shard_kernel(best_scores, best_columns, best, num_splits, first_column, BLOCK: tl.constexpr):
+def _combine_shard_kernel(
+    best_scores, best_columns, best, num_splits, first_column, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK)
     mask = split < num_splits
@@ -65,7 +69,8 @@ def best_of_shard(
     scores, columns = race_splits(logits, temperatures, seeds, positions, thresholds, first_column)
     num_splits = scores.shape[1]
     block = triton.next_power_of_2(num_splits)
-    launcher(_combine_shard_kernel, (batch,))(scores, columns, best, num_splits, first_column, BLOCK=block, num_warps=1)
+    launch = launcher(_combine_shard_kernel, (batch,), has_pdl(logits.device))
+    launch(scores, columns, best, num_splits, first_column, BLOCK=block, num_warps=1)
     return best
 
 

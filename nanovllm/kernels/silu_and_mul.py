@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 
 # 4 warps with one 16-byte load of gate and one of up a thread, in half precision.
@@ -12,7 +13,8 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(x, y, x_stride, intermediate, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(x, y, x_stride, intermediate, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < intermediate
@@ -43,5 +45,5 @@ def silu_and_mul(x: Tensor) -> Tensor:
     if y.numel() == 0:
         return y
     grid = (num_tokens, triton.cdiv(intermediate, _BLOCK))
-    launcher(_silu_and_mul_kernel, grid)(x, y, x.stride(0), intermediate, BLOCK=_BLOCK, num_warps=4)
+    launcher(_silu_and_mul_kernel, grid, has_pdl(x.device))(x, y, x.stride(0), intermediate, BLOCK=_BLOCK, num_warps=4)
     return y

@@ -9,30 +9,26 @@ For few tokens the plain cores multiply, with the weights in registers just as t
 cores do: tokens padded to 16, K cut into one slice a warp, the slices added at the end.
 """
 
-from functools import cache
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.dependent_launch import (
+    CACHE_LINE,
+    HAS_GDC,
+    gdc_launch_dependents,
+    gdc_wait,
+    has_pdl,
+    prefetch_lines,
+)
 from nanovllm.kernels.launch import launcher
 
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-    _HAS_GDC = True
-    _MIN_DOT_ROWS = 8
-except ImportError:  # older Triton; the compiler looks the names up even in a branch that it won't take
-    gdc_launch_dependents = gdc_wait = tl.debug_barrier
-    _HAS_GDC = False
-    _MIN_DOT_ROWS = 16
-
+_MIN_DOT_ROWS = 8 if HAS_GDC else 16  # what the compiler's tensor-core products take
 MAX_TOKENS = 16
 # Up to here the plain cores keep pace with memory.
 _MAX_PLAIN_TOKENS = 4
-_CACHE_LINE = 128
 
 
 class SkinnyConfig(NamedTuple):
@@ -64,7 +60,7 @@ def choose_config(M: int, N: int, K: int, itemsize: int) -> SkinnyConfig:
         rows = 16 if N > 4096 or padded_k <= 1024 else _MIN_DOT_ROWS
         k_tile = min(padded_k, 1024)
         # Registers can't hold as much as ought to be on its way: L2 takes the rest, for rows that fit there together.
-        prefetch = max(padded_k, _CACHE_LINE) if N * padded_k <= 2**24 else 0
+        prefetch = max(padded_k, CACHE_LINE) if N * padded_k <= 2**24 else 0
         return SkinnyConfig(rows, k_tile, max(1, min(4, k_tile // 128)), True, prefetch)
     # Rows of up to 8 KiB arrive as one tile: then all weights of a small layer are on their way at once.
     k_tile = min(padded_k, 8192 // itemsize)
@@ -75,27 +71,13 @@ def choose_config(M: int, N: int, K: int, itemsize: int) -> SkinnyConfig:
     return SkinnyConfig(2 if N <= 1024 and k_tile == 4096 else 4, k_tile, 4)
 
 
-@cache
-def has_pdl(device: torch.device) -> bool:
-    """Whether programmatic dependent launch exists: on Hopper or newer, if Triton has it, not in its interpreter."""
-    return (
-        device.type == "cuda"
-        and _HAS_GDC
-        and isinstance(skinny_linear_kernel, triton.JITFunction)
-        and torch.cuda.get_device_capability(device) >= (9, 0)
-    )
-
-
 @triton.jit
 def _prefetch(weight, row, inside, K: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr):
     """Ask the first COLUMNS of the given rows into L2, a cache line of LINE elements at a time."""
     column = tl.arange(0, COLUMNS // LINE) * LINE
     offset = row.to(tl.int64)[:, None] * K + column[None, :]
     # The instruction has no mask: instead of what lies outside, the first line is asked for.
-    line = weight + tl.where(inside[:, None] & (column < K)[None, :], offset, 0)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
+    prefetch_lines(weight + tl.where(inside[:, None] & (column < K)[None, :], offset, 0))
 
 
 @triton.jit
@@ -233,8 +215,7 @@ def launch(
     (M, N), (num_rows, K) = y.shape, weight.shape
     config = config or choose_config(M, num_rows, K, x.element_size())
     rows, k_tile, num_warps, tensor_cores, prefetch = config
-    pdl = pdl and has_pdl(x.device)
-    launcher(skinny_linear_kernel, (triton.cdiv(num_rows, rows),))(
+    launcher(skinny_linear_kernel, (triton.cdiv(num_rows, rows),), pdl and has_pdl(x.device))(
         x,
         norm_weight,
         weight,
@@ -252,11 +233,9 @@ def launch(
         SLICES=num_warps if tensor_cores else 1,
         VECTOR=16 // x.element_size(),
         PREFETCH=prefetch if isinstance(skinny_linear_kernel, triton.JITFunction) else 0,
-        LINE=_CACHE_LINE // x.element_size(),
+        LINE=CACHE_LINE // x.element_size(),
         TENSOR_CORES=tensor_cores,
         SILU_OUTPUT=silu_output,
         ADD=add,
-        PDL=pdl,
         num_warps=num_warps,
-        **({"launch_pdl": True} if pdl else {}),
     )

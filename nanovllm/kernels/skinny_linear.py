@@ -1,16 +1,10 @@
 """Linear layers of a small decode batch (1..16 tokens), each fused with what stands before and after it.
 
 A layer of such a batch costs the time in which its weights are read; see `skinny_kernel` for how. Every function
-takes `config`, launch constants instead of those that `choose_config` picks, and `pdl`. Rows of x don't influence each
-other. Equal calls give equal bits; another number of tokens may round differently.
-
-Programmatic dependent launch (`pdl=True`; no effect where the device or Triton lacks it) lets a kernel start while the
-one before it on the stream still runs. It asks for its weights at once; then `gdc_wait` holds it until all of the
-preceding launch has finished and what that wrote is visible. Hence the rule for every kernel that is launched so: in
-each of its programs, gdc_wait comes before the first read of anything that an earlier kernel may write, and before
-the first write. Then a launch ends only after the one before it has, which ended after the one before that: waiting
-for the neighbour is waiting for all. Ordinary launches may stand in between, they wait for everything. Weights, norm
-weights and biases are read before the wait: after writing them, synchronize before the first launch with pdl.
+takes `config`, launch constants instead of those that `choose_config` picks, and `pdl`: programmatic dependent launch
+(see `dependent_launch`; no effect where the device or Triton lacks it). Weights, norm weights and biases are read
+before the wait. Rows of x don't influence each other. Equal calls give equal bits; another number of tokens may round
+differently.
 """
 
 import torch
@@ -69,7 +63,7 @@ def norm_linear(
         weight: `[N, K]`, contiguous, of x's dtype.
         bias: `[N]`, any float dtype, or None.
         config: launch constants.
-        pdl: programmatic dependent launch; see the module.
+        pdl: programmatic dependent launch.
 
     Returns:
         `[M, N]`, contiguous, of x's dtype.

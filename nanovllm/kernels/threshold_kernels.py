@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.dependent_launch import await_previous
 from nanovllm.kernels.threshold_search import (
     MAX_FLOAT,
     NEG_INF,
@@ -44,7 +45,9 @@ def tiles_kernel(
     num_tiles,
     TILE: tl.constexpr,
     TILES_AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     use_k = _cuts(tl.load(top_ks + row), vocab_size)
@@ -121,7 +124,9 @@ def narrow_kernel(
     COLUMNS: tl.constexpr,
     PIVOTS: tl.constexpr,
     FIRST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     temperature = tl.load(temperatures + row)
@@ -183,7 +188,9 @@ def settle_kernel(
     NARROWED: tl.constexpr,
     COLUMNS: tl.constexpr,
     CAPACITY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     top_k = tl.load(top_ks + row)

@@ -100,7 +100,8 @@ class TritonBackend(AttentionBackend):
 
     def decode(self, q, k_cache, v_cache, context, scale):
         c = context
-        return paged_decode(q, k_cache, v_cache, c.context_lens, c.block_tables, scale, c.decode_plan, self.workspace)
+        plan, workspace = c.decode_plan, self.workspace
+        return paged_decode(q, k_cache, v_cache, c.context_lens, c.block_tables, scale, plan, workspace, pdl=True)
 
 
 class FlashAttnBackend(AttentionBackend):

@@ -1,5 +1,7 @@
 """What happens to q, k and v between their projection and attention: norm, rotation, KV cache write."""
 
+from functools import partial
+
 from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON, use_kernels
@@ -51,6 +53,7 @@ def qk_norm_rope_store(
     slot_mapping: Tensor | None,
     num_heads: int,
     num_kv_heads: int,
+    pdl: bool = False,
 ) -> None:
     """Normalizes and rotates q and k inside qkv and stores k and v in the paged cache, by kernel or by twin.
 
@@ -67,8 +70,9 @@ def qk_norm_rope_store(
         slot_mapping: int32 or int64 `[num_tokens]`: block * block_size + offset; negative stores nothing.
         num_heads: query heads of this rank.
         num_kv_heads: key heads (and value heads) of this rank.
+        pdl: programmatic dependent launch, as `kernels.qk_norm_rope.qk_norm_rope_store` takes it.
     """
-    run = kernels.qk_norm_rope_store if use_kernels(qkv) else qk_norm_rope_store_torch
+    run = partial(kernels.qk_norm_rope_store, pdl=pdl) if use_kernels(qkv) else qk_norm_rope_store_torch
     run(
         qkv,
         q_weight,

@@ -67,6 +67,7 @@ class Qwen3Attention(nn.Module):
             context.slot_mapping if has_cache else None,
             self.num_heads,
             self.num_kv_heads,
+            pdl=not context.is_prefill,
         )
         heads = qkv.view(len(qkv), -1, self.head_dim)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)

@@ -5,7 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.skinny_kernel import MAX_TOKENS, SkinnyConfig, choose_config, has_pdl
+from nanovllm.kernels.dependent_launch import has_pdl
+from nanovllm.kernels.skinny_kernel import MAX_TOKENS, SkinnyConfig, choose_config
 from nanovllm.kernels.skinny_linear import linear, linear_add, norm_linear, norm_linear_silu
 from nanovllm.layers import skinny_linear as layers
 from nanovllm.layers.skinny_linear import linear_add_torch, linear_torch, norm_linear_silu_torch, norm_linear_torch

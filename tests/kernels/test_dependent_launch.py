@@ -1,0 +1,76 @@
+"""Launches that begin before the one ahead of them has ended: a layer's attention half, in a graph, against ordinary
+launches of the same kernels."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels.dependent_launch import has_pdl
+from nanovllm.kernels.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode
+from nanovllm.kernels.qk_norm_rope import qk_norm_rope_store
+from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.kernels.skinny_linear import linear_add, norm_linear
+from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding
+from nanovllm.utils.decode_plan import make_plan
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, EPS = 512, 8, 4, 64, 64, 1e-6
+NUM_LAYERS = 8
+
+
+def random(*shape, device, scale=1.0):
+    return (scale * torch.randn(*shape, device=device)).bfloat16()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_a_chain_in_a_graph(batch, prefetch, device):
+    """Each launch needs the last one's result, each token attends to the key that the launch before has stored, and
+    the residual is overwritten every time."""
+    if not has_pdl(torch.device(device)):
+        pytest.skip("no programmatic dependent launch here")
+    width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    qkv_weights = [random(width, HIDDEN, device=device, scale=HIDDEN**-0.5) for _ in range(NUM_LAYERS)]
+    out_weights = [random(HIDDEN, HEADS * HEAD_DIM, device=device, scale=HIDDEN**-0.5) for _ in range(NUM_LAYERS)]
+    norms = 1 + random(2, HEAD_DIM, device=device, scale=0.1)
+    norm = 1 + random(HIDDEN, device=device, scale=0.1)
+    table = RotaryEmbedding(HEAD_DIM, 1024, RopeParameters()).to(device).cos_sin_cache
+    context_lens = torch.randint(1, 1000, (batch,), dtype=torch.int32, device=device)
+    positions = context_lens.long() - 1
+    blocks = 1000 // BLOCK_SIZE + 1
+    tables = torch.randperm(batch * blocks, dtype=torch.int32, device=device).view(batch, blocks)
+    slots = tables[torch.arange(batch, device=device), positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    caches = random(NUM_LAYERS, 2, batch * blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device=device)
+    plan = make_plan(context_lens, KV_HEADS)
+    workspace = DecodeWorkspace(batch, HEADS, KV_HEADS, HEAD_DIM, device, len(plan.items))
+    config = DecodeConfig(32, 2, 4, prefetch)
+    start = random(batch, HIDDEN, device=device)
+    residual, y = start.clone(), torch.empty_like(start)
+
+    def chain(pdl: bool):
+        for (keys, values), qkv_weight, out_weight in zip(caches, qkv_weights, out_weights, strict=True):
+            qkv = norm_linear(residual, norm, EPS, qkv_weight, pdl=pdl)
+            args = EPS, table, positions, keys, values, slots, HEADS, KV_HEADS
+            qk_norm_rope_store(qkv, *norms, *args, pdl=pdl)
+            q = qkv.view(batch, -1, HEAD_DIM)[:, :HEADS]
+            scale = HEAD_DIM**-0.5
+            o = paged_decode(q, keys, values, context_lens, tables, scale, plan, workspace, config, pdl=pdl)
+            linear_add(o.flatten(1), out_weight, residual, pdl=pdl)
+        y.copy_(rms_norm(residual, norm, EPS))
+
+    torch.cuda.synchronize()
+    chain(False)
+    expected = residual.clone(), y.clone()
+    assert not torch.equal(residual, start)
+    graph = torch.cuda.CUDAGraph()
+    residual.copy_(start)
+    chain(True)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        residual.copy_(start)
+        chain(True)
+    for _ in range(50):
+        graph.replay()
+        assert torch.equal(residual, expected[0])
+        assert torch.equal(y, expected[1])
