@@ -15,6 +15,7 @@ import torch.multiprocessing
 
 from nanovllm.engine.process_group import connect_store, join_group, open_store
 from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.utils.peer_memory import make_peers
 from nanovllm.utils.residual_reducer import make_reducer
 
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 2048, 16384)
@@ -49,7 +50,7 @@ def measure(index: int, size: int, port: int, hidden: int, results: list) -> Non
     torch.cuda.set_device(device)
     store = connect_store(port)
     tp = join_group(store, rank, size, device)
-    reducer = make_reducer(rank, size, store, max(TOKENS), hidden, torch.bfloat16, device)
+    reducer = make_reducer(make_peers(rank, size, store, device), max(TOKENS), hidden, torch.bfloat16)
     weight = torch.ones(hidden, dtype=torch.bfloat16, device=device)
     for num_tokens in TOKENS:
         residual = torch.randn(num_tokens, hidden, device=device).bfloat16()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from nanovllm.config import Config
 from nanovllm.utils.parallel import TensorParallel
+from nanovllm.utils.peer_memory import make_peers
 from nanovllm.utils.residual_reducer import make_reducer
 
 HOST = "127.0.0.1"
@@ -68,10 +69,11 @@ def join_group(store: dist.Store, rank: int, size: int, device: torch.device) ->
 
 
 def share_memory(tp: TensorParallel, config: Config, device: torch.device) -> TensorParallel:
-    """The same place with a reducer, where the GPUs can have one. All ranks must call it."""
+    """The same place with memory that the GPUs share, where they can. All ranks must call it."""
+    peers = make_peers(tp.rank, tp.size, tp.store, device)
     max_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
-    hidden_size = config.hf_config.hidden_size
-    return replace(tp, reducer=make_reducer(tp.rank, tp.size, tp.store, max_tokens, hidden_size, config.dtype, device))
+    reducer = make_reducer(peers, max_tokens, config.hf_config.hidden_size, config.dtype)
+    return replace(tp, peers=peers, reducer=reducer)
 
 
 def abort_group(tp: TensorParallel) -> threading.Thread | None:
@@ -81,8 +83,8 @@ def abort_group(tp: TensorParallel) -> threading.Thread | None:
     Returns the thread in which NCCL gives back what it holds, which lasts until no CUDA graph holds its kernels any
     more: destroy those before you wait for it.
     """
-    if tp.reducer is not None:
-        tp.reducer.abort()
+    if tp.peers is not None:
+        tp.peers.abort()
     if not isinstance(tp.group, getattr(dist, "ProcessGroupNCCL", ())):
         return None
     thread = threading.Thread(target=tp.group.abort, name="nanovllm-abort", daemon=True)

@@ -6,6 +6,8 @@ their full shape}), and `weight_loader(param, loaded, shard_id)`, which copies t
 asked for is read.
 """
 
+from collections.abc import Iterable, Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -64,6 +66,17 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def of_parts(self, parts: Iterable[torch.Tensor], num_tokens: int) -> torch.Tensor:
+        """`forward` of parts that follow each other, num_tokens in all; each is asked for once the one before is on its
+        way."""
+        y = None
+        for part in parts:
+            if y is None:
+                y, start = part.new_empty(num_tokens, len(self.weight)), 0
+            _linear_into(y[start : start + len(part)], part, self.weight, self.bias)
+            start += len(part)
+        return y
+
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Equal-input matrices as one product: gate and up. Shard ids are 0, 1, ..."""
@@ -118,8 +131,7 @@ class RowParallelLinear(nn.Module):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + y, overwriting residual."""
-        # One rank brings bias and residual into the sum, which would hold them once a rank otherwise.
-        if self.tp.rank == 0:
+        if self.tp.rank == 0:  # which brings the residual into the sum as well
             residual.addmm_(x, self.weight.t())
             if self.bias is not None:
                 residual += self.bias
@@ -133,16 +145,39 @@ class RowParallelLinear(nn.Module):
         if reducer is None or not reducer.takes(len(x)):
             return norm(self.add_to(residual, x))
         partial = reducer.partial(len(x))
-        if self.bias is not None and self.tp.rank == 0:
-            torch.addmm(self.bias, x, self.weight.t(), out=partial)
-        else:
-            torch.mm(x, self.weight.t(), out=partial)
+        _linear_into(partial, x, self.weight, self._bias_of_rank())
         return reducer.add_norm(residual, partial, norm.weight, norm.eps)
+
+    def add_norm_parts(
+        self, residual: torch.Tensor, parts: Iterable[torch.Tensor], norm: RMSNorm
+    ) -> Iterator[torch.Tensor]:
+        """`add_norm` of parts that follow each other, through the reducer's long_sums. The parts are asked for when the
+        first result is; the last sum travels while the caller is at work on the first result."""
+        sums = self.tp.reducer.long_sums
+        under_way, start = [], 0
+        for x in parts:
+            partial = x.new_empty(len(x), len(self.weight))
+            _linear_into(partial, x, self.weight, self._bias_of_rank())
+            under_way.append((residual[start : start + len(x)], sums.send(partial)))
+            start += len(x)
+        for residual_part, sent in under_way:
+            yield sums.finish(residual_part, sent, norm.weight, norm.eps)
 
     def skinny_add(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         """`add_to` for the few tokens of `is_skinny`, by kernels that start while the one before still runs."""
-        bias = self.bias if self.tp.rank == 0 else None
+        bias = self._bias_of_rank()
         if self.tp.size == 1:
             linear_add(x, self.weight, residual, bias, pdl=True)
         else:
             self.tp.reducer.add(residual, linear(x, self.weight, bias, pdl=True), pdl=True)
+
+    def _bias_of_rank(self) -> torch.Tensor | None:
+        """One rank brings the bias into the sum, which would hold it once a rank otherwise."""
+        return self.bias if self.tp.rank == 0 else None
+
+
+def _linear_into(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=y)
+    else:
+        torch.addmm(bias, x, weight.t(), out=y)

@@ -1,5 +1,6 @@
 """Qwen3 (arXiv:2505.09388), and Qwen2 (arXiv:2407.10671) as the same decoder with two switches."""
 
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import torch
@@ -131,6 +132,21 @@ class Qwen3DecoderLayer(nn.Module):
         hidden_states = self.self_attn.o_proj.add_norm(residual, attended, self.post_attention_layernorm)
         return self.mlp.down_proj.add_norm(residual, self.mlp(hidden_states), next_norm), residual
 
+    def forward_parts(
+        self,
+        positions: torch.Tensor,
+        parts: Iterable[torch.Tensor],
+        residual: torch.Tensor,
+        next_norm: RMSNorm,
+    ) -> Iterator[torch.Tensor]:
+        """`forward` of a long prefill over two GPUs, hidden_states in two parts that follow each other: while the sum
+        of one part travels, the other one is multiplied. The next hidden_states come in parts as well, and are
+        computed when they are asked for."""
+        attn = self.self_attn
+        attended = attn.attend(positions, attn.qkv_proj.of_parts(parts, len(residual)))
+        hidden_states = attn.o_proj.add_norm_parts(residual, attended.chunk(2), self.post_attention_layernorm)
+        return self.mlp.down_proj.add_norm_parts(residual, map(self.mlp, hidden_states), next_norm)
+
     def forward_skinny(self, positions: torch.Tensor, residual: torch.Tensor) -> None:
         """The same for a decode step of a few sequences, in six launches instead of nine or more: at batch 1 the
         launches and the bandwidth of skinny products are all there is. `residual` is updated in place."""
@@ -159,14 +175,21 @@ class Qwen3Model(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         residual = self.embed_tokens(input_ids)
-        has_fast_sums = self.tp.size == 1 or self.tp.reducer is not None
-        if has_fast_sums and is_skinny(residual) and not get_context().is_prefill:
+        reducer, is_prefill = self.tp.reducer, get_context().is_prefill
+        has_fast_sums = self.tp.size == 1 or reducer is not None
+        if has_fast_sums and is_skinny(residual) and not is_prefill:
             for layer in self.layers:
                 layer.forward_skinny(positions, residual)
             return self.norm(residual)
         hidden_states = self.layers[0].input_layernorm(residual)
-        for layer, next_layer in pairwise(self.layers):
-            hidden_states, residual = layer(positions, hidden_states, residual, next_layer.input_layernorm)
+        if is_prefill and reducer is not None and reducer.takes_parts(len(residual)):
+            parts = hidden_states.chunk(2)
+            for layer, next_layer in pairwise(self.layers):
+                parts = layer.forward_parts(positions, parts, residual, next_layer.input_layernorm)
+            hidden_states = torch.cat(list(parts))
+        else:
+            for layer, next_layer in pairwise(self.layers):
+                hidden_states, residual = layer(positions, hidden_states, residual, next_layer.input_layernorm)
         # Nobody asks a prompt's other tokens for more than their keys and values.
         rows = get_context().last_tokens
         return self.layers[-1](positions, hidden_states, residual, self.norm, rows)[0]

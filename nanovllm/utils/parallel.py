@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, Store
 
+from nanovllm.utils.peer_memory import Peers
 from nanovllm.utils.residual_reducer import ResidualReducer
 
 
@@ -25,13 +26,15 @@ class TensorParallel:
         size: ranks that share the model; 1 needs no group and communicates nothing.
         group: the engine's own ProcessGroupNCCL or ProcessGroupGloo, known to no registry.
         store: where the ranks met, for whatever else they have to agree on.
-        reducer: adds to the residual stream over memory that the GPUs share; None where there is none.
+        peers: memory that the GPUs map of each other; None where they cannot.
+        reducer: adds to the residual stream over such memory; None where there is none.
     """
 
     rank: int = 0
     size: int = 1
     group: object | None = None
     store: Store | None = None
+    peers: Peers | None = None
     reducer: ResidualReducer | None = None
 
     def shard(self, size: int, what: str) -> int:

@@ -5,6 +5,7 @@ second engine in the caller's process, with workers that count from zero, would 
 """
 
 import ctypes
+import logging
 import math
 import weakref
 from functools import cache
@@ -12,8 +13,54 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
+from nanovllm.kernels import HAS_TRITON
+
+logger = logging.getLogger(__name__)
+
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
+
+
+class Peers:
+    """This rank's place among GPUs that map each other's memory.
+
+    Attributes:
+        rank, size, device: this rank's.
+        abort_flag: int32 [1] on the device, 0 until `abort`. Kernels that wait for another rank look at it.
+    """
+
+    def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device):
+        """store: where all ranks look names up."""
+        self.rank, self.size, self.device = rank, size, device
+        self._store = store
+        self.abort_flag = torch.zeros(1, dtype=torch.int32, device=device)
+        self._one = torch.ones(1, dtype=torch.int32).pin_memory()
+        self._abort_stream = torch.cuda.Stream(device)
+        torch.cuda.synchronize(device)
+
+    def share(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> "PeerMemory":
+        """Zeros on every rank, which all must ask for by the same name, once. Raises RuntimeError where the driver
+        cannot."""
+        return PeerMemory(self, self._store, name, shape, dtype)
+
+    def abort(self) -> None:
+        """End all waiting for other ranks, from any thread; what is computed from here on means nothing."""
+        # A copy by the DMA engine finds its way also where kernels that wait hold every multiprocessor.
+        with torch.cuda.stream(self._abort_stream):
+            self.abort_flag.copy_(self._one, non_blocking=True)
+
+
+def make_peers(rank: int, size: int, store: dist.Store, device: torch.device) -> Peers | None:
+    """A Peers, or None where its kernels do not run, or the GPUs cannot map each other's memory. What decides is the
+    same on all ranks."""
+    if device.type != "cuda" or not HAS_TRITON:
+        return None
+    first = device.index - rank
+    pairs = ((a, b) for a in range(first, first + size) for b in range(first, first + size) if a != b)
+    if not all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs):
+        logger.warning("the GPUs cannot read each other's memory: all sums go through NCCL, which is slower")
+        return None
+    return Peers(rank, size, store, device)
 
 
 class PeerMemory:
@@ -21,32 +68,30 @@ class PeerMemory:
 
     Attributes:
         tensor: this rank's, on its device.
-        addresses: int64 [size] on the device, of all ranks' in the order of ranks.
+        addresses: of all ranks' in the order of ranks, as this device sees them.
+        address_table: the same, int64 [size] on the device.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        name: str,
-        rank: int,
-        size: int,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        """name: what the store has not seen yet, the same on all ranks, which all must come here. Raises RuntimeError
-        where the driver cannot."""
-        num_bytes = math.prod(shape) * dtype.itemsize
+    def __init__(self, peers: Peers, store: dist.Store, name: str, shape: tuple[int, ...], dtype: torch.dtype):
+        rank, device = peers.rank, peers.device
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context this thread's, which is the one the driver takes
-            memory = _Allocation(num_bytes)
+            memory = _Allocation(math.prod(shape) * dtype.itemsize)
             self.tensor = torch.as_tensor(memory, device=device).view(dtype).view(shape).zero_()
             torch.cuda.synchronize()  # nobody may write before the zeros
             store.set(f"{name}/{rank}", memory.handle())
-            addresses = [memory.address if r == rank else _open(store.get(f"{name}/{r}")) for r in range(size)]
-        others = [address for r, address in enumerate(addresses) if r != rank]
+            ranks = range(peers.size)
+            self.addresses = [memory.address if r == rank else _open(store.get(f"{name}/{r}")) for r in ranks]
+        others = [address for r, address in enumerate(self.addresses) if r != rank]
         weakref.finalize(self, _close, others, device)
-        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.address_table = torch.tensor(self.addresses, dtype=torch.int64, device=device)
+
+
+def copy_bytes(target: int, source: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
+    """Copy between device addresses, a peer's among them, in stream order, by a copy engine: it takes no
+    multiprocessor."""
+    num_bytes, handle = ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream.cuda_stream)
+    _call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), num_bytes, handle)
 
 
 class _Allocation:

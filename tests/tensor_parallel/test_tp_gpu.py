@@ -80,6 +80,27 @@ def test_sampling_is_that_of_one_gpu(tmp_path, eager):
             torch.testing.assert_close(*map(torch.tensor, values), rtol=1e-3, atol=1e-3)
 
 
+def test_log_probabilities_of_long_prefills(tmp_path):
+    """Steps whose sums travel in two parts: as close to float32 as one GPU is, whatever the parts are."""
+    path = make_checkpoint(tmp_path, head_dim=64, num_hidden_layers=5, attention_bias=True, hidden_size=192)
+    prompts = [random_prompt(length, seed=length) for length in (900, 1000, 513, 700, 983, 1001, 600, 999, 450, 7)]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+    logprobs = []
+    for size, dtype in ((1, "float32"), (1, "bfloat16"), (2, "bfloat16")):
+        options = GPU | {"max_num_batched_tokens": 4097, "dtype": dtype, "enable_prefix_caching": False}
+        with make_llm(path, tensor_parallel_size=size, **options) as llm:
+            runs = [llm.generate(prompts, params, use_tqdm=False) for _ in range(3)]
+        values = [
+            [next(iter(each.values())) for output in run for each in output["prompt_logprobs"][1:]] for run in runs
+        ]
+        assert values[0] == values[1] == values[2], "equal steps gave other bits"
+        logprobs.append(torch.tensor(values[0]))
+    exact, one, two = logprobs
+    errors = [(each - exact).abs() for each in (one, two)]
+    assert errors[1].mean() < 1.3 * errors[0].mean()
+    assert errors[1].max() < 2 * errors[0].max()
+
+
 @needs_demo_model
 def test_demo_model_agrees_with_one_gpu():
     outputs = []

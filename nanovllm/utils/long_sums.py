@@ -1,0 +1,76 @@
+"""LongSums: sums over two GPUs of so many tokens that their time is the link's, hidden behind other work.
+
+Each rank sends what it has computed to the other by a copy engine, which takes no multiprocessor, and goes on with
+something else; `finish` adds both up when they are needed.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.kernels import HAS_TRITON
+from nanovllm.utils.peer_memory import Peers, copy_bytes
+
+if HAS_TRITON:
+    from nanovllm.kernels.add_norm import add_norm_arrived
+
+MIN_TOKENS = 2048  # of a step; fewer are through before two halves of them could pass each other
+# A rank that sends part k has finished part k - 2 (see Qwen3DecoderLayer.forward_parts for the order of things), so it
+# had the other's, who sent that after it had finished part k - 4: whose place is free by then.
+_NUM_SLOTS = 4
+_NUM_ROUNDS = 1 << 15
+
+
+class SentPart(NamedTuple):
+    """A sum under way: this rank's part of it [num_tokens, hidden_size], where the other's arrives, and the number by
+    which it is known to have arrived."""
+
+    partial: torch.Tensor
+    slot: int
+    number: int
+
+
+class LongSums:
+    """Both ranks must send and finish parts of the same sizes in the same order, and finish part k - 2 before they send
+    part k."""
+
+    def __init__(self, peers: Peers, max_part_tokens: int, hidden_size: int, dtype: torch.dtype):
+        self._peers = peers
+        self._received = peers.share("long sums/received", (_NUM_SLOTS, max_part_tokens, hidden_size), dtype)
+        self._arrivals = peers.share("long sums/arrivals", (_NUM_SLOTS,), torch.int32)
+        self._numbers = torch.arange(_NUM_ROUNDS + 1, dtype=torch.int32, device=peers.device)
+        self._stream = torch.cuda.Stream(peers.device)
+        self._num_sent = 0
+
+    @classmethod
+    def make(cls, peers: Peers, max_tokens: int, hidden_size: int, dtype: torch.dtype) -> "LongSums | None":
+        """For steps of up to max_tokens in two halves; None where no step is long enough, or there are other than two
+        ranks: more would send more than NCCL does."""
+        if peers.size != 2 or max_tokens < MIN_TOKENS:
+            return None
+        return cls(peers, -(-max_tokens // 2), hidden_size, dtype)
+
+    def send(self, partial: torch.Tensor) -> SentPart:
+        """Begin the sum of both ranks' `partial` [num_tokens, hidden_size], contiguous, which nobody may overwrite
+        before it is finished."""
+        round_, slot = divmod(self._num_sent, _NUM_SLOTS)
+        self._num_sent += 1
+        number = round_ % _NUM_ROUNDS + 1
+        other = 1 - self._peers.rank
+        received = self._received.tensor[slot]
+        target = self._received.addresses[other] + slot * received.numel() * received.element_size()
+        self._stream.wait_stream(torch.cuda.current_stream(self._peers.device))
+        copy_bytes(target, partial.data_ptr(), partial.numel() * partial.element_size(), self._stream)
+        # The news follows the data: copies of one stream are made one after the other.
+        arrival, news = self._arrivals.addresses[other] + 4 * slot, self._numbers.data_ptr() + 4 * number
+        copy_bytes(arrival, news, 4, self._stream)
+        partial.record_stream(self._stream)
+        return SentPart(partial, slot, number)
+
+    def finish(self, residual: torch.Tensor, sent: SentPart, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """The RMS norm of residual, after residual += both ranks' parts."""
+        parts = [sent.partial, self._received.tensor[sent.slot, : len(sent.partial)]]
+        if self._peers.rank == 1:
+            parts.reverse()
+        arrival = self._arrivals.tensor[sent.slot]
+        return add_norm_arrived(residual, *parts, weight, eps, arrival, sent.number, self._peers.abort_flag)
