@@ -163,6 +163,10 @@ class BlockManager:
         self._extend_hashes(seq, end)
         return seq.block_hashes[first:end]
 
+    def num_findable_tokens(self, seq: Sequence) -> int:
+        """Tokens that allocate would find in the prefix cache for a sequence without blocks."""
+        return len(self._find_shared_blocks(seq)) * self.block_size
+
     def is_worth_waiting(self, seq: Sequence, scheduled: Container[int]) -> bool:
         """Whether the first block that the cache cannot give the sequence is among the hashes that others have
         scheduled: after this step the sequence can share it instead of computing it again."""
