@@ -81,7 +81,10 @@ class BlockManager:
 
     def can_allocate(self, seq: Sequence) -> bool:
         """Whether the free blocks suffice for all of the sequence's tokens, shared blocks discounted."""
-        # Most refusals need no look at the prefix cache: even if every block that may be shared were.
+        # Most answers need no look at the prefix cache: there is room even if no block is shared, or none even if every
+        # block is that may be.
+        if seq.num_blocks <= len(self.free_block_ids):
+            return True
         if seq.num_blocks - self._max_shared_blocks(seq) > len(self.free_block_ids):
             return False
         shared = self._find_shared_blocks(seq)

@@ -195,8 +195,10 @@ class LLMEngine:
         results = Results()
         results.admit(requests)
         with self._loop.driving(user):
-            self._run_all(user, self._queue(requests), results, use_tqdm, on_step)
-        return [results.ready[i] for i in range(len(requests))]
+            num_seqs = self._queue(requests)
+            del requests  # A sequence goes when its result is there, and not all of them after the last step.
+            self._run_all(user, num_seqs, results, use_tqdm, on_step)
+        return [results.ready[i] for i in range(len(prompts))]
 
     def _run_all(self, user: User, num_seqs: int, results: Results, use_tqdm: bool, on_step: Callable | None) -> None:
         """Step until nothing is left and every request has its result."""

@@ -58,29 +58,32 @@ class Results:
 
     def __init__(self):
         self.ready: dict[int, RequestOutput] = {}
-        self._unfinished: dict[int, tuple[int, list[Sequence]]] = {}  # request id -> index, samples
-        self._num_left: dict[int, int] = {}  # request id -> samples that are not finished, where there are several
+        self._indexes: dict[int, int] = {}  # of the request with this id
+        self._samples: dict[int, list[Sequence]] = {}  # of a request with several, by its id
+        self._num_left: dict[int, int] = {}  # those of them that are not finished
 
     def admit(self, requests: list[list[Sequence] | Exception], start: int = 0) -> None:
         """The samples of each request, or what is wrong with it. start: the first one's index."""
         for index, seqs in enumerate(requests, start):
             if isinstance(seqs, Exception):
                 self.ready[index] = error_output(seqs)
-            else:
-                self._unfinished[seqs[0].request_id] = index, seqs
-                if len(seqs) > 1:
-                    self._num_left[seqs[0].request_id] = len(seqs)
+                continue
+            request_id = seqs[0].request_id
+            self._indexes[request_id] = index
+            if len(seqs) > 1:
+                self._samples[request_id], self._num_left[request_id] = seqs, len(seqs)
 
     def book(self, finished: list[Sequence]) -> None:
         """Sequences that are complete, their texts set."""
         for seq in finished:
-            if seq.request_id in self._num_left:
-                self._num_left[seq.request_id] -= 1
-                if self._num_left[seq.request_id]:
+            request_id, samples = seq.request_id, [seq]
+            if request_id in self._samples:
+                self._num_left[request_id] -= 1
+                if self._num_left[request_id]:
                     continue
-                del self._num_left[seq.request_id]
-            index, seqs = self._unfinished.pop(seq.request_id)
-            self.ready[index] = request_output(seqs)
+                del self._num_left[request_id]
+                samples = self._samples.pop(request_id)
+            self.ready[self._indexes.pop(request_id)] = request_output(samples)
 
 
 class PromptFeed:
