@@ -81,7 +81,10 @@ class BlockManager:
 
     def can_allocate(self, seq: Sequence) -> bool:
         """Whether the free blocks suffice for all of the sequence's tokens, shared blocks discounted."""
-        # Most refusals need no look at the prefix cache: even if every block that may be shared were.
+        # Most answers need no look at the prefix cache: there is room even if no block is shared, or none even if every
+        # block is that may be.
+        if seq.num_blocks <= len(self.free_block_ids):
+            return True
         if seq.num_blocks - self._max_shared_blocks(seq) > len(self.free_block_ids):
             return False
         shared = self._find_shared_blocks(seq)
@@ -162,6 +165,10 @@ class BlockManager:
         end = (seq.num_cached_tokens + seq.num_scheduled_tokens) // self.block_size
         self._extend_hashes(seq, end)
         return seq.block_hashes[first:end]
+
+    def num_findable_tokens(self, seq: Sequence) -> int:
+        """Tokens that allocate would find in the prefix cache for a sequence without blocks."""
+        return len(self._find_shared_blocks(seq)) * self.block_size
 
     def is_worth_waiting(self, seq: Sequence, scheduled: Container[int]) -> bool:
         """Whether the first block that the cache cannot give the sequence is among the hashes that others have

@@ -2,7 +2,10 @@
 
 import math
 import time
+from array import array
 from collections.abc import Callable
+from functools import cache
+from itertools import chain
 
 import numpy as np
 import torch
@@ -38,8 +41,15 @@ class PackedArrays:
             device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
         self._device = device_bytes
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=True) if on_gpu else self._device
-        self.host = {name: view.numpy() for name, view in _views(self._host, layout).items()}
-        self.device = _views(self._device, layout)
+        host_bytes = self._host.numpy()
+        self.host, self.device = {}, {}
+        start = 0
+        for name, (shape, dtype) in layout.items():
+            end = start + math.prod(shape) * np.dtype(dtype).itemsize
+            # Not as views of a tensor: making those costs ten times as much.
+            self.host[name] = host_bytes[start:end].view(dtype).reshape(shape)
+            self.device[name] = self._device[start:end].view(_torch_dtype(dtype)).view(shape)
+            start += _padded_bytes(shape, dtype)
 
     def send(self) -> None:
         """Copy host to device, in stream order. The host arrays may be written again once the stream got there."""
@@ -49,9 +59,9 @@ class PackedArrays:
 
 def send_arrays(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
     """Copies of the host's arrays on the device, sent as one."""
-    packed = PackedArrays({name: (array.shape, array.dtype.type) for name, array in arrays.items()}, device)
-    for name, array in arrays.items():
-        packed.host[name][...] = array
+    packed = PackedArrays({name: (values.shape, values.dtype.type) for name, values in arrays.items()}, device)
+    for name, values in arrays.items():
+        packed.host[name][...] = values
     packed.send()
     return packed.device
 
@@ -65,14 +75,9 @@ def _padded_bytes(shape: tuple[int, ...], dtype: type) -> int:
     return -(-math.prod(shape) * np.dtype(dtype).itemsize // _ALIGN) * _ALIGN
 
 
-def _views(buffer: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
-    views, start = {}, 0
-    for name, (shape, dtype) in layout.items():
-        end = start + math.prod(shape) * np.dtype(dtype).itemsize
-        torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
-        views[name] = buffer[start:end].view(torch_dtype).view(shape)
-        start += _padded_bytes(shape, dtype)
-    return views
+@cache
+def _torch_dtype(dtype: type) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 class BlockTables:
@@ -194,12 +199,13 @@ def prefill_inputs(
 ) -> tuple[tuple[torch.Tensor, ...], Context]:
     """The flat batch of the sequences' scheduled tokens: (input_ids, positions, temperatures, seeds, sample
     positions), and the context."""
-    num_new = [seq.num_scheduled_tokens for seq in seqs]
-    num_keys = [seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs]
-    num_tokens, num_seqs = sum(num_new), len(seqs)
+    cached = np.array([seq.num_cached_tokens for seq in seqs])
+    num_new = np.array([seq.num_scheduled_tokens for seq in seqs])
+    table_lens = np.array([len(seq.block_table) for seq in seqs])
+    num_tokens, num_seqs = int(num_new.sum()), len(seqs)
     # Without a cached prefix, keys and values are all in the batch itself, and no table is looked up.
-    is_cached = sum(num_keys) > num_tokens
-    max_blocks = max(len(seq.block_table) for seq in seqs)
+    is_cached = bool(cached.any())
+    max_blocks = int(table_lens.max())
     arrays = PackedArrays(
         {
             "input_ids": ((num_tokens,), np.int64),
@@ -216,20 +222,24 @@ def prefill_inputs(
         device,
     )
     host = arrays.host
-    tables = BlockTables(host["block_tables"])
-    start = 0
-    for i, seq in enumerate(seqs):
-        first, end = seq.num_cached_tokens, num_keys[i]
-        tables.write(i, seq.block_table)
-        positions = np.arange(first, end)
-        tokens = slice(start, start + num_new[i])
-        host["input_ids"][tokens] = np.frombuffer(seq.tokens, np.int32)[first:end]
-        host["positions"][tokens] = positions
-        blocks = tables.array[i, positions // block_size]
-        host["slot_mapping"][tokens] = blocks * block_size + positions % block_size
-        start += num_new[i]
+    # No loop over tokens or blocks is Python's: the device waits for the first step of a batch.
+    tables = host["block_tables"]
+    tables.fill(-1)
+    in_table = np.arange(max_blocks) < table_lens[:, None]
+    tables[in_table] = list(chain.from_iterable(seq.block_table for seq in seqs))
+    tokens = array("i")
+    for seq in seqs:
+        tokens += seq.tokens[seq.num_cached_tokens : seq.num_cached_tokens + seq.num_scheduled_tokens]
+    host["input_ids"][:] = np.frombuffer(tokens, np.int32)
+    host["cu_seqlens_q"][0] = host["cu_seqlens_k"][0] = 0
     np.cumsum(num_new, out=host["cu_seqlens_q"][1:])
-    np.cumsum(num_keys, out=host["cu_seqlens_k"][1:])
+    np.cumsum(cached + num_new, out=host["cu_seqlens_k"][1:])
+    positions = host["positions"]
+    np.add(np.arange(num_tokens), np.repeat(cached - host["cu_seqlens_q"][:-1], num_new), out=positions)
+    blocks = positions // block_size  # of the sequence
+    first_blocks = np.repeat(np.arange(num_seqs) * max_blocks, num_new)  # in the tables, one row after the other
+    # block * block_size + positions % block_size
+    host["slot_mapping"][:] = (tables.ravel().take(first_blocks + blocks) - blocks) * block_size + positions
     host["last_tokens"][:] = host["cu_seqlens_q"][1:] - 1
     host["sample_positions"][:] = host["cu_seqlens_k"][1:] - host["cu_seqlens_k"][:-1] - 1
     host["temperatures"][:] = [seq.temperature for seq in seqs]
@@ -240,8 +250,8 @@ def prefill_inputs(
         is_prefill=True,
         cu_seqlens_q=on_device["cu_seqlens_q"],
         cu_seqlens_k=on_device["cu_seqlens_k"],
-        max_seqlen_q=max(num_new),
-        max_seqlen_k=max(num_keys),
+        max_seqlen_q=int(num_new.max()),
+        max_seqlen_k=int((cached + num_new).max()),
         slot_mapping=on_device["slot_mapping"],
         block_tables=on_device["block_tables"] if is_cached else None,
         last_tokens=on_device["last_tokens"],

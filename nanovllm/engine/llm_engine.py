@@ -14,7 +14,7 @@ from xxhash import xxh64_intdigest
 from nanovllm.config import Config
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.outputs import EngineStats, RequestOutput, error_output, request_output
+from nanovllm.engine.outputs import EngineStats, RequestOutput
 from nanovllm.engine.requests import (
     Prompt,
     Request,
@@ -28,6 +28,7 @@ from nanovllm.engine.requests import (
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_loop import StepLoop, User
+from nanovllm.engine.streaming import Results
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -191,17 +192,22 @@ class LLMEngine:
         prompts = list(as_prompts(prompts))
         params = params_per_prompt(sampling_params, len(prompts))
         requests = self._make_requests(prompts, params, on_error)
+        results = Results()
+        results.admit(requests)
         with self._loop.driving(user):
-            self._run_all(user, self._queue(requests), use_tqdm, on_step)
-        return [error_output(r) if isinstance(r, Exception) else request_output(r) for r in requests]
+            num_seqs = self._queue(requests)
+            del requests  # A sequence goes when its result is there, and not all of them after the last step.
+            self._run_all(user, num_seqs, results, use_tqdm, on_step)
+        return [results.ready[i] for i in range(len(prompts))]
 
-    def _run_all(self, user: User, num_seqs: int, use_tqdm: bool, on_step: Callable | None) -> None:
-        """Step until nothing is left and every sequence has its text."""
+    def _run_all(self, user: User, num_seqs: int, results: Results, use_tqdm: bool, on_step: Callable | None) -> None:
+        """Step until nothing is left and every request has its result."""
         with tqdm(total=num_seqs, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
             tokens, seconds = {"prefill": 0, "decode": 0}, {"prefill": 0.0, "decode": 0.0}
             start = time.perf_counter()
             for finished, step in self._loop.steps(user):
                 self._set_texts(finished)  # while the GPU works on the step that follows
+                results.book(finished)
                 if on_step is not None:
                     on_step(self.stats())
                 if not use_tqdm:

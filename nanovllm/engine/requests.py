@@ -1,8 +1,10 @@
 """What a caller hands in, checked before any work: prompts, sampling parameters, a model's tokenizer."""
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from itertools import repeat, zip_longest
+from itertools import pairwise, repeat, zip_longest
+from operator import index
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +13,10 @@ from nanovllm.engine.structured import Grammar, Grammars
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 Prompt = str | list[int]
+
+# Token ids that are checked in one go: enough that what a prompt costs by itself does not count, and no more, because
+# the copies that are made of them should stay in the processor's cache.
+TOKENS_AT_ONCE = 32768
 
 
 class Request(NamedTuple):
@@ -34,7 +40,7 @@ class RequestChecker:
 
     def check_one(self, prompt: Prompt, params: SamplingParams) -> Request:
         """The request. Raises ValueError, TypeError, or ImportError as check_all."""
-        (token_ids,) = self._encode([prompt])
+        (token_ids,) = self._convert(self._encode([prompt]), lambda i: "prompt: ")
         return self._check(token_ids, params, "prompt: ", "sampling_params")
 
     def check_all(
@@ -52,7 +58,8 @@ class RequestChecker:
             ImportError: likewise, where a structured output needs a library that is not installed.
         """
         checked = []
-        for i, (token_ids, p) in enumerate(zip(self._encode(prompts), params, strict=True), start):
+        converted = self._convert(self._encode(prompts), lambda i: f"prompts[{start + i}]: ")
+        for i, (token_ids, p) in enumerate(zip(converted, params, strict=True), start):
             try:
                 checked.append(self._check(token_ids, p, f"prompts[{i}]: ", f"sampling_params[{i}]"))
             except (TypeError, ValueError, ImportError) as error:
@@ -64,13 +71,16 @@ class RequestChecker:
     def encode_completions(self, completions: list[Prompt]) -> list[array]:
         """Token ids of texts that go on after a prompt, hence without what the tokenizer puts before one. Raises
         ValueError or TypeError, naming the index."""
-        checked = []
-        for i, token_ids in enumerate(self._encode(completions, add_special_tokens=False)):
-            checked.append(self._check_token_ids(token_ids, f"completions[{i}]: "))
-        return checked
+        encoded = self._encode(completions, add_special_tokens=False)
+        converted = self._convert(encoded, lambda i: f"completions[{i}]: ")
+        for error in converted:
+            if isinstance(error, Exception):
+                raise error
+        return converted
 
-    def _check(self, token_ids: list[int] | Exception, params, where: str, where_params: str) -> Request:
-        token_ids = self._check_token_ids(token_ids, where)
+    def _check(self, token_ids: array | Exception, params, where: str, where_params: str) -> Request:
+        if isinstance(token_ids, Exception):
+            raise token_ids
         try:
             self._check_length(len(token_ids))
         except ValueError as error:
@@ -94,11 +104,26 @@ class RequestChecker:
             self._grammars = Grammars(self.tokenizer, self._vocab_size, self._eos)
         return self._grammars.start(form)
 
-    def _check_token_ids(self, token_ids: list[int] | Exception, where: str) -> array:
-        if isinstance(token_ids, Exception):
-            kind = TypeError if isinstance(token_ids, TypeError) else ValueError
-            raise kind(f"{where}{token_ids}") from token_ids
-        return check_token_ids(token_ids, self._vocab_size, where)
+    def _convert(self, prompts: list[list[int] | Exception], where: Callable[[int], str]) -> list[array | Exception]:
+        """int32 token ids of each prompt, or what is wrong with it, the message beginning with where(its index). No
+        loop over ids is Python's: the device waits while the prompts of a batch are checked."""
+        converted = []
+        for portion in _portions(prompts):
+            try:
+                converted += _convert_lists(portion, self._vocab_size)
+            except (TypeError, _EmptyPrompt, OverflowError):
+                first = len(converted)
+                converted += [self._convert_one(p, where(i)) for i, p in enumerate(portion, first)]
+        return converted
+
+    def _convert_one(self, token_ids, where: str) -> array | Exception:
+        try:
+            if isinstance(token_ids, Exception):
+                kind = TypeError if isinstance(token_ids, TypeError) else ValueError
+                raise kind(f"{where}{token_ids}") from token_ids
+            return check_token_ids(token_ids, self._vocab_size, where)
+        except (TypeError, ValueError) as error:
+            return error
 
     def _encode(self, prompts: list[Prompt], **options) -> list[list[int] | Exception]:
         """Token ids of each prompt, or what the tokenizer has against it."""
@@ -145,33 +170,65 @@ def check_token_ids(token_ids, vocab_size: int, where: str) -> array:
     """The token ids as an int32 array. Raise TypeError or ValueError, its message beginning with `where`, unless these
     are token ids, one at least.
 
-    An id outside the vocabulary must never reach a GPU: it would end the process's CUDA context. No loop over ids is
-    Python's: the device waits while the prompts of a batch are checked.
+    An id outside the vocabulary must never reach a GPU: it would end the process's CUDA context.
     """
     try:
         if isinstance(token_ids, str | bytes | bytearray):
             raise TypeError
         token_ids = list(token_ids)
-        tokens = array("i", token_ids)
-        low, high = (min(tokens), max(tokens)) if len(tokens) < 64 else _range(tokens)
-        # To an array, a bool is an integer too, and one of these.
-        if low <= 1 and bool in set(map(type, token_ids)):
-            raise TypeError
+        try:
+            (tokens,) = _convert_lists([token_ids], vocab_size)
+        except OverflowError:
+            ids = list(map(index, token_ids))
+            if bool in set(map(type, token_ids)):
+                raise TypeError from None
+            bad = min(ids) if min(ids) < 0 else max(ids)
+            raise ValueError(f"{where}token id {bad} is outside the vocabulary, 0..{vocab_size - 1}") from None
     except TypeError:
         raise TypeError(f"{where}must be a string or a list of integer token ids") from None
-    except OverflowError:
-        low, high = min(token_ids), max(token_ids)
-    except ValueError:
+    except _EmptyPrompt:
         raise ValueError(f"{where}is empty: it must hold at least one token") from None
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise ValueError(f"{where}token id {bad} is outside the vocabulary, 0..{vocab_size - 1}")
     return tokens
 
 
-def _range(tokens: array) -> tuple[int, int]:
-    values = np.frombuffer(tokens, np.int32)
-    return int(values.min()), int(values.max())
+class _EmptyPrompt(ValueError):
+    """A prompt without a token."""
+
+
+def _convert_lists(prompts: list[list[int]], vocab_size: int) -> list[array]:
+    """int32 token ids of each. Raises TypeError for what is no list of integers, _EmptyPrompt, and OverflowError for an
+    id that the model has not."""
+    # Unsigned, because array then converts integers in a third of the time; a negative one overflows.
+    tokens, ends = array("I"), [0]
+    for prompt in prompts:
+        tokens.fromlist(prompt)
+        ends.append(len(tokens))
+    if len(set(ends)) < len(ends):
+        raise _EmptyPrompt
+    values = np.frombuffer(tokens, np.uint32)
+    if np.maximum.reduce(values) >= vocab_size:
+        raise OverflowError
+    if np.minimum.reduce(values) <= 1:
+        # To an array, a bool is an integer too, and one of these.
+        for i in np.flatnonzero(values <= 1).tolist():
+            row = bisect_right(ends, i) - 1
+            if type(prompts[row][i - ends[row]]) is bool:
+                raise TypeError
+    tokens = array("i", tokens.tobytes())
+    return [tokens[start:end] for start, end in pairwise(ends)]
+
+
+def _portions(prompts: list) -> Iterator[list]:
+    """The prompts in order, as many at a time as have TOKENS_AT_ONCE tokens."""
+    portion, num_tokens = [], 0
+    for prompt in prompts:
+        portion.append(prompt)
+        num_tokens += len(prompt) if type(prompt) is list else 0
+        if num_tokens >= TOKENS_AT_ONCE:
+            yield portion
+            portion, num_tokens = [], 0
+    if portion:
+        yield portion
 
 
 def params_per_prompt(params, num_prompts: int) -> list[SamplingParams]:

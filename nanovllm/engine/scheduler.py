@@ -12,6 +12,11 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 # the first step of a batch.
 MAX_DEFERRED = 32
 
+# No prompt is cut to fill the last max_num_batched_tokens // MIN_CHUNK_SHARE tokens of a step. The step that goes on
+# with a chunk reads the cache, and then attention takes its paged kernel for all of its sequences: 308 us a layer
+# instead of 271 for prompts of 2,000 tokens (H200, flash-attn-4).
+MIN_CHUNK_SHARE = 8
+
 
 class Scheduler:
     """Waiting and running queues over one BlockManager: prefill first, preemption last in, first out.
@@ -43,6 +48,7 @@ class Scheduler:
     ):
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._min_chunk = max_num_batched_tokens // MIN_CHUNK_SHARE
         self.max_seq_len = min(max_model_len, num_kvcache_blocks * kvcache_block_size)
         self.eos = frozenset(eos)
         self.num_preemptions = 0
@@ -109,6 +115,8 @@ class Scheduler:
                         break
                     deferred.append(self.waiting.popleft())
                     continue
+                if budget < self._min_chunk and self._exceeds(seq, budget):
+                    break  # Never the first one: it has all of the budget before it.
                 if not manager.can_allocate(seq):
                     break
                 self._allocate(seq)
@@ -126,6 +134,10 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
         self.waiting.extendleft(reversed(deferred))
         return seqs
+
+    def _exceeds(self, seq: Sequence, budget: int) -> bool:
+        """Whether a waiting sequence has more tokens to compute than these; most answers need no look at the cache."""
+        return seq.num_tokens > budget and seq.num_tokens - self.block_manager.num_findable_tokens(seq) > budget
 
     def _allocate(self, seq: Sequence) -> None:
         is_new = seq.num_shared_tokens < 0

@@ -49,6 +49,43 @@ class DeltaReader:
         )
 
 
+class Results:
+    """Makes each request's result when the last of its samples has finished: while the device works on the others.
+
+    Attributes:
+        ready: {index of the request: its result}, in the order in which they were made.
+    """
+
+    def __init__(self):
+        self.ready: dict[int, RequestOutput] = {}
+        self._indexes: dict[int, int] = {}  # of the request with this id
+        self._samples: dict[int, list[Sequence]] = {}  # of a request with several, by its id
+        self._num_left: dict[int, int] = {}  # those of them that are not finished
+
+    def admit(self, requests: list[list[Sequence] | Exception], start: int = 0) -> None:
+        """The samples of each request, or what is wrong with it. start: the first one's index."""
+        for index, seqs in enumerate(requests, start):
+            if isinstance(seqs, Exception):
+                self.ready[index] = error_output(seqs)
+                continue
+            request_id = seqs[0].request_id
+            self._indexes[request_id] = index
+            if len(seqs) > 1:
+                self._samples[request_id], self._num_left[request_id] = seqs, len(seqs)
+
+    def book(self, finished: list[Sequence]) -> None:
+        """Sequences that are complete, their texts set."""
+        for seq in finished:
+            request_id, samples = seq.request_id, [seq]
+            if request_id in self._samples:
+                self._num_left[request_id] -= 1
+                if self._num_left[request_id]:
+                    continue
+                del self._num_left[request_id]
+                samples = self._samples.pop(request_id)
+            self.ready[self._indexes.pop(request_id)] = request_output(samples)
+
+
 class PromptFeed:
     """Takes prompts from an iterable, and hands out their results: as they come, or in the prompts' order.
 
@@ -62,9 +99,7 @@ class PromptFeed:
         self._pairs = pairs
         self._max_ahead = max_ahead
         self._num_given = 0
-        self._unfinished: dict[int, tuple[int, list[Sequence]]] = {}  # request id -> index, samples
-        self._num_left: dict[int, int] = {}  # request id -> samples that are not finished
-        self._results: dict[int, RequestOutput] = {}  # by index
+        self._results = Results()
 
     def take(self, num: int) -> list[tuple[object, SamplingParams]]:
         """The next few prompts; none where the iterable has ended, or results pile up behind a slow one."""
@@ -76,27 +111,18 @@ class PromptFeed:
 
     def admit(self, requests: list[list[Sequence] | Exception]) -> None:
         """What take() gave last: the samples of each prompt, or what is wrong with it."""
-        for index, seqs in enumerate(requests, self.num_taken - len(requests)):
-            if isinstance(seqs, Exception):
-                self._results[index] = error_output(seqs)
-            else:
-                self._unfinished[seqs[0].request_id] = index, seqs
-                self._num_left[seqs[0].request_id] = len(seqs)
+        self._results.admit(requests, self.num_taken - len(requests))
 
     def book(self, finished: list[Sequence]) -> None:
         """Sequences that are complete, their texts set."""
-        for seq in finished:
-            self._num_left[seq.request_id] -= 1
-            if not self._num_left[seq.request_id]:
-                del self._num_left[seq.request_id]
-                index, seqs = self._unfinished.pop(seq.request_id)
-                self._results[index] = request_output(seqs)
+        self._results.book(finished)
 
     def results(self) -> Iterator[tuple[int, RequestOutput]]:
         """Those that may go out."""
-        while self._results:
-            index = next(iter(self._results)) if self._max_ahead is None else self._num_given
-            if index not in self._results:
+        ready = self._results.ready
+        while ready:
+            index = next(iter(ready)) if self._max_ahead is None else self._num_given
+            if index not in ready:
                 return
             self._num_given += 1
-            yield index, self._results.pop(index)
+            yield index, ready.pop(index)

@@ -9,7 +9,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from invariants import FakeModel, check_scheduler, run_alone
 
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import MIN_CHUNK_SHARE, Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
@@ -136,6 +136,74 @@ def test_a_chunk_takes_what_the_budget_leaves_and_goes_on_before_anybody_else():
     seqs, is_prefill = scheduler.schedule()
     assert (seqs, is_prefill) == ([b, c], True)
     assert [seq.num_scheduled_tokens for seq in seqs] == [6, 3]
+
+
+@pytest.mark.parametrize(
+    ("budget", "scheduled"),
+    [
+        (64, [[30, 30], [30]]),  # 4 tokens left of 64: less than an eighth
+        (67, [[30, 30], [30]]),
+        (68, [[30, 30, 8], [22]]),  # 8 left of 68, an eighth
+        (60, [[30, 30], [30]]),
+        (90, [[30, 30, 30]]),
+    ],
+)
+def test_no_prompt_is_cut_to_fill_a_small_rest_of_a_step(budget, scheduled):
+    scheduler = make_scheduler(max_num_batched_tokens=budget)
+    for _ in range(3):
+        add(scheduler, 30, max_tokens=1)
+    for expected in scheduled:
+        seqs, is_prefill = scheduler.schedule()
+        assert is_prefill
+        assert [seq.num_scheduled_tokens for seq in seqs] == expected
+        scheduler.postprocess(seqs, [900] * len(seqs))
+        check_scheduler(scheduler)
+    assert scheduler.is_finished()
+
+
+def test_a_small_rest_goes_to_prompts_that_fit_it_whole():
+    scheduler = make_scheduler()
+    beginning = list(range(12))
+    add(scheduler, [*beginning, 50], max_tokens=1)
+    step(scheduler)
+    # Four tokens of 64 are left: enough for what is not cached of the second, and for the one short prompt then.
+    big, cached, short, late = (add(scheduler, prompt) for prompt in (60, [*beginning, 61, 62], 2, 1))
+    assert step(scheduler)[:2] == ([big, cached, short], True)
+    assert (cached.num_shared_tokens, cached.num_completion_tokens) == (12, 1)
+    assert step(scheduler)[:2] == ([late], True)
+
+
+def test_nobody_overtakes_a_prompt_that_was_not_cut_and_nothing_is_taken_or_counted_for_it():
+    scheduler = make_scheduler(num_blocks=20)
+    first, same, whole, short = (add(scheduler, prompt) for prompt in ([1] * 58, [1] * 58, 8, 1))
+    assert step(scheduler)[:2] == ([first], True)
+    # In order of arrival: the one that waited for the first one's beginning, then those behind it.
+    assert list(scheduler.waiting) == [same, whole, short]
+    assert (whole.block_table, whole.num_shared_tokens) == ([], -1)
+    assert scheduler.num_prompt_tokens == 58
+    assert step(scheduler)[:2] == ([same, whole, short], True)
+    assert scheduler.num_prompt_tokens == 58 + 58 + 8 + 1
+
+
+def test_a_prompt_with_less_cached_than_it_exceeds_the_small_rest_by_waits():
+    scheduler = make_scheduler()
+    add(scheduler, [*range(12), 50], max_tokens=1)
+    step(scheduler)
+    big, cached = add(scheduler, 60), add(scheduler, [*range(12), *range(20, 25)])
+    assert step(scheduler)[:2] == ([big], True)  # 4 left, 5 to compute
+    seqs, _ = scheduler.schedule()
+    assert (seqs, cached.num_cached_tokens, cached.num_scheduled_tokens) == ([cached], 12, 5)
+
+
+def test_a_prompt_longer_than_a_step_is_cut_and_its_chunks_go_on_first():
+    scheduler = make_scheduler()
+    long, other = add(scheduler, 2 * 64 + 60), add(scheduler, 10)
+    for scheduled in ([(long, 64)], [(long, 64)], [(long, 60)], [(other, 10)]):
+        seqs, is_prefill = scheduler.schedule()
+        assert is_prefill
+        assert [(seq, seq.num_scheduled_tokens) for seq in seqs] == scheduled
+        scheduler.postprocess(seqs, [900] * len(seqs))
+        check_scheduler(scheduler)
 
 
 def test_cached_tokens_do_not_count_against_the_budget():
@@ -634,6 +702,8 @@ def launch(scheduler: Scheduler, model: FakeModel, seen: Counter) -> tuple[list[
     scheduled = [seq.num_scheduled_tokens for seq in seqs]
     assert min(scheduled) >= 1
     assert sum(scheduled) <= scheduler.max_num_batched_tokens or not is_prefill
+    if is_prefill and len(seqs) > 1 and seqs[-1].num_cached_tokens + scheduled[-1] < seqs[-1].num_tokens:
+        assert scheduled[-1] >= scheduler.max_num_batched_tokens // MIN_CHUNK_SHARE
     seen["chunk"] += goes_on
     seen["decoded side by side"] += not is_prefill and len(seqs) > 1
     return seqs, model.run(seqs, is_prefill)
