@@ -20,6 +20,7 @@ from nanovllm.kernels.dependent_launch import (
     gdc_launch_dependents,
     gdc_wait,
     has_pdl,
+    prefetch_bulk,
     prefetch_lines,
 )
 from nanovllm.kernels.launch import launcher
@@ -39,7 +40,8 @@ class DecodeLinearConfig(NamedTuple):
         splits: programs among which K is divided.
         num_warps: warps a program, 4 or 8.
         num_stages: stages of the load pipeline; one holds (tile_tokens + tile_rows) * tile_k elements of 227 KiB.
-        prefetch: whether the programs of a dependent launch ask for their weights while they wait.
+        prefetch: bytes that the programs of a dependent launch ask of their weights at once while they wait: 128, a
+            cache line, or more, if that divides a row's split; 0 for none.
     """
 
     tile_tokens: int
@@ -48,7 +50,7 @@ class DecodeLinearConfig(NamedTuple):
     splits: int = 1
     num_warps: int = 4
     num_stages: int = 3
-    prefetch: bool = True
+    prefetch: int = CACHE_LINE
 
 
 def choose_config(M: int, N: int, K: int) -> DecodeLinearConfig:
@@ -58,7 +60,7 @@ def choose_config(M: int, N: int, K: int) -> DecodeLinearConfig:
     programs = triton.cdiv(M, tile_tokens) * triton.cdiv(N, tile_rows)
     splits = 1
     # An H200 has 132 multiprocessors; a split should be worth its keeping.
-    while programs * splits * 2 <= 160 and K >= splits * 1024:
+    while programs * splits * 2 <= 160 and splits * 1024 <= K:
         splits *= 2
     return DecodeLinearConfig(tile_tokens, tile_rows, min(128, max(16, triton.next_power_of_2(K))), splits)
 
@@ -70,16 +72,31 @@ def make_arrivals(device: torch.device | str) -> Tensor:
 
 
 @triton.jit
-def _prefetch(weight, row, inside, first_row, first_k, K: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr):
-    """Ask COLUMNS of the given rows into L2, from first_k on, a cache line of LINE elements at a time."""
+def _prefetch(
+    weight,
+    row,
+    inside,
+    first_row,
+    first_k,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PIECE: tl.constexpr,
+    BULK: tl.constexpr,
+):
+    """Ask COLUMNS of the given rows into L2, from first_k on, PIECE elements at a time: a cache line, or with BULK any
+    number that divides K."""
     # Columns come in the largest power of two that divides them.
     CHUNK: tl.constexpr = COLUMNS & -COLUMNS
-    column = tl.arange(0, CHUNK // LINE) * LINE
+    column = tl.arange(0, CHUNK // PIECE) * PIECE
     for start in tl.static_range(0, COLUMNS, CHUNK):
         offset = row.to(tl.int64)[:, None] * K + (first_k + start + column)[None, :]
-        # The instruction has no mask: instead of what lies outside, the tile's first line is asked for.
+        # The instruction has no mask: instead of what lies outside, the tile's first piece is asked for.
         within = inside[:, None] & (first_k + start + column < K)[None, :]
-        prefetch_lines(weight + tl.where(within, offset, first_row.to(tl.int64) * K))
+        pointers = weight + tl.where(within, offset, first_row.to(tl.int64) * K)
+        if BULK:
+            prefetch_bulk(pointers, PIECE * weight.dtype.element_ty.primitive_bitwidth // 8)
+        else:
+            prefetch_lines(pointers)
 
 
 @triton.jit
@@ -134,7 +151,8 @@ def decode_linear_kernel(
     SPLITS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     PREFETCH: tl.constexpr,
-    LINE: tl.constexpr,
+    PIECE: tl.constexpr,
+    BULK: tl.constexpr,
     SILU: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
@@ -157,10 +175,9 @@ def decode_linear_kernel(
         weight_row = column
     inside_rows = column < N
     first_k = split * SPLIT_K
-    if PDL:
-        if PREFETCH > 0:
-            if token_tile == 0:
-                _prefetch(weight, weight_row, inside_rows, row_tile * OUTPUTS, first_k, K, PREFETCH, LINE)
+    asks = token_tile == 0
+    if PDL and PREFETCH > 0 and asks:
+        _prefetch(weight, weight_row, inside_rows, row_tile * OUTPUTS, first_k, K, PREFETCH, PIECE, BULK)
     shift = row
     if bias is not None:
         shift = tl.load(bias + weight_row, mask=inside_rows, other=0.0).to(tl.float32)
@@ -255,7 +272,11 @@ def launch(
             raise ValueError(f"arrivals must hold the counters of {tiles} tiles, not {arrivals.numel()}")
         partial = torch.empty(tiles * splits * tokens * rows, dtype=torch.float32, device=x.device)
     split_k = triton.cdiv(triton.cdiv(K, k_tile), splits) * k_tile
-    line = CACHE_LINE // x.element_size()
+    # Where rows are no whole number of pieces, whose ends would lie elsewhere, lines.
+    piece = min(prefetch, split_k * x.element_size())
+    if piece > CACHE_LINE and (splits * split_k != K or split_k * x.element_size() % piece):
+        piece = CACHE_LINE
+    piece_size = piece // x.element_size()
     launcher(decode_linear_kernel, grid, pdl and has_pdl(x.device))(
         x,
         weight,
@@ -273,8 +294,9 @@ def launch(
         K_TILE=k_tile,
         SPLITS=splits,
         SPLIT_K=split_k,
-        PREFETCH=triton.cdiv(min(split_k, K), line) * line if prefetch else 0,
-        LINE=line,
+        PREFETCH=triton.cdiv(split_k, piece_size) * piece_size if piece else 0,
+        PIECE=piece_size,
+        BULK=piece > CACHE_LINE,
         SILU=silu,
         ADD=add,
         num_warps=num_warps,
