@@ -10,38 +10,16 @@ differently.
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.linear_checks import check_layer, check_residual
 from nanovllm.kernels.skinny_kernel import MAX_TOKENS, SkinnyConfig, launch
 
 MAX_NORM_SIZE = 8192
-
-
-def _check_layer(name: str, x: Tensor, x_columns: int, weight: Tensor, bias: Tensor | None) -> None:
-    if weight.dim() != 2 or not weight.is_contiguous() or weight.numel() == 0:
-        raise ValueError(f"weight must be a contiguous [N, K], not empty, not {list(weight.shape)} {weight.stride()}")
-    if x.dim() != 2 or not 1 <= len(x) <= MAX_TOKENS or x.shape[1] != x_columns or x.stride(1) != 1:
-        raise ValueError(
-            f"{name} must be [1..{MAX_TOKENS}, {x_columns}] with contiguous rows for weight {list(weight.shape)}, "
-            f"not {list(x.shape)} with strides {x.stride()}"
-        )
-    if weight.dtype != x.dtype:
-        raise ValueError(f"weight must have {name}'s dtype {x.dtype}, not {weight.dtype}")
-    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
-        raise ValueError(f"bias must be a contiguous [{len(weight)}], not {list(bias.shape)}")
 
 
 def _check_norm(norm_weight: Tensor, size: int) -> None:
     if norm_weight.shape != (size,) or not norm_weight.is_contiguous() or size > MAX_NORM_SIZE:
         raise ValueError(
             f"norm_weight must be a contiguous [{size}] of at most {MAX_NORM_SIZE}, not {list(norm_weight.shape)}"
-        )
-
-
-def _check_residual(residual: Tensor, x: Tensor, weight: Tensor) -> None:
-    shape = (len(x), len(weight))
-    if residual.shape != shape or residual.stride(1) != 1 or residual.dtype != x.dtype:
-        raise ValueError(
-            f"residual must be {list(shape)} {x.dtype} with contiguous rows, not {list(residual.shape)} "
-            f"{residual.dtype} with strides {residual.stride()}"
         )
 
 
@@ -71,7 +49,7 @@ def norm_linear(
     Raises:
         ValueError: another shape, layout or dtype; the message begins with the argument's name.
     """
-    _check_layer("x", x, weight.shape[-1], weight, bias)
+    check_layer("x", x, weight.shape[-1], weight, bias, MAX_TOKENS)
     _check_norm(norm_weight, x.shape[1])
     y = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     launch(x, weight, y, config, pdl, norm_weight=norm_weight, eps=eps, bias=bias)
@@ -98,7 +76,7 @@ def norm_linear_silu(
     Raises:
         ValueError: another shape, layout or dtype; the message begins with the argument's name.
     """
-    _check_layer("x", x, weight.shape[-1], weight, None)
+    check_layer("x", x, weight.shape[-1], weight, None, MAX_TOKENS)
     _check_norm(norm_weight, x.shape[1])
     if len(weight) % 2:
         raise ValueError(f"weight must have an even number of rows, gate and up, not {len(weight)}")
@@ -123,7 +101,7 @@ def linear(
     Raises:
         ValueError: another shape, layout or dtype; the message begins with the argument's name.
     """
-    _check_layer("x", x, weight.shape[-1], weight, bias)
+    check_layer("x", x, weight.shape[-1], weight, bias, MAX_TOKENS)
     y = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     launch(x, weight, y, config, pdl, bias=bias)
     return y
@@ -151,7 +129,7 @@ def linear_add(
     Raises:
         ValueError: another shape, layout or dtype; the message begins with the argument's name.
     """
-    _check_layer("x", x, weight.shape[-1], weight, bias)
-    _check_residual(residual, x, weight)
+    check_layer("x", x, weight.shape[-1], weight, bias, MAX_TOKENS)
+    check_residual(residual, x, weight)
     launch(x, weight, residual, config, pdl, bias=bias, add=True)
     return residual
