@@ -4,8 +4,7 @@ Both ways are "one shot": every rank gets all partial sums and adds them up itse
 ranks, so that all come to the same bits.
 
 `push_add_norm`, for few tokens, has the least latency that two GPUs can have: a rank writes its partial sums into the
-others' inboxes, each 4 bytes next to the number of the launch, in one 8-byte store that arrives whole. Who reads an
-inbox waits until it finds the number: there is no meeting before and no fence after (NCCL's LL protocol does the same).
+others' inboxes (see `messages`), and waits for theirs.
 
 `pull_add_norm`, for many, has the least traffic that one step allows: ranks meet, program by program, then read their
 rows from each other's memory.
@@ -16,31 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.dependent_launch import await_previous, gdc_launch_dependents, gdc_wait, has_pdl
+from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.messages import await_messages, high_half, low_half, to_messages, to_words
 
 # Programs of a pull at most: more would pay for more meetings, fewer leave NVLink waiting.
 MAX_PULL_PROGRAMS = 256
 # Tokens of a push at most: its stores are twice as large as what they carry.
 MAX_PUSH_TOKENS = 64
-
-
-@triton.jit
-def _low(words, DTYPE: tl.constexpr):
-    """The 16-bit floats in the lower halves of int32 words, as float32."""
-    return words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _high(words, DTYPE: tl.constexpr):
-    return (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _words(low, high, DTYPE: tl.constexpr):
-    """Float32 pairs, rounded, back in int32 words."""
-    low = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return low | (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
@@ -59,52 +41,40 @@ def _push_kernel(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    await_previous(PDL)
     token = tl.program_id(0)
     word = tl.arange(0, BLOCK)
     mask = word < WORDS
-    if PDL:
-        gdc_launch_dependents()
-    if HAS_NORM:
-        scale = tl.load(weight + word, mask=mask, other=0)
-    if PDL:
-        gdc_wait()
+    scale = tl.load(weight + word, mask=mask, other=0)
     epoch = tl.load(epochs + token) + 1
     # Once aborted, the others' memory may be gone with them.
     reachable = word < tl.where(tl.load(abort, volatile=True) == 0, WORDS, 0)
     own = tl.load(partial + token * WORDS + word, mask=mask, other=0)
-    packed = (own.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
+    messages = to_messages(own, epoch)
     # Two inboxes in turn: nobody sends again before having heard from the reader, who then has read the last but one.
     first_row = (epoch % 2) * SIZE * MAX_TOKENS + token
     for i in tl.static_range(1, SIZE):
         inbox = tl.load(inboxes + (RANK + i) % SIZE).to(tl.pointer_type(tl.int64))
         inbox = tl.multiple_of(inbox, 16)
-        tl.store(inbox + (first_row + RANK * MAX_TOKENS) * WORDS + word, packed, mask=reachable)
+        tl.store(inbox + (first_row + RANK * MAX_TOKENS) * WORDS + word, messages, mask=reachable)
     before = tl.load(residual + token * WORDS + word, mask=mask, other=0)
-    low, high = _low(before, DTYPE), _high(before, DTYPE)
+    low, high = low_half(before, DTYPE), high_half(before, DTYPE)
     inbox = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64))
     inbox = tl.multiple_of(inbox, 16)
     for rank in tl.static_range(SIZE):
         words = own
         if rank != RANK:
-            place = inbox + (first_row + rank * MAX_TOKENS) * WORDS + word
-            message = tl.load(place, mask=mask, other=0, volatile=True)
-            missing = tl.sum(((message >> 32).to(tl.int32) != epoch) & mask, axis=0)
-            while (missing > 0) & (tl.load(abort, volatile=True) == 0):
-                message = tl.load(place, mask=mask, other=0, volatile=True)
-                missing = tl.sum(((message >> 32).to(tl.int32) != epoch) & mask, axis=0)
-            words = message.to(tl.int32)
-        low += _low(words, DTYPE)
-        high += _high(words, DTYPE)
-    after = _words(low, high, DTYPE)
+            words = await_messages(inbox + (first_row + rank * MAX_TOKENS) * WORDS + word, epoch, abort, mask)
+        low += low_half(words, DTYPE)
+        high += high_half(words, DTYPE)
+    after = to_words(low, high, DTYPE)
     tl.store(residual + token * WORDS + word, after, mask=mask)
-    if HAS_NORM:
-        low, high = _low(after, DTYPE), _high(after, DTYPE)
-        inverse_rms = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / (2 * WORDS) + eps)
-        low, high = low * inverse_rms * _low(scale, DTYPE), high * inverse_rms * _high(scale, DTYPE)
-        tl.store(y + token * WORDS + word, _words(low, high, DTYPE), mask=mask)
+    low, high = low_half(after, DTYPE), high_half(after, DTYPE)
+    inverse_rms = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / (2 * WORDS) + eps)
+    low, high = low * inverse_rms * low_half(scale, DTYPE), high * inverse_rms * high_half(scale, DTYPE)
+    tl.store(y + token * WORDS + word, to_words(low, high, DTYPE), mask=mask)
     tl.store(epochs + token, epoch)
 
 
@@ -115,11 +85,10 @@ def push_add_norm(
     rank: int,
     partial: Tensor,
     residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-    pdl: bool = False,
-) -> Tensor | None:
-    """`residual += sum of the ranks' partial`, then with a weight `residual / sqrt(mean(residual^2) + eps) * weight`.
+    weight: Tensor,
+    eps: float,
+) -> Tensor:
+    """`residual += sum of the ranks' partial`, then `residual / sqrt(mean(residual^2) + eps) * weight`.
 
     Args:
         inboxes: int64 `[size]`, addresses of the ranks' inboxes, int64 `[2, size, MAX_PUSH_TOKENS, hidden / 2]` each,
@@ -129,24 +98,23 @@ def push_add_norm(
         rank: this one's.
         partial: `[num_tokens, hidden]`, contiguous, bfloat16 or float16, up to MAX_PUSH_TOKENS tokens.
         residual: like partial, the same on all ranks; overwritten.
-        weight: `[hidden]`, or None for no norm.
+        weight: `[hidden]`.
         eps: added to the mean square.
-        pdl: programmatic dependent launch; the weight is read before the wait.
 
     Returns:
-        The norm, like residual, or None. All ranks must call this with the same shapes: they wait for each other.
+        The norm, like residual. All ranks must call this with the same shapes: they wait for each other.
     """
     num_tokens, hidden = residual.shape
-    y = None if weight is None else torch.empty_like(residual)
+    y = torch.empty_like(residual)
     block = triton.next_power_of_2(hidden // 2)
-    launcher(_push_kernel, (num_tokens,), pdl and has_pdl(residual.device))(
+    launcher(_push_kernel, (num_tokens,), has_pdl(residual.device))(
         inboxes,
         epochs,
         abort,
         partial.view(torch.int32),
         residual.view(torch.int32),
-        None if weight is None else weight.view(torch.int32),
-        None if y is None else y.view(torch.int32),
+        weight.view(torch.int32),
+        y.view(torch.int32),
         eps,
         RANK=rank,
         SIZE=len(inboxes),
@@ -154,7 +122,6 @@ def push_add_norm(
         WORDS=hidden // 2,
         BLOCK=block,
         DTYPE=tl.bfloat16 if residual.dtype == torch.bfloat16 else tl.float16,
-        HAS_NORM=weight is not None,
         num_warps=min(max(block // 128, 1), 16),
     )
     return y

@@ -24,6 +24,7 @@ from nanovllm.kernels.dependent_launch import (
     prefetch_lines,
 )
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.posted_sums import Inboxes, post
 
 _MIN_DOT_ROWS = 8 if HAS_GDC else 16  # what the compiler's tensor-core products take
 MAX_TOKENS = 16
@@ -80,7 +81,7 @@ def _prefetch(weight, row, inside, K: tl.constexpr, COLUMNS: tl.constexpr, LINE:
     prefetch_lines(weight + tl.where(inside[:, None] & (column < K)[None, :], offset, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["index"])
 def skinny_linear_kernel(
     x,
     norm_weight,
@@ -91,6 +92,10 @@ def skinny_linear_kernel(
     y_stride,
     N,
     eps,
+    inboxes,
+    step,
+    abort,
+    index,
     M: tl.constexpr,
     K: tl.constexpr,
     PADDED_M: tl.constexpr,
@@ -103,9 +108,13 @@ def skinny_linear_kernel(
     TENSOR_CORES: tl.constexpr,
     SILU_OUTPUT: tl.constexpr,
     ADD: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y [M, N] = f(x) W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU_OUTPUT; f: norm or none."""
+    """y [M, N] = f(x) W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU_OUTPUT; f: norm or none. With
+    inboxes it is posted to them and there is no y."""
     row = tl.arange(0, ROWS)
     if SILU_OUTPUT:
         # Even rows of the tile are gates, from the weight's first N rows, odd ones the ups that belong to them.
@@ -140,6 +149,10 @@ def skinny_linear_kernel(
         scale = tl.load(norm_weight + k, mask=k < K, other=0.0)
     if bias is not None:
         shift = tl.load(bias + weight_row, mask=column < N, other=0.0).to(tl.float32)
+    if inboxes is not None:
+        ranks = tl.arange(0, PADDED_SIZE)
+        addresses = tl.load(inboxes + ranks, mask=ranks < SIZE, other=0)
+        number = tl.load(step) + index
     # Above this line nothing may be read that a kernel writes, and nothing may be written (see skinny_linear).
     if PDL:
         gdc_wait()
@@ -147,7 +160,11 @@ def skinny_linear_kernel(
     tokens = tl.arange(0, PADDED_M)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside_y = (tokens < M)[:, None] & (outputs < N)[None, :]
-    y += tokens[:, None] * y_stride + outputs[None, :]
+    if inboxes is not None:
+        # Once aborted, the others' memory may be gone with them.
+        num_words = tl.where(tl.load(abort, volatile=True) == 0, N // 2, 0)
+    else:
+        y += tokens[:, None] * y_stride + outputs[None, :]
     if ADD:
         total = tl.load(y, mask=inside_y, other=0.0).to(tl.float32)
     else:
@@ -196,13 +213,17 @@ def skinny_linear_kernel(
         result = result.to(y.dtype.element_ty).to(tl.float32)
         gate, up = tl.split(tl.reshape(result, (PADDED_M, OUTPUTS, 2)))
         result = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(y, (total + result).to(y.dtype.element_ty), mask=inside_y)
+    if inboxes is not None:
+        DTYPE: tl.constexpr = x.dtype.element_ty
+        post(result, tl.program_id(0), addresses, number, index, num_words, M, N, PADDED_M, OUTPUTS, RANK, SIZE, DTYPE)
+    else:
+        tl.store(y, (total + result).to(y.dtype.element_ty), mask=inside_y)
 
 
 def launch(
     x: Tensor,
     weight: Tensor,
-    y: Tensor,
+    y: Tensor | None,
     config: SkinnyConfig | None,
     pdl: bool,
     norm_weight: Tensor | None = None,
@@ -210,9 +231,14 @@ def launch(
     bias: Tensor | None = None,
     silu_output: bool = False,
     add: bool = False,
+    inboxes: Inboxes | None = None,
+    index: int = 0,
 ) -> None:
-    """Run the kernel on arguments that have been checked; what each means is said in `skinny_linear`."""
-    (M, N), (num_rows, K) = y.shape, weight.shape
+    """Run the kernel on arguments that have been checked; what each means is said in `skinny_linear`. y: None with
+    inboxes."""
+    M, (num_rows, K) = len(x), weight.shape
+    N = num_rows if y is None else y.shape[1]
+    size = 1 if inboxes is None else len(inboxes.addresses)
     config = config or choose_config(M, num_rows, K, x.element_size())
     rows, k_tile, num_warps, tensor_cores, prefetch = config
     launcher(skinny_linear_kernel, (triton.cdiv(num_rows, rows),), pdl and has_pdl(x.device))(
@@ -222,9 +248,13 @@ def launch(
         bias,
         y,
         x.stride(0),
-        y.stride(0),
+        0 if y is None else y.stride(0),
         N,
         eps,
+        inboxes and inboxes.addresses,
+        inboxes and inboxes.step,
+        inboxes and inboxes.abort,
+        index,
         M=M,
         K=K,
         PADDED_M=MAX_TOKENS if tensor_cores else triton.next_power_of_2(M),
@@ -237,5 +267,8 @@ def launch(
         TENSOR_CORES=tensor_cores,
         SILU_OUTPUT=silu_output,
         ADD=add,
+        RANK=inboxes.rank if inboxes else 0,
+        SIZE=size,
+        PADDED_SIZE=triton.next_power_of_2(size),
         num_warps=num_warps,
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.linear_checks import check_layer, check_residual
+from nanovllm.kernels.posted_sums import Inboxes
 from nanovllm.kernels.skinny_kernel import MAX_TOKENS, SkinnyConfig, launch
 
 MAX_NORM_SIZE = 8192
@@ -85,26 +86,32 @@ def norm_linear_silu(
     return y
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, config: SkinnyConfig | None = None, pdl: bool = False
-) -> Tensor:
-    """`x W^T + bias`, summed in float32.
+def linear_post(
+    x: Tensor,
+    weight: Tensor,
+    inboxes: Inboxes,
+    index: int,
+    bias: Tensor | None = None,
+    config: SkinnyConfig | None = None,
+    pdl: bool = False,
+) -> None:
+    """`x W^T + bias`, summed in float32, rounded to x's dtype and posted to all ranks, each of which has to `collect`
+    it next.
 
     Args:
-        x: `[M, K]`, M in 1..16, float32 or a 16-bit float, any row stride.
-        weight: `[N, K]`, contiguous, of x's dtype.
+        x: `[M, K]`, M in 1..16, bfloat16 or float16, any row stride.
+        weight: `[N, K]`, contiguous, of x's dtype, N even.
+        inboxes: of this rank.
+        index: of the sum in its step.
         bias, config, pdl: as for `norm_linear`.
-
-    Returns:
-        `[M, N]`, contiguous, of x's dtype.
 
     Raises:
         ValueError: another shape, layout or dtype; the message begins with the argument's name.
     """
     check_layer("x", x, weight.shape[-1], weight, bias, MAX_TOKENS)
-    y = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    launch(x, weight, y, config, pdl, bias=bias)
-    return y
+    if x.element_size() != 2 or len(weight) % 2:
+        raise ValueError(f"weight must be of a 16-bit float with an even number of rows, not {list(weight.shape)}")
+    launch(x, weight, None, config, pdl, bias=bias, inboxes=inboxes, index=index)
 
 
 def linear_add(

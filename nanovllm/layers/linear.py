@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.skinny_linear import linear, linear_add
+from nanovllm.layers.skinny_linear import linear_add
 from nanovllm.utils.parallel import TensorParallel
 
 
@@ -169,7 +169,7 @@ class RowParallelLinear(nn.Module):
         if self.tp.size == 1:
             linear_add(x, self.weight, residual, bias, pdl=True)
         else:
-            self.tp.reducer.add(residual, linear(x, self.weight, bias, pdl=True), pdl=True)
+            self.tp.reducer.add_linear(residual, x, self.weight, bias)
 
     def _bias_of_rank(self) -> torch.Tensor | None:
         """One rank brings the bias into the sum, which would hold it once a rank otherwise."""

@@ -75,20 +75,6 @@ def norm_linear_silu(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor,
     return norm_linear_silu_torch(x, norm_weight, eps, weight)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, pdl: bool = False) -> Tensor:
-    """`x W^T + bias`, by kernel or by twin.
-
-    Args:
-        x: `[num_tokens, K]`; 1..16 tokens for the kernel.
-        weight: `[N, K]` of x's dtype.
-        bias, pdl: as for `norm_linear`.
-
-    Returns:
-        `[num_tokens, N]` of x's dtype.
-    """
-    return kernels.linear(x, weight, bias, pdl=pdl) if use_kernels(x) else linear_torch(x, weight, bias)
-
-
 def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, pdl: bool = False) -> Tensor:
     """`residual += x W^T + bias`, by kernel or by twin.
 

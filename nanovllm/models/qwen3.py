@@ -174,13 +174,17 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        residual = self.embed_tokens(input_ids)
         reducer, is_prefill = self.tp.reducer, get_context().is_prefill
         has_fast_sums = self.tp.size == 1 or reducer is not None
-        if has_fast_sums and is_skinny(residual) and not is_prefill:
+        if has_fast_sums and is_skinny(input_ids) and not is_prefill:
+            if reducer is not None:
+                # Before the embedding: dependent launches read early what this writes.
+                reducer.begin_step(num_sums=2 * len(self.layers))
+            residual = self.embed_tokens(input_ids)
             for layer in self.layers:
                 layer.forward_skinny(positions, residual)
             return self.norm(residual)
+        residual = self.embed_tokens(input_ids)
         hidden_states = self.layers[0].input_layernorm(residual)
         if is_prefill and reducer is not None and reducer.takes_parts(len(residual)):
             parts = hidden_states.chunk(2)

@@ -9,6 +9,9 @@ from nanovllm.utils.peer_memory import Peers
 
 if HAS_TRITON:
     from nanovllm.kernels import all_reduce as kernels
+    from nanovllm.kernels import posted_sums
+    from nanovllm.kernels.posted_sums import Inboxes, collect
+    from nanovllm.kernels.skinny_linear import linear_post
 
 # With more than two ranks one shot moves more than NCCL does, which pays while latency counts and not bandwidth.
 _MAX_TOKENS_OF_MANY_RANKS = 512
@@ -39,6 +42,11 @@ class ResidualReducer:
         self._flags = share("flags", (kernels.MAX_PULL_PROGRAMS, self.size), torch.int32)
         self._inboxes = share("inboxes", (2, self.size, kernels.MAX_PUSH_TOKENS, hidden_size // 2), torch.int64)
         self._epochs = torch.zeros(kernels.MAX_PUSH_TOKENS, dtype=torch.int32, device=peers.device)
+        self._posted = share("posted", (2, self.size, posted_sums.MAX_TOKENS, hidden_size // 2), torch.int64)
+        self._step = torch.zeros(1, dtype=torch.int32, device=peers.device)
+        self._index = 0
+        own, addresses = self._posted.tensor, self._posted.address_table
+        self._posts = Inboxes(own, addresses, self._step, peers.abort_flag, self.rank)
         torch.cuda.synchronize(peers.device)
 
     def takes(self, num_tokens: int) -> bool:
@@ -54,10 +62,20 @@ class ResidualReducer:
         buffer = self._buffers[self._turn].tensor
         return buffer[:num_tokens] if num_tokens > kernels.MAX_PUSH_TOKENS else torch.empty_like(buffer[:num_tokens])
 
-    def add(self, residual: torch.Tensor, partial: torch.Tensor, pdl: bool = False) -> torch.Tensor:
-        """residual += the sum of all ranks' `partial`, up to MAX_PUSH_TOKENS tokens. Returns residual."""
-        inboxes = self._inboxes.address_table
-        kernels.push_add_norm(inboxes, self._epochs, self._abort_flag, self.rank, partial, residual, pdl=pdl)
+    def begin_step(self, num_sums: int) -> None:
+        """Before the first `add_linear` of a forward pass, which will be num_sums, an even number. An ordinary launch
+        must follow before that."""
+        self._step += num_sums
+        self._index = 0
+
+    def add_linear(
+        self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """residual += the sum of all ranks' `x W^T + bias`, for the few tokens of `is_skinny`, by dependent launches.
+        Returns residual."""
+        linear_post(x, weight, self._posts, self._index, bias, pdl=True)
+        collect(self._posts, self._index, residual, pdl=True)
+        self._index += 1
         return residual
 
     def add_norm(self, residual: torch.Tensor, partial: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,0 +1,132 @@
+"""Sums over tensor-parallel GPUs of a few tokens, posted by the product itself: the programs of `skinny_linear` write
+what they have computed straight into every rank's inbox (see `messages`), and `collect` adds it up.
+
+`collect` is there before the product has ended, as a dependent launch, and waits for messages instead of for launches:
+the sum costs about the time of one store over NVLink. (A launch that reads the product's result, sends it and waits, as
+`all_reduce.push_add_norm` does, takes two microseconds more: docs/performance.md.)
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
+from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.messages import await_messages, high_half, low_half, to_messages, to_words
+
+MAX_TOKENS = 16
+_MAX_TOKENS = tl.constexpr(MAX_TOKENS)
+
+
+class Inboxes(NamedTuple):
+    """Where the ranks' messages go, as this rank knows them.
+
+    Attributes:
+        own: this rank's, int64 [2, size, MAX_TOKENS, hidden / 2], zero to begin with: two in turn, a place a sender.
+        addresses: int64 [size] on the device, of all ranks'.
+        step: int32 [1] on the device, what the sums of this step are numbered from: raised before each step, on all
+            ranks, by as many as the sums of a step, an even number. Numbers come again after 2^32 sums.
+        abort: int32 [1] on the device; other than 0, it ends all waiting, and the results mean nothing.
+        rank: this one.
+    """
+
+    own: Tensor
+    addresses: Tensor
+    step: Tensor
+    abort: Tensor
+    rank: int
+
+
+@triton.jit
+def post(
+    result,
+    program,
+    addresses,
+    number,
+    index,
+    num_words,
+    M,
+    N,
+    PADDED_M: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Part of a product's kernel: write a program's result [PADDED_M, OUTPUTS], of M tokens and N columns in all, into
+    the inboxes of all ranks, whose addresses are a block of a power of two, padded with 0. num_words: N / 2, or 0."""
+    low, high = tl.split(tl.reshape(result, (PADDED_M, OUTPUTS // 2, 2)))
+    messages = to_messages(to_words(low, high, DTYPE), number)[:, :, None]
+    token = tl.arange(0, PADDED_M)[:, None, None]
+    word = (program * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2))[None, :, None]
+    place = ((index % 2 * SIZE + RANK) * _MAX_TOKENS + token) * (N // 2) + word
+    inboxes = addresses[None, None, :]
+    inside = (token < M) & (word < num_words) & (inboxes != 0)
+    tl.store(inboxes.to(tl.pointer_type(tl.int64)) + place, messages, mask=inside)
+
+
+@triton.jit(do_not_specialize=["index"])
+def _collect_kernel(
+    inbox,
+    step,
+    abort,
+    residual,
+    index,
+    SIZE: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0)
+    word = tl.arange(0, BLOCK)
+    mask = word < WORDS
+    if PDL:
+        gdc_launch_dependents()
+    number = tl.load(step) + index
+    places = inbox + (index % 2 * SIZE * _MAX_TOKENS + token) * WORDS + word
+    low = tl.zeros([BLOCK], tl.float32)
+    high = tl.zeros([BLOCK], tl.float32)
+    # The own messages as well: their sender has waited for all that came before it, the last reader of this inbox too.
+    for rank in tl.static_range(SIZE):
+        words = await_messages(places + rank * _MAX_TOKENS * WORDS, number, abort, mask)
+        low += low_half(words, DTYPE)
+        high += high_half(words, DTYPE)
+    if PDL:
+        gdc_wait()
+    before = tl.load(residual + token * WORDS + word, mask=mask, other=0)
+    low, high = low_half(before, DTYPE) + low, high_half(before, DTYPE) + high
+    tl.store(residual + token * WORDS + word, to_words(low, high, DTYPE), mask=mask)
+
+
+def collect(inboxes: Inboxes, index: int, residual: Tensor, pdl: bool = False) -> Tensor:
+    """`residual += the sum of what all ranks have posted`, in float32 and in the order of ranks, rounded once: the same
+    bits on every rank.
+
+    Args:
+        inboxes: of this rank.
+        index: of the sum in its step, 0, 1, ...; the product's was the same.
+        residual: `[num_tokens, hidden]`, contiguous, bfloat16 or float16, 1..MAX_TOKENS tokens. Overwritten.
+        pdl: programmatic dependent launch. Nothing may be launched between the product and this.
+
+    Returns:
+        residual. All ranks must post and collect the same sums: they wait for each other.
+    """
+    num_tokens, hidden = residual.shape
+    block = triton.next_power_of_2(hidden // 2)
+    launcher(_collect_kernel, (num_tokens,), pdl and has_pdl(residual.device))(
+        inboxes.own,
+        inboxes.step,
+        inboxes.abort,
+        residual.view(torch.int32),
+        index,
+        SIZE=len(inboxes.addresses),
+        WORDS=hidden // 2,
+        BLOCK=block,
+        DTYPE=tl.bfloat16 if residual.dtype == torch.bfloat16 else tl.float16,
+        num_warps=min(max(block // 128, 1), 16),
+    )
+    return residual

@@ -1,0 +1,116 @@
+"""Sums that a product posts to all ranks, with all "ranks" in one process, one after the other."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels.dependent_launch import has_pdl
+from nanovllm.kernels.posted_sums import MAX_TOKENS, Inboxes, collect
+from nanovllm.kernels.skinny_kernel import SkinnyConfig
+from nanovllm.kernels.skinny_linear import linear_post
+from nanovllm.layers.skinny_linear import linear_torch
+
+FLOAT16 = torch.float16
+# Triton's interpreter multiplies bfloat16 wrongly, and truncates to it where the hardware rounds.
+BFLOAT16 = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+
+
+def make_inboxes(size, hidden, device):
+    """Those of each rank."""
+    own = [torch.zeros(2, size, MAX_TOKENS, hidden // 2, dtype=torch.int64, device=device) for _ in range(size)]
+    addresses = torch.tensor([each.data_ptr() for each in own], device=device)
+    step, abort = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    return [Inboxes(own[rank], addresses, step, abort, rank) for rank in range(size)]
+
+
+def random(*shape, dtype, device):
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_tokens", "hidden", "K", "dtype", "config"),
+    [
+        (2, 1, 64, 48, FLOAT16, None),
+        (2, 3, 100, 33, BFLOAT16, SkinnyConfig(4, 64, 1)),
+        (3, 16, 38, 64, FLOAT16, SkinnyConfig(8, 32, 2, tensor_cores=True)),
+        (4, 5, 2, 17, BFLOAT16, SkinnyConfig(2, 32, 1)),
+        (8, 2, 26, 40, FLOAT16, SkinnyConfig(4, 64, 2)),
+    ],
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_posted_sums(size, num_tokens, hidden, K, dtype, config, has_bias, device):
+    inboxes = make_inboxes(size, hidden, device)
+    for _ in range(2):
+        inboxes[0].step.add_(4)
+        for index in range(4):  # the inboxes of the first are used again by the third
+            residual = random(num_tokens, hidden, dtype=dtype, device=device)
+            xs = [random(num_tokens, K, dtype=dtype, device=device) for _ in range(size)]
+            weights = [random(hidden, K, dtype=dtype, device=device) * K**-0.5 for _ in range(size)]
+            bias = random(hidden, dtype=dtype, device=device) if has_bias else None
+            parts = []
+            for rank in range(size):
+                own_bias = bias if rank == 0 else None
+                linear_post(xs[rank], weights[rank], inboxes[rank], index, own_bias, config)
+                parts.append(linear_torch(xs[rank], weights[rank], own_bias))
+            results = [collect(inboxes[rank], index, residual.clone()) for rank in range(size)]
+            expected = residual.float() + sum(part.float() for part in parts)
+            tolerance = 2.0**-7 if dtype == FLOAT16 else 2.0**-5
+            torch.testing.assert_close(results[0].float(), expected, rtol=tolerance, atol=tolerance)
+            assert all(torch.equal(result, results[0]) for result in results), "the ranks' residuals differ"
+
+
+def test_nothing_is_sent_to_ranks_that_may_be_gone_nor_waited_for(device):
+    inboxes = make_inboxes(2, 64, device)
+    inboxes[0].abort.fill_(1)
+    x, weight = torch.randn(2, 32, device=device).half(), torch.randn(64, 32, device=device).half()
+    linear_post(x, weight, inboxes[0], 0)
+    assert inboxes[1].own.eq(0).all()
+    collect(inboxes[0], 0, torch.zeros(2, 64, device=device, dtype=FLOAT16))
+
+
+def test_wrong_arguments_are_refused(device):
+    inboxes = make_inboxes(2, 8, device)
+    x, weight = torch.zeros(2, 32, device=device), torch.zeros(8, 32, device=device)
+    with pytest.raises(ValueError, match=r"^weight must be of a 16-bit float"):
+        linear_post(x, weight, inboxes[0], 0)
+    with pytest.raises(ValueError, match=r"^weight must be of a 16-bit float with an even number"):
+        linear_post(x.half(), weight.half()[:7], inboxes[0], 0)
+    with pytest.raises(ValueError, match=r"^x must be \[1\.\.16, 32\]"):
+        linear_post(x.half().new_zeros(17, 32), weight.half(), inboxes[0], 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_a_chain_in_a_graph(num_tokens, device):
+    """Two ranks take turns on one stream, so that none waits; each sum is the next product's input."""
+    if not has_pdl(torch.device(device)):
+        pytest.skip("no programmatic dependent launch here")
+    hidden, num_sums = 1024, 16
+    inboxes = make_inboxes(2, hidden, device)
+    weights = random(num_sums, 2, hidden, hidden, dtype=torch.bfloat16, device=device) * hidden**-0.5
+    start = random(num_tokens, hidden, dtype=torch.bfloat16, device=device)
+    residuals = start.clone(), start.clone()
+    torch.cuda.synchronize()
+
+    def chain(pdl):
+        inboxes[0].step.add_(num_sums)
+        for residual in residuals:
+            residual.copy_(start)
+        for index in range(num_sums):
+            for rank in range(2):
+                linear_post(residuals[rank], weights[index, rank], inboxes[rank], index, pdl=pdl and rank == 1)
+            for rank in range(2):
+                collect(inboxes[rank], index, residuals[rank], pdl=pdl and rank == 0)
+
+    chain(False)
+    expected = residuals[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    chain(True)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        chain(True)
+    for _ in range(30):
+        graph.replay()
+        assert torch.equal(residuals[0], expected)
+        assert torch.equal(residuals[1], expected)
