@@ -1,6 +1,6 @@
-"""Decode attention of one layer: 16 query heads, 8 KV heads, head_dim 128, bf16, pages of 256, three caches in turn.
+"""Decode attention of one layer: head_dim 128, bf16, pages of 256, three caches in turn.
 
-    python benchmarks/attention_decode.py --json out.json [--sweep]
+    python benchmarks/attention_decode.py --json out.json [--sweep] [--heads 16 --kv-heads 8]
 
 Prints achieved TB/s (keys and values read once, over the time of a call in a CUDA graph) for flash-attn 2, where it
 is installed, and for our kernel; with --sweep also for other launch constants and numbers of programs.
@@ -19,9 +19,9 @@ import torch
 from nanovllm.kernels.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode
 from nanovllm.utils.decode_plan import make_plan, num_work_items
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 256
+HEAD_DIM, BLOCK_SIZE = 128, 256
 SHAPES = [(256, 100, 2048), (128, 2000, 4000), (64, 100, 2048), (512, 32, 256), (16, 500, 1024), (1, 600, 600)]
-SHAPES += [(512, 100, 130), (256, 590, 610)]  # steps of the workloads many and bench
+SHAPES += [(512, 100, 130), (256, 590, 610), (64, 590, 700)]  # steps of the workloads many and bench
 CACHES = 3
 CALLS = 12  # in one graph
 
@@ -29,7 +29,7 @@ CALLS = 12  # in one graph
 class Case:
     """One batch over three caches of its own."""
 
-    def __init__(self, batch: int, low: int, high: int):
+    def __init__(self, batch: int, low: int, high: int, num_heads: int, num_kv_heads: int):
         rng = Random(batch)
         self.lens = [rng.randint(low, high) for _ in range(batch)]
         blocks = [-(-n // BLOCK_SIZE) for n in self.lens]
@@ -40,10 +40,11 @@ class Case:
             tables[i, :n] = torch.tensor([ids.pop() for _ in range(n)], dtype=torch.int32)
         self.tables = tables.cuda()
         self.context_lens = torch.tensor(self.lens, dtype=torch.int32).cuda()
-        shape = (CACHES, 2, sum(blocks), BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+        shape = (CACHES, 2, sum(blocks), BLOCK_SIZE, num_kv_heads, HEAD_DIM)
         self.caches = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        self.q = torch.randn(batch, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-        self.bytes = sum(self.lens) * 2 * KV_HEADS * HEAD_DIM * 2
+        self.q = torch.randn(batch, num_heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        self.num_kv_heads = num_kv_heads
+        self.bytes = sum(self.lens) * 2 * num_kv_heads * HEAD_DIM * 2
 
     def time(self, attend) -> float:
         """Seconds a call; attend(k_cache, v_cache)."""
@@ -69,10 +70,10 @@ class Case:
 
 
 def ours(case: Case, spare: int | None, config: DecodeConfig | None):
-    batch = len(case.lens)
-    num_items = batch + -(-spare // KV_HEADS) if spare else num_work_items(batch, KV_HEADS)
-    plan = make_plan(case.context_lens, KV_HEADS, num_items)
-    workspace = DecodeWorkspace(batch, HEADS, KV_HEADS, HEAD_DIM, "cuda", num_items)
+    (batch, num_heads, _), num_kv_heads = case.q.shape, case.num_kv_heads
+    num_items = batch + -(-spare // num_kv_heads) if spare else num_work_items(batch, num_kv_heads)
+    plan = make_plan(case.context_lens, num_kv_heads, num_items)
+    workspace = DecodeWorkspace(batch, num_heads, num_kv_heads, HEAD_DIM, "cuda", num_items)
 
     def attend(k, v):
         paged_decode(case.q, k, v, case.context_lens, case.tables, HEAD_DIM**-0.5, plan, workspace, config)
@@ -94,11 +95,13 @@ def flash_attn_2(case: Case):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=8, help="of one GPU: 4 for Qwen3-8B over two, with 16 heads")
     parser.add_argument("--json")
     args = parser.parse_args()
     results = []
     for batch, low, high in SHAPES:
-        case = Case(batch, low, high)
+        case = Case(batch, low, high, args.heads, args.kv_heads)
         variants = {"ours": ours(case, None, None)}
         if find_spec("flash_attn"):
             variants["flash-attn 2"] = flash_attn_2(case)
