@@ -20,6 +20,7 @@ from nanovllm.kernels.paged_decode import DecodeConfig, DecodeWorkspace, paged_d
 from nanovllm.utils.decode_plan import make_plan, num_work_items
 
 HEAD_DIM, BLOCK_SIZE = 128, 256
+HEADS, KV_HEADS = 16, 8  # Qwen3-0.6B's
 SHAPES = [(256, 100, 2048), (128, 2000, 4000), (64, 100, 2048), (512, 32, 256), (16, 500, 1024), (1, 600, 600)]
 SHAPES += [(512, 100, 130), (256, 590, 610), (64, 590, 700)]  # steps of the workloads many and bench
 CACHES = 3
@@ -95,8 +96,8 @@ def flash_attn_2(case: Case):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=8, help="of one GPU: 4 for Qwen3-8B over two, with 16 heads")
+    parser.add_argument("--heads", type=int, default=HEADS)
+    parser.add_argument("--kv-heads", type=int, default=KV_HEADS, help="of one GPU: 4 for Qwen3-8B over two, with 16 heads")
     parser.add_argument("--json")
     args = parser.parse_args()
     results = []
