@@ -65,7 +65,7 @@ class ResidualReducer:
         if len(residual) <= kernels.MAX_PUSH_TOKENS:
             inboxes = self._inboxes.address_table
             return kernels.push_add_norm(
-                inboxes, self._epochs, self._abort_flag, self.rank, partial, residual, weight, eps
+                inboxes, self._epochs, self._abort_flag, self.rank, partial, residual, weight, eps, pdl=True
             )
         buffers, flags = self._buffers[self._turn].address_table, self._flags.address_table
         self._turn = 1 - self._turn
