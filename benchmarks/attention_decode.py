@@ -97,7 +97,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--heads", type=int, default=HEADS)
-    parser.add_argument("--kv-heads", type=int, default=KV_HEADS, help="of one GPU: 4 for Qwen3-8B over two, with 16 heads")
+    parser.add_argument(
+        "--kv-heads", type=int, default=KV_HEADS, help="of one GPU: 4 for Qwen3-8B over two, with 16 heads"
+    )
     parser.add_argument("--json")
     args = parser.parse_args()
     results = []

@@ -1,13 +1,14 @@
-"""Launch constants of the linear layers for decode batches, swept on a GPU for Qwen3-0.6B's shapes, against cuBLAS.
+"""Launch constants of the linear layers for decode batches, swept on a GPU against cuBLAS.
 
-python benchmarks/decode_linear.py --json out.json     # the sweep, then whole layers with its best constants
-python benchmarks/decode_linear.py --layer             # only the layers, with the constants that choose_config picks
+python benchmarks/decode_linear.py --json out.json             # the sweep, then whole layers with its best constants
+python benchmarks/decode_linear.py --layer --shapes 0.6B 8B    # only the layers, with what choose_config picks
 
 A case is timed as a CUDA graph of successive calls, each with weights of its own, so that L2 holds none of them when
 their turn comes again. Before each product stands an rms_norm of its input, as in a layer, on either side of the
 comparison: with programmatic dependent launch the product begins while the norm still runs. cuBLAS's side counts the
 activation's launch and adds to the residual in the product's. Each config is compiled by worker processes first
-(Triton's cache on disk hands the results over) and checked against torch in float32.
+(Triton's cache on disk hands the results over) and checked against torch in float32. `8B-tp2` is what one of two GPUs
+multiplies, without the sums over both.
 """
 
 import argparse
@@ -29,108 +30,62 @@ from nanovllm.kernels.decode_linear_kernel import DecodeLinearConfig, choose_con
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 
-TOKENS = (32, 64, 96, 128, 192, 256)
-HIDDEN, INTERMEDIATE, QKV, Q = 1024, 3072, 4096, 2048
+TOKENS = (32, 64)
 NUM_LAYERS = 28
-# Several times L2's 60 MB.
-MIN_WEIGHT_BYTES = 240 * 10**6
+# Several times L2's 60 MB, in at least so many weights.
+MIN_WEIGHT_BYTES, MIN_WEIGHTS = 240 * 10**6, 8
 REPLAYS = 15
 EPS = 1e-6
 # Of results of order one, in a few bfloat16 roundings: more is a wrong result.
 MAX_ERROR = 0.06
 
+QKV, OUT, GATE_UP, DOWN = "qkv", "o add", "gate_up silu", "down add"
+# Weights [N, K] of a layer on one GPU.
+SHAPES = {
+    "0.6B": {QKV: (4096, 1024), OUT: (1024, 2048), GATE_UP: (6144, 1024), DOWN: (1024, 3072)},
+    "8B": {QKV: (6144, 4096), OUT: (4096, 4096), GATE_UP: (24576, 4096), DOWN: (4096, 12288)},
+    "8B-tp2": {QKV: (3072, 4096), OUT: (4096, 2048), GATE_UP: (12288, 4096), DOWN: (4096, 6144)},
+}
+
 
 class Case(NamedTuple):
-    """One product at one batch size: its name, tokens M and its weight's [N, K]."""
+    """One product at one batch size: its model, its name, tokens M and its weight's [N, K]."""
 
+    model: str
     name: str
     M: int
     N: int
     K: int
 
 
-SHAPES = {
-    "qkv": (QKV, HIDDEN),
-    "o add": (HIDDEN, Q),
-    "gate_up silu": (2 * INTERMEDIATE, HIDDEN),
-    "down add": (HIDDEN, INTERMEDIATE),
-}
-
-
-def make_cases() -> list[Case]:
-    return [Case(name, M, *shape) for name, shape in SHAPES.items() for M in TOKENS]
-
-
 def make_configs(case: Case) -> list[DecodeLinearConfig]:
-    """A dozen or so, the default first. Stages of about 100 KiB let the next launch's programs in beside them."""
-    C, (_, M, N, K) = DecodeLinearConfig, case
-    if N > HIDDEN:
+    """A handful, the default first. Stages of about 100 KiB let the next launch's programs in beside them."""
+    default, C = choose_config(case.N, case.K), DecodeLinearConfig
+    if case.model == "0.6B":
         configs = [
-            C(64, 64, 64, num_stages=6),
-            C(64, 64, 128, num_stages=3),
-            C(64, 64, 128, num_stages=3, prefetch=1024),
-            C(64, 64, 128, num_stages=3, prefetch=0),
-            C(64, 32, 128, num_stages=4),
+            default._replace(num_stages=3),
+            default._replace(num_stages=6),
+            default._replace(prefetch=0),
+            C(16, 256, default.splits // 2 or 1),
+            C(64, 128, default.splits, num_stages=3),
         ]
-        if M <= 64:
-            configs += [
-                C(32, 32, 128, num_stages=5),
-                C(32, 32, 256, num_stages=4),
-                C(32, 64, 128, num_stages=4),
-                C(64, 32, 256, num_stages=4),
-                C(64, 64, 128, splits=2),
-                C(64, 32, 128, num_stages=6, prefetch=1024),
-            ]
-        else:
-            configs += [
-                C(64, 64, 128, num_stages=6),
-                C(64, 128, 64, num_stages=4),
-                C(64, 128, 64, num_warps=8, num_stages=4),
-                C(128, 32, 128, num_stages=3),
-                C(128, 64, 64, num_stages=4),
-                C(128, 64, 64, num_warps=8, num_stages=4),
-                C(128, 64, 128, num_warps=8, num_stages=4),
-                C(128, 128, 64, splits=2, num_warps=8, num_stages=4),
-                C(128, 128, 64, num_warps=8, num_stages=6),
-            ]
     else:
+        many_rows = case.N > 6144
         configs = [
-            C(64, 64, 128, splits=4),
-            C(64, 64, 128, splits=4, prefetch=512),
-            C(64, 64, 128, splits=4, prefetch=0),
-            C(64, 32, 128, splits=2, num_stages=4),
-            C(64, 32, 128, splits=4, num_stages=4),
-            C(64, 16, 128, num_stages=4),
+            default._replace(prefetch=256),
+            C(64, 128, 1 if case.N > 4096 else 2, num_stages=3),
+            C(64, 128, 1 if case.N > 4096 else 4, num_stages=4),
+            C(128, 64, 1 if many_rows else 4, num_stages=4),
+            C(64, 64, num_stages=6) if many_rows else default._replace(splits=default.splits * 2),
         ]
-        if M <= 64:
-            configs += [
-                C(32, 16, 256, num_stages=4),
-                C(32, 32, 128, splits=2, num_stages=5),
-                C(32, 32, 128, splits=4, num_stages=5),
-                C(32, 64, 128, splits=4, num_stages=4),
-                C(64, 16, 128, splits=2, num_stages=4),
-                C(64, 16, 256, num_stages=4),
-                C(64, 64, 128, splits=8),
-            ]
-        else:
-            configs += [
-                C(32, 32, 128, num_stages=5),
-                C(64, 32, 128, num_stages=6),
-                C(64, 64, 128, splits=2),
-                C(64, 64, 64, splits=4, num_stages=6),
-                C(128, 32, 128, splits=2, num_stages=3),
-                C(128, 32, 64, splits=4, num_stages=5),
-                C(128, 64, 64, splits=4, num_warps=8, num_stages=4),
-                C(128, 64, 64, splits=8, num_warps=8, num_stages=4),
-            ]
-    return list(dict.fromkeys([choose_config(M, N, K), *configs]))
+    return list(dict.fromkeys([default, *configs]))
 
 
 class Layer:
     """A case's tensors; `call` runs our functions and `cublas` torch's path on the i-th weight."""
 
     def __init__(self, case: Case, num_weights: int):
-        self.name, M, N, K = case
+        _, self.name, M, N, K = case
         bf16 = {"device": "cuda", "dtype": torch.bfloat16}
         self.weights = [torch.randn(N, K, **bf16) * K**-0.5 for _ in range(num_weights)]
         self.x = torch.randn(M, K, **bf16)
@@ -172,29 +127,31 @@ class Layer:
 class Model:
     """28 layers without their attention, of which the query rows of the first product stand for the outcome."""
 
-    def __init__(self):
+    def __init__(self, shapes: dict[str, tuple[int, int]]):
         bf16 = {"device": "cuda", "dtype": torch.bfloat16}
         self.layers = [
-            {name: torch.randn(N, K, **bf16) * K**-0.5 for name, (N, K) in SHAPES.items()} for _ in range(NUM_LAYERS)
+            {name: torch.randn(N, K, **bf16) * K**-0.5 for name, (N, K) in shapes.items()} for _ in range(NUM_LAYERS)
         ]
-        self.norm_weight = 1 + 0.1 * torch.randn(HIDDEN, **bf16)
-        self.start = torch.randn(max(TOKENS), HIDDEN, **bf16)
+        hidden_size, self.q_size = shapes[OUT]
+        self.norm_weight = 1 + 0.1 * torch.randn(hidden_size, **bf16)
+        self.start = torch.randn(max(TOKENS), hidden_size, **bf16)
         self.arrivals = make_arrivals("cuda")
 
     def cublas(self, residual: torch.Tensor) -> None:
         for qkv, o, gate_up, down in map(dict.values, self.layers):
             y = F.linear(rms_norm(residual, self.norm_weight, EPS), qkv)
-            residual.addmm_(y[:, :Q], o.t())
+            residual.addmm_(y[:, : self.q_size], o.t())
             y = silu_and_mul(F.linear(rms_norm(residual, self.norm_weight, EPS), gate_up))
             residual.addmm_(y, down.t())
 
     def ours(self, residual: torch.Tensor, configs: dict[str, DecodeLinearConfig], pdl: bool = True) -> None:
-        options = {name: {"config": configs.get(name), "arrivals": self.arrivals, "pdl": pdl} for name in SHAPES}
+        names = (QKV, OUT, GATE_UP, DOWN)
+        options = {name: {"config": configs.get(name), "arrivals": self.arrivals, "pdl": pdl} for name in names}
         for qkv, o, gate_up, down in map(dict.values, self.layers):
-            y = linear(rms_norm(residual, self.norm_weight, EPS), qkv, **options["qkv"])
-            linear_add(y[:, :Q], o, residual, **options["o add"])
-            y = linear_silu(rms_norm(residual, self.norm_weight, EPS), gate_up, **options["gate_up silu"])
-            linear_add(y, down, residual, **options["down add"])
+            y = linear(rms_norm(residual, self.norm_weight, EPS), qkv, **options[QKV])
+            linear_add(y[:, : self.q_size], o, residual, **options[OUT])
+            y = linear_silu(rms_norm(residual, self.norm_weight, EPS), gate_up, **options[GATE_UP])
+            linear_add(y, down, residual, **options[DOWN])
 
 
 def compile_config(case: Case, config: DecodeLinearConfig) -> None:
@@ -236,7 +193,7 @@ def time_calls(call, num_calls: int) -> float:
 def sweep(case: Case, configs: list[DecodeLinearConfig]) -> dict:
     """Every config's time, cuBLAS's and that of the norm alone; what fails is kept as text."""
     weight_bytes = case.N * case.K * 2
-    num_calls = max(NUM_LAYERS, math.ceil(MIN_WEIGHT_BYTES / weight_bytes))
+    num_calls = max(MIN_WEIGHTS, math.ceil(MIN_WEIGHT_BYTES / weight_bytes))
     layer = Layer(case, num_calls)
     swept = {
         "case": case._asdict(),
@@ -263,7 +220,7 @@ def rank(swept: dict) -> list[dict]:
 def describe(swept: dict) -> str:
     """A line on a case: the norm's time alone, cuBLAS's, the default config's, and the best three."""
     case, results, good = swept["case"], swept["results"], rank(swept)
-    head = f"{case['name']:12} {case['M']:>3} {swept['norm_us']:5.2f} {swept['cublas_us']:6.2f}"
+    head = f"{case['model']:6} {case['name']:12} {case['M']:>3} {swept['norm_us']:5.2f} {swept['cublas_us']:6.2f}"
     best = "".join(f"  {r['us']:5.2f} {','.join(map(str, r['config'].values()))}" for r in good[:3])
     bad = "".join(
         f"\n    {','.join(map(str, r['config'].values()))}: {r.get('failed') or r['max_error']}"
@@ -273,14 +230,14 @@ def describe(swept: dict) -> str:
     return f"{head} {results[0].get('us', math.nan):6.2f} |{best}{bad}"
 
 
-def time_layers(best: dict[Case, DecodeLinearConfig]) -> list[dict]:
-    """Whole layers: microseconds each by cuBLAS, by our functions with `best` or the default constants, with dependent
-    launches and without; whether these two give the same bits, and how far cuBLAS's results are, relative to their
-    norm."""
-    model = Model()
+def time_layers(model_name: str, best: dict[Case, DecodeLinearConfig]) -> list[dict]:
+    """Whole layers of a model: microseconds each by cuBLAS, by our functions with `best` or the default constants, with
+    dependent launches and without; whether these two give the same bits, and how far cuBLAS's results are, relative to
+    their norm."""
+    model = Model(SHAPES[model_name])
     rows = []
     for M in TOKENS:
-        configs = {case.name: config for case, config in best.items() if case.M == M}
+        configs = {case.name: config for case, config in best.items() if (case.model, case.M) == (model_name, M)}
         residual = model.start[:M].clone()
         results = []
         for run in (
@@ -292,6 +249,7 @@ def time_layers(best: dict[Case, DecodeLinearConfig]) -> list[dict]:
             run(residual)
             results.append(residual.float())
         row = {
+            "model": model_name,
             "M": M,
             "same_bits": torch.equal(results[1], results[2]),
             "distance": ((results[0] - results[2]).norm() / results[0].norm()).item(),
@@ -300,43 +258,53 @@ def time_layers(best: dict[Case, DecodeLinearConfig]) -> list[dict]:
             "dependent_us": time_graph(lambda r=residual, c=configs: model.ours(r, c), NUM_LAYERS),
         }
         rows.append(row)
-        print("layer  " + "  ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
+        figures = "  ".join(f"{name} {value:.4g}" for name, value in row.items() if name != "model")
+        print(f"layer of {model_name:6} {figures}", flush=True)
     return rows
+
+
+def compile_all(todo: dict[Case, list[DecodeLinearConfig]], num_workers: int, seconds: float) -> None:
+    start = time.perf_counter()
+    # The kernel depends neither on the number of tokens nor, but for being a multiple of 16, on that of rows.
+    variants = {(case.name.split()[-1], case.K, config): case for case, configs in todo.items() for config in configs}
+    pool = ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn"))
+    compiled = [pool.submit(compile_config, case, config) for (_, _, config), case in variants.items()]
+    wait(compiled, timeout=seconds)
+    pool.shutdown(wait=False, cancel_futures=True)
+    print(f"compiled {len(variants)} in {time.perf_counter() - start:.0f} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6B"], help="models (default 0.6B)")
     parser.add_argument("--json", help="file for all results")
     parser.add_argument("--layer", action="store_true", help="no sweep: whole layers with the default constants")
-    parser.add_argument("--seconds", type=float, default=90, help="cases that would begin later are left out")
-    parser.add_argument("--workers", type=int, default=12, help="processes that compile")
+    parser.add_argument("--seconds", type=float, default=35, help="cases that would begin later are left out")
+    parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     args = parser.parse_args()
     start = time.perf_counter()
-    todo = {case: [choose_config(*case[1:])] if args.layer else make_configs(case) for case in make_cases()}
-    # The kernel doesn't depend on the number of tokens.
-    variants = {(case.name, config): case for case, configs in todo.items() for config in configs}
-    pool = ProcessPoolExecutor(args.workers, mp_context=multiprocessing.get_context("spawn"))
-    compiled = [pool.submit(compile_config, case, config) for (_, config), case in variants.items()]
-    wait(compiled, timeout=0.6 * args.seconds)
-    pool.shutdown(wait=False, cancel_futures=True)
-    print(f"compiled {len(variants)} after {time.perf_counter() - start:.0f} s", flush=True)
+    # Batch sizes before products: what is left out for want of time leaves whole layers behind.
+    cases = [Case(model, name, M, *NK) for M in TOKENS for model in args.shapes for name, NK in SHAPES[model].items()]
+    todo = {case: make_configs(case)[: 1 if args.layer else None] for case in cases}
+    compile_all(todo, args.workers, 0.6 * args.seconds)
     found = {"cases": [], "layers": []}
     best = {}
     if not args.layer:
-        print("product, tokens, norm us, with it: cuBLAS us, default us | best three us, config", flush=True)
-        # Batch sizes before products: what is left out for want of time leaves whole layers behind.
-        for case in sorted(todo, key=lambda case: case.M):
+        print("model, product, tokens, norm us, with it: cuBLAS us, default us | best three us, config", flush=True)
+        for case, configs in todo.items():
             if time.perf_counter() - start > args.seconds:
                 print(f"{case}: no time left")
                 continue
             try:
-                found["cases"].append(sweep(case, todo[case]))
+                found["cases"].append(sweep(case, configs))
                 print(describe(found["cases"][-1]), flush=True)
                 best[case] = DecodeLinearConfig(**rank(found["cases"][-1])[0]["config"])
             except Exception as error:
                 print(f"{case}: {type(error).__name__}: {error}", flush=True)
             torch.cuda.empty_cache()
-    found["layers"] = time_layers(best)
+    for model in args.shapes:
+        found["layers"] += time_layers(model, best)
+        torch.cuda.empty_cache()
     if args.json:
         Path(args.json).write_text(json.dumps(found))
     print(f"done after {time.perf_counter() - start:.0f} s")

@@ -39,7 +39,7 @@ BLUE, ORANGE, GREEN, PINK, GREY, INK = "#0072b2", "#e69f00", "#009e73", "#cc79a7
 # A kernel is of the first kind that names a part of its name.
 KINDS = {
     "attention": (BLUE, ("flash", "paged_decode")),
-    "linear layers": (ORANGE, ("nvjet", "gemm", "cublas", "skinny_linear")),
+    "linear layers": (ORANGE, ("nvjet", "gemm", "cublas", "skinny_linear", "decode_linear")),
     "norm, rope, silu": (GREEN, ("rms_norm", "rope", "silu")),
     "sampler": (PINK, ("_race_kernel", "_combine_kernel", "_combine_shard_kernel", "_pick_kernel")),
     "copies and other": (GREY, ("",)),

@@ -228,6 +228,37 @@ def test_tokens_in_half_precision(shaped, backend, dtype, eager):
         assert_idle(llm)
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """(checkpoint, Reference) whose down projection is long enough to be split, on one GPU and on two."""
+    sizes = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 2176, "attention_bias": True}
+    path = make_checkpoint(tmp_path_factory.mktemp("wide"), dtype=torch.bfloat16, **sizes)
+    return path, Reference(path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_decode_steps_of_forty(wide, dtype):
+    """More than the skinny kernels take, and few enough for the others of our own."""
+    path, reference = wide
+    prompts = [random_prompt(5 + i, seed=i) for i in range(40)]
+    options = {"attention_backend": "triton", "dtype": dtype, "num_kvcache_blocks": 64, "max_num_seqs": 48}
+    with gpu_llm(path, enforce_eager=True, **options) as llm:
+        rows = []
+        lm_head = llm.model_runner.model.lm_head
+        lm_head.register_forward_hook(lambda module, args, logits: rows.append(logits.float().cpu()))
+        outputs = complete(llm, prompts, greedy(5))
+    assert [len(logits) for logits in rows[:5]] == [40] * 5
+    for prompt, tokens, found in zip(prompts, outputs, torch.stack(rows[:5], dim=1), strict=True):
+        expected = reference.logits(prompt, tokens)
+        assert ((found - expected).norm(dim=1) / expected.norm(dim=1)).max() < LOGITS_ERROR[dtype]
+    with gpu_llm(path, enforce_eager=False, **options) as llm:
+        for batch in (prompts, prompts[:17], prompts[:33]):
+            outputs = complete(llm, batch, greedy(8))
+            assert max(map(reference.regret, batch, outputs)) < REGRET[dtype]
+            assert complete(llm, batch, greedy(8)) == outputs, "equal batches gave other tokens"
+        assert_idle(llm)
+
+
 def test_torch_backend_goes_without_graphs(base):
     path, reference = base
     prompts = reference.draw_prompts((20, 3, 17), 8)

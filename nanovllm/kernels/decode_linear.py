@@ -1,4 +1,4 @@
-"""Linear layers of a decode batch of up to 256 tokens, with the activation or the residual addition that follows.
+"""Linear layers of a decode batch of up to 64 tokens, with the activation or the residual addition that follows.
 
 For 17 tokens and more; fewer have kernels of their own (`skinny_linear`). Every function takes `config`, launch
 constants instead of those that `choose_config` picks, `arrivals`, the counters that launches with splits of K share
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.decode_linear_kernel import MAX_TOKENS, DecodeLinearConfig, launch
-from nanovllm.kernels.linear_checks import check_layer, check_residual
+from nanovllm.kernels.linear_checks import check_layer, check_result
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -26,6 +26,7 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    out: Tensor | None = None,
     config: DecodeLinearConfig | None = None,
     arrivals: Tensor | None = None,
     pdl: bool = False,
@@ -33,24 +34,27 @@ def linear(
     """`x W^T + bias`, summed in float32.
 
     Args:
-        x: `[M, K]`, M in 1..256, bfloat16 or float16, any row stride; rows of a multiple of 8 elements, 8 elements
+        x: `[M, K]`, M in 1..64, bfloat16 or float16, any row stride; rows of a multiple of 8 elements, 8 elements
             apart and aligned to 16 bytes are read fast.
         weight: `[N, K]`, contiguous, of x's dtype.
         bias: `[N]`, any float dtype, or None.
+        out: `[M, N]` of x's dtype, any row stride, for the result; None makes one.
         config: launch constants.
         arrivals: int32 counters, all zero.
         pdl: programmatic dependent launch.
 
     Returns:
-        `[M, N]`, contiguous, of x's dtype.
+        `out`, or a contiguous `[M, N]` of x's dtype.
 
     Raises:
         ValueError: another shape, layout or dtype; the message begins with the argument's name.
     """
     _check(x, weight, bias)
-    y = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    launch(x, weight, y, config, arrivals, pdl, bias=bias)
-    return y
+    if out is None:
+        out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    check_result("out", out, x, weight)
+    launch(x, weight, out, config, arrivals, pdl, bias=bias)
+    return out
 
 
 def linear_silu(
@@ -103,6 +107,6 @@ def linear_add(
         ValueError: another shape, layout or dtype; the message begins with the argument's name.
     """
     _check(x, weight, bias)
-    check_residual(residual, x, weight)
+    check_result("residual", residual, x, weight)
     launch(x, weight, residual, config, arrivals, pdl, bias=bias, add=True)
     return residual

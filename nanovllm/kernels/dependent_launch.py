@@ -38,19 +38,6 @@ def prefetch_lines(pointers):
 
 
 @triton.jit
-def prefetch_bulk(pointers, BYTES: tl.constexpr):
-    """Ask BYTES, a multiple of 16, from each pointer on into L2; pointers aligned to 16. Not in the interpreter."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [pointers.to(tl.int64), tl.full(pointers.shape, BYTES, tl.int32)],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def await_previous(PDL: tl.constexpr):
     """Let the next kernel in, and wait for the one before: the beginning of a kernel that reads nothing early."""
     if PDL:

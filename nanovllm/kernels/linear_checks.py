@@ -19,11 +19,11 @@ def check_layer(name: str, x: Tensor, x_columns: int, weight: Tensor, bias: Tens
         raise ValueError(f"bias must be a contiguous [{len(weight)}], not {list(bias.shape)}")
 
 
-def check_residual(residual: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Raise ValueError unless residual is `[M, N]` of x's dtype with contiguous rows."""
+def check_result(name: str, y: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Raise ValueError, beginning with the argument's name, unless y is `[M, N]` of x's dtype with contiguous rows."""
     shape = (len(x), len(weight))
-    if residual.shape != shape or residual.stride(1) != 1 or residual.dtype != x.dtype:
+    if y.shape != shape or y.stride(1) != 1 or y.dtype != x.dtype:
         raise ValueError(
-            f"residual must be {list(shape)} {x.dtype} with contiguous rows, not {list(residual.shape)} "
-            f"{residual.dtype} with strides {residual.stride()}"
+            f"{name} must be {list(shape)} {x.dtype} with contiguous rows, not {list(y.shape)} {y.dtype} with strides "
+            f"{y.stride()}"
         )

@@ -10,7 +10,7 @@ differently.
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.linear_checks import check_layer, check_residual
+from nanovllm.kernels.linear_checks import check_layer, check_result
 from nanovllm.kernels.posted_sums import Inboxes
 from nanovllm.kernels.skinny_kernel import MAX_TOKENS, SkinnyConfig, launch
 
@@ -137,6 +137,6 @@ def linear_add(
         ValueError: another shape, layout or dtype; the message begins with the argument's name.
     """
     check_layer("x", x, weight.shape[-1], weight, bias, MAX_TOKENS)
-    check_residual(residual, x, weight)
+    check_result("residual", residual, x, weight)
     launch(x, weight, residual, config, pdl, bias=bias, add=True)
     return residual

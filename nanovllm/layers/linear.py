@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.layers import decode_linear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.skinny_linear import linear_add
 from nanovllm.utils.parallel import TensorParallel
@@ -48,6 +49,7 @@ class ColumnParallelLinear(nn.Module):
         if bias:
             shapes = {key: (size,) for key, size in output_sizes.items()}
             self.bias = make_parameter((rows,), shapes, self.weight_loader)
+        self.register_buffer("arrivals", decode_linear.make_arrivals(), persistent=False)
 
     def part(self, shard_id, tp: TensorParallel) -> tuple[int, int]:
         """First row and number of rows that this rank takes of a checkpoint matrix."""
@@ -64,6 +66,8 @@ class ColumnParallelLinear(nn.Module):
         raise KeyError(shard_id)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if decode_linear.is_small_batch(x, self.weight):
+            return decode_linear.linear(x, self.weight, self.bias, arrivals=self.arrivals, pdl=True)
         return F.linear(x, self.weight, self.bias)
 
     def of_parts(self, parts: Iterable[torch.Tensor], num_tokens: int) -> torch.Tensor:
@@ -120,6 +124,7 @@ class RowParallelLinear(nn.Module):
         shape = (output_size, tp.shard(input_size, "input size of a row-parallel layer"))
         self.weight = make_parameter(shape, {None: (output_size, input_size)}, self.weight_loader)
         self.bias = make_parameter((output_size,), {None: (output_size,)}, self.bias_loader) if bias else None
+        self.register_buffer("arrivals", decode_linear.make_arrivals(), persistent=False)
 
     def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
         num_columns = param.shape[1]
@@ -131,6 +136,8 @@ class RowParallelLinear(nn.Module):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + y, overwriting residual."""
+        if self.tp.size == 1 and decode_linear.is_small_batch(x, self.weight):
+            return decode_linear.linear_add(x, self.weight, residual, self.bias, self.arrivals, pdl=True)
         if self.tp.rank == 0:  # which brings the residual into the sum as well
             residual.addmm_(x, self.weight.t())
             if self.bias is not None:
@@ -144,8 +151,11 @@ class RowParallelLinear(nn.Module):
         reducer = self.tp.reducer
         if reducer is None or not reducer.takes(len(x)):
             return norm(self.add_to(residual, x))
-        partial = reducer.partial(len(x))
-        _linear_into(partial, x, self.weight, self._bias_of_rank())
+        partial, bias = reducer.partial(len(x)), self._bias_of_rank()
+        if decode_linear.is_small_batch(x, self.weight):
+            decode_linear.linear(x, self.weight, bias, partial, self.arrivals, pdl=True)
+        else:
+            _linear_into(partial, x, self.weight, bias)
         return reducer.add_norm(residual, partial, norm.weight, norm.eps)
 
     def add_norm_parts(

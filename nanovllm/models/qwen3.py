@@ -9,6 +9,7 @@ from torch import nn
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import AttentionBackend
+from nanovllm.layers.decode_linear import is_small_batch, linear_silu
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -93,7 +94,10 @@ class Qwen3MLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, False, tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act_fn.after_linear(x, self.gate_up_proj.weight)
+        proj = self.gate_up_proj
+        if is_small_batch(x, proj.weight):
+            return linear_silu(x, proj.weight, proj.arrivals, pdl=True)
+        return self.act_fn.after_linear(x, proj.weight)
 
 
 class Qwen3DecoderLayer(nn.Module):

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
-from test_gpu import DEMO_MODEL, DEMO_PROMPTS, needs_demo_model
+from test_gpu import DEMO_MODEL, DEMO_PROMPTS, REGRET, needs_demo_model
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, WorkerError
 from nanovllm.models.presets import preset_config
@@ -78,6 +78,22 @@ def test_sampling_is_that_of_one_gpu(tmp_path, eager):
         if a["prompt_logprobs"] is not None:
             values = [[next(iter(each.values())) for each in output["prompt_logprobs"][1:]] for output in (a, b)]
             torch.testing.assert_close(*map(torch.tensor, values), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_decode_steps_of_forty(tmp_path, eager):
+    """Products by kernels of our own, straight into what the ranks add up."""
+    sizes = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 2176, "attention_bias": True}
+    path = make_checkpoint(tmp_path, dtype=torch.bfloat16, **sizes)
+    reference = Reference(path)
+    prompts = [random_prompt(5 + i, seed=i) for i in range(40)]
+    options = GPU | {"dtype": "bfloat16", "enforce_eager": eager, "num_kvcache_blocks": 64, "max_num_seqs": 48}
+    with make_llm(path, tensor_parallel_size=2, **options) as llm:
+        for batch in (prompts, prompts[:17], prompts[:33]):
+            outputs = complete(llm, batch, greedy(8))
+            assert max(map(reference.regret, batch, outputs)) < REGRET["bfloat16"]
+            assert complete(llm, batch, greedy(8)) == outputs, "equal batches gave other tokens"
+        assert_idle(llm)
 
 
 def test_log_probabilities_of_long_prefills(tmp_path):

@@ -1,0 +1,103 @@
+"""Linear layers of a small decode batch, though not as small as `skinny_linear`'s, with the activation or the residual
+addition that follows. Their kernels ask for the weights while the norm or the attention before them still runs."""
+
+from torch import Tensor
+
+from nanovllm.kernels import HAS_TRITON, use_kernels
+from nanovllm.layers.activation import silu_and_mul_torch
+from nanovllm.layers.skinny_linear import linear_add_torch, linear_torch
+from nanovllm.utils.context import get_context
+
+if HAS_TRITON:
+    from nanovllm.kernels import decode_linear as kernels
+    from nanovllm.kernels import decode_linear_kernel
+    from nanovllm.kernels.dependent_launch import has_pdl
+
+_MIN_TOKENS = 17  # fewer are `skinny_linear`'s
+_ALIGNMENT = 16  # columns; other rows are read two bytes at a time
+
+
+def linear_silu_torch(x: Tensor, weight: Tensor) -> Tensor:
+    """Twin of `kernels.decode_linear.linear_silu`."""
+    return silu_and_mul_torch(linear_torch(x, weight))
+
+
+def is_small_batch(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels are the fast way for x `[num_tokens, K]` and a weight `[N, K]`: in a decode step of 17 to 64
+    sequences, on Hopper or newer. There, with dependent launches, a layer of Qwen3-0.6B's products takes 25 us where
+    cuBLAS takes 31; for more tokens the two are even, or cuBLAS is ahead (docs/performance.md)."""
+    return (
+        use_kernels(x)
+        and _MIN_TOKENS <= len(x) <= kernels.MAX_TOKENS
+        and x.dtype in kernels.DTYPES
+        and weight.shape[1] % _ALIGNMENT == 0
+        and has_pdl(x.device)
+        and not get_context().is_prefill
+    )
+
+
+def make_arrivals() -> Tensor | None:
+    """The counters of a layer's launches, on the default device. Each layer has its own and allocates them when it is
+    made: a CUDA graph must not."""
+    return decode_linear_kernel.make_arrivals() if HAS_TRITON else None
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    arrivals: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """`x W^T + bias`, by kernel or by twin.
+
+    Args:
+        x: `[num_tokens, K]`; 1..64 tokens of a 16-bit float for the kernel.
+        weight: `[N, K]` of x's dtype.
+        bias: `[N]`, or None.
+        out: `[num_tokens, N]` for the result, or None.
+        arrivals: what `make_arrivals` gave to this layer.
+        pdl: programmatic dependent launch, under the rule that `kernels.decode_linear` states.
+
+    Returns:
+        `out`, or a new `[num_tokens, N]` of x's dtype.
+    """
+    if use_kernels(x):
+        return kernels.linear(x, weight, bias, out, arrivals=arrivals, pdl=pdl)
+    y = linear_torch(x, weight, bias)
+    return y if out is None else out.copy_(y)
+
+
+def linear_silu(x: Tensor, weight: Tensor, arrivals: Tensor | None = None, pdl: bool = False) -> Tensor:
+    """`silu(gate) * up` (Shazeer 2020) of `gate, up = x W^T`, by kernel or by twin.
+
+    Args:
+        x, arrivals, pdl: as for `linear`.
+        weight: `[2 * N, K]` of x's dtype, the gate's rows and then the up's.
+
+    Returns:
+        `[num_tokens, N]` of x's dtype.
+    """
+    if use_kernels(x):
+        return kernels.linear_silu(x, weight, arrivals=arrivals, pdl=pdl)
+    return linear_silu_torch(x, weight)
+
+
+def linear_add(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    bias: Tensor | None = None,
+    arrivals: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """`residual += x W^T + bias`, by kernel or by twin.
+
+    Args:
+        x, weight, bias, arrivals, pdl: as for `linear`.
+        residual: `[num_tokens, N]` of x's dtype. Overwritten, and returned.
+    """
+    if use_kernels(x):
+        return kernels.linear_add(x, weight, residual, bias, arrivals=arrivals, pdl=pdl)
+    return linear_add_torch(x, weight, residual, bias)

@@ -1,0 +1,131 @@
+"""Decode steps of 17 to 64 sequences: who takes them, and that the model computes the same with the kernels."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels import decode_linear as kernels
+from nanovllm.layers import decode_linear
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention_backend import TorchBackend
+from nanovllm.layers.layernorm import rms_norm_torch
+from nanovllm.models.presets import preset_config
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.context import Context, step_context
+from nanovllm.utils.loader import load_dummy
+from nanovllm.utils.parallel import TensorParallel
+
+BLOCK_SIZE, CONTEXT = 16, 5
+DECODE, PREFILL = Context(), Context(is_prefill=True)
+
+
+@pytest.fixture
+def kernels_everywhere(monkeypatch):
+    """CPU tensors count as a Hopper's: Triton's interpreter runs the kernels."""
+    if torch.cuda.is_available():
+        pytest.skip("the kernels would be compiled for a GPU")
+    monkeypatch.setattr(decode_linear, "use_kernels", lambda x: True)
+    monkeypatch.setattr(decode_linear, "has_pdl", lambda device: True)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "K", "dtype", "context", "taken"),
+    [
+        (16, 32, torch.float16, DECODE, False),
+        (17, 32, torch.float16, DECODE, True),
+        (64, 32, torch.bfloat16, DECODE, True),
+        (65, 32, torch.float16, DECODE, False),
+        (40, 32, torch.float32, DECODE, False),
+        (40, 36, torch.float16, DECODE, False),
+        (40, 32, torch.float16, PREFILL, False),
+    ],
+)
+def test_who_is_a_small_batch(kernels_everywhere, num_tokens, K, dtype, context, taken):
+    with step_context(context):
+        assert decode_linear.is_small_batch(torch.zeros(num_tokens, K, dtype=dtype), torch.zeros(8, K)) == taken
+
+
+def test_a_cpu_has_no_small_batches():
+    assert not decode_linear.is_small_batch(torch.zeros(40, 32).half(), torch.zeros(8, 32).half())
+
+
+class AloneReducer:
+    """Stands in for a ResidualReducer whose rank is alone."""
+
+    long_sums = None
+
+    def takes(self, num_tokens):
+        return True
+
+    def takes_parts(self, num_tokens):
+        return False
+
+    def partial(self, num_tokens):
+        return torch.full((num_tokens, 32), float("nan"), dtype=torch.float16)
+
+    def add_norm(self, residual, partial, weight, eps):
+        residual += partial
+        return rms_norm_torch(residual, weight, eps)
+
+
+@pytest.fixture(params=["alone", "reducer"])
+def model(request):
+    config = preset_config("Qwen3-0.6B")
+    # The down projection is long enough to be split.
+    config.update({"hidden_size": 32, "intermediate_size": 1040, "num_hidden_layers": 2, "vocab_size": 50})
+    config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True})
+    tp = TensorParallel(reducer=AloneReducer() if request.param == "reducer" else None)
+    model = Qwen3ForCausalLM(config, 64, TorchBackend(), tp).requires_grad_(False)
+    load_dummy(model, seed=1)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 or name.endswith("bias"):
+            parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    return model.half()
+
+
+def decode(model, num_seqs: int) -> torch.Tensor:
+    """Hidden states of a step in which each sequence has a block of its own and CONTEXT tokens, the last one new."""
+    generator = torch.Generator().manual_seed(num_seqs)
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    for layer in layers:
+        cache = torch.randn(2, num_seqs, BLOCK_SIZE, 2, 16, generator=generator).half()
+        layer.k_cache, layer.v_cache = cache
+    blocks = torch.arange(num_seqs, dtype=torch.int32)
+    context = Context(
+        slot_mapping=blocks * BLOCK_SIZE + CONTEXT - 1,
+        context_lens=torch.full((num_seqs,), CONTEXT, dtype=torch.int32),
+        block_tables=blocks[:, None],
+    )
+    with step_context(context):
+        input_ids = torch.randint(50, (num_seqs,), generator=generator)
+        return model(input_ids, torch.full((num_seqs,), CONTEXT - 1))
+
+
+@pytest.mark.parametrize("num_seqs", [17, 64])
+def test_a_step_by_kernels_is_the_same_step(kernels_everywhere, monkeypatch, model, num_seqs):
+    calls = []
+
+    def counted(name):
+        function = getattr(kernels, name)
+        return lambda *args, **options: calls.append((name, options)) or function(*args, **options)
+
+    for name in ("linear", "linear_silu", "linear_add"):
+        monkeypatch.setattr(kernels, name, counted(name))
+    found = decode(model, num_seqs)
+    # After the q, k, v product and the gate, up one; a residual that others add to as well is the reducer's.
+    after_attention = "linear_add" if model.model.tp.reducer is None else "linear"
+    assert [name for name, _ in calls] == ["linear", after_attention, "linear_silu", after_attention] * 2
+    assert all(options["pdl"] for _, options in calls)
+    arrivals = [options["arrivals"] for _, options in calls]
+    assert len({each.data_ptr() for each in arrivals}) == 8, "layers share their counters"
+    assert not any(each.any() for each in arrivals)
+    calls.clear()
+    monkeypatch.setattr(decode_linear, "use_kernels", lambda x: False)
+    expected = decode(model, num_seqs)
+    assert not calls
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    # By the twins too, which nothing else runs.
+    monkeypatch.setattr(decode_linear, "is_small_batch", lambda x, weight: True)
+    monkeypatch.setattr("nanovllm.models.qwen3.is_small_batch", lambda x, weight: True)
+    torch.testing.assert_close(decode(model, num_seqs), expected, rtol=2e-2, atol=2e-2)
