@@ -63,10 +63,10 @@ def make_configs(case: Case) -> list[DecodeLinearConfig]:
     default, C = choose_config(case.N, case.K), DecodeLinearConfig
     if case.model == "0.6B":
         configs = [
-            default._replace(num_stages=3),
+            default._replace(num_stages=4),
             default._replace(num_stages=6),
-            default._replace(prefetch=0),
-            C(16, 256, default.splits // 2 or 1),
+            default._replace(prefetch=1024 - default.prefetch),
+            C(16, 256, default.splits // 2 or 1, num_stages=4),
             C(64, 128, default.splits, num_stages=3),
         ]
     else:

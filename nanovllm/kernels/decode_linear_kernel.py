@@ -44,7 +44,7 @@ class DecodeLinearConfig(NamedTuple):
     tile_rows: int = 32
     tile_k: int = 128
     splits: int = 1
-    num_stages: int = 4
+    num_stages: int = 6
     prefetch: int = 1024
 
 
@@ -55,6 +55,9 @@ def choose_config(N: int, K: int) -> DecodeLinearConfig:
     tiles, splits = triton.cdiv(N, config.tile_rows), 1
     while tiles * splits < _MIN_PROGRAMS and 2 * splits * _MIN_SPLIT_K <= K:
         splits *= 2
+    if tiles * splits > _MIN_PROGRAMS:
+        # Two programs a multiprocessor have enough on its way: a deeper pipeline would leave room for one alone.
+        return config._replace(splits=splits, num_stages=4, prefetch=0)
     return config._replace(splits=splits)
 
 

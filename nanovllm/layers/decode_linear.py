@@ -14,6 +14,7 @@ if HAS_TRITON:
     from nanovllm.kernels.dependent_launch import has_pdl
 
 _MIN_TOKENS = 17  # fewer are `skinny_linear`'s
+_MAX_WEIGHTS = 1 << 23  # gains were measured up to 6 million, losses from 8 million
 _ALIGNMENT = 16  # columns; other rows are read two bytes at a time
 
 
@@ -24,10 +25,12 @@ def linear_silu_torch(x: Tensor, weight: Tensor) -> Tensor:
 
 def is_small_batch(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernels are the fast way for x `[num_tokens, K]` and a weight `[N, K]`: in a decode step of 17 to 64
-    sequences, on Hopper or newer. There, with dependent launches, a layer of Qwen3-0.6B's products takes 25 us where
-    cuBLAS takes 31; for more tokens the two are even, or cuBLAS is ahead (docs/performance.md)."""
+    sequences and for weights of megabytes, on Hopper or newer. There, with dependent launches, a layer of Qwen3-0.6B's
+    products takes 22 to 24 us where cuBLAS takes 31; for more tokens, or for Qwen3-8B's weights, cuBLAS is as fast or
+    faster (docs/performance.md)."""
     return (
         use_kernels(x)
+        and weight.numel() < _MAX_WEIGHTS
         and _MIN_TOKENS <= len(x) <= kernels.MAX_TOKENS
         and x.dtype in kernels.DTYPES
         and weight.shape[1] % _ALIGNMENT == 0

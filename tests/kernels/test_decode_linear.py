@@ -28,7 +28,7 @@ CASES = [
     (1, 2, 3, FLOAT16, None),
     (33, 50, 210, BFLOAT16, DecodeLinearConfig(32, 64)),
     (40, 64, 384, FLOAT16, DecodeLinearConfig(64, 128, splits=2, num_stages=3, prefetch=128)),
-    (50, 112, 256, BFLOAT16, DecodeLinearConfig(16, 64, splits=4, prefetch=0)),
+    (50, 112, 256, BFLOAT16, DecodeLinearConfig(16, 64, splits=4, num_stages=4, prefetch=0)),
     # The last two splits have nothing to add up.
     (20, 33, 112, FLOAT16, DecodeLinearConfig(16, 64, splits=4)),
 ]
