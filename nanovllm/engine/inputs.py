@@ -1,83 +1,15 @@
 """The tensors of a step, written as numpy arrays on the host and sent to the device in one copy."""
 
-import math
-import time
 from array import array
-from collections.abc import Callable
-from functools import cache
 from itertools import chain
 
 import numpy as np
 import torch
 
-from nanovllm.engine.logprobs import StepLogprobs
+from nanovllm.engine.packed_arrays import Layout, PackedArrays, packed_size
 from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.context import Context
 from nanovllm.utils.decode_plan import DecodePlan, num_work_items, plan_decode
-
-_ALIGN = 16  # bytes; what wide loads on the device want
-_POLL_SECONDS = 50e-6
-
-
-Layout = dict[str, tuple[tuple[int, ...], type]]  # name -> (shape, numpy dtype)
-
-
-class PackedArrays:
-    """Named arrays in one buffer: numpy views on the host, tensor views on the device.
-
-    One copy instead of one an array: eight small ones cost the host more than the step's other preparations.
-    On a CPU both views are the same memory, and `send` has nothing to do.
-
-    Attributes:
-        host: {name: numpy array} to write to.
-        device: {name: tensor} to read from, after `send`.
-    """
-
-    def __init__(self, layout: Layout, device: torch.device, device_bytes: torch.Tensor | None = None):
-        """device_bytes: uint8, packed_size(layout) of them, to send to instead of memory of its own."""
-        size = packed_size(layout)
-        on_gpu = device.type == "cuda"
-        if device_bytes is None:
-            device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._device = device_bytes
-        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=True) if on_gpu else self._device
-        host_bytes = self._host.numpy()
-        self.host, self.device = {}, {}
-        start = 0
-        for name, (shape, dtype) in layout.items():
-            end = start + math.prod(shape) * np.dtype(dtype).itemsize
-            # Not as views of a tensor: making those costs ten times as much.
-            self.host[name] = host_bytes[start:end].view(dtype).reshape(shape)
-            self.device[name] = self._device[start:end].view(_torch_dtype(dtype)).view(shape)
-            start += _padded_bytes(shape, dtype)
-
-    def send(self) -> None:
-        """Copy host to device, in stream order. The host arrays may be written again once the stream got there."""
-        if self._device is not self._host:
-            self._device.copy_(self._host, non_blocking=True)
-
-
-def send_arrays(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copies of the host's arrays on the device, sent as one."""
-    packed = PackedArrays({name: (values.shape, values.dtype.type) for name, values in arrays.items()}, device)
-    for name, values in arrays.items():
-        packed.host[name][...] = values
-    packed.send()
-    return packed.device
-
-
-def packed_size(layout: Layout) -> int:
-    """Bytes that a layout takes, padding included."""
-    return sum(_padded_bytes(shape, dtype) for shape, dtype in layout.values())
-
-
-def _padded_bytes(shape: tuple[int, ...], dtype: type) -> int:
-    return -(-math.prod(shape) * np.dtype(dtype).itemsize // _ALIGN) * _ALIGN
-
-
-@cache
-def _torch_dtype(dtype: type) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 class BlockTables:
@@ -258,46 +190,3 @@ def prefill_inputs(
     )
     names = ("input_ids", "positions", "temperatures", "seeds", "sample_positions")
     return tuple(on_device[name] for name in names), context
-
-
-class SampledTokens:
-    """The outcome of a step that is under way: its tokens on their way to the host.
-
-    Attributes:
-        logprobs: the log-probabilities that its sequences asked for, None where none did; to be read after `wait`.
-    """
-
-    def __init__(
-        self,
-        tokens: torch.Tensor,
-        logprobs: StepLogprobs | None = None,
-        check: Callable[[], None] | None = None,
-    ):
-        """tokens: int64 [num_seqs] on the device, as logprobs are. check: with several ranks, raises where one of them
-        has gone, for which the device would wait in vain."""
-        self._check = check
-        self._event = None
-        self._tokens = _start_copy(tokens)
-        self.logprobs = logprobs and logprobs.map(_start_copy)
-        if tokens.device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def wait(self) -> list[int]:
-        """The tokens, once the step is done."""
-        if self._event is not None and self._check is None:
-            self._event.synchronize()
-        elif self._event is not None:
-            # The next step is under way already, so that what this sleeps too long costs nothing.
-            while not self._event.query():
-                self._check()
-                time.sleep(_POLL_SECONDS)
-        return self._tokens.tolist()
-
-
-def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, which is there once the stream has got here."""
-    if tensor.device.type != "cuda":
-        return tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from nanovllm.config import Config
 from nanovllm.engine.cuda_graphs import DecodeGraphs
-from nanovllm.engine.inputs import DecodeInputs, SampledTokens, prefill_inputs
+from nanovllm.engine.inputs import DecodeInputs, prefill_inputs
 from nanovllm.engine.prompt_logprobs import num_prompt_targets, prompt_logprobs
+from nanovllm.engine.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling_pipeline import Forward, SamplingPipeline
 from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.context import Context, step_context

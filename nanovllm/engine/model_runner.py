@@ -10,12 +10,13 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
-from nanovllm.engine.inputs import DecodeInputs, SampledTokens, prefill_inputs
+from nanovllm.engine.inputs import DecodeInputs, prefill_inputs
 from nanovllm.engine.interrupts import HeldInterrupt
 from nanovllm.engine.kernel_compilation import compiling_kernels, warmup_kernels
 from nanovllm.engine.logit_steps import LogitSteps, needs_logits
 from nanovllm.engine.memory import allocate_kv_cache, largest_prefill
 from nanovllm.engine.process_group import ABORT_SECONDS, abort_group
+from nanovllm.engine.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling_pipeline import Forward
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_messages import StepDecoder, StepEncoder

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.engine.inputs import send_arrays
 from nanovllm.engine.logprobs import LogprobRows, StepLogprobs
+from nanovllm.engine.packed_arrays import send_arrays
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.structured import fill_masks, forbid, num_mask_words
 from nanovllm.engine.token_counts import TokenCounts

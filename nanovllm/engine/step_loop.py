@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from nanovllm.engine.detokenizer import read_new_tokens
-from nanovllm.engine.inputs import SampledTokens
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import EngineStats
+from nanovllm.engine.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling_pipeline import Forward
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence

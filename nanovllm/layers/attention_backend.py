@@ -11,7 +11,8 @@ from nanovllm.layers.flash_attn4 import FlashAttn4, load_flash_attn4
 from nanovllm.utils.context import Context
 
 if HAS_TRITON:
-    from nanovllm.kernels.paged_decode import DecodeWorkspace, paged_decode
+    from nanovllm.kernels.decode_workspace import DecodeWorkspace
+    from nanovllm.kernels.paged_decode import paged_decode
     from nanovllm.kernels.paged_prefill import paged_prefill
 
 

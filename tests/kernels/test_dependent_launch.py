@@ -6,8 +6,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from nanovllm.kernels.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.dependent_launch import has_pdl
-from nanovllm.kernels.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode
+from nanovllm.kernels.paged_decode import DecodeConfig, paged_decode
 from nanovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.skinny_linear import linear_add, norm_linear

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode
+from nanovllm.kernels.decode_workspace import DecodeWorkspace
+from nanovllm.kernels.paged_decode import DecodeConfig, paged_decode
 from nanovllm.layers.attention_torch import decode_attention_torch
 from nanovllm.utils.decode_plan import MAX_SPLITS, SPLIT_UNIT, make_plan, num_work_items, plan_decode
 

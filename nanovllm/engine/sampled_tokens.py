@@ -1,0 +1,53 @@
+"""SampledTokens: what a step that is under way will have drawn."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from nanovllm.engine.logprobs import StepLogprobs
+
+_POLL_SECONDS = 50e-6
+
+
+class SampledTokens:
+    """The outcome of a step that is under way: its tokens on their way to the host.
+
+    Attributes:
+        logprobs: the log-probabilities that its sequences asked for, None where none did; to be read after `wait`.
+    """
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        logprobs: StepLogprobs | None = None,
+        check: Callable[[], None] | None = None,
+    ):
+        """tokens: int64 [num_seqs] on the device, as logprobs are. check: with several ranks, raises where one of them
+        has gone, for which the device would wait in vain."""
+        self._check = check
+        self._event = None
+        self._tokens = _start_copy(tokens)
+        self.logprobs = logprobs and logprobs.map(_start_copy)
+        if tokens.device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[int]:
+        """The tokens, once the step is done."""
+        if self._event is not None and self._check is None:
+            self._event.synchronize()
+        elif self._event is not None:
+            # The next step is under way already, so that what this sleeps too long costs nothing.
+            while not self._event.query():
+                self._check()
+                time.sleep(_POLL_SECONDS)
+        return self._tokens.tolist()
+
+
+def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, which is there once the stream has got here."""
+    if tensor.device.type != "cuda":
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
