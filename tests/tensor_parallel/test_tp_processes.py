@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,8 @@ def start(tmp_path, path):
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # A runner in the background of a shell ignores Ctrl-C, and what it starts inherits that.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         processes.append(process)
         return process
