@@ -116,7 +116,7 @@ class Scheduler:
                     deferred.append(self.waiting.popleft())
                     continue
                 if budget < self._min_chunk and self._exceeds(seq, budget):
-                    break  # Never the first one: it has all of the budget before it.
+                    break  # Never an empty step: the first sequence has the whole budget.
                 if not manager.can_allocate(seq):
                     break
                 self._allocate(seq)

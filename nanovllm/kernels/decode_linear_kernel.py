@@ -56,7 +56,7 @@ def choose_config(N: int, K: int) -> DecodeLinearConfig:
     while tiles * splits < _MIN_PROGRAMS and 2 * splits * _MIN_SPLIT_K <= K:
         splits *= 2
     if tiles * splits > _MIN_PROGRAMS:
-        # Two programs a multiprocessor have enough on its way: a deeper pipeline would leave room for one alone.
+        # Two programs a multiprocessor have enough on their way: a deeper pipeline would leave room for one alone.
         return config._replace(splits=splits, num_stages=4, prefetch=0)
     return config._replace(splits=splits)
 

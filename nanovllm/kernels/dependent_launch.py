@@ -2,13 +2,15 @@
 
 `gdc_launch_dependents` lets the next kernel's programs in as soon as there is room for them; `gdc_wait` holds a program
 until all of the preceding launch has finished and what that wrote is visible. Hence the rule for every kernel that is
-launched so: in each of its programs, gdc_wait comes before the first read of anything that an earlier kernel may write,
-and before the first write. Then a launch ends only after the one before it has, which ended after the one before that:
-waiting for the neighbour is waiting for all. Ordinary launches may stand in between, they wait for everything.
+launched so: in each of its programs, gdc_wait comes before the first read of anything that a launch still under way may
+write, and before the first write; programs with nothing to do may leave without it, if one waits. Then a launch ends
+only after the one before it has, which ended after the one before that: waiting for the neighbour is waiting for all.
+Ordinary launches may stand in between, they wait for everything.
 
-What a kernel reads before its wait (weights; what the host sent before the step) it gets for nothing. Where that is
-written by kernels, synchronize before the first launch that reads it so. Kernels that read nothing early save the
-launch itself, one to two microseconds, and need no such care.
+What a kernel reads before its wait it gets for nothing: weights, what the host sent before the step, and what a kernel
+wrote before an ordinary launch that came in between. Messages that say themselves whether they are there
+(`posted_sums`) may be read at any time. Kernels that read nothing early save the launch itself, one to two
+microseconds, and need no such care.
 """
 
 from functools import cache

@@ -267,6 +267,7 @@ def paged_decode(
     if batch_size == 0:
         return out
 
+    pdl = pdl and plan is not None and has_pdl(q.device)  # A plan made here would be read before it is there.
     plan = plan or make_plan(context_lens, num_kv_heads)
     num_items = len(plan.items)
     workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, num_items)
@@ -274,7 +275,7 @@ def paged_decode(
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     config = config or choose_config(batch_size * num_kv_heads, padded_dim, q.element_size())
     group = num_heads // num_kv_heads
-    launcher(_paged_decode_kernel, (num_kv_heads, num_items), pdl and has_pdl(q.device))(
+    launcher(_paged_decode_kernel, (num_kv_heads, num_items), pdl)(
         out,
         q,
         k_cache,

@@ -11,13 +11,15 @@ from nanovllm.kernels.launch import launcher
 @triton.jit
 def _peer_embedding_kernel(tables, token_ids, abort, y, rows, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
-    token_id = tl.load(token_ids + token).to(tl.int64)
+    is_alive = tl.load(abort, volatile=True) == 0
+    # What is drawn once aborted may be anything.
+    token_id = tl.where(is_alive, tl.load(token_ids + token).to(tl.int64), 0)
     table = tl.load(tables + token_id // rows).to(tl.pointer_type(y.dtype.element_ty))
     # An address from memory could be odd, as far as the compiler knows.
     table = tl.multiple_of(table, 16)
     column = tl.arange(0, BLOCK)
     # Once aborted, the others' memory may be gone with them.
-    reachable = column < tl.where(tl.load(abort, volatile=True) == 0, HIDDEN, 0)
+    reachable = column < tl.where(is_alive, HIDDEN, 0)
     row = tl.load(table + token_id % rows * HIDDEN + column, mask=reachable, other=0.0)
     tl.store(y + token * HIDDEN + column, row, mask=column < HIDDEN)
 

@@ -24,10 +24,9 @@ from nanovllm.kernels.dependent_launch import (
     prefetch_lines,
 )
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.posted_sums import Inboxes, post
+from nanovllm.kernels.posted_sums import MAX_TOKENS, Inboxes, post
 
 _MIN_DOT_ROWS = 8 if HAS_GDC else 16  # what the compiler's tensor-core products take
-MAX_TOKENS = 16
 # Up to here the plain cores keep pace with memory.
 _MAX_PLAIN_TOKENS = 4
 
@@ -153,7 +152,7 @@ def skinny_linear_kernel(
         ranks = tl.arange(0, PADDED_SIZE)
         addresses = tl.load(inboxes + ranks, mask=ranks < SIZE, other=0)
         number = tl.load(step) + index
-    # Above this line nothing may be read that a kernel writes, and nothing may be written (see skinny_linear).
+    # Above this line nothing may be read that a launch under way writes, and nothing written (see dependent_launch).
     if PDL:
         gdc_wait()
 

@@ -1,6 +1,9 @@
 """Linear layers of a small decode batch, though not as small as `skinny_linear`'s, with the activation or the residual
 addition that follows. Their kernels ask for the weights while the norm or the attention before them still runs."""
 
+from functools import cache
+
+import torch
 from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON, use_kernels
@@ -14,8 +17,13 @@ if HAS_TRITON:
     from nanovllm.kernels.dependent_launch import has_pdl
 
 _MIN_TOKENS = 17  # fewer are `skinny_linear`'s
-_MAX_WEIGHTS = 1 << 23  # gains were measured up to 6 million, losses from 8 million
+_MAX_WEIGHTS = 1 << 23  # elements; gains were measured up to 6 million, losses from 2^23
 _ALIGNMENT = 16  # columns; other rows are read two bytes at a time
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return has_pdl(device) and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def linear_silu_torch(x: Tensor, weight: Tensor) -> Tensor:
@@ -25,16 +33,16 @@ def linear_silu_torch(x: Tensor, weight: Tensor) -> Tensor:
 
 def is_small_batch(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernels are the fast way for x `[num_tokens, K]` and a weight `[N, K]`: in a decode step of 17 to 64
-    sequences and for weights of megabytes, on Hopper or newer. There, with dependent launches, a layer of Qwen3-0.6B's
-    products takes 22 to 24 us where cuBLAS takes 31; for more tokens, or for Qwen3-8B's weights, cuBLAS is as fast or
-    faster (docs/performance.md)."""
+    sequences and for weights of megabytes, on Hopper. There, with dependent launches, a layer of Qwen3-0.6B's products
+    takes 22 to 24 us where cuBLAS takes 31; for more tokens, or for Qwen3-8B's weights, cuBLAS is as fast or faster
+    (docs/performance.md). Other chips were not measured, and some have too little shared memory."""
     return (
         use_kernels(x)
         and weight.numel() < _MAX_WEIGHTS
         and _MIN_TOKENS <= len(x) <= kernels.MAX_TOKENS
         and x.dtype in kernels.DTYPES
         and weight.shape[1] % _ALIGNMENT == 0
-        and has_pdl(x.device)
+        and _is_hopper(x.device)
         and not get_context().is_prefill
     )
 
@@ -61,7 +69,7 @@ def linear(
         bias: `[N]`, or None.
         out: `[num_tokens, N]` for the result, or None.
         arrivals: what `make_arrivals` gave to this layer.
-        pdl: programmatic dependent launch, under the rule that `kernels.decode_linear` states.
+        pdl: programmatic dependent launch, under the rule that `kernels.dependent_launch` states.
 
     Returns:
         `out`, or a new `[num_tokens, N]` of x's dtype.

@@ -71,8 +71,8 @@ class ColumnParallelLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def of_parts(self, parts: Iterable[torch.Tensor], num_tokens: int) -> torch.Tensor:
-        """`forward` of parts that follow each other, num_tokens in all; each is asked for once the one before is on its
-        way."""
+        """`forward` of parts that follow each other, num_tokens in all; each is asked for once the product of the one
+        before has been launched."""
         y = None
         for part in parts:
             if y is None:

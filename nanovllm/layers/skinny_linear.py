@@ -23,7 +23,7 @@ def norm_linear_silu_torch(x: Tensor, norm_weight: Tensor, eps: float, weight: T
 
 
 def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Twin of `kernels.skinny_linear.linear`."""
+    """Twin of `kernels.decode_linear.linear`."""
     product = F.linear(x.float(), weight.float())
     return (product if bias is None else product + bias.float()).to(x.dtype)
 
@@ -50,7 +50,7 @@ def norm_linear(
         eps: added to the mean square.
         weight: `[N, K]` of x's dtype.
         bias: `[N]`, or None.
-        pdl: programmatic dependent launch, under the rule that `kernels.skinny_linear` states.
+        pdl: programmatic dependent launch, under the rule that `kernels.dependent_launch` states.
 
     Returns:
         `[num_tokens, N]` of x's dtype.

@@ -18,14 +18,15 @@ MIN_TOKENS = 2048  # of a step; fewer are through before two halves of them coul
 # A rank that sends part k has finished part k - 2 (see Qwen3DecoderLayer.forward_parts for the order of things), so it
 # had the other's, who sent that after it had finished part k - 4: whose place is free by then.
 _NUM_SLOTS = 4
-_NUM_ROUNDS = 1 << 15
+_NUM_ROUNDS = 1 << 15  # of the slots, until the numbers of arrivals begin again
 
 
 class SentPart(NamedTuple):
-    """A sum under way: this rank's part of it [num_tokens, hidden_size], where the other's arrives, and the number by
-    which it is known to have arrived."""
+    """A sum under way: this rank's part of it [num_tokens, hidden_size], when that has been read, where the other's
+    arrives, and the number by which it is known to have arrived."""
 
     partial: torch.Tensor
+    is_read: torch.cuda.Event
     slot: int
     number: int
 
@@ -64,11 +65,16 @@ class LongSums:
         # The news follows the data: copies of one stream are made one after the other.
         arrival, news = self._arrivals.addresses[other] + 4 * slot, self._numbers.data_ptr() + 4 * number
         copy_bytes(arrival, news, 4, self._stream)
-        partial.record_stream(self._stream)
-        return SentPart(partial, slot, number)
+        is_read = torch.cuda.Event()
+        is_read.record(self._stream)
+        return SentPart(partial, is_read, slot, number)
 
     def finish(self, residual: torch.Tensor, sent: SentPart, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """The RMS norm of residual, after residual += both ranks' parts."""
+        """The RMS norm of residual, after residual += both ranks' parts. After it the partial's memory may be used for
+        something else."""
+        # Waited for on the device: to torch's allocator a tensor of two streams (`record_stream`) is free only when the
+        # host sees the copy done, which is a whole prefill behind where it launches.
+        torch.cuda.current_stream(self._peers.device).wait_event(sent.is_read)
         parts = [sent.partial, self._received.tensor[sent.slot, : len(sent.partial)]]
         if self._peers.rank == 1:
             parts.reverse()

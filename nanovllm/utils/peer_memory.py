@@ -26,13 +26,12 @@ class Peers:
 
     Attributes:
         rank, size, device: this rank's.
+        store: where all ranks look names up.
         abort_flag: int32 [1] on the device, 0 until `abort`. Kernels that wait for another rank look at it.
     """
 
     def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device):
-        """store: where all ranks look names up."""
-        self.rank, self.size, self.device = rank, size, device
-        self._store = store
+        self.rank, self.size, self.store, self.device = rank, size, store, device
         self.abort_flag = torch.zeros(1, dtype=torch.int32, device=device)
         self._one = torch.ones(1, dtype=torch.int32).pin_memory()
         self._abort_stream = torch.cuda.Stream(device)
@@ -41,7 +40,7 @@ class Peers:
     def share(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> "PeerMemory":
         """Zeros on every rank, which all must ask for by the same name, once. Raises RuntimeError where the driver
         cannot."""
-        return PeerMemory(self, self._store, name, shape, dtype)
+        return PeerMemory(self, name, shape, dtype)
 
     def abort(self) -> None:
         """End all waiting for other ranks, from any thread; what is computed from here on means nothing."""
@@ -58,7 +57,7 @@ def make_peers(rank: int, size: int, store: dist.Store, device: torch.device) ->
     first = device.index - rank
     pairs = ((a, b) for a in range(first, first + size) for b in range(first, first + size) if a != b)
     if not all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs):
-        logger.warning("the GPUs cannot read each other's memory: all sums go through NCCL, which is slower")
+        logger.warning("the GPUs cannot read each other's memory: embeddings and sums go through NCCL, which is slower")
         return None
     return Peers(rank, size, store, device)
 
@@ -72,8 +71,8 @@ class PeerMemory:
         address_table: the same, int64 [size] on the device.
     """
 
-    def __init__(self, peers: Peers, store: dist.Store, name: str, shape: tuple[int, ...], dtype: torch.dtype):
-        rank, device = peers.rank, peers.device
+    def __init__(self, peers: Peers, name: str, shape: tuple[int, ...], dtype: torch.dtype):
+        rank, store, device = peers.rank, peers.store, peers.device
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context this thread's, which is the one the driver takes
             memory = _Allocation(math.prod(shape) * dtype.itemsize)

@@ -63,20 +63,18 @@ class ResidualReducer:
         return buffer[:num_tokens] if num_tokens > kernels.MAX_PUSH_TOKENS else torch.empty_like(buffer[:num_tokens])
 
     def begin_step(self, num_sums: int) -> None:
-        """Before the first `add_linear` of a forward pass, which will be num_sums, an even number. An ordinary launch
-        must follow before that."""
+        """Before the first `add_linear` of a forward pass that calls it num_sums times, an even number. An ordinary
+        launch must follow before that."""
         self._step += num_sums
         self._index = 0
 
     def add_linear(
         self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """residual += the sum of all ranks' `x W^T + bias`, for the few tokens of `is_skinny`, by dependent launches.
-        Returns residual."""
+    ) -> None:
+        """residual += the sum of all ranks' `x W^T + bias`, by dependent launches, for the tokens of `is_skinny`."""
         linear_post(x, weight, self._posts, self._index, bias, pdl=True)
         collect(self._posts, self._index, residual, pdl=True)
         self._index += 1
-        return residual
 
     def add_norm(self, residual: torch.Tensor, partial: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """The RMS norm of residual, after residual += the sum of all ranks' `partial`, which `partial()` gave."""

@@ -26,7 +26,7 @@ def kernels_everywhere(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("the kernels would be compiled for a GPU")
     monkeypatch.setattr(decode_linear, "use_kernels", lambda x: True)
-    monkeypatch.setattr(decode_linear, "has_pdl", lambda device: True)
+    monkeypatch.setattr(decode_linear, "_is_hopper", lambda device: True)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,13 @@ def kernels_everywhere(monkeypatch):
 def test_who_is_a_small_batch(kernels_everywhere, num_tokens, K, dtype, context, taken):
     with step_context(context):
         assert decode_linear.is_small_batch(torch.zeros(num_tokens, K, dtype=dtype), torch.zeros(8, K)) == taken
+
+
+@pytest.mark.parametrize(("num_rows", "taken"), [(6144, True), (8192, False)])
+def test_large_weights_are_cublas_s(kernels_everywhere, num_rows, taken):
+    """By benchmarks/decode_linear.py: Qwen3-0.6B's largest, and one of Qwen3-8B's smallest over two GPUs."""
+    x, weight = torch.zeros(40, 1024).half(), torch.zeros(1).half().expand(num_rows, 1024)
+    assert decode_linear.is_small_batch(x, weight) == taken
 
 
 def test_a_cpu_has_no_small_batches():

@@ -142,10 +142,16 @@ def test_shapes_of_a_large_model():
         assert_idle(llm)
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_a_worker_killed_in_the_middle_of_a_batch(shared, eager):
+@pytest.mark.parametrize("work", ["decode", "eager decode", "long prefills"])
+def test_a_worker_killed_in_the_middle_of_a_batch(shared, work):
+    """Between two kernels that wait for each other, and while a part of a sum is on its way."""
     path, reference = shared
-    llm = make_llm(path, tensor_parallel_size=2, enforce_eager=eager, **GPU)
+    options = GPU | {"tensor_parallel_size": 2, "enforce_eager": work == "eager decode"}
+    prompts, params = [[1, 2, 3]] * 2000, greedy(900)
+    if work == "long prefills":
+        prompts, params = [random_prompt(700, seed=0)] * 3000, greedy(1)
+        options |= {"max_num_batched_tokens": 8192, "enable_prefix_caching": False}
+    llm = make_llm(path, **options)
     (process,) = llm.model_runner.workers._processes.values()
     killed_at = []
 
@@ -155,7 +161,7 @@ def test_a_worker_killed_in_the_middle_of_a_batch(shared, eager):
 
     threading.Timer(0.5, kill).start()
     with pytest.raises(WorkerError, match=r"rank 1 of 2 .* was killed by SIGKILL"):
-        llm.generate([[1, 2, 3]] * 2000, greedy(900), use_tqdm=False)
+        llm.generate(prompts, params, use_tqdm=False)
     assert time.monotonic() - killed_at[0] < 10
     # The process and its GPU are none the worse for it.
     torch.cuda.synchronize()
