@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
+_ALL_WELL = "all well"
 
 
 class Peers:
@@ -50,16 +51,33 @@ class Peers:
 
 
 def make_peers(rank: int, size: int, store: dist.Store, device: torch.device) -> Peers | None:
-    """A Peers, or None where its kernels do not run, or the GPUs cannot map each other's memory. What decides is the
-    same on all ranks."""
+    """A Peers, or None where its kernels do not run, or the GPUs cannot map each other's memory: the same on all ranks,
+    which all must come here."""
     if device.type != "cuda" or not HAS_TRITON:
         return None
     first = device.index - rank
     pairs = ((a, b) for a in range(first, first + size) for b in range(first, first + size) if a != b)
-    if not all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs):
-        logger.warning("the GPUs cannot read each other's memory: embeddings and sums go through NCCL, which is slower")
-        return None
-    return Peers(rank, size, store, device)
+    peers, reason = None, "they have no access to each other"
+    if all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs):
+        peers = Peers(rank, size, store, device)
+        reason = find_obstacle(peers)
+    if reason is None:
+        return peers
+    if rank == 0:
+        logger.warning("the GPUs do not share memory, and all sums go through NCCL, which is slower: %s", reason)
+    return None
+
+
+def find_obstacle(peers: Peers) -> str | None:
+    """Why some rank cannot map what another one shares (containers and drivers may forbid it); None where all can."""
+    try:
+        probe, answer = peers.share("probe", (1,), torch.int32), _ALL_WELL
+    except RuntimeError as error:
+        probe, answer = None, f"rank {peers.rank}: {error}"
+    peers.store.set(f"probe/answer/{peers.rank}", answer.encode())
+    answers = [peers.store.get(f"probe/answer/{rank}").decode() for rank in range(peers.size)]
+    del probe  # Not before: others open it until they have answered.
+    return next((answer for answer in answers if answer != _ALL_WELL), None)
 
 
 class PeerMemory:
@@ -78,7 +96,12 @@ class PeerMemory:
             memory = _Allocation(math.prod(shape) * dtype.itemsize)
             self.tensor = torch.as_tensor(memory, device=device).view(dtype).view(shape).zero_()
             torch.cuda.synchronize()  # nobody may write before the zeros
-            store.set(f"{name}/{rank}", memory.handle())
+            try:
+                handle = memory.handle()
+            except RuntimeError as error:
+                store.set(f"{name}/{rank}", str(error).encode())  # so that nobody waits
+                raise
+            store.set(f"{name}/{rank}", handle)
             ranks = range(peers.size)
             self.addresses = [memory.address if r == rank else _open(store.get(f"{name}/{r}")) for r in ranks]
         others = [address for r, address in enumerate(self.addresses) if r != rank]
@@ -127,6 +150,8 @@ class _Handle(ctypes.Structure):
 
 def _open(handle: bytes) -> int:
     """The address, on the current device, of another process's memory."""
+    if len(handle) != _HANDLE_BYTES:
+        raise RuntimeError(f"another rank could not share its memory: {handle.decode()}")
     address = ctypes.c_uint64()
     by_value = _Handle.from_buffer_copy(handle)
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), by_value, ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS))
