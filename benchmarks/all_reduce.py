@@ -8,10 +8,10 @@ Microseconds a call in a CUDA graph, of rank 0. NCCL: all_reduce, then an additi
 import argparse
 import json
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.multiprocessing
+from graph_timing import time_graph
 
 from nanovllm.engine.process_group import connect_store, join_group, open_store
 from nanovllm.kernels.rms_norm import rms_norm
@@ -24,24 +24,13 @@ EPS = 1e-6
 
 def time_calls(call, num_calls: int) -> float:
     """Microseconds a call; all ranks at the same time."""
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+
+    def run():
         for _ in range(num_calls):
             call()
-    for _ in range(20):  # The clocks take a while to rise, and the ranks to fall into step.
-        graph.replay()
-    micros = []
-    for _ in range(9):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        micros.append(1e3 * start.elapsed_time(end) / num_calls)
-    return median(micros)
+
+    # The clocks take a while to rise, and the ranks to fall into step.
+    return time_graph(run, num_calls, num_replays=9, num_warm_replays=20)
 
 
 def measure(index: int, size: int, port: int, hidden: int, results: list) -> None:

@@ -19,11 +19,11 @@ import time
 from concurrent.futures import ProcessPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from graph_timing import time_graph
 
 from nanovllm.kernels.decode_linear import linear, linear_add, linear_silu
 from nanovllm.kernels.decode_linear_kernel import DecodeLinearConfig, choose_config, make_arrivals
@@ -159,27 +159,6 @@ def compile_config(case: Case, config: DecodeLinearConfig) -> None:
     Layer(case, 1).call(0, config)
 
 
-def time_graph(run, num_calls: int) -> float:
-    """Microseconds a call in `run`, which makes num_calls of them, as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
-    graph.replay()
-    micros = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        micros.append(1e3 * start.elapsed_time(end) / num_calls)
-    return median(micros)
-
-
 def time_calls(call, num_calls: int) -> float:
     """Microseconds a call of `call(i)`, i = 0, 1, ..., in a CUDA graph."""
 
@@ -187,7 +166,7 @@ def time_calls(call, num_calls: int) -> float:
         for i in range(num_calls):
             call(i)
 
-    return time_graph(run, num_calls)
+    return time_graph(run, num_calls, REPLAYS)
 
 
 def sweep(case: Case, configs: list[DecodeLinearConfig]) -> dict:
@@ -253,9 +232,9 @@ def time_layers(model_name: str, best: dict[Case, DecodeLinearConfig]) -> list[d
             "M": M,
             "same_bits": torch.equal(results[1], results[2]),
             "distance": ((results[0] - results[2]).norm() / results[0].norm()).item(),
-            "cublas_us": time_graph(lambda r=residual: model.cublas(r), NUM_LAYERS),
-            "ordinary_us": time_graph(lambda r=residual, c=configs: model.ours(r, c, pdl=False), NUM_LAYERS),
-            "dependent_us": time_graph(lambda r=residual, c=configs: model.ours(r, c), NUM_LAYERS),
+            "cublas_us": time_graph(lambda r=residual: model.cublas(r), NUM_LAYERS, REPLAYS),
+            "ordinary_us": time_graph(lambda r=residual, c=configs: model.ours(r, c, pdl=False), NUM_LAYERS, REPLAYS),
+            "dependent_us": time_graph(lambda r=residual, c=configs: model.ours(r, c), NUM_LAYERS, REPLAYS),
         }
         rows.append(row)
         figures = "  ".join(f"{name} {value:.4g}" for name, value in row.items() if name != "model")

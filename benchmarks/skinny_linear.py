@@ -15,11 +15,11 @@ import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor, wait
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from graph_timing import time_graph
 
 from nanovllm.kernels import skinny_linear as kernels
 from nanovllm.kernels.rms_norm import rms_norm
@@ -119,26 +119,14 @@ def compile_config(case: Case, config: SkinnyConfig) -> None:
         layer.call(0, config, pdl)
 
 
-def time_calls(run, num_calls: int) -> float:
-    """Microseconds a call of `run(i)`, i = 0, 1, ..., in a CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run(0)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+def time_calls(call, num_calls: int) -> float:
+    """Microseconds a call of `call(i)`, i = 0, 1, ..., in a CUDA graph."""
+
+    def run():
         for i in range(num_calls):
-            run(i)
-    graph.replay()
-    micros = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        micros.append(1e3 * start.elapsed_time(end) / num_calls)
-    return median(micros)
+            call(i)
+
+    return time_graph(run, num_calls, REPLAYS)
 
 
 def sweep(case: Case, configs: list[SkinnyConfig]) -> dict:

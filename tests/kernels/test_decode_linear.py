@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from linear_inputs import make_linear, make_rows
+
 from nanovllm.kernels.decode_linear import linear, linear_add, linear_silu
 from nanovllm.kernels.decode_linear_kernel import MAX_TOKENS, DecodeLinearConfig, choose_config, make_arrivals
 from nanovllm.kernels.dependent_launch import has_pdl
@@ -39,19 +41,6 @@ cases = pytest.mark.parametrize(("M", "N", "K", "dtype", "config"), CASES)
 def _poisoned_outputs(monkeypatch):
     """New tensors hold NaN: an output that is not written can't pass for one that lay in the same memory before."""
     monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, float("nan"), **options))
-
-
-def make_linear(N: int, K: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight whose products with standard normal rows are of order one, and a bias."""
-    weight = torch.randn(N, K, device=device) / K**0.5
-    return weight.to(dtype), torch.randn(N, device=device).to(dtype)
-
-
-def make_rows(M: int, width: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Rows that lie further apart than they are wide, in a tensor that is NaN elsewhere."""
-    wide = torch.full((M, width + 24), float("nan"), device=device, dtype=dtype)
-    wide[:, 8 : 8 + width] = torch.randn(M, width, device=device)
-    return wide[:, 8 : 8 + width]
 
 
 def make_inputs(M: int, N: int, K: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:

@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from linear_inputs import make_linear, make_rows
+
 from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.skinny_kernel import MAX_TOKENS, SkinnyConfig, choose_config
 from nanovllm.kernels.skinny_linear import linear_add, norm_linear, norm_linear_silu
@@ -48,19 +50,6 @@ configs = pytest.mark.parametrize(("config", "M", "N", "dtype"), CONFIGS)
 def _poisoned_outputs(monkeypatch):
     """New tensors hold NaN: an output that is not written can't pass for one that lay in the same memory before."""
     monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, float("nan"), **options))
-
-
-def make_linear(N: int, K: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight whose products with standard normal rows are of order one, and a bias."""
-    weight = torch.randn(N, K, device=device) / K**0.5
-    return weight.to(dtype), torch.randn(N, device=device).to(dtype)
-
-
-def make_rows(M: int, width: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Rows that lie further apart than they are wide, in a tensor that is NaN elsewhere."""
-    wide = torch.full((M, width + 24), float("nan"), device=device, dtype=dtype)
-    wide[:, 8 : 8 + width] = torch.randn(M, width, device=device)
-    return wide[:, 8 : 8 + width]
 
 
 def make_norm(K: int, dtype: torch.dtype, device: str) -> torch.Tensor:
