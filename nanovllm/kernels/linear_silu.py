@@ -3,7 +3,7 @@
 As two launches the projection writes 2 * intermediate values a token, and the activation reads them back and writes
 half as many. Here a program multiplies a tile of tokens with a tile of gate and the same tile of up, so that each
 thread ends with both factors of its results. Programs stay on their multiprocessor and take one tile after the other;
-tiles come through the tensor memory accelerator, asked for by warps of their own.
+tiles come through the tensor memory accelerator.
 """
 
 import torch
@@ -40,12 +40,11 @@ def _linear_silu_kernel(
     TILE_COLUMNS: tl.constexpr,
     TILE_K: tl.constexpr,
     GROUP: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
 ):
     token_tiles = tl.cdiv(num_tokens, TILE_TOKENS)
     column_tiles = intermediate // TILE_COLUMNS
     group_size = GROUP * column_tiles
-    for tile in tl.range(tl.program_id(0), token_tiles * column_tiles, num_programs, warp_specialize=WARP_SPECIALIZE):
+    for tile in range(tl.program_id(0), token_tiles * column_tiles, num_programs):
         first = tile // group_size * GROUP
         in_group = tl.minimum(token_tiles - first, GROUP)
         token = (first + tile % group_size % in_group) * TILE_TOKENS
@@ -115,7 +114,6 @@ def linear_silu(x: Tensor, weight: Tensor) -> Tensor:
         TILE_COLUMNS=TILE_COLUMNS,
         TILE_K=TILE_K,
         GROUP=_GROUP,
-        WARP_SPECIALIZE=isinstance(_linear_silu_kernel, triton.JITFunction),
         num_warps=_NUM_WARPS,
         num_stages=_NUM_STAGES,
     )
