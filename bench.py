@@ -41,6 +41,7 @@ def parse_args() -> argparse.Namespace:
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--max-model-len", type=int, default=4096)
+    add("--max-num-batched-tokens", type=int, default=16384, help="of one prefill step")
     add("--bandwidth", type=float, metavar="TB/s", help="copy bandwidth for the floor; measured unless given")
     add("--flops", type=float, metavar="TFLOP/s", help="matrix rate for the floor; measured unless given")
     add("--json", metavar="FILE", help="write all figures there")
@@ -89,6 +90,7 @@ def main() -> None:
         dtype=args.dtype,
         device=args.device,
         max_model_len=args.max_model_len,
+        max_num_batched_tokens=args.max_num_batched_tokens,
         seed=0,
         skip_tokenizer_init=True,
     )
