@@ -149,7 +149,7 @@ def test_a_worker_killed_in_the_middle_of_a_batch(shared, work):
     options = GPU | {"tensor_parallel_size": 2, "enforce_eager": work == "eager decode"}
     prompts, params = [[1, 2, 3]] * 2000, greedy(900)
     if work == "long prefills":
-        prompts, params = [random_prompt(700, seed=0)] * 3000, greedy(1)
+        prompts, params = reference.draw_prompts((700, 700), 1) * 3000, greedy(1)
         options |= {"max_num_batched_tokens": 8192, "enable_prefix_caching": False}
     llm = make_llm(path, **options)
     (process,) = llm.model_runner.workers._processes.values()
