@@ -53,7 +53,7 @@ def watching(samples: list) -> Iterator[None]:
 
 
 def measure(tokens: int, columns: int, inputs: int) -> dict:
-    """Rates in TFLOP/s of a product that the host waits for, and of products in a row; clock and power in the latter."""
+    """Rates in TFLOP/s of a product that the host waits for, and of products in a row, with clock and power then."""
     x = torch.randn(tokens, inputs, device="cuda").bfloat16()
     weight = (torch.randn(columns, inputs, device="cuda") * inputs**-0.5).bfloat16()
     flops = 2 * tokens * columns * inputs

@@ -1,6 +1,6 @@
 """Linear layers of a decode batch of up to 64 tokens, with the activation or the residual addition that follows.
 
-For 17 tokens and more; fewer have kernels of their own (`skinny_linear`). Every function takes `config`, launch
+Made for 9 tokens and more; `skinny_linear` has kernels for fewer. Every function takes `config`, launch
 constants instead of those that `choose_config` picks, `arrivals`, the counters that launches with splits of K share
 (`make_arrivals`; made for the call if None, which costs a launch), and `pdl`: programmatic dependent launch (see
 `dependent_launch`; no effect where the device or Triton lacks it). Weights and biases are read before the wait. Rows

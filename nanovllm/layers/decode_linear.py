@@ -16,7 +16,7 @@ if HAS_TRITON:
     from nanovllm.kernels import decode_linear_kernel
     from nanovllm.kernels.dependent_launch import has_pdl
 
-_MIN_TOKENS = 17  # fewer are `skinny_linear`'s
+_MIN_TOKENS = 9  # fewer are `skinny_linear`'s, and up to 16 where these kernels do not take a whole layer
 _MAX_WEIGHTS = 1 << 23  # elements; gains were measured up to 6 million, losses from 2^23
 _ALIGNMENT = 16  # columns; other rows are read two bytes at a time
 
@@ -31,18 +31,18 @@ def linear_silu_torch(x: Tensor, weight: Tensor) -> Tensor:
     return silu_and_mul_torch(linear_torch(x, weight))
 
 
-def is_small_batch(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels are the fast way for x `[num_tokens, K]` and a weight `[N, K]`: in a decode step of 17 to 64
+def is_small_batch(num_tokens: int, weight: Tensor) -> bool:
+    """Whether the kernels are the fast way to multiply num_tokens with a weight `[N, K]`: in a decode step of 9 to 64
     sequences and for weights of megabytes, on Hopper. There, with dependent launches, a layer of Qwen3-0.6B's products
     takes 22 to 24 us where cuBLAS takes 31; for more tokens, or for Qwen3-8B's weights, cuBLAS is as fast or faster
     (docs/performance.md). Other chips were not measured, and some have too little shared memory."""
     return (
-        use_kernels(x)
+        use_kernels(weight)
         and weight.numel() < _MAX_WEIGHTS
-        and _MIN_TOKENS <= len(x) <= kernels.MAX_TOKENS
-        and x.dtype in kernels.DTYPES
+        and _MIN_TOKENS <= num_tokens <= kernels.MAX_TOKENS
+        and weight.dtype in kernels.DTYPES
         and weight.shape[1] % _ALIGNMENT == 0
-        and _is_hopper(x.device)
+        and _is_hopper(weight.device)
         and not get_context().is_prefill
     )
 

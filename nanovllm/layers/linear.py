@@ -66,7 +66,7 @@ class ColumnParallelLinear(nn.Module):
         raise KeyError(shard_id)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if decode_linear.is_small_batch(x, self.weight):
+        if decode_linear.is_small_batch(len(x), self.weight):
             return decode_linear.linear(x, self.weight, self.bias, arrivals=self.arrivals, pdl=True)
         return F.linear(x, self.weight, self.bias)
 
@@ -136,7 +136,7 @@ class RowParallelLinear(nn.Module):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + y, overwriting residual."""
-        if self.tp.size == 1 and decode_linear.is_small_batch(x, self.weight):
+        if self.tp.size == 1 and decode_linear.is_small_batch(len(x), self.weight):
             return decode_linear.linear_add(x, self.weight, residual, self.bias, self.arrivals, pdl=True)
         if self.tp.rank == 0:  # which brings the residual into the sum as well
             residual.addmm_(x, self.weight.t())
@@ -152,7 +152,7 @@ class RowParallelLinear(nn.Module):
         if reducer is None or not reducer.takes(len(x)):
             return norm(self.add_to(residual, x))
         partial, bias = reducer.partial(len(x)), self._bias_of_rank()
-        if decode_linear.is_small_batch(x, self.weight):
+        if decode_linear.is_small_batch(len(x), self.weight):
             decode_linear.linear(x, self.weight, bias, partial, self.arrivals, pdl=True)
         else:
             _linear_into(partial, x, self.weight, bias)

@@ -95,7 +95,7 @@ class Qwen3MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         proj = self.gate_up_proj
-        if is_small_batch(x, proj.weight):
+        if is_small_batch(len(x), proj.weight):
             return linear_silu(x, proj.weight, proj.arrivals, pdl=True)
         return self.act_fn.after_linear(x, proj.weight)
 
@@ -179,8 +179,7 @@ class Qwen3Model(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         reducer, is_prefill = self.tp.reducer, get_context().is_prefill
-        has_fast_sums = self.tp.size == 1 or reducer is not None
-        if has_fast_sums and is_skinny(input_ids) and not is_prefill:
+        if is_skinny(input_ids) and not is_prefill and self._takes_skinny(len(input_ids)):
             if reducer is not None:
                 # Before the embedding: dependent launches read early what this writes.
                 reducer.begin_step(num_sums=2 * len(self.layers))
@@ -201,6 +200,13 @@ class Qwen3Model(nn.Module):
         # Nobody asks a prompt's other tokens for more than their keys and values.
         rows = get_context().last_tokens
         return self.layers[-1](positions, hidden_states, residual, self.norm, rows)[0]
+
+    def _takes_skinny(self, num_tokens: int) -> bool:
+        """Whether `forward_skinny` is the fast way for that many of `is_skinny`: with several ranks where it posts the
+        sums itself, alone where the kernels of small batches don't take even the largest weight of a layer."""
+        if self.tp.size > 1:
+            return self.tp.reducer is not None
+        return not is_small_batch(num_tokens, self.layers[0].mlp.gate_up_proj.weight)
 
 
 class Qwen3ForCausalLM(nn.Module):

@@ -1,4 +1,4 @@
-"""Decode steps of 17 to 64 sequences: who takes them, and that the model computes the same with the kernels."""
+"""Decode steps of 9 to 64 sequences: who takes them, and that the model computes the same with the kernels."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import TorchBackend
 from nanovllm.layers.layernorm import rms_norm_torch
 from nanovllm.models.presets import preset_config
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.loader import load_dummy
 from nanovllm.utils.parallel import TensorParallel
@@ -32,8 +32,8 @@ def kernels_everywhere(monkeypatch):
 @pytest.mark.parametrize(
     ("num_tokens", "K", "dtype", "context", "taken"),
     [
-        (16, 32, torch.float16, DECODE, False),
-        (17, 32, torch.float16, DECODE, True),
+        (8, 32, torch.float16, DECODE, False),
+        (9, 32, torch.float16, DECODE, True),
         (64, 32, torch.bfloat16, DECODE, True),
         (65, 32, torch.float16, DECODE, False),
         (40, 32, torch.float32, DECODE, False),
@@ -43,24 +43,27 @@ def kernels_everywhere(monkeypatch):
 )
 def test_who_is_a_small_batch(kernels_everywhere, num_tokens, K, dtype, context, taken):
     with step_context(context):
-        assert decode_linear.is_small_batch(torch.zeros(num_tokens, K, dtype=dtype), torch.zeros(8, K)) == taken
+        assert decode_linear.is_small_batch(num_tokens, torch.zeros(8, K, dtype=dtype)) == taken
 
 
 @pytest.mark.parametrize(("num_rows", "taken"), [(6144, True), (8192, False)])
 def test_large_weights_are_cublas_s(kernels_everywhere, num_rows, taken):
     """By benchmarks/decode_linear.py: Qwen3-0.6B's largest, and one of Qwen3-8B's smallest over two GPUs."""
-    x, weight = torch.zeros(40, 1024).half(), torch.zeros(1).half().expand(num_rows, 1024)
-    assert decode_linear.is_small_batch(x, weight) == taken
+    weight = torch.zeros(1).half().expand(num_rows, 1024)
+    assert decode_linear.is_small_batch(40, weight) == taken
 
 
 def test_a_cpu_has_no_small_batches():
-    assert not decode_linear.is_small_batch(torch.zeros(40, 32).half(), torch.zeros(8, 32).half())
+    assert not decode_linear.is_small_batch(40, torch.zeros(8, 32).half())
 
 
 class AloneReducer:
     """Stands in for a ResidualReducer whose rank is alone."""
 
     long_sums = None
+
+    def begin_step(self, num_sums):
+        pass
 
     def takes(self, num_tokens):
         return True
@@ -109,8 +112,10 @@ def decode(model, num_seqs: int) -> torch.Tensor:
         return model(input_ids, torch.full((num_seqs,), CONTEXT - 1))
 
 
-@pytest.mark.parametrize("num_seqs", [17, 64])
+@pytest.mark.parametrize("num_seqs", [9, 17, 64])
 def test_a_step_by_kernels_is_the_same_step(kernels_everywhere, monkeypatch, model, num_seqs):
+    # What a GPU says: nine are few enough for the skinny kernels too.
+    monkeypatch.setattr("nanovllm.models.qwen3.is_skinny", lambda x: len(x) <= 16)
     calls = []
 
     def counted(name):
@@ -129,10 +134,24 @@ def test_a_step_by_kernels_is_the_same_step(kernels_everywhere, monkeypatch, mod
     assert not any(each.any() for each in arrivals)
     calls.clear()
     monkeypatch.setattr(decode_linear, "use_kernels", lambda x: False)
+    monkeypatch.setattr("nanovllm.models.qwen3.is_skinny", lambda x: False)
     expected = decode(model, num_seqs)
     assert not calls
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
     # By the twins too, which nothing else runs.
-    monkeypatch.setattr(decode_linear, "is_small_batch", lambda x, weight: True)
-    monkeypatch.setattr("nanovllm.models.qwen3.is_small_batch", lambda x, weight: True)
+    monkeypatch.setattr(decode_linear, "is_small_batch", lambda num_tokens, weight: True)
+    monkeypatch.setattr("nanovllm.models.qwen3.is_small_batch", lambda num_tokens, weight: True)
     torch.testing.assert_close(decode(model, num_seqs), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "limit", "skinny"), [(8, 1 << 23, True), (9, 1 << 23, False), (16, 2080 * 32, True), (17, 1, False)]
+)
+def test_who_is_skinny(kernels_everywhere, monkeypatch, model, num_seqs, limit, skinny):
+    """Up to 16 sequences whose layers have a weight too large for these kernels; and in any case up to 8."""
+    taken = []
+    monkeypatch.setattr("nanovllm.models.qwen3.is_skinny", lambda x: len(x) <= 16)
+    monkeypatch.setattr(decode_linear, "_MAX_WEIGHTS", limit)
+    monkeypatch.setattr(Qwen3DecoderLayer, "forward_skinny", lambda *args: taken.append(args))
+    decode(model, num_seqs)
+    assert bool(taken) == skinny
