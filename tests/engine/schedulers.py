@@ -1,0 +1,46 @@
+"""Small schedulers, and the steps of an engine whose model samples what a test says."""
+
+import itertools
+
+from invariants import check_scheduler
+
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+SIZE = 4
+EOS = 2
+
+
+def make_scheduler(num_blocks: int = 100, **changes) -> Scheduler:
+    options = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 1000,
+        "num_kvcache_blocks": num_blocks,
+        "kvcache_block_size": SIZE,
+        "eos": [EOS],
+    }
+    return Scheduler(**options | changes)
+
+
+def add(scheduler: Scheduler, prompt: int | list[int], max_tokens: int = 100, **params) -> Sequence:
+    """Queue a prompt; a number stands for that many tokens which no other such prompt has."""
+    seq_id = next(seq_ids)
+    if isinstance(prompt, int):
+        prompt = list(range(1000 * seq_id, 1000 * seq_id + prompt))
+    seq = Sequence(seq_id, prompt, SamplingParams(max_tokens=max_tokens, **params), scheduler.block_manager.block_size)
+    scheduler.add(seq)
+    return seq
+
+
+seq_ids = itertools.count(1)
+
+
+def step(scheduler: Scheduler, token: int = 900) -> tuple[list[Sequence], bool, list[Sequence]]:
+    """One step in which every sequence samples `token`: its sequences, whether it is a prefill, the finished."""
+    seqs, is_prefill = scheduler.schedule()
+    assert seqs
+    finished = scheduler.postprocess(seqs, [token] * len(seqs))
+    check_scheduler(scheduler)
+    return seqs, is_prefill, finished

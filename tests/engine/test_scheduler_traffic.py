@@ -1,0 +1,185 @@
+"""Scheduler: random traffic, in which no one can tell from the tokens that there were others."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from invariants import FakeModel, check_scheduler, run_alone
+from schedulers import EOS, SIZE, make_scheduler
+
+from nanovllm.engine.scheduler import MIN_CHUNK_SHARE, Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+VOCAB_SIZE = 5
+
+
+def drive(
+    scheduler: Scheduler,
+    arrivals: list[tuple[int, Sequence]],
+    seen: Counter,
+    aborts: dict[int, int] | None = None,
+    overlap: bool = False,
+) -> None:
+    """Run all to the end, with the invariants after every step.
+
+    Args:
+        arrivals: (step, sequence), in order of steps.
+        seen: counts what happened.
+        aborts: step -> which of the sequences that are queued then is aborted, counted modulo their number.
+        overlap: launch a step before the tokens of the one ahead of it are read, as LLMEngine.generate does.
+    """
+    model = FakeModel(scheduler, VOCAB_SIZE, noise=EOS)
+    arrivals = list(arrivals)
+    # Every prefill step ends a chunk of some sequence, and every chunk's sequence gains a token in the end.
+    num_completions = sum(min(seq.max_tokens, scheduler.max_seq_len) for _, seq in arrivals)
+    bound = 10 + num_completions * (2 + scheduler.max_seq_len // scheduler.max_num_batched_tokens)
+    flying: tuple[list[Sequence], list[int]] | None = None
+    now = 0
+    while arrivals or flying or not scheduler.is_finished():
+        now += 1
+        while arrivals and (arrivals[0][0] <= now or scheduler.is_finished()):
+            scheduler.add(arrivals.pop(0)[1])
+        queued = [*scheduler.running, *scheduler.waiting]
+        if aborts and now in aborts and queued:
+            scheduler.abort([queued[aborts[now] % len(queued)].seq_id])
+            check_scheduler(scheduler)
+        launched = None
+        if not scheduler.is_finished():
+            launched = launch(scheduler, model, seen)
+        if overlap:
+            finished = scheduler.collect(*flying) if flying else []
+            if launched:
+                scheduler.advance(launched[0])
+            ended, flying = flying[0] if flying else [], launched
+        elif launched:
+            finished = scheduler.postprocess(*launched)
+            ended = launched[0]
+        else:
+            finished = ended = []
+        assert all(seq.is_finished and not seq.block_table and seq in ended for seq in finished)
+        seen["finished"] += len(finished)
+        check_scheduler(scheduler)
+        model.cache.check_findable()
+        seen["several readers"] += any(block.ref_count > 1 for block in scheduler.block_manager.blocks)
+        assert now <= bound, "no end in sight"
+    assert len(scheduler.block_manager.free_block_ids) == len(scheduler.block_manager.blocks)
+    seen["preempted"] += scheduler.num_preemptions
+
+
+def launch(scheduler: Scheduler, model: FakeModel, seen: Counter) -> tuple[list[Sequence], list[int]]:
+    goes_on = bool(scheduler.waiting and scheduler.waiting[0].block_table)
+    seqs, is_prefill = scheduler.schedule()
+    assert seqs, "empty-handed while work is left"
+    assert len({seq.seq_id for seq in seqs}) == len(seqs) <= scheduler.max_num_seqs
+    scheduled = [seq.num_scheduled_tokens for seq in seqs]
+    assert min(scheduled) >= 1
+    assert sum(scheduled) <= scheduler.max_num_batched_tokens or not is_prefill
+    if is_prefill and len(seqs) > 1 and seqs[-1].num_cached_tokens + scheduled[-1] < seqs[-1].num_tokens:
+        assert scheduled[-1] >= scheduler.max_num_batched_tokens // MIN_CHUNK_SHARE
+    seen["chunk"] += goes_on
+    seen["decoded side by side"] += not is_prefill and len(seqs) > 1
+    return seqs, model.run(seqs, is_prefill)
+
+
+def check_outputs(scheduler: Scheduler, seqs: list[Sequence], seen: Counter) -> None:
+    for seq in seqs:
+        eos = () if seq.ignore_eos else scheduler.eos
+        tokens, reason = run_alone(seq.prompt_token_ids, seq.max_tokens, eos, scheduler.max_seq_len, VOCAB_SIZE)
+        if seq.finish_reason == "abort":
+            assert seq.completion_token_ids == tokens[: seq.num_completion_tokens]
+            assert seq.num_completion_tokens < len(tokens)
+        else:
+            assert (seq.completion_token_ids, seq.finish_reason) == (tokens, reason)
+        seen["shared"] += seq.num_shared_tokens > 0
+        seen[seq.finish_reason] += 1
+    assert seen["finished"] == seen["stop"] + seen["length"], "each sequence is reported once"
+
+
+@st.composite
+def traffic(draw):
+    """A small engine, and more requests than fit it at once."""
+    block_size = draw(st.integers(1, 4))
+    num_blocks = draw(st.integers(2, 12))
+    scheduler = Scheduler(
+        max_num_seqs=draw(st.integers(1, 6)),
+        max_num_batched_tokens=draw(st.integers(1, 30)),
+        max_model_len=draw(st.integers(2, 60)),
+        num_kvcache_blocks=num_blocks,
+        kvcache_block_size=block_size,
+        eos=draw(st.sampled_from([(), (EOS,), (EOS, 4)])),
+        enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
+    )
+    beginnings = draw(st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=2))
+    arrivals = []
+    for i in range(draw(st.integers(1, 8))):
+        prompt = draw(st.sampled_from(beginnings)) + draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))
+        prompt = prompt[: scheduler.max_seq_len - 1]
+        params = SamplingParams(max_tokens=draw(st.integers(1, 20)), ignore_eos=draw(st.booleans()))
+        arrivals.append((draw(st.integers(0, 12)), Sequence(i, prompt, params, block_size)))
+    arrivals.sort(key=lambda arrival: arrival[0])
+    return scheduler, arrivals
+
+
+RARE = {"preempted", "chunk", "shared", "several readers", "decoded side by side", "stop", "length"}
+
+
+def test_random_traffic_gives_everybody_the_tokens_it_gets_alone():
+    seen = Counter()
+
+    @settings(max_examples=200, deadline=None, print_blob=True)
+    @given(traffic(), st.dictionaries(st.integers(1, 20), st.integers(0, 7), max_size=2))
+    def run(drawn, aborts):
+        scheduler, arrivals = drawn
+        here = Counter()
+        drive(scheduler, arrivals, here, aborts=aborts)
+        check_outputs(scheduler, [seq for _, seq in arrivals], here)
+        seen.update(here)
+        for name in +here:
+            event(name)
+
+    run()
+    missing = {name for name in RARE | {"abort"} if not seen[name]}
+    assert not missing, "the examples did not reach everything"
+
+
+def test_overlapped_steps_give_everybody_the_same_tokens():
+    seen = Counter()
+
+    @settings(max_examples=200, deadline=None, print_blob=True)
+    @given(traffic(), st.dictionaries(st.integers(1, 20), st.integers(0, 7), max_size=2))
+    def run(drawn, aborts):
+        scheduler, arrivals = drawn
+        here = Counter()
+        drive(scheduler, arrivals, here, aborts=aborts, overlap=True)
+        check_outputs(scheduler, [seq for _, seq in arrivals], here)
+        seen.update(here)
+        for name in +here:
+            event(name)
+
+    run()
+    missing = {name for name in RARE | {"abort"} if not seen[name]}
+    assert not missing, "the examples did not reach everything"
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapped"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_crowd_that_thrashes_a_small_cache(seed, overlap):
+    """The same with a fixed crowd, so that preemption, chunks and sharing are there in numbers for certain."""
+    rng = random.Random(seed)
+    scheduler = make_scheduler(num_blocks=12, max_num_batched_tokens=12, max_num_seqs=6)
+    beginnings = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (10, 17)]
+    arrivals = []
+    for i in range(30):
+        prompt = rng.choice(beginnings) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 6))]
+        params = SamplingParams(max_tokens=rng.randint(1, 24), ignore_eos=rng.random() < 0.8)
+        arrivals.append((i // 2, Sequence(i, prompt, params, SIZE)))
+    seen = Counter()
+    drive(scheduler, arrivals, seen, overlap=overlap)
+    check_outputs(scheduler, [seq for _, seq in arrivals], seen)
+    assert scheduler.num_preemptions >= 10
+    assert seen["chunk"] >= 10
+    assert seen["shared"] >= 10
+    assert seen["several readers"] >= 10
