@@ -61,14 +61,11 @@ def _trace(runner) -> None:
 def _trace_truncation(logits: torch.Tensor) -> None:
     """Top-k, top-p and min-p, which the cards of most models recommend. What else a request may ask for waits for the
     first that does."""
-    floats, numbers = (
-        torch.zeros(2, len(logits), device=logits.device),
-        torch.zeros_like(logits[:, 0], dtype=torch.int64),
-    )
+    floats = torch.zeros(len(logits), device=logits.device)
+    numbers = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     for has_lone_top_p in (False, True):
-        settings = floats[0], numbers.int(), floats[0], floats[1]
-        thresholds = sampling_thresholds(logits, *settings, has_lone_top_p)
-        Sampler()(logits, floats[0], numbers, numbers, thresholds)
+        thresholds = sampling_thresholds(logits, floats, numbers.int(), floats, floats, has_lone_top_p)
+        Sampler()(logits, floats, numbers, numbers, thresholds)
 
 
 def warmup_kernels(runner) -> None:

@@ -19,7 +19,7 @@ _QUADS = 128
 @triton.jit
 def philox4x32(c0, c1, c2, c3, k0, k1):
     """Ten rounds of Philox4x32 (Salmon et al. 2011) on uint32 counter words c0..c3 under the key k0, k1."""
-    for _ in tl.static_range(10):
+    for _ in tl.range(10, loop_unroll_factor=10):
         # One 64-bit product yields both halves: a single wide multiplication where umulhi and mul would be
         # two.
         product0 = c0.to(tl.uint64) * 0xD2511F53
@@ -74,7 +74,8 @@ def _race(
     """The best score and its column for each of QUADS lanes, over TILES * QUADS * 4 columns."""
     best = tl.full([QUADS], float("-inf"), tl.float32)
     best_column = start + tl.arange(0, QUADS) * 4
-    for tile in tl.static_range(TILES):
+    # Unrolled by the compiler, not by Python as static_range would be: the same PTX, a start that is sooner there.
+    for tile in tl.range(TILES, loop_unroll_factor=TILES):
         first = start + tile * (QUADS * 4)
         columns = first + tl.arange(0, QUADS * 4)
         logit = tl.load(logits_row + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)

@@ -116,7 +116,8 @@ def sampling_thresholds(
         config = config._replace(narrow_rounds=0)
     num_tiles = triton.cdiv(vocab_size, config.tile)
     num_splits = triton.cdiv(vocab_size, config.narrow_columns)
-    maxima, masses = torch.empty(2, batch, num_tiles, device=logits.device)
+    # One tensor each: as halves of one, every odd batch would have another alignment, and so other kernels to compile.
+    maxima, masses = (torch.empty(batch, num_tiles, device=logits.device) for _ in range(2))
     live_tiles = torch.empty(batch, num_tiles, dtype=torch.int32, device=logits.device)
     candidates = torch.empty(batch, config.capacity, device=logits.device)
     brackets = torch.empty(config.narrow_rounds, batch, 2, dtype=torch.int64, device=logits.device)

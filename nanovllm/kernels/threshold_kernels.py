@@ -157,7 +157,7 @@ def narrow_kernel(
                 x = tl.load(logits + row * row_stride + columns, mask=mask, other=NEG_INF).to(tl.float32)
                 weights = weigh(x, peak, scale)
                 partials_split = partials + (row * num_splits + split) * PIVOTS
-                for i in tl.static_range(PIVOTS):
+                for i in tl.range(PIVOTS, loop_unroll_factor=PIVOTS):
                     higher = x > value_of(pivot(low, high, i, PIVOTS), SHIFT)
                     tl.store(partials_split + i, tl.sum(tl.where(higher, weights, 0.0), axis=0))
 
