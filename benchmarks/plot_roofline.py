@@ -5,7 +5,7 @@ from random import Random
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
-from attention_decode import HEAD_DIM, HEADS, KV_HEADS
+from attention_decode import HEAD_DIM, HEADS, KV_HEADS, name_of
 from attention_prefill import SHAPES as PREFILL_SHAPES
 from figures import BLUE, GREEN, GREY, INK, ORANGE, PINK, Figures
 from floor import Ceilings
@@ -54,7 +54,8 @@ def decode_points(rows: list[dict]) -> list[Point]:
         # Launch constants that the engine chooses today, where the sweep has them.
         num_rows = batch * KV_HEADS
         spare = SPARE_PROGRAMS_SMALL_BATCH if num_rows <= SMALL_BATCH else SPARE_PROGRAMS
-        chosen = f"spare {spare} {tuple(paged_decode.choose_config(num_rows, HEAD_DIM, ITEMSIZE))}"
+        config = paged_decode.choose_config(num_rows, HEAD_DIM, ITEMSIZE)
+        chosen = f"spare {spare} {name_of(config)}"
         shape = f"{batch} x {low}..{high} tokens" if high > low else f"{batch} x {low} tokens"
         ours = seconds.get(chosen, seconds["ours"])
         for by, time in (("ours", ours), ("flash-attn 2", seconds.get("flash-attn 2"))):

@@ -33,11 +33,16 @@ SECONDS = 0.8  # of products in a row
 SW_POWER_CAP = 4  # NVML's reason "the clock is lowered to stay below the power limit"
 
 
+def this_card() -> list[str]:
+    """nvidia-smi's option for the current device, which it numbers without CUDA_VISIBLE_DEVICES."""
+    return ["-i", f"GPU-{torch.cuda.get_device_properties().uuid}"]
+
+
 @contextmanager
 def watching(samples: list) -> Iterator[None]:
     """Append (SM clock in MHz, power in W, reasons for a lower clock) to samples, every 20 ms until the block ends."""
     query = "--query-gpu=clocks.sm,power.draw.instant,clocks_event_reasons.active"
-    options = ["--format=csv,noheader,nounits", "-lms", "20", "-i", str(torch.cuda.current_device())]
+    options = ["--format=csv,noheader,nounits", "-lms", "20", *this_card()]
     with TemporaryFile("w+") as output:
         process = subprocess.Popen(["nvidia-smi", query, *options], stdout=output, text=True)
         try:
@@ -46,9 +51,10 @@ def watching(samples: list) -> Iterator[None]:
             process.terminate()
             process.wait()
             output.seek(0)
-            for line in output.read().splitlines():
+            *lines, _ = output.read().split("\n")  # The last one may have been cut off.
+            for line in lines:
                 fields = line.split(",")
-                if len(fields) == 3:  # The last line may have been cut off.
+                if len(fields) == 3:
                     samples.append((float(fields[0]), float(fields[1]), int(fields[2], 16)))
 
 
@@ -87,8 +93,9 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     query = "--query-gpu=name,power.limit,clocks.max.sm"
-    card = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, check=True)
-    print(card.stdout.splitlines()[torch.cuda.current_device()])
+    command = ["nvidia-smi", query, "--format=csv,noheader", *this_card()]
+    card = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    print(card)
     results = {}
     for name, shape in SHAPES.items():
         r = results[name] = measure(*shape)
@@ -98,7 +105,7 @@ def main() -> None:
             flush=True,
         )
     if args.json:
-        Path(args.json).write_text(json.dumps({"card": card.stdout.strip(), "results": results}, indent=1))
+        Path(args.json).write_text(json.dumps({"card": card, "results": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.models import model_class
 from nanovllm.utils.parallel import check_shardable
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -86,6 +87,7 @@ class Config:
     def __post_init__(self):
         self._check_values()
         self._resolve_model()
+        model_class(self.hf_config)  # Of another architecture's fields nothing is known.
         check_shardable(self.hf_config, self.tensor_parallel_size)
         self._resolve_device()
         self._resolve_dtype()

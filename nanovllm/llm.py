@@ -100,7 +100,7 @@ class LLM(LLMEngine):
     def _stream(self, user: User, requests: list[list[Sequence]]) -> Iterator[StreamDelta]:
         reader = DeltaReader(requests)
         with self._loop.driving(user):
-            self._queue(requests)
+            self._queue(user, requests)
             for finished, step in self._loop.steps(user):
                 self._set_texts(finished)
                 yield from reader.read(step.seqs, finished)
@@ -141,15 +141,15 @@ class LLM(LLMEngine):
 
     def _generate_iter(self, user: User, feed: PromptFeed, on_error: str) -> Iterator[tuple[int, RequestOutput]]:
         with self._loop.driving(user):
-            while self._refill(feed, on_error):
+            while self._refill(user, feed, on_error):
                 for finished, _ in self._loop.steps(user):
                     self._set_texts(finished)
                     feed.book(finished)
-                    self._refill(feed, on_error)
+                    self._refill(user, feed, on_error)
                     yield from feed.results()
                 yield from feed.results()
 
-    def _refill(self, feed: PromptFeed, on_error: str) -> bool:
+    def _refill(self, user: User, feed: PromptFeed, on_error: str) -> bool:
         """Queue prompts until twice what a step computes is under way; whether there were any. So many at a time that
         a prefill is worth it, and so few that tokenizing them holds up no step."""
         scheduler, max_num_seqs = self.scheduler, self.config.max_num_seqs
@@ -159,7 +159,7 @@ class LLM(LLMEngine):
             prompts, params = zip(*batch, strict=True)
             requests = self._make_requests(list(prompts), list(params), on_error, feed.num_taken - len(batch))
             feed.admit(requests)
-            if not self._queue(requests):
+            if not self._queue(user, requests):
                 break  # Nothing but faults: they go out before more are taken.
         return feed.num_taken > before
 

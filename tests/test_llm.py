@@ -303,6 +303,13 @@ def test_sampling_params_of_another_type(llm, reference, params):
     assert_usable(llm, reference)
 
 
+@pytest.mark.parametrize("params", [{}, [], 0, ""])
+def test_an_empty_something_is_no_sampling_params(llm, reference, params):
+    with pytest.raises(TypeError, match="sampling_params: must be a SamplingParams"):
+        llm.add_request([1], params)
+    assert_usable(llm, reference)
+
+
 def test_one_of_the_sampling_params_of_another_type(llm, reference):
     with pytest.raises(TypeError, match=r"sampling_params\[1\]"):
         llm.generate([[1], [2]], [greedy(3), None], use_tqdm=False)
@@ -310,7 +317,7 @@ def test_one_of_the_sampling_params_of_another_type(llm, reference):
 
 
 def test_text_that_cannot_be_encoded(llm, reference):
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises(ValueError, match=r"prompts\[1\]: cannot be encoded: .*surrogates not allowed"):
         llm.generate([[1], "a lone surrogate: \ud800"], greedy(3), use_tqdm=False)
     assert_usable(llm, reference)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from checkpoints import Reference, complete, edit_json, edit_tensors, greedy, make_checkpoint, make_llm, random_prompt
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -350,6 +351,15 @@ def test_model_that_is_not_supported(copy, changes, message):
     edit_json(path / "config.json", **changes)
     with pytest.raises(ValueError, match=message):
         make_llm(path)
+
+
+@pytest.mark.parametrize("family", ["GPT2", "Qwen2VL", "Mamba", "T5"])
+def test_config_of_another_family(tmp_path, family):
+    """Whose fields have other names."""
+    config = getattr(transformers, f"{family}Config")(architectures=[f"{family}Model"])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"architectures=\['{family}Model'\].*supported are Qwen3ForCausalLM"):
+        make_llm(tmp_path)
 
 
 @pytest.mark.parametrize(

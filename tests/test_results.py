@@ -397,6 +397,17 @@ def test_stats_count_preemptions_and_surplus_tokens_of_nobody(path, reference):
         assert llm.stats()["generated_tokens"] == sum(map(len, outputs))
 
 
+def test_a_score_asks_the_prefix_cache_nothing(path):
+    with make_llm(path) as llm:
+        complete(llm, [random_prompt(40, seed=0)] * 2, greedy(2))
+        before = llm.stats()
+        llm.score([random_prompt(40, seed=0)], [[5]], use_tqdm=False)
+        after = llm.stats()
+    assert after["prompt_tokens"] - before["prompt_tokens"] == 41
+    for name in ("prefix_cache_queries", "prefix_cache_hits", "prefix_cache_hit_rate"):
+        assert after[name] == before[name]
+
+
 def test_no_prefix_cache_is_asked_nothing(path):
     with make_llm(path, enable_prefix_caching=False) as llm:
         complete(llm, [random_prompt(40, seed=0)] * 2, greedy(2))

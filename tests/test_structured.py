@@ -14,7 +14,7 @@ from nanovllm import SamplingParams, StructuredOutputsParams
 from nanovllm.engine.structured import Grammars, fill_masks, num_mask_words
 from nanovllm.layers.sampler import race_scores
 
-CHOICES = ("red", "green", "dark red", 'a "quoted"\n\\line', "größe", "red and green")
+CHOICES = ("red", "green", "dark red", 'a "quoted"\n\\line', "größe", "red and green", "a DEL: \x7f")
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["block", "slot"]}, "free": {"type": "boolean"}, "ids": {"const": [1, 2]}},
@@ -151,8 +151,10 @@ def test_max_tokens_and_min_tokens(llm):
         ({"regex": "(?=a)b"}, "look-ahead"),
         ({"json": {"type": "foo"}}, r"json=.*Invalid type: foo"),
         ({"json": {"type": "integer", "minimum": 3, "maximum": 2}}, "minimum"),
+        ({"json": "[1]"}, r"sampling_params.*json='\[1\]': cannot be enforced: .*object schema"),
+        ({"choice": ("\ud800",)}, r"choice=.*cannot be enforced"),
     ],
-    ids=["regex", "look-ahead", "type", "unsatisfiable"],
+    ids=["regex", "look-ahead", "type", "unsatisfiable", "no schema", "surrogate"],
 )
 def test_a_bad_form_is_refused_before_any_work(llm, fields, says):
     with pytest.raises(ValueError, match=f"(?s){says}"):

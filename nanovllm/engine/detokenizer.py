@@ -145,9 +145,15 @@ class TextStream:
     def push(self, token_id: int) -> bool:
         """Read the next token; whether it completes a stop string, which no token does within min_tokens."""
         self.num_tokens += 1
+        num_held = len(self._held)
         self._held += self._characters.push(token_id)
         if self._stop and self.num_tokens > self._min_tokens:
-            found = [(start, len(s), s) for s in self._stop if (start := self._held.find(s)) >= 0]
+            # What was held back for one stop string may hold another whole, from within min_tokens.
+            found = [
+                (start, len(s), s)
+                for s in self._stop
+                if (start := self._held.find(s, max(0, num_held - len(s) + 1))) >= 0
+            ]
             if found:
                 start, length, self.stop_reason = min(found)
                 self._pieces.append(self._held[: start + length * self._keep_stop])

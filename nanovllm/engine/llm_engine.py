@@ -84,7 +84,7 @@ class LLMEngine:
         self._request_ids, self._seq_ids = count(), count()
         finalizer = self._finalizer
         self._loop = StepLoop(self.scheduler, self.model_runner, config.overlap_steps, lambda: finalizer.alive)
-        self._by_hand = User("add_request() or step()")
+        self._by_hand = User("add_request() or step()", hears_of_aborts=False)
         logger.info("ready in %.1f s", time.perf_counter() - start)
 
     def __enter__(self):
@@ -110,9 +110,9 @@ class LLMEngine:
         stream() or generate_iter() is under way.
         """
         self._loop.claim(self._by_hand)
-        params = check_params(sampling_params or SamplingParams())
+        params = check_params(SamplingParams() if sampling_params is None else sampling_params)
         seqs = self._make_sequences(self._checker.check_one(prompt, params), params)
-        self._loop.queue(seqs)
+        self._loop.queue(self._by_hand, seqs)
         return seqs[0].request_id
 
     def abort_request(self, request_id: int | None = None) -> None:
@@ -195,7 +195,7 @@ class LLMEngine:
         results = Results()
         results.admit(requests)
         with self._loop.driving(user):
-            num_seqs = self._queue(requests)
+            num_seqs = self._queue(user, requests)
             del requests  # A sequence goes when its result is there, and not all of them after the last step.
             self._run_all(user, num_seqs, results, use_tqdm, on_step)
         return [results.ready[i] for i in range(len(prompts))]
@@ -239,10 +239,10 @@ class LLMEngine:
             for request, p in zip(checked, params, strict=True)
         ]
 
-    def _queue(self, requests: list[list[Sequence] | Exception]) -> int:
+    def _queue(self, user: User, requests: list[list[Sequence] | Exception]) -> int:
         """Queue what can be served; the number of sequences."""
         seqs = [seq for request in requests if isinstance(request, list) for seq in request]
-        self._loop.queue(seqs)
+        self._loop.queue(user, seqs)
         return len(seqs)
 
     def _make_sequences(self, request: Request, params: SamplingParams, streams: bool = False) -> list[Sequence]:

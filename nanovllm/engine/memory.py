@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from nanovllm.config import CPU_KVCACHE_GIB, Config
@@ -21,13 +22,14 @@ def largest_prefill(config: Config, device: torch.device) -> tuple[tuple[torch.T
     """The step that takes the most memory: (input_ids, positions, temperatures, seeds, sample positions), and its
     context. As many sequences as a step may hold, so that the logits are at their largest as well."""
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-    seq_len = min(config.max_num_batched_tokens // num_seqs, config.max_model_len)
-    cu_seqlens = torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * seq_len
-    input_ids = torch.randint(config.hf_config.vocab_size, (num_seqs * seq_len,), device=device)
-    positions = torch.arange(seq_len, device=device).repeat(num_seqs)
+    num_tokens = min(config.max_num_batched_tokens, num_seqs * config.max_model_len)
+    ends = torch.arange(num_seqs + 1, device=device) * num_tokens // num_seqs
+    cu_seqlens, seq_len = ends.int(), -(-num_tokens // num_seqs)
+    input_ids = torch.randint(config.hf_config.vocab_size, (num_tokens,), device=device)
+    positions = torch.arange(num_tokens, device=device) - ends[:-1].repeat_interleave(ends.diff())
     dtypes = (torch.float32, torch.int64, torch.int64)
     sampling = (torch.zeros(num_seqs, dtype=dtype, device=device) for dtype in dtypes)
-    context = Context(True, cu_seqlens, cu_seqlens, seq_len, seq_len, last_tokens=cu_seqlens[1:].long() - 1)
+    context = Context(True, cu_seqlens, cu_seqlens, seq_len, seq_len, last_tokens=ends[1:] - 1)
     return (input_ids, positions, *sampling), context
 
 
@@ -76,7 +78,11 @@ def allocate_kv_cache(
         min(config.max_model_len, capacity),
         "max_model_len" if config.max_model_len <= capacity else "the KV cache",
     )
-    return torch.zeros(2, num_layers, blocks, *shape, dtype=config.dtype, device=device)
+    shape = (2, num_layers, blocks, *shape)
+    if device.type == "cpu":
+        # A page of it becomes memory when it is written: gigabytes of zeros would be seconds of a laptop's start.
+        return torch.from_numpy(np.zeros(blocks * block_bytes, np.uint8)).view(config.dtype).view(shape)
+    return torch.zeros(shape, dtype=config.dtype, device=device)
 
 
 def warmup_sequences(config: Config, num_blocks: int) -> Iterator[Sequence]:

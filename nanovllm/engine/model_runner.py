@@ -3,6 +3,7 @@
 import gc
 import logging
 import pickle
+from contextlib import nullcontext
 from functools import partial
 from typing import NoReturn
 
@@ -120,21 +121,23 @@ class ModelRunner:
     # -- all ranks ---------------------------------------------------------------------------------------------
 
     def call(self, method: str, *args):
-        """Run one method by name on every rank; the result is rank 0's.
+        """Run one method by name on every rank, each with its own device as the current one, whichever the caller's is;
+        the result is rank 0's.
 
         With several ranks an exception in it ends the engine, for the ranks are out of step then; where a worker
         caused it, it is a WorkerError. Ctrl-C waits until rank 0 has done its part.
         """
-        if self.workers is None:
-            return getattr(self, method)(*args)
-        try:
-            with HeldInterrupt():
-                self.write_shm(method, *args)
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            if self.workers is None:
                 return getattr(self, method)(*args)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            self._end_after(error)
+            try:
+                with HeldInterrupt():
+                    self.write_shm(method, *args)
+                    return getattr(self, method)(*args)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                self._end_after(error)
 
     def write_shm(self, method: str, *args) -> None:
         """Rank 0's: send a call to the workers. Of a step's sequences they get what they do not know yet."""

@@ -94,7 +94,10 @@ class RequestChecker:
         try:
             return Request(token_ids, self._start_grammar(params.structured_outputs))
         except (ValueError, ImportError) as error:
-            raise type(error)(f"{where_params}: {error}") from error
+            kind = (
+                ImportError if isinstance(error, ImportError) else ValueError
+            )  # A UnicodeError wants other arguments.
+            raise kind(f"{where_params}: {error}") from error
 
     def _start_grammar(self, form: StructuredOutputsParams) -> Grammar:
         """Raises ValueError where the form cannot be enforced, and ImportError without the library that would."""
@@ -145,6 +148,7 @@ class RequestChecker:
 
     def _encode_text(self, text: str, options: dict) -> list[int] | Exception:
         try:
+            text.encode()  # The tokenizer's own word on a lone surrogate is that this is no text.
             return self._encode_texts([text], options)[0]
         except UnicodeError as error:
             return ValueError(f"cannot be encoded: {error}")

@@ -144,7 +144,7 @@ class Scheduler:
         self.block_manager.allocate(seq)
         if is_new:
             self.num_prompt_tokens += seq.num_prompt_tokens
-            if self.block_manager.enable_prefix_caching:
+            if self.block_manager.enable_prefix_caching and not seq.needs_prompt_logits:
                 self.num_prefix_queries += seq.num_prompt_tokens
                 self.num_prefix_hits += seq.num_shared_tokens
 

@@ -26,8 +26,10 @@ class Step(NamedTuple):
 class User:
     """Who steps: one generate(), one stream(), or the caller by hand. Compared by identity."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, hears_of_aborts: bool = True):
+        """hears_of_aborts: whether `steps` gives it what was aborted; who steps by hand gets what a step completed."""
         self.name = name
+        self.hears_of_aborts = hears_of_aborts
 
 
 class StepLoop:
@@ -48,6 +50,7 @@ class StepLoop:
         self._overlap = overlap
         self._is_alive = is_alive
         self._user: User | None = None
+        self._flying: Step | None = None  # launched by `steps`, its tokens not read yet
         self._watches_text = False
         self._aborted: list[Sequence] = []
 
@@ -57,13 +60,16 @@ class StepLoop:
             raise RuntimeError("this engine has exited: make a new LLM")
         if user is self._user:
             return
-        if not self.scheduler.is_finished():
+        if self._is_busy():
             raise RuntimeError(
-                f"{user.name} while other requests are unfinished: step() through those of add_request(); read a "
-                "stream() or generate_iter() to its end, or close() it; abort_request() drops them all"
+                f"{user.name} while other requests are unfinished: step() through those of add_request(), or drop them "
+                "with abort_request(); read a stream() or generate_iter() to its end, or close() it"
             )
         self._user = user
-        self._aborted = []
+
+    def _is_busy(self) -> bool:
+        """Whether somebody's requests are unfinished, or their last tokens not delivered."""
+        return bool(self._flying or self._aborted) or not self.scheduler.is_finished()
 
     @contextmanager
     def driving(self, user: User) -> Iterator[None]:
@@ -75,14 +81,18 @@ class StepLoop:
             # Nobody reads on: that happens between two steps, where everything is in order and the cache worth keeping.
             if user is self._user:
                 self.scheduler.abort()
+                self._flying, self._aborted = None, []
             raise
         except BaseException:
             if user is self._user:
                 self.scheduler.reset()
+                self._flying, self._aborted = None, []
             raise
 
-    def queue(self, seqs: list[Sequence]) -> None:
-        """Add checked sequences to what there is to do."""
+    def queue(self, user: User, seqs: list[Sequence]) -> None:
+        """Add a user's checked sequences to what there is to do. Claims once more: since it did so first, the caller's
+        own code has run, which gave the prompts."""
+        self.claim(user)
         if self.scheduler.is_finished():
             self._watches_text = False
         now = time.perf_counter()
@@ -97,7 +107,8 @@ class StepLoop:
         now = time.perf_counter()
         for seq in aborted:
             seq.finish_time = now
-        self._aborted += aborted
+        if self._user is not None and self._user.hears_of_aborts:
+            self._aborted += aborted
 
     def step(self) -> tuple[list[Sequence], Step]:
         """Compute one step; the sequences that it completed. Drops all requests where it fails."""
@@ -110,7 +121,6 @@ class StepLoop:
             # Its sequences count as computed where they were not: going on would give wrong tokens.
             self.scheduler.reset()
             raise
-        self._aborted = []
         self.seconds += time.perf_counter() - start
         return finished, step
 
@@ -122,10 +132,11 @@ class StepLoop:
         Gives the sequences that a step completed, and those aborted since the one before, and the step. More may be
         queued in between.
         """
-        flying: Step | None = None
         start = time.perf_counter()
-        while flying or self._aborted or not self.scheduler.is_finished():
+        # Another user can have come in between only where nothing of this one's was left.
+        while user is self._user and self._is_busy():
             self.claim(user)
+            flying = self._flying
             launched = None if self.scheduler.is_finished() else self._launch()
             if launched and not self._overlap:
                 flying, launched = self._draw(launched), None
@@ -134,6 +145,7 @@ class StepLoop:
             if launched:
                 launched = self._draw(launched)
                 self.scheduler.advance(launched.seqs)
+            self._flying = launched
             now = time.perf_counter()
             self.seconds += now - start
             start = now
@@ -141,7 +153,6 @@ class StepLoop:
             self._aborted = []
             if flying or finished:
                 yield finished, flying or Step([], 0, None)
-            flying = launched
 
     def _launch(self) -> Step:
         """Schedule the next step and start it."""

@@ -53,20 +53,26 @@ class Grammars:
         return Grammar(self, self._compiled(form))
 
     def _compile(self, form: StructuredOutputsParams):
+        what = next(name for name in ("json", "regex", "choice") if getattr(form, name) is not None)
+        try:
+            matcher = self._llguidance.LLMatcher(self._tokenizer, self._source(form), log_level=0)
+            fault = matcher.get_error().strip() if matcher.is_error() else None
+        except ValueError as error:
+            fault = error
+        if fault is not None:
+            raise ValueError(f"{what}={getattr(form, what)!r}: cannot be enforced: {fault}")
+        return matcher
+
+    def _source(self, form: StructuredOutputsParams) -> str:
+        """The form in llguidance's own language. Raises ValueError."""
         matcher_class = self._llguidance.LLMatcher
         if form.json is not None:
-            options = {"whitespace_pattern": _JSON_WHITESPACE}
-            what, source = "json", matcher_class.grammar_from_json_schema(form.json, defaults=options)
-        elif form.regex is not None:
-            what, source = "regex", matcher_class.grammar_from_regex(form.regex)
-        else:
-            # A string of a Lark grammar is written as one of JSON.
-            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice)
-            what, source = "choice", matcher_class.grammar_from_lark(f"start: {texts}")
-        matcher = matcher_class(self._tokenizer, source, log_level=0)
-        if matcher.is_error():
-            raise ValueError(f"{what}={getattr(form, what)!r}: cannot be enforced: {matcher.get_error().strip()}")
-        return matcher
+            return matcher_class.grammar_from_json_schema(form.json, defaults={"whitespace_pattern": _JSON_WHITESPACE})
+        if form.regex is not None:
+            return matcher_class.grammar_from_regex(form.regex)
+        # A string of a Lark grammar is written as one of JSON, though with no DEL in it.
+        texts = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in form.choice)
+        return matcher_class.grammar_from_lark(f"start: {' | '.join(texts)}")
 
     @cached_property
     def executor(self):

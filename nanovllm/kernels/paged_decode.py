@@ -27,7 +27,7 @@ from nanovllm.kernels.dependent_launch import (
 )
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.paged_cache import check_cache, check_heads, key_slots
-from nanovllm.utils.decode_plan import SMALL_BATCH, SPLIT_UNIT, DecodePlan, make_plan
+from nanovllm.utils.decode_plan import SPLIT_UNIT, DecodePlan, make_plan
 
 
 class DecodeConfig(NamedTuple):
@@ -45,8 +45,9 @@ def choose_config(num_rows: int, padded_dim: int, itemsize: int) -> DecodeConfig
     rows, the more a program has to have on its way."""
     tile = max(16, min(SPLIT_UNIT, 16 * 1024 // (padded_dim * itemsize)))
     if num_rows <= 32:
-        return DecodeConfig(max(16, tile // 2), 2, 4, prefetch=True)
-    return DecodeConfig(tile, 4, 4 if num_rows <= SMALL_BATCH else 3 if num_rows <= 512 else 2)
+        return DecodeConfig(max(16, tile // 2), 2, 3, prefetch=True)
+    # A tile's address waits for the block table, which takes a stage: with 3 stages, as with 4, one tile is on its way.
+    return DecodeConfig(tile, 4, 3 if num_rows <= 512 else 2)
 
 
 @triton.jit

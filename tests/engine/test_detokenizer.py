@@ -116,6 +116,12 @@ def test_a_stop_string_that_begins_within_min_tokens():
     assert (text, reason) == ("a", "ab")
 
 
+def test_a_stop_string_within_min_tokens_that_was_held_back_for_a_longer_one():
+    token_ids = [encode(char)[0] for char in "xabzq"]
+    _, text, _, reason = read(demo_tokenizer(), token_ids, stop=("ab", "xabyy"), min_tokens=3)
+    assert (text, reason) == ("xabzq", None)
+
+
 def test_special_tokens_count_as_text_where_they_are_kept():
     token_ids = [*encode("hello"), 2, *encode("more")]
     assert read(demo_tokenizer(), token_ids, stop="<|im_end|>")[1] == "hellomore"

@@ -177,3 +177,19 @@ def test_rank_0_on_another_device_than_the_first(shared):
     with torch.cuda.device(1), make_llm(path, tensor_parallel_size=2, dtype="float32", **GPU) as llm:
         assert {param.device for param in llm.model_runner.model.parameters()} == {torch.device("cuda", 1)}
         assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_engine_works_on_its_own_device(shared, size):
+    """Whichever is the current one when it is asked for something."""
+    path, reference = shared
+    if size > NUM_GPUS - 1:
+        pytest.skip("needs three CUDA devices")
+    prompts = reference.draw_prompts((5, 20), 8)
+    with torch.cuda.device(1):
+        llm = make_llm(path, tensor_parallel_size=size, dtype="float32", **GPU)
+    with llm:
+        assert torch.cuda.current_device() == 0
+        assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
+        assert complete(llm, prompts, greedy(8, top_k=5)) == reference.greedy(prompts, 8)
+        assert torch.cuda.current_device() == 0
