@@ -149,8 +149,8 @@ def summarize(name: str, passes: list[dict], size: ModelSize, ceilings: Ceilings
 def print_summary(s: dict, ceilings: Ceilings) -> None:
     print(f"Total: {s['tokens']}tok, Time: {s['seconds']:.2f}s, Throughput: {s['throughput']:.2f}tok/s")
     print(
-        f"Floor: {s['floor_seconds']:.3f}s ({ceilings.bandwidth / 1e12:.2f} TB/s, "
-        f"{ceilings.flops / 1e12:.1f} TFLOP/s); share of the floor reached: {s['share_of_floor']:.3f}"
+        f"Floor: {s['floor_seconds']:.3f}s ({ceilings.bandwidth / 1e12:.3g} TB/s, "
+        f"{ceilings.flops / 1e12:.3g} TFLOP/s); share of the floor reached: {s['share_of_floor']:.3f}"
     )
 
 

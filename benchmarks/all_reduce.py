@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing
+from gpus import require_gpus
 from graph_timing import time_graph
 
 from nanovllm.engine.process_group import connect_store, join_group, open_store
@@ -64,9 +65,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096, help="4096 is Qwen3-8B's")
     parser.add_argument("--json")
     args = parser.parse_args()
+    require_gpus(parser, 2)
     size, store = torch.cuda.device_count(), open_store()
-    if size < 2:
-        parser.error("needs two GPUs or more")
     with torch.multiprocessing.Manager() as manager:
         results = manager.list()
         torch.multiprocessing.spawn(measure, (size, store.port, args.hidden, results), nprocs=size)

@@ -15,6 +15,7 @@ from random import Random
 from statistics import median
 
 import torch
+from gpus import require_gpus
 
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.paged_decode import DecodeConfig, paged_decode
@@ -108,6 +109,7 @@ def main() -> None:
     )
     parser.add_argument("--json")
     args = parser.parse_args()
+    require_gpus(parser)
     results = []
     for batch, low, high in SHAPES:
         case = Case(batch, low, high, args.heads, args.kv_heads)

@@ -18,6 +18,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+from gpus import require_gpus
 
 from nanovllm.kernels import paged_prefill as kernel
 from nanovllm.kernels.paged_prefill import PrefillTiles, paged_prefill
@@ -227,6 +228,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--no-sweep", action="store_true", help="leave the Triton kernel's tiles alone")
     args = parser.parse_args()
+    require_gpus(parser)
 
     torch.manual_seed(0)
     with torch.inference_mode():

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from gpus import require_gpus
 from graph_timing import time_graph
 
 from nanovllm.kernels.decode_linear import linear, linear_add, linear_silu
@@ -261,6 +262,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=35, help="cases that would begin later are left out")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     args = parser.parse_args()
+    require_gpus(parser)
     start = time.perf_counter()
     # Batch sizes before products: what is left out for want of time leaves whole layers behind.
     cases = [Case(model, name, M, *NK) for M in TOKENS for model in args.shapes for name, NK in SHAPES[model].items()]

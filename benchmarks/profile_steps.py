@@ -13,6 +13,7 @@ from random import Random
 from statistics import median
 
 import torch
+from gpus import require_gpus
 from torch.autograd.profiler import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="rank 0 is what the profile shows")
     parser.add_argument("--json")
     args = parser.parse_args()
+    require_gpus(parser)
     results = []
     options = {"attention_backend": args.attention_backend, "tensor_parallel_size": args.tensor_parallel_size}
     with LLM(args.model, load_format="dummy", skip_tokenizer_init=True, seed=0, **options) as llm:

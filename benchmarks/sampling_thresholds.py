@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from gpus import require_gpus
 
 from nanovllm.kernels.sampling_thresholds import ThresholdConfig, default_config, sampling_thresholds
 
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="append", type=parse_sweep, default=[])
     parser.add_argument("--json")
     args = parser.parse_args()
+    require_gpus(parser)
     results = []
     for batch in map(int, args.batches.split(",")):
         for flat in (False, True):

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from gpus import require_gpus
 from graph_timing import time_graph
 
 from nanovllm.kernels import skinny_linear as kernels
@@ -171,6 +172,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=90, help="cases that would begin later are left out")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
     args = parser.parse_args()
+    require_gpus(parser)
     start = time.perf_counter()
     todo = [(case, make_configs(case)) for case in make_cases()]
     swept = []

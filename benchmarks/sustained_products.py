@@ -16,6 +16,7 @@ from statistics import median
 from tempfile import TemporaryFile
 
 import torch
+from gpus import require_gpus
 
 # tokens, output columns, input columns
 SHAPES = {
@@ -92,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
     args = parser.parse_args()
+    require_gpus(parser)
     query = "--query-gpu=name,power.limit,clocks.max.sm"
     command = ["nvidia-smi", query, "--format=csv,noheader", *this_card()]
     card = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

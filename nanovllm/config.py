@@ -33,7 +33,8 @@ class Config:
         enforce_eager: no CUDA graphs.
         kvcache_block_size: tokens a KV cache block, a power of two from 16.
         num_kvcache_blocks: blocks of the KV cache; -1 derives them from the memory.
-        kvcache_gib: GiB of KV cache, instead of what gpu_memory_utilization leaves; on a CPU 2 unless given.
+        kvcache_gib: GiB of KV cache, instead of what gpu_memory_utilization leaves; on a CPU 2 unless given. Without
+            effect where num_kvcache_blocks is given.
         device: "auto" (CUDA where there is a GPU), "cuda" or "cpu".
         dtype: "auto" (on a GPU the checkpoint's, float32 becoming bfloat16; on a CPU float32), "bfloat16",
             "float16" or "float32". After the checks: the torch.dtype.
@@ -79,7 +80,7 @@ class Config:
         names = [field.name for field in fields(cls)]
         for name in options:
             if name not in names:
-                near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+                near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
                 raise TypeError(f"unknown option {name!r}: {hint}")
         return cls(model, **options)

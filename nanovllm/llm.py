@@ -181,7 +181,8 @@ class LLM(LLMEngine):
             One Score a pair.
 
         Raises:
-            ValueError, TypeError: as generate; and for another number of completions than of prompts.
+            ValueError, TypeError: as generate; and for another number of completions than of prompts, or more tokens in
+                a pair than the engine's longest sequence less one.
         """
         self._loop.claim(User("score()"))
         prompts, completions = list(as_prompts(prompts)), list(as_prompts(completions, "completions"))
@@ -190,6 +191,10 @@ class LLM(LLMEngine):
         beginnings = self._checker.check_all(prompts, params_per_prompt(None, len(prompts)))
         endings = self._checker.encode_completions(completions)
         whole = [[*beginning.token_ids, *ending] for beginning, ending in zip(beginnings, endings, strict=True)]
+        limit = self.scheduler.max_seq_len - 1
+        for i, token_ids in enumerate(whole):
+            if len(token_ids) > limit:
+                raise ValueError(f"completions[{i}]: has {len(token_ids)} tokens with its prompt; {limit} are possible")
         outputs = self.generate(whole, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm)
         return [
             _score(token_ids, output["prompt_logprobs"][-len(token_ids) :])

@@ -43,7 +43,8 @@ class StructuredOutputsParams:
             _require("regex", self.regex, isinstance(self.regex, str) and self.regex != "", "a regular expression")
         if self.choice is not None:
             texts = _as_tuple(self.choice)
-            ok = not isinstance(self.choice, str) and bool(texts) and all(isinstance(t, str) and t for t in texts)
+            ok = isinstance(texts, tuple) and texts != () and all(isinstance(t, str) and t for t in texts)
+            ok = ok and not isinstance(self.choice, str)
             _require("choice", self.choice, ok, "a list of one or more texts, none of them empty")
             object.__setattr__(self, "choice", texts)
 
@@ -118,8 +119,11 @@ class SamplingParams:
         check("min_tokens", _is_int(self.min_tokens, 0), "an integer >= 0")
         if self.max_tokens is not None:
             check("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens, {self.max_tokens}")
-        check("stop", all(isinstance(s, str) and s for s in self.stop), "a text or a list of texts, none of them empty")
-        check("stop_token_ids", all(_is_int(t, 0, 2**31 - 1) for t in self.stop_token_ids), "a list of token ids >= 0")
+        stop, stop_token_ids = self.stop, self.stop_token_ids
+        ok = isinstance(stop, tuple) and all(isinstance(s, str) and s for s in stop)
+        check("stop", ok, "a text or a list of texts, none of them empty")
+        ok = isinstance(stop_token_ids, tuple) and all(_is_int(t, 0, 2**31 - 1) for t in stop_token_ids)
+        check("stop_token_ids", ok, "a list of token ids >= 0")
         check("n", _is_int(self.n, 1), "an integer >= 1")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -187,12 +191,12 @@ def _require(name: str, value, ok: bool, allowed: str) -> None:
         raise ValueError(f"{name}={value!r}: must be {allowed}")
 
 
-def _as_tuple(values) -> tuple:
-    """None is empty; a value that is not iterable becomes one that no check lets pass."""
+def _as_tuple(values):
+    """None is empty; what is not iterable stays what it is, for the checks to name."""
     try:
         return () if values is None else tuple(values)
     except TypeError:
-        return (None,)
+        return values
 
 
 def _is_int(value, low: int = -(2**63), high: int = MAX_SEED) -> bool:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import Reference, assert_idle, complete, edit_tensors, greedy, make_checkpoint, make_llm, random_prompt
 
+from nanovllm import LLM
 from nanovllm.engine.model_runner import ModelRunner
 
 
@@ -107,6 +108,17 @@ def test_no_room_for_a_block(path):
     # A block is 2 layers x 16 slots x 2 heads x 32 x 4 bytes of keys, and as many of values: 16 KiB.
     with pytest.raises(MemoryError, match=r"kvcache_gib is 1e-05"):
         make_llm(path, num_kvcache_blocks=-1, kvcache_gib=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"num_kvcache_blocks": 10**9}, {"num_kvcache_blocks": -1, "kvcache_gib": 1e9}])
+def test_a_cache_larger_than_the_machine(path, options):
+    with pytest.raises(MemoryError, match=r"GiB, and this machine has .* lower num_kvcache_blocks or kvcache_gib"):
+        make_llm(path, **options)
+
+
+def test_a_published_shape_has_no_tokenizer():
+    with pytest.raises(ValueError, match=r"Qwen3-0\.6B.*skip_tokenizer_init=True"):
+        LLM("Qwen3-0.6B", load_format="dummy", device="cpu")
 
 
 def test_kvcache_gib_sets_the_size(path):

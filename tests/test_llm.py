@@ -296,10 +296,16 @@ def test_another_number_of_sampling_params(llm, reference, num):
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, 0.5, "greedy"])
 def test_sampling_params_of_another_type(llm, reference, params):
-    with pytest.raises(TypeError, match="sampling_params"):
+    with pytest.raises(TypeError, match="sampling_params: must be a SamplingParams or a list"):
         llm.generate([[1]], params, use_tqdm=False)
     with pytest.raises(TypeError, match="sampling_params"):
         llm.add_request([1], params)
+    assert_usable(llm, reference)
+
+
+def test_on_step_that_is_no_function(llm, reference):
+    with pytest.raises(TypeError, match="on_step=5: must be callable"):
+        llm.generate([[1]], greedy(3), use_tqdm=False, on_step=5)
     assert_usable(llm, reference)
 
 

@@ -397,6 +397,14 @@ def test_stats_count_preemptions_and_surplus_tokens_of_nobody(path, reference):
         assert llm.stats()["generated_tokens"] == sum(map(len, outputs))
 
 
+def test_a_score_of_the_longest_pair_and_of_one_longer(path):
+    with make_llm(path, max_model_len=50) as llm:
+        (score,) = llm.score([random_prompt(40, seed=0)], [random_prompt(9, seed=1)], use_tqdm=False)
+        assert len(score["logprobs"]) == 9
+        with pytest.raises(ValueError, match=r"completions\[1\]: has 50 tokens with its prompt; 49 are possible"):
+            llm.score([[1], random_prompt(40, seed=0)], [[2], random_prompt(10, seed=1)], use_tqdm=False)
+
+
 def test_a_score_asks_the_prefix_cache_nothing(path):
     with make_llm(path) as llm:
         complete(llm, [random_prompt(40, seed=0)] * 2, greedy(2))

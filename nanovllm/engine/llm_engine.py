@@ -189,6 +189,8 @@ class LLMEngine:
         """
         self._loop.claim(user := User("generate()"))
         check_choice("on_error", on_error, ("raise", "return"))
+        if on_step is not None and not callable(on_step):
+            raise TypeError(f"on_step={on_step!r}: must be callable, or None")
         prompts = list(as_prompts(prompts))
         params = params_per_prompt(sampling_params, len(prompts))
         requests = self._make_requests(prompts, params, on_error)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,6 +17,7 @@ from nanovllm.utils.parallel import TensorParallel
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+_RAISE_ON_GPU = "raise gpu_memory_utilization, set kvcache_gib, or lower max_num_batched_tokens"
 
 
 def largest_prefill(config: Config, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Context]:
@@ -65,8 +67,8 @@ def allocate_kv_cache(
         if blocks < 1:
             where = "" if counts[tp.rank] == blocks else f" on rank {counts.index(blocks)}; on rank {tp.rank}"
             raise MemoryError(
-                f"no room for one KV cache block of {block_bytes / GIB:.3f} GiB{where}: {reason}; raise "
-                "gpu_memory_utilization or kvcache_gib, or lower max_num_batched_tokens"
+                f"no room for one KV cache block of {block_bytes / GIB:.3f} GiB{where}: {reason}; "
+                + ("raise kvcache_gib" if config.kvcache_gib is not None else _RAISE_ON_GPU)
             )
     capacity = blocks * config.kvcache_block_size
     logger.info(
@@ -80,6 +82,12 @@ def allocate_kv_cache(
     )
     shape = (2, num_layers, blocks, *shape)
     if device.type == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if blocks * block_bytes > memory:
+            raise MemoryError(
+                f"{blocks} KV cache blocks take {blocks * block_bytes / GIB:.1f} GiB, and this machine has "
+                f"{memory / GIB:.1f} GiB: lower num_kvcache_blocks or kvcache_gib"
+            )
         # A page of it becomes memory when it is written: gigabytes of zeros would be seconds of a laptop's start.
         return torch.from_numpy(np.zeros(blocks * block_bytes, np.uint8)).view(config.dtype).view(shape)
     return torch.zeros(shape, dtype=config.dtype, device=device)

@@ -1,8 +1,9 @@
 """What a caller hands in, checked before any work: prompts, sampling parameters, a model's tokenizer."""
 
+import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise, repeat, zip_longest
 from operator import index
 from typing import NamedTuple
@@ -268,7 +269,7 @@ def _pair_strictly(prompts: Iterable, params: Iterable) -> Iterator[tuple]:
 
 
 def _check_params_list(params) -> Iterable:
-    if isinstance(params, str) or not isinstance(params, Iterable):
+    if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
         raise TypeError(f"sampling_params: must be a SamplingParams or a list of them, not {type(params).__name__}")
     return params
 
@@ -284,6 +285,8 @@ def load_tokenizer(model: str):
     """The transformers tokenizer of a model directory. Raises ValueError, naming the way to do without one."""
     from transformers import AutoTokenizer
 
+    if "/" not in model and not os.path.isdir(model):
+        raise ValueError(f"model={model!r}: a published shape has no tokenizer; skip_tokenizer_init=True does without")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, use_fast=True)
         # Without tokenizer files transformers 5 makes up an empty one.

@@ -55,9 +55,12 @@ class StepLoop:
         self._aborted: list[Sequence] = []
 
     def claim(self, user: User) -> None:
-        """Let `user` queue and step. Raises RuntimeError after exit, and while another's requests are unfinished."""
+        """Let `user` queue and step. Raises RuntimeError after exit, and while another's requests are unfinished, and
+        WorkerError once a worker has died."""
         if not self._is_alive():
             raise RuntimeError("this engine has exited: make a new LLM")
+        if self.model_runner.workers is not None:
+            self.model_runner.check_workers()
         if user is self._user:
             return
         if self._is_busy():

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import traceback
 from contextlib import suppress
@@ -66,6 +67,13 @@ def check_may_spawn() -> None:
         raise RuntimeError(MAIN_GUARD)
     if process.daemon:
         raise RuntimeError("tensor_parallel_size > 1 starts processes, which a daemonic process may not")
+    main = sys.modules["__main__"]
+    script = getattr(main, "__file__", None)
+    if script is not None and getattr(main, "__spec__", None) is None and not os.path.exists(script):
+        raise RuntimeError(
+            "tensor_parallel_size > 1 starts processes, each of which imports the script that it is called from, and "
+            f"{script} is no file: save the script as one"
+        )
 
 
 def worker_main(seat: WorkerSeat) -> None:
@@ -108,7 +116,8 @@ def _report_failure(seat: WorkerSeat, error: BaseException) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process within seconds of its parent, however that ended, and whatever this one is waiting for."""
+    """End this process within seconds of its parent, however that ended, and whatever this one is waiting for. A parent
+    that ends earlier than this begins, while the process imports the parent's script, is noticed after that."""
     parent = multiprocessing.parent_process()
     # The sentinel alone would not do: a process that the parent forked may keep it open.
     while not wait([parent.sentinel], PARENT_CHECK_SECONDS) and os.getppid() == parent.pid:

@@ -192,6 +192,20 @@ def test_a_script_without_a_main_guard_is_told_so(start):
     assert err.count("RuntimeError: tensor_parallel_size > 1") == 1
 
 
+def test_a_script_from_standard_input_is_told_to_become_a_file(path):
+    code = PREAMBLE + 'if __name__ == "__main__":\n    make_llm(2)\n'
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-", str(path)],
+        env=os.environ | {"PYTHONPATH": str(TESTS.parent)},
+        input=code,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert process.returncode == 1
+    assert re.search(r"RuntimeError: .*<stdin> is no file: save the script as one", process.stderr.splitlines()[-1])
+
+
 def test_one_rank_needs_no_main_guard(start):
     assert start("print(len(run(make_llm(1), [1, 2, 3], 5)))\n").communicate(timeout=60) == ("5\n", "")
 

@@ -68,8 +68,9 @@ def test_a_worker_killed_in_the_middle_of_a_batch(path, started):
         llm.generate(PROMPTS, greedy(900), use_tqdm=False)
     assert time.monotonic() - killed_at[0] < 10
     assert_gone(started[0])
-    with pytest.raises(RuntimeError, match="rank 2 of 4"):
-        llm.generate(PROMPTS, greedy(2), use_tqdm=False)
+    for use in (lambda: llm.generate(PROMPTS, greedy(2)), lambda: llm.add_request([1]), llm.step):
+        with pytest.raises(WorkerError, match="rank 2 of 4"):
+            use()
     llm.exit()
     with pytest.raises(RuntimeError, match="exited"):
         llm.generate(PROMPTS, greedy(2), use_tqdm=False)
