@@ -141,7 +141,7 @@ def _race_kernel(
     if TRUNCATED:
         threshold = tl.load(thresholds + row)
     if temperature > 0:
-        scale = _LOG2_E / temperature
+        scale = tl.full([], _LOG2_E, tl.float32) / temperature  # see threshold_kernels._scale
         score, column = _race(
             logits_row,
             start,

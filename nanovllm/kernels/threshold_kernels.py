@@ -23,7 +23,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _scale(temperature):
-    return tl.minimum(_LOG2_E / temperature, 1e30)
+    # A tensor at the left: in Triton 3.7's interpreter a constant's quotient is a constant, whatever it is divided by.
+    return tl.minimum(tl.full([], _LOG2_E, tl.float32) / temperature, 1e30)
 
 
 @triton.jit
