@@ -9,7 +9,7 @@ import torch
 from nanovllm.engine.packed_arrays import Layout, PackedArrays, packed_size
 from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.context import Context
-from nanovllm.utils.decode_plan import DecodePlan, num_work_items, plan_decode
+from nanovllm.utils.decode_plan import PIECE_FIELDS, num_work_items, plan_decode
 
 
 class BlockTables:
@@ -49,7 +49,7 @@ class DecodeInputs:
             token_source int64: index into `tokens` of the token that the row feeds,
             positions int64: that token's position; seeds int64, temperatures float32: the request's,
             slot_mapping int32, context_lens int32, block_tables int32 [.., max_blocks]: as in Context.
-        work_items, split_keys: the step's DecodePlan.
+        work_items: int32 [.., PIECE_FIELDS], the plan of the step's attention (see `decode_plan`).
         tokens: int64 [2 * max_num_seqs]: tokens that the host knows, then those the last step sampled.
         sampled: the latter half.
     """
@@ -69,8 +69,7 @@ class DecodeInputs:
             "slot_mapping": ((n,), np.int32),
             "context_lens": ((n,), np.int32),
             "block_tables": ((n, max_blocks), np.int32),
-            "work_items": ((num_items, 2), np.int32),
-            "split_keys": ((1,), np.int32),
+            "work_items": ((num_items, PIECE_FIELDS), np.int32),
             "host_tokens": ((n + n % 2,), np.int64),  # even, so that no padding follows it
         }
         self.block_size = block_size
@@ -82,16 +81,16 @@ class DecodeInputs:
         self._turn = 0
         self.rows = dict(self._buffers[0].device)
         host_tokens = self.rows.pop("host_tokens")
-        self.work_items, self.split_keys = self.rows.pop("work_items"), self.rows.pop("split_keys")
+        self.work_items = self.rows.pop("work_items")
         self._sampled_at = len(host_tokens)
         self.tokens = memory[size - 8 * len(host_tokens) :].view(torch.int64)
         self.sampled = self.tokens[self._sampled_at :]
 
-    def plan(self, batch_size: int) -> DecodePlan | None:
+    def plan(self, batch_size: int) -> torch.Tensor | None:
         """The plan of a step of this size, as far as the device is concerned: which memory it lies in."""
         if self.num_kv_heads is None:
             return None
-        return DecodePlan(self.work_items[: num_work_items(batch_size, self.num_kv_heads)], self.split_keys)
+        return self.work_items[: num_work_items(batch_size, self.num_kv_heads)]
 
     def context(self, batch_size: int) -> Context:
         """The context of a step of the first rows."""
@@ -122,7 +121,7 @@ class DecodeInputs:
         host["context_lens"][n:batch_size] = 0
         if self.num_kv_heads is not None:
             items = host["work_items"][: num_work_items(batch_size, self.num_kv_heads)]
-            host["split_keys"][0] = plan_decode(host["context_lens"][:batch_size], items)
+            plan_decode(host["context_lens"][:batch_size], items)
         buffer.send()
 
 

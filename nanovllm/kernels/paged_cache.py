@@ -40,15 +40,24 @@ def check_heads(**tensors: torch.Tensor) -> None:
 
 
 @triton.jit
-def key_slots(table_ptr, first_key, num_keys, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Slots (int64 `[TILE]`) of keys first_key, first_key + 1, ... of the sequence whose block table is given.
+def load_blocks(table_ptr, first_key, num_keys, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Blocks of keys first_key, first_key + 1, ... of the sequence whose block table is given, for `key_slots`: int32
+    `[TILE]`, or one number where a tile lies in one block. `first_key` is a multiple of TILE.
 
-    `first_key` is a multiple of TILE. What comes back for a key from `num_keys` on must not be read.
+    A loop over tiles does well to load those of the next tile while it still works on this one. Where a tile's load
+    asks for its block itself, Triton spends a stage of the pipeline on that instead of on keys.
     """
-    keys = first_key + tl.arange(0, TILE)
     if TILE <= BLOCK_SIZE:
-        # Both are powers of two, so the tile lies in one block: one scalar lookup serves all its keys.
-        block = tl.load(table_ptr + first_key // BLOCK_SIZE)
+        # Both are powers of two, so one scalar lookup serves the whole tile.
+        blocks = tl.load(table_ptr + first_key // BLOCK_SIZE, mask=first_key < num_keys, other=0)
     else:
-        block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < num_keys, other=0)
-    return block.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE
+        keys = first_key + tl.arange(0, TILE)
+        blocks = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < num_keys, other=0)
+    return blocks
+
+
+@triton.jit
+def key_slots(blocks, first_key, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Slots (int64 `[TILE]`) of keys first_key, first_key + 1, ..., which lie in `blocks`. What comes back for a key
+    past the last one must not be read."""
+    return blocks.to(tl.int64) * BLOCK_SIZE + (first_key + tl.arange(0, TILE)) % BLOCK_SIZE

@@ -1,8 +1,8 @@
 """Attention of one query token a sequence over the paged cache, split over keys within one launch.
 
-One program takes one piece of a DecodePlan, some keys of one sequence, for one KV head, and all query heads that share
-that head, so every key and value is loaded once. A launch may be captured in a CUDA graph: its grid follows from
-shapes alone, and which piece a program takes is read from the plan.
+One program takes one piece of a plan (see `decode_plan`), some keys of one sequence, for one KV head, and all query
+heads that share that head, so every key and value is loaded once. A launch may be captured in a CUDA graph: its grid
+follows from shapes alone, and which piece a program takes is read from the plan.
 
 Splits are combined without a second launch, which would cost a small batch as much as the attention itself: each split
 leaves its partial result in the workspace and counts itself in; the one that finds all others there combines them.
@@ -26,8 +26,8 @@ from nanovllm.kernels.dependent_launch import (
     prefetch_lines,
 )
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.paged_cache import check_cache, check_heads, key_slots
-from nanovllm.utils.decode_plan import SPLIT_UNIT, DecodePlan, make_plan
+from nanovllm.kernels.paged_cache import check_cache, check_heads, key_slots, load_blocks
+from nanovllm.utils.decode_plan import PIECE_FIELDS, SPLIT_UNIT, make_plan
 
 
 class DecodeConfig(NamedTuple):
@@ -44,10 +44,10 @@ def choose_config(num_rows: int, padded_dim: int, itemsize: int) -> DecodeConfig
     """The best of benchmarks/attention_decode.py --sweep on an H200, for num_rows = sequences x KV heads: the fewer
     rows, the more a program has to have on its way."""
     tile = max(16, min(SPLIT_UNIT, 16 * 1024 // (padded_dim * itemsize)))
-    if num_rows <= 32:
-        return DecodeConfig(max(16, tile // 2), 2, 3, prefetch=True)
-    # A tile's address waits for the block table, which takes a stage: with 3 stages, as with 4, one tile is on its way.
-    return DecodeConfig(tile, 4, 3 if num_rows <= 512 else 2)
+    half = max(16, tile // 2)
+    if num_rows <= 512:
+        return DecodeConfig(tile, 4, 3, prefetch=num_rows <= 32)
+    return DecodeConfig(half, 1, 4) if num_rows <= 2048 else DecodeConfig(half, 2, 3)
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _prefetch_keys(
     dims = tl.arange(0, PADDED_DIM // LINE) * LINE
     for start in range(first_key, end_key, TILE):
         keys = start + tl.arange(0, TILE)
-        slots = key_slots(table_ptr, start, end_key, BLOCK_SIZE, TILE)
+        slots = key_slots(load_blocks(table_ptr, start, end_key, BLOCK_SIZE, TILE), start, BLOCK_SIZE, TILE)
         inside = (keys < end_key)[:, None] & (dims < HEAD_DIM)[None, :]
         # Past the end the first line of the cache is asked for: nobody minds.
         lines = tl.where(inside, slots[:, None] * ROW + dims[None, :], 0)
@@ -81,14 +81,14 @@ def _combine(
     out_ptr,
     partial_ptr,
     lse_ptr,
-    num_used,
+    num_splits,
     SPLIT_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
-    """Weigh the partial outputs of `num_used` splits by their softmax sums, always in the order of the splits."""
+    """Weigh the partial outputs of `num_splits` splits by their softmax sums, always in the order of the splits."""
     members = tl.arange(0, PADDED_GROUP)
     dims = tl.arange(0, PADDED_DIM)
     inside = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -96,7 +96,7 @@ def _combine(
     acc = tl.zeros([PADDED_GROUP, PADDED_DIM], dtype=tl.float32)
     total = tl.zeros([PADDED_GROUP], dtype=tl.float32)
     highest = tl.full([PADDED_GROUP], float("-inf"), dtype=tl.float32)
-    for split in range(num_used):
+    for split in range(num_splits):
         row = split * SPLIT_STRIDE
         # ".cg" goes past L1, which need not know what other multiprocessors wrote.
         lse = tl.load(lse_ptr + row + members, mask=members < GROUP, other=0.0, cache_modifier=".cg")
@@ -116,10 +116,8 @@ def _paged_decode_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
-    context_lens_ptr,
     block_tables_ptr,
-    items_ptr,
-    split_keys_ptr,
+    plan_ptr,
     partial_ptr,
     lse_ptr,
     arrivals_ptr,
@@ -131,6 +129,7 @@ def _paged_decode_kernel(
     PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    PIECE_FIELDS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     LINE: tl.constexpr,
@@ -142,16 +141,15 @@ def _paged_decode_kernel(
     # KV heads vary fastest: the heads of a token lie side by side in memory and are best read at the same time.
     kv_head = tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
-    seq = tl.load(items_ptr + 2 * item).to(tl.int64)
+    piece_ptr = plan_ptr + item * PIECE_FIELDS
+    seq = tl.load(piece_ptr).to(tl.int64)
     if seq < 0:
         return
-    split = tl.load(items_ptr + 2 * item + 1)
-    split_keys = tl.load(split_keys_ptr)
-    context_len = tl.load(context_lens_ptr + seq)
+    split = tl.load(piece_ptr + 1)
+    num_splits = tl.load(piece_ptr + 2)
     # A padding row (context 0) has one piece, which reads no key and writes zeros.
-    num_used = tl.maximum(tl.cdiv(context_len, split_keys), 1)
-    first_key = split * split_keys
-    end_key = tl.minimum(first_key + split_keys, context_len)
+    first_key = tl.load(piece_ptr + 3)
+    end_key = tl.load(piece_ptr + 4)
     table_ptr = block_tables_ptr + seq * table_stride
     k_ptr = k_cache_ptr + kv_head * HEAD_DIM
     v_ptr = v_cache_ptr + kv_head * HEAD_DIM
@@ -174,9 +172,11 @@ def _paged_decode_kernel(
     acc = tl.zeros([PADDED_GROUP, PADDED_DIM], dtype=tl.float32)
     row_max = tl.full([PADDED_GROUP], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([PADDED_GROUP], dtype=tl.float32)
+    blocks = load_blocks(table_ptr, first_key, end_key, BLOCK_SIZE, TILE)
     for start in range(first_key, end_key, TILE):
         owned = start + tl.arange(0, TILE) < end_key
-        slots = key_slots(table_ptr, start, end_key, BLOCK_SIZE, TILE)
+        slots = key_slots(blocks, start, BLOCK_SIZE, TILE)
+        blocks = load_blocks(table_ptr, start + TILE, end_key, BLOCK_SIZE, TILE)
         cache_tile = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
         # Values are masked as well as keys: a slot past the end may hold NaN, and 0 * NaN is not 0.
         inside = owned[:, None] & inside_dims[None, :]
@@ -195,7 +195,7 @@ def _paged_decode_kernel(
     acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     pair = seq * NUM_KV_HEADS + kv_head
     out_ptr += pair * GROUP * HEAD_DIM
-    if num_used == 1:
+    if num_splits == 1:
         tl.store(out_ptr + head_tile, acc.to(out_ptr.dtype.element_ty), mask=inside_heads)
     else:
         # The splits of a sequence are neighbours in the plan, so its first one's number is where they all lie.
@@ -208,11 +208,19 @@ def _paged_decode_kernel(
         # One thread does the atomic: it may release the stores of all only after all have made theirs.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals_ptr + pair, 1, sem="acq_rel")
-        if arrived == num_used - 1:
+        if arrived == num_splits - 1:
             # Everyone has counted, so the counter can go back to zero for the next launch of the graph.
             tl.store(arrivals_ptr + pair, 0)
             _combine(
-                out_ptr, partial_ptr, lse_ptr, num_used, NUM_KV_HEADS * GROUP, GROUP, PADDED_GROUP, HEAD_DIM, PADDED_DIM
+                out_ptr,
+                partial_ptr,
+                lse_ptr,
+                num_splits,
+                NUM_KV_HEADS * GROUP,
+                GROUP,
+                PADDED_GROUP,
+                HEAD_DIM,
+                PADDED_DIM,
             )
 
 
@@ -223,7 +231,7 @@ def paged_decode(
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     scale: float,
-    plan: DecodePlan | None = None,
+    plan: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
     config: DecodeConfig | None = None,
     pdl: bool = False,
@@ -238,12 +246,11 @@ def paged_decode(
             which reads no key and whose output is zero.
         block_tables: int32 `[batch_size, max_blocks]`, right-padded with -1.
         scale: positive factor of the scores, usually `head_dim ** -0.5`.
-        plan: the pieces of work, made for these context_lens; one is made for this call if None, which waits for the
-            device.
+        plan: int32 `[num_items, PIECE_FIELDS]`, the pieces of work, made for these context_lens (see `decode_plan`);
+            one is made for this call if None, which waits for the device.
         workspace: what the splits share; one is made for this call if None.
         config: launch constants, chosen from the shapes if None.
-        pdl: programmatic dependent launch (see `dependent_launch`); the plan, context_lens and block_tables are read
-            before the wait.
+        pdl: programmatic dependent launch (see `dependent_launch`); the plan and block_tables are read before the wait.
 
     Returns:
         `[batch_size, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside.
@@ -269,8 +276,9 @@ def paged_decode(
         return out
 
     pdl = pdl and plan is not None and has_pdl(q.device)  # A plan made here would be read before it is there.
-    plan = plan or make_plan(context_lens, num_kv_heads)
-    num_items = len(plan.items)
+    if plan is None:
+        plan = make_plan(context_lens, num_kv_heads)
+    num_items = len(plan)
     workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, num_items)
     workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, num_items)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
@@ -281,10 +289,8 @@ def paged_decode(
         q,
         k_cache,
         v_cache,
-        context_lens,
         block_tables,
-        plan.items,
-        plan.split_keys,
+        plan,
         workspace.partial,
         workspace.lse,
         workspace.arrivals,
@@ -297,6 +303,7 @@ def paged_decode(
         PADDED_GROUP=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
         PADDED_DIM=padded_dim,
+        PIECE_FIELDS=PIECE_FIELDS,
         BLOCK_SIZE=block_size,
         TILE=config.tile,
         LINE=min(padded_dim, CACHE_LINE // q.element_size()),

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanovllm.utils.decode_plan import DecodePlan
-
 
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -25,7 +23,8 @@ class Context:
             prefill that reads nothing from the cache.
         last_tokens: int64 [num_seqs] prefill: where in the flat batch each sequence's last new token is. The model
             returns the hidden states of these alone; None makes it return all.
-        decode_plan: decode: how attention is cut into pieces of work, for back ends that want it.
+        decode_plan: decode: int32 [num_items, PIECE_FIELDS], the pieces that attention is cut into, for back ends that
+            want a plan (see the module of that name).
     """
 
     is_prefill: bool = False
@@ -37,7 +36,7 @@ class Context:
     context_lens: torch.Tensor | None = None
     block_tables: torch.Tensor | None = None
     last_tokens: torch.Tensor | None = None
-    decode_plan: DecodePlan | None = None
+    decode_plan: torch.Tensor | None = None
 
     def of_last_tokens(self) -> "Context":
         """The same prefill with each sequence's last new token as its one query."""

@@ -44,7 +44,7 @@ def test_a_chain_in_a_graph(batch, prefetch, device):
     slots = tables[torch.arange(batch, device=device), positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     caches = random(NUM_LAYERS, 2, batch * blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device=device)
     plan = make_plan(context_lens, KV_HEADS)
-    workspace = DecodeWorkspace(batch, HEADS, KV_HEADS, HEAD_DIM, device, len(plan.items))
+    workspace = DecodeWorkspace(batch, HEADS, KV_HEADS, HEAD_DIM, device, len(plan))
     config = DecodeConfig(32, 2, 4, prefetch)
     start = random(batch, HIDDEN, device=device)
     residual, y = start.clone(), torch.empty_like(start)

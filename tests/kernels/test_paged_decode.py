@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.paged_decode import DecodeConfig, paged_decode
 from nanovllm.layers.attention_torch import decode_attention_torch
-from nanovllm.utils.decode_plan import MAX_SPLITS, SPLIT_UNIT, make_plan, num_work_items, plan_decode
+from nanovllm.utils.decode_plan import MAX_SPLITS, PIECE_FIELDS, SPLIT_UNIT, make_plan, num_work_items, plan_decode
 
 # Largest error against float64 that a dtype's rounding of inputs, weights and outputs explains.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -127,19 +127,26 @@ def test_any_number_of_pieces(num_items, device):
     spare=st.integers(1, 400),
 )
 def test_plan_covers_every_key_once_and_takes_the_longest_first(lens, spare):
-    items = np.full((len(lens) + spare, 2), 12345, np.int32)
-    split_keys = plan_decode(np.array(lens), items)
-    assert split_keys % SPLIT_UNIT == 0
+    items = np.full((len(lens) + spare, PIECE_FIELDS), 12345, np.int32)
+    plan_decode(np.array(lens), items)
     used = items[items[:, 0] >= 0]
     assert (items[len(used) :, 0] == -1).all()
     for row, context_len in enumerate(lens):
         places = np.flatnonzero(used[:, 0] == row)
-        assert used[places, 1].tolist() == list(range(max(1, -(-context_len // split_keys))))
-        assert len(places) <= MAX_SPLITS
         assert (np.diff(places) == 1).all()
-    order = [lens[row] for row, split in used.tolist() if split == 0]
-    units = [-(-n // SPLIT_UNIT) for n in order]
-    assert units == sorted(units, reverse=True)
+        _, splits, num_splits, first, end = used[places].T
+        assert splits.tolist() == list(range(len(places)))
+        assert (num_splits == len(places)).all()
+        assert 1 <= len(places) <= MAX_SPLITS
+        assert first[0] == 0
+        assert end[-1] == context_len
+        assert (first[1:] == end[:-1]).all()
+        assert (first % SPLIT_UNIT == 0).all()
+        assert context_len == 0 or (first < end).all()
+        assert len(set((end - first)[:-1])) <= 1  # equal but for the last, which is not longer
+        assert end[-1] - first[-1] <= end[0] - first[0]
+    order = [lens[row] for row, split, *_ in used.tolist() if split == 0]
+    assert order == sorted(order, reverse=True)
 
 
 def test_shared_block(device):
@@ -185,10 +192,13 @@ def test_twin_gives_a_sequence_the_same_bits_in_any_batch(num_heads, num_kv_head
 
 
 def test_more_work_than_programs_makes_longer_splits():
-    items = np.empty((4, 2), np.int32)
-    assert plan_decode(np.array([640, 64]), items) == 6 * SPLIT_UNIT
-    items = np.empty((num_work_items(2, 8), 2), np.int32)  # many
-    assert plan_decode(np.array([640, 64]), items) == SPLIT_UNIT
+    items = np.empty((4, PIECE_FIELDS), np.int32)
+    plan_decode(np.array([640, 64]), items)
+    assert items.tolist()[:3] == [[0, 0, 2, 0, 320], [0, 1, 2, 320, 640], [1, 0, 1, 0, 64]]
+    assert items[3, 0] == -1
+    items = np.empty((num_work_items(2, 8), PIECE_FIELDS), np.int32)  # many
+    plan_decode(np.array([640, 64]), items)
+    assert items[:11, 4].tolist() == [*range(64, 641, 64), 64]
 
 
 def test_no_sequences(device):
@@ -226,8 +236,7 @@ def test_graph_replays_with_other_context_lengths():
         out = paged_decode(**case, plan=plan, workspace=workspace)
     for shorter in ([4000, 300, 0, 1], [17, 0, 0, 1], [3999, 299, 0, 0], [4000, 300, 0, 1]):
         case["context_lens"].copy_(torch.tensor(shorter, dtype=torch.int32))
-        for captured, new in zip(plan, make_plan(case["context_lens"], 8), strict=True):
-            captured.copy_(new)
+        plan.copy_(make_plan(case["context_lens"], 8))
         out.fill_(float("nan"))
         graph.replay()
         expected = dense_decode(**case)
