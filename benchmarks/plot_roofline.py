@@ -5,14 +5,13 @@ from random import Random
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
-from attention_decode import HEAD_DIM, HEADS, KV_HEADS, name_of
+from attention_decode import HEAD_DIM, HEADS, KV_HEADS
 from attention_prefill import SHAPES as PREFILL_SHAPES
 from figures import BLUE, GREEN, GREY, INK, ORANGE, PINK, Figures
 from floor import Ceilings
 from matplotlib.lines import Line2D
 
-from nanovllm.kernels import paged_decode, skinny_kernel
-from nanovllm.utils.decode_plan import SMALL_BATCH, SPARE_PROGRAMS, SPARE_PROGRAMS_SMALL_BATCH
+from nanovllm.kernels import skinny_kernel
 
 ITEMSIZE = 2  # bf16
 
@@ -51,14 +50,8 @@ def decode_points(rows: list[dict]) -> list[Point]:
         rng = Random(batch)  # as attention_decode.Case draws
         tokens = sum(rng.randint(low, high) for _ in range(batch))
         flops, num_bytes = 4 * tokens * HEADS * HEAD_DIM, 2 * tokens * KV_HEADS * HEAD_DIM * ITEMSIZE
-        # Launch constants that the engine chooses today, where the sweep has them.
-        num_rows = batch * KV_HEADS
-        spare = SPARE_PROGRAMS_SMALL_BATCH if num_rows <= SMALL_BATCH else SPARE_PROGRAMS
-        config = paged_decode.choose_config(num_rows, HEAD_DIM, ITEMSIZE)
-        chosen = f"spare {spare} {name_of(config)}"
         shape = f"{batch} x {low}..{high} tokens" if high > low else f"{batch} x {low} tokens"
-        ours = seconds.get(chosen, seconds["ours"])
-        for by, time in (("ours", ours), ("flash-attn 2", seconds.get("flash-attn 2"))):
+        for by, time in (("ours", seconds["ours"]), ("flash-attn 2", seconds.get("flash-attn 2"))):
             if time:
                 points.append(Point(DECODE, shape, by, flops, num_bytes, time))
     return points

@@ -42,11 +42,7 @@ def check_heads(**tensors: torch.Tensor) -> None:
 @triton.jit
 def load_blocks(table_ptr, first_key, num_keys, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
     """Blocks of keys first_key, first_key + 1, ... of the sequence whose block table is given, for `key_slots`: int32
-    `[TILE]`, or one number where a tile lies in one block. `first_key` is a multiple of TILE.
-
-    A loop over tiles does well to load those of the next tile while it still works on this one. Where a tile's load
-    asks for its block itself, Triton spends a stage of the pipeline on that instead of on keys.
-    """
+    `[TILE]`, or one number where a tile lies in one block. `first_key` is a multiple of TILE."""
     if TILE <= BLOCK_SIZE:
         # Both are powers of two, so one scalar lookup serves the whole tile.
         blocks = tl.load(table_ptr + first_key // BLOCK_SIZE, mask=first_key < num_keys, other=0)

@@ -40,13 +40,16 @@ class DecodeConfig(NamedTuple):
     prefetch: bool = False
 
 
-def choose_config(num_rows: int, padded_dim: int, itemsize: int) -> DecodeConfig:
-    """The best of benchmarks/attention_decode.py --sweep on an H200, for num_rows = sequences x KV heads: the fewer
-    rows, the more a program has to have on its way."""
+def choose_config(num_rows: int, padded_dim: int, itemsize: int, shared_memory: int = 228 * 1024) -> DecodeConfig:
+    """The best of benchmarks/attention_decode.py --sweep and of whole workloads on an H200, for num_rows = sequences x
+    KV heads and so many bytes of shared memory a multiprocessor (there 228 KiB): n stages take n - 1 tiles of keys and
+    of values, 16 KiB each where a tile is whole, and the fewer rows, the more a program has to have on its way."""
     tile = max(16, min(SPLIT_UNIT, 16 * 1024 // (padded_dim * itemsize)))
     half = max(16, tile // 2)
-    if num_rows <= 512:
+    if num_rows <= 256:
         return DecodeConfig(tile, 4, 3, prefetch=num_rows <= 32)
+    if num_rows <= 1536:
+        return DecodeConfig(tile, 4, 4 if shared_memory >= 200 * 1024 else 3)
     return DecodeConfig(half, 1, 4) if num_rows <= 2048 else DecodeConfig(half, 2, 3)
 
 
@@ -153,6 +156,8 @@ def _paged_decode_kernel(
     table_ptr = block_tables_ptr + seq * table_stride
     k_ptr = k_cache_ptr + kv_head * HEAD_DIM
     v_ptr = v_cache_ptr + kv_head * HEAD_DIM
+    # A tile's block is known a tile ahead: a load that asked for it itself would cost a stage of the pipeline.
+    blocks = load_blocks(table_ptr, first_key, end_key, BLOCK_SIZE, TILE)
     if PDL:
         if PREFETCH:
             ROW: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
@@ -172,7 +177,6 @@ def _paged_decode_kernel(
     acc = tl.zeros([PADDED_GROUP, PADDED_DIM], dtype=tl.float32)
     row_max = tl.full([PADDED_GROUP], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([PADDED_GROUP], dtype=tl.float32)
-    blocks = load_blocks(table_ptr, first_key, end_key, BLOCK_SIZE, TILE)
     for start in range(first_key, end_key, TILE):
         owned = start + tl.arange(0, TILE) < end_key
         slots = key_slots(blocks, start, BLOCK_SIZE, TILE)
@@ -282,7 +286,9 @@ def paged_decode(
     workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, num_items)
     workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, num_items)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    config = config or choose_config(batch_size * num_kv_heads, padded_dim, q.element_size())
+    if config is None:
+        shared = torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor if q.is_cuda else 0
+        config = choose_config(batch_size * num_kv_heads, padded_dim, q.element_size(), shared)
     group = num_heads // num_kv_heads
     launcher(_paged_decode_kernel, (num_kv_heads, num_items), pdl)(
         out,

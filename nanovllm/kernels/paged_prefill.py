@@ -63,14 +63,13 @@ def _attend(
 ):
     """Fold keys first_key..end_key into the running softmax. Without DIAGONAL every row sees every one of them."""
     dims = tl.arange(0, PADDED_DIM)
-    if PAGED:
-        blocks = load_blocks(table_ptr, first_key, end_key, BLOCK_SIZE, TILE_KEYS)
     for start in range(first_key, end_key, TILE_KEYS):
         keys = start + tl.arange(0, TILE_KEYS)
         tokens = keys.to(tl.int64)
         if PAGED:
+            # Not loaded a tile ahead, as decode does: with more tiles on its way it was slower.
+            blocks = load_blocks(table_ptr, start, end_key, BLOCK_SIZE, TILE_KEYS)
             tokens = key_slots(blocks, start, BLOCK_SIZE, TILE_KEYS)
-            blocks = load_blocks(table_ptr, start + TILE_KEYS, end_key, BLOCK_SIZE, TILE_KEYS)
         k_tile = k_ptr + tokens[:, None] * k_stride + dims[None, :]
         v_tile = v_ptr + tokens[:, None] * v_stride + dims[None, :]
         if DIAGONAL or HEAD_DIM != PADDED_DIM:

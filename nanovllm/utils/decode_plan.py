@@ -14,7 +14,7 @@ MAX_SPLITS = 64  # of one sequence: the step that combines them holds one partia
 # Programs beyond one a sequence and KV head: (for up to so many sequences x KV heads, so many). More of them balance
 # better, but each pays for its start, and for leaving a partial result; measured on an H200
 # (benchmarks/attention_decode.py --sweep, docs/performance.md).
-SPARE_PROGRAMS = ((256, 165), (512, 330), (float("inf"), 528))
+SPARE_PROGRAMS = ((256, 165), (1536, 264), (float("inf"), 660))
 
 # A plan is an int32 array [num_items, 5], one piece a row: row of the batch, or -1 = nothing to do; which split of how
 # many of that sequence; first key and the one after the last. A sequence's pieces are neighbours, in order.
