@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -13,6 +14,14 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
     largest = min(max_num_seqs, MAX_GRAPH_BATCH_SIZE)
     sizes = [size for size in (1, 2, 4, 8, *range(16, largest + 1, 16)) if size < largest]
     return [*sizes, largest]
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """What graphs of a device are captured on. torch's default is one stream for the whole process, on whichever device
+    was the first: an engine on another one would capture nothing. One a device, not one an engine, because cuBLAS
+    keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device)
 
 
 class DecodeGraphs:
@@ -51,7 +60,8 @@ class DecodeGraphs:
             self._decode(batch_size)  # Loads kernels, or compiles them: neither is allowed in a capture.
             torch.cuda.synchronize()
             # Only this thread's calls count: NCCL's own thread may ask how an earlier collective is doing.
-            with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
+            stream = _capture_stream(self._device)
+            with torch.cuda.graph(graph, self.pool, stream=stream, capture_error_mode="thread_local"):
                 self._decode(batch_size)
         self._graphs[batch_size] = graph
 
