@@ -15,7 +15,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_parameters
-from nanovllm.layers.skinny_linear import is_skinny, norm_linear, norm_linear_silu
+from nanovllm.layers.skinny_linear import is_skinny, is_worth_it, norm_linear, norm_linear_silu
 from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import TensorParallel
 
@@ -203,10 +203,12 @@ class Qwen3Model(nn.Module):
 
     def _takes_skinny(self, num_tokens: int) -> bool:
         """Whether `forward_skinny` is the fast way for that many of `is_skinny`: with several ranks where it posts the
-        sums itself, alone where the kernels of small batches don't take even the largest weight of a layer."""
+        sums itself, alone where a layer's largest weight is neither small enough for the kernels of small batches nor
+        so large that only one or two tokens gain."""
         if self.tp.size > 1:
             return self.tp.reducer is not None
-        return not is_small_batch(num_tokens, self.layers[0].mlp.gate_up_proj.weight)
+        weight = self.layers[0].mlp.gate_up_proj.weight
+        return not is_small_batch(num_tokens, weight) and is_worth_it(num_tokens, weight)
 
 
 class Qwen3ForCausalLM(nn.Module):

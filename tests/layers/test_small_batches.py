@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.kernels import decode_linear as kernels
-from nanovllm.layers import decode_linear
+from nanovllm.layers import decode_linear, skinny_linear
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import TorchBackend
 from nanovllm.layers.layernorm import rms_norm_torch
@@ -144,12 +144,25 @@ def test_a_step_by_kernels_is_the_same_step(kernels_everywhere, monkeypatch, mod
     torch.testing.assert_close(decode(model, num_seqs), expected, rtol=2e-2, atol=2e-2)
 
 
+WEIGHT = 2080 * 32  # the model's largest
+
+
 @pytest.mark.parametrize(
-    ("num_seqs", "limit", "skinny"), [(8, 1 << 23, True), (9, 1 << 23, False), (16, 2080 * 32, True), (17, 1, False)]
+    ("num_seqs", "limit", "large", "skinny"),
+    [
+        (8, WEIGHT + 1, WEIGHT + 1, True),
+        (9, WEIGHT + 1, WEIGHT + 1, False),
+        (16, WEIGHT, WEIGHT + 1, True),
+        (17, 1, WEIGHT + 1, False),
+        (2, 1, WEIGHT, True),
+        (3, 1, WEIGHT, False),
+    ],
 )
-def test_who_is_skinny(kernels_everywhere, monkeypatch, model, num_seqs, limit, skinny):
-    """Up to 16 sequences whose layers have a weight too large for these kernels; and in any case up to 8."""
+def test_who_is_skinny(kernels_everywhere, monkeypatch, model, num_seqs, limit, large, skinny):
+    """Up to 16 sequences whose layers have a weight too large for these kernels, 2 if it is very large; up to 8 if it is
+    small."""
     taken = []
+    monkeypatch.setattr(skinny_linear, "_LARGE_WEIGHT", large)
     monkeypatch.setattr("nanovllm.models.qwen3.is_skinny", lambda x: len(x) <= 16)
     monkeypatch.setattr(decode_linear, "_MAX_WEIGHTS", limit)
     monkeypatch.setattr(Qwen3DecoderLayer, "forward_skinny", lambda *args: taken.append(args))
