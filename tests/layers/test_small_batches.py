@@ -159,8 +159,7 @@ WEIGHT = 2080 * 32  # the model's largest
     ],
 )
 def test_who_is_skinny(kernels_everywhere, monkeypatch, model, num_seqs, limit, large, skinny):
-    """Up to 16 sequences whose layers have a weight too large for these kernels, 2 if it is very large; up to 8 if it is
-    small."""
+    """Up to 8 sequences; 16 where the layers' weight is too large for these kernels, and 2 where it is very large."""
     taken = []
     monkeypatch.setattr(skinny_linear, "_LARGE_WEIGHT", large)
     monkeypatch.setattr("nanovllm.models.qwen3.is_skinny", lambda x: len(x) <= 16)
