@@ -17,8 +17,9 @@ from statistics import median
 import torch
 from gpus import require_gpus
 
+from nanovllm.kernels.decode_config import DecodeConfig
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
-from nanovllm.kernels.paged_decode import DecodeConfig, paged_decode
+from nanovllm.kernels.paged_decode import paged_decode
 from nanovllm.utils.decode_plan import make_plan, num_work_items
 
 HEAD_DIM, BLOCK_SIZE = 128, 256

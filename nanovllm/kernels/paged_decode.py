@@ -11,12 +11,12 @@ rounds differently.)
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.decode_config import DecodeConfig, choose_config
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.dependent_launch import (
     CACHE_LINE,
@@ -27,33 +27,7 @@ from nanovllm.kernels.dependent_launch import (
 )
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.paged_cache import check_cache, check_heads, key_slots, load_blocks
-from nanovllm.utils.decode_plan import PIECE_FIELDS, SPLIT_UNIT, make_plan
-
-
-class DecodeConfig(NamedTuple):
-    """Launch constants: keys a tile (a divisor of SPLIT_UNIT), warps a program, stages of the load pipeline; and
-    whether the programs of a dependent launch ask for their keys and values while they wait."""
-
-    tile: int
-    num_warps: int
-    num_stages: int
-    prefetch: bool = False
-
-
-def choose_config(num_rows: int, padded_dim: int, itemsize: int, shared_memory: int = 228 * 1024) -> DecodeConfig:
-    """The best of benchmarks/attention_decode.py --sweep and of whole workloads on an H200, for num_rows = sequences x
-    KV heads and so many bytes of shared memory a multiprocessor (there 228 KiB): n stages take n - 1 tiles of keys and
-    of values, 16 KiB each where a tile is whole, and the fewer rows, the more a program has to have on its way."""
-    tile = max(16, min(SPLIT_UNIT, 16 * 1024 // (padded_dim * itemsize)))
-    half = max(16, tile // 2)
-    if num_rows <= 32:
-        # More shared memory would be as fast here, but keep the next launch from starting early: 10 % of a step of 8B.
-        return DecodeConfig(tile, 4, 2, prefetch=True)
-    if num_rows <= 256:
-        return DecodeConfig(tile, 4, 3)
-    if num_rows <= 1536:
-        return DecodeConfig(tile, 4, 4 if shared_memory >= 200 * 1024 else 3)
-    return DecodeConfig(half, 1, 4) if num_rows <= 2048 else DecodeConfig(half, 2, 3)
+from nanovllm.utils.decode_plan import PIECE_FIELDS, make_plan
 
 
 @triton.jit
@@ -289,9 +263,7 @@ def paged_decode(
     workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, num_items)
     workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, num_items)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    if config is None:
-        shared = torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor if q.is_cuda else 0
-        config = choose_config(batch_size * num_kv_heads, padded_dim, q.element_size(), shared)
+    config = config or choose_config(batch_size * num_kv_heads, padded_dim, q.element_size(), q.device)
     group = num_heads // num_kv_heads
     launcher(_paged_decode_kernel, (num_kv_heads, num_items), pdl)(
         out,

@@ -6,9 +6,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from nanovllm.kernels.decode_config import DecodeConfig
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.dependent_launch import has_pdl
-from nanovllm.kernels.paged_decode import DecodeConfig, paged_decode
+from nanovllm.kernels.paged_decode import paged_decode
 from nanovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.skinny_linear import linear_add, norm_linear

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.kernels.decode_config import DecodeConfig, choose_config
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
-from nanovllm.kernels.paged_decode import DecodeConfig, paged_decode
+from nanovllm.kernels.paged_decode import paged_decode
 from nanovllm.layers.attention_torch import decode_attention_torch
 from nanovllm.utils.decode_plan import MAX_SPLITS, PIECE_FIELDS, SPLIT_UNIT, make_plan, num_work_items, plan_decode
 
@@ -266,3 +267,13 @@ def test_slots_beyond_two_billion_elements():
         cache[far] = blocks
     tables[0, :3] = torch.tensor(far)
     check(case)
+
+
+@pytest.mark.parametrize("num_rows", [1, 32, 33, 256, 257, 1536, 1537, 2048, 2049, 8192])
+@pytest.mark.parametrize(("padded_dim", "itemsize"), [(16, 2), (64, 2), (128, 2), (128, 4), (256, 2), (256, 4)])
+def test_constants_are_what_kernel_and_cards_allow(num_rows, padded_dim, itemsize):
+    config = choose_config(num_rows, padded_dim, itemsize, torch.device("cpu"))
+    assert config.tile & (config.tile - 1) == 0
+    assert 16 <= config.tile <= SPLIT_UNIT
+    # Where little is known of the card: what the smallest have room for.
+    assert (config.num_stages - 1) * 2 * config.tile * padded_dim * itemsize <= 96 * 1024

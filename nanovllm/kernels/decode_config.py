@@ -1,0 +1,51 @@
+"""Launch constants of decode attention."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.utils.decode_plan import SPLIT_UNIT
+
+_TILE_BYTES = 16 * 1024  # of keys, and as much of values
+
+
+class DecodeConfig(NamedTuple):
+    """Launch constants.
+
+    Attributes:
+        tile: keys a step of the loop, a power of two from 16 up to SPLIT_UNIT.
+        num_warps: a program.
+        num_stages: of the load pipeline; all but one have a tile of keys and one of values in shared memory.
+        prefetch: whether the programs of a dependent launch ask for their keys and values while they wait.
+    """
+
+    tile: int
+    num_warps: int
+    num_stages: int
+    prefetch: bool = False
+
+
+@cache
+def _has_much_shared_memory(device: torch.device) -> bool:
+    """Whether a multiprocessor has room for two programs of four stages, as Hopper's, with 228 KiB, has."""
+    if device.type != "cuda":
+        return False
+    # Some versions of torch may not say.
+    found = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_multiprocessor", 0)
+    return found >= 14 * _TILE_BYTES
+
+
+def choose_config(num_rows: int, padded_dim: int, itemsize: int, device: torch.device) -> DecodeConfig:
+    """The best, or close to it, of benchmarks/attention_decode.py --sweep and of whole workloads on an H200, for
+    num_rows = sequences x KV heads, of `padded_dim` elements of `itemsize` bytes."""
+    tile = max(16, min(SPLIT_UNIT, _TILE_BYTES // (padded_dim * itemsize)))
+    half = max(16, tile // 2)
+    if num_rows <= 32:
+        # More shared memory would be as fast here, but keep the next launch from starting early: 10 % of a step of 8B.
+        return DecodeConfig(tile, 4, 2, prefetch=True)
+    if num_rows <= 256:
+        return DecodeConfig(tile, 4, 3)
+    if num_rows <= 1536:
+        return DecodeConfig(tile, 4, 4 if _has_much_shared_memory(device) else 3)
+    return DecodeConfig(half, 1, 4) if num_rows <= 2048 else DecodeConfig(half, 2, 3)
