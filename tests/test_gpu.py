@@ -1,10 +1,7 @@
 """The whole engine on a CUDA device, held to transformers in float32 on the CPU."""
 
-import gc
 import logging
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,58 +16,15 @@ from checkpoints import (
     make_llm,
     random_prompt,
 )
-from torch.nn.functional import scaled_dot_product_attention
+from gpu_engines import DEMO_MODEL, DEMO_PROMPTS, REGRET, SHAPES, cases, gpu_llm, needs_demo_model, needs_flash_attn
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.model_runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
 
-HAS_FLASH_ATTN = find_spec("flash_attn_2_cuda") is not None
-DEMO_MODEL = Path(__file__).parents[1] / "assets" / "demo-model"
-MIB, GIB = 2**20, 2**30
-
 # |logits - reference| / |reference|. On a CPU, plain torch in these dtypes is off by up to 2e-6, 2e-2 and 2e-3.
 LOGITS_ERROR = {"float32": 2e-5, "bfloat16": 3.5e-2, "float16": 5e-3}
-# Logits below the best that rounding may choose; they spread by 1.7. Measured likewise: 0, 0.05 and 0.
-REGRET = {"bfloat16": 0.2, "float16": 0.03}
-SHAPES = {
-    64: {"num_attention_heads": 8, "num_key_value_heads": 2},
-    128: {"num_attention_heads": 4, "num_key_value_heads": 4},
-}
-needs_flash_attn = pytest.mark.skipif(not HAS_FLASH_ATTN, reason="needs flash-attn")
-needs_demo_model = pytest.mark.skipif(not (DEMO_MODEL / "config.json").is_file(), reason="needs assets/demo-model")
-
-
-def cases(names, *rows):
-    """Parameters that vary together, as a start of an engine takes seconds. Rows of flash_attn need the package;
-    `shaped` is a head_dim for the fixture."""
-    params = []
-    for row in rows:
-        words = (
-            ("" if value else "not-") + name if isinstance(value, bool) else str(value)
-            for name, value in zip(names.split(), row, strict=True)
-        )
-        params.append(pytest.param(*row, id="-".join(words), marks=needs_flash_attn if "flash_attn" in row else ()))
-    return pytest.mark.parametrize(names.split(), params, indirect=["shaped"] if "shaped" in names else False)
-
-
-@cache
-def flash_attn_has_float16() -> bool:
-    """Whether this build of flash-attn computes in float16: one built for bfloat16 alone returns nonsense."""
-    from flash_attn import flash_attn_func
-
-    q, k, v = torch.randn(3, 1, 40, 2, 64, device="cuda", dtype=torch.float16)
-    expected = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
-    return torch.allclose(flash_attn_func(q, k, v, causal=True), expected, atol=1e-2)
-
-
-def gpu_llm(path, **options) -> LLM:
-    wants = options.get("attention_backend"), options.get("dtype")
-    if wants == ("flash_attn", "float16") and not flash_attn_has_float16():
-        pytest.skip("this build of flash-attn has no float16 kernels")
-    defaults = {"device": "cuda", "kvcache_block_size": 256, "num_kvcache_blocks": 24, "max_num_batched_tokens": 2048}
-    return make_llm(path, **defaults | options)
 
 
 @pytest.fixture(scope="module")
@@ -404,154 +358,6 @@ def test_wrong_ids_never_reach_the_gpu(base):
         assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------
-
-
-def memory() -> tuple[int, int]:
-    """Bytes that torch's tensors take, and bytes of the device that are in use by anyone."""
-    gc.collect()
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    return torch.cuda.memory_allocated(), total - free
-
-
-@pytest.fixture(scope="module")
-def warm(base):
-    """An engine has come and gone: libraries and compiled kernels are loaded, and stay, as they should."""
-    path, _ = base
-    with gpu_llm(path, max_num_seqs=8) as llm:
-        complete(llm, [[1, 2, 3]], greedy(3))
-
-
-@pytest.fixture
-def before(warm):
-    return memory()
-
-
-def assert_given_back(before, what=""):
-    """All but cuBLAS's workspaces, which torch keeps for each stream."""
-    allocated, used = memory()
-    assert allocated - before[0] < 128 * MIB, what
-    assert used - before[1] < 512 * MIB, what
-
-
-@cases(
-    "end eager",
-    ("exit", False),
-    ("exit", True),
-    ("with", False),
-    ("with-error", False),
-    ("del", False),
-    ("del", True),
-    ("del-unfinished", False),
-    ("exception-in-generate", False),
-)
-def test_memory_is_given_back(base, before, monkeypatch, end, eager):
-    path, _ = base
-    llm = gpu_llm(path, num_kvcache_blocks=-1, kvcache_gib=4.0, enforce_eager=eager, max_num_seqs=8)
-    complete(llm, [[1, 2, 3]] * 3, greedy(3))
-    allocated, used = memory()
-    assert allocated - before[0] > 3.9 * GIB
-    assert used - before[1] > 3.9 * GIB
-    if end == "exit":
-        llm.exit()
-        llm.exit()
-    elif end == "with":
-        with llm:
-            complete(llm, [[1]], greedy(2))
-    elif end == "with-error":
-        with pytest.raises(ZeroDivisionError), llm:
-            raise ZeroDivisionError
-    elif end == "del-unfinished":
-        llm.add_request([1, 2, 3], greedy(5))
-        llm.step()
-        del llm
-    elif end == "del":
-        del llm
-    else:
-        with monkeypatch.context() as patch:
-            patch.setattr(llm.model_runner.model, "forward", lambda *args: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                llm.generate([[1]], greedy(3), use_tqdm=False)
-        assert_idle(llm)
-        assert len(complete(llm, [[1]], greedy(3))[0]) == 3
-        llm.exit()
-    assert_given_back(before)
-
-
-def test_memory_does_not_grow_from_engine_to_engine(base, warm):
-    path, _ = base
-    seen = []
-    for _ in range(3):
-        with gpu_llm(path, num_kvcache_blocks=-1, kvcache_gib=1.0, max_num_seqs=8) as llm:
-            complete(llm, [[1, 2, 3]] * 3, greedy(3))
-        seen.append(memory())
-    assert seen[-1][0] - seen[0][0] < 64 * MIB
-    assert seen[-1][1] - seen[0][1] < 128 * MIB
-
-
-@pytest.mark.parametrize("step", ["warmup_model", "allocate_kv_cache", "capture_cudagraph"])
-def test_memory_is_given_back_when_init_fails(base, before, monkeypatch, step):
-    path, _ = base
-    original = getattr(ModelRunner, step)
-    held = []
-
-    def failing(self):
-        original(self)
-        held.append(memory()[0])
-        raise KeyboardInterrupt("on purpose")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, step, failing)
-        with pytest.raises(KeyboardInterrupt, match="on purpose"):
-            gpu_llm(path, num_kvcache_blocks=-1, kvcache_gib=4.0, max_num_seqs=8)
-    assert step == "warmup_model" or held[0] - before[0] > 3.9 * GIB
-    assert_given_back(before)
-
-
-def test_more_blocks_than_the_gpu_holds(base, before):
-    path, _ = base
-    with pytest.raises((MemoryError, torch.OutOfMemoryError)):
-        gpu_llm(path, num_kvcache_blocks=10**8)
-    assert_given_back(before)
-    with gpu_llm(path, max_num_seqs=2) as llm:
-        assert len(complete(llm, [[1]], greedy(3))[0]) == 3
-
-
-def test_no_room_for_a_block(base, before):
-    path, _ = base
-    with pytest.raises(MemoryError, match=r"GiB.*gpu_memory_utilization=0\.001.*GiB are in use"):
-        gpu_llm(path, num_kvcache_blocks=-1, gpu_memory_utilization=0.001)
-    assert_given_back(before)
-
-
-@cases("shaped", (128,))
-def test_two_engines_share_a_gpu(base, shaped, before):
-    engines = []
-    total = torch.cuda.get_device_properties(0).total_memory
-    for (path, reference), share in ((base, 0.3), (shaped, 0.6)):
-        prompts = reference.draw_prompts((40, 17, 300), 12)
-        options = {"attention_backend": "triton", "dtype": "float32", "gpu_memory_utilization": share}
-        llm = gpu_llm(path, num_kvcache_blocks=-1, max_num_seqs=8, **options)
-        used = memory()[1]
-        # What the share leaves is the cache's; the graphs come on top, and may take a little.
-        assert (share - 0.05) * total < used < share * total + GIB
-        engines.append((llm, prompts, reference.greedy(prompts, 12)))
-    done = [{}, {}]
-    ids = [[llm.add_request(prompt, greedy(12)) for prompt in prompts] for llm, prompts, _ in engines]
-    while not all(llm.is_finished() for llm, *_ in engines):
-        for (llm, *_), results in zip(engines, done, strict=True):
-            if not llm.is_finished():
-                results |= dict(llm.step()[0])
-    for (_, _, expected), requests, results in zip(engines, ids, done, strict=True):
-        assert [results[i] for i in requests] == expected
-    engines[0][0].exit()
-    llm, prompts, expected = engines[1]
-    assert complete(llm, prompts, greedy(12)) == expected
-    llm.exit()
-    assert_given_back(before)
-
-
 def test_torch_defaults_are_the_callers(base):
     def defaults():
         x = torch.ones(1)
@@ -568,29 +374,6 @@ def test_torch_defaults_are_the_callers(base):
 
 
 # -- the demo model ----------------------------------------------------------------------------------------------
-
-DEMO_PROMPTS = [
-    "import os\nimport sys\n\n\ndef main():\n",
-    "def read_file(path):\n    with open(path) as f:\n",
-    "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n",
-    "    def __repr__(self):\n        return ",
-    "for i in range(10):\n    print(",
-    "try:\n    import json\nexcept ImportError:\n",
-    "    def test_simple(self):\n        self.assertEqual(",
-    'def add(a, b):\n    """Return the sum of a and b."""\n    return ',
-    "if not isinstance(value, str):\n    raise TypeError(",
-    "import threading\n\nlock = threading.Lock()\n\nwith lock:\n",
-    "    while True:\n        line = self.readline()\n        if not line:\n",
-    "def parse_args():\n    parser = argparse.ArgumentParser(",
-    "result = []\nfor name, value in sorted(items.items()):\n    result.append(",
-    "    @property\n    def name(self):\n        return self.",
-    'if __name__ == "__main__":\n    ',
-    "class ParseError(Exception):\n    ",
-    "def fibonacci(n):\n    if n < 2:\n        return n\n    return ",
-    "    try:\n        return self._cache[key]\n    except KeyError:\n        ",
-    "from collections import namedtuple\n\nPoint = namedtuple(",
-    "    def close(self):\n        if self._file is not None:\n            self._file.",
-]
 
 
 @needs_demo_model

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
-from test_gpu import DEMO_MODEL, DEMO_PROMPTS, REGRET, needs_demo_model
+from gpu_engines import DEMO_MODEL, DEMO_PROMPTS, REGRET, needs_demo_model
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, WorkerError
 from nanovllm.models.presets import preset_config

@@ -1,0 +1,165 @@
+"""What an engine takes of a CUDA device, and that it gives it back. Nobody else may take memory of it meanwhile."""
+
+import gc
+
+import pytest
+import torch
+from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint
+from gpu_engines import SHAPES, cases, gpu_llm
+
+from nanovllm.engine.model_runner import ModelRunner
+
+pytestmark = pytest.mark.gpu
+
+MIB, GIB = 2**20, 2**30
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    path = make_checkpoint(tmp_path_factory.mktemp("gpu-memory"), head_dim=64)
+    return path, Reference(path)
+
+
+def memory() -> tuple[int, int]:
+    """Bytes that torch's tensors take, and bytes of the device that are in use by anyone."""
+    gc.collect()
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return torch.cuda.memory_allocated(), total - free
+
+
+@pytest.fixture(scope="module")
+def warm(base):
+    """An engine has come and gone: libraries and compiled kernels are loaded, and stay, as they should."""
+    path, _ = base
+    with gpu_llm(path, max_num_seqs=8) as llm:
+        complete(llm, [[1, 2, 3]], greedy(3))
+
+
+@pytest.fixture
+def before(warm):
+    return memory()
+
+
+def assert_given_back(before, what=""):
+    """All but cuBLAS's workspaces, which torch keeps for each stream."""
+    allocated, used = memory()
+    assert allocated - before[0] < 128 * MIB, what
+    assert used - before[1] < 512 * MIB, what
+
+
+@cases(
+    "end eager",
+    ("exit", False),
+    ("exit", True),
+    ("with", False),
+    ("with-error", False),
+    ("del", False),
+    ("del", True),
+    ("del-unfinished", False),
+    ("exception-in-generate", False),
+)
+def test_memory_is_given_back(base, before, monkeypatch, end, eager):
+    path, _ = base
+    llm = gpu_llm(path, num_kvcache_blocks=-1, kvcache_gib=4.0, enforce_eager=eager, max_num_seqs=8)
+    complete(llm, [[1, 2, 3]] * 3, greedy(3))
+    allocated, used = memory()
+    assert allocated - before[0] > 3.9 * GIB
+    assert used - before[1] > 3.9 * GIB
+    if end == "exit":
+        llm.exit()
+        llm.exit()
+    elif end == "with":
+        with llm:
+            complete(llm, [[1]], greedy(2))
+    elif end == "with-error":
+        with pytest.raises(ZeroDivisionError), llm:
+            raise ZeroDivisionError
+    elif end == "del-unfinished":
+        llm.add_request([1, 2, 3], greedy(5))
+        llm.step()
+        del llm
+    elif end == "del":
+        del llm
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.model_runner.model, "forward", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                llm.generate([[1]], greedy(3), use_tqdm=False)
+        assert_idle(llm)
+        assert len(complete(llm, [[1]], greedy(3))[0]) == 3
+        llm.exit()
+    assert_given_back(before)
+
+
+def test_memory_does_not_grow_from_engine_to_engine(base, warm):
+    path, _ = base
+    seen = []
+    for _ in range(3):
+        with gpu_llm(path, num_kvcache_blocks=-1, kvcache_gib=1.0, max_num_seqs=8) as llm:
+            complete(llm, [[1, 2, 3]] * 3, greedy(3))
+        seen.append(memory())
+    assert seen[-1][0] - seen[0][0] < 64 * MIB
+    assert seen[-1][1] - seen[0][1] < 128 * MIB
+
+
+@pytest.mark.parametrize("step", ["warmup_model", "allocate_kv_cache", "capture_cudagraph"])
+def test_memory_is_given_back_when_init_fails(base, before, monkeypatch, step):
+    path, _ = base
+    original = getattr(ModelRunner, step)
+    held = []
+
+    def failing(self):
+        original(self)
+        held.append(memory()[0])
+        raise KeyboardInterrupt("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, step, failing)
+        with pytest.raises(KeyboardInterrupt, match="on purpose"):
+            gpu_llm(path, num_kvcache_blocks=-1, kvcache_gib=4.0, max_num_seqs=8)
+    assert step == "warmup_model" or held[0] - before[0] > 3.9 * GIB
+    assert_given_back(before)
+
+
+def test_more_blocks_than_the_gpu_holds(base, before):
+    path, _ = base
+    with pytest.raises((MemoryError, torch.OutOfMemoryError)):
+        gpu_llm(path, num_kvcache_blocks=10**8)
+    assert_given_back(before)
+    with gpu_llm(path, max_num_seqs=2) as llm:
+        assert len(complete(llm, [[1]], greedy(3))[0]) == 3
+
+
+def test_no_room_for_a_block(base, before):
+    path, _ = base
+    with pytest.raises(MemoryError, match=r"GiB.*gpu_memory_utilization=0\.001.*GiB are in use"):
+        gpu_llm(path, num_kvcache_blocks=-1, gpu_memory_utilization=0.001)
+    assert_given_back(before)
+
+
+def test_two_engines_share_a_gpu(base, tmp_path, before):
+    other = make_checkpoint(tmp_path, dtype=torch.bfloat16, head_dim=128, **SHAPES[128])
+    engines = []
+    total = torch.cuda.get_device_properties(0).total_memory
+    for (path, reference), share in ((base, 0.3), ((other, Reference(other)), 0.6)):
+        prompts = reference.draw_prompts((40, 17, 300), 12)
+        options = {"attention_backend": "triton", "dtype": "float32", "gpu_memory_utilization": share}
+        llm = gpu_llm(path, num_kvcache_blocks=-1, max_num_seqs=8, **options)
+        used = memory()[1]
+        # What the share leaves is the cache's; the graphs come on top, and may take a little.
+        assert (share - 0.05) * total < used < share * total + GIB
+        engines.append((llm, prompts, reference.greedy(prompts, 12)))
+    done = [{}, {}]
+    ids = [[llm.add_request(prompt, greedy(12)) for prompt in prompts] for llm, prompts, _ in engines]
+    while not all(llm.is_finished() for llm, *_ in engines):
+        for (llm, *_), results in zip(engines, done, strict=True):
+            if not llm.is_finished():
+                results |= dict(llm.step()[0])
+    for (_, _, expected), requests, results in zip(engines, ids, done, strict=True):
+        assert [results[i] for i in requests] == expected
+    engines[0][0].exit()
+    llm, prompts, expected = engines[1]
+    assert complete(llm, prompts, greedy(12)) == expected
+    llm.exit()
+    assert_given_back(before)
