@@ -10,7 +10,6 @@ tokens, over the steps between the two; median of several. Random weights.
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from random import Random
@@ -81,5 +80,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-elif "--tensor-parallel-size" in sys.argv:
+elif __name__ == "__mp_main__":
     take(parser.parse_args().paths[0])

@@ -36,6 +36,13 @@ def compiling_kernels(runner) -> Iterator[None]:
         yield
 
 
+def telling_batch_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes of decode steps that take every variant of a kernel that any does. What follows the batch size in a
+    variant keeps to ranges that have a power of two in them, or the largest batch, with a graph or at all."""
+    powers = {1 << i for i in range(max_num_seqs.bit_length())}
+    return sorted(powers | {max_num_seqs, graph_batch_sizes(max_num_seqs)[-1]})
+
+
 @torch.inference_mode()
 def _trace(runner) -> None:
     """Go through the launches of the start and of later steps, with a small KV cache that all layers share. No list of
@@ -48,12 +55,9 @@ def _trace(runner) -> None:
     runner.use_kv_cache(kv_cache.expand(2, config.hf_config.num_hidden_layers, *shape))
     seq = _sequence(1, block_size)
     seq.is_prefilling = False
-    sizes = graph_batch_sizes(config.max_num_seqs)
-    for size in sizes:
-        # What follows the batch size in a kernel's variant follows it in powers of two, and in larger steps.
-        if size & (size - 1) == 0 or size == sizes[-1]:
-            runner.run([seq] * size, False)
-            _trace_truncation(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
+    for size in telling_batch_sizes(config.max_num_seqs):
+        runner.run([seq] * size, False)
+        _trace_truncation(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
     warmup_kernels(runner)
     runner.use_kv_cache(None)
 

@@ -224,7 +224,7 @@ def paged_decode(
         k_cache, v_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous, of q's dtype, block_size a
             power of two from 16 up, the new token's keys and values already in them.
         context_lens: int32 `[batch_size]`, keys of each sequence, the new token's included; 0 marks a padding row,
-            which reads no key and whose output is zero.
+            which reads no key and whose output is zero. Read only where there is no plan, which says the same.
         block_tables: int32 `[batch_size, max_blocks]`, right-padded with -1.
         scale: positive factor of the scores, usually `head_dim ** -0.5`.
         plan: int32 `[num_items, PIECE_FIELDS]`, the pieces of work, made for these context_lens (see `decode_plan`);
@@ -259,6 +259,11 @@ def paged_decode(
     pdl = pdl and plan is not None and has_pdl(q.device)  # A plan made here would be read before it is there.
     if plan is None:
         plan = make_plan(context_lens, num_kv_heads)
+    elif plan.dtype != torch.int32 or plan.shape[1:] != (PIECE_FIELDS,) or not plan.is_contiguous():
+        raise ValueError(
+            f"plan must be a contiguous int32 [num_items, {PIECE_FIELDS}], not {list(plan.shape)} {plan.dtype} with "
+            f"strides {plan.stride()}"
+        )
     num_items = len(plan)
     workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, num_items)
     workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, num_items)

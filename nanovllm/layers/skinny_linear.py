@@ -10,8 +10,9 @@ from nanovllm.layers.layernorm import rms_norm_torch
 if HAS_TRITON:
     from nanovllm.kernels import skinny_linear as kernels
 
-# A model with such a weight is left to cuBLAS from three tokens on: on an H200 a step of Qwen3-8B takes these kernels
-# 7.3 ms with 4 sequences and 9.6 with 16, and cuBLAS 6.9 with 32 (docs/performance.md).
+# A model with such a weight is left to cuBLAS from three tokens on. On an H200 a step of Qwen3-8B took these kernels
+# 7.3 ms with 4 sequences and 9.6 with 16, and one of 32 took cuBLAS 6.9; fewer than those were not timed with it, nor
+# were other models (docs/performance.md).
 _LARGE_WEIGHT = 1 << 26  # elements
 _MAX_TOKENS_OF_LARGE = 2
 

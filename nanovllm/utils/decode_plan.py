@@ -1,16 +1,16 @@
 """How decode attention is cut into pieces of work: once a step, on the host, for all layers.
 
-A piece is a run of one sequence's keys. A sequence is cut into splits of equal length, as many as it takes to keep them
-below a limit that holds for the whole step, and the longest sequences' pieces come first: whichever multiprocessor is
-free takes the next, and short pieces even out the end. The number of programs must not depend on lengths (a CUDA graph
-fixes it), so it is bounded instead: the limit is chosen so that the pieces always fit.
+A piece is a run of one sequence's keys. A sequence is cut into splits of equal length, as few as keep them within a
+limit that holds for the whole step, and the longest pieces come first: whichever multiprocessor is free takes the next,
+and short pieces even out the end. The number of programs must not depend on lengths (a CUDA graph fixes it), so it is
+bounded instead: the limit is chosen so that the pieces always fit.
 """
 
 import numpy as np
 import torch
 
 SPLIT_UNIT = 64  # keys; splits are whole multiples, so that kernels may take tiles of 16, 32 or 64
-MAX_SPLITS = 64  # of one sequence: the step that combines them holds one partial result of each
+MAX_SPLITS = 64  # of one sequence: its last program adds them up, one after the other
 # Programs beyond one a sequence and KV head: (for up to so many sequences x KV heads, so many). More of them balance
 # better, but each pays for its start, and for leaving a partial result; measured on an H200
 # (benchmarks/attention_decode.py --sweep, docs/performance.md).
@@ -35,13 +35,13 @@ def plan_decode(context_lens: np.ndarray, items: np.ndarray) -> None:
         items: int32 [num_items, PIECE_FIELDS] to fill, num_items >= batch_size + 1.
     """
     batch_size, num_items = len(context_lens), len(items)
-    longest_first = np.argsort(-context_lens, kind="stable")
-    context_lens = context_lens[longest_first]
     units = -(-context_lens // SPLIT_UNIT)
     # sum(ceil(u / n)) <= batch_size + sum(u) / n, so with this n all pieces find a place.
-    most_units = max(1, -(-int(units.sum()) // (num_items - batch_size)), -(-int(units[0]) // MAX_SPLITS))
+    most_units = max(1, -(-int(units.sum()) // (num_items - batch_size)), -(-int(units.max()) // MAX_SPLITS))
     num_splits = np.maximum(-(-units // most_units), 1)
     split_keys = -(-units // num_splits) * SPLIT_UNIT
+    longest_first = np.argsort(-split_keys, kind="stable")
+    context_lens, num_splits, split_keys = (x[longest_first] for x in (context_lens, num_splits, split_keys))
     first = np.cumsum(num_splits) - num_splits
     owner = np.repeat(np.arange(batch_size), num_splits)
     used = len(owner)

@@ -1,12 +1,15 @@
 """A prefill step's tensors, against what the design says of each."""
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine.inputs import prefill_inputs
+from nanovllm.engine.inputs import DecodeInputs, prefill_inputs
 from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels.decode_workspace import DecodeWorkspace
 
 
 @st.composite
@@ -53,3 +56,25 @@ def test_prefill_inputs(drawn):
         return
     width = max(seq.num_blocks for seq in seqs)
     assert context.block_tables.tolist() == [seq.block_table + [-1] * (width - seq.num_blocks) for seq in seqs]
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("max_num_seqs", [1, 5, 40, 200])
+def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
+    """They fit the inputs' memory and the workspace, and every row has its keys in them."""
+    inputs = DecodeInputs(max_num_seqs, 20, 256, torch.device("cpu"), num_kv_heads)
+    workspace = DecodeWorkspace(max_num_seqs, 16, num_kv_heads, 16, "cpu")
+    seqs = []
+    for i in range(max_num_seqs):
+        seq = Sequence(i, [0] * (1 + 977 * i % 5000), SamplingParams(), 256, seed=i)
+        seq.block_table = list(range(seq.num_blocks))
+        seqs.append(seq)
+    for batch_size in {1, (max_num_seqs + 1) // 2, max_num_seqs}:
+        for num_seqs in {1, batch_size}:
+            inputs.write(seqs[:num_seqs], batch_size)
+            plan = inputs.plan(batch_size)
+            workspace.check_room(batch_size, 16, num_kv_heads, 16, len(plan))
+            row, _, _, first, end = plan[plan[:, 0] >= 0].T.numpy()
+            keys = np.bincount(row, weights=end - first, minlength=batch_size)
+            expected = [seq.num_tokens for seq in seqs[:num_seqs]] + [0] * (batch_size - num_seqs)
+            assert keys.tolist() == expected

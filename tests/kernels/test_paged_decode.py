@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.kernels import decode_config
 from nanovllm.kernels.decode_config import DecodeConfig, choose_config
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.paged_decode import paged_decode
@@ -146,8 +147,8 @@ def test_plan_covers_every_key_once_and_takes_the_longest_first(lens, spare):
         assert context_len == 0 or (first < end).all()
         assert len(set((end - first)[:-1])) <= 1  # equal but for the last, which is not longer
         assert end[-1] - first[-1] <= end[0] - first[0]
-    order = [lens[row] for row, split, *_ in used.tolist() if split == 0]
-    assert order == sorted(order, reverse=True)
+    lengths = [-(-(end - first) // SPLIT_UNIT) for _, split, _, first, end in used.tolist() if split == 0]
+    assert lengths == sorted(lengths, reverse=True)
 
 
 def test_shared_block(device):
@@ -216,6 +217,9 @@ def test_no_sequences(device):
         ({"q": torch.zeros(2, 4, 32, dtype=torch.float16)}, "one dtype"),
         ({"workspace": DecodeWorkspace(1, 4, 2, 32, "cpu")}, "workspace too small"),
         ({"workspace": DecodeWorkspace(2, 4, 2, 32, "cpu", num_items=3)}, "workspace too small"),
+        ({"plan": torch.zeros(3, PIECE_FIELDS, dtype=torch.int64)}, "plan must be"),
+        ({"plan": torch.zeros(3, 2, dtype=torch.int32)}, "plan must be"),
+        ({"plan": torch.zeros(6, PIECE_FIELDS, dtype=torch.int32)[::2]}, "plan must be"),
     ],
 )
 def test_refuses_what_it_cannot_compute(change, message):
@@ -275,5 +279,23 @@ def test_constants_are_what_kernel_and_cards_allow(num_rows, padded_dim, itemsiz
     config = choose_config(num_rows, padded_dim, itemsize, torch.device("cpu"))
     assert config.tile & (config.tile - 1) == 0
     assert 16 <= config.tile <= SPLIT_UNIT
-    # Where little is known of the card: what the smallest have room for.
-    assert (config.num_stages - 1) * 2 * config.tile * padded_dim * itemsize <= 96 * 1024
+    # Where little is known of the card: the smallest have 99 KiB, of which queries and sums want their part.
+    assert (config.num_stages - 1) * 2 * config.tile * padded_dim * itemsize <= 64 * 1024
+
+
+def test_large_cards_have_more_on_its_way(monkeypatch):
+    def stages(num_rows):
+        return choose_config(num_rows, 128, 2, torch.device("cpu")).num_stages
+
+    assert stages(512) == 3
+    monkeypatch.setattr(decode_config, "_has_much_shared_memory", lambda device: True)
+    assert stages(512) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [8, 64, 512, 2048, 4096])
+def test_the_engines_constants(num_rows):
+    """What is chosen for so many sequences x KV heads, with few of them: lengths at the edges of tiles and splits."""
+    lens = [0, 1, 31, 32, 33, 64, 65, 200, 640, 3000]
+    case = make_case(lens, 16, 8, 128, 256, torch.bfloat16, "cuda", seed=num_rows)
+    check(case, config=choose_config(num_rows, 128, 2, torch.device("cuda", 0)))

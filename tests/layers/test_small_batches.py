@@ -167,3 +167,11 @@ def test_who_is_skinny(kernels_everywhere, monkeypatch, model, num_seqs, limit, 
     monkeypatch.setattr(Qwen3DecoderLayer, "forward_skinny", lambda *args: taken.append(args))
     decode(model, num_seqs)
     assert bool(taken) == skinny
+
+
+@pytest.mark.parametrize(("model", "large"), [("Qwen3-4B", False), ("Qwen3-8B", True)])
+def test_which_models_are_large(model, large):
+    config = preset_config(model)
+    weight = torch.empty(2 * config.intermediate_size, config.hidden_size, device="meta")
+    assert skinny_linear.is_worth_it(2, weight)
+    assert skinny_linear.is_worth_it(3, weight) == (not large)
