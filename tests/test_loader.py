@@ -70,6 +70,10 @@ def four_threads():
     yield
     assert torch.get_num_threads() == 4
     torch.set_num_threads(before)
+    # One that has done its work may take a moment to end.
+    deadline = time.monotonic() + 5
+    while set(threading.enumerate()) != running and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert set(threading.enumerate()) == running
 
 
@@ -149,6 +153,32 @@ def test_ctrl_c_ends_all_threads(checkpoints, four_threads):
     with pytest.raises(KeyboardInterrupt):
         load_model(model, str(checkpoints["sharded"]))
     assert len(loads) < len(stored_tensors(checkpoints["sharded"])) - 4
+
+
+def test_ctrl_c_while_threads_are_being_started(checkpoints, four_threads):
+    """Whenever it comes, nobody is loading any more when it is raised."""
+    model, at_work = poisoned_model(checkpoints["sharded"]), []
+    for parameter in model.parameters():
+
+        def load(p, loaded, shard_id=None):
+            at_work.append(p)
+            time.sleep(0.001)
+            at_work.pop()
+
+        parameter.weight_loader = load
+    main_thread = threading.main_thread().ident
+
+    def load_until(timer):
+        timer.start()
+        load_model(model, str(checkpoints["sharded"]))
+        timer.join()
+
+    for i in range(100):
+        timer = threading.Timer(i * 4e-5, signal.pthread_kill, (main_thread, signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            load_until(timer)
+        assert not at_work
+        timer.join()
 
 
 @pytest.mark.parametrize("name", ["tied", "bias", "sharded"])

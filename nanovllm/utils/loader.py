@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -41,23 +42,30 @@ def load_model(model: nn.Module, directory: str) -> None:
 def _load_all(tasks: list[tuple], device: torch.device) -> None:
     """Load every (safetensors slice, parameter, shard id), in parallel; raises the first error once all threads have
     stopped."""
-    todo = deque(tasks)
+    todo, at_work = deque(tasks), deque()
 
     def work() -> None:
-        with Staging(device) as staging:
-            while todo:
-                try:
-                    loaded, param, shard_id = todo.popleft()
-                except IndexError:  # Another thread was faster.
-                    return
-                load = getattr(param, "weight_loader", _copy_whole)
-                load(param, staging.reader(loaded), shard_id)
+        at_work.append(None)
+        try:
+            if not todo:  # It was late, and nobody may wait for it any more.
+                return
+            torch.set_num_threads(1)
+            with Staging(device) as staging:
+                while todo:
+                    try:
+                        loaded, param, shard_id = todo.popleft()
+                    except IndexError:  # Another thread was faster.
+                        return
+                    load = getattr(param, "weight_loader", _copy_whole)
+                    load(param, staging.reader(loaded), shard_id)
+        finally:
+            at_work.pop()
 
     num_torch_threads = torch.get_num_threads()
     num_threads = min(_MAX_THREADS, num_torch_threads)
     # One copy by several OpenMP threads, as torch would make it, is slower than several copies by one each: no thread
     # waits for another after every tensor (1.2 GB on 2 busy cores: 0.5 s instead of 1 to 3 s).
-    with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(num_threads) as pool:
         try:
             for future in as_completed([pool.submit(work) for _ in range(num_threads)]):
                 future.result()
@@ -65,7 +73,13 @@ def _load_all(tasks: list[tuple], device: torch.device) -> None:
             todo.clear()
             raise
         finally:
-            torch.set_num_threads(num_torch_threads)  # A thread's choice is what new threads of the process begin with.
+            try:
+                # The pool knows nothing of a thread that Ctrl-C came upon while it was being started.
+                while at_work:
+                    time.sleep(0.001)
+            finally:
+                # A thread's choice is what new threads of the process begin with.
+                torch.set_num_threads(num_torch_threads)
 
 
 def num_checkpoint_params(model: nn.Module) -> int:
