@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from random import Random
-from statistics import median
 
 import torch
 from gpus import require_gpus
+from graph_timing import time_graph
 
 from nanovllm.kernels.decode_config import DecodeConfig
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
@@ -28,6 +28,7 @@ SHAPES = [(256, 100, 2048), (128, 2000, 4000), (64, 100, 2048), (512, 32, 256), 
 SHAPES += [(512, 100, 130), (256, 590, 610), (128, 100, 2048), (64, 590, 700), (32, 100, 2048), (8, 600, 1200)]
 CACHES = 3
 CALLS = 12  # in one graph
+REPLAYS = 15
 # Tile, warps and stages. Asking for keys early is for dependent launches, and there are none here.
 SWEEP_CONFIGS = [(64, 4, 2), (64, 4, 3), (64, 4, 4), (32, 2, 3), (32, 2, 4), (32, 4, 3), (32, 1, 4), (16, 1, 3)]
 SWEEP_SPARE = (165, 264, 330, 528, 660, 1056)
@@ -51,31 +52,16 @@ class Case:
         self.caches = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         self.q = torch.randn(batch, num_heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         self.num_kv_heads = num_kv_heads
-        self.is_warm = False
         self.bytes = sum(self.lens) * 2 * num_kv_heads * HEAD_DIM * 2
 
-    def time(self, attend) -> float:
+    def time(self, attend, num_warm_replays: int = 10) -> float:
         """Seconds a call; attend(k_cache, v_cache)."""
-        for cache in self.caches:
-            attend(*cache)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+
+        def run():
             for i in range(CALLS):
                 attend(*self.caches[i % CACHES])
-        # The clocks take a while to rise: without this, whatever is timed first looks 7 % slower.
-        for _ in range(10 if self.is_warm else 150):
-            graph.replay()
-        self.is_warm = True
-        seconds = []
-        for _ in range(15):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1e3 / CALLS)
-        return median(seconds)
+
+        return time_graph(run, CALLS, REPLAYS, num_warm_replays) / 1e6
 
 
 def ours(case: Case, spare: int | None, config: DecodeConfig | None):
@@ -120,6 +106,8 @@ def main() -> None:
         if args.sweep:
             for spare, config in product(SWEEP_SPARE, SWEEP_CONFIGS):
                 variants[f"spare {spare} {config}"] = ours(case, spare, DecodeConfig(*config))
+        # The clocks take a while to rise: without this, whatever is timed first looks 7 % slower.
+        case.time(variants["ours"], num_warm_replays=150)
         row = {"batch": batch, "low": low, "high": high, "seconds": {}}
         for name, attend in variants.items():
             try:

@@ -1,8 +1,8 @@
-"""Decode steps of few sequences, by the skinny kernels and by the layers of larger batches: which takes which is
-`Qwen3Model._takes_skinny`, and this is what it goes by.
+"""Decode steps of few sequences, by the skinny kernels and by the layers of larger batches. Which of them a step takes
+is `Qwen3Model._takes_skinny`'s to say.
 
     python benchmarks/small_batches.py --models Qwen3-0.6B Qwen3-8B --json out.json
-    python benchmarks/small_batches.py --models Qwen3-8B --tensor-parallel-size 2
+    python benchmarks/small_batches.py --models Qwen3-8B --tensor-parallel-size 2 --paths skinny
 
 Microseconds a step, contexts of 500 tokens and a few more: the time of a generate() call, less that of one with fewer
 tokens, over the steps between the two; median of several. Random weights.

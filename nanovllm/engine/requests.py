@@ -95,9 +95,8 @@ class RequestChecker:
         try:
             return Request(token_ids, self._start_grammar(params.structured_outputs))
         except (ValueError, ImportError) as error:
-            kind = (
-                ImportError if isinstance(error, ImportError) else ValueError
-            )  # A UnicodeError wants other arguments.
+            # Not as what it is: a UnicodeError wants other arguments.
+            kind = ImportError if isinstance(error, ImportError) else ValueError
             raise kind(f"{where_params}: {error}") from error
 
     def _start_grammar(self, form: StructuredOutputsParams) -> Grammar:

@@ -203,8 +203,8 @@ class Qwen3Model(nn.Module):
 
     def _takes_skinny(self, num_tokens: int) -> bool:
         """Whether `forward_skinny` is the fast way for that many of `is_skinny`: with several ranks where it posts the
-        sums itself, alone where a layer's largest weight is too large for the kernels of small batches, or their
-        tokens are too few, and where it is not so large that cuBLAS is faster (`is_worth_it`)."""
+        sums itself; alone where the layers' largest weight, with so many tokens, is neither a case for the kernels of
+        small batches nor one for cuBLAS."""
         if self.tp.size > 1:
             return self.tp.reducer is not None
         weight = self.layers[0].mlp.gate_up_proj.weight
