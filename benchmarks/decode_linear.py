@@ -25,13 +25,13 @@ import torch
 import torch.nn.functional as F
 from gpus import require_gpus
 from graph_timing import time_graph
+from layer_shapes import DOWN, GATE_UP, OUT, QKV, layer_shapes
 
 from nanovllm.kernels.decode_linear import linear, linear_add, linear_silu
-from nanovllm.kernels.decode_linear_kernel import DecodeLinearConfig, choose_config, make_arrivals
+from nanovllm.kernels.decode_linear_kernel import MAX_TOKENS, DecodeLinearConfig, choose_config, make_arrivals
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 
-TOKENS = (32, 64)
 NUM_LAYERS = 28
 # Several times L2's 60 MB, in at least so many weights.
 MIN_WEIGHT_BYTES, MIN_WEIGHTS = 240 * 10**6, 8
@@ -39,14 +39,6 @@ REPLAYS = 15
 EPS = 1e-6
 # Of results of order one, in a few bfloat16 roundings: more is a wrong result.
 MAX_ERROR = 0.06
-
-QKV, OUT, GATE_UP, DOWN = "qkv", "o add", "gate_up silu", "down add"
-# Weights [N, K] of a layer on one GPU.
-SHAPES = {
-    "0.6B": {QKV: (4096, 1024), OUT: (1024, 2048), GATE_UP: (6144, 1024), DOWN: (1024, 3072)},
-    "8B": {QKV: (6144, 4096), OUT: (4096, 4096), GATE_UP: (24576, 4096), DOWN: (4096, 12288)},
-    "8B-tp2": {QKV: (3072, 4096), OUT: (4096, 2048), GATE_UP: (12288, 4096), DOWN: (4096, 6144)},
-}
 
 
 class Case(NamedTuple):
@@ -60,7 +52,7 @@ class Case(NamedTuple):
 
 
 def make_configs(case: Case) -> list[DecodeLinearConfig]:
-    """A handful, the default first. Stages of about 100 KiB let the next launch's programs in beside them."""
+    """A handful or two, the default first. Stages of about 100 KiB let the next launch's programs in beside them."""
     default, C = choose_config(case.N, case.K), DecodeLinearConfig
     if case.model == "0.6B":
         configs = [
@@ -71,13 +63,12 @@ def make_configs(case: Case) -> list[DecodeLinearConfig]:
             C(64, 128, default.splits, num_stages=3),
         ]
     else:
-        many_rows = case.N > 6144
+        few_rows = case.N <= 8192
         configs = [
-            default._replace(prefetch=256),
-            C(64, 128, 1 if case.N > 4096 else 2, num_stages=3),
-            C(64, 128, 1 if case.N > 4096 else 4, num_stages=4),
-            C(128, 64, 1 if many_rows else 4, num_stages=4),
-            C(64, 64, num_stages=6) if many_rows else default._replace(splits=default.splits * 2),
+            C(rows, tile_k, splits, 98304 // (2 * (MAX_TOKENS + rows) * tile_k), 0)
+            for rows in (32, 64, 128)
+            for tile_k in (64, 128)
+            for splits in ((1, 2, 4) if few_rows else (1,))
         ]
     return list(dict.fromkeys([default, *configs]))
 
@@ -128,14 +119,14 @@ class Layer:
 class Model:
     """28 layers without their attention, of which the query rows of the first product stand for the outcome."""
 
-    def __init__(self, shapes: dict[str, tuple[int, int]]):
+    def __init__(self, shapes: dict[str, tuple[int, int]], most_tokens: int):
         bf16 = {"device": "cuda", "dtype": torch.bfloat16}
         self.layers = [
             {name: torch.randn(N, K, **bf16) * K**-0.5 for name, (N, K) in shapes.items()} for _ in range(NUM_LAYERS)
         ]
         hidden_size, self.q_size = shapes[OUT]
         self.norm_weight = 1 + 0.1 * torch.randn(hidden_size, **bf16)
-        self.start = torch.randn(max(TOKENS), hidden_size, **bf16)
+        self.start = torch.randn(most_tokens, hidden_size, **bf16)
         self.arrivals = make_arrivals("cuda")
 
     def cublas(self, residual: torch.Tensor) -> None:
@@ -210,13 +201,13 @@ def describe(swept: dict) -> str:
     return f"{head} {results[0].get('us', math.nan):6.2f} |{best}{bad}"
 
 
-def time_layers(model_name: str, best: dict[Case, DecodeLinearConfig]) -> list[dict]:
+def time_layers(model_name: str, tokens: list[int], best: dict[Case, DecodeLinearConfig]) -> list[dict]:
     """Whole layers of a model: microseconds each by cuBLAS, by our functions with `best` or the default constants, with
     dependent launches and without; whether these two give the same bits, and how far cuBLAS's results are, relative to
     their norm."""
-    model = Model(SHAPES[model_name])
+    model = Model(layer_shapes(model_name), max(tokens))
     rows = []
-    for M in TOKENS:
+    for M in tokens:
         configs = {case.name: config for case, config in best.items() if (case.model, case.M) == (model_name, M)}
         residual = model.start[:M].clone()
         results = []
@@ -256,7 +247,8 @@ def compile_all(todo: dict[Case, list[DecodeLinearConfig]], num_workers: int, se
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6B"], help="models (default 0.6B)")
+    parser.add_argument("--shapes", nargs="+", default=["0.6B"], help="0.6B ... 32B; 8B-tp2: over two GPUs")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[32, 64])
     parser.add_argument("--json", help="file for all results")
     parser.add_argument("--layer", action="store_true", help="no sweep: whole layers with the default constants")
     parser.add_argument("--seconds", type=float, default=35, help="cases that would begin later are left out")
@@ -265,7 +257,12 @@ def main() -> None:
     require_gpus(parser)
     start = time.perf_counter()
     # Batch sizes before products: what is left out for want of time leaves whole layers behind.
-    cases = [Case(model, name, M, *NK) for M in TOKENS for model in args.shapes for name, NK in SHAPES[model].items()]
+    cases = [
+        Case(model, name, M, *NK)
+        for M in args.tokens
+        for model in args.shapes
+        for name, NK in layer_shapes(model).items()
+    ]
     todo = {case: make_configs(case)[: 1 if args.layer else None] for case in cases}
     compile_all(todo, args.workers, 0.6 * args.seconds)
     found = {"cases": [], "layers": []}
@@ -284,7 +281,7 @@ def main() -> None:
                 print(f"{case}: {type(error).__name__}: {error}", flush=True)
             torch.cuda.empty_cache()
     for model in args.shapes:
-        found["layers"] += time_layers(model, best)
+        found["layers"] += time_layers(model, args.tokens, best)
         torch.cuda.empty_cache()
     if args.json:
         Path(args.json).write_text(json.dumps(found))

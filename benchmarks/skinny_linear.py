@@ -1,11 +1,12 @@
 """Launch constants of the fused linear layers for small batches, swept on a GPU, against torch's unfused path.
 
 python benchmarks/skinny_linear.py --json out.json
+python benchmarks/skinny_linear.py --models 4B 8B-tp2 --tokens 1 2 --seconds 150
 
 A case is timed as a CUDA graph of successive calls, each with weights of its own, so that L2 holds none of them when
 their turn comes again. Each config is compiled by worker processes first (Triton's cache on disk hands the results
-over), checked against torch, and timed with and without programmatic dependent launch. The unfused path counts the
-kernels that a layer adds to a step: an addition to the residual shares the launch of the norm that follows it.
+over), checked against torch, and timed as a dependent launch. The unfused path counts the kernels that a layer adds to
+a step: an addition to the residual shares the launch of the norm that follows it.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import math
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor, wait
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from gpus import require_gpus
 from graph_timing import time_graph
+from layer_shapes import layer_shapes
 
 from nanovllm.kernels import skinny_linear as kernels
 from nanovllm.kernels.rms_norm import rms_norm
@@ -43,19 +46,15 @@ class Case(NamedTuple):
     K: int
 
 
-def make_cases() -> list[Case]:
-    # hidden, intermediate, rows of q, k and v, query width, tokens
-    models = [(1024, 3072, 4096, 2048, (1, 4, 16)), (4096, 12288, 6144, 4096, (1,))]
+FUNCTIONS = ("norm_linear", "linear_add", "norm_linear_silu", "linear_add")
+
+
+def make_cases(models: list[str], tokens: list[int]) -> list[Case]:
     return [
-        case
-        for hidden, intermediate, qkv, q, tokens in models
+        Case(function, M, N, K)
+        for model in models
         for M in tokens
-        for case in (
-            Case("norm_linear", M, qkv, hidden),
-            Case("linear_add", M, hidden, q),
-            Case("norm_linear_silu", M, 2 * intermediate, hidden),
-            Case("linear_add", M, hidden, intermediate),
-        )
+        for function, (N, K) in zip(FUNCTIONS, layer_shapes(model).values(), strict=True)
     ]
 
 
@@ -63,20 +62,19 @@ def make_configs(case: Case) -> list[SkinnyConfig]:
     """A dozen or so, the default first."""
     _, M, N, K = case
     padded_k = 1 << (K - 1).bit_length()
-    tile = min(padded_k, 4096)
     configs = [choose_config(M, N, K, 2)]
     if M <= 4:
-        for rows in (2, 4, 8) if M == 1 else (4, 8):
-            configs += [SkinnyConfig(rows, tile, warps) for warps in (tile // 1024, tile // 512, min(tile // 256, 8))]
-        configs += [SkinnyConfig(4, 1024, 4), SkinnyConfig(4, 1024, 4, prefetch=tile)]
-        if K > 2048:
-            configs += [SkinnyConfig(rows, 2048, warps) for rows, warps in ((4, 4), (4, 8), (8, 8))]
+        # A tile that K is no multiple of is read in part; one that is too long for the registers has less on its way.
+        for tile in (512, 1024, 2048, 4096):
+            if tile <= padded_k:
+                warps = {max(1, tile // 1024), tile // 512} if M == 1 else {tile // 512, min(8, tile // 256)}
+                rows = (4, 8) if tile <= 1024 else (2, 4)
+                configs += [SkinnyConfig(r, tile, w) for r in rows for w in sorted(warps)]
+        configs += [SkinnyConfig(4, 1024, warps, prefetch=min(padded_k, 4096)) for warps in (1, 4)]
     if M >= 4:
-        configs += [SkinnyConfig(8, 1024, warps, True, prefetch) for warps in (4, 8) for prefetch in (0, padded_k)]
-        configs += [SkinnyConfig(16, 1024, warps, True, padded_k) for warps in (4, 8)]
-        configs += [SkinnyConfig(8, 512, 4, True, padded_k), SkinnyConfig(16, 512, 4, True, padded_k)]
-        if K >= 2048:
-            configs += [SkinnyConfig(8, 2048, 8, True, padded_k), SkinnyConfig(16, 2048, 8, True, padded_k)]
+        shapes = [(256, 2), (256, 4), (512, 4), (1024, 4), (1024, 8), *([(2048, 8)] if K >= 2048 else [])]
+        for rows, (tile, warps), prefetch in product((8, 16, 32), shapes, (0, padded_k)):
+            configs.append(SkinnyConfig(rows, tile, warps, True, prefetch))
     return list(dict.fromkeys(configs))
 
 
@@ -92,12 +90,12 @@ class Layer:
         self.start = torch.randn(M, N, **bf16)
         self.residual = self.start.clone()
 
-    def call(self, i: int, config: SkinnyConfig | None, pdl: bool) -> torch.Tensor:
+    def call(self, i: int, config: SkinnyConfig | None) -> torch.Tensor:
         weight = self.weights[i % len(self.weights)]
         function = getattr(kernels, self.function)
         if self.function.startswith("norm"):
-            return function(self.x, self.norm_weight, EPS, weight, config=config, pdl=pdl)
-        return function(self.x, weight, self.residual, config=config, pdl=pdl)
+            return function(self.x, self.norm_weight, EPS, weight, config=config, pdl=True)
+        return function(self.x, weight, self.residual, config=config, pdl=True)
 
     def unfused(self, i: int) -> torch.Tensor:
         x = self.x
@@ -106,18 +104,17 @@ class Layer:
         y = F.linear(x, self.weights[i % len(self.weights)])
         return silu_and_mul(y) if self.function == "norm_linear_silu" else y
 
-    def error(self, config: SkinnyConfig | None, pdl: bool) -> float:
+    def error(self, config: SkinnyConfig | None) -> float:
         """Largest deviation from the unfused path; results are of order one."""
         self.residual.copy_(self.start)
-        actual, expected = self.call(0, config, pdl).float(), self.unfused(0).float()
+        actual, expected = self.call(0, config).float(), self.unfused(0).float()
         return (actual - expected - (0 if self.function.startswith("norm") else self.start.float())).abs().max().item()
 
 
 def compile_config(case: Case, config: SkinnyConfig) -> None:
     """Leave the kernel in Triton's cache; what fails here will fail, and be reported, in the timing."""
     layer = Layer(case, 1)
-    for pdl in (False, True):
-        layer.call(0, config, pdl)
+    layer.call(0, config)
 
 
 def time_calls(call, num_calls: int) -> float:
@@ -139,49 +136,47 @@ def sweep(case: Case, configs: list[SkinnyConfig]) -> dict:
     unfused = time_calls(layer.unfused, num_calls)
     results = []
     for config in configs:
-        for pdl in (False, True):
-            result = {"config": config._asdict(), "pdl": pdl}
-            try:
-                result["max_error"] = layer.error(config, pdl)
-                result["us"] = time_calls(lambda i, c=config, p=pdl: layer.call(i, c, p), num_calls)
-                result["TB_s"] = weight_bytes / result["us"] * 1e-6
-            except Exception as error:
-                result["failed"] = f"{type(error).__name__}: {error}"[:300]
-            results.append(result)
+        result = {"config": config._asdict()}
+        try:
+            result["max_error"] = layer.error(config)
+            result["us"] = time_calls(lambda i, c=config: layer.call(i, c), num_calls)
+            result["TB_s"] = weight_bytes / result["us"] * 1e-6
+        except Exception as error:
+            result["failed"] = f"{type(error).__name__}: {error}"[:300]
+        results.append(result)
     return {"case": case._asdict(), "weight_bytes": weight_bytes, "unfused_us": unfused, "results": results}
 
 
 def describe(swept: dict) -> str:
-    """A line on a case: unfused time, the default config's without and with pdl, and the best two."""
+    """A line on a case: unfused time, the default config's, and the best three."""
     case, results = swept["case"], swept["results"]
     # An error beyond a few bf16 roundings is a wrong result.
     good = sorted((r for r in results if "us" in r and r["max_error"] < 0.1), key=lambda r: r["us"])
     head = f"{case['function']:16} M={case['M']:<2} {case['N']:>5}x{case['K']:<5} {swept['unfused_us']:7.2f}"
-    default = "".join(f" {r.get('us', math.nan):7.2f}" for r in results[:2])
-    best = "".join(
-        f"  {r['us']:7.2f} us {r['TB_s']:.2f} TB/s {tuple(r['config'].values())}{' pdl' if r['pdl'] else ''}"
-        for r in good[:2]
-    )
+    default = results[0].get("us", math.nan)
+    best = "".join(f"  {r['us']:7.2f} us {r['TB_s']:.2f} TB/s {tuple(r['config'].values())}" for r in good[:3])
     bad = f"  {len(results) - len(good)} failed or wrong" if len(good) < len(results) else ""
-    return f"{head} |{default} |{best}{bad}"
+    return f"{head} | {default:7.2f} |{best}{bad}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["0.6B", "8B"], help="0.6B ... 32B; 8B-tp2: over two GPUs")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--json", help="file for all results")
     parser.add_argument("--seconds", type=float, default=90, help="cases that would begin later are left out")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
     args = parser.parse_args()
     require_gpus(parser)
     start = time.perf_counter()
-    todo = [(case, make_configs(case)) for case in make_cases()]
+    todo = [(case, make_configs(case)) for case in make_cases(args.models, args.tokens)]
     swept = []
     pool = ProcessPoolExecutor(args.workers, mp_context=multiprocessing.get_context("spawn"))
     compiled = [pool.submit(compile_config, case, config) for case, configs in todo for config in configs]
     wait(compiled, timeout=0.7 * args.seconds)
     pool.shutdown(wait=False, cancel_futures=True)
     print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
-    print("function, tokens, weight, unfused us | default us, with pdl | best two (rows, tile, warps, cores, prefetch)")
+    print("function, tokens, weight, unfused us | default us | best three (rows, tile, warps, cores, prefetch)")
     for case, configs in todo:
         if time.perf_counter() - start > args.seconds:
             print(f"{case}: no time left")
