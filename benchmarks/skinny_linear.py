@@ -60,9 +60,9 @@ def make_cases(models: list[str], tokens: list[int]) -> list[Case]:
 
 def make_configs(case: Case) -> list[SkinnyConfig]:
     """A dozen or so, the default first."""
-    _, M, N, K = case
+    function, M, N, K = case
     padded_k = 1 << (K - 1).bit_length()
-    configs = [choose_config(M, N, K, 2)]
+    configs = [choose_config(M, N, K, 2, function.startswith("norm"))]
     if M <= 4:
         # A tile that K is no multiple of is read in part; one that is too long for the registers has less on its way.
         for tile in (512, 1024, 2048, 4096):

@@ -10,11 +10,9 @@ from nanovllm.layers.layernorm import rms_norm_torch
 if HAS_TRITON:
     from nanovllm.kernels import skinny_linear as kernels
 
-# A model with such a weight is left to cuBLAS from three tokens on. On an H200 a step of Qwen3-8B took these kernels
-# 7.3 ms with 4 sequences and 9.6 with 16, and one of 32 took cuBLAS 6.9; fewer than those were not timed with it, nor
-# were other models (docs/performance.md).
-_LARGE_WEIGHT = 1 << 26  # elements
-_MAX_TOKENS_OF_LARGE = 2
+# (elements of a model's largest layer, so many tokens): up to there the kernels take them. On an H200 a step took them
+# and cuBLAS, with 4 sequences: Qwen3-1.7B TODO
+_MOST_TOKENS = ((1 << 24, 16), (1 << 25, 4), (float("inf"), 2))
 
 
 def norm_linear_torch(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -47,8 +45,8 @@ def is_skinny(x: Tensor) -> bool:
 
 def is_worth_it(num_tokens: int, weight: Tensor) -> bool:
     """Whether a step of so few tokens as `is_skinny` says gains by the kernels in a model whose largest layer has this
-    weight `[N, K]`, on one GPU."""
-    return weight.numel() < _LARGE_WEIGHT or num_tokens <= _MAX_TOKENS_OF_LARGE
+    weight `[N, K]`, or this rank's share of it."""
+    return num_tokens <= next(most for size, most in _MOST_TOKENS if weight.numel() <= size)
 
 
 def norm_linear(

@@ -202,13 +202,13 @@ class Qwen3Model(nn.Module):
         return self.layers[-1](positions, hidden_states, residual, self.norm, rows)[0]
 
     def _takes_skinny(self, num_tokens: int) -> bool:
-        """Whether `forward_skinny` is the fast way for that many of `is_skinny`: with several ranks where it posts the
-        sums itself; alone where the layers' largest weight, with so many tokens, is neither a case for the kernels of
-        small batches nor one for cuBLAS."""
-        if self.tp.size > 1:
-            return self.tp.reducer is not None
+        """Whether `forward_skinny` is the fast way for that many of `is_skinny`: where the layers' largest weight, with
+        so many tokens, is no case for cuBLAS, and, with several ranks, where it posts the sums itself; alone, where it
+        is no case for the kernels of small batches either."""
         weight = self.layers[0].mlp.gate_up_proj.weight
-        return not is_small_batch(num_tokens, weight) and is_worth_it(num_tokens, weight)
+        if not is_worth_it(num_tokens, weight):
+            return False
+        return self.tp.reducer is not None if self.tp.size > 1 else not is_small_batch(num_tokens, weight)
 
 
 class Qwen3ForCausalLM(nn.Module):

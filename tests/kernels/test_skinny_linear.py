@@ -1,5 +1,7 @@
 """The fused linear layers of small batches against their plain-torch twins, and the twins against float64."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -117,8 +119,8 @@ def test_every_config_is_launchable():
     for M in range(1, MAX_TOKENS + 1):
         for N in (1, 1024, 2048, 4096, 6144, 24576, 51200):
             for K in (1, 96, 1024, 2048, 2560, 3072, 4096, 8192, 9728, 12288, 25600):
-                for itemsize in (2, 4):
-                    rows, k_tile, num_warps, tensor_cores, prefetch = choose_config(M, N, K, itemsize)
+                for itemsize, has_norm in product((2, 4), (False, True)):
+                    rows, k_tile, num_warps, tensor_cores, prefetch = choose_config(M, N, K, itemsize, has_norm)
                     powers = (rows, k_tile, num_warps, prefetch or 1)
                     assert all(value > 0 and value & (value - 1) == 0 for value in powers)
                     assert k_tile >= 16
