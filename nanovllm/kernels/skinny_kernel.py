@@ -54,18 +54,21 @@ class SkinnyConfig(NamedTuple):
 def choose_config(M: int, N: int, K: int, itemsize: int, has_norm: bool) -> SkinnyConfig:
     """The launch constants for M tokens and a weight [N, K] of `itemsize` bytes an element; has_norm: behind a norm.
     The best, or close to it, of benchmarks/skinny_linear.py on an H200: for Qwen3-0.6B's shapes at M = 1, 2, 4 and 16,
-    for 1.7B's at 1 and 2, for 4B's and 8B's at 1, 2 and 4, for 14B's and for 8B's over two GPUs at 1."""
+    for 1.7B's, 4B's and 8B's at 1 and 2, for 14B's and for 8B's over two GPUs at 1."""
     padded_k = max(16, triton.next_power_of_2(K))
+    many_rows = N > 4096
     if itemsize == 2 and (M > _MAX_PLAIN_TOKENS or (M > 2 and padded_k <= 1024)):
-        # 8 rows spread even 1024 of them over the SMs; where rows are plenty, 16 halve the reading of x.
-        rows = 16 if N > 4096 or padded_k <= 1024 else _MIN_DOT_ROWS
         k_tile = min(padded_k, 1024)
+        num_warps = max(1, min(4, k_tile // 128))
+        if has_norm and padded_k <= 1024:
+            return SkinnyConfig(32, k_tile, num_warps, True)
+        # 8 rows spread even 1024 of them over the SMs; where rows are plenty, 16 halve the reading of x.
+        rows = 16 if many_rows or padded_k <= 1024 else _MIN_DOT_ROWS
         # Registers can't hold as much as ought to be on its way: L2 takes the rest, for rows that fit there together.
         prefetch = max(padded_k, CACHE_LINE) if N * padded_k <= 2**24 else 0
-        return SkinnyConfig(rows, k_tile, max(1, min(4, k_tile // 128)), True, prefetch)
+        return SkinnyConfig(rows, k_tile, num_warps, True, prefetch)
     # Rows of up to 8 KiB arrive as one tile: then all weights of a small layer are on their way at once.
     k_tile = min(padded_k, 8192 // itemsize)
-    many_rows = N > 4096
     if itemsize == 4:
         return SkinnyConfig(4, k_tile, max(1, min(8, k_tile * itemsize // 512)))
     if M == 1:
@@ -74,15 +77,13 @@ def choose_config(M: int, N: int, K: int, itemsize: int, has_norm: bool) -> Skin
         if has_norm and padded_k != 4096:
             return SkinnyConfig(8, 1024, 2)
         return SkinnyConfig(2 if N <= 1024 and k_tile == 4096 else 4, k_tile, 4)
-    # The inputs of several tokens take registers as well, so tiles are shorter; and shorter still behind a norm, which
-    # takes its weights and a row of float32.
+    # The inputs of several tokens take registers too; behind a norm its weights and a row of float32 do as well.
     if has_norm:
         k_tile = min(k_tile, 1024 if M == 2 else 512)
-        return SkinnyConfig(8 if many_rows or M > 2 else 4, k_tile, min(2, max(1, k_tile // 256)))
+        return SkinnyConfig(8 if many_rows else 4, k_tile, min(2, max(1, k_tile // 256)))
     if N >= 4096 and padded_k > 2048:
-        return SkinnyConfig(4, 1024, 4) if M == 2 else SkinnyConfig(4, 512, 2)
-    if M > 2:
-        return SkinnyConfig(8, min(k_tile, 1024), min(4, max(1, k_tile // 256)))
+        return SkinnyConfig(4, 1024, 4)
+    k_tile = min(k_tile, 4096 if M == 2 else 2048)
     return SkinnyConfig(4, k_tile, max(1, min(8, k_tile // 256)))
 
 

@@ -148,20 +148,20 @@ WEIGHT = 2080 * 32  # the model's largest
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "limit", "most_tokens", "skinny"),
+    ("num_seqs", "limit", "large", "skinny"),
     [
-        (8, WEIGHT + 1, 16, True),
-        (9, WEIGHT + 1, 16, False),
-        (16, WEIGHT, 16, True),
-        (17, 1, 16, False),
-        (2, 1, 2, True),
-        (3, 1, 2, False),
+        (8, WEIGHT + 1, WEIGHT + 1, True),
+        (9, WEIGHT + 1, WEIGHT + 1, False),
+        (16, WEIGHT, WEIGHT + 1, True),
+        (17, 1, WEIGHT + 1, False),
+        (2, 1, WEIGHT, True),
+        (3, 1, WEIGHT, False),
     ],
 )
-def test_who_is_skinny(kernels_everywhere, monkeypatch, model, num_seqs, limit, most_tokens, skinny):
-    """Up to 8 sequences; 16 where the layers' weight is too large for these kernels, fewer where it is very large."""
+def test_who_is_skinny(kernels_everywhere, monkeypatch, model, num_seqs, limit, large, skinny):
+    """Up to 8 sequences; 16 where the layers' weight is too large for these kernels, and 2 where it is very large."""
     taken = []
-    monkeypatch.setattr(skinny_linear, "_MOST_TOKENS", ((WEIGHT - 1, 16), (WEIGHT, most_tokens)))
+    monkeypatch.setattr(skinny_linear, "_LARGE_WEIGHT", large)
     monkeypatch.setattr("nanovllm.models.qwen3.is_skinny", lambda x: len(x) <= 16)
     monkeypatch.setattr(decode_linear, "_MAX_WEIGHTS", limit)
     monkeypatch.setattr(Qwen3DecoderLayer, "forward_skinny", lambda *args: taken.append(args))
@@ -169,10 +169,9 @@ def test_who_is_skinny(kernels_everywhere, monkeypatch, model, num_seqs, limit, 
     assert bool(taken) == skinny
 
 
-@pytest.mark.parametrize(
-    ("model", "most_tokens"), [("Qwen3-0.6B", 16), ("Qwen3-1.7B", 4), ("Qwen3-4B", 2), ("Qwen3-8B", 2)]
-)
-def test_which_models_are_large(model, most_tokens):
+@pytest.mark.parametrize(("model", "large"), [("Qwen3-0.6B", False), ("Qwen3-1.7B", True), ("Qwen3-8B", True)])
+def test_which_models_are_large(model, large):
     config = preset_config(model)
     weight = torch.empty(2 * config.intermediate_size, config.hidden_size, device="meta")
-    assert [skinny_linear.is_worth_it(n, weight) for n in range(1, 17)] == [n <= most_tokens for n in range(1, 17)]
+    assert skinny_linear.is_worth_it(2, weight)
+    assert skinny_linear.is_worth_it(3, weight) == (not large)
