@@ -46,6 +46,17 @@ CONFIGS = [
     (SkinnyConfig(16, 128, 4, tensor_cores=True, prefetch=128), 16, 18, FLOAT16),
 ]
 configs = pytest.mark.parametrize(("config", "M", "N", "dtype"), CONFIGS)
+# M, N, K of published models, for which choose_config has constants of their own; the interpreter would take minutes.
+MODEL_SHAPES = [
+    (1, 4096, 2048),
+    (1, 1024, 3072),
+    (2, 4096, 1024),
+    (2, 6144, 2560),
+    (2, 4096, 6144),
+    (4, 6144, 1024),
+    (4, 1024, 3072),
+    (8, 4096, 1024),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +106,12 @@ def check_all(M, N, K, dtype, device, functions=KERNELS, **options):
 @pytest.mark.parametrize(("M", "N", "K", "dtype"), SHAPES)
 def test_kernels_equal_twins(M, N, K, dtype, device):
     check_all(M, N, K, dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("M", "N", "K"), MODEL_SHAPES)
+def test_shapes_of_models(M, N, K, device):
+    check_all(M, N, K, torch.bfloat16, device)
 
 
 @configs
