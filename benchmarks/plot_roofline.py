@@ -63,8 +63,7 @@ def linear_points(rows: list[dict]) -> list[Point]:
         case = row["case"]
         M, N, K = case["M"], case["N"], case["K"]
         chosen = skinny_kernel.choose_config(M, N, K, ITEMSIZE, case["function"].startswith("norm"))._asdict()
-        # Older files hold ordinary launches too.
-        good = [r for r in row["results"] if "us" in r and r.get("pdl", True)]
+        good = [r for r in row["results"] if "us" in r]
         # Else the first, which was the engine's choice when it was measured.
         ours = next((r for r in good if r["config"] == chosen), good[0])
         # The weights, and x and y; a residual is read and written.

@@ -1,6 +1,6 @@
 """Launch constants of the fused linear layers for small batches, swept on a GPU, against torch's unfused path.
 
-python benchmarks/skinny_linear.py --json out.json
+python benchmarks/skinny_linear.py --json out.json             # Qwen3-0.6B at 1, 4 and 16 tokens, 8B at one
 python benchmarks/skinny_linear.py --models 4B 8B-tp2 --tokens 1 2 --seconds 150
 
 A case is timed as a CUDA graph of successive calls, each with weights of its own, so that L2 holds none of them when
@@ -49,17 +49,17 @@ class Case(NamedTuple):
 FUNCTIONS = ("norm_linear", "linear_add", "norm_linear_silu", "linear_add")
 
 
-def make_cases(models: list[str], tokens: list[int]) -> list[Case]:
+def make_cases(models: list[str], tokens: list[int] | None) -> list[Case]:
     return [
         Case(function, M, N, K)
         for model in models
-        for M in tokens
+        for M in tokens or ((1, 4, 16) if model == "0.6B" else (1,))
         for function, (N, K) in zip(FUNCTIONS, layer_shapes(model).values(), strict=True)
     ]
 
 
 def make_configs(case: Case) -> list[SkinnyConfig]:
-    """A dozen or so, the default first."""
+    """A dozen or so, and up to 52 for more than two tokens; the default first."""
     function, M, N, K = case
     padded_k = 1 << (K - 1).bit_length()
     configs = [choose_config(M, N, K, 2, function.startswith("norm"))]
@@ -162,7 +162,7 @@ def describe(swept: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["0.6B", "8B"], help="0.6B ... 32B; 8B-tp2: over two GPUs")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--tokens", nargs="+", type=int, help="default: 1, 4 and 16 for 0.6B, 1 for others")
     parser.add_argument("--json", help="file for all results")
     parser.add_argument("--seconds", type=float, default=90, help="cases that would begin later are left out")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")

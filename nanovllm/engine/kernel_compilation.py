@@ -38,7 +38,9 @@ def compiling_kernels(runner) -> Iterator[None]:
 
 def telling_batch_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes of decode steps that take every variant of a kernel that any does. What follows the batch size in a
-    variant keeps to ranges that have a power of two in them, or the largest batch, with a graph or at all."""
+    variant keeps to ranges that have a power of two in them, or the largest batch, with a graph or at all. (Without
+    graphs, batches of up to 16 that are no power of two have linear kernels of their own, and compile them when they
+    come.)"""
     powers = {1 << i for i in range(max_num_seqs.bit_length())}
     return sorted(powers | {max_num_seqs, graph_batch_sizes(max_num_seqs)[-1]})
 

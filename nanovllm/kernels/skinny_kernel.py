@@ -60,9 +60,10 @@ def choose_config(M: int, N: int, K: int, itemsize: int, has_norm: bool) -> Skin
     if itemsize == 2 and (M > _MAX_PLAIN_TOKENS or (M > 2 and padded_k <= 1024)):
         k_tile = min(padded_k, 1024)
         num_warps = max(1, min(4, k_tile // 128))
-        if has_norm and padded_k <= 1024:
+        # 8 rows spread even 1024 of them over the SMs; where rows are plenty, 16 halve the reading of x, and 32 the
+        # norm's repetition.
+        if has_norm and padded_k <= 1024 and N >= 4096:
             return SkinnyConfig(32, k_tile, num_warps, True)
-        # 8 rows spread even 1024 of them over the SMs; where rows are plenty, 16 halve the reading of x.
         rows = 16 if many_rows or padded_k <= 1024 else _MIN_DOT_ROWS
         # Registers can't hold as much as ought to be on its way: L2 takes the rest, for rows that fit there together.
         prefetch = max(padded_k, CACHE_LINE) if N * padded_k <= 2**24 else 0
@@ -74,12 +75,14 @@ def choose_config(M: int, N: int, K: int, itemsize: int, has_norm: bool) -> Skin
     if M == 1:
         if k_tile <= 1024:
             return SkinnyConfig(8 if many_rows else 4, k_tile, 1)
-        if has_norm and padded_k != 4096:
+        if (
+            has_norm and padded_k != 4096
+        ):  # Where it is, a tile of 4096 holds a row, whose norm needs no second reading.
             return SkinnyConfig(8, 1024, 2)
         return SkinnyConfig(2 if N <= 1024 and k_tile == 4096 else 4, k_tile, 4)
     # The inputs of several tokens take registers too; behind a norm its weights and a row of float32 do as well.
     if has_norm:
-        k_tile = min(k_tile, 1024 if M == 2 else 512)
+        k_tile = min(k_tile, 1024)
         return SkinnyConfig(8 if many_rows else 4, k_tile, min(2, max(1, k_tile // 256)))
     if N >= 4096 and padded_k > 2048:
         return SkinnyConfig(4, 1024, 4)

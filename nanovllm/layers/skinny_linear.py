@@ -10,11 +10,11 @@ from nanovllm.layers.layernorm import rms_norm_torch
 if HAS_TRITON:
     from nanovllm.kernels import skinny_linear as kernels
 
-# A model with such a weight is left to cuBLAS from three tokens on. On an H200 a step of two sequences took the kernels
-# 1.46 ms (Qwen3-1.7B), 2.92 (4B), 4.46 (8B) and 2.92 (8B over two GPUs), cuBLAS 1.65, 3.09, 4.65 and 2.96; a step of
-# four 1.76, 3.43, 5.08 and 3.53, cuBLAS 1.70, 3.12, 4.71 and 3.11.
-_LARGE_WEIGHT = 1 << 24  # elements
-_MAX_TOKENS_OF_LARGE = 2
+# Wider models than Qwen3-0.6B are left to cuBLAS from three tokens on. On an H200 a step of two sequences took the
+# kernels 1.46 ms (Qwen3-1.7B), 2.92 (4B), 4.46 (8B) and 2.92 (8B over two GPUs), cuBLAS 1.65, 3.09, 4.65 and 2.96; a
+# step of four 1.76, 3.43, 5.08 and 3.53, cuBLAS 1.70, 3.12, 4.71 and 3.11 (docs/data/small-batches.json).
+_MAX_COLUMNS = 1024
+_MAX_TOKENS_OF_WIDE = 2
 
 
 def norm_linear_torch(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -46,9 +46,9 @@ def is_skinny(x: Tensor) -> bool:
 
 
 def is_worth_it(num_tokens: int, weight: Tensor) -> bool:
-    """Whether a step of so few tokens as `is_skinny` says gains by the kernels in a model whose largest layer has this
-    weight `[N, K]`, or this rank's share of it."""
-    return weight.numel() < _LARGE_WEIGHT or num_tokens <= _MAX_TOKENS_OF_LARGE
+    """Whether a step of so few tokens as `is_skinny` says gains by the kernels, in a model whose gate and up projection
+    is this weight `[N, K]`, or this rank's rows of it."""
+    return weight.shape[1] <= _MAX_COLUMNS or num_tokens <= _MAX_TOKENS_OF_WIDE
 
 
 def norm_linear(

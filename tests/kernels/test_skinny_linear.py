@@ -55,6 +55,7 @@ MODEL_SHAPES = [
     (2, 4096, 6144),
     (4, 6144, 1024),
     (4, 1024, 3072),
+    (8, 2048, 1024),
     (8, 4096, 1024),
 ]
 
@@ -143,9 +144,9 @@ def test_every_config_is_launchable():
                     assert k_tile >= 16
                     assert num_warps <= 8
                     assert not tensor_cores or (itemsize == 2 and rows >= 8 and k_tile // num_warps >= 16)
-                    # 227 KiB of shared memory: a tile of weights, and of 16 tokens two in a pipeline.
+                    # Of shared memory, 99 KiB on the smallest: a tile of weights, and of 16 tokens two in a pipeline.
                     pipeline = 1 if k_tile >= K else 2
-                    assert not tensor_cores or 2 * k_tile * (rows + 16 * pipeline) <= 227 * 1024
+                    assert not tensor_cores or 2 * k_tile * (rows + 16 * pipeline) <= 99 * 1024
 
 
 def test_wrong_arguments_are_refused(device):

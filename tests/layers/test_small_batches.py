@@ -1,5 +1,7 @@
 """Decode steps of 9 to 64 sequences: who takes them, and that the model computes the same with the kernels."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import TorchBackend
 from nanovllm.layers.layernorm import rms_norm_torch
 from nanovllm.models.presets import preset_config
-from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
+from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3Model
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.loader import load_dummy
 from nanovllm.utils.parallel import TensorParallel
@@ -148,20 +150,20 @@ WEIGHT = 2080 * 32  # the model's largest
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "limit", "large", "skinny"),
+    ("num_seqs", "limit", "max_columns", "skinny"),
     [
-        (8, WEIGHT + 1, WEIGHT + 1, True),
-        (9, WEIGHT + 1, WEIGHT + 1, False),
-        (16, WEIGHT, WEIGHT + 1, True),
-        (17, 1, WEIGHT + 1, False),
-        (2, 1, WEIGHT, True),
-        (3, 1, WEIGHT, False),
+        (8, WEIGHT + 1, 32, True),
+        (9, WEIGHT + 1, 32, False),
+        (16, WEIGHT, 32, True),
+        (17, 1, 32, False),
+        (2, 1, 31, True),
+        (3, 1, 31, False),
     ],
 )
-def test_who_is_skinny(kernels_everywhere, monkeypatch, model, num_seqs, limit, large, skinny):
-    """Up to 8 sequences; 16 where the layers' weight is too large for these kernels, and 2 where it is very large."""
+def test_who_is_skinny(kernels_everywhere, monkeypatch, model, num_seqs, limit, max_columns, skinny):
+    """Up to 8 sequences; 16 where the layers' weight is too large for these kernels, and 2 where the model is wide."""
     taken = []
-    monkeypatch.setattr(skinny_linear, "_LARGE_WEIGHT", large)
+    monkeypatch.setattr(skinny_linear, "_MAX_COLUMNS", max_columns)
     monkeypatch.setattr("nanovllm.models.qwen3.is_skinny", lambda x: len(x) <= 16)
     monkeypatch.setattr(decode_linear, "_MAX_WEIGHTS", limit)
     monkeypatch.setattr(Qwen3DecoderLayer, "forward_skinny", lambda *args: taken.append(args))
@@ -169,9 +171,23 @@ def test_who_is_skinny(kernels_everywhere, monkeypatch, model, num_seqs, limit, 
     assert bool(taken) == skinny
 
 
-@pytest.mark.parametrize(("model", "large"), [("Qwen3-0.6B", False), ("Qwen3-1.7B", True), ("Qwen3-8B", True)])
-def test_which_models_are_large(model, large):
+@pytest.mark.parametrize(
+    ("model", "size", "reducer", "most_tokens"),
+    [
+        ("Qwen3-0.6B", 1, None, 16),
+        ("Qwen3-1.7B", 1, None, 2),
+        ("Qwen3-8B", 1, None, 2),
+        ("Qwen3-0.6B", 2, AloneReducer(), 16),
+        ("Qwen3-1.7B", 2, AloneReducer(), 2),
+        ("Qwen3-8B", 8, AloneReducer(), 2),
+        ("Qwen3-0.6B", 2, None, 0),  # Nobody posts the sums.
+    ],
+)
+def test_up_to_how_many_sequences_a_model_is_skinny(model, size, reducer, most_tokens):
+    """Without the kernels for small batches, which Hopper alone has."""
     config = preset_config(model)
-    weight = torch.empty(2 * config.intermediate_size, config.hidden_size, device="meta")
-    assert skinny_linear.is_worth_it(2, weight)
-    assert skinny_linear.is_worth_it(3, weight) == (not large)
+    weight = torch.empty(2 * config.intermediate_size // size, config.hidden_size, device="meta")
+    mlp = SimpleNamespace(gate_up_proj=SimpleNamespace(weight=weight))
+    qwen = SimpleNamespace(tp=SimpleNamespace(size=size, reducer=reducer), layers=[SimpleNamespace(mlp=mlp)])
+    taken = [n for n in range(1, 17) if Qwen3Model._takes_skinny(qwen, n)]
+    assert taken == list(range(1, most_tokens + 1))
