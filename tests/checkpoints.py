@@ -5,13 +5,14 @@ import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, RequestOutput, SamplingParams
 
 # Models this small run ten times faster on one thread than on two that wait for each other.
 torch.set_num_threads(1)
@@ -116,13 +117,30 @@ def make_llm(path: str | Path, **options) -> LLM:
     return LLM(str(path), **defaults | options)
 
 
+def both_ways(**options):
+    """The fixture `shared_llm` of a file whose tests run twice: with steps that overlap, and one by one."""
+    options = {"skip_tokenizer_init": False, "max_model_len": 200} | options
+
+    @pytest.fixture(scope="module", params=[True, False], ids=["overlapped", "one by one"])
+    def shared_llm(request, path):
+        with make_llm(path, overlap_steps=request.param, **options) as llm:
+            yield llm
+
+    return shared_llm
+
+
 def greedy(max_tokens: int, **fields) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **fields)
 
 
+def generate(llm: LLM, prompts: list, params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:
+    """Results of generate, without a progress bar."""
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
 def complete(llm: LLM, prompts: list, params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
     """Token ids of generate, without a progress bar."""
-    return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+    return [output["token_ids"] for output in generate(llm, prompts, params)]
 
 
 def complete_by_steps(llm: LLM, prompts: list, params: SamplingParams) -> tuple[list[list[int]], list[int]]:

@@ -10,7 +10,6 @@ import torch
 from checkpoints import (
     EOS,
     VOCAB_SIZE,
-    Reference,
     assert_idle,
     complete,
     complete_by_steps,
@@ -25,29 +24,6 @@ from checkpoints import (
 from nanovllm import LLM, RequestOutput, SamplingParams
 
 TEXT = "def block(i): # Üb€r 漢字\n    return i"
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("llm"), tokenizer=True)
-
-
-@pytest.fixture(scope="module")
-def reference(path):
-    return Reference(path)
-
-
-@pytest.fixture(scope="module")
-def shared_llm(path):
-    with make_llm(path, skip_tokenizer_init=False, max_model_len=200) as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(shared_llm):
-    """An engine with a tokenizer, which the test must leave as it found it."""
-    yield shared_llm
-    assert_idle(shared_llm)
 
 
 def assert_usable(llm, reference):

@@ -8,10 +8,11 @@ import pytest
 import torch
 from checkpoints import (
     VOCAB_SIZE,
-    Reference,
     assert_idle,
+    both_ways,
     complete,
     edit_tensors,
+    generate,
     greedy,
     make_checkpoint,
     make_llm,
@@ -19,7 +20,9 @@ from checkpoints import (
 )
 from transformers import AutoTokenizer
 
-from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from nanovllm import SamplingParams, StructuredOutputsParams
+
+shared_llm = both_ways()
 
 
 @pytest.fixture(scope="module")
@@ -30,28 +33,6 @@ def path(tmp_path_factory):
     silent = [i for i, text in enumerate(texts) if not text.isascii() or not text.isprintable()]
     edit_tensors(path, lambda tensors: tensors["lm_head.weight"].index_fill_(0, torch.tensor(silent), 0.0))
     return path
-
-
-@pytest.fixture(scope="module")
-def reference(path):
-    return Reference(path)
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["overlapped", "one by one"])
-def shared_llm(request, path):
-    with make_llm(path, skip_tokenizer_init=False, max_model_len=200, overlap_steps=request.param) as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(shared_llm):
-    """An engine that the test must leave idle."""
-    yield shared_llm
-    assert_idle(shared_llm)
-
-
-def generate(llm: LLM, prompts, params) -> list[RequestOutput]:
-    return llm.generate(prompts, params, use_tqdm=False)
 
 
 # -- stop strings ------------------------------------------------------------------------------------------------

@@ -5,33 +5,11 @@ import gc
 import itertools
 
 import pytest
-from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
+from checkpoints import assert_idle, both_ways, complete, greedy, make_llm, random_prompt
 
 from nanovllm import SamplingParams, StructuredOutputsParams
 
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("streaming"), tokenizer=True)
-
-
-@pytest.fixture(scope="module")
-def reference(path):
-    return Reference(path)
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["overlapped", "one by one"])
-def shared_llm(request, path):
-    options = {"max_model_len": 200, "max_num_seqs": 4, "overlap_steps": request.param}
-    with make_llm(path, skip_tokenizer_init=False, **options) as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(shared_llm):
-    """An engine that the test must leave idle."""
-    yield shared_llm
-    assert_idle(shared_llm)
+shared_llm = both_ways(max_num_seqs=4)
 
 
 def join(deltas) -> dict[tuple[int, int], dict]:
