@@ -1,0 +1,189 @@
+"""LLM.generate_iter: results as they finish, of iterables without end, with faults, and left half-way."""
+
+import gc
+import itertools
+
+import pytest
+from checkpoints import assert_idle, both_ways, complete, greedy, random_prompt
+from leaving import LEAVING
+
+shared_llm = both_ways(max_num_seqs=4)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_results_of_generate_whatever_the_iterable(llm, ordered):
+    prompts = [random_prompt(3 + i % 11, seed=i) for i in range(70)]
+    params = [greedy(1 + (7 * i) % 13, n=1 + i % 2) for i in range(70)]
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    results = list(llm.generate_iter((p for p in prompts), (p for p in params), ordered=ordered))
+    assert sorted(index for index, _ in results) == list(range(70))
+    if ordered:
+        assert [index for index, _ in results] == list(range(70))
+    for index, output in results:
+        for name in ("text", "token_ids", "finish_reason", "num_prompt_tokens"):
+            assert output[name] == expected[index][name]
+        assert [s["token_ids"] for s in output.get("samples", [])] == [
+            s["token_ids"] for s in expected[index].get("samples", [])
+        ]
+
+
+def test_results_come_as_they_finish(llm):
+    results = llm.generate_iter([[1]] * 4, [greedy(30), greedy(2), greedy(9), greedy(2)])
+    assert [index for index, _ in results] == [1, 3, 2, 0]
+
+
+class Endless:
+    """Prompts without end, which count how many of them were taken."""
+
+    def __init__(self):
+        self.num_taken = 0
+
+    def __iter__(self):
+        for i in itertools.count():
+            self.num_taken += 1
+            yield [1 + i % 300, 2]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_an_endless_iterable_is_taken_as_there_is_room(llm, ordered):
+    prompts = Endless()
+    results = llm.generate_iter(prompts, greedy(3), ordered=ordered)
+    assert prompts.num_taken == 0
+    for num_given, _ in enumerate(itertools.islice(results, 100), 1):
+        # At most twice what a step computes is under way, and a step's worth of results may be on their way out.
+        assert prompts.num_taken <= num_given + 3 * 4
+    results.close()
+    assert_idle(llm)
+
+
+def test_the_engine_is_kept_full(llm):
+    batch_sizes = []
+    call = llm.model_runner.call
+
+    def spy(method, seqs, is_prefill):
+        if not is_prefill:
+            batch_sizes.append(len(seqs))
+        return call(method, seqs, is_prefill)
+
+    llm.model_runner.call = spy
+    try:
+        list(llm.generate_iter(([1 + i] for i in range(60)), (greedy(2 + i % 5) for i in range(60))))
+    finally:
+        del llm.model_runner.call
+    assert batch_sizes.count(4) > 0.9 * len(batch_sizes)
+
+
+def test_results_that_wait_for_a_slow_one_are_few(llm):
+    prompts = Endless()
+    # The first takes 150 steps, in which hundreds of the others could be done.
+    params = itertools.chain([greedy(150)], itertools.repeat(greedy(1)))
+    results = llm.generate_iter(prompts, params, ordered=True)
+    index, output = next(results)
+    assert (index, len(output["token_ids"])) == (0, 150)
+    assert prompts.num_taken <= 8 * 4
+    assert [index for index, _ in itertools.islice(results, 50)] == list(range(1, 51))
+    results.close()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_faulty_prompts_among_the_results(llm, ordered):
+    prompts = [[], [1], "", [2], [10**6], *[[]] * 40, [3]]
+    results = dict(llm.generate_iter(iter(prompts), greedy(2), ordered=ordered, on_error="return"))
+    assert sorted(results) == list(range(46))
+    served = {index for index, output in results.items() if output["finish_reason"] == "length"}
+    assert served == {1, 3, 45}
+    assert "prompts[4]: token id 1000000" in results[4]["error"]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_faults_without_end_do_not_pile_up(llm, ordered):
+    prompts = itertools.chain([[1]], itertools.repeat([]))
+    results = llm.generate_iter(prompts, greedy(9), ordered=ordered, on_error="return")
+    reasons = [output["finish_reason"] for _, output in itertools.islice(results, 100)]
+    assert reasons.count("length") == 1
+    results.close()
+
+
+def test_a_faulty_prompt_ends_the_iterator_with_its_index(llm, reference):
+    prompts = ([5, 6, 7] if i != 33 else "" for i in range(100))
+    results = llm.generate_iter(prompts, greedy(2))
+    with pytest.raises(ValueError, match=r"prompts\[33\]: is empty"):
+        list(results)
+    assert_idle(llm)
+    assert complete(llm, [[5, 6, 7]], greedy(4)) == reference.greedy([[5, 6, 7]], 4)
+
+
+def test_an_iterable_that_fails(llm):
+    def prompts():
+        yield from [[1]] * 9
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        list(llm.generate_iter(prompts(), greedy(2)))
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize(("num_params", "first"), [(5, "sampling_params"), (7, "prompts")])
+def test_another_number_of_parameters_than_of_prompts(llm, num_params, first):
+    results = llm.generate_iter([[1]] * 6, [greedy(2)] * num_params)
+    with pytest.raises(ValueError, match=f"sampling_params: {first} ended after {min(num_params, 6)}"):
+        list(results)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(([[1]], "greedy"), "sampling_params"), ((7,), "prompts"), (([[1]], None, False, "ignore"), "on_error")],
+)
+def test_wrong_arguments_at_once(llm, arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        llm.generate_iter(*arguments)
+
+
+def test_one_text_and_nothing_at_all(llm):
+    ((index, output),) = llm.generate_iter("the table", greedy(3))
+    assert (index, len(output["token_ids"])) == (0, 3)
+    assert list(llm.generate_iter([], greedy(3))) == []
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 5])
+@pytest.mark.parametrize("leave", LEAVING)
+def test_an_iterator_left_half_way_frees_its_blocks(llm, leave, num_read):
+    results = llm.generate_iter(Endless(), greedy(5))
+    for _ in range(num_read):
+        next(results)
+    leave(results)
+    del results
+    gc.collect()
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("method", ["stream", "generate_iter"])
+def test_an_exception_or_ctrl_c_in_a_step(llm, reference, monkeypatch, method, error):
+    prompts = reference.draw_prompts((20, 5, 30), 9)
+    forward, calls = llm.model_runner.model.forward, []
+
+    def failing(*args):
+        calls.append(0)
+        if len(calls) == 5:
+            raise error
+        return forward(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model_runner.model, "forward", failing)
+        results = getattr(llm, method)(prompts, [greedy(2), greedy(9), greedy(9)])
+        with pytest.raises(error):
+            list(results)
+    assert_idle(llm)
+    assert complete(llm, prompts, greedy(9)) == reference.greedy(prompts, 9)
+
+
+def test_abort_within_an_iterator(llm):
+    reasons = []
+    for _, output in llm.generate_iter([[1 + i] for i in range(12)], [greedy(3), *[greedy(50)] * 11]):
+        reasons.append(output["finish_reason"])
+        if len(reasons) == 1:
+            llm.abort_request()
+    assert reasons[0] == "length"
+    assert 4 <= reasons.count("abort") <= 11
+    assert len(reasons) == 12
