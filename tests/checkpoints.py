@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 
@@ -61,6 +61,15 @@ def make_checkpoint(
     if tokenizer:
         make_tokenizer(directory)
     return Path(directory)
+
+
+def make_ascii_checkpoint(directory: str | Path) -> Path:
+    """One with a tokenizer that says little but ASCII, so that there is text to stop at."""
+    path = make_checkpoint(directory, tokenizer=True)
+    texts = AutoTokenizer.from_pretrained(path).batch_decode([[i] for i in range(VOCAB_SIZE)])
+    silent = [i for i, text in enumerate(texts) if not text.isascii() or not text.isprintable()]
+    edit_tensors(path, lambda tensors: tensors["lm_head.weight"].index_fill_(0, torch.tensor(silent), 0.0))
+    return path
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
