@@ -10,9 +10,19 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.layers.attention_backend import select_backend
+from nanovllm.models import model_class
+from nanovllm.utils.parallel import TensorParallel
 
 # Models this small run ten times faster on one thread than on two that wait for each other.
 torch.set_num_threads(1)
@@ -124,6 +134,16 @@ def make_llm(path: str | Path, **options) -> LLM:
         "max_model_len": 1024,
     }
     return LLM(str(path), **defaults | options)
+
+
+def poisoned_model(path, dtype=torch.float32):
+    """The model of a checkpoint's configuration, all NaN."""
+    config = AutoConfig.from_pretrained(path)
+    backend = select_backend("torch", "cpu", dtype, 32, 16)
+    model = model_class(config)(config, 64, backend, TensorParallel()).to(dtype)
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    return model
 
 
 def both_ways(**options):

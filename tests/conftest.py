@@ -1,6 +1,10 @@
 """Shared fixtures. Without a GPU, Triton's interpreter runs the kernels, so it is chosen before Triton loads."""
 
 import os
+import shutil
+import threading
+import time
+from pathlib import Path
 
 import torch
 
@@ -49,3 +53,37 @@ def llm(shared_llm):
     """The file's engine, which the test must leave idle."""
     yield shared_llm
     assert_idle(shared_llm)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """{name: directory} of checkpoints to load; tests that change one take a copy."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {
+        "plain": make_checkpoint(root / "plain"),
+        "tied": make_checkpoint(root / "tied", tie_word_embeddings=True),
+        "bias": make_checkpoint(root / "bias", attention_bias=True),
+        "qwen2": make_checkpoint(root / "qwen2", family="qwen2"),
+        "sharded": make_checkpoint(root / "sharded", max_shard_size="60KB"),
+    }
+
+
+@pytest.fixture
+def copy(checkpoints, tmp_path):
+    """copy(name) -> a directory that the test may damage."""
+    return lambda name="plain": Path(shutil.copytree(checkpoints[name], tmp_path / name))
+
+
+@pytest.fixture
+def four_threads():
+    """Loading by four threads, of which none may be left, nor any trace of how many they were."""
+    before, running = torch.get_num_threads(), set(threading.enumerate())
+    torch.set_num_threads(4)
+    yield
+    assert torch.get_num_threads() == 4
+    torch.set_num_threads(before)
+    # One that has done its work may take a moment to end.
+    deadline = time.monotonic() + 5
+    while set(threading.enumerate()) != running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) == running
