@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from checkpoints import assert_idle, make_checkpoint, make_llm
+from checkpoints import make_checkpoint, make_llm
 
 from nanovllm import LLM, SamplingParams
 
@@ -16,12 +16,6 @@ HELLO = {"role": "user", "content": "introduce yourself"}
 def shared_llm():
     with LLM(str(DEMO_MODEL), device="cpu", kvcache_gib=0.1) as llm:
         yield llm
-
-
-@pytest.fixture
-def llm(shared_llm):
-    yield shared_llm
-    assert_idle(shared_llm)
 
 
 def render(llm, conversation, **options) -> str:

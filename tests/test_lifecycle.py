@@ -22,11 +22,6 @@ def path(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("lifecycle"))
 
 
-@pytest.fixture(scope="module")
-def reference(path):
-    return Reference(path)
-
-
 def big_tensors(llm) -> list[weakref.ref]:
     """Weak references to the storages' owners: the KV cache and every parameter."""
     runner = llm.model_runner

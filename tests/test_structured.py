@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, Reference, assert_idle, greedy, make_checkpoint, make_llm
+from checkpoints import VOCAB_SIZE, Reference, assert_idle, greedy, make_llm
 from sampling_reference import completions, run
 
 from nanovllm import SamplingParams, StructuredOutputsParams
@@ -22,11 +22,6 @@ SCHEMA = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_flexible": False},
 }
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("structured"), tokenizer=True)
 
 
 @pytest.fixture(scope="module")
