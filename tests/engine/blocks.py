@@ -1,0 +1,46 @@
+"""Small sequences, and what the scheduler and a step do for them with a BlockManager, without either."""
+
+import itertools
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence
+
+SIZE = 4
+seq_ids = itertools.count()
+
+
+def tokens(num_blocks: int, extra: int = 0, first: int = 0) -> list[int]:
+    """Distinct tokens: num_blocks full blocks and `extra` more."""
+    return list(range(first, first + num_blocks * SIZE + extra))
+
+
+def sequence(token_ids: list[int]) -> Sequence:
+    return Sequence(next(seq_ids), token_ids, block_size=SIZE)
+
+
+def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None) -> None:
+    """What a step does to the books: num_tokens (all that are left) more tokens are in the cache."""
+    before = seq.num_cached_tokens
+    seq.num_cached_tokens = seq.num_tokens if num_tokens is None else before + num_tokens
+    manager.hash_blocks(seq, before)
+
+
+def start(manager: BlockManager, token_ids: list[int]) -> Sequence:
+    """Allocate and compute a new sequence."""
+    seq = sequence(token_ids)
+    assert manager.can_allocate(seq)
+    manager.allocate(seq)
+    compute(manager, seq)
+    return seq
+
+
+def decode(manager: BlockManager, seq: Sequence, token: int) -> None:
+    seq.append_token(token)
+    assert manager.can_append(seq)
+    manager.may_append(seq)
+    compute(manager, seq)
+
+
+def weaken(manager: BlockManager, num_values: int) -> None:
+    """Leave compute_hash only num_values different results."""
+    manager.compute_hash = lambda token_ids, prefix=-1: BlockManager.compute_hash(token_ids, prefix) % num_values
