@@ -1,7 +1,9 @@
 """Shared fixtures. Without a GPU, Triton's interpreter runs the kernels, so it is chosen before Triton loads."""
 
+import json
 import os
 import shutil
+import socket
 import threading
 import time
 from pathlib import Path
@@ -11,8 +13,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+import huggingface_hub
 import pytest
 from checkpoints import Reference, assert_idle, make_checkpoint, make_llm
+from configs import NEW_STYLE
 
 
 def pytest_collection_modifyitems(items):
@@ -87,3 +91,30 @@ def four_threads():
     while set(threading.enumerate()) != running and time.monotonic() < deadline:
         time.sleep(0.01)
     assert set(threading.enumerate()) == running
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Whatever reaches for the hub fails at once instead of after its retries."""
+
+    def refuse(*args, **kwargs):
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    """A function that writes a model directory and returns its path."""
+
+    def write(config=NEW_STYLE, generation_config=None, name="model", **changes) -> str:
+        directory = tmp_path / name
+        directory.mkdir()
+        config = {key: value for key, value in (config | changes).items() if value is not ...}
+        (directory / "config.json").write_text(json.dumps(config))
+        if generation_config is not None:
+            (directory / "generation_config.json").write_text(json.dumps(generation_config))
+        return str(directory)
+
+    return write
