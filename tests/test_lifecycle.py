@@ -1,25 +1,13 @@
-"""Engines come and go, alone and side by side, and leave nothing behind."""
+"""Engines come and go, alone and side by side, and give back their memory."""
 
-import logging
-import multiprocessing
-import re
-import subprocess
-import sys
 import threading
 import weakref
-from pathlib import Path
 
 import pytest
-import torch
-from checkpoints import Reference, assert_idle, complete, edit_tensors, greedy, make_checkpoint, make_llm, random_prompt
+from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
 
 from nanovllm import LLM
 from nanovllm.engine.model_runner import ModelRunner
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("lifecycle"))
 
 
 def big_tensors(llm) -> list[weakref.ref]:
@@ -191,116 +179,6 @@ def test_two_engines_in_two_threads(pair):
     for llm, case, result in zip(engines, pair, results, strict=True):
         assert result == [case[3]] * 3
         llm.exit()
-
-
-def torch_defaults():
-    x = torch.ones(1)
-    return torch.get_default_dtype(), torch.get_default_device(), x.dtype, x.device, torch.is_grad_enabled()
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_torch_defaults_are_the_callers(path, dtype):
-    before = torch_defaults()
-    threads = torch.get_num_threads()
-    random_state = torch.get_rng_state()
-    with make_llm(path, dtype=dtype, load_format="dummy") as llm:
-        assert torch_defaults() == before
-        complete(llm, [[1, 2]], greedy(2))
-        assert torch_defaults() == before
-    assert torch_defaults() == before
-    assert torch.get_num_threads() == threads
-    assert torch.equal(torch.get_rng_state(), random_state)
-
-
-@pytest.mark.parametrize("default", [torch.float64, torch.float32])
-def test_the_callers_default_dtype_does_not_change_the_model(path, reference, default):
-    prompts = reference.draw_prompts((20,), 6)
-    torch.set_default_dtype(default)
-    try:
-        with make_llm(path) as llm:
-            assert torch.get_default_dtype() == default
-            tokens = complete(llm, prompts, greedy(6))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert tokens == reference.greedy(prompts, 6)
-
-
-def test_torch_defaults_after_a_failing_init(tmp_path):
-    path = make_checkpoint(tmp_path)
-    before = torch_defaults()
-    edit_tensors(path, lambda tensors: tensors.pop("model.norm.weight"))
-    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
-        make_llm(path, dtype="bfloat16")
-    assert torch_defaults() == before
-    with pytest.raises(ValueError, match="use_sliding_window"):
-        # Fails while the model is built, where the default dtype is ours.
-        make_llm(path, dtype="bfloat16", hf_config=_with_sliding_window(path))
-    assert torch_defaults() == before
-
-
-def _with_sliding_window(path):
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path)
-    config.use_sliding_window = True
-    return config
-
-
-def test_no_threads_and_no_processes_are_left(path):
-    threads = set(threading.enumerate())
-    llm = make_llm(path)
-    complete(llm, [[1, 2, 3]], greedy(4))
-    llm.exit()
-    assert set(threading.enumerate()) <= threads
-    assert multiprocessing.active_children() == []
-
-
-def test_logging_is_left_to_the_caller(path, caplog, capfd):
-    with caplog.at_level(logging.INFO, logger="nanovllm"), make_llm(path) as llm:
-        complete(llm, [[1]], greedy(2))
-    # What a user needs to know at start-up: what runs, where it runs, on what, and the longest sequence.
-    for fact in (
-        r"model: .*float32",
-        r"device: CPU",
-        r"attention back end: .*torch",
-        r"KV cache: 128 blocks x 16 = 2048 tokens.*longest sequence: 1024",
-        r"CUDA graphs: none",
-    ):
-        lines = [record.getMessage() for record in caplog.records if re.match(fact, record.getMessage())]
-        assert len(lines) == 1, fact
-    for name in [None, "nanovllm", *(n for n in logging.root.manager.loggerDict if n.startswith("nanovllm."))]:
-        handlers = logging.getLogger(name).handlers
-        assert not [handler for handler in handlers if type(handler).__module__.startswith("nanovllm")]
-        assert name is None or handlers == []
-    assert "nanovllm" not in capfd.readouterr().out
-
-
-FRESH_PROCESS = """
-import logging, sys, torch
-import nanovllm
-assert logging.root.handlers == [] and logging.getLogger("nanovllm").handlers == []
-assert torch.get_default_dtype() == torch.float32
-llm = nanovllm.LLM(sys.argv[1], device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=4, enforce_eager=True)
-params = nanovllm.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-outputs = llm.generate([[1, 2, 3]], params, use_tqdm=False)
-assert len(outputs[0]["token_ids"]) == 5
-"""
-
-
-def test_a_process_that_never_calls_exit_ends_in_silence(path):
-    root = Path(__file__).parents[1]
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FRESH_PROCESS, str(path)],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (result.returncode, result.stdout) == (0, ""), result.stderr
-    # Libraries may have something to say on some machine; neither we nor an interpreter that ends badly may.
-    for word in ("nanovllm", "Traceback", "Exception", "Error"):
-        assert word not in result.stderr
 
 
 def test_dummy_weights_need_no_files(tmp_path):
