@@ -75,9 +75,8 @@ def choose_config(M: int, N: int, K: int, itemsize: int, has_norm: bool) -> Skin
     if M == 1:
         if k_tile <= 1024:
             return SkinnyConfig(8 if many_rows else 4, k_tile, 1)
-        if (
-            has_norm and padded_k != 4096
-        ):  # Where it is, a tile of 4096 holds a row, whose norm needs no second reading.
+        # A tile of 4096 that holds a row spares its norm a second reading; longer rows and shorter ones waste it.
+        if has_norm and padded_k != 4096:
             return SkinnyConfig(8, 1024, 2)
         return SkinnyConfig(2 if N <= 1024 and k_tile == 4096 else 4, k_tile, 4)
     # The inputs of several tokens take registers too; behind a norm its weights and a row of float32 do as well.
