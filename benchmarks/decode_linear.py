@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from gpus import require_gpus
 from graph_timing import time_graph
-from layer_shapes import DOWN, GATE_UP, OUT, QKV, layer_shapes
+from layer_shapes import DOWN, GATE_UP, OUT, QKV, layer_shapes, model_name
 
 from nanovllm.kernels.decode_linear import linear, linear_add, linear_silu
 from nanovllm.kernels.decode_linear_kernel import MAX_TOKENS, DecodeLinearConfig, choose_config, make_arrivals
@@ -247,8 +247,10 @@ def compile_all(todo: dict[Case, list[DecodeLinearConfig]], num_workers: int, se
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["0.6B"], help="0.6B ... 32B; 8B-tp2: over two GPUs")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[32, 64])
+    parser.add_argument("--shapes", nargs="+", type=model_name, default=["0.6B"], help="0.6B ... 32B, 8B-tp2 ...")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, choices=range(1, MAX_TOKENS + 1), metavar="1..64", default=[32, 64]
+    )
     parser.add_argument("--json", help="file for all results")
     parser.add_argument("--layer", action="store_true", help="no sweep: whole layers with the default constants")
     parser.add_argument("--seconds", type=float, default=35, help="cases that would begin later are left out")

@@ -1,6 +1,8 @@
 """The weights that a layer of Qwen3's published models multiplies with."""
 
-from nanovllm.models.presets import preset_config
+from argparse import ArgumentTypeError
+
+from nanovllm.models.presets import PRESET_NAMES, preset_config
 
 QKV, OUT, GATE_UP, DOWN = "qkv", "o add", "gate_up silu", "down add"
 
@@ -17,3 +19,13 @@ def layer_shapes(model: str) -> dict[str, tuple[int, int]]:
         GATE_UP: (2 * intermediate, hidden),
         DOWN: (hidden, intermediate),
     }
+
+
+def model_name(name: str) -> str:
+    """argparse's type for what `layer_shapes` takes."""
+    try:
+        layer_shapes(name)
+    except (KeyError, ValueError, ZeroDivisionError):
+        sizes = ", ".join(preset.removeprefix("Qwen3-") for preset in PRESET_NAMES)
+        raise ArgumentTypeError(f"{name!r}: must be one of {sizes}, or with several GPUs 8B-tp2 and so on") from None
+    return name

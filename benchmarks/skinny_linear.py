@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 from gpus import require_gpus
 from graph_timing import time_graph
-from layer_shapes import layer_shapes
+from layer_shapes import layer_shapes, model_name
 
 from nanovllm.kernels import skinny_linear as kernels
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
-from nanovllm.kernels.skinny_kernel import SkinnyConfig, choose_config
+from nanovllm.kernels.skinny_kernel import MAX_TOKENS, SkinnyConfig, choose_config
 
 CALLS = 28
 # Several times L2's 60 MB, and no more than needs to be filled.
@@ -59,7 +59,7 @@ def make_cases(models: list[str], tokens: list[int] | None) -> list[Case]:
 
 
 def make_configs(case: Case) -> list[SkinnyConfig]:
-    """A dozen or so, and up to 52 for more than two tokens; the default first."""
+    """A dozen or so, from four tokens on up to 52; the default first."""
     function, M, N, K = case
     padded_k = 1 << (K - 1).bit_length()
     configs = [choose_config(M, N, K, 2, function.startswith("norm"))]
@@ -113,8 +113,7 @@ class Layer:
 
 def compile_config(case: Case, config: SkinnyConfig) -> None:
     """Leave the kernel in Triton's cache; what fails here will fail, and be reported, in the timing."""
-    layer = Layer(case, 1)
-    layer.call(0, config)
+    Layer(case, 1).call(0, config)
 
 
 def time_calls(call, num_calls: int) -> float:
@@ -161,8 +160,15 @@ def describe(swept: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["0.6B", "8B"], help="0.6B ... 32B; 8B-tp2: over two GPUs")
-    parser.add_argument("--tokens", nargs="+", type=int, help="default: 1, 4 and 16 for 0.6B, 1 for others")
+    parser.add_argument("--models", nargs="+", type=model_name, default=["0.6B", "8B"], help="0.6B ... 32B, 8B-tp2 ...")
+    parser.add_argument(
+        "--tokens",
+        nargs="+",
+        type=int,
+        choices=range(1, MAX_TOKENS + 1),
+        metavar="1..16",
+        help="default: 1, 4 and 16 for 0.6B, 1 for others",
+    )
     parser.add_argument("--json", help="file for all results")
     parser.add_argument("--seconds", type=float, default=90, help="cases that would begin later are left out")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")

@@ -42,8 +42,9 @@ def choose_config(num_rows: int, padded_dim: int, itemsize: int, device: torch.d
     tile = max(16, min(SPLIT_UNIT, _TILE_BYTES // (padded_dim * itemsize)))
     half = max(16, tile // 2)
     if num_rows <= 32:
-        # With three stages, and hence more than 48 KiB of shared memory, the kernel is as fast, but the launches around
-        # it wait for each other: 10 % of a step of Qwen3-8B. From 8 sequences on three are faster all the same.
+        # With three stages the kernel is as fast, but a step of Qwen3-8B is 10 % slower: for more than 48 KiB of shared
+        # memory a multiprocessor gives up L1, through which, it seems, the skinny kernels around want to read. From 8
+        # sequences on three are faster all the same.
         return DecodeConfig(tile, 4, 2, prefetch=True)
     if num_rows <= 256:
         return DecodeConfig(tile, 4, 3)

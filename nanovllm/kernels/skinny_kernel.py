@@ -75,7 +75,8 @@ def choose_config(M: int, N: int, K: int, itemsize: int, has_norm: bool) -> Skin
     if M == 1:
         if k_tile <= 1024:
             return SkinnyConfig(8 if many_rows else 4, k_tile, 1)
-        # A tile of 4096 that holds a row spares its norm a second reading; longer rows and shorter ones waste it.
+        # A row of 4096 in one tile is read once for its norm and its product. Of 2048, short tiles of more rows were
+        # faster all the same.
         if has_norm and padded_k != 4096:
             return SkinnyConfig(8, 1024, 2)
         return SkinnyConfig(2 if N <= 1024 and k_tile == 4096 else 4, k_tile, 4)
@@ -85,7 +86,8 @@ def choose_config(M: int, N: int, K: int, itemsize: int, has_norm: bool) -> Skin
         return SkinnyConfig(8 if many_rows else 4, k_tile, min(2, max(1, k_tile // 256)))
     if N >= 4096 and padded_k > 2048:
         return SkinnyConfig(4, 1024, 4)
-    k_tile = min(k_tile, 4096 if M == 2 else 2048)
+    if M > 2:
+        k_tile = min(k_tile, 2048)
     return SkinnyConfig(4, k_tile, max(1, min(8, k_tile // 256)))
 
 

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 import xxhash
-from blocks import SIZE, compute, sequence, start, tokens, weaken
+from blocks import SIZE, collide, compute, sequence, start, tokens, weaken
 from invariants import check_blocks
 
 from nanovllm.engine.block_manager import Block, BlockManager
@@ -70,11 +70,7 @@ def test_a_collision_further_up_the_chain_is_a_miss():
     """The first blocks of two prompts differ and collide; their second blocks are equal, and so are its hashes."""
     manager = BlockManager(40, SIZE)
     front, other_front, back = tokens(1), tokens(1, first=50), tokens(1, first=100)
-
-    def compute_hash(token_ids, prefix=-1):
-        return 7 if list(token_ids) in (front, other_front) else BlockManager.compute_hash(token_ids, prefix)
-
-    manager.compute_hash = compute_hash
+    collide(manager, front, other_front)
     seq = sequence([*front, *back, 1])
     manager.allocate(seq)
     compute(manager, seq, SIZE)
@@ -93,11 +89,7 @@ def test_a_collision_in_a_reused_block_is_a_miss():
     """As above, but the new front takes the very block that the old one was in, while `back` stays known."""
     manager = BlockManager(6, SIZE)
     front, other_front, back = tokens(1), tokens(1, first=50), tokens(1, first=100)
-
-    def compute_hash(token_ids, prefix=-1):
-        return 7 if list(token_ids) in (front, other_front) else BlockManager.compute_hash(token_ids, prefix)
-
-    manager.compute_hash = compute_hash
+    collide(manager, front, other_front)
     a, b = sequence([*front, *back, 1]), sequence([*front, *back, 1])
     manager.allocate(a)
     manager.allocate(b)

@@ -1,0 +1,70 @@
+"""How decode attention is cut into pieces, and the launch constants of its kernel."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels import decode_config
+from nanovllm.kernels.decode_config import choose_config
+from nanovllm.utils.decode_plan import MAX_SPLITS, PIECE_FIELDS, SPLIT_UNIT, num_work_items, plan_decode
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lens=st.lists(st.integers(0, 20000), min_size=1, max_size=40),
+    spare=st.integers(1, 400),
+)
+def test_plan_covers_every_key_once_and_takes_the_longest_first(lens, spare):
+    items = np.full((len(lens) + spare, PIECE_FIELDS), 12345, np.int32)
+    plan_decode(np.array(lens), items)
+    used = items[items[:, 0] >= 0]
+    assert (items[len(used) :, 0] == -1).all()
+    for row, context_len in enumerate(lens):
+        places = np.flatnonzero(used[:, 0] == row)
+        assert (np.diff(places) == 1).all()
+        _, splits, num_splits, first, end = used[places].T
+        assert splits.tolist() == list(range(len(places)))
+        assert (num_splits == len(places)).all()
+        assert 1 <= len(places) <= MAX_SPLITS
+        assert first[0] == 0
+        assert end[-1] == context_len
+        assert (first[1:] == end[:-1]).all()
+        assert (first % SPLIT_UNIT == 0).all()
+        assert context_len == 0 or (first < end).all()
+        assert len(set((end - first)[:-1])) <= 1  # equal but for the last, which is not longer
+        assert end[-1] - first[-1] <= end[0] - first[0]
+    lengths = [-(-(end - first) // SPLIT_UNIT) for _, split, _, first, end in used.tolist() if split == 0]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_more_work_than_programs_makes_longer_splits():
+    items = np.empty((4, PIECE_FIELDS), np.int32)
+    plan_decode(np.array([640, 64]), items)
+    assert items.tolist()[:3] == [[0, 0, 2, 0, 320], [0, 1, 2, 320, 640], [1, 0, 1, 0, 64]]
+    assert items[3, 0] == -1
+    items = np.empty((num_work_items(2, 8), PIECE_FIELDS), np.int32)  # many
+    plan_decode(np.array([640, 64]), items)
+    assert items[:11, 4].tolist() == [*range(64, 641, 64), 64]
+
+
+@pytest.mark.parametrize("num_rows", [1, 32, 33, 256, 257, 1536, 1537, 2048, 2049, 8192])
+@pytest.mark.parametrize(("padded_dim", "itemsize"), [(16, 2), (64, 2), (128, 2), (128, 4), (256, 2), (256, 4)])
+def test_constants_are_what_kernel_and_cards_allow(num_rows, padded_dim, itemsize):
+    config = choose_config(num_rows, padded_dim, itemsize, torch.device("cpu"))
+    assert config.tile & (config.tile - 1) == 0
+    assert 16 <= config.tile <= SPLIT_UNIT
+    # Where little is known of the card: the smallest have 99 KiB, of which queries and sums want their part.
+    assert (config.num_stages - 1) * 2 * config.tile * padded_dim * itemsize <= 64 * 1024
+
+
+def test_large_cards_have_more_on_its_way(monkeypatch):
+    def stages(num_rows):
+        return choose_config(num_rows, 128, 2, torch.device("cpu")).num_stages
+
+    assert stages(512) == 3
+    monkeypatch.setattr(decode_config, "_has_much_shared_memory", lambda device: True)
+    assert stages(512) == 4
