@@ -46,6 +46,25 @@ def test_results_keep_the_order_of_prompts_that_finish_out_of_order(llm, referen
     assert outputs == [reference.greedy([p], s.max_tokens)[0] for p, s in zip(prompts, params, strict=True)]
 
 
+def test_long_completions_begin_first(path, reference):
+    """Two sequences at a time, a long one and three short ones: its decode steps are all that there need be. The first
+    tokens come from two prefills."""
+    prompts = [random_prompt(5, seed=i) for i in range(4)]
+    lengths = [3, 3, 3, 9]
+    with make_llm(path, max_num_seqs=2) as llm:
+        outputs = complete(llm, prompts, [greedy(n) for n in lengths])
+        assert llm.stats()["steps"] == 2 + 8
+        assert outputs == [reference.greedy([p], n)[0] for p, n in zip(prompts, lengths, strict=True)]
+
+
+def test_the_engines_longest_sequence_bounds_how_long_a_completion_may_be(path):
+    """As before, but the short ones have the larger max_tokens."""
+    with make_llm(path, max_num_seqs=2, max_model_len=30) as llm:
+        outputs = complete(llm, [[1] * 27, [2] * 27, [3] * 27, [4] * 5], [greedy(n) for n in (40, 41, 42, 9)])
+        assert [len(tokens) for tokens in outputs] == [3, 3, 3, 9]
+        assert llm.stats()["steps"] == 2 + 8
+
+
 def test_prompts_and_parameters_may_be_any_iterable(llm):
     prompts, params = [[1, 2], [3]], [greedy(3), greedy(2)]
     expected = complete(llm, prompts, params)

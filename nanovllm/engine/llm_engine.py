@@ -197,7 +197,7 @@ class LLMEngine:
         results = Results()
         results.admit(requests)
         with self._loop.driving(user):
-            num_seqs = self._queue(user, requests)
+            num_seqs = self._queue(user, requests, longest_first=True)
             del requests  # A sequence goes when its result is there, and not all of them after the last step.
             self._run_all(user, num_seqs, results, use_tqdm, on_step)
         return [results.ready[i] for i in range(len(prompts))]
@@ -241,9 +241,16 @@ class LLMEngine:
             for request, p in zip(checked, params, strict=True)
         ]
 
-    def _queue(self, user: User, requests: list[list[Sequence] | Exception]) -> int:
-        """Queue what can be served; the number of sequences."""
+    def _queue(self, user: User, requests: list[list[Sequence] | Exception], longest_first: bool = False) -> int:
+        """Queue what can be served; the number of sequences.
+
+        longest_first: those that have the most tokens to generate go ahead, as far as their parameters tell, so that
+        a batch of more than max_num_seqs does not end with a few of them (the LPT rule, Graham 1969).
+        """
         seqs = [seq for request in requests if isinstance(request, list) for seq in request]
+        if longest_first:
+            longest = self.scheduler.max_seq_len
+            seqs.sort(key=lambda seq: min(seq.max_tokens, longest - seq.num_tokens), reverse=True)
         self._loop.queue(user, seqs)
         return len(seqs)
 
