@@ -28,7 +28,7 @@ from nanovllm.utils.context import Context
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 256
 SCALE = HEAD_DIM**-0.5
 COPIES = 3  # inputs to rotate over, so that none is in the L2 cache from the call before
-SWEEP = [PrefillTiles(*tiles) for tiles in product((64, 128), (64, 128), (4, 8), (2, 3, 4))]
+SWEEP = [PrefillTiles(*tiles) for tiles in product((64, 128), (32, 64), (4, 8), (2, 3, 4))]
 
 
 class Shape(NamedTuple):
@@ -46,6 +46,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = [Shape(8, 2000), Shape(30, 550), Shape(4, 4000), Shape(128, 100), Shape(8, 512, cached=2048)]
+SHAPES += [Shape(200, 80), Shape(64, 250), Shape(40, 400), Shape(200, 64, cached=2048), Shape(200, 80, cached=256)]
 TINY = [Shape(2, 100), Shape(2, 100, cached=256)]  # for compiling the kernel without and with pages
 
 

@@ -90,7 +90,7 @@ class TritonBackend(AttentionBackend):
         self.workspace = DecodeWorkspace(max_batch_size, num_heads, num_kv_heads, head_dim, device)
 
     def prefill(self, q, k, v, k_cache, v_cache, context, scale):
-        if self.flash_attn4 is not None:
+        if self.flash_attn4 is not None and self.flash_attn4.takes(context):
             out = self.flash_attn4.prefill(q, k, v, k_cache, v_cache, context, scale)
             if out is not None:
                 return out
@@ -117,7 +117,7 @@ class FlashAttnBackend(AttentionBackend):
         self.with_kvcache = flash_attn_with_kvcache
 
     def prefill(self, q, k, v, k_cache, v_cache, context, scale):
-        if self.flash_attn4 is not None:
+        if self.flash_attn4 is not None and self.flash_attn4.takes(context):
             out = self.flash_attn4.prefill(q, k, v, k_cache, v_cache, context, scale)
             if out is not None:
                 return out

@@ -1,4 +1,6 @@
-"""Which decode steps the start goes through, so that no later one compiles a kernel in mid-run."""
+"""Which steps the start goes through, so that no later one compiles a kernel in mid-run."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,7 +9,9 @@ pytest.importorskip("triton")
 
 from nanovllm.engine.cuda_graphs import MAX_GRAPH_BATCH_SIZE, graph_batch_sizes
 from nanovllm.engine.kernel_compilation import telling_batch_sizes
+from nanovllm.engine.memory import warmup_sequences
 from nanovllm.kernels.decode_config import choose_config
+from nanovllm.kernels.paged_prefill import choose_tiles
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8, 16])
@@ -21,3 +25,17 @@ def test_every_variant_of_decode_attention_is_among_them(max_num_seqs, num_kv_he
     without_graph = range(MAX_GRAPH_BATCH_SIZE + 1, max_num_seqs + 1)
     assert variants(sizes) >= variants([*graph_batch_sizes(max_num_seqs), *without_graph])
     assert len(sizes) <= 13
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("max_model_len", [16, 33, 100, 300, 4096])
+def test_every_variant_of_prefill_attention_is_warmed_up(max_model_len, group):
+    def variants(lens):
+        return {(choose_tiles(128, 2, new * group, paged=cached > 0), cached > 0) for cached, new in lens}
+
+    config = SimpleNamespace(max_model_len=max_model_len, kvcache_block_size=16)
+    seqs = list(warmup_sequences(config, num_blocks=300))
+    assert all(seq.num_tokens <= max_model_len and len(seq.block_table) <= 300 for seq in seqs)
+    # A cached beginning is a block at least, and one token is always left to compute.
+    possible = [(0, n) for n in range(1, max_model_len)] + [(16, n - 16) for n in range(17, max_model_len)]
+    assert variants((seq.num_cached_tokens, seq.num_scheduled_tokens) for seq in seqs) >= variants(possible)

@@ -1,0 +1,116 @@
+"""Which prefills go to flash-attn-4, and what becomes of those that it cannot compute. The package is played by a
+function; its own results are a GPU's to test."""
+
+import logging
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanovllm.layers.attention_backend import TritonBackend
+from nanovllm.layers.attention_torch import prefill_attention_torch
+from nanovllm.layers.flash_attn4 import MAX_SEQS, MAX_SHORT, FlashAttn4
+from nanovllm.utils.context import Context
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 2, 1, 16, 16
+SCALE = HEAD_DIM**-0.5
+
+
+class Package:
+    """Stands for flash_attn.cute.flash_attn_varlen_func: its results are all sevens."""
+
+    def __init__(self, error: Exception | None = None):
+        self.calls, self.error = [], error
+
+    def __call__(self, q, k, v, **options):
+        self.calls.append(options)
+        if self.error is not None:
+            raise self.error
+        return torch.full_like(q, 7.0), None
+
+
+def make_backend(package: Package) -> TritonBackend:
+    backend = TritonBackend()
+    backend.flash_attn4 = FlashAttn4(package)
+    return backend
+
+
+def prefill(backend: TritonBackend, lens: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the back end makes of sequences of (cached, new) tokens, and what attention is."""
+    torch.manual_seed(len(lens))
+    new, keys = [n for _, n in lens], [cached + n for cached, n in lens]
+    q, k, v = (torch.randn(sum(new), heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int() for n in (new, keys))
+    tables, caches = None, (None, None)
+    if new != keys:
+        blocks = -(-max(keys) // BLOCK_SIZE)
+        tables = torch.arange(len(lens) * blocks, dtype=torch.int32).view(len(lens), blocks)
+        caches = torch.randn(2, len(lens) * blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    context = Context(True, cu_q, cu_k, max(new), max(keys), block_tables=tables)
+    expected = prefill_attention_torch(q, k, v, *caches, cu_q, cu_k, max(new), tables, SCALE)
+    return backend.prefill(q, k, v, *caches, context, SCALE), expected
+
+
+def is_the_packages(out: torch.Tensor) -> bool:
+    return bool((out == 7.0).all())
+
+
+def test_long_prompts_go_there():
+    package = Package()
+    out, _ = prefill(make_backend(package), [(0, 3), (0, MAX_SHORT + 1)])
+    assert is_the_packages(out)
+    (options,) = package.calls
+    assert options["cu_seqlens_q"].tolist() == options["cu_seqlens_k"].tolist() == [0, 3, MAX_SHORT + 4]
+    assert options["causal"]
+    assert options["softmax_scale"] == SCALE
+    assert "page_table" not in options
+
+
+def test_a_cached_beginning_goes_there_as_pages():
+    package = Package()
+    out, _ = prefill(make_backend(package), [(BLOCK_SIZE, 5), (0, 2)])
+    assert is_the_packages(out)
+    (options,) = package.calls
+    assert options["seqused_k"].tolist() == [BLOCK_SIZE + 5, 2]
+    assert options["page_table"].shape == (2, 2)
+    assert "cu_seqlens_k" not in options
+
+
+@pytest.mark.parametrize("lens", [[(0, 1)], [(0, 40), (0, 7)], [(0, MAX_SHORT)], [(0, 1)] * MAX_SEQS])
+def test_short_prompts_are_our_kernels(lens):
+    package = Package()
+    out, expected = prefill(make_backend(package), lens)
+    assert package.calls == []
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_more_sequences_than_it_has_a_kernel_for_are_our_kernels():
+    package = Package()
+    out, expected = prefill(make_backend(package), [(BLOCK_SIZE, 1)] * (MAX_SEQS + 1))
+    assert package.calls == []
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_fails_is_logged_once_and_not_used_again(caplog):
+    package = Package(RuntimeError("no such kernel"))
+    backend = make_backend(package)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            out, expected = prefill(backend, [(BLOCK_SIZE, 4)])
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert len(package.calls) == 1
+    (record,) = caplog.records
+    assert "flash-attn-4" in record.message
+    assert "no such kernel" in record.message
+
+
+def test_a_full_gpu_is_the_callers_to_hear_of():
+    with pytest.raises(torch.OutOfMemoryError):
+        prefill(make_backend(Package(torch.OutOfMemoryError("full"))), [(0, MAX_SHORT + 1)])
+
+
+def test_warming_up_compiles_both_kernels_whatever_is_short():
+    package = Package()
+    FlashAttn4(package).warm_up(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    assert ["page_table" in options for options in package.calls] == [False, True]
