@@ -76,7 +76,8 @@ def _copy_bandwidth(device: torch.device, num_bytes: int) -> float:
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     # In a row: one by itself takes an H200 up to 12 % longer, now and then and on some machines always.
-    return 2 * num_bytes / _median_seconds(lambda: target.copy_(source), device, in_a_row=10 if device.type == "cuda" else 1)
+    in_a_row = 10 if device.type == "cuda" else 1
+    return 2 * num_bytes / _median_seconds(lambda: target.copy_(source), device, in_a_row=in_a_row)
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:
