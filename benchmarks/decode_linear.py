@@ -28,9 +28,16 @@ from graph_timing import time_graph
 from layer_shapes import DOWN, GATE_UP, OUT, QKV, layer_shapes, model_name
 
 from nanovllm.kernels.decode_linear import linear, linear_add, linear_silu
-from nanovllm.kernels.decode_linear_kernel import MAX_TOKENS, DecodeLinearConfig, choose_config, make_arrivals
+from nanovllm.kernels.decode_linear_kernel import (
+    MAX_TOKENS,
+    TILE_TOKENS,
+    DecodeLinearConfig,
+    choose_config,
+    make_arrivals,
+)
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
+from nanovllm.layers.decode_linear import most_tokens
 
 NUM_LAYERS = 28
 # Several times L2's 60 MB, in at least so many weights.
@@ -53,8 +60,16 @@ class Case(NamedTuple):
 
 def make_configs(case: Case) -> list[DecodeLinearConfig]:
     """A handful or two, the default first. Stages of about 100 KiB let the next launch's programs in beside them."""
-    default, C = choose_config(case.N, case.K), DecodeLinearConfig
-    if case.model == "0.6B":
+    default, C = choose_config(case.N, case.K, math.ceil(case.M / TILE_TOKENS)), DecodeLinearConfig
+    if case.M > TILE_TOKENS:
+        configs = [
+            C(rows, tile_k, splits, stages // (2 * (TILE_TOKENS + rows) * tile_k))
+            for rows in (16, 32, 64)
+            for tile_k in (64, 128)
+            for splits in (1, 2, 4, 8)
+            for stages in (98304, 160 * 1024)
+        ]
+    elif case.model == "0.6B":
         configs = [
             default._replace(num_stages=4),
             default._replace(num_stages=6),
@@ -65,7 +80,7 @@ def make_configs(case: Case) -> list[DecodeLinearConfig]:
     else:
         few_rows = case.N <= 8192
         configs = [
-            C(rows, tile_k, splits, 98304 // (2 * (MAX_TOKENS + rows) * tile_k), 0)
+            C(rows, tile_k, splits, 98304 // (2 * (TILE_TOKENS + rows) * tile_k), 0)
             for rows in (32, 64, 128)
             for tile_k in (64, 128)
             for splits in ((1, 2, 4) if few_rows else (1,))
@@ -138,11 +153,17 @@ class Model:
 
     def ours(self, residual: torch.Tensor, configs: dict[str, DecodeLinearConfig], pdl: bool = True) -> None:
         names = (QKV, OUT, GATE_UP, DOWN)
+
+        def takes(weight: torch.Tensor) -> bool:
+            return len(residual) <= most_tokens(len(weight))
+
         options = {name: {"config": configs.get(name), "arrivals": self.arrivals, "pdl": pdl} for name in names}
         for qkv, o, gate_up, down in map(dict.values, self.layers):
-            y = linear(rms_norm(residual, self.norm_weight, EPS), qkv, **options[QKV])
+            x = rms_norm(residual, self.norm_weight, EPS)
+            y = linear(x, qkv, **options[QKV]) if takes(qkv) else F.linear(x, qkv)
             linear_add(y[:, : self.q_size], o, residual, **options[OUT])
-            y = linear_silu(rms_norm(residual, self.norm_weight, EPS), gate_up, **options[GATE_UP])
+            x = rms_norm(residual, self.norm_weight, EPS)
+            y = linear_silu(x, gate_up, **options[GATE_UP]) if takes(gate_up) else silu_and_mul(F.linear(x, gate_up))
             linear_add(y, down, residual, **options[DOWN])
 
 
@@ -249,7 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", type=model_name, default=["0.6B"], help="0.6B ... 32B, 8B-tp2 ...")
     parser.add_argument(
-        "--tokens", nargs="+", type=int, choices=range(1, MAX_TOKENS + 1), metavar="1..64", default=[32, 64]
+        "--tokens", nargs="+", type=int, choices=range(1, MAX_TOKENS + 1), metavar="1..128", default=[32, 64]
     )
     parser.add_argument("--json", help="file for all results")
     parser.add_argument("--layer", action="store_true", help="no sweep: whole layers with the default constants")
@@ -264,6 +285,7 @@ def main() -> None:
         for M in args.tokens
         for model in args.shapes
         for name, NK in layer_shapes(model).items()
+        if most_tokens(NK[0]) >= M
     ]
     todo = {case: make_configs(case)[: 1 if args.layer else None] for case in cases}
     compile_all(todo, args.workers, 0.6 * args.seconds)

@@ -1,4 +1,4 @@
-"""Linear layers of a decode batch of up to 64 tokens, with the activation or the residual addition that follows.
+"""Linear layers of a decode batch of up to 128 tokens, with the activation or the residual addition that follows.
 
 Made for 9 tokens and more; `skinny_linear` has kernels for fewer. Every function takes `config`, launch
 constants instead of those that `choose_config` picks, `arrivals`, the counters that launches with splits of K share
@@ -34,7 +34,7 @@ def linear(
     """`x W^T + bias`, summed in float32.
 
     Args:
-        x: `[M, K]`, M in 1..64, bfloat16 or float16, any row stride; rows of a multiple of 8 elements, 8 elements
+        x: `[M, K]`, M in 1..128, bfloat16 or float16, any row stride; rows of a multiple of 8 elements, 8 elements
             apart and aligned to 16 bytes are read fast.
         weight: `[N, K]`, contiguous, of x's dtype.
         bias: `[N]`, any float dtype, or None.

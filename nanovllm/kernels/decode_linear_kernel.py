@@ -1,8 +1,8 @@
-"""The kernel behind `decode_linear`: y = x W^T for the tokens of a decode batch, up to 64.
+"""The kernel behind `decode_linear`: y = x W^T for the tokens of a decode batch, up to 128.
 
 Such a product is short: reading the weights takes one to three microseconds, so what counts is how soon they are asked
-for and how evenly the multiprocessors share the reading. A program takes all tokens, some rows of the weight and, where
-rows are few, one split of K; it asks its weights into L2 while the kernel before still runs.
+for and how evenly the multiprocessors share the reading. A program takes up to 64 tokens, some rows of the weight and,
+where rows are few, one split of K; it asks its weights into L2 while the kernel before still runs.
 
 Splits are combined without a second launch: each leaves its sum in float32 and counts itself in; the one that finds
 all others there adds them up, always in the order of the splits, so equal calls give equal bits.
@@ -19,7 +19,8 @@ from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents,
 from nanovllm.kernels.launch import launcher
 
 # What Hopper's own tensor-core instruction takes at once: fewer tokens are padded, which was no slower on an H200.
-MAX_TOKENS = 64
+TILE_TOKENS = 64
+MAX_TOKENS = 2 * TILE_TOKENS
 _NUM_WARPS = 4
 # For an H200's 132 multiprocessors: of the products whose rows make fewer programs, all did best with 128.
 _MIN_PROGRAMS = 128
@@ -36,7 +37,7 @@ class DecodeLinearConfig(NamedTuple):
         tile_rows: weight rows of a program, at least 16; two make one output column of `linear_silu`.
         tile_k: columns of a step, at least 16.
         splits: programs among which K is divided.
-        num_stages: stages of the load pipeline; one holds (64 + tile_rows) * tile_k elements of 227 KiB.
+        num_stages: stages of the load pipeline; one holds (TILE_TOKENS + tile_rows) * tile_k elements of 227 KiB.
         prefetch: leading columns of its split that a program of a dependent launch asks into L2 while it waits; 0 for
             none. All of a large layer's would not fit there.
     """
@@ -48,11 +49,11 @@ class DecodeLinearConfig(NamedTuple):
     prefetch: int = 1024
 
 
-def choose_config(N: int, K: int) -> DecodeLinearConfig:
-    """The launch constants for a weight [N, K]: for Qwen3-0.6B's shapes the best, or close to it, of
-    benchmarks/decode_linear.py on an H200."""
+def choose_config(N: int, K: int, token_tiles: int = 1) -> DecodeLinearConfig:
+    """The launch constants for a weight [N, K] and so many tiles of tokens: for Qwen3-0.6B's shapes the best, or close
+    to it, of benchmarks/decode_linear.py on an H200."""
     config = DecodeLinearConfig(tile_k=min(128, max(16, triton.next_power_of_2(K))))
-    tiles, splits = triton.cdiv(N, config.tile_rows), 1
+    tiles, splits = triton.cdiv(N, config.tile_rows) * token_tiles, 1
     while tiles * splits < _MIN_PROGRAMS and 2 * splits * _MIN_SPLIT_K <= K:
         splits *= 2
     if tiles * splits > _MIN_PROGRAMS:
@@ -108,7 +109,7 @@ def decode_linear_kernel(
     """y [M, N] = x W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU."""
     if PDL:
         gdc_launch_dependents()
-    tile, split = tl.program_id(0), tl.program_id(1)
+    tile, split, token_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.arange(0, ROWS)
     if SILU:
         # Even rows of the tile are gates, from the weight's first N rows, odd ones the ups that belong to them: a
@@ -130,7 +131,7 @@ def decode_linear_kernel(
     if PDL:
         gdc_wait()
 
-    token = tl.arange(0, TOKENS)
+    token = token_tile * TOKENS + tl.arange(0, TOKENS)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     inside_y = (token < M)[:, None] & (output < N)[None, :]
     y_tile = y + token[:, None] * y_stride + output[None, :]
@@ -154,7 +155,8 @@ def decode_linear_kernel(
         acc = tl.dot(values, tl.trans(weights), acc)
 
     if SPLITS > 1:
-        sums = partial + tile * (SPLITS * TOKENS * ROWS) + token[:, None] * ROWS + row[None, :]
+        tile += token_tile * tl.num_programs(0)  # of the results: its number among all
+        sums = partial + tile * (SPLITS * TOKENS * ROWS) + tl.arange(0, TOKENS)[:, None] * ROWS + row[None, :]
         tl.store(sums + split * (TOKENS * ROWS), acc, mask=inside_tokens)
         # One thread does the atomic: it may release the stores of all only after all have made theirs.
         tl.debug_barrier()
@@ -193,17 +195,19 @@ def launch(
 ) -> None:
     """Run the kernel on arguments that have been checked; what each means is said in `decode_linear`."""
     (M, N), (num_rows, K) = y.shape, weight.shape
-    rows, k_tile, splits, num_stages, prefetch = config or choose_config(num_rows, K)
-    tiles, partial = triton.cdiv(num_rows, rows), None
+    token_tiles = triton.cdiv(M, TILE_TOKENS)
+    rows, k_tile, splits, num_stages, prefetch = config or choose_config(num_rows, K, token_tiles)
+    row_tiles, partial = triton.cdiv(num_rows, rows), None
+    tiles = row_tiles * token_tiles
     if splits > 1:
         if arrivals is None:
             arrivals = torch.zeros(tiles, dtype=torch.int32, device=x.device)
         elif arrivals.numel() < tiles:
             raise ValueError(f"arrivals must hold the counters of {tiles} tiles, not {arrivals.numel()}")
-        partial = torch.empty(tiles * splits * MAX_TOKENS * rows, dtype=torch.float32, device=x.device)
+        partial = torch.empty(tiles * splits * TILE_TOKENS * rows, dtype=torch.float32, device=x.device)
     split_k = triton.cdiv(triton.cdiv(K, k_tile), splits) * k_tile
     line = CACHE_LINE // x.element_size()
-    launcher(decode_linear_kernel, (tiles, splits), pdl and has_pdl(x.device))(
+    launcher(decode_linear_kernel, (row_tiles, splits, token_tiles), pdl and has_pdl(x.device))(
         x,
         weight,
         bias,
@@ -215,7 +219,7 @@ def launch(
         x.stride(0),
         y.stride(0),
         K=K,
-        TOKENS=MAX_TOKENS,
+        TOKENS=TILE_TOKENS,
         ROWS=rows,
         K_TILE=k_tile,
         SPLITS=splits,

@@ -17,6 +17,7 @@ if HAS_TRITON:
     from nanovllm.kernels.dependent_launch import has_pdl
 
 _MIN_TOKENS = 9  # fewer are `skinny_linear`'s, or cuBLAS's in wide models
+_FEW_ROWS = 1024
 _MAX_WEIGHTS = 1 << 23  # elements; gains were measured up to 6 million, losses from 2^23
 _ALIGNMENT = 16  # columns; other rows are read two bytes at a time
 
@@ -31,15 +32,22 @@ def linear_silu_torch(x: Tensor, weight: Tensor) -> Tensor:
     return silu_and_mul_torch(linear_torch(x, weight))
 
 
+def most_tokens(num_rows: int) -> int:
+    """How many tokens the kernels are faster for than cuBLAS, with a weight of so many rows: where they are few, K in
+    splits keeps all multiprocessors busy."""
+    return decode_linear_kernel.MAX_TOKENS if num_rows <= _FEW_ROWS else decode_linear_kernel.TILE_TOKENS
+
+
 def is_small_batch(num_tokens: int, weight: Tensor) -> bool:
     """Whether the kernels are the fast way to multiply num_tokens with a weight `[N, K]`: in a decode step of 9 to 64
-    sequences and for weights of megabytes, on Hopper. There, with dependent launches, a layer of Qwen3-0.6B's products
-    takes 22 to 24 us where cuBLAS takes 31; for more tokens, or for Qwen3-8B's weights, cuBLAS is as fast or faster
-    (docs/performance.md). Other chips were not measured, and some have too little shared memory."""
+    sequences, or 128 where N is small, and for weights of megabytes, on Hopper. There, with dependent launches, a layer
+    of Qwen3-0.6B's products takes 22 to 24 us for up to 64 tokens where cuBLAS takes 31, and 31 for 128 where it takes
+    33; for more tokens, or for Qwen3-8B's weights, cuBLAS is as fast or faster (docs/performance.md). Other chips were
+    not measured, and some have too little shared memory."""
     return (
         use_kernels(weight)
         and weight.numel() < _MAX_WEIGHTS
-        and _MIN_TOKENS <= num_tokens <= kernels.MAX_TOKENS
+        and _MIN_TOKENS <= num_tokens <= most_tokens(len(weight))
         and weight.dtype in kernels.DTYPES
         and weight.shape[1] % _ALIGNMENT == 0
         and _is_hopper(weight.device)
@@ -64,7 +72,7 @@ def linear(
     """`x W^T + bias`, by kernel or by twin.
 
     Args:
-        x: `[num_tokens, K]`; 1..64 tokens of a 16-bit float for the kernel.
+        x: `[num_tokens, K]`; 1..128 tokens of a 16-bit float for the kernel.
         weight: `[N, K]` of x's dtype.
         bias: `[N]`, or None.
         out: `[num_tokens, N]` for the result, or None.

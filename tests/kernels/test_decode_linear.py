@@ -1,5 +1,7 @@
 """The linear kernels of decode batches against their plain-torch twins."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,13 @@ pytest.importorskip("triton")
 from linear_inputs import make_linear, make_rows
 
 from nanovllm.kernels.decode_linear import linear, linear_add, linear_silu
-from nanovllm.kernels.decode_linear_kernel import MAX_TOKENS, DecodeLinearConfig, choose_config, make_arrivals
+from nanovllm.kernels.decode_linear_kernel import (
+    MAX_TOKENS,
+    TILE_TOKENS,
+    DecodeLinearConfig,
+    choose_config,
+    make_arrivals,
+)
 from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.decode_linear import linear_silu_torch
@@ -31,6 +39,9 @@ CASES = [
     (33, 50, 210, BFLOAT16, DecodeLinearConfig(32, 64)),
     (40, 64, 384, FLOAT16, DecodeLinearConfig(64, 128, splits=2, num_stages=3, prefetch=128)),
     (50, 112, 256, BFLOAT16, DecodeLinearConfig(16, 64, splits=4, num_stages=4, prefetch=0)),
+    # Two tiles of tokens, with splits and without.
+    (128, 80, 256, BFLOAT16, None),
+    (65, 48, 256, FLOAT16, DecodeLinearConfig(16, 64, splits=2)),
     # The last two splits have nothing to add up.
     (20, 33, 112, FLOAT16, DecodeLinearConfig(16, 64, splits=4)),
 ]
@@ -96,9 +107,10 @@ def test_any_shape_and_config(M, N, K, config):
     check_all(M, N, K, FLOAT16, "cpu", config=config)
 
 
+@pytest.mark.parametrize("M", [40, 100])
 @pytest.mark.parametrize("splits", [1, 4])
-def test_rows_are_independent_and_calls_equal(splits, device):
-    M, options = 40, {"config": DecodeLinearConfig(16, 64, splits), "arrivals": make_arrivals(device)}
+def test_rows_are_independent_and_calls_equal(splits, M, device):
+    options = {"config": DecodeLinearConfig(16, 64, splits), "arrivals": make_arrivals(device)}
     inputs = make_inputs(M, 48, 256, BFLOAT16, device)
     before, again = run(KERNELS, inputs, **options), run(KERNELS, inputs, **options)
     others = [row for row in range(M) if row != M // 2]
@@ -112,13 +124,14 @@ def test_rows_are_independent_and_calls_equal(splits, device):
 
 
 def test_every_config_is_launchable():
-    for N in (16, 1024, 2048, 4096, 6144, 24576, 51200):
-        for K in (16, 96, 1024, 2048, 2560, 3072, 4096, 9728, 12288, 25600):
-            config = choose_config(N, K)
-            assert all(value & (value - 1) == 0 for value in config[:3])
-            assert min(config[:2]) >= 16
-            assert 2 * config.num_stages * config.tile_k * (MAX_TOKENS + config.tile_rows) <= 227 * 1024
-            assert config.splits == 1 or -(-N // config.tile_rows) <= len(make_arrivals())
+    rows = (16, 1024, 2048, 4096, 6144, 24576, 51200)
+    columns = (16, 96, 1024, 2048, 2560, 3072, 4096, 9728, 12288, 25600)
+    for N, K, token_tiles in product(rows, columns, (1, 2)):
+        config = choose_config(N, K, token_tiles)
+        assert all(value & (value - 1) == 0 for value in config[:3])
+        assert min(config[:2]) >= 16
+        assert 2 * config.num_stages * config.tile_k * (TILE_TOKENS + config.tile_rows) <= 227 * 1024
+        assert config.splits == 1 or -(-N // config.tile_rows) * token_tiles <= len(make_arrivals())
 
 
 def test_a_result_goes_where_it_is_wanted(device):
@@ -131,11 +144,11 @@ def test_a_result_goes_where_it_is_wanted(device):
 
 def test_wrong_arguments_are_refused(device):
     x, weight, residual = (torch.zeros(*shape, device=device).half() for shape in ((2, 32), (8, 32), (2, 8)))
-    for bad in (x.new_zeros(65, 32), x.new_zeros(0, 32), x[:, :16], x.new_zeros(32, 2).t(), x[0]):
+    for bad in (x.new_zeros(129, 32), x.new_zeros(0, 32), x[:, :16], x.new_zeros(32, 2).t(), x[0]):
         for call in (linear, linear_silu):
-            with pytest.raises(ValueError, match=r"^x must be \[1\.\.64, 32\]"):
+            with pytest.raises(ValueError, match=r"^x must be \[1\.\.128, 32\]"):
                 call(bad, weight)
-        with pytest.raises(ValueError, match=r"^x must be \[1\.\.64, 32\]"):
+        with pytest.raises(ValueError, match=r"^x must be \[1\.\.128, 32\]"):
             linear_add(bad, weight, residual)
     with pytest.raises(ValueError, match=r"^x must be bfloat16 or float16"):
         linear(x.float(), weight.float())
