@@ -28,7 +28,11 @@ from nanovllm.utils.context import Context
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 256
 SCALE = HEAD_DIM**-0.5
 COPIES = 3  # inputs to rotate over, so that none is in the L2 cache from the call before
-SWEEP = [PrefillTiles(*tiles) for tiles in product((64, 128), (32, 64), (4, 8), (2, 3, 4))]
+SWEEP = [
+    PrefillTiles(rows, keys, warps, stages)
+    for rows, keys, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
+    if warps == 4 or (rows == 128 and keys < 128)
+]
 
 
 class Shape(NamedTuple):

@@ -59,7 +59,8 @@ class Case(NamedTuple):
 
 
 def make_configs(case: Case) -> list[DecodeLinearConfig]:
-    """A handful or two, the default first. Stages of about 100 KiB let the next launch's programs in beside them."""
+    """A handful or two, of two tiles of tokens four dozen, the default first. Stages of about 100 KiB let the next
+    launch's programs in beside them."""
     default, C = choose_config(case.N, case.K, math.ceil(case.M / TILE_TOKENS)), DecodeLinearConfig
     if case.M > TILE_TOKENS:
         configs = [
@@ -134,14 +135,14 @@ class Layer:
 class Model:
     """28 layers without their attention, of which the query rows of the first product stand for the outcome."""
 
-    def __init__(self, shapes: dict[str, tuple[int, int]], most_tokens: int):
+    def __init__(self, shapes: dict[str, tuple[int, int]], max_tokens: int):
         bf16 = {"device": "cuda", "dtype": torch.bfloat16}
         self.layers = [
             {name: torch.randn(N, K, **bf16) * K**-0.5 for name, (N, K) in shapes.items()} for _ in range(NUM_LAYERS)
         ]
         hidden_size, self.q_size = shapes[OUT]
         self.norm_weight = 1 + 0.1 * torch.randn(hidden_size, **bf16)
-        self.start = torch.randn(most_tokens, hidden_size, **bf16)
+        self.start = torch.randn(max_tokens, hidden_size, **bf16)
         self.arrivals = make_arrivals("cuda")
 
     def cublas(self, residual: torch.Tensor) -> None:
@@ -157,14 +158,20 @@ class Model:
         def takes(weight: torch.Tensor) -> bool:
             return len(residual) <= most_tokens(len(weight))
 
+        def add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, options: dict) -> None:
+            if takes(weight):
+                linear_add(x, weight, residual, **options)
+            else:
+                residual.addmm_(x, weight.t())
+
         options = {name: {"config": configs.get(name), "arrivals": self.arrivals, "pdl": pdl} for name in names}
         for qkv, o, gate_up, down in map(dict.values, self.layers):
             x = rms_norm(residual, self.norm_weight, EPS)
             y = linear(x, qkv, **options[QKV]) if takes(qkv) else F.linear(x, qkv)
-            linear_add(y[:, : self.q_size], o, residual, **options[OUT])
+            add(y[:, : self.q_size], o, residual, options[OUT])
             x = rms_norm(residual, self.norm_weight, EPS)
             y = linear_silu(x, gate_up, **options[GATE_UP]) if takes(gate_up) else silu_and_mul(F.linear(x, gate_up))
-            linear_add(y, down, residual, **options[DOWN])
+            add(y, down, residual, options[DOWN])
 
 
 def compile_config(case: Case, config: DecodeLinearConfig) -> None:

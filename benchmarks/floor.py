@@ -75,9 +75,9 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     if device.type == "cpu":
         return Ceilings(_copy_bandwidth(device, 2**28), _matrix_rate(device, dtype, 1024))
     measured = []
-    for _ in range(5):
+    for pause in (0, 1, 1, 1, 1):
+        time.sleep(pause)
         measured.append(Ceilings(_copy_bandwidth(device, 2**32), _matrix_rate(device, dtype, 8192)))
-        time.sleep(1)
     return Ceilings(max(c.bandwidth for c in measured), max(c.flops for c in measured))
 
 

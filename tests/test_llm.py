@@ -57,14 +57,6 @@ def test_long_completions_begin_first(path, reference):
         assert outputs == [reference.greedy([p], n)[0] for p, n in zip(prompts, lengths, strict=True)]
 
 
-def test_the_engines_longest_sequence_bounds_how_long_a_completion_may_be(path):
-    """As before, but the short ones have the larger max_tokens."""
-    with make_llm(path, max_num_seqs=2, max_model_len=30) as llm:
-        outputs = complete(llm, [[1] * 27, [2] * 27, [3] * 27, [4] * 5], [greedy(n) for n in (40, 41, 42, 9)])
-        assert [len(tokens) for tokens in outputs] == [3, 3, 3, 9]
-        assert llm.stats()["steps"] == 2 + 8
-
-
 def test_prompts_and_parameters_may_be_any_iterable(llm):
     prompts, params = [[1, 2], [3]], [greedy(3), greedy(2)]
     expected = complete(llm, prompts, params)

@@ -15,6 +15,7 @@ from nanovllm.config import Config
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import EngineStats, RequestOutput
+from nanovllm.engine.request_order import longest_first
 from nanovllm.engine.requests import (
     Prompt,
     Request,
@@ -166,7 +167,7 @@ class LLMEngine:
         on_error: str = "raise",
         on_step: Callable[[EngineStats], object] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt.
+        """Complete every prompt. Those with the larger max_tokens may begin first.
 
         Args:
             prompts: texts or lists of token ids, mixed as you like; one text alone is a batch of one.
@@ -197,7 +198,7 @@ class LLMEngine:
         results = Results()
         results.admit(requests)
         with self._loop.driving(user):
-            num_seqs = self._queue(user, requests, longest_first=True)
+            num_seqs = self._queue(user, requests, reorder=True)
             del requests  # A sequence goes when its result is there, and not all of them after the last step.
             self._run_all(user, num_seqs, results, use_tqdm, on_step)
         return [results.ready[i] for i in range(len(prompts))]
@@ -241,16 +242,13 @@ class LLMEngine:
             for request, p in zip(checked, params, strict=True)
         ]
 
-    def _queue(self, user: User, requests: list[list[Sequence] | Exception], longest_first: bool = False) -> int:
-        """Queue what can be served; the number of sequences.
-
-        longest_first: those that have the most tokens to generate go ahead, as far as their parameters tell, so that
-        a batch of more than max_num_seqs does not end with a few of them (the LPT rule, Graham 1969).
-        """
+    def _queue(self, user: User, requests: list[list[Sequence] | Exception], reorder: bool = False) -> int:
+        """Queue what can be served; the number of sequences. reorder: see `request_order`."""
         seqs = [seq for request in requests if isinstance(request, list) for seq in request]
-        if longest_first:
-            longest = self.scheduler.max_seq_len
-            seqs.sort(key=lambda seq: min(seq.max_tokens, longest - seq.num_tokens), reverse=True)
+        if reorder:
+            manager = self.scheduler.block_manager
+            capacity = len(manager.blocks) * manager.block_size
+            seqs = longest_first(seqs, self.scheduler.max_seq_len, capacity, manager.enable_prefix_caching)
         self._loop.queue(user, seqs)
         return len(seqs)
 

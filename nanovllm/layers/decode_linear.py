@@ -17,7 +17,7 @@ if HAS_TRITON:
     from nanovllm.kernels.dependent_launch import has_pdl
 
 _MIN_TOKENS = 9  # fewer are `skinny_linear`'s, or cuBLAS's in wide models
-_FEW_ROWS = 1024
+_FEW_ROWS = 1024  # Qwen3-0.6B's o and down, the only ones measured with more than 64 tokens that gained
 _MAX_WEIGHTS = 1 << 23  # elements; gains were measured up to 6 million, losses from 2^23
 _ALIGNMENT = 16  # columns; other rows are read two bytes at a time
 
@@ -40,10 +40,10 @@ def most_tokens(num_rows: int) -> int:
 
 def is_small_batch(num_tokens: int, weight: Tensor) -> bool:
     """Whether the kernels are the fast way to multiply num_tokens with a weight `[N, K]`: in a decode step of 9 to 64
-    sequences, or 128 where N is small, and for weights of megabytes, on Hopper. There, with dependent launches, a layer
-    of Qwen3-0.6B's products takes 22 to 24 us for up to 64 tokens where cuBLAS takes 31, and 31 for 128 where it takes
-    33; for more tokens, or for Qwen3-8B's weights, cuBLAS is as fast or faster (docs/performance.md). Other chips were
-    not measured, and some have too little shared memory."""
+    sequences, or up to 128 where N is small, and for weights of megabytes, on Hopper. There, with dependent launches, a
+    layer of Qwen3-0.6B's products takes 22 to 24 us for up to 64 tokens where cuBLAS takes 31, and 31 for 128 where it
+    takes 33; for more tokens, or for Qwen3-8B's weights, cuBLAS is as fast or faster (docs/performance.md). Other chips
+    were not measured, and some have too little shared memory."""
     return (
         use_kernels(weight)
         and weight.numel() < _MAX_WEIGHTS

@@ -15,10 +15,6 @@ logger = logging.getLogger(__name__)
 # Above it flash-attn-4 compiles one more kernel of each kind (seconds), for batches of prompts too short to need it.
 MAX_SEQS = 256
 
-# Prompts of no more tokens than this are left to the back end's own kernel. On an H200 200 prompts of 80 tokens take
-# flash-attn-4 202 us, flash-attn 2 122 and our kernel 88; 64 of 250 120, 134 and 109; 40 of 400 142, 224 and 147.
-MAX_SHORT = 256
-
 
 class FlashAttn4:
     """Causal prefill attention by FlashAttention in CuTe (FlashAttention-3's design, arXiv:2407.08608).
@@ -30,11 +26,6 @@ class FlashAttn4:
     def __init__(self, varlen_func: Callable):
         """varlen_func: `flash_attn.cute.flash_attn_varlen_func`."""
         self.varlen_func: Callable | None = varlen_func
-
-    def takes(self, context: Context) -> bool:
-        """Whether this is the way to compute a prefill, if it can be: whether prompts are long, or begin in the
-        cache."""
-        return context.block_tables is not None or context.max_seqlen_k > MAX_SHORT
 
     def prefill(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor | None:
         """Arguments as in `AttentionBackend.prefill`: the result, `[num_tokens, num_heads, head_dim]`, contiguous,

@@ -10,11 +10,12 @@ pytest.importorskip("triton")
 
 from nanovllm.layers.attention_backend import TritonBackend
 from nanovllm.layers.attention_torch import prefill_attention_torch
-from nanovllm.layers.flash_attn4 import MAX_SEQS, MAX_SHORT, FlashAttn4
+from nanovllm.layers.flash_attn4 import MAX_SEQS, FlashAttn4
 from nanovllm.utils.context import Context
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 2, 1, 16, 16
 SCALE = HEAD_DIM**-0.5
+MAX_SHORT = TritonBackend.max_short_prompt
 
 
 class Package:
@@ -36,17 +37,17 @@ def make_backend(package: Package) -> TritonBackend:
     return backend
 
 
-def prefill(backend: TritonBackend, lens: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def prefill(backend: TritonBackend, lens: list[tuple[int, int]], device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """What the back end makes of sequences of (cached, new) tokens, and what attention is."""
     torch.manual_seed(len(lens))
     new, keys = [n for _, n in lens], [cached + n for cached, n in lens]
-    q, k, v = (torch.randn(sum(new), heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int() for n in (new, keys))
+    q, k, v = (torch.randn(sum(new), heads, HEAD_DIM, device=device) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    cu_q, cu_k = (torch.tensor([0, *n], device=device).cumsum(0).int() for n in (new, keys))
     tables, caches = None, (None, None)
     if new != keys:
         blocks = -(-max(keys) // BLOCK_SIZE)
-        tables = torch.arange(len(lens) * blocks, dtype=torch.int32).view(len(lens), blocks)
-        caches = torch.randn(2, len(lens) * blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+        tables = torch.arange(len(lens) * blocks, dtype=torch.int32, device=device).view(len(lens), blocks)
+        caches = torch.randn(2, len(lens) * blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device=device)
     context = Context(True, cu_q, cu_k, max(new), max(keys), block_tables=tables)
     expected = prefill_attention_torch(q, k, v, *caches, cu_q, cu_k, max(new), tables, SCALE)
     return backend.prefill(q, k, v, *caches, context, SCALE), expected
@@ -56,9 +57,9 @@ def is_the_packages(out: torch.Tensor) -> bool:
     return bool((out == 7.0).all())
 
 
-def test_long_prompts_go_there():
+def test_long_prompts_go_there(device):
     package = Package()
-    out, _ = prefill(make_backend(package), [(0, 3), (0, MAX_SHORT + 1)])
+    out, _ = prefill(make_backend(package), [(0, 3), (0, MAX_SHORT + 1)], device)
     assert is_the_packages(out)
     (options,) = package.calls
     assert options["cu_seqlens_q"].tolist() == options["cu_seqlens_k"].tolist() == [0, 3, MAX_SHORT + 4]
@@ -67,9 +68,9 @@ def test_long_prompts_go_there():
     assert "page_table" not in options
 
 
-def test_a_cached_beginning_goes_there_as_pages():
+def test_a_cached_beginning_goes_there_as_pages(device):
     package = Package()
-    out, _ = prefill(make_backend(package), [(BLOCK_SIZE, 5), (0, 2)])
+    out, _ = prefill(make_backend(package), [(BLOCK_SIZE, 5), (0, 2)], device)
     assert is_the_packages(out)
     (options,) = package.calls
     assert options["seqused_k"].tolist() == [BLOCK_SIZE + 5, 2]
@@ -78,26 +79,34 @@ def test_a_cached_beginning_goes_there_as_pages():
 
 
 @pytest.mark.parametrize("lens", [[(0, 1)], [(0, 40), (0, 7)], [(0, MAX_SHORT)], [(0, 1)] * MAX_SEQS])
-def test_short_prompts_are_our_kernels(lens):
+def test_short_prompts_are_our_kernels(lens, device):
     package = Package()
-    out, expected = prefill(make_backend(package), lens)
+    out, expected = prefill(make_backend(package), lens, device)
     assert package.calls == []
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_more_sequences_than_it_has_a_kernel_for_are_our_kernels():
+def test_what_is_short_is_the_back_ends_to_say(monkeypatch, device):
+    monkeypatch.setattr(TritonBackend, "max_short_prompt", 5)
+    for longest, num_calls in ((5, 0), (6, 1)):
+        package = Package()
+        prefill(make_backend(package), [(0, 2), (0, longest)], device)
+        assert len(package.calls) == num_calls
+
+
+def test_more_sequences_than_it_has_a_kernel_for_are_our_kernels(device):
     package = Package()
-    out, expected = prefill(make_backend(package), [(BLOCK_SIZE, 1)] * (MAX_SEQS + 1))
+    out, expected = prefill(make_backend(package), [(BLOCK_SIZE, 1)] * (MAX_SEQS + 1), device)
     assert package.calls == []
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_fails_is_logged_once_and_not_used_again(caplog):
+def test_what_fails_is_logged_once_and_not_used_again(caplog, device):
     package = Package(RuntimeError("no such kernel"))
     backend = make_backend(package)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            out, expected = prefill(backend, [(BLOCK_SIZE, 4)])
+            out, expected = prefill(backend, [(BLOCK_SIZE, 4)], device)
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert len(package.calls) == 1
     (record,) = caplog.records
@@ -105,9 +114,9 @@ def test_what_fails_is_logged_once_and_not_used_again(caplog):
     assert "no such kernel" in record.message
 
 
-def test_a_full_gpu_is_the_callers_to_hear_of():
+def test_a_full_gpu_is_the_callers_to_hear_of(device):
     with pytest.raises(torch.OutOfMemoryError):
-        prefill(make_backend(Package(torch.OutOfMemoryError("full"))), [(0, MAX_SHORT + 1)])
+        prefill(make_backend(Package(torch.OutOfMemoryError("full"))), [(0, MAX_SHORT + 1)], device)
 
 
 def test_warming_up_compiles_both_kernels_whatever_is_short():

@@ -1,4 +1,4 @@
-"""Decode steps of 9 to 64 sequences: who takes them, and that the model computes the same with the kernels."""
+"""Decode steps of 9 to 128 sequences: who takes them, and that the model computes the same with the kernels."""
 
 from types import SimpleNamespace
 
