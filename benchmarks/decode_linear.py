@@ -7,8 +7,9 @@ A case is timed as a CUDA graph of successive calls, each with weights of its ow
 their turn comes again. Before each product stands an rms_norm of its input, as in a layer, on either side of the
 comparison: with programmatic dependent launch the product begins while the norm still runs. cuBLAS's side counts the
 activation's launch and adds to the residual in the product's. Each config is compiled by worker processes first
-(Triton's cache on disk hands the results over) and checked against torch in float32. `8B-tp2` is what one of two GPUs
-multiplies, without the sums over both.
+(Triton's cache on disk hands the results over) and checked against torch in float32. Of more than 64 tokens only those
+products are swept that the engine gives to these kernels. `8B-tp2` is what one of two GPUs multiplies, without the
+sums over both.
 """
 
 import argparse
@@ -17,15 +18,15 @@ import math
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor, wait
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from decode_layers import EPS, REPLAYS, time_layers
 from gpus import require_gpus
 from graph_timing import time_graph
-from layer_shapes import DOWN, GATE_UP, OUT, QKV, layer_shapes, model_name
+from layer_shapes import layer_shapes, model_name
 
 from nanovllm.kernels.decode_linear import linear, linear_add, linear_silu
 from nanovllm.kernels.decode_linear_kernel import (
@@ -39,11 +40,8 @@ from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.layers.decode_linear import most_tokens
 
-NUM_LAYERS = 28
 # Several times L2's 60 MB, in at least so many weights.
 MIN_WEIGHT_BYTES, MIN_WEIGHTS = 240 * 10**6, 8
-REPLAYS = 15
-EPS = 1e-6
 # Of results of order one, in a few bfloat16 roundings: more is a wrong result.
 MAX_ERROR = 0.06
 
@@ -132,48 +130,6 @@ class Layer:
         return ((actual - expected).abs() / expected.abs().clamp(min=1.0)).max().item()
 
 
-class Model:
-    """28 layers without their attention, of which the query rows of the first product stand for the outcome."""
-
-    def __init__(self, shapes: dict[str, tuple[int, int]], max_tokens: int):
-        bf16 = {"device": "cuda", "dtype": torch.bfloat16}
-        self.layers = [
-            {name: torch.randn(N, K, **bf16) * K**-0.5 for name, (N, K) in shapes.items()} for _ in range(NUM_LAYERS)
-        ]
-        hidden_size, self.q_size = shapes[OUT]
-        self.norm_weight = 1 + 0.1 * torch.randn(hidden_size, **bf16)
-        self.start = torch.randn(max_tokens, hidden_size, **bf16)
-        self.arrivals = make_arrivals("cuda")
-
-    def cublas(self, residual: torch.Tensor) -> None:
-        for qkv, o, gate_up, down in map(dict.values, self.layers):
-            y = F.linear(rms_norm(residual, self.norm_weight, EPS), qkv)
-            residual.addmm_(y[:, : self.q_size], o.t())
-            y = silu_and_mul(F.linear(rms_norm(residual, self.norm_weight, EPS), gate_up))
-            residual.addmm_(y, down.t())
-
-    def ours(self, residual: torch.Tensor, configs: dict[str, DecodeLinearConfig], pdl: bool = True) -> None:
-        names = (QKV, OUT, GATE_UP, DOWN)
-
-        def takes(weight: torch.Tensor) -> bool:
-            return len(residual) <= most_tokens(len(weight))
-
-        def add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, options: dict) -> None:
-            if takes(weight):
-                linear_add(x, weight, residual, **options)
-            else:
-                residual.addmm_(x, weight.t())
-
-        options = {name: {"config": configs.get(name), "arrivals": self.arrivals, "pdl": pdl} for name in names}
-        for qkv, o, gate_up, down in map(dict.values, self.layers):
-            x = rms_norm(residual, self.norm_weight, EPS)
-            y = linear(x, qkv, **options[QKV]) if takes(qkv) else F.linear(x, qkv)
-            add(y[:, : self.q_size], o, residual, options[OUT])
-            x = rms_norm(residual, self.norm_weight, EPS)
-            y = linear_silu(x, gate_up, **options[GATE_UP]) if takes(gate_up) else silu_and_mul(F.linear(x, gate_up))
-            add(y, down, residual, options[DOWN])
-
-
 def compile_config(case: Case, config: DecodeLinearConfig) -> None:
     """Leave the kernel in Triton's cache; what fails here will fail, and be reported, in the timing."""
     Layer(case, 1).call(0, config)
@@ -229,39 +185,6 @@ def describe(swept: dict) -> str:
     return f"{head} {results[0].get('us', math.nan):6.2f} |{best}{bad}"
 
 
-def time_layers(model_name: str, tokens: list[int], best: dict[Case, DecodeLinearConfig]) -> list[dict]:
-    """Whole layers of a model: microseconds each by cuBLAS, by our functions with `best` or the default constants, with
-    dependent launches and without; whether these two give the same bits, and how far cuBLAS's results are, relative to
-    their norm."""
-    model = Model(layer_shapes(model_name), max(tokens))
-    rows = []
-    for M in tokens:
-        configs = {case.name: config for case, config in best.items() if (case.model, case.M) == (model_name, M)}
-        residual = model.start[:M].clone()
-        results = []
-        for run in (
-            model.cublas,
-            partial(model.ours, configs=configs, pdl=False),
-            partial(model.ours, configs=configs),
-        ):
-            residual.copy_(model.start[:M])
-            run(residual)
-            results.append(residual.float())
-        row = {
-            "model": model_name,
-            "M": M,
-            "same_bits": torch.equal(results[1], results[2]),
-            "distance": ((results[0] - results[2]).norm() / results[0].norm()).item(),
-            "cublas_us": time_graph(lambda r=residual: model.cublas(r), NUM_LAYERS, REPLAYS),
-            "ordinary_us": time_graph(lambda r=residual, c=configs: model.ours(r, c, pdl=False), NUM_LAYERS, REPLAYS),
-            "dependent_us": time_graph(lambda r=residual, c=configs: model.ours(r, c), NUM_LAYERS, REPLAYS),
-        }
-        rows.append(row)
-        figures = "  ".join(f"{name} {value:.4g}" for name, value in row.items() if name != "model")
-        print(f"layer of {model_name:6} {figures}", flush=True)
-    return rows
-
-
 def compile_all(todo: dict[Case, list[DecodeLinearConfig]], num_workers: int, seconds: float) -> None:
     start = time.perf_counter()
     # The kernel depends neither on the number of tokens nor, but for being a multiple of 16, on that of rows.
@@ -312,7 +235,11 @@ def main() -> None:
                 print(f"{case}: {type(error).__name__}: {error}", flush=True)
             torch.cuda.empty_cache()
     for model in args.shapes:
-        found["layers"] += time_layers(model, args.tokens, best)
+        of_model = {
+            M: {case.name: config for case, config in best.items() if (case.model, case.M) == (model, M)}
+            for M in args.tokens
+        }
+        found["layers"] += time_layers(model, args.tokens, of_model)
         torch.cuda.empty_cache()
     if args.json:
         Path(args.json).write_text(json.dumps(found))
