@@ -67,7 +67,7 @@ def floor_seconds(
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Medians of several: copies of 4 GiB and a product of 8192^3 on a GPU, sizes of a second's work on a CPU.
+    """Median of several: a copy of 4 GiB and a product of 8192^3 on a GPU, sizes of a second's work on a CPU.
 
     On a GPU the best of five such medians, seconds apart: for some time after 120 GB have been given back copies are
     slower by a tenth there (H200: 3.83 TB/s instead of 4.28), it seems because the driver clears that memory.
@@ -84,31 +84,27 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 def _copy_bandwidth(device: torch.device, num_bytes: int) -> float:
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    in_a_row = 10 if device.type == "cuda" else 1  # so that the time of a launch does not count
-    return 2 * num_bytes / _median_seconds(lambda: target.copy_(source), device, in_a_row=in_a_row)
+    return 2 * num_bytes / _median_seconds(lambda: target.copy_(source), device)
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    # Each by itself: several in a row lower the clock.
     return 2 * n**3 / _median_seconds(lambda: a @ b, device)
 
 
-def _median_seconds(work, device: torch.device, repeats: int = 10, in_a_row: int = 1) -> float:
-    """Seconds of one call, the device waited for after every in_a_row of them."""
+def _median_seconds(work, device: torch.device, repeats: int = 10) -> float:
+    """Seconds of one call. On a GPU each call by itself: several large products in a row lower its clock."""
     seconds = []
     for _ in range(repeats + 2):  # the first two warm up
-        begin = time.perf_counter()
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-        for _ in range(in_a_row):
             work()
-        if device.type == "cuda":
             end.record()
             end.synchronize()
-            elapsed = start.elapsed_time(end) / 1e3
+            seconds.append(start.elapsed_time(end) / 1e3)
         else:
-            elapsed = time.perf_counter() - begin
-        seconds.append(elapsed / in_a_row)
+            begin = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - begin)
     return sorted(seconds[2:])[repeats // 2]
