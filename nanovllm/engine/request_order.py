@@ -17,13 +17,16 @@ def longest_first(seqs: list[Sequence], max_seq_len: int, capacity: int, prefix_
         capacity: token slots of the KV cache.
         prefix_caching: whether equal beginnings share blocks.
     """
-    limits = [min(seq.max_tokens, max_seq_len) for seq in seqs]
-    if len(set(limits)) < 2:
+
+    def limit(seq: Sequence) -> int:
+        return min(seq.max_tokens, max_seq_len)
+
+    if len(set(map(limit, seqs))) < 2:
         return seqs
-    needed = sum(min(seq.num_tokens + limit, max_seq_len) for seq, limit in zip(seqs, limits, strict=True))
+    needed = sum(min(seq.num_tokens + limit(seq), max_seq_len) for seq in seqs)
     if prefix_caching and needed > capacity and _share_beginnings(seqs):
         return seqs
-    return sorted(seqs, key=lambda seq: min(seq.max_tokens, max_seq_len), reverse=True)
+    return sorted(seqs, key=limit, reverse=True)
 
 
 def _share_beginnings(seqs: list[Sequence]) -> bool:
