@@ -1,6 +1,7 @@
 """One model in any batch, chunked, cached, preempted or seeded: the output of transformers, or of a request alone."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from checkpoints import (
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,26 @@ def test_blocks_of_completions_are_found_by_the_next_turn(base):
     assert output["token_ids"] == reference.greedy([next_turn], 8)[0]
     # 30 + 40 tokens, of which the last was never fed to the model: 4 full blocks.
     assert output["num_cached_tokens"] == 64
+
+
+def test_rows_that_pad_a_batch_touch_nothing(base, monkeypatch):
+    """Where the layers had better have whole tiles: tokens and log-probabilities, and what the cache is left with."""
+    path, reference = base
+    prompts = reference.draw_prompts((3, 50, 7, 31, 12), 12)
+    expected = reference.greedy(prompts, 12)
+    params = [greedy(12) if i % 2 else replace(greedy(12), logprobs=2) for i in range(len(prompts))]
+    with make_llm(path) as llm:
+        plain = llm.generate(prompts, params, use_tqdm=False)
+    monkeypatch.setattr(Qwen3ForCausalLM, "padded_batch", lambda model, num_seqs: -(-num_seqs // 4) * 4)
+    with make_llm(path) as llm:
+        for _ in range(2):  # and from the cache
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert [output["token_ids"] for output in outputs] == expected
+            for i in (0, 2, 4):
+                for found, known in zip(outputs[i]["logprobs"], plain[i]["logprobs"], strict=True):
+                    assert found == pytest.approx(known, abs=1e-4)
+        assert complete(llm, prompts[:3], greedy(12)) == expected[:3]
+        assert_idle(llm)
 
 
 def test_chunked_prefill(base):

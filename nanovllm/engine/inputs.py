@@ -45,20 +45,29 @@ class DecodeInputs:
     behind the inputs, so that one gather takes each row's token from wherever it is (see `token_source`).
 
     Attributes:
-        rows: device tensors, one row a sequence:
+        padded: how many rows the layers are given for a step of so many sequences, 0 to max_num_seqs.
+        rows: device tensors, one row a sequence, and padding:
             token_source int64: index into `tokens` of the token that the row feeds,
             positions int64: that token's position; seeds int64, temperatures float32: the request's,
             slot_mapping int32, context_lens int32, block_tables int32 [.., max_blocks]: as in Context.
         work_items: int32 [.., PIECE_FIELDS], the plan of the step's attention (see `decode_plan`).
-        tokens: int64 [2 * max_num_seqs]: tokens that the host knows, then those the last step sampled.
+        tokens: int64 [2 * padded[-1]]: tokens that the host knows, then those the last step sampled.
         sampled: the latter half.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_blocks: int, block_size: int, device: torch.device, num_kv_heads: int | None
+        self,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        num_kv_heads: int | None,
+        padded: list[int] | None = None,
     ):
-        """num_kv_heads: to plan attention's work for; None makes no plan."""
-        n = max_num_seqs
+        """num_kv_heads: to plan attention's work for; None makes no plan. padded: never less for more sequences; None
+        pads nothing."""
+        self.padded = padded or list(range(max_num_seqs + 1))
+        n = self.padded[max_num_seqs]
         self.num_kv_heads = num_kv_heads
         num_items = max(num_work_items(i + 1, num_kv_heads) for i in range(n)) if num_kv_heads else 0
         layout: Layout = {
@@ -90,16 +99,20 @@ class DecodeInputs:
         """The plan of a step of this size, as far as the device is concerned: which memory it lies in."""
         if self.num_kv_heads is None:
             return None
-        return self.work_items[: num_work_items(batch_size, self.num_kv_heads)]
+        return self.work_items[: num_work_items(self.padded[batch_size], self.num_kv_heads)]
 
-    def context(self, batch_size: int) -> Context:
-        """The context of a step of the first rows."""
+    def for_layers(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, Context]:
+        """What the layers take of a step of this size, padding included: token ids and positions, int64, and the
+        context."""
+        rows = {name: tensor[: self.padded[batch_size]] for name, tensor in self.rows.items()}
         names = ("slot_mapping", "context_lens", "block_tables")
-        return Context(**{name: self.rows[name][:batch_size] for name in names}, decode_plan=self.plan(batch_size))
+        context = Context(**{name: rows[name] for name in names}, decode_plan=self.plan(batch_size))
+        return self.tokens[rows["token_source"]], rows["positions"], context
 
     def write(self, seqs: list[Sequence], batch_size: int) -> None:
         """Send one decode step's inputs: each sequence's last token, its position, slot and block table; and
-        padding for the rows from there to batch_size."""
+        padding for the rows from there to what batch_size is padded to."""
+        batch_size = self.padded[batch_size]
         self._turn = (self._turn + 1) % len(self._buffers)
         buffer, tables = self._buffers[self._turn], self._tables[self._turn]
         host, n = buffer.host, len(seqs)
@@ -116,7 +129,7 @@ class DecodeInputs:
         host["host_tokens"][:n] = [seq.last_token for seq in seqs]
         pending = np.array([seq.pending_row for seq in seqs], np.int64)
         host["token_source"][:n] = np.where(pending < 0, np.arange(n), self._sampled_at + pending)
-        # The rows that pad the batch to a captured size write nothing and read nothing.
+        # The rows that pad the batch write nothing and read nothing.
         host["slot_mapping"][n:batch_size] = -1
         host["context_lens"][n:batch_size] = 0
         if self.num_kv_heads is not None:

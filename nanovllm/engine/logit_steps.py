@@ -102,10 +102,7 @@ class LogitSteps:
 
     def _decode_logits(self, batch_size: int) -> Tensor:
         """Of the first rows of the inputs: [batch_size, vocab_size]."""
-        rows = self._inputs.rows
-        input_ids = self._inputs.tokens[rows["token_source"][:batch_size]]
-        context = self._inputs.context(batch_size)
-        return self._full_logits(self._hidden_states(input_ids, rows["positions"][:batch_size], context))
+        return self._full_logits(self._hidden_states(*self._inputs.for_layers(batch_size))[:batch_size])
 
     def _hidden_states(self, input_ids: Tensor, positions: Tensor, context: Context) -> Tensor:
         with step_context(context):

@@ -25,6 +25,7 @@ from nanovllm.engine.worker import WorkerLink
 from nanovllm.engine.workers import WorkerError, Workers
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import select_backend
+from nanovllm.layers.quack import load_quack
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import make_model
 from nanovllm.models.qwen3 import get_head_dim
@@ -84,20 +85,27 @@ class ModelRunner:
         num_heads = self.tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
         _, num_kv_heads = self.tp.shard_kv_heads(config.hf_config.num_key_value_heads)
         self.num_kv_heads = num_kv_heads
-        backend.prepare(config.max_num_seqs, num_heads, num_kv_heads, head_dim, self.device)
-        max_blocks = -(-config.max_model_len // self.block_size)
+        has_graphs = config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs
+        # Over two GPUs it gained nothing.
+        quack = load_quack(config.dtype, self.device, decodes=has_graphs) if self.tp.size == 1 else None
+        self.model.use_quack(quack)
+        most_rows = self.model.padded_batch(config.max_num_seqs)
+        backend.prepare(most_rows, num_heads, num_kv_heads, head_dim, self.device)
         planned_heads = num_kv_heads if backend.wants_plan else None
-        self.decode_inputs = DecodeInputs(config.max_num_seqs, max_blocks, self.block_size, self.device, planned_heads)
+        self._make_decode_inputs(planned_heads)
         with compiling_kernels(self):
             self.load_weights()
             backend.use_flash_attn4(num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device)
+        if quack is not None and not quack.works:  # It failed while kernels were compiled: nothing is padded then.
+            self.model.use_quack(None)
+            self._make_decode_inputs(planned_heads)
         billions = num_checkpoint_params(self.model) / 1e9
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
         logger.info("device: %s", self.device_name)
         logger.info("attention back end: %s", backend.description)
         self.warmup_model()
         self.allocate_kv_cache()
-        if config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs:
+        if has_graphs:
             self.capture_cudagraph()
         else:
             logger.info("CUDA graphs: none")
@@ -105,6 +113,11 @@ class ModelRunner:
         self.logit_steps = LogitSteps(config, self.model, self.tp, self.decode_inputs, self.graphs, check)
         if config.device == "cuda":
             warmup_kernels(self)
+
+    def _make_decode_inputs(self, planned_heads: int | None) -> None:
+        max_num_seqs, max_blocks = self.config.max_num_seqs, -(-self.config.max_model_len // self.block_size)
+        padded = [self.model.padded_batch(n) for n in range(max_num_seqs + 1)]
+        self.decode_inputs = DecodeInputs(max_num_seqs, max_blocks, self.block_size, self.device, planned_heads, padded)
 
     def load_weights(self) -> None:
         """Fill the model's parameters as load_format says."""
@@ -282,15 +295,16 @@ class ModelRunner:
 
     def _decode(self, batch_size: int) -> None:
         """Decode the first rows of decode_inputs into its `sampled`. Captured as it stands."""
-        rows = {name: tensor[:batch_size] for name, tensor in self.decode_inputs.rows.items()}
-        input_ids = self.decode_inputs.tokens[rows["token_source"]]
-        with step_context(self.decode_inputs.context(batch_size)):
-            self._forward(input_ids, rows["positions"], rows["temperatures"], rows["seeds"], rows["positions"])
+        input_ids, positions, context = self.decode_inputs.for_layers(batch_size)
+        names = ("temperatures", "seeds", "positions")
+        sampling = (self.decode_inputs.rows[name][:batch_size] for name in names)
+        with step_context(context):
+            self._forward(input_ids, positions, *sampling)
 
     def _forward(self, input_ids, positions, temperatures, seeds, sample_positions) -> None:
-        """Model, head and sampler: one token a sequence, into decode_inputs.sampled. A token is drawn with the
-        noise of the position that it follows."""
-        logits = self.model.compute_logits(self.model(input_ids, positions))
+        """Model, head and sampler: one token a sequence, into decode_inputs.sampled; rows after those of the
+        temperatures are padding. A token is drawn with the noise of the position that it follows."""
+        logits = self.model.compute_logits(self.model(input_ids, positions)[: len(temperatures)])
         tokens = self.sampler(logits, temperatures, seeds, sample_positions)
         self.decode_inputs.sampled[: len(tokens)] = tokens
 

@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer 2020): the activation of Qwen's MLP, alone or in the product ahead of it."""
+"""SwiGLU (Shazeer 2020), the activation of Qwen's MLP."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from nanovllm.kernels import HAS_TRITON, use_kernels
 
 if HAS_TRITON:
-    from nanovllm.kernels.linear_silu import can_fuse, linear_silu
     from nanovllm.kernels.silu_and_mul import silu_and_mul
 
 
@@ -22,10 +21,3 @@ class SiluAndMul(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[num_tokens, 2 * intermediate]` (gate, up) to `[num_tokens, intermediate]`, same dtype."""
         return silu_and_mul(x) if use_kernels(x) else silu_and_mul_torch(x)
-
-    def after_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`forward` of `x weight^T`, in one kernel where that is faster than two.
-
-        x: `[num_tokens, hidden_size]`; weight: `[2 * intermediate, hidden_size]`, gate's rows, then up's.
-        """
-        return linear_silu(x, weight) if HAS_TRITON and can_fuse(x, weight) else self(F.linear(x, weight))

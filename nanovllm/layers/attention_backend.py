@@ -34,7 +34,7 @@ class AttentionBackend(ABC):
     def prepare(
         self, max_batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
     ) -> None:
-        """Allocate what decode steps of up to max_batch_size sequences share, before the first of them."""
+        """Allocate what decode steps of up to max_batch_size rows share, before the first of them."""
         return None
 
     def use_flash_attn4(

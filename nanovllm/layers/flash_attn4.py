@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.layers.quack import keep_kernels
 from nanovllm.utils.context import Context
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "nanovllm" / "flash-attn-4"
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache))
+    keep_kernels()
     try:
         from flash_attn.cute import flash_attn_varlen_func
     except Exception as error:

@@ -9,11 +9,12 @@ asked for is read.
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers import decode_linear
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.product import add_product, product
+from nanovllm.layers.quack import Quack
 from nanovllm.layers.skinny_linear import linear_add
 from nanovllm.utils.parallel import TensorParallel
 
@@ -50,6 +51,7 @@ class ColumnParallelLinear(nn.Module):
             shapes = {key: (size,) for key, size in output_sizes.items()}
             self.bias = make_parameter((rows,), shapes, self.weight_loader)
         self.register_buffer("arrivals", decode_linear.make_arrivals(), persistent=False)
+        self.quack: Quack | None = None
 
     def part(self, shard_id, tp: TensorParallel) -> tuple[int, int]:
         """First row and number of rows that this rank takes of a checkpoint matrix."""
@@ -66,9 +68,7 @@ class ColumnParallelLinear(nn.Module):
         raise KeyError(shard_id)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if decode_linear.is_small_batch(len(x), self.weight):
-            return decode_linear.linear(x, self.weight, self.bias, arrivals=self.arrivals, pdl=True)
-        return F.linear(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias, arrivals=self.arrivals, quack=self.quack)
 
     def of_parts(self, parts: Iterable[torch.Tensor], num_tokens: int) -> torch.Tensor:
         """`forward` of parts that follow each other, num_tokens in all; each is asked for once the product of the one
@@ -77,7 +77,7 @@ class ColumnParallelLinear(nn.Module):
         for part in parts:
             if y is None:
                 y, start = part.new_empty(num_tokens, len(self.weight)), 0
-            _linear_into(y[start : start + len(part)], part, self.weight, self.bias)
+            product(part, self.weight, self.bias, out=y[start : start + len(part)])
             start += len(part)
         return y
 
@@ -125,6 +125,7 @@ class RowParallelLinear(nn.Module):
         self.weight = make_parameter(shape, {None: (output_size, input_size)}, self.weight_loader)
         self.bias = make_parameter((output_size,), {None: (output_size,)}, self.bias_loader) if bias else None
         self.register_buffer("arrivals", decode_linear.make_arrivals(), persistent=False)
+        self.quack: Quack | None = None
 
     def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
         num_columns = param.shape[1]
@@ -136,8 +137,8 @@ class RowParallelLinear(nn.Module):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + y, overwriting residual."""
-        if self.tp.size == 1 and decode_linear.is_small_batch(len(x), self.weight):
-            return decode_linear.linear_add(x, self.weight, residual, self.bias, self.arrivals, pdl=True)
+        if self.tp.size == 1:
+            return add_product(residual, x, self.weight, self.bias, self.arrivals, self.quack)
         if self.tp.rank == 0:  # which brings the residual into the sum as well
             residual.addmm_(x, self.weight.t())
             if self.bias is not None:
@@ -152,10 +153,7 @@ class RowParallelLinear(nn.Module):
         if reducer is None or not reducer.takes(len(x)):
             return norm(self.add_to(residual, x))
         partial, bias = reducer.partial(len(x)), self._bias_of_rank()
-        if decode_linear.is_small_batch(len(x), self.weight):
-            decode_linear.linear(x, self.weight, bias, partial, self.arrivals, pdl=True)
-        else:
-            _linear_into(partial, x, self.weight, bias)
+        product(x, self.weight, bias, partial, self.arrivals)
         return reducer.add_norm(residual, partial, norm.weight, norm.eps)
 
     def add_norm_parts(
@@ -167,7 +165,7 @@ class RowParallelLinear(nn.Module):
         under_way, start = [], 0
         for x in parts:
             partial = x.new_empty(len(x), len(self.weight))
-            _linear_into(partial, x, self.weight, self._bias_of_rank())
+            product(x, self.weight, self._bias_of_rank(), out=partial)
             under_way.append((residual[start : start + len(x)], sums.send(partial)))
             start += len(x)
         for residual_part, sent in under_way:
@@ -184,10 +182,3 @@ class RowParallelLinear(nn.Module):
     def _bias_of_rank(self) -> torch.Tensor | None:
         """One rank brings the bias into the sum, which would hold it once a rank otherwise."""
         return self.bias if self.tp.rank == 0 else None
-
-
-def _linear_into(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    if bias is None:
-        torch.mm(x, weight.t(), out=y)
-    else:
-        torch.addmm(bias, x, weight.t(), out=y)

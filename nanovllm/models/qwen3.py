@@ -9,11 +9,18 @@ from torch import nn
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import AttentionBackend
-from nanovllm.layers.decode_linear import is_small_batch, linear_silu
+from nanovllm.layers.decode_linear import is_small_batch
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from nanovllm.layers.product import batch_with_padding, product_silu
 from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
+from nanovllm.layers.quack import Quack
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_parameters
 from nanovllm.layers.skinny_linear import is_skinny, is_worth_it, norm_linear, norm_linear_silu
 from nanovllm.utils.context import get_context
@@ -95,9 +102,8 @@ class Qwen3MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         proj = self.gate_up_proj
-        if is_small_batch(len(x), proj.weight):
-            return linear_silu(x, proj.weight, proj.arrivals, pdl=True)
-        return self.act_fn.after_linear(x, proj.weight)
+        y = product_silu(x, proj.weight, proj.arrivals, proj.quack)
+        return self.act_fn(proj(x)) if y is None else y
 
 
 class Qwen3DecoderLayer(nn.Module):
@@ -248,6 +254,18 @@ class Qwen3ForCausalLM(nn.Module):
         """Token ids and positions, int64 [num_tokens] -> hidden states [num_tokens, hidden_size], in a prefill those of
         Context.last_tokens."""
         return self.model(input_ids, positions)
+
+    def use_quack(self, quack: Quack | None) -> None:
+        """Have the layers' products by that package where it is faster."""
+        for module in self.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module.quack = quack
+
+    def padded_batch(self, num_seqs: int) -> int:
+        """How many rows, the last of them padding, a decode step of so many sequences had better have: products of
+        whole tiles are faster."""
+        gate_up = self.model.layers[0].mlp.gate_up_proj
+        return batch_with_padding(num_seqs, gate_up.weight, gate_up.quack)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden states [num_rows, hidden_size] -> logits of this rank's tokens [num_rows, num_tokens]."""

@@ -78,3 +78,25 @@ def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
             keys = np.bincount(row, weights=end - first, minlength=batch_size)
             expected = [seq.num_tokens for seq in seqs[:num_seqs]] + [0] * (batch_size - num_seqs)
             assert keys.tolist() == expected
+
+
+def test_padding_rows_read_and_write_nothing():
+    """Those that make up a captured batch, and those that the layers want besides."""
+    inputs = DecodeInputs(5, 20, 256, torch.device("cpu"), 2, padded=[0, 4, 4, 4, 4, 8])
+    seqs = []
+    for i in range(5):
+        seq = Sequence(i, list(range(10 * i + 1)), SamplingParams(), 256, seed=i)
+        seq.block_table = [i]
+        seqs.append(seq)
+    for num_seqs, batch_size, num_rows in ((5, 5, 8), (3, 5, 8), (3, 4, 4), (1, 1, 4)):
+        inputs.write(seqs[:num_seqs], batch_size)
+        input_ids, positions, context = inputs.for_layers(batch_size)
+        assert len(input_ids) == len(positions) == len(context.block_tables) == num_rows
+        assert input_ids[:num_seqs].tolist() == [10 * i for i in range(num_seqs)]
+        assert positions[:num_seqs].tolist() == [10 * i for i in range(num_seqs)]
+        padding = num_rows - num_seqs
+        assert context.context_lens.tolist() == [10 * i + 1 for i in range(num_seqs)] + [0] * padding
+        assert context.slot_mapping.tolist() == [266 * i for i in range(num_seqs)] + [-1] * padding
+        row, _, _, first, end = context.decode_plan[context.decode_plan[:, 0] >= 0].T.numpy()
+        assert np.bincount(row, weights=end - first, minlength=num_rows).tolist() == context.context_lens.tolist()
+    assert len(inputs.sampled) == 8

@@ -1,0 +1,86 @@
+"""Which products quack-kernels had better compute, and in which tiles.
+
+Measured on an H200 by benchmarks/quack_products.py, in whole layers of Qwen3-0.6B, 1.7B, 4B and 8B
+(docs/performance.md); other models follow the same rule. In decode steps what wins is one tile for each multiprocessor,
+all of them at once, and tiles of which no token is missing: by so much that steps of 65 to 127 sequences take less time
+as 128, see `padded_batch`. A tile takes two seconds to compile the first time, so one rule picks among few.
+"""
+
+from enum import Enum
+
+from nanovllm.layers.quack import Tile
+
+
+class Kind(Enum):
+    """What is done with a product."""
+
+    LINEAR = "linear"
+    SILU = "silu"  # the activation of its two halves
+    ADD = "add"  # added to the residual
+
+
+# The best of ten at the card's power limit, where long prefills are, for every product of 0.6B and 8B that another
+# kernel is not as fast for: the residual's sums are cuBLAS's.
+PREFILL_TILE = Tile(128, 128, (1, 2), pingpong=True)
+# Of 16,000 tokens every product gains. Fewer were not measured; but a launch costs the host up to 0.1 ms, which a
+# product of 2 * 2^35 operations lasts, so that the GPU need not wait for it.
+_MIN_PREFILL_TOKENS = 2048
+_MIN_PREFILL_WORK = 1 << 35
+
+_MIN_DECODE_TOKENS = 17  # fewer are for `skinny_linear` or for cuBLAS
+_MAX_DECODE_TOKENS = 512  # more are not captured in a graph
+_NARROW = 1 << 23  # elements of a weight; below, `decode_linear` has up to 64 tokens
+_COLUMNS = {Kind.LINEAR: (32, 48, 64, 96, 128), Kind.SILU: (64, 96, 128, 192)}
+# Of q, k and v: at 256 tokens those of 0.6B and 1.7B gain 2 to 3 % of a layer, those of 4B nothing, those of 8B lose;
+# of more tokens those of 0.6B gain 1 %.
+_MAX_LINEAR_TOKENS = 256
+_FEW_ROWS = 1024  # of a weight whose sums gain for more than 64 tokens
+
+
+def prefill_tile(kind: Kind, num_tokens: int, N: int, K: int) -> Tile | None:
+    """The tile for a product `[num_tokens, K] x [N, K]^T` of a prefill; None where it is another's."""
+    is_long = num_tokens >= _MIN_PREFILL_TOKENS and num_tokens * N * K >= _MIN_PREFILL_WORK
+    return PREFILL_TILE if is_long and kind is not Kind.ADD else None
+
+
+def decode_tile(kind: Kind, num_tokens: int, N: int, K: int, num_multiprocessors: int) -> Tile | None:
+    """The tile for such a product of a decode step; None where it is another's."""
+    if not _MIN_DECODE_TOKENS <= num_tokens <= _MAX_DECODE_TOKENS or (num_tokens <= 64 and N * K < _NARROW):
+        return None
+    tile = _add_tile(num_tokens, N) if kind is Kind.ADD else _one_round(kind, num_tokens, N, K, num_multiprocessors)
+    is_whole = tile is not None and num_tokens % tile.tokens == 0
+    return tile if is_whole else None
+
+
+def _add_tile(num_tokens: int, N: int) -> Tile | None:
+    if num_tokens <= 64 or (num_tokens <= 128 and N <= _FEW_ROWS):
+        return Tile(64, 32)
+    return Tile(64, 64) if num_tokens <= 256 and N <= _FEW_ROWS else None
+
+
+def _one_round(kind: Kind, num_tokens: int, N: int, K: int, num_multiprocessors: int) -> Tile | None:
+    """With the fewest columns with which there are no more tiles than multiprocessors."""
+    if kind is Kind.LINEAR and (num_tokens > _MAX_LINEAR_TOKENS or (num_tokens > 128 and N * K > _NARROW)):
+        return None
+    tokens = 64 if num_tokens <= 64 else 128
+    token_tiles = -(-num_tokens // tokens)
+    # Two tiles of tokens share what they load of gate and up: 4.9 us less a layer of 1.7B at 256 tokens, 3.9 without.
+    cluster = (2, 1) if kind is Kind.SILU and token_tiles > 1 else (1, 1)
+    programs = _round_up(token_tiles, cluster[0])  # for each tile of columns
+    for columns in _COLUMNS[kind]:
+        if programs * -(-N // columns) <= num_multiprocessors:
+            return Tile(tokens, columns, cluster)
+    return None
+
+
+def padded_batch(num_seqs: int, N: int, K: int, num_multiprocessors: int) -> int:
+    """How many rows a decode step of num_seqs sequences had better have, the last of them padding, in a model whose
+    gate and up are a weight `[N, K]`: whole tiles of 128, or 64, where gate and up have a tile. A layer of Qwen3-0.6B
+    takes 29.1 us for 80 sequences and 26.4 for 128."""
+    whole = 64 if num_seqs <= 64 else _round_up(num_seqs, 128)
+    has_tile = decode_tile(Kind.SILU, whole, N, K, num_multiprocessors) is not None
+    return whole if has_tile and num_seqs >= _MIN_DECODE_TOKENS else num_seqs
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
