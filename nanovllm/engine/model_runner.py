@@ -89,10 +89,9 @@ class ModelRunner:
         # Over two GPUs it gained nothing.
         quack = load_quack(config.dtype, self.device, decodes=has_graphs) if self.tp.size == 1 else None
         self.model.use_quack(quack)
-        most_rows = self.model.padded_batch(config.max_num_seqs)
-        backend.prepare(most_rows, num_heads, num_kv_heads, head_dim, self.device)
         planned_heads = num_kv_heads if backend.wants_plan else None
         self._make_decode_inputs(planned_heads)
+        backend.prepare(self.decode_inputs.padded[-1], num_heads, num_kv_heads, head_dim, self.device)
         with compiling_kernels(self):
             self.load_weights()
             backend.use_flash_attn4(num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device)

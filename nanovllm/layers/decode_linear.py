@@ -18,7 +18,7 @@ if HAS_TRITON:
 
 _MIN_TOKENS = 9  # fewer are `skinny_linear`'s, or cuBLAS's in wide models
 _FEW_ROWS = 1024  # Qwen3-0.6B's o and down, the only ones measured with more than 64 tokens that gained
-_MAX_WEIGHTS = 1 << 23  # elements; gains were measured up to 6 million, losses from 2^23
+MAX_WEIGHTS = 1 << 23  # elements; gains were measured up to 6 million, losses from 2^23
 _ALIGNMENT = 16  # columns; other rows are read two bytes at a time
 
 
@@ -46,7 +46,7 @@ def is_small_batch(num_tokens: int, weight: Tensor) -> bool:
     were not measured, and some have too little shared memory."""
     return (
         use_kernels(weight)
-        and weight.numel() < _MAX_WEIGHTS
+        and weight.numel() < MAX_WEIGHTS
         and _MIN_TOKENS <= num_tokens <= most_tokens(len(weight))
         and weight.dtype in kernels.DTYPES
         and weight.shape[1] % _ALIGNMENT == 0

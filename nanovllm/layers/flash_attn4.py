@@ -4,12 +4,12 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from nanovllm.layers.quack import keep_kernels
 from nanovllm.utils.context import Context
+from nanovllm.utils.optional_packages import OptionalPackage, kernel_cache
 
 logger = logging.getLogger(__name__)
 
@@ -17,16 +17,18 @@ logger = logging.getLogger(__name__)
 MAX_SEQS = 256
 
 
-class FlashAttn4:
+class FlashAttn4(OptionalPackage):
     """Causal prefill attention by FlashAttention in CuTe (FlashAttention-3's design, arXiv:2407.08608).
 
     It takes bfloat16 and float16 and blocks of any size. `warm_up` before the first step, or that step waits for a
     compiler. An error of the package is logged once and ends its use: every later `prefill` returns None.
     """
 
+    name = "flash-attn-4"
+
     def __init__(self, varlen_func: Callable):
         """varlen_func: `flash_attn.cute.flash_attn_varlen_func`."""
-        self.varlen_func: Callable | None = varlen_func
+        self.varlen_func = varlen_func
 
     def prefill(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor | None:
         """Arguments as in `AttentionBackend.prefill`: the result, `[num_tokens, num_heads, head_dim]`, contiguous,
@@ -35,25 +37,16 @@ class FlashAttn4:
         Values past the end of a sequence in its last tile of 128 keys are multiplied by 0, not skipped, where they
         come from the batch: an infinite or NaN value of the next sequence spoils this one's result as well.
         """
-        if self.varlen_func is None or context.cu_seqlens_q.numel() > MAX_SEQS + 1:
+        if context.cu_seqlens_q.numel() > MAX_SEQS + 1:
             return None
         if context.block_tables is None:
             keys = {"cu_seqlens_k": context.cu_seqlens_k}
         else:
             k, v = k_cache, v_cache
             keys = {"seqused_k": context.cu_seqlens_k.diff(), "page_table": context.block_tables}
-        try:
-            # Without max_seqlen_q: on Hopper its one effect is a second compilation, for prompts of under a tile.
-            out, _ = self.varlen_func(
-                q, k, v, cu_seqlens_q=context.cu_seqlens_q, softmax_scale=scale, causal=True, **keys
-            )
-            return out
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            logger.warning("flash-attn-4 failed and is not used any more: %s: %s", type(error).__name__, error)
-            self.varlen_func = None
-            return None
+        # Without max_seqlen_q: on Hopper its one effect is a second compilation, for prompts of under a tile.
+        options = {"cu_seqlens_q": context.cu_seqlens_q, "softmax_scale": scale, "causal": True, **keys}
+        return self.attempt(lambda: self.varlen_func(q, k, v, **options)[0])
 
     def warm_up(
         self,
@@ -88,9 +81,8 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
     if head_dim > 128 or head_dim % 8:
         return None
     # Read when the package is imported. Its own default is to compile anew in every process.
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "nanovllm" / "flash-attn-4"
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", kernel_cache("flash-attn-4"))
     keep_kernels()
     try:
         from flash_attn.cute import flash_attn_varlen_func

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from nanovllm.utils.optional_packages import OptionalPackage, kernel_cache
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Tile(NamedTuple):
     pingpong: bool = False
 
 
-class Quack:
+class Quack(OptionalPackage):
     """Products of bfloat16 and float16 on Hopper, in float32, rounded once.
 
     All launches are dependent ones under the rule that `kernels.dependent_launch` states. A tile's first launch waits
@@ -49,19 +50,15 @@ class Quack:
             captured in a CUDA graph.
     """
 
+    name = "quack-kernels"
     DTYPES = (torch.bfloat16, torch.float16)
 
     def __init__(self, gemm_act: Callable, make_config: Callable, num_multiprocessors: int, decodes: bool = True):
         """gemm_act, make_config: quack's function of that name and its GemmConfig."""
         self.num_multiprocessors = num_multiprocessors
         self.decodes = decodes
-        self._gemm_act: Callable | None = gemm_act
+        self._gemm_act = gemm_act
         self._make_config = make_config
-
-    @property
-    def works(self) -> bool:
-        """Whether it has not failed yet."""
-        return self._gemm_act is not None
 
     def takes_weight(self, weight: Tensor) -> bool:
         """Whether products with it can be computed here: 16-bit floats, whole multiples of 64 rows and columns."""
@@ -72,7 +69,7 @@ class Quack:
         """Whether `x weight^T` can be: with x of the same dtype, its rows packed and whole multiples of 64 elements
         apart, from an address that is a multiple of 16 bytes."""
         x_fits = x.dtype == weight.dtype and x.stride(1) == 1 and not (x.stride(0) % _ALIGNMENT or x.data_ptr() % 16)
-        return self._gemm_act is not None and self.takes_weight(weight) and x_fits
+        return self.works and self.takes_weight(weight) and x_fits
 
     def linear(self, x: Tensor, weight: Tensor, tile: Tile) -> Tensor | None:
         """`x W^T`, x `[num_tokens, K]` and weight `[N, K]`: `[num_tokens, N]`, or None where the caller has to compute
@@ -90,18 +87,12 @@ class Quack:
         return self._launch(x, weight, tile, residual, C=residual)
 
     def _launch(self, x: Tensor, weight: Tensor, tile: Tile, out: Tensor, **options) -> Tensor | None:
-        if self._gemm_act is None:
-            return None
-        try:
+        def multiply() -> Tensor:
             config = _config(self._make_config, tile)
             self._gemm_act(x, weight.t(), postact_out=out, store_preact=False, tuned=False, config=config, **options)
             return out
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            logger.warning("quack-kernels failed and is not used any more: %s: %s", type(error).__name__, error)
-            self._gemm_act = None
-            return None
+
+        return self.attempt(multiply)
 
 
 @cache
@@ -121,8 +112,7 @@ def _config(make_config: Callable, tile: Tile):
 def keep_kernels() -> None:
     """Have the package keep what it compiles where it outlives temporary files, its own default. It reads this when it
     is imported, by whomever: flash-attn-4 does so as well."""
-    cache_dir = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "nanovllm" / "quack"
-    os.environ.setdefault("QUACK_CACHE_DIR", str(cache_dir))
+    os.environ.setdefault("QUACK_CACHE_DIR", kernel_cache("quack"))
 
 
 def load_quack(dtype: torch.dtype, device: torch.device, decodes: bool) -> Quack | None:

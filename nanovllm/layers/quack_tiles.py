@@ -8,6 +8,7 @@ as 128, see `padded_batch`. A tile takes two seconds to compile the first time, 
 
 from enum import Enum
 
+from nanovllm.layers import decode_linear
 from nanovllm.layers.quack import Tile
 
 
@@ -19,8 +20,8 @@ class Kind(Enum):
     ADD = "add"  # added to the residual
 
 
-# The best of ten at the card's power limit, where long prefills are, for every product of 0.6B and 8B that another
-# kernel is not as fast for: the residual's sums are cuBLAS's.
+# Of ten the best at the card's power limit, where long prefills are, for q, k, v, gate and up of 0.6B and 8B. The
+# residual's sums are as fast by cuBLAS.
 PREFILL_TILE = Tile(128, 128, (1, 2), pingpong=True)
 # Of 16,000 tokens every product gains. Fewer were not measured; but a launch costs the host up to 0.1 ms, which a
 # product of 2 * 2^35 operations lasts, so that the GPU need not wait for it.
@@ -29,11 +30,11 @@ _MIN_PREFILL_WORK = 1 << 35
 
 _MIN_DECODE_TOKENS = 17  # fewer are for `skinny_linear` or for cuBLAS
 _MAX_DECODE_TOKENS = 512  # more are not captured in a graph
-_NARROW = 1 << 23  # elements of a weight; below, `decode_linear` has up to 64 tokens
 _COLUMNS = {Kind.LINEAR: (32, 48, 64, 96, 128), Kind.SILU: (64, 96, 128, 192)}
 # Of q, k and v: at 256 tokens those of 0.6B and 1.7B gain 2 to 3 % of a layer, those of 4B nothing, those of 8B lose;
 # of more tokens those of 0.6B gain 1 %.
 _MAX_LINEAR_TOKENS = 256
+_MAX_LINEAR_WEIGHT = 1 << 23  # elements, for more than 128 tokens: that of 1.7B
 _FEW_ROWS = 1024  # of a weight whose sums gain for more than 64 tokens
 
 
@@ -45,7 +46,8 @@ def prefill_tile(kind: Kind, num_tokens: int, N: int, K: int) -> Tile | None:
 
 def decode_tile(kind: Kind, num_tokens: int, N: int, K: int, num_multiprocessors: int) -> Tile | None:
     """The tile for such a product of a decode step; None where it is another's."""
-    if not _MIN_DECODE_TOKENS <= num_tokens <= _MAX_DECODE_TOKENS or (num_tokens <= 64 and N * K < _NARROW):
+    is_small_batch = num_tokens <= 64 and N * K < decode_linear.MAX_WEIGHTS
+    if is_small_batch or not _MIN_DECODE_TOKENS <= num_tokens <= _MAX_DECODE_TOKENS:
         return None
     tile = _add_tile(num_tokens, N) if kind is Kind.ADD else _one_round(kind, num_tokens, N, K, num_multiprocessors)
     is_whole = tile is not None and num_tokens % tile.tokens == 0
@@ -60,7 +62,8 @@ def _add_tile(num_tokens: int, N: int) -> Tile | None:
 
 def _one_round(kind: Kind, num_tokens: int, N: int, K: int, num_multiprocessors: int) -> Tile | None:
     """With the fewest columns with which there are no more tiles than multiprocessors."""
-    if kind is Kind.LINEAR and (num_tokens > _MAX_LINEAR_TOKENS or (num_tokens > 128 and N * K > _NARROW)):
+    is_wide = N * K > _MAX_LINEAR_WEIGHT and num_tokens > 128
+    if kind is Kind.LINEAR and (is_wide or num_tokens > _MAX_LINEAR_TOKENS):
         return None
     tokens = 64 if num_tokens <= 64 else 128
     token_tiles = -(-num_tokens // tokens)

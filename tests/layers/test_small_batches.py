@@ -175,7 +175,7 @@ def test_who_is_skinny(kernels_everywhere, monkeypatch, model, num_seqs, limit, 
     taken = []
     monkeypatch.setattr(skinny_linear, "_MAX_COLUMNS", max_columns)
     monkeypatch.setattr("nanovllm.models.qwen3.is_skinny", lambda x: len(x) <= 16)
-    monkeypatch.setattr(decode_linear, "_MAX_WEIGHTS", limit)
+    monkeypatch.setattr(decode_linear, "MAX_WEIGHTS", limit)
     monkeypatch.setattr(Qwen3DecoderLayer, "forward_skinny", lambda *args: taken.append(args))
     decode(model, num_seqs)
     assert bool(taken) == skinny

@@ -1,0 +1,60 @@
+"""The tiles of quack-kernels' products, and the batches that are padded to them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm.layers.quack_tiles import Kind, decode_tile, padded_batch
+
+GATE_UP = {
+    "0.5B": (9728, 896),
+    "0.6B": (6144, 1024),
+    "1.7B": (12288, 2048),
+    "4B": (19456, 2560),
+    "8B": (24576, 4096),
+    "32B": (51200, 5120),
+}
+H200 = 132  # multiprocessors
+
+shapes = st.one_of(
+    st.sampled_from(list(GATE_UP.values())),
+    st.tuples(st.integers(1, 800).map(lambda n: 64 * n), st.integers(1, 160).map(lambda n: 64 * n)),
+)
+
+
+@given(st.sampled_from(Kind), st.integers(1, 2000), shapes, st.integers(1, 200))
+def test_tiles_are_whole_and_fit_the_chip(kind, num_tokens, shape, num_multiprocessors):
+    tile = decode_tile(kind, num_tokens, *shape, num_multiprocessors)
+    if tile is None:
+        return
+    assert tile.tokens in (64, 128)
+    assert num_tokens % tile.tokens == 0
+    if kind is not Kind.ADD:
+        # Programs come in whole clusters.
+        count = -(-num_tokens // (tile.tokens * tile.cluster[0])) * tile.cluster[0] * -(-shape[0] // tile.columns)
+        assert count <= num_multiprocessors, "a second round"
+
+
+@given(st.integers(1, 2000), shapes)
+def test_padding(num_seqs, shape):
+    padded = padded_batch(num_seqs, *shape, H200)
+    assert num_seqs <= padded < num_seqs + 128
+    assert padded_batch(padded, *shape, H200) == padded, "padding is padded again"
+    # Buffers for the largest batch have room for all.
+    assert padded <= padded_batch(num_seqs + 1, *shape, H200)
+    assert padded == num_seqs or decode_tile(Kind.SILU, padded, *shape, H200) is not None
+
+
+@pytest.mark.parametrize(
+    ("model", "batches"),
+    [
+        ("0.6B", {16: 16, 64: 64, 65: 128, 129: 256, 257: 384, 385: 512, 513: 513}),
+        ("0.5B", {16: 16, 17: 64, 65: 128}),
+        ("1.7B", {16: 16, 17: 64, 65: 128, 129: 256, 257: 257}),
+        ("4B", {17: 64, 65: 128, 129: 129, 200: 200}),
+        ("8B", {16: 16, 17: 64, 65: 128, 129: 129, 255: 255}),
+        ("32B", {40: 40, 100: 100}),
+    ],
+)
+def test_batches_that_are_padded(model, batches):
+    assert {n: padded_batch(n, *GATE_UP[model], H200) for n in batches} == batches
