@@ -21,18 +21,17 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
+from decode_layers import Layers, Products
 from gpus import require_gpus
 from graph_timing import time_graph
 from layer_shapes import DOWN, GATE_UP, OUT, QKV, layer_shapes, model_name
 
-from nanovllm.kernels.decode_linear_kernel import make_arrivals
-from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.layers import decode_linear
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.product import product_silu
+from nanovllm.layers.product import add_product, product, product_silu
 from nanovllm.layers.quack import Quack, Tile, load_quack
-from nanovllm.layers.quack_tiles import Kind, decode_tile, padded_batch
+from nanovllm.layers.quack_tiles import Kind, padded_batch
 
+KINDS = {QKV: Kind.LINEAR, OUT: Kind.ADD, GATE_UP: Kind.SILU, DOWN: Kind.ADD}
 # SwiGLU's tiles are whole multiples of 32 columns. More than 128 tokens a program are for batches of more.
 DECODE_TILES = {
     Kind.LINEAR: [
@@ -42,7 +41,7 @@ DECODE_TILES = {
         *((128, columns, (2, 1)) for columns in (64, 96)),
     ],
     Kind.SILU: [
-        *((64, columns) for columns in (64, 96, 128, 160, 192)),
+        *((64, columns) for columns in (64, 96, 128, 192)),
         *((128, columns) for columns in (64, 96, 128, 192)),
         *((256, columns) for columns in (96, 192)),
         *((128, columns, (2, 1)) for columns in (96, 192)),
@@ -65,82 +64,40 @@ SECONDS, ROUNDS = 0.1, 3
 MIN_WEIGHT_BYTES = 300 * 10**6  # several times L2's 60 MB
 REPLAYS = 12
 MAX_DISTANCE = 0.03  # of bfloat16 results, relative to their norm, after several layers
-EPS = 1e-6
-
-
-def kinds(model: str) -> dict[str, Kind]:
-    """Of a layer's four products. Over several GPUs the sums come after them."""
-    last = Kind.LINEAR if "-tp" in model else Kind.ADD
-    return {QKV: Kind.LINEAR, OUT: last, GATE_UP: Kind.SILU, DOWN: last}
 
 
 def name_of(tile: Tile) -> str:
     return f"{tile.tokens}x{tile.columns}/{tile.cluster[0]}x{tile.cluster[1]}{'p' if tile.pingpong else ''}"
 
 
-class Layers:
-    """As many layers without their attention as L2 cannot hold, of which the query rows of the first product stand for
-    the outcome."""
+def by_engine(layers: Layers, quack: Quack | None) -> Products:
+    """As the engine multiplies, with quack-kernels or without."""
 
-    def __init__(self, model: str, max_tokens: int):
-        bf16 = {"device": "cuda", "dtype": torch.bfloat16}
-        shapes = layer_shapes(model)
-        self.count = max(6, -(-MIN_WEIGHT_BYTES // sum(2 * N * K for N, K in shapes.values())))
-        self.weights = [
-            {name: torch.randn(shape, **bf16) * shape[1] ** -0.5 for name, shape in shapes.items()}
-            for _ in range(self.count)
-        ]
-        self.hidden_size, self.q_size = shapes[OUT]
-        self.norm_weight = torch.ones(self.hidden_size, **bf16)
-        self.start = torch.randn(max_tokens, self.hidden_size, **bf16)
-        self.arrivals = make_arrivals("cuda")
-        plain = {Kind.LINEAR: self._linear, Kind.SILU: self._silu, Kind.ADD: self._add}
-        self.without_quack = {name: plain[kind] for name, kind in kinds(model).items()}
-        self.adds = kinds(model)[OUT] is Kind.ADD
+    def silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = product_silu(x, weight, layers.arrivals, quack)
+        return SiluAndMul()(F.linear(x, weight)) if y is None else y
 
-    def run(self, residual: torch.Tensor, products: dict[str, Callable]) -> torch.Tensor:
-        """The outcome. residual is overwritten where products add to it."""
-        for weights in self.weights:
-            y = products[QKV](rms_norm(residual, self.norm_weight, EPS), weights[QKV])[:, : self.q_size]
-            residual = self._finish(products[OUT], y, weights[OUT], residual)
-            y = products[GATE_UP](rms_norm(residual, self.norm_weight, EPS), weights[GATE_UP])
-            residual = self._finish(products[DOWN], y, weights[DOWN], residual)
-        return residual
+    def add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return add_product(residual, x, weight, arrivals=layers.arrivals, quack=quack)
 
-    def outcome(self, num_tokens: int, products: dict[str, Callable]) -> torch.Tensor:
-        return self.run(self.start[:num_tokens].clone(), products).float()
+    return {QKV: partial(product, arrivals=layers.arrivals, quack=quack), OUT: add, GATE_UP: silu, DOWN: add}
 
-    def time(self, num_tokens: int, products: dict[str, Callable], expected: torch.Tensor | None = None) -> float:
-        """Microseconds a layer. Raises ArithmeticError where the outcome is not `expected`, if that is given."""
-        if expected is not None:
-            distance = ((self.outcome(num_tokens, products) - expected).norm() / expected.norm()).item()
-            if not distance < MAX_DISTANCE:
-                raise ArithmeticError(f"results are {distance:.3f} of their norm away from cuBLAS's")
-        residual = self.start[:num_tokens].clone()
-        torch.cuda.synchronize()
-        return time_graph(partial(self.run, residual, products), self.count, REPLAYS)
 
-    def _finish(self, product: Callable, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        if not self.adds:
-            return product(x, weight)
-        product(x, weight, residual)
-        return residual
+def outcome(layers: Layers, num_tokens: int, products: Products) -> torch.Tensor:
+    residual = layers.start[:num_tokens].clone()
+    layers.run(residual, products)
+    return residual.float()
 
-    def _linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if decode_linear.is_small_batch(len(x), weight):
-            return decode_linear.linear(x, weight, arrivals=self.arrivals, pdl=True)
-        return F.linear(x, weight)
 
-    def _silu(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if decode_linear.is_small_batch(len(x), weight):
-            return decode_linear.linear_silu(x, weight, self.arrivals, pdl=True)
-        return SiluAndMul()(F.linear(x, weight))
-
-    def _add(self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
-        if decode_linear.is_small_batch(len(x), weight):
-            decode_linear.linear_add(x, weight, residual, arrivals=self.arrivals, pdl=True)
-        else:
-            residual.addmm_(x, weight.t())
+def time_layer(layers: Layers, num_tokens: int, products: Products, expected: torch.Tensor | None = None) -> float:
+    """Microseconds. Raises ArithmeticError where the outcome is not `expected`, if that is given."""
+    if expected is not None:
+        distance = ((outcome(layers, num_tokens, products) - expected).norm() / expected.norm()).item()
+        if not distance < MAX_DISTANCE:
+            raise ArithmeticError(f"results are {distance:.3f} of their norm away from cuBLAS's")
+    residual = layers.start[:num_tokens].clone()
+    torch.cuda.synchronize()
+    return time_graph(partial(layers.run, residual, products), len(layers.layers), REPLAYS)
 
 
 @cache
@@ -162,30 +119,24 @@ def by_quack(kind: Kind, tile: Tile) -> Callable:
     return run
 
 
-def in_use(model: str, num_tokens: int) -> tuple[int, dict[str, Tile]]:
-    """How many rows the engine has for so many sequences, and in which tiles, by the names of the products."""
-    shapes, num_multiprocessors = layer_shapes(model), the_package().num_multiprocessors
-    rows = padded_batch(num_tokens, *shapes[GATE_UP], num_multiprocessors)
-    tiles = {name: decode_tile(kind, rows, *shapes[name], num_multiprocessors) for name, kind in kinds(model).items()}
-    return rows, {name: tile for name, tile in tiles.items() if tile is not None}
-
-
 def sweep_decode(model: str, tokens: list[int], deadline: float) -> list[dict]:
-    layers = Layers(model, max(in_use(model, num_tokens)[0] for num_tokens in tokens))
+    shapes, quack = layer_shapes(model), the_package()
+    rows_in_use = [padded_batch(n, *shapes[GATE_UP], quack.num_multiprocessors) for n in tokens]
+    num_layers = max(6, -(-MIN_WEIGHT_BYTES // sum(2 * N * K for N, K in shapes.values())))
+    layers = Layers(shapes, max(rows_in_use), num_layers)
+    without, in_use = by_engine(layers, None), by_engine(layers, quack)
     rows = []
-    for num_tokens in tokens:
-        expected = layers.outcome(num_tokens, layers.without_quack)
-        layers.time(num_tokens, layers.without_quack)  # until the clocks are up
-        base, best, names = layers.time(num_tokens, layers.without_quack), dict(layers.without_quack), {}
-        padded, used = in_use(model, num_tokens)
-        for name, kind in kinds(model).items():
+    for num_tokens, padded in zip(tokens, rows_in_use, strict=True):
+        expected = outcome(layers, num_tokens, without)
+        time_layer(layers, num_tokens, without)  # until the clocks are up
+        base, best, names = time_layer(layers, num_tokens, without), dict(without), {}
+        for name, kind in KINDS.items():
             times = {}
-            candidates = [Tile(*options) for options in DECODE_TILES[kind]]
-            for tile in dict.fromkeys([*candidates, used.get(name, candidates[0])]):
+            for tile in (Tile(*options) for options in DECODE_TILES[kind]):
                 if (tile.tokens > 128 >= num_tokens) or (tile.tokens > 64 >= num_tokens) or time.time() > deadline:
                     continue
-                products = {**layers.without_quack, name: by_quack(kind, tile)}
-                times[tile] = layers.time(num_tokens, products, expected)
+                products = without | {name: by_quack(kind, tile)}
+                times[tile] = time_layer(layers, num_tokens, products, expected)
             if not times:
                 continue
             order = sorted(times, key=times.get)
@@ -193,40 +144,27 @@ def sweep_decode(model: str, tokens: list[int], deadline: float) -> list[dict]:
                 best[name], names[name] = by_quack(kind, order[0]), name_of(order[0])
             gains = {name_of(tile): round(base - times[tile], 2) for tile in order}
             rows.append({"model": model, "tokens": num_tokens, "product": name, "layer_us": base, "gain_us": gains})
-            print(
-                f"{model} {num_tokens:4} {name:12}", *(f"{k} {v:+.2f}" for k, v in list(gains.items())[:6]), flush=True
-            )
-        together = layers.time(num_tokens, best, expected)
-        by_use = {name: by_quack(kinds(model)[name], tile) for name, tile in used.items()}
-        expected = layers.outcome(padded, layers.without_quack)
-        as_used = layers.time(padded, layers.without_quack | by_use, expected)
+            first = " ".join(f"{tile} {gain:+.2f}" for tile, gain in list(gains.items())[:6])
+            print(f"{model} {num_tokens:4} {name:12} {first}", flush=True)
+        together = time_layer(layers, num_tokens, best, expected)
+        as_used = time_layer(layers, padded, in_use, outcome(layers, padded, without))
         row = {"model": model, "tokens": num_tokens, "layer_us": base, "best_us": together, "tiles": names}
-        row |= {"in_use": {name: name_of(tile) for name, tile in used.items()}, "rows_in_use": padded}
-        rows.append(row | {"in_use_us": as_used})
+        rows.append(row | {"in_use_us": as_used, "rows_in_use": padded})
         figures = f"{base:.2f} us, with the best {together:.2f} {names}, as in use {as_used:.2f} ({padded} rows)"
         print(f"{model} {num_tokens:4} a layer {figures}", flush=True)
     return rows
 
 
-def prefill_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    y = product_silu(x, weight)
-    return SiluAndMul()(F.linear(x, weight)) if y is None else y
-
-
 def sweep_prefill(model: str) -> list[dict]:
-    rows = []
-    for name, (N, K) in layer_shapes(model).items():
-        kind = kinds(model)[name]
+    shapes, rows = layer_shapes(model), []
+    without = by_engine(Layers(shapes, max_tokens=1, num_layers=1), None)
+    for name, (N, K) in shapes.items():
+        kind = KINDS[name]
         x = torch.randn(PREFILL_TOKENS, K, device="cuda", dtype=torch.bfloat16)
         weight = torch.randn(N, K, device="cuda", dtype=torch.bfloat16) * K**-0.5
         residual = torch.zeros(PREFILL_TOKENS, N, device="cuda", dtype=torch.bfloat16)
-        plain = {
-            Kind.LINEAR: F.linear,
-            Kind.SILU: prefill_silu,
-            Kind.ADD: lambda x, weight, residual: residual.addmm_(x, weight.t()),
-        }
         inputs = (x, weight, residual) if kind is Kind.ADD else (x, weight)
-        runs = {"without": partial(plain[kind], *inputs)}
+        runs = {"without": partial(without[name], *inputs)}
         for options in PREFILL_TILES:
             tile = Tile(*options)
             if kind is not Kind.SILU or tile.tokens != 192:
@@ -260,7 +198,7 @@ def sweep_prefill(model: str) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["decode", "prefill"])
-    parser.add_argument("--models", nargs="+", type=model_name, default=["0.6B", "8B", "8B-tp2"])
+    parser.add_argument("--models", nargs="+", type=model_name, default=["0.6B", "1.7B", "4B", "8B"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[64, 96, 128, 192, 256, 384, 512])
     parser.add_argument("--seconds", type=float, default=300, help="begin no tile of a decode sweep after so long")
     parser.add_argument("--json")
