@@ -4,6 +4,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -16,6 +17,11 @@ logger = logging.getLogger(__name__)
 # Above it flash-attn-4 compiles one more kernel of each kind (seconds), for batches of prompts too short to need it.
 MAX_SEQS = 256
 
+# Tokens of prompts that are all of one length, from which on they are attended to as such: by a kernel that needs not
+# look for the end of each. At 8 x 2000 tokens it takes 7 % less time. Of less than a tile of tokens it would be
+# compiled once more.
+_MIN_EQUAL_LENGTH = 256
+
 
 class FlashAttn4(OptionalPackage):
     """Causal prefill attention by FlashAttention in CuTe (FlashAttention-3's design, arXiv:2407.08608).
@@ -26,9 +32,10 @@ class FlashAttn4(OptionalPackage):
 
     name = "flash-attn-4"
 
-    def __init__(self, varlen_func: Callable):
-        """varlen_func: `flash_attn.cute.flash_attn_varlen_func`."""
+    def __init__(self, varlen_func: Callable, equal_func: Callable):
+        """Of flash_attn.cute flash_attn_varlen_func, and flash_attn_func, for sequences of one length."""
         self.varlen_func = varlen_func
+        self.equal_func = equal_func
 
     def prefill(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor | None:
         """Arguments as in `AttentionBackend.prefill`: the result, `[num_tokens, num_heads, head_dim]`, contiguous,
@@ -37,8 +44,13 @@ class FlashAttn4(OptionalPackage):
         Values past the end of a sequence in its last tile of 128 keys are multiplied by 0, not skipped, where they
         come from the batch: an infinite or NaN value of the next sequence spoils this one's result as well.
         """
-        if context.cu_seqlens_q.numel() > MAX_SEQS + 1:
+        num_seqs, length = context.cu_seqlens_q.numel() - 1, context.max_seqlen_q
+        if num_seqs > MAX_SEQS:
             return None
+        if context.block_tables is None and length >= _MIN_EQUAL_LENGTH and num_seqs * length == len(q):
+            parts = [x.unflatten(0, (num_seqs, length)) for x in (q, k, v)]
+            out = self.attempt(lambda: self.equal_func(*parts, softmax_scale=scale, causal=True)[0])
+            return None if out is None else out.flatten(0, 1)
         if context.block_tables is None:
             keys = {"cu_seqlens_k": context.cu_seqlens_k}
         else:
@@ -57,16 +69,20 @@ class FlashAttn4(OptionalPackage):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Compile the two kernels that `prefill` takes, without and with a block table: seconds each, milliseconds
-        where an earlier process left them on the disk."""
-        qkv = torch.zeros(4, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
+        """Compile the three kernels that `prefill` takes, for equal lengths, without and with a block table: seconds
+        each, milliseconds where an earlier process left them on the disk."""
+        length = _MIN_EQUAL_LENGTH
+        qkv = torch.zeros(2 * length, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
         q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         k_cache, v_cache = torch.zeros(2, 2, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
-        cu_seqlens = torch.tensor([0, 2, 4], dtype=torch.int32, device=device)
+        tables = torch.zeros(2, -(-length // block_size), dtype=torch.int32, device=device)
+        equal, ragged = ([0, length, 2 * length], [0, 2, 2 * length])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its compiler warns of the package's own code
-            for block_tables in (None, torch.zeros(2, 2, dtype=torch.int32, device=device)):
-                context = Context(True, cu_seqlens, cu_seqlens, 2, 2, block_tables=block_tables)
+            for ends, block_tables in ((equal, None), (ragged, None), (equal, tables)):
+                cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+                longest = max(b - a for a, b in pairwise(ends))
+                context = Context(True, cu_seqlens, cu_seqlens, longest, longest, block_tables=block_tables)
                 self.prefill(q, k, v, k_cache, v_cache, context, head_dim**-0.5)
 
 
@@ -85,9 +101,9 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", kernel_cache("flash-attn-4"))
     keep_kernels()
     try:
-        from flash_attn.cute import flash_attn_varlen_func
+        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
     except Exception as error:
         if getattr(error, "name", None) not in ("flash_attn", "flash_attn.cute"):
             logger.warning("flash-attn-4 cannot be imported: %s: %s", type(error).__name__, error)
         return None
-    return FlashAttn4(flash_attn_varlen_func)
+    return FlashAttn4(flash_attn_varlen_func, flash_attn_func)

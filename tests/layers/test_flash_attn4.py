@@ -19,21 +19,22 @@ MAX_SHORT = TritonBackend.max_short_prompt
 
 
 class Package:
-    """Stands for flash_attn.cute.flash_attn_varlen_func: its results are all sevens."""
+    """Stands for flash_attn.cute.flash_attn_varlen_func, or for flash_attn_func: its results are all sevens."""
 
     def __init__(self, error: Exception | None = None):
         self.calls, self.error = [], error
 
     def __call__(self, q, k, v, **options):
-        self.calls.append(options)
+        self.calls.append(options | {"shape": tuple(q.shape)})
         if self.error is not None:
             raise self.error
         return torch.full_like(q, 7.0), None
 
 
-def make_backend(package: Package) -> TritonBackend:
+def make_backend(package: Package, equal: Package | None = None) -> TritonBackend:
+    """equal: the function for sequences of one length, if it is to be called."""
     backend = TritonBackend()
-    backend.flash_attn4 = FlashAttn4(package)
+    backend.flash_attn4 = FlashAttn4(package, equal)
     return backend
 
 
@@ -78,6 +79,29 @@ def test_a_cached_beginning_goes_there_as_pages(device):
     assert "cu_seqlens_k" not in options
 
 
+@pytest.mark.parametrize("num_seqs", [1, 3])
+def test_prompts_of_one_length_go_there_as_such(num_seqs, device):
+    package = Package()
+    out, _ = prefill(make_backend(Package(), package), [(0, MAX_SHORT + 4)] * num_seqs, device)
+    assert is_the_packages(out)
+    assert out.shape == (num_seqs * (MAX_SHORT + 4), HEADS, HEAD_DIM)
+    shape = (num_seqs, MAX_SHORT + 4, HEADS, HEAD_DIM)
+    assert package.calls == [{"shape": shape, "softmax_scale": SCALE, "causal": True}]
+
+
+def test_equal_lengths_with_a_cached_beginning_go_there_as_pages(device):
+    package = Package()
+    prefill(make_backend(package), [(BLOCK_SIZE, MAX_SHORT)] * 2, device)
+    assert "page_table" in package.calls[0]
+
+
+def test_what_fails_for_one_length_is_computed(caplog, device):
+    package = Package(RuntimeError("no such kernel"))
+    out, expected = prefill(make_backend(Package(), package), [(0, MAX_SHORT + 4)] * 2, device)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert len(package.calls) == 1
+
+
 @pytest.mark.parametrize("lens", [[(0, 1)], [(0, 40), (0, 7)], [(0, MAX_SHORT)], [(0, 1)] * MAX_SEQS])
 def test_short_prompts_are_our_kernels(lens, device):
     package = Package()
@@ -116,10 +140,11 @@ def test_what_fails_is_logged_once_and_not_used_again(caplog, device):
 
 def test_a_full_gpu_is_the_callers_to_hear_of(device):
     with pytest.raises(torch.OutOfMemoryError):
-        prefill(make_backend(Package(torch.OutOfMemoryError("full"))), [(0, MAX_SHORT + 1)], device)
+        prefill(make_backend(Package(torch.OutOfMemoryError("full"))), [(0, MAX_SHORT + 1), (0, 1)], device)
 
 
-def test_warming_up_compiles_both_kernels_whatever_is_short():
-    package = Package()
-    FlashAttn4(package).warm_up(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+def test_warming_up_compiles_all_kernels_whatever_is_short():
+    package, equal = Package(), Package()
+    FlashAttn4(package, equal).warm_up(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     assert ["page_table" in options for options in package.calls] == [False, True]
+    assert len(equal.calls) == 1
