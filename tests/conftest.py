@@ -18,6 +18,8 @@ import pytest
 from checkpoints import Reference, assert_idle, make_checkpoint, make_llm
 from configs import NEW_STYLE
 
+from nanovllm.layers import attention_backend
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
@@ -26,6 +28,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def flash_attn4_takes_small_models():
+    """Where it is installed it would be given no prefill of models as small as the tests'."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_backend, "_MIN_LAYER_WORK", 0)
+        yield
 
 
 @pytest.fixture(scope="session")

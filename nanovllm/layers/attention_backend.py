@@ -16,6 +16,13 @@ if HAS_TRITON:
     from nanovllm.kernels.paged_prefill import paged_prefill
 
 
+# New tokens of a step times parameters of a layer, from which on flash-attn-4 is worth its calls: they take the host 85
+# to 106 us, ours 30, and of fewer tokens the device is done with a layer before the next one is launched. Steps of one
+# to three prompts of 2,000 tokens took Qwen3-0.6B 15.5 to 16.1 ms with it and 11.0 to 13.7 without, of four 17.1 and
+# 17.4; one of 300 took Qwen3-8B 20.9 and 14.5 ms, of 1,000 23.0 and 23.8 (H200, docs/performance.md).
+_MIN_LAYER_WORK = 1 << 37
+
+
 class AttentionBackend(ABC):
     """What a layer needs of attention. Shapes as in `Attention`; caches are
     [num_blocks, block_size, num_kv_heads, head_dim], None in a prefill before there is a cache."""
@@ -25,6 +32,7 @@ class AttentionBackend(ABC):
     supports_cuda_graphs = True
     takes_flash_attn4 = True
     flash_attn4: FlashAttn4 | None = None  # computes the prefills that it can, but for short prompts
+    flash_attn4_min_tokens = 0  # new tokens of a step that it is given
     max_short_prompt = 0  # tokens; up to here the back end's own kernel is faster than flash-attn-4
 
     @property
@@ -45,9 +53,11 @@ class AttentionBackend(ABC):
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        layer_params: int,
     ) -> None:
-        """Hand prefill, but for short prompts, to flash-attn-4 from now on where that is installed and takes this
-        model. Takes seconds."""
+        """Hand prefill, but for short prompts and for few tokens, to flash-attn-4 from now on where that is installed
+        and takes this model, whose layers have so many parameters on this device. Takes seconds."""
+        self.flash_attn4_min_tokens = _MIN_LAYER_WORK // layer_params
         if self.takes_flash_attn4:
             self.flash_attn4 = load_flash_attn4(dtype, head_dim)
         if self.flash_attn4 is not None:
@@ -56,7 +66,7 @@ class AttentionBackend(ABC):
     def prefill_by_flash_attn4(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor | None:
         """`prefill` of what flash-attn-4 takes and is faster for; None for the rest."""
         is_short = context.block_tables is None and context.max_seqlen_k <= self.max_short_prompt
-        if self.flash_attn4 is None or is_short:
+        if self.flash_attn4 is None or is_short or len(k) < self.flash_attn4_min_tokens:
             return None
         return self.flash_attn4.prefill(q, k, v, k_cache, v_cache, context, scale)
 

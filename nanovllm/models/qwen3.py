@@ -255,6 +255,11 @@ class Qwen3ForCausalLM(nn.Module):
         Context.last_tokens."""
         return self.model(input_ids, positions)
 
+    @property
+    def num_layer_params(self) -> int:
+        """Parameters of a layer, of this rank's part."""
+        return sum(parameter.numel() for parameter in self.model.layers[0].parameters())
+
     def use_quack(self, quack: Quack | None) -> None:
         """Have the layers' products by that package where it is faster."""
         for module in self.modules():

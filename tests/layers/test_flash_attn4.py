@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from nanovllm.layers import attention_backend
 from nanovllm.layers.attention_backend import TritonBackend
 from nanovllm.layers.attention_torch import prefill_attention_torch
 from nanovllm.layers.flash_attn4 import MAX_SEQS, FlashAttn4
@@ -116,6 +117,26 @@ def test_what_is_short_is_the_back_ends_to_say(monkeypatch, device):
         package = Package()
         prefill(make_backend(package), [(0, 2), (0, longest)], device)
         assert len(package.calls) == num_calls
+
+
+def test_few_tokens_are_our_kernels(monkeypatch, device):
+    """Of all new tokens of the step, also where only the last ones are asked for."""
+    package = Package()
+    monkeypatch.setattr(attention_backend, "load_flash_attn4", lambda dtype, head_dim: FlashAttn4(package, package))
+    monkeypatch.setattr(attention_backend, "_MIN_LAYER_WORK", 300 * 1000)
+    backend = TritonBackend()
+    sizes = (HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, torch.device(device))
+    backend.use_flash_attn4(*sizes, layer_params=1000)
+    package.calls.clear()
+    out, expected = prefill(backend, [(0, 299)], device)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert package.calls == []
+    out, _ = prefill(backend, [(0, 290), (0, 10)], device)
+    assert is_the_packages(out)
+    q, kv = torch.zeros(2, HEADS, HEAD_DIM, device=device), torch.zeros(300, KV_HEADS, HEAD_DIM, device=device)
+    ends = torch.tensor([0, 290, 300], dtype=torch.int32, device=device)
+    context = Context(True, ends, ends, 290, 290).of_last_tokens()
+    assert is_the_packages(backend.prefill(q, kv, kv, None, None, context, SCALE))
 
 
 def test_more_sequences_than_it_has_a_kernel_for_are_our_kernels(device):
