@@ -79,17 +79,19 @@ class BlockManager:
         h.update(np.array(token_ids, np.int64).tobytes())
         return h.intdigest()
 
-    def can_allocate(self, seq: Sequence) -> bool:
-        """Whether the free blocks suffice for all of the sequence's tokens, shared blocks discounted."""
+    def can_allocate(self, seq: Sequence, reserve: int = 0) -> bool:
+        """Whether the free blocks suffice for all of the sequence's tokens, shared blocks discounted, and leave that
+        many free."""
+        num_free = len(self.free_block_ids) - reserve
         # Most answers need no look at the prefix cache: there is room even if no block is shared, or none even if every
         # block is that may be.
-        if seq.num_blocks <= len(self.free_block_ids):
+        if seq.num_blocks <= num_free:
             return True
-        if seq.num_blocks - self._max_shared_blocks(seq) > len(self.free_block_ids):
+        if seq.num_blocks - self._max_shared_blocks(seq) > num_free:
             return False
         shared = self._find_shared_blocks(seq)
         num_taken_back = sum(self.blocks[i].ref_count == 0 for i in shared)
-        return seq.num_blocks - len(shared) + num_taken_back <= len(self.free_block_ids)
+        return seq.num_blocks - len(shared) + num_taken_back <= num_free
 
     def allocate(self, seq: Sequence) -> None:
         """Fill the sequence's block table and set num_cached_tokens to what the prefix cache gave.

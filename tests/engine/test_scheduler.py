@@ -218,16 +218,3 @@ def test_without_prefix_caching_every_prompt_is_computed_in_full():
         seqs, _ = scheduler.schedule()
         assert (seq.num_cached_tokens, seq.num_scheduled_tokens) == (0, 9)
         scheduler.postprocess(seqs, [900])
-
-
-def test_a_step_holds_max_num_seqs_sequences():
-    scheduler = make_scheduler(max_num_seqs=3)
-    seqs = [add(scheduler, 2, max_tokens=3) for _ in range(5)]
-    assert step(scheduler)[:2] == (seqs[:3], True)
-    assert step(scheduler)[:2] == (seqs[3:], True)
-    # Oldest first; it stays with them until they end.
-    assert step(scheduler)[:2] == (seqs[:3], False)
-    assert step(scheduler)[2] == seqs[:3]
-    assert step(scheduler)[:2] == (seqs[3:], False)
-    assert step(scheduler)[2] == seqs[3:]
-    assert scheduler.is_finished()
