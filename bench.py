@@ -42,6 +42,7 @@ def parse_args() -> argparse.Namespace:
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--max-model-len", type=int, default=4096)
     add("--max-num-batched-tokens", type=int, default=16384, help="of one prefill step")
+    add("--num-kvcache-blocks", type=int, default=-1, help="of 256 tokens; -1: as many as there is memory for")
     add("--bandwidth", type=float, metavar="TB/s", help="copy bandwidth for the floor; measured unless given")
     add("--flops", type=float, metavar="TFLOP/s", help="matrix rate for the floor; measured unless given")
     add("--json", metavar="FILE", help="write all figures there")
@@ -91,6 +92,7 @@ def main() -> None:
         device=args.device,
         max_model_len=args.max_model_len,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        num_kvcache_blocks=args.num_kvcache_blocks,
         seed=0,
         skip_tokenizer_init=True,
     )
