@@ -110,7 +110,7 @@ def main() -> None:
 
     size, device = ModelSize.of(llm.config.hf_config, llm.config.dtype), llm.model_runner.device
     report = {
-        "options": vars(args),
+        "options": {name: value for name, value in vars(args).items() if name != "json"},
         "device": llm.model_runner.device_name,
         "host": {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
         "flash_attn": find_spec("flash_attn") is not None,
