@@ -15,8 +15,9 @@ from workloads import VOCABULARY
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine import scheduler as scheduler_module
+from nanovllm.engine.admission import Admission
 from nanovllm.engine.request_order import longest_first
-from nanovllm.engine.scheduler import SPARE_SHARE, Scheduler
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
 BLOCK_SIZE, MAX_SEQ_LEN = Config.kvcache_block_size, Config.max_model_len
@@ -35,17 +36,22 @@ BATCHES = [
 ]
 
 
-class Eager(Scheduler):
+class Eager:
     """Every prompt begins that finds its blocks."""
 
-    def _admits(self, num_spare: int) -> bool:
-        return True
+    is_open, num_spare = True, 0
+
+    def __init__(self, *_):
+        pass
+
+    def began(self, seq: Sequence) -> None:
+        pass
 
 
-def run(scheduler_class: type[Scheduler], seqs: list[Sequence], num_blocks: int) -> str:
-    scheduler_module.SPARE_SHARE = 1 << 30 if scheduler_class is Eager else SPARE_SHARE
+def run(admission: type, seqs: list[Sequence], num_blocks: int) -> str:
+    scheduler_module.Admission = admission
     limits = (Config.max_num_seqs, Config.max_num_batched_tokens, MAX_SEQ_LEN)
-    scheduler = scheduler_class(*limits, num_blocks, BLOCK_SIZE)
+    scheduler = Scheduler(*limits, num_blocks, BLOCK_SIZE)
     for seq in longest_first(seqs, MAX_SEQ_LEN, num_blocks * BLOCK_SIZE, prefix_caching=True):
         scheduler.add(seq)
     steps = rows = prefills = small = prefilled = 0
@@ -65,7 +71,7 @@ def main() -> None:
     columns = f"{'decode':>6} {'seqs':>5} {'prefills':>9} {'small':>5} {'tokens':>11} {'preemptions':>11}"
     print(f"{'requests, prompt, output, blocks':44}{'':8}{columns}")
     for num_requests, prompt, output, num_blocks in BATCHES:
-        for scheduler_class, how in ((Eager, "eager"), (Scheduler, "engine")):
+        for admission, how in ((Eager, "eager"), (Admission, "engine")):
             rng = Random(0)
             seqs = [
                 Sequence(
@@ -77,7 +83,7 @@ def main() -> None:
                 for i in range(num_requests)
             ]
             name = f"{num_requests}, {prompt[0]}..{prompt[1]}, {output[0]}..{output[1]}, {num_blocks}"
-            print(f"{name:44}{how:8}{run(scheduler_class, seqs, num_blocks)}", flush=True)
+            print(f"{name:44}{how:8}{run(admission, seqs, num_blocks)}", flush=True)
 
 
 if __name__ == "__main__":

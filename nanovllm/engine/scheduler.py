@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 from functools import partial
 
+from nanovllm.engine.admission import Admission
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.logprobs import StepLogprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -17,17 +18,10 @@ MAX_DEFERRED = 32
 # instead of 271 for prompts of 2,000 tokens (H200, flash-attn-4).
 MIN_CHUNK_SHARE = 8
 
-# One in so many of the cache's blocks is left to the running sequences when another one begins: who takes the last
-# blocks is the first to be preempted, and is computed again. As many more have to be free before any begins, so that
-# several do together: a prefill step of one prompt takes the host as long as one of ten.
-SPARE_SHARE = 16
-
 
 class Scheduler:
-    """Waiting and running queues over one BlockManager: prefill first, preemption last in, first out.
-
-    Prefill comes first for as long as decode can use what it brings: once max_num_seqs sequences run, or the cache is
-    as good as full, those that wait do so without blocks (`benchmarks/admission.py`).
+    """Waiting and running queues over one BlockManager: prefill first, as far as `Admission` lets sequences begin,
+    preemption last in, first out.
 
     Args:
         max_num_seqs: sequences a step at most.
@@ -109,17 +103,11 @@ class Scheduler:
             return seqs, True
         return self._schedule_decode(), False
 
-    def _admits(self, num_spare: int) -> bool:
-        """Whether waiting sequences may begin in this step, if there are blocks for them."""
-        if not self.running:
-            return True
-        num_free = len(self.block_manager.free_block_ids)
-        return len(self.running) < self.max_num_seqs and num_free >= 2 * num_spare
-
     def _schedule_prefill(self) -> list[Sequence]:
+        if not self.waiting:
+            return []
         manager = self.block_manager
-        num_spare = len(manager.blocks) // SPARE_SHARE
-        admits = self._admits(num_spare)
+        admission = Admission(manager, self.running, self.max_num_seqs, self.max_seq_len)
         seqs: list[Sequence] = []
         budget = self.max_num_batched_tokens
         scheduled: set[int] = set()  # hashes of the blocks that this step computes
@@ -127,7 +115,7 @@ class Scheduler:
         while self.waiting and len(seqs) < self.max_num_seqs and budget > 0:
             seq = self.waiting[0]
             if not seq.block_table:  # Of one that has blocks a chunk is computed, and nobody else gets these.
-                if not admits:
+                if not admission.is_open:
                     break
                 if manager.is_worth_waiting(seq, scheduled):
                     if len(deferred) == MAX_DEFERRED:
@@ -136,7 +124,7 @@ class Scheduler:
                     continue
                 if budget < self._min_chunk and self._exceeds(seq, budget):
                     break  # Never an empty step: the first sequence has the whole budget.
-                if not manager.can_allocate(seq, num_spare if self.running else 0):
+                if not manager.can_allocate(seq, admission.num_spare):
                     break
                 self._allocate(seq)
             seq.num_scheduled_tokens = min(seq.num_tokens - seq.num_cached_tokens, budget)
@@ -151,6 +139,7 @@ class Scheduler:
                 break
             seq.status = SequenceStatus.RUNNING
             self.running.append(self.waiting.popleft())
+            admission.began(seq)
         self.waiting.extendleft(reversed(deferred))
         return seqs
 

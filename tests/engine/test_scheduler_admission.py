@@ -4,7 +4,7 @@ from random import Random
 
 from schedulers import add, make_scheduler, step
 
-from nanovllm.engine.scheduler import SPARE_SHARE
+from nanovllm.engine.admission import SPARE_SHARE
 
 
 def test_a_step_holds_max_num_seqs_sequences_and_nobody_begins_while_so_many_run():
@@ -75,14 +75,27 @@ def test_a_chunk_goes_on_while_nobody_may_begin():
 
 
 def test_shared_blocks_take_no_room():
+    """64 blocks, of which 4 are spare: 50 are shared, and of the other 14 ten are given away."""
     scheduler = make_scheduler(num_blocks=64, max_num_batched_tokens=1000, max_num_seqs=40)
-    seqs = [add(scheduler, [1] * (4 * 20) + [2 + i], max_tokens=3) for i in range(30)]
+    seqs = [add(scheduler, [1] * (4 * 50) + [2 + i], max_tokens=9) for i in range(30)]
     assert step(scheduler)[0] == seqs[:1]
-    assert step(scheduler)[0] == seqs[1:], "20 blocks together and one each: 14 are left"
+    assert step(scheduler)[0] == seqs[1:10]
+    assert len(scheduler.block_manager.free_block_ids) == 4
+    assert step(scheduler)[:2] == (seqs[:10], False)
+
+
+def test_no_more_is_spare_than_the_running_sequences_can_open():
+    """The shared beginning takes 7 of 8 blocks, and whoever runs has the only block it will open."""
+    scheduler = make_scheduler(num_blocks=32, max_num_batched_tokens=1000)
+    seqs = [add(scheduler, [1] * (4 * 28) + [2 + i], max_tokens=3) for i in range(8)]
+    assert step(scheduler)[0] == seqs[:1]
+    assert step(scheduler)[:2] == (seqs[1:4], True)
+    assert scheduler.block_manager.free_block_ids == {}
+    assert step(scheduler)[:2] == (seqs[:4], False)
 
 
 def test_a_queue_longer_than_what_runs_is_computed_once():
-    """With room in the cache for twice what may run, nobody has to be preempted, however many wait."""
+    """With room in the cache for twice what may run on average, nobody has to be preempted, however many wait."""
     rng = Random(0)
     scheduler = make_scheduler(num_blocks=200, max_num_seqs=10, max_num_batched_tokens=100, eos=())
     seqs = [add(scheduler, rng.randint(10, 30), max_tokens=rng.randint(5, 30)) for _ in range(150)]

@@ -102,7 +102,7 @@ def check_outputs(scheduler: Scheduler, seqs: list[Sequence], seen: Counter) -> 
 def traffic(draw):
     """A small engine, and more requests than fit it at once."""
     block_size = draw(st.integers(1, 4))
-    num_blocks = draw(st.integers(2, 12))
+    num_blocks = draw(st.integers(2, 12) | st.integers(16, 48))
     scheduler = Scheduler(
         max_num_seqs=draw(st.integers(1, 6)),
         max_num_batched_tokens=draw(st.integers(1, 30)),

@@ -1,0 +1,41 @@
+"""When sequences that wait may begin.
+
+Prefill comes first, but only for as long as decode can use what it brings. Once max_num_seqs sequences run, or the
+cache is as good as full, those that wait do so without blocks: whoever takes the last ones is the first to be
+preempted, and is computed again (`benchmarks/admission.py`).
+"""
+
+from collections.abc import Collection
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence
+
+# One in so many of the cache's blocks, or as many as the running sequences may still open, is left to them when another
+# one begins. As many more have to be free before any begins, so that several do together: a prefill step of one prompt
+# takes the host as long as one of ten.
+SPARE_SHARE = 16
+
+
+class Admission:
+    """One prefill step's.
+
+    Attributes:
+        is_open: whether sequences may begin in this step, if there are blocks for them.
+        num_spare: blocks that have to stay free when one begins.
+    """
+
+    def __init__(self, manager: BlockManager, running: Collection[Sequence], max_num_seqs: int, max_seq_len: int):
+        self._block_size, self._max_seq_len = manager.block_size, max_seq_len
+        self._most_spare = len(manager.blocks) // SPARE_SHARE
+        self.num_spare = 0
+        for seq in running:
+            if self.num_spare == self._most_spare:
+                break
+            self.began(seq)
+        self.is_open = len(running) < max_num_seqs and len(manager.free_block_ids) >= 2 * self.num_spare
+
+    def began(self, seq: Sequence) -> None:
+        """Count the blocks that the sequence may still open."""
+        longest = min(seq.num_prompt_tokens + seq.max_tokens, self._max_seq_len)
+        num_blocks = -(-longest // self._block_size)
+        self.num_spare = min(self.num_spare + num_blocks - len(seq.block_table), self._most_spare)
