@@ -32,7 +32,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def flash_attn4_takes_small_models():
-    """Where it is installed it would be given no prefill of models as small as the tests'."""
+    """Where it is installed it would be given no prefill of models as small as the tests'. (The processes of further
+    ranks keep to the rule.)"""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_backend, "_MIN_LAYER_WORK", 0)
         yield

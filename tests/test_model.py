@@ -97,3 +97,9 @@ def test_a_prefill_in_parts_is_the_same_prefill(model, lens, has_bias):
     # None of a layer's four sums is finished right after it was sent, but for the last, which the next layer's product
     # goes beside. (The last layer has few tokens.)
     assert reducer.log == ["send", "send", "finish", "send", "finish", "send", "finish", "finish"] * 2
+
+
+def test_parameters_of_a_layer(model):
+    projections = 32 * (4 + 2 * 2) * 8 + 4 * 8 * 32 + 3 * 32 * 48
+    norms = 2 * 32 + 2 * 8
+    assert model.num_layer_params == projections + norms

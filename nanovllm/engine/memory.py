@@ -97,7 +97,7 @@ def warmup_sequences(config: Config, num_blocks: int) -> Iterator[Sequence]:
     """Prefills that need every variant of the kernels: short and as long as any variant asks, with a cached prefix and
     without, in the cache's first blocks."""
     longest = min(config.max_model_len, num_blocks * config.kvcache_block_size)
-    # 256 are the most that our kernel is given without a cached prefix where flash-attn-4 has the rest.
+    # 256 are the most that our kernel is given without a cached prefix where flash-attn-4 has the rest of a long step.
     for num_cached, num_new in ((0, 1), (0, 17), (0, 256), (0, 512), (16, 1), (16, 17), (16, 512)):
         num_tokens = min(num_cached + num_new, longest)
         num_new = num_tokens - num_cached

@@ -16,11 +16,13 @@ if HAS_TRITON:
     from nanovllm.kernels.paged_prefill import paged_prefill
 
 
-# New tokens of a step times parameters of a layer, from which on flash-attn-4 is worth its calls: they take the host 85
-# to 106 us, ours 30, and of fewer tokens the device is done with a layer before the next one is launched. Steps of one
-# to three prompts of 2,000 tokens took Qwen3-0.6B 15.5 to 16.1 ms with it and 11.0 to 13.7 without, of four 17.1 and
-# 17.4; one of 300 took Qwen3-8B 20.9 and 14.5 ms, of 1,000 23.0 and 23.8 (H200, docs/performance.md).
+# New tokens of a step times parameters of a layer on this device, from which on flash-attn-4 is worth its calls: they
+# take the host 85 to 106 us, ours 30, and of fewer tokens the device is done with a layer before the next one is
+# launched. On an H200 steps of one to three prompts of 2,000 tokens took Qwen3-0.6B 15.5 to 16.1 ms with it and 11.0 to
+# 13.7 without, of four 17.1 and 17.4; one of 300 took Qwen3-8B 20.9 and 14.5 ms, of 1,000 23.0 and 23.8. (Twenty of 500
+# took 0.6B 20.4 and 17.2: short prompts gain less than the rule says.) Over more keys than these it has all steps.
 _MIN_LAYER_WORK = 1 << 37
+_MANY_KEYS = 4096
 
 
 class AttentionBackend(ABC):
@@ -31,13 +33,15 @@ class AttentionBackend(ABC):
     wants_plan = False  # whether decode reads Context.decode_plan
     supports_cuda_graphs = True
     takes_flash_attn4 = True
-    flash_attn4: FlashAttn4 | None = None  # computes the prefills that it can, but for short prompts
-    flash_attn4_min_tokens = 0  # new tokens of a step that it is given
+    flash_attn4: FlashAttn4 | None = None  # computes prefills, but for short prompts and few tokens
+    flash_attn4_min_tokens = 0  # new tokens of a step that it is given, unless a sequence has many keys
     max_short_prompt = 0  # tokens; up to here the back end's own kernel is faster than flash-attn-4
 
     @property
     def description(self) -> str:
-        return self.name if self.flash_attn4 is None else f"{self.name} (prefill: flash-attn-4)"
+        if self.flash_attn4 is None:
+            return self.name
+        return f"{self.name} (prefill: flash-attn-4, in steps of {self.flash_attn4_min_tokens} tokens or more)"
 
     def prepare(
         self, max_batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
@@ -65,8 +69,10 @@ class AttentionBackend(ABC):
 
     def prefill_by_flash_attn4(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor | None:
         """`prefill` of what flash-attn-4 takes and is faster for; None for the rest."""
-        is_short = context.block_tables is None and context.max_seqlen_k <= self.max_short_prompt
-        if self.flash_attn4 is None or is_short or len(k) < self.flash_attn4_min_tokens:
+        longest = context.max_seqlen_k
+        is_short = context.block_tables is None and longest <= self.max_short_prompt
+        are_few = len(k) < self.flash_attn4_min_tokens and longest <= _MANY_KEYS
+        if self.flash_attn4 is None or is_short or are_few:
             return None
         return self.flash_attn4.prefill(q, k, v, k_cache, v_cache, context, scale)
 

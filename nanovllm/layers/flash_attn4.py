@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 MAX_SEQS = 256
 
 # Tokens of prompts that are all of one length, from which on they are attended to as such: by a kernel that needs not
-# look for the end of each. At 8 x 2000 tokens it takes 7 % less time. Of less than a tile of tokens it would be
-# compiled once more.
+# look for the end of each. 8 x 2000 tokens take Qwen3-0.6B 7 % less time, 8B 2 %. Of less than a tile of tokens it
+# would be compiled once more.
 _MIN_EQUAL_LENGTH = 256
 
 
@@ -103,7 +103,8 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
     try:
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
     except Exception as error:
-        if getattr(error, "name", None) not in ("flash_attn", "flash_attn.cute"):
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name in ("flash_attn", "flash_attn.cute")
+        if not is_missing:
             logger.warning("flash-attn-4 cannot be imported: %s: %s", type(error).__name__, error)
         return None
     return FlashAttn4(flash_attn_varlen_func, flash_attn_func)

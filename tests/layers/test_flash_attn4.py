@@ -137,6 +137,11 @@ def test_few_tokens_are_our_kernels(monkeypatch, device):
     ends = torch.tensor([0, 290, 300], dtype=torch.int32, device=device)
     context = Context(True, ends, ends, 290, 290).of_last_tokens()
     assert is_the_packages(backend.prefill(q, kv, kv, None, None, context, SCALE))
+    monkeypatch.setattr(attention_backend, "_MANY_KEYS", 5 * BLOCK_SIZE)
+    for num_cached, who in ((4 * BLOCK_SIZE, 0), (5 * BLOCK_SIZE, 1)):
+        package.calls.clear()
+        prefill(backend, [(num_cached, 2)], device)
+        assert len(package.calls) == who, "few tokens over many keys"
 
 
 def test_more_sequences_than_it_has_a_kernel_for_are_our_kernels(device):
@@ -168,4 +173,4 @@ def test_warming_up_compiles_all_kernels_whatever_is_short():
     package, equal = Package(), Package()
     FlashAttn4(package, equal).warm_up(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     assert ["page_table" in options for options in package.calls] == [False, True]
-    assert len(equal.calls) == 1
+    assert [options["shape"][0] for options in equal.calls] == [2]
