@@ -12,6 +12,9 @@ import pytest
 import torch
 from checkpoints import complete, edit_tensors, greedy, make_checkpoint, make_llm
 
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils import threads
+
 
 def torch_defaults():
     x = torch.ones(1)
@@ -121,3 +124,30 @@ def test_a_process_that_never_calls_exit_ends_in_silence(path):
     # Libraries may have something to say on some machine; neither we nor an interpreter that ends badly may.
     for word in ("nanovllm", "Traceback", "Exception", "Error"):
         assert word not in result.stderr
+
+
+def test_little_work_is_one_threads_and_the_others_come_back(path, monkeypatch):
+    """Where another program has a core, threads that wait for each other after every operation wait for it as well."""
+    forward, seen = Qwen3ForCausalLM.forward, []
+
+    def record(self, input_ids, positions):
+        seen.append((len(input_ids), torch.get_num_threads()))
+        if len(seen) == 4:
+            raise RuntimeError("no more")
+        return forward(self, input_ids, positions)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with make_llm(path) as llm:
+            monkeypatch.setattr(threads, "_MIN_WORK", 20 * llm.model_runner.model.num_layer_params)
+            monkeypatch.setattr(Qwen3ForCausalLM, "forward", record)
+            complete(llm, [list(range(1, 21))], greedy(2))
+            complete(llm, [list(range(21, 40))], greedy(1))
+            assert seen == [(20, 3), (1, 1), (19, 1)]
+            assert torch.get_num_threads() == 3
+            with pytest.raises(RuntimeError, match="no more"):
+                complete(llm, [[1]], greedy(1))
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -32,6 +32,7 @@ from nanovllm.models.qwen3 import get_head_dim
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.loader import load_dummy, load_model, num_checkpoint_params
 from nanovllm.utils.parallel import TensorParallel
+from nanovllm.utils.threads import threads_for
 
 logger = logging.getLogger(__name__)
 
@@ -263,6 +264,12 @@ class ModelRunner:
         A step with a grammar in it comes back half-way, for launch_sampling: which tokens are allowed depends on the
         tokens of the step before, and the device has work until these are read. A worker gets nothing back from a
         step whose tokens rank 0 draws."""
+        if self.device.type == "cpu":
+            with threads_for(sum(seq.num_scheduled_tokens for seq in seqs) * self.model.num_layer_params):
+                return self._launch(seqs, is_prefill)
+        return self._launch(seqs, is_prefill)
+
+    def _launch(self, seqs: list[Sequence], is_prefill: bool) -> SampledTokens | Forward | None:
         if needs_logits(seqs):
             forward = self.logit_steps.forward(seqs, is_prefill)
             return forward if any(seq.is_constrained for seq in seqs) else self.logit_steps.sample(forward)
