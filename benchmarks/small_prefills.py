@@ -24,7 +24,7 @@ STEPS = 7
 
 
 def step_millis(llm: LLM, num_prompts: int, num_tokens: int, rng: Random) -> float:
-    """Prompts of about num_tokens, not all of one length."""
+    """Prompts of about num_tokens, several of them not all of one length, for which flash-attn-4 has another kernel."""
     millis = []
     for _ in range(STEPS):
         for i in range(num_prompts):
