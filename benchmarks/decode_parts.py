@@ -3,8 +3,8 @@
     python benchmarks/decode_parts.py --model Qwen3-0.6B --shapes 64x600 128x600 256x600 --json out.json
 
 Microseconds a replay of the step's CUDA graph with the same inputs, median of several. What a step without a part
-computes means nothing. Kernels overlap, so that a part can cost less than its kernel's own time. Of few sequences the norms
-are parts of the products, and cannot be left out. Random weights.
+computes means nothing. Kernels overlap, so that a part can cost less than its kernel's own time. With few sequences the
+norms are parts of the products, and cannot be left out. Random weights.
 """
 
 import argparse
