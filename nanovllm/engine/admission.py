@@ -21,18 +21,21 @@ class Admission:
 
     Attributes:
         is_open: whether sequences may begin in this step, if there are blocks for them.
-        num_spare: blocks that have to stay free when one begins.
+        num_spare: blocks that have to stay free when one begins; means nothing where none may.
     """
 
     def __init__(self, manager: BlockManager, running: Collection[Sequence], max_num_seqs: int, max_seq_len: int):
         self._block_size, self._max_seq_len = manager.block_size, max_seq_len
         self._most_spare = len(manager.blocks) // SPARE_SHARE
         self.num_spare = 0
+        self.is_open = len(running) < max_num_seqs
+        if not self.is_open:  # At each decode step of a full batch with a queue behind it: nobody asks for more then.
+            return
         for seq in running:
             if self.num_spare == self._most_spare:
                 break
             self.began(seq)
-        self.is_open = len(running) < max_num_seqs and len(manager.free_block_ids) >= 2 * self.num_spare
+        self.is_open = len(manager.free_block_ids) >= 2 * self.num_spare
 
     def began(self, seq: Sequence) -> None:
         """Count the blocks that the sequence may still open."""

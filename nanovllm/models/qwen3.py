@@ -1,6 +1,7 @@
 """Qwen3 (arXiv:2505.09388), and Qwen2 (arXiv:2407.10671) as the same decoder with two switches."""
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -255,7 +256,7 @@ class Qwen3ForCausalLM(nn.Module):
         Context.last_tokens."""
         return self.model(input_ids, positions)
 
-    @property
+    @cached_property  # asked for at each step on a CPU
     def num_layer_params(self) -> int:
         """Parameters of a layer, of this rank's part."""
         return sum(parameter.numel() for parameter in self.model.layers[0].parameters())
