@@ -4,6 +4,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import triton
 
 from nanovllm.utils.decode_plan import SPLIT_UNIT
 
@@ -18,12 +19,14 @@ class DecodeConfig(NamedTuple):
         num_warps: a program.
         num_stages: of the load pipeline; all but one have a tile of keys and one of values in shared memory.
         prefetch: whether the programs of a dependent launch ask for their keys and values while they wait.
+        tma: whether whole tiles come by the tensor memory accelerator (`paged_decode_tma`).
     """
 
     tile: int
     num_warps: int
     num_stages: int
     prefetch: bool = False
+    tma: bool = False
 
 
 @cache
@@ -36,9 +39,20 @@ def _has_much_shared_memory(device: torch.device) -> bool:
     return found >= 14 * _TILE_BYTES
 
 
-def choose_config(num_rows: int, padded_dim: int, itemsize: int, device: torch.device) -> DecodeConfig:
+@cache
+def has_tma(head_dim: int, block_size: int, itemsize: int, device: torch.device) -> bool:
+    """Whether `paged_decode_tma` can be taken: on Hopper, where it was measured, in half precision, for the head_dims
+    of published models. Triton before 3.6, with which it was written, may not have products of eight columns."""
+    is_new = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+    fits = itemsize == 2 and head_dim in (64, 128) and block_size >= SPLIT_UNIT
+    return is_new and fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def choose_config(
+    num_rows: int, padded_dim: int, itemsize: int, device: torch.device, tma: bool = False
+) -> DecodeConfig:
     """The best, or close to it, of benchmarks/attention_decode.py --sweep and of whole workloads on an H200, for
-    num_rows = sequences x KV heads, of `padded_dim` elements of `itemsize` bytes."""
+    num_rows = sequences x KV heads, of `padded_dim` elements of `itemsize` bytes. tma: whether `has_tma`."""
     tile = max(16, min(SPLIT_UNIT, _TILE_BYTES // (padded_dim * itemsize)))
     half = max(16, tile // 2)
     if num_rows <= 32:
@@ -46,6 +60,10 @@ def choose_config(num_rows: int, padded_dim: int, itemsize: int, device: torch.d
         # memory a multiprocessor gives up L1, through which, it seems, the skinny kernels around want to read. From 8
         # sequences on three are faster all the same.
         return DecodeConfig(tile, 4, 2, prefetch=True)
+    if tma and num_rows <= 512:
+        return DecodeConfig(64, 2, 3, tma=True)
+    if tma:
+        return DecodeConfig(32, 1, 4 if num_rows <= 1536 else 3, tma=True)
     if num_rows <= 256:
         return DecodeConfig(tile, 4, 3)
     if num_rows <= 1536:

@@ -4,10 +4,7 @@ One program takes one piece of a plan (see `decode_plan`), some keys of one sequ
 heads that share that head, so every key and value is loaded once. A launch may be captured in a CUDA graph: its grid
 follows from shapes alone, and which piece a program takes is read from the plan.
 
-Splits are combined without a second launch, which would cost a small batch as much as the attention itself: each split
-leaves its partial result in the workspace and counts itself in; the one that finds all others there combines them.
-Whoever that is, it reads them in the same order, so equal launches give equal bits. (Another plan, hence another batch,
-rounds differently.)
+The kernel here runs everywhere; `paged_decode_tma` has the one that is faster on Hopper.
 """
 
 import math
@@ -16,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.decode_config import DecodeConfig, choose_config
+from nanovllm.kernels.decode_config import DecodeConfig, choose_config, has_tma
+from nanovllm.kernels.decode_pieces import finish_piece
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.dependent_launch import (
     CACHE_LINE,
@@ -27,6 +25,7 @@ from nanovllm.kernels.dependent_launch import (
 )
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.paged_cache import check_cache, check_heads, key_slots, load_blocks
+from nanovllm.kernels.paged_decode_tma import launch_paged_decode_tma
 from nanovllm.utils.decode_plan import PIECE_FIELDS, make_plan
 
 
@@ -54,39 +53,6 @@ def _prefetch_keys(
         lines = tl.where(inside, slots[:, None] * ROW + dims[None, :], 0)
         prefetch_lines(k_ptr + lines)
         prefetch_lines(v_ptr + lines)
-
-
-@triton.jit
-def _combine(
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    num_splits,
-    SPLIT_STRIDE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-):
-    """Weigh the partial outputs of `num_splits` splits by their softmax sums, always in the order of the splits."""
-    members = tl.arange(0, PADDED_GROUP)
-    dims = tl.arange(0, PADDED_DIM)
-    inside = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    tile = members[:, None] * HEAD_DIM + dims[None, :]
-    acc = tl.zeros([PADDED_GROUP, PADDED_DIM], dtype=tl.float32)
-    total = tl.zeros([PADDED_GROUP], dtype=tl.float32)
-    highest = tl.full([PADDED_GROUP], float("-inf"), dtype=tl.float32)
-    for split in range(num_splits):
-        row = split * SPLIT_STRIDE
-        # ".cg" goes past L1, which need not know what other multiprocessors wrote.
-        lse = tl.load(lse_ptr + row + members, mask=members < GROUP, other=0.0, cache_modifier=".cg")
-        partial = tl.load(partial_ptr + row * HEAD_DIM + tile, mask=inside, other=0.0, cache_modifier=".cg")
-        new_highest = tl.maximum(highest, lse)
-        weight, shrink = tl.exp2(lse - new_highest), tl.exp2(highest - new_highest)
-        acc = acc * shrink[:, None] + partial * weight[:, None]
-        total = total * shrink + weight
-        highest = new_highest
-    tl.store(out_ptr + tile, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 # The table's width follows the longest context; specialising on it would compile the kernel again in mid-run.
@@ -172,37 +138,25 @@ def _paged_decode_kernel(
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         row_max = new_max
 
-    # No key leaves acc and row_sum at zero: dividing by one instead makes the padding row's zeros.
-    acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-    pair = seq * NUM_KV_HEADS + kv_head
-    out_ptr += pair * GROUP * HEAD_DIM
-    if num_splits == 1:
-        tl.store(out_ptr + head_tile, acc.to(out_ptr.dtype.element_ty), mask=inside_heads)
-    else:
-        # The splits of a sequence are neighbours in the plan, so its first one's number is where they all lie.
-        first_row = ((item - split) * NUM_KV_HEADS + kv_head) * GROUP
-        partial_ptr += first_row * HEAD_DIM
-        lse_ptr += first_row
-        own_row = split * NUM_KV_HEADS * GROUP
-        tl.store(partial_ptr + own_row * HEAD_DIM + head_tile, acc, mask=inside_heads)
-        tl.store(lse_ptr + own_row + members, row_max + tl.log2(row_sum), mask=members < GROUP)
-        # One thread does the atomic: it may release the stores of all only after all have made theirs.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals_ptr + pair, 1, sem="acq_rel")
-        if arrived == num_splits - 1:
-            # Everyone has counted, so the counter can go back to zero for the next launch of the graph.
-            tl.store(arrivals_ptr + pair, 0)
-            _combine(
-                out_ptr,
-                partial_ptr,
-                lse_ptr,
-                num_splits,
-                NUM_KV_HEADS * GROUP,
-                GROUP,
-                PADDED_GROUP,
-                HEAD_DIM,
-                PADDED_DIM,
-            )
+    finish_piece(
+        out_ptr,
+        partial_ptr,
+        lse_ptr,
+        arrivals_ptr,
+        acc,
+        row_max,
+        row_sum,
+        seq,
+        kv_head,
+        item,
+        split,
+        num_splits,
+        NUM_KV_HEADS,
+        GROUP,
+        PADDED_GROUP,
+        HEAD_DIM,
+        PADDED_DIM,
+    )
 
 
 def paged_decode(
@@ -268,7 +222,13 @@ def paged_decode(
     workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, num_items)
     workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, num_items)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    config = config or choose_config(batch_size * num_kv_heads, padded_dim, q.element_size(), q.device)
+    if config is None:
+        tma = has_tma(head_dim, block_size, q.element_size(), q.device)
+        config = choose_config(batch_size * num_kv_heads, padded_dim, q.element_size(), q.device, tma)
+    scale_log2 = scale * math.log2(math.e)
+    if config.tma:
+        launch_paged_decode_tma(out, q, k_cache, v_cache, block_tables, plan, workspace, scale_log2, config, pdl)
+        return out
     group = num_heads // num_kv_heads
     launcher(_paged_decode_kernel, (num_kv_heads, num_items), pdl)(
         out,
@@ -282,7 +242,7 @@ def paged_decode(
         workspace.arrivals,
         q.stride(0),
         block_tables.stride(0),
-        scale * math.log2(math.e),
+        scale_log2,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         # Tensor cores take no fewer than 16 rows; the ones that pad a small group are computed and thrown away.

@@ -14,11 +14,12 @@ from nanovllm.kernels.decode_config import choose_config
 from nanovllm.kernels.paged_prefill import choose_tiles
 
 
+@pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 16, 33, 100, 193, 256, 257, 500, 512, 513, 800, 1024, 1500])
-def test_every_variant_of_decode_attention_is_among_them(max_num_seqs, num_kv_heads):
+def test_every_variant_of_decode_attention_is_among_them(max_num_seqs, num_kv_heads, tma):
     def variants(batch_sizes):
-        return {choose_config(n * num_kv_heads, 128, 2, torch.device("cpu")) for n in batch_sizes}
+        return {choose_config(n * num_kv_heads, 128, 2, torch.device("cpu"), tma) for n in batch_sizes}
 
     sizes = telling_batch_sizes(max_num_seqs)
     assert max(sizes) == max_num_seqs

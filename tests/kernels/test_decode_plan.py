@@ -52,13 +52,34 @@ def test_more_work_than_programs_makes_longer_splits():
 
 
 @pytest.mark.parametrize("num_rows", [1, 32, 33, 256, 257, 1536, 1537, 2048, 2049, 8192])
-@pytest.mark.parametrize(("padded_dim", "itemsize"), [(16, 2), (64, 2), (128, 2), (128, 4), (256, 2), (256, 4)])
-def test_constants_are_what_kernel_and_cards_allow(num_rows, padded_dim, itemsize):
-    config = choose_config(num_rows, padded_dim, itemsize, torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("padded_dim", "itemsize", "tma"),
+    [(16, 2, False), (64, 2, False), (64, 2, True), (128, 2, False), (128, 2, True), (128, 4, False), (256, 4, False)],
+)
+def test_constants_are_what_kernel_and_cards_allow(num_rows, padded_dim, itemsize, tma):
+    config = choose_config(num_rows, padded_dim, itemsize, torch.device("cpu"), tma)
+    assert tma or not config.tma
     assert config.tile & (config.tile - 1) == 0
     assert 16 <= config.tile <= SPLIT_UNIT
     # Where little is known of the card: the smallest have 99 KiB, of which queries and sums want their part.
     assert (config.num_stages - 1) * 2 * config.tile * padded_dim * itemsize <= 64 * 1024
+
+
+def test_memory_accelerator_is_for_hopper_and_half_precision(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    monkeypatch.setattr(decode_config.triton, "__version__", "3.6.0")
+    has_tma = decode_config.has_tma.__wrapped__
+    assert has_tma(128, 256, 2, gpu)
+    assert has_tma(64, 64, 2, gpu)
+    refused = [(128, 256, 4, gpu), (80, 256, 2, gpu), (256, 256, 2, gpu), (128, 32, 2, gpu)]
+    assert not any(has_tma(*case) for case in [*refused, (128, 256, 2, torch.device("cpu"))])
+    capability[0] = (8, 0)
+    assert not has_tma(128, 256, 2, gpu)
+    capability[0] = (9, 0)
+    monkeypatch.setattr(decode_config.triton, "__version__", "3.5.1")
+    assert not has_tma(128, 256, 2, gpu)
 
 
 def test_large_cards_have_more_on_its_way(monkeypatch):

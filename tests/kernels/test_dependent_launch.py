@@ -25,9 +25,11 @@ def random(*shape, device, scale=1.0):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize(
+    "config", [DecodeConfig(32, 2, 4), DecodeConfig(32, 2, 4, prefetch=True), DecodeConfig(32, 1, 4, tma=True)]
+)
 @pytest.mark.parametrize("batch", [1, 3, 16])
-def test_a_chain_in_a_graph(batch, prefetch, device):
+def test_a_chain_in_a_graph(batch, config, device):
     """Each launch needs the last one's result, each token attends to the key that the launch before has stored, and
     the residual is overwritten every time."""
     if not has_pdl(torch.device(device)):
@@ -46,7 +48,6 @@ def test_a_chain_in_a_graph(batch, prefetch, device):
     caches = random(NUM_LAYERS, 2, batch * blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device=device)
     plan = make_plan(context_lens, KV_HEADS)
     workspace = DecodeWorkspace(batch, HEADS, KV_HEADS, HEAD_DIM, device, len(plan))
-    config = DecodeConfig(32, 2, 4, prefetch)
     start = random(batch, HIDDEN, device=device)
     residual, y = start.clone(), torch.empty_like(start)
 

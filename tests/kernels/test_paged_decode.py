@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.decode_config import DecodeConfig, choose_config
+from nanovllm.kernels.decode_config import DecodeConfig, choose_config, has_tma
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.paged_decode import paged_decode
 from nanovllm.layers.attention_torch import decode_attention_torch
@@ -121,6 +121,32 @@ def test_any_number_of_pieces(num_items, device):
     assert torch.equal(first, again)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16 if torch.cuda.is_available() else torch.float32])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size", "config"),
+    [
+        (4, 2, 128, 256, DecodeConfig(32, 1, 3, tma=True)),
+        (4, 2, 128, 256, DecodeConfig(64, 2, 3, tma=True)),
+        (8, 2, 64, 64, DecodeConfig(64, 2, 3, tma=True)),
+        (5, 1, 64, 32, DecodeConfig(32, 1, 4, tma=True)),
+        (16, 1, 128, 64, DecodeConfig(32, 1, 4, tma=True)),
+    ],
+)
+@pytest.mark.parametrize("spare", [1, 30])
+def test_whole_tiles_by_the_memory_accelerator(
+    num_heads, num_kv_heads, head_dim, block_size, config, spare, dtype, device
+):
+    lens = [0, 1, 31, 32, 33, 63, 64, 65, 0, 130, 320, 351]
+    case = make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed=head_dim + spare)
+    plan = make_plan(case["context_lens"], num_kv_heads, len(lens) + spare)
+    workspace = DecodeWorkspace(len(lens), num_heads, num_kv_heads, head_dim, device, len(plan))
+    workspace.partial.fill_(float("nan"))
+    workspace.lse.fill_(float("nan"))
+    first = check(case, plan=plan, workspace=workspace, config=config)
+    assert (workspace.arrivals == 0).all()
+    assert torch.equal(first, paged_decode(**case, plan=plan, workspace=workspace, config=config))
+
+
 def test_shared_block(device):
     case = make_case([40, 33], 4, 2, 32, 16, torch.float32, device, seed=1)
     case["block_tables"][1, :2] = case["block_tables"][0, :2]
@@ -138,6 +164,7 @@ def test_workspace_serves_batches_of_every_size(device):
 @settings(max_examples=8, deadline=None)
 @given(
     lens=st.lists(st.integers(0, 150), min_size=1, max_size=4),
+    tma=st.booleans(),
     group=st.sampled_from([1, 2, 4, 7, 8, 16]),
     num_kv_heads=st.integers(1, 2),
     head_dim=st.sampled_from([32, 48, 80]),
@@ -146,12 +173,15 @@ def test_workspace_serves_batches_of_every_size(device):
     tile=st.sampled_from([16, 32, 64]),
     seed=st.integers(0, 2**31),
 )
-def test_any_batch(lens, group, num_kv_heads, head_dim, block_size, spare, tile, seed):
+def test_any_batch(lens, tma, group, num_kv_heads, head_dim, block_size, spare, tile, seed):
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.float32
+    if tma:
+        head_dim, tile, dtype = 64, min(tile, block_size), torch.float16
     num_heads = group * num_kv_heads
-    case = make_case(lens, num_heads, num_kv_heads, head_dim, block_size, torch.float32, device, seed)
+    case = make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed)
     plan = make_plan(case["context_lens"], num_kv_heads, spare and len(lens) + spare)
-    check(case, plan=plan, config=DecodeConfig(tile, 4, 2))
+    check(case, plan=plan, config=DecodeConfig(tile, 1 if tma else 4, 2, tma=tma))
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 80), (4, 2, 64), (7, 1, 36)])
@@ -175,6 +205,7 @@ def test_no_sequences(device):
         ({"scale": -1.0}, "scale must be positive"),
         ({"q": torch.zeros(2, 3, 32)}, "whole number of query heads"),
         ({"q": torch.zeros(2, 4, 32, dtype=torch.float16)}, "one dtype"),
+        ({"config": DecodeConfig(32, 1, 3, tma=True)}, "no less than a tile of 32 keys"),
         ({"workspace": DecodeWorkspace(1, 4, 2, 32, "cpu")}, "workspace too small"),
         ({"workspace": DecodeWorkspace(2, 4, 2, 32, "cpu", num_items=3)}, "workspace too small"),
         ({"plan": torch.zeros(3, PIECE_FIELDS, dtype=torch.int64)}, "plan must be"),
@@ -188,17 +219,27 @@ def test_refuses_what_it_cannot_compute(change, message):
         paged_decode(**{**case, **change})
 
 
+def test_head_dims_that_no_tile_has_are_refused():
+    case = make_case([3], 2, 1, 48, 64, torch.float32, "cpu", seed=0)
+    with pytest.raises(ValueError, match="head_dim 48"):
+        paged_decode(**case, config=DecodeConfig(32, 1, 3, tma=True))
+
+
+BOTH_KERNELS = pytest.mark.parametrize("config", [DecodeConfig(64, 4, 2), DecodeConfig(64, 2, 3, tma=True)])
+
+
 @pytest.mark.gpu
-def test_graph_replays_with_other_context_lengths():
+@BOTH_KERNELS
+def test_graph_replays_with_other_context_lengths(config):
     lens = [4000, 300, 0, 1]
     case = make_case(lens, 16, 8, 128, 256, torch.bfloat16, "cuda", seed=0)
     workspace = DecodeWorkspace(4, 16, 8, 128, "cuda")
     plan = make_plan(case["context_lens"], 8)
-    paged_decode(**case, plan=plan, workspace=workspace)
+    paged_decode(**case, plan=plan, workspace=workspace, config=config)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = paged_decode(**case, plan=plan, workspace=workspace)
+        out = paged_decode(**case, plan=plan, workspace=workspace, config=config)
     for shorter in ([4000, 300, 0, 1], [17, 0, 0, 1], [3999, 299, 0, 0], [4000, 300, 0, 1]):
         case["context_lens"].copy_(torch.tensor(shorter, dtype=torch.int32))
         plan.copy_(make_plan(case["context_lens"], 8))
@@ -211,15 +252,17 @@ def test_graph_replays_with_other_context_lengths():
 
 
 @pytest.mark.gpu
-def test_splits_arriving_in_any_order_give_the_same_bits():
+@BOTH_KERNELS
+def test_splits_arriving_in_any_order_give_the_same_bits(config):
     case = make_case([30000] * 2, 16, 8, 128, 256, torch.bfloat16, "cuda", seed=0)
     workspace = DecodeWorkspace(2, 16, 8, 128, "cuda")
-    first = paged_decode(**case, workspace=workspace)
-    assert all(torch.equal(first, paged_decode(**case, workspace=workspace)) for _ in range(200))
+    first = paged_decode(**case, workspace=workspace, config=config)
+    assert all(torch.equal(first, paged_decode(**case, workspace=workspace, config=config)) for _ in range(200))
 
 
 @pytest.mark.gpu
-def test_slots_beyond_two_billion_elements():
+@BOTH_KERNELS
+def test_slots_beyond_two_billion_elements(config):
     case = make_case([700, 256], 16, 8, 128, 256, torch.bfloat16, "cuda", seed=0, spare_blocks=8200)
     assert case["k_cache"].numel() > 2**31
     tables = case["block_tables"]
@@ -230,13 +273,17 @@ def test_slots_beyond_two_billion_elements():
         cache[owned] = float("nan")
         cache[far] = blocks
     tables[0, :3] = torch.tensor(far)
-    check(case)
+    check(case, config=config)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [8, 64, 512, 2048, 4096])
-def test_the_engines_constants(num_rows):
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("num_rows", [8, 64, 512, 1024, 2048, 4096])
+def test_the_engines_constants(num_rows, tma):
     """What is chosen for so many sequences x KV heads, with few of them: lengths at the edges of tiles and splits."""
     lens = [0, 1, 31, 32, 33, 64, 65, 200, 640, 3000]
     case = make_case(lens, 16, 8, 128, 256, torch.bfloat16, "cuda", seed=num_rows)
-    check(case, config=choose_config(num_rows, 128, 2, torch.device("cuda", 0)))
+    device = torch.device("cuda", 0)
+    if tma and not has_tma(128, 256, 2, device):
+        pytest.skip("no kernel for the tensor memory accelerator here")
+    check(case, config=choose_config(num_rows, 128, 2, device, tma))

@@ -27,7 +27,7 @@ def test_tiles_are_whole_and_fit_the_chip(kind, num_tokens, shape, num_multiproc
     tile = decode_tile(kind, num_tokens, *shape, num_multiprocessors)
     if tile is None:
         return
-    assert tile.tokens in (64, 128)
+    assert tile.tokens in (64, 128, 256)
     assert num_tokens % tile.tokens == 0
     if kind is not Kind.ADD:
         # Programs come in whole clusters.
@@ -51,9 +51,9 @@ def test_padding(num_seqs, shape):
         ("0.6B", {16: 16, 64: 64, 65: 128, 129: 256, 257: 384, 385: 512, 513: 513}),
         ("0.5B", {16: 16, 17: 64, 65: 128}),
         ("1.7B", {16: 16, 17: 64, 65: 128, 129: 256, 257: 257}),
-        ("4B", {17: 64, 65: 128, 129: 129, 200: 200}),
-        ("8B", {16: 16, 17: 64, 65: 128, 129: 129, 255: 255}),
-        ("32B", {40: 40, 100: 100}),
+        ("4B", {17: 64, 65: 128, 129: 129, 208: 208, 209: 256, 257: 257}),
+        ("8B", {16: 16, 17: 64, 65: 128, 129: 129, 208: 208, 209: 256, 257: 257, 500: 500}),
+        ("32B", {40: 40, 100: 100, 250: 250}),
     ],
 )
 def test_batches_that_are_padded(model, batches):
