@@ -29,8 +29,12 @@ SHAPES += [(512, 100, 130), (256, 590, 610), (128, 100, 2048), (64, 590, 700), (
 CACHES = 3
 CALLS = 12  # in one graph
 REPLAYS = 15
-# Tile, warps and stages. Asking for keys early is for dependent launches, and there are none here.
-SWEEP_CONFIGS = [(64, 4, 2), (64, 4, 3), (64, 4, 4), (32, 2, 3), (32, 2, 4), (32, 4, 3), (32, 1, 4), (16, 1, 3)]
+# Tile, warps, stages; and whether tiles come by the tensor memory accelerator. Asking for keys early is for dependent
+# launches, and there are none here.
+SWEEP_CONFIGS = [
+    *((tile, warps, stages, False, False) for tile, warps, stages in ((64, 4, 2), (64, 4, 4), (32, 2, 3), (32, 1, 4))),
+    *((tile, warps, stages, False, True) for tile in (32, 64) for warps in (1, 2) for stages in (3, 4)),
+]
 SWEEP_SPARE = (165, 264, 330, 528, 660, 1056)
 
 

@@ -6,8 +6,8 @@ from statistics import median
 import torch
 
 
-def time_graph(run: Callable[[], object], num_calls: int, num_replays: int, num_warm_replays: int = 1) -> float:
-    """Microseconds a call in `run`, which makes num_calls of them on the current stream: median of the replays."""
+def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """What `run` launches on the current stream, run once before."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run()
@@ -16,6 +16,12 @@ def time_graph(run: Callable[[], object], num_calls: int, num_replays: int, num_
     # NCCL's own thread may ask how an earlier collective is doing.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         run()
+    return graph
+
+
+def time_graph(run: Callable[[], object], num_calls: int, num_replays: int, num_warm_replays: int = 1) -> float:
+    """Microseconds a call in `run`, which makes num_calls of them: median of the replays."""
+    graph = capture(run)
     for _ in range(num_warm_replays):
         graph.replay()
     micros = []

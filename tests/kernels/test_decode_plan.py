@@ -51,7 +51,7 @@ def test_more_work_than_programs_makes_longer_splits():
     assert items[:11, 4].tolist() == [*range(64, 641, 64), 64]
 
 
-@pytest.mark.parametrize("num_rows", [1, 32, 33, 256, 257, 1536, 1537, 2048, 2049, 8192])
+@pytest.mark.parametrize("num_rows", [1, 9, 32, 33, 256, 257, 1536, 1537, 2048, 2049, 8192])
 @pytest.mark.parametrize(
     ("padded_dim", "itemsize", "tma"),
     [(16, 2, False), (64, 2, False), (64, 2, True), (128, 2, False), (128, 2, True), (128, 4, False), (256, 4, False)],

@@ -1,0 +1,111 @@
+"""Joules: what decode attention, a layer's products and a workload take from the card.
+
+python benchmarks/energy.py attention --json out.json
+python benchmarks/energy.py products --model 8B --tokens 64 128 256 16000
+python benchmarks/energy.py workload --model Qwen3-8B --workload bench
+
+At its power limit (700 W for an H200) a card lowers its clock, and then not time but energy counts: what takes fewer
+joules is the faster one. `attention` and `products` repeat a CUDA graph for half a second, after as long to get there;
+`workload` runs the prompts with one token each, which is their prefill, and then in full. By the card's own counter of
+energy. Needs nvidia-ml-py.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from attention_decode import Case, ours
+from decode_layers import Layers
+from gpus import require_gpus
+from in_a_row import Card, in_a_row
+from layer_shapes import layer_shapes, model_name
+from quack_products import by_engine, the_package
+from workloads import TEMPERATURE, WORKLOADS
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.decode_config import choose_config
+from nanovllm.utils.context import Context, step_context
+
+# Batch, shortest and longest context, query heads; 8 KV heads.
+SHAPES = [(256, 590, 610, 16), (128, 100, 1100, 16), (64, 600, 1400, 16), (128, 2000, 3500, 16), (192, 300, 1500, 32)]
+KV_HEADS, HEAD_DIM = 8, 128
+NUM_LAYERS = 6
+MOST_DECODE_TOKENS = 512
+
+
+def measure_attention(card: Card) -> list[dict]:
+    rows = []
+    for batch, low, high, num_heads in SHAPES:
+        case = Case(batch, low, high, num_heads, KV_HEADS)
+        without = choose_config(batch * KV_HEADS, HEAD_DIM, 2, case.q.device)
+        for name, config in (("in use", None), ("without the memory accelerator", without)):
+            attend = ours(case, None, config)
+
+            def run(attend=attend, case=case):
+                for k, v in case.caches:
+                    attend(k, v)
+
+            reading = in_a_row(card, run, len(case.caches))
+            print(f"{batch} x {low}..{high}, {num_heads} heads, {name:31} {reading}", flush=True)
+            shape = {"batch": batch, "low": low, "high": high, "heads": num_heads}
+            rows.append({**shape, "kernel": name, **reading._asdict()})
+        del case
+    return rows
+
+
+def measure_products(card: Card, model: str, tokens: list[int]) -> list[dict]:
+    rows = []
+    layers = Layers(layer_shapes(model), max(tokens), NUM_LAYERS)
+    products = by_engine(layers, the_package())
+    for n in tokens:
+        residual = layers.start[:n].clone()
+        with step_context(Context(is_prefill=n > MOST_DECODE_TOKENS)):  # by which the engine chooses kernels
+            reading = in_a_row(card, lambda residual=residual: layers.run(residual, products), NUM_LAYERS)
+        print(f"{model} a layer's products and norms, {n:5} tokens {reading}", flush=True)
+        rows.append({"model": model, "tokens": n, **reading._asdict()})
+    return rows
+
+
+def measure_workload(card: Card, model: str, name: str) -> list[dict]:
+    rows, workload = [], WORKLOADS[name]
+    with LLM(model, load_format="dummy", skip_tokenizer_init=True, max_model_len=4096, seed=0) as llm:
+        for index in range(2):
+            for part in ("prefill", "all"):
+                prompts, outputs = workload.draw(2 * index + (part == "all"))
+                params = [
+                    SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n if part == "all" else 1)
+                    for n in outputs
+                ]
+                joules, start = card.joules(), time.perf_counter()
+                llm.generate(prompts, params, use_tqdm=False)
+                seconds, joules = time.perf_counter() - start, card.joules() - joules
+                print(f"{model} {name}, {part}: {seconds:.3f} s, {joules:.0f} J, {joules / seconds:.0f} W", flush=True)
+                rows.append({"model": model, "workload": name, "part": part, "seconds": seconds, "joules": joules})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["attention", "products", "workload"])
+    parser.add_argument("--model", help="for products 0.6B and so on, for a workload Qwen3-0.6B")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[64, 128, 192, 256, 16000])
+    parser.add_argument("--workload", choices=WORKLOADS, default="bench")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    require_gpus(parser)
+    card = Card()
+    torch.manual_seed(0)
+    if args.what == "attention":
+        rows = measure_attention(card)
+    elif args.what == "products":
+        rows = measure_products(card, model_name(args.model or "8B"), args.tokens)
+    else:
+        rows = measure_workload(card, args.model or "Qwen3-8B", args.workload)
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
