@@ -10,6 +10,7 @@ import torch
 from graph_timing import capture
 
 SECONDS = 0.5
+SECONDS_A_ROUND = 0.1  # between two looks at the counters
 
 
 class Card:
@@ -46,20 +47,31 @@ def in_a_row(card: Card, run: Callable[[], object], num_calls: int, seconds: flo
     """What one of the num_calls calls takes that `run` makes, captured in a CUDA graph and repeated."""
     graph = capture(run)
 
-    def repeat(seconds: float) -> tuple[float, int, list[int]]:
-        """Until so long has passed and the counter, which moves ten times a second, has moved: seconds, calls, MHz."""
-        start, joules, count, clocks = time.perf_counter(), card.joules(), 0, []
-        while (elapsed := time.perf_counter() - start) < seconds or card.joules() == joules:
-            joules = card.joules()
-            for _ in range(5):
-                graph.replay()
-            torch.cuda.synchronize()
-            clocks.append(card.mhz())
-            count += 5
-        return elapsed, count * num_calls, clocks
+    def replay(count: int) -> float:
+        """Seconds."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            graph.replay()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
 
-    repeat(seconds)
-    joules = card.joules()
-    elapsed, count, clocks = repeat(seconds)
-    joules = card.joules() - joules
-    return Reading(1e6 * elapsed / count, 1e3 * joules / count, joules / elapsed, median(clocks))
+    replay(2)
+    # Asking the card takes milliseconds, in which it has nothing to do.
+    count = max(1, int(SECONDS_A_ROUND / replay(1)))
+
+    def repeat() -> tuple[int, list[int]]:
+        """For so long, and until the counter has moved, which it does ten times a second: rounds, and MHz."""
+        start, joules, clocks = time.perf_counter(), card.joules(), []
+        while time.perf_counter() - start < seconds or card.joules() == joules:
+            joules = card.joules()
+            replay(count)
+            clocks.append(card.mhz())
+        return len(clocks), clocks
+
+    repeat()
+    joules, start = card.joules(), time.perf_counter()
+    rounds, clocks = repeat()
+    elapsed, joules = time.perf_counter() - start, card.joules() - joules
+    calls = rounds * count * num_calls
+    return Reading(1e6 * elapsed / calls, 1e3 * joules / calls, joules / elapsed, median(clocks))

@@ -55,12 +55,12 @@ def choose_config(
     num_rows = sequences x KV heads, of `padded_dim` elements of `itemsize` bytes. tma: whether `has_tma`."""
     tile = max(16, min(SPLIT_UNIT, _TILE_BYTES // (padded_dim * itemsize)))
     half = max(16, tile // 2)
-    # Of up to 32 rows three stages are as fast, but a step of Qwen3-8B is 10 % slower: for more than 48 KiB of shared
-    # memory a multiprocessor gives up L1, through which, it seems, the skinny kernels around want to read. From 8
-    # sequences on more are faster all the same.
-    if tma and 8 < num_rows <= 32:
+    if tma and 16 < num_rows <= 32:
         return DecodeConfig(32, 1, 3, tma=True)
     if num_rows <= 32:
+        # With three stages, or by the memory accelerator, the kernel is as fast, but a step of Qwen3-8B is 5 to 10 %
+        # slower: the multiprocessors give up L1 for more shared memory, through which, it seems, the skinny kernels
+        # around want to read. From 8 sequences on more stages are faster all the same.
         return DecodeConfig(tile, 4, 2, prefetch=True)
     if tma and num_rows <= 512:
         return DecodeConfig(64, 2, 3, tma=True)
