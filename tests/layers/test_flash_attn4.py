@@ -126,7 +126,7 @@ def test_few_tokens_are_our_kernels(monkeypatch, device):
     monkeypatch.setattr(attention_backend, "_MIN_LAYER_WORK", 300 * 1000)
     backend = TritonBackend()
     sizes = (HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, torch.device(device))
-    backend.use_flash_attn4(*sizes, layer_params=1000)
+    backend.use_flash_attn4(*sizes, layer_params=1000, max_num_batched_tokens=300, max_model_len=300)
     package.calls.clear()
     out, expected = prefill(backend, [(0, 299)], device)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
@@ -142,6 +142,20 @@ def test_few_tokens_are_our_kernels(monkeypatch, device):
         package.calls.clear()
         prefill(backend, [(num_cached, 2)], device)
         assert len(package.calls) == who, "few tokens over many keys"
+
+
+@pytest.mark.parametrize(
+    ("max_num_tokens", "max_model_len", "is_loaded"), [(299, 4096, False), (300, 64, True), (299, 4097, True)]
+)
+def test_where_no_step_is_large_enough_it_is_not_loaded(max_num_tokens, max_model_len, is_loaded, monkeypatch):
+    package = Package()
+    monkeypatch.setattr(attention_backend, "load_flash_attn4", lambda dtype, head_dim: FlashAttn4(package, package))
+    monkeypatch.setattr(attention_backend, "_MIN_LAYER_WORK", 300 * 1000)
+    backend = TritonBackend()
+    sizes = (HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    backend.use_flash_attn4(*sizes, 1000, max_num_tokens, max_model_len)
+    assert (backend.flash_attn4 is not None) == is_loaded
+    assert bool(package.calls) == is_loaded, "kernels are compiled that nobody takes"
 
 
 def test_more_sequences_than_it_has_a_kernel_for_are_our_kernels(device):
