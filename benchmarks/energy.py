@@ -2,12 +2,12 @@
 
 python benchmarks/energy.py attention --json out.json
 python benchmarks/energy.py products --model 8B --tokens 64 128 256 16000
-python benchmarks/energy.py workload --model Qwen3-8B --workload bench
+python benchmarks/energy.py workload --model 8B --workload bench
 
 At its power limit (700 W for an H200) a card lowers its clock, and then not time but energy counts: what takes fewer
-joules is the faster one. `attention` and `products` repeat a CUDA graph for half a second, after as long to get there;
-`workload` runs the prompts with one token each, which is their prefill, and then in full. By the card's own counter of
-energy. Needs nvidia-ml-py.
+joules is the faster one. `attention` and `products` repeat a CUDA graph for half a second, after as long to get
+there, and readings of the same differ by some percent; `workload` runs the prompts with one token each, which is
+their prefill, and in full. By the card's own counter of energy. Needs nvidia-ml-py.
 """
 
 import argparse
@@ -20,12 +20,13 @@ from attention_decode import Case, ours
 from decode_layers import Layers
 from gpus import require_gpus
 from in_a_row import Card, in_a_row
-from layer_shapes import layer_shapes, model_name
+from layer_shapes import GATE_UP, layer_shapes, model_name
 from quack_products import by_engine, the_package
 from workloads import TEMPERATURE, WORKLOADS
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.decode_config import choose_config
+from nanovllm.layers.quack_tiles import padded_batch
 from nanovllm.utils.context import Context, step_context
 
 # Batch, shortest and longest context, query heads; 8 KV heads.
@@ -33,6 +34,8 @@ SHAPES = [(256, 590, 610, 16), (128, 100, 1100, 16), (64, 600, 1400, 16), (128, 
 KV_HEADS, HEAD_DIM = 8, 128
 NUM_LAYERS = 6
 MOST_DECODE_TOKENS = 512
+PADDING = 128  # rows, and no more
+MIN_SECONDS = 3.0
 
 
 def measure_attention(card: Card) -> list[dict]:
@@ -51,45 +54,51 @@ def measure_attention(card: Card) -> list[dict]:
             print(f"{batch} x {low}..{high}, {num_heads} heads, {name:31} {reading}", flush=True)
             shape = {"batch": batch, "low": low, "high": high, "heads": num_heads}
             rows.append({**shape, "kernel": name, **reading._asdict()})
-        del case
     return rows
 
 
 def measure_products(card: Card, model: str, tokens: list[int]) -> list[dict]:
-    rows = []
-    layers = Layers(layer_shapes(model), max(tokens), NUM_LAYERS)
-    products = by_engine(layers, the_package())
+    rows, quack, shapes = [], the_package(), layer_shapes(model)
+    layers = Layers(shapes, max(tokens) + PADDING, NUM_LAYERS)
+    products = by_engine(layers, quack)
     for n in tokens:
-        residual = layers.start[:n].clone()
-        with step_context(Context(is_prefill=n > MOST_DECODE_TOKENS)):  # by which the engine chooses kernels
+        is_prefill = n > MOST_DECODE_TOKENS
+        # As the engine has them: a decode step may be padded to whole tiles.
+        used = n if is_prefill or quack is None else padded_batch(n, *shapes[GATE_UP], quack.num_multiprocessors)
+        residual = layers.start[:used].clone()
+        with step_context(Context(is_prefill=is_prefill)):
             reading = in_a_row(card, lambda residual=residual: layers.run(residual, products), NUM_LAYERS)
-        print(f"{model} a layer's products and norms, {n:5} tokens {reading}", flush=True)
-        rows.append({"model": model, "tokens": n, **reading._asdict()})
+        print(f"{model} a layer's products and norms, {n:5} tokens in {used:5} rows {reading}", flush=True)
+        rows.append({"model": model, "tokens": n, "rows": used, **reading._asdict()})
     return rows
 
 
 def measure_workload(card: Card, model: str, name: str) -> list[dict]:
-    rows, workload = [], WORKLOADS[name]
+    """Its prefill, each request for one token, and all of it: passes with fresh prompts until MIN_SECONDS are over."""
+    rows, workload, index = [], WORKLOADS[name], 0
     with LLM(model, load_format="dummy", skip_tokenizer_init=True, max_model_len=4096, seed=0) as llm:
-        for index in range(2):
-            for part in ("prefill", "all"):
-                prompts, outputs = workload.draw(2 * index + (part == "all"))
-                params = [
-                    SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n if part == "all" else 1)
-                    for n in outputs
-                ]
-                joules, start = card.joules(), time.perf_counter()
+        for part in ("warm-up", "prefill", "all"):
+            passes, seconds, joules = 0, 0.0, card.joules()
+            while seconds < MIN_SECONDS:
+                prompts, outputs = workload.draw(index)
+                index, passes = index + 1, passes + 1
+                outputs = [n if part == "all" else 1 for n in outputs]
+                params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n) for n in outputs]
+                start = time.perf_counter()
                 llm.generate(prompts, params, use_tqdm=False)
-                seconds, joules = time.perf_counter() - start, card.joules() - joules
-                print(f"{model} {name}, {part}: {seconds:.3f} s, {joules:.0f} J, {joules / seconds:.0f} W", flush=True)
-                rows.append({"model": model, "workload": name, "part": part, "seconds": seconds, "joules": joules})
+                seconds += time.perf_counter() - start
+            joules = card.joules() - joules
+            if part != "warm-up":
+                row = {"seconds": seconds / passes, "joules": joules / passes, "watts": joules / seconds}
+                print(f"{model} {name}, {part}:", " ".join(f"{key} {row[key]:.3f}" for key in row), flush=True)
+                rows.append({"model": model, "workload": name, "part": part, "passes": passes, **row})
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["attention", "products", "workload"])
-    parser.add_argument("--model", help="for products 0.6B and so on, for a workload Qwen3-0.6B")
+    parser.add_argument("--model", default="8B", type=model_name, help="0.6B and so on")
     parser.add_argument("--tokens", nargs="+", type=int, default=[64, 128, 192, 256, 16000])
     parser.add_argument("--workload", choices=WORKLOADS, default="bench")
     parser.add_argument("--json")
@@ -100,9 +109,9 @@ def main() -> None:
     if args.what == "attention":
         rows = measure_attention(card)
     elif args.what == "products":
-        rows = measure_products(card, model_name(args.model or "8B"), args.tokens)
+        rows = measure_products(card, args.model, args.tokens)
     else:
-        rows = measure_workload(card, args.model or "Qwen3-8B", args.workload)
+        rows = measure_workload(card, f"Qwen3-{args.model}", args.workload)
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1))
 

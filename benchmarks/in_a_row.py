@@ -10,7 +10,8 @@ import torch
 from graph_timing import capture
 
 SECONDS = 0.5
-SECONDS_A_ROUND = 0.1  # between two looks at the counters
+SECONDS_A_ROUND = 0.1  # between two looks at the counters, which take milliseconds
+ROUNDS_A_TICK = 20  # shorter ones, to find the moment at which the counter of energy moves: ten times a second
 
 
 class Card:
@@ -24,7 +25,7 @@ class Card:
         self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
 
     def joules(self) -> float:
-        """Since the driver was loaded."""
+        """Since the driver was loaded, as far as the counter has moved."""
         return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3
 
     def mhz(self) -> int:
@@ -46,32 +47,34 @@ class Reading(NamedTuple):
 def in_a_row(card: Card, run: Callable[[], object], num_calls: int, seconds: float = SECONDS) -> Reading:
     """What one of the num_calls calls takes that `run` makes, captured in a CUDA graph and repeated."""
     graph = capture(run)
+    replayed, busy = 0, 0.0  # how often, and how long that took, since the last reading of the counter
 
     def replay(count: int) -> float:
-        """Seconds."""
-        torch.cuda.synchronize()
+        nonlocal replayed, busy
         start = time.perf_counter()
         for _ in range(count):
             graph.replay()
         torch.cuda.synchronize()
-        return time.perf_counter() - start
+        elapsed = time.perf_counter() - start
+        replayed, busy = replayed + count, busy + elapsed
+        return elapsed
+
+    def joules_at_a_tick() -> float:
+        joules = card.joules()
+        while (now := card.joules()) == joules:
+            replay(max(1, count // ROUNDS_A_TICK))
+        return now
 
     replay(2)
-    # Asking the card takes milliseconds, in which it has nothing to do.
     count = max(1, int(SECONDS_A_ROUND / replay(1)))
-
-    def repeat() -> tuple[int, list[int]]:
-        """For so long, and until the counter has moved, which it does ten times a second: rounds, and MHz."""
-        start, joules, clocks = time.perf_counter(), card.joules(), []
-        while time.perf_counter() - start < seconds or card.joules() == joules:
-            joules = card.joules()
-            replay(count)
-            clocks.append(card.mhz())
-        return len(clocks), clocks
-
-    repeat()
-    joules, start = card.joules(), time.perf_counter()
-    rounds, clocks = repeat()
-    elapsed, joules = time.perf_counter() - start, card.joules() - joules
-    calls = rounds * count * num_calls
-    return Reading(1e6 * elapsed / calls, 1e3 * joules / calls, joules / elapsed, median(clocks))
+    start = time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        replay(count)
+    joules, start = joules_at_a_tick(), time.perf_counter()
+    replayed, busy, clocks = 0, 0.0, []
+    while time.perf_counter() - start < seconds:
+        replay(count)
+        clocks.append(card.mhz())
+    joules = joules_at_a_tick() - joules
+    calls = replayed * num_calls
+    return Reading(1e6 * busy / calls, 1e3 * joules / calls, joules / (time.perf_counter() - start), median(clocks))

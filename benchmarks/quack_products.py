@@ -5,10 +5,11 @@ python benchmarks/quack_products.py prefill --models 0.6B 8B --json out.json
 
 `decode` times whole layers without their attention in a CUDA graph, because launches overlap: as they are without
 quack-kernels, then with one of the four products by each of the tiles, with all four by their best ones, and as the
-engine has them (which pads 65 to 127 sequences to 128, and so on). `prefill` multiplies 16,000 tokens for 0.1 s by each
-tile, three rounds in turn, so that the card is at its power limit as it is in the workload; what stands for the
-activation without quack-kernels is our kernel or two launches, as in a layer. Every result is compared with cuBLAS's.
-Compiling takes two to four seconds a tile, once; XDG_CACHE_HOME says where it is kept.
+engine has them (which pads 65 to 127 sequences to 128, and so on). `prefill` multiplies 16,000 tokens for 0.1 s by
+each tile, three rounds in turn, so that the card is at its power limit as it is in the workload; what stands for the
+activation without quack-kernels is our kernel or two launches, as in a layer. `decode --in-a-row` repeats each graph
+for half a second, which takes large models to that limit as well (needs nvidia-ml-py). Every result is compared with
+cuBLAS's. Compiling takes two to four seconds a tile, once; XDG_CACHE_HOME says where it is kept.
 """
 
 import argparse
@@ -218,6 +219,8 @@ def main() -> None:
     if the_package() is None:
         parser.error("needs quack-kernels and a Hopper GPU: pip install 'nanovllm[flash-attn-4]'")
     torch.manual_seed(0)
+    if args.in_a_row and args.what == "prefill":
+        parser.error("--in-a-row is for decode: prefill repeats its products anyway")
     rows, deadline, card = [], time.time() + args.seconds, Card() if args.in_a_row else None
     for model in args.models:
         rows += sweep_decode(model, args.tokens, deadline, card) if args.what == "decode" else sweep_prefill(model)

@@ -95,9 +95,12 @@ class ModelRunner:
         backend.prepare(self.decode_inputs.padded[-1], num_heads, num_kv_heads, head_dim, self.device)
         with compiling_kernels(self):
             self.load_weights()
-            sizes = (num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device)
-            most = (config.max_num_batched_tokens, config.max_model_len)
-            backend.use_flash_attn4(*sizes, self.model.num_layer_params, *most)
+            backend.use_flash_attn4(
+                *(num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device),
+                layer_params=self.model.num_layer_params,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=config.max_model_len,
+            )
         if quack is not None and not quack.works:  # It failed while kernels were compiled: nothing is padded then.
             self.model.use_quack(None)
             self._make_decode_inputs(planned_heads)

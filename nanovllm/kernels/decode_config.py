@@ -18,7 +18,8 @@ class DecodeConfig(NamedTuple):
         tile: keys a step of the loop, a power of two from 16 up to SPLIT_UNIT.
         num_warps: a program.
         num_stages: of the load pipeline; all but one have a tile of keys and one of values in shared memory.
-        prefetch: whether the programs of a dependent launch ask for their keys and values while they wait.
+        prefetch: whether the programs of a dependent launch ask for their keys and values while they wait; not with
+            `tma`, where that gained nothing.
         tma: whether whole tiles come by the tensor memory accelerator (`paged_decode_tma`).
     """
 
@@ -58,9 +59,9 @@ def choose_config(
     if tma and 16 < num_rows <= 32:
         return DecodeConfig(32, 1, 3, tma=True)
     if num_rows <= 32:
-        # With three stages, or by the memory accelerator, the kernel is as fast, but a step of Qwen3-8B is 5 to 10 %
-        # slower: the multiprocessors give up L1 for more shared memory, through which, it seems, the skinny kernels
-        # around want to read. From 8 sequences on more stages are faster all the same.
+        # With three stages, or at one or two sequences of eight KV heads by the memory accelerator, the kernel is as
+        # fast, but a step of Qwen3-8B is 5 to 10 % slower: the multiprocessors give up L1 for more shared memory,
+        # through which, it seems, the skinny kernels around want to read.
         return DecodeConfig(tile, 4, 2, prefetch=True)
     if tma and num_rows <= 512:
         return DecodeConfig(64, 2, 3, tma=True)

@@ -151,8 +151,10 @@ def launch_paged_decode_tma(
 ) -> None:
     """Write the attention of q, all arguments as in `paged_decode`, which has checked them, into `out`.
 
-    Raises ValueError where head_dim is no power of two, or a tile no part of a block.
+    Raises ValueError where head_dim is no power of two, a tile no part of a block, or Triton older than 3.4.
     """
+    if TensorDescriptor is None:
+        raise ValueError(f"config.tma needs Triton 3.4 or newer, and this is {triton.__version__}")
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     if head_dim & (head_dim - 1) or config.tile > block_size:
         raise ValueError(

@@ -57,6 +57,7 @@ class AttentionBackend(ABC):
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
         layer_params: int,
         max_num_batched_tokens: int,
         max_model_len: int,

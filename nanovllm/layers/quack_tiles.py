@@ -32,8 +32,9 @@ _MIN_DECODE_TOKENS = 17  # fewer are for `skinny_linear` or for cuBLAS
 _MAX_DECODE_TOKENS = 512  # more are not captured in a graph
 _COLUMNS = {Kind.LINEAR: (32, 48, 64, 96, 128), Kind.SILU: (64, 96, 128, 192)}
 # Gate and up of 8B, of which tiles of 128 tokens are more than there are multiprocessors: at the power limit a layer of
-# 256 tokens takes 183 us with it and 191 without, one of 224 as it is 192, one of 208 167.
+# 256 tokens takes 183 us with it and 191 without, one of 224 as it is 192, one of 208 167. Of 4B it gains nothing.
 _LARGE_SILU_TILE = Tile(256, 192)
+_MIN_LARGE_WEIGHT = 1 << 26  # elements
 _MIN_LARGE_BATCH = 209  # sequences, from which on they had better be padded to 256 for it
 # Of q, k and v: at 256 tokens those of 0.6B and 1.7B gain 2 to 3 % of a layer, those of 4B nothing, those of 8B lose;
 # of more tokens those of 0.6B gain 1 %.
@@ -78,8 +79,8 @@ def _one_round(kind: Kind, num_tokens: int, N: int, K: int, num_multiprocessors:
         if programs * -(-N // columns) <= num_multiprocessors:
             return Tile(tokens, columns, cluster)
     large = _LARGE_SILU_TILE
-    takes_large = kind is Kind.SILU and num_tokens == large.tokens and -(-N // large.columns) <= num_multiprocessors
-    return large if takes_large else None
+    is_large = kind is Kind.SILU and num_tokens == large.tokens and N * K >= _MIN_LARGE_WEIGHT
+    return large if is_large and -(-N // large.columns) <= num_multiprocessors else None
 
 
 def padded_batch(num_seqs: int, N: int, K: int, num_multiprocessors: int) -> int:

@@ -75,8 +75,9 @@ def test_memory_accelerator_is_for_hopper_and_half_precision(monkeypatch):
     assert has_tma(64, 64, 2, gpu)
     refused = [(128, 256, 4, gpu), (80, 256, 2, gpu), (256, 256, 2, gpu), (128, 32, 2, gpu)]
     assert not any(has_tma(*case) for case in [*refused, (128, 256, 2, torch.device("cpu"))])
-    capability[0] = (8, 0)
-    assert not has_tma(128, 256, 2, gpu)
+    for other in ((8, 0), (10, 0), (12, 0)):
+        capability[0] = other
+        assert not has_tma(128, 256, 2, gpu)
     capability[0] = (9, 0)
     monkeypatch.setattr(decode_config.triton, "__version__", "3.5.1")
     assert not has_tma(128, 256, 2, gpu)

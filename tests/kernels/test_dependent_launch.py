@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.decode_config import DecodeConfig
+from nanovllm.kernels.decode_config import DecodeConfig, has_tma
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.paged_decode import paged_decode
@@ -34,6 +34,8 @@ def test_a_chain_in_a_graph(batch, config, device):
     the residual is overwritten every time."""
     if not has_pdl(torch.device(device)):
         pytest.skip("no programmatic dependent launch here")
+    if config.tma and not has_tma(HEAD_DIM, BLOCK_SIZE, 2, torch.device(device)):
+        pytest.skip("no kernel for the tensor memory accelerator here")
     width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     qkv_weights = [random(width, HIDDEN, device=device, scale=HIDDEN**-0.5) for _ in range(NUM_LAYERS)]
     out_weights = [random(HIDDEN, HEADS * HEAD_DIM, device=device, scale=HIDDEN**-0.5) for _ in range(NUM_LAYERS)]

@@ -7,14 +7,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import nanovllm.kernels.paged_decode as paged_decode_module
 from nanovllm.kernels.decode_config import DecodeConfig, choose_config, has_tma
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.paged_decode import paged_decode
+from nanovllm.kernels.paged_decode_tma import TensorDescriptor
 from nanovllm.layers.attention_torch import decode_attention_torch
 from nanovllm.utils.decode_plan import PIECE_FIELDS, make_plan
 
 # Largest error against float64 that a dtype's rounding of inputs, weights and outputs explains.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+# What `paged_decode_tma` is for; in the interpreter, wherever Triton has descriptors.
+HAS_TMA = TensorDescriptor is not None
+if HAS_TMA and torch.cuda.is_available():
+    HAS_TMA = has_tma(128, 256, 2, torch.device("cuda", torch.cuda.current_device()))
+needs_tma = pytest.mark.skipif(not HAS_TMA, reason="needs Hopper's tensor memory accelerator, or the interpreter")
 
 
 def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed, spare_blocks=2):
@@ -121,6 +130,7 @@ def test_any_number_of_pieces(num_items, device):
     assert torch.equal(first, again)
 
 
+@needs_tma
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16 if torch.cuda.is_available() else torch.float32])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size", "config"),
@@ -145,6 +155,21 @@ def test_whole_tiles_by_the_memory_accelerator(
     first = check(case, plan=plan, workspace=workspace, config=config)
     assert (workspace.arrivals == 0).all()
     assert torch.equal(first, paged_decode(**case, plan=plan, workspace=workspace, config=config))
+
+
+@needs_tma
+def test_the_memory_accelerators_kernel_is_taken_where_it_can_be(monkeypatch, device):
+    asked, launched = [], []
+    monkeypatch.setattr(paged_decode_module, "has_tma", lambda *case: asked.append(case) or True)
+    launch = paged_decode_module.launch_paged_decode_tma
+    monkeypatch.setattr(
+        paged_decode_module, "launch_paged_decode_tma", lambda *args: launched.append(args) or launch(*args)
+    )
+    for batch, is_taken in ((2, False), (3, True), (70, True)):
+        case = make_case([33 + i for i in range(batch)], 16, 8, 64, 64, torch.float16, device, seed=batch)
+        check(case)
+        assert bool(launched) == is_taken
+    assert set(asked) == {(64, 64, 2, case["q"].device)}
 
 
 def test_shared_block(device):
@@ -176,6 +201,7 @@ def test_workspace_serves_batches_of_every_size(device):
 def test_any_batch(lens, tma, group, num_kv_heads, head_dim, block_size, spare, tile, seed):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32
+    tma = tma and HAS_TMA
     if tma:
         head_dim, tile, dtype = 64, min(tile, block_size), torch.float16
     num_heads = group * num_kv_heads
@@ -205,7 +231,7 @@ def test_no_sequences(device):
         ({"scale": -1.0}, "scale must be positive"),
         ({"q": torch.zeros(2, 3, 32)}, "whole number of query heads"),
         ({"q": torch.zeros(2, 4, 32, dtype=torch.float16)}, "one dtype"),
-        ({"config": DecodeConfig(32, 1, 3, tma=True)}, "no less than a tile of 32 keys"),
+        pytest.param({"config": DecodeConfig(32, 1, 3, tma=True)}, "no less than a tile of 32 keys", marks=needs_tma),
         ({"workspace": DecodeWorkspace(1, 4, 2, 32, "cpu")}, "workspace too small"),
         ({"workspace": DecodeWorkspace(2, 4, 2, 32, "cpu", num_items=3)}, "workspace too small"),
         ({"plan": torch.zeros(3, PIECE_FIELDS, dtype=torch.int64)}, "plan must be"),
@@ -219,13 +245,16 @@ def test_refuses_what_it_cannot_compute(change, message):
         paged_decode(**{**case, **change})
 
 
+@needs_tma
 def test_head_dims_that_no_tile_has_are_refused():
     case = make_case([3], 2, 1, 48, 64, torch.float32, "cpu", seed=0)
     with pytest.raises(ValueError, match="head_dim 48"):
         paged_decode(**case, config=DecodeConfig(32, 1, 3, tma=True))
 
 
-BOTH_KERNELS = pytest.mark.parametrize("config", [DecodeConfig(64, 4, 2), DecodeConfig(64, 2, 3, tma=True)])
+BOTH_KERNELS = pytest.mark.parametrize(
+    "config", [DecodeConfig(64, 4, 2), pytest.param(DecodeConfig(64, 2, 3, tma=True), marks=needs_tma)]
+)
 
 
 @pytest.mark.gpu
@@ -277,13 +306,10 @@ def test_slots_beyond_two_billion_elements(config):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("tma", [False, pytest.param(True, marks=needs_tma)])
 @pytest.mark.parametrize("num_rows", [8, 32, 64, 512, 1024, 2048, 4096])
 def test_the_engines_constants(num_rows, tma):
     """What is chosen for so many sequences x KV heads, with few of them: lengths at the edges of tiles and splits."""
     lens = [0, 1, 31, 32, 33, 64, 65, 200, 640, 3000]
     case = make_case(lens, 16, 8, 128, 256, torch.bfloat16, "cuda", seed=num_rows)
-    device = torch.device("cuda", 0)
-    if tma and not has_tma(128, 256, 2, device):
-        pytest.skip("no kernel for the tensor memory accelerator here")
-    check(case, config=choose_config(num_rows, 128, 2, device, tma))
+    check(case, config=choose_config(num_rows, 128, 2, torch.device("cuda", 0), tma))

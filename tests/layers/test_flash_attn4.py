@@ -153,7 +153,8 @@ def test_where_no_step_is_large_enough_it_is_not_loaded(max_num_tokens, max_mode
     monkeypatch.setattr(attention_backend, "_MIN_LAYER_WORK", 300 * 1000)
     backend = TritonBackend()
     sizes = (HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, torch.device("cpu"))
-    backend.use_flash_attn4(*sizes, 1000, max_num_tokens, max_model_len)
+    limits = {"max_num_batched_tokens": max_num_tokens, "max_model_len": max_model_len}
+    backend.use_flash_attn4(*sizes, layer_params=1000, **limits)
     assert (backend.flash_attn4 is not None) == is_loaded
     assert bool(package.calls) == is_loaded, "kernels are compiled that nobody takes"
 
