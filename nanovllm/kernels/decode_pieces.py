@@ -1,4 +1,5 @@
-"""How a program of decode attention ends: it stores its piece's result, or leaves it to be combined with others.
+"""How a program of decode attention begins and ends, whichever kernel it is of: it learns which piece of the plan is
+its own, and stores that one's result, or leaves it to be combined with others.
 
 Splits are combined without a second launch, which would cost a small batch as much as the attention itself: each split
 leaves its partial result in the workspace and counts itself in; the one that finds all others there combines them.
@@ -8,6 +9,20 @@ rounds differently.)
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def load_piece(plan_ptr, item, PIECE_FIELDS: tl.constexpr):
+    """Of the plan's piece number `item`: row of the batch (int64), which split, of how many, first key and the one
+    after the last. A negative row is no piece, and the rest means nothing. A padding row (context 0) has one piece,
+    which reads no key and writes zeros."""
+    piece_ptr = plan_ptr + item * PIECE_FIELDS
+    seq = tl.load(piece_ptr).to(tl.int64)
+    split = tl.load(piece_ptr + 1)
+    num_splits = tl.load(piece_ptr + 2)
+    first_key = tl.load(piece_ptr + 3)
+    end_key = tl.load(piece_ptr + 4)
+    return seq, split, num_splits, first_key, end_key
 
 
 @triton.jit

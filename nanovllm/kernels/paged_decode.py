@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.decode_config import DecodeConfig, choose_config, has_tma
-from nanovllm.kernels.decode_pieces import finish_piece
+from nanovllm.kernels.decode_pieces import finish_piece, load_piece
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.dependent_launch import (
     CACHE_LINE,
@@ -87,15 +87,9 @@ def _paged_decode_kernel(
     # KV heads vary fastest: the heads of a token lie side by side in memory and are best read at the same time.
     kv_head = tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
-    piece_ptr = plan_ptr + item * PIECE_FIELDS
-    seq = tl.load(piece_ptr).to(tl.int64)
+    seq, split, num_splits, first_key, end_key = load_piece(plan_ptr, item, PIECE_FIELDS)
     if seq < 0:
         return
-    split = tl.load(piece_ptr + 1)
-    num_splits = tl.load(piece_ptr + 2)
-    # A padding row (context 0) has one piece, which reads no key and writes zeros.
-    first_key = tl.load(piece_ptr + 3)
-    end_key = tl.load(piece_ptr + 4)
     table_ptr = block_tables_ptr + seq * table_stride
     k_ptr = k_cache_ptr + kv_head * HEAD_DIM
     v_ptr = v_cache_ptr + kv_head * HEAD_DIM
