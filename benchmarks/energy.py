@@ -13,10 +13,12 @@ their prefill, and in full. By the card's own counter of energy. Needs nvidia-ml
 import argparse
 import json
 import time
+from itertools import count
+from math import ceil
 from pathlib import Path
 
 import torch
-from attention_decode import Case, ours
+from attention_decode import HEAD_DIM, KV_HEADS, Case, ours
 from decode_layers import Layers
 from gpus import require_gpus
 from in_a_row import Card, in_a_row
@@ -25,15 +27,14 @@ from quack_products import by_engine, the_package
 from workloads import TEMPERATURE, WORKLOADS
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.cuda_graphs import MAX_GRAPH_BATCH_SIZE
 from nanovllm.kernels.decode_config import choose_config
 from nanovllm.layers.quack_tiles import padded_batch
 from nanovllm.utils.context import Context, step_context
 
 # Batch, shortest and longest context, query heads; 8 KV heads.
 SHAPES = [(256, 590, 610, 16), (128, 100, 1100, 16), (64, 600, 1400, 16), (128, 2000, 3500, 16), (192, 300, 1500, 32)]
-KV_HEADS, HEAD_DIM = 8, 128
 NUM_LAYERS = 6
-MOST_DECODE_TOKENS = 512
 PADDING = 128  # rows, and no more
 MIN_SECONDS = 3.0
 
@@ -62,7 +63,7 @@ def measure_products(card: Card, model: str, tokens: list[int]) -> list[dict]:
     layers = Layers(shapes, max(tokens) + PADDING, NUM_LAYERS)
     products = by_engine(layers, quack)
     for n in tokens:
-        is_prefill = n > MOST_DECODE_TOKENS
+        is_prefill = n > MAX_GRAPH_BATCH_SIZE
         # As the engine has them: a decode step may be padded to whole tiles.
         used = n if is_prefill or quack is None else padded_batch(n, *shapes[GATE_UP], quack.num_multiprocessors)
         residual = layers.start[:used].clone()
@@ -74,24 +75,32 @@ def measure_products(card: Card, model: str, tokens: list[int]) -> list[dict]:
 
 
 def measure_workload(card: Card, model: str, name: str) -> list[dict]:
-    """Its prefill, each request for one token, and all of it: passes with fresh prompts until MIN_SECONDS are over."""
-    rows, workload, index = [], WORKLOADS[name], 0
+    """Its prefill, each request for one token, and all of it, a pass: of as many as last MIN_SECONDS, with fresh
+    prompts, after one that is not counted."""
+    rows, workload, index = [], WORKLOADS[name], count()
     with LLM(model, load_format="dummy", skip_tokenizer_init=True, max_model_len=4096, seed=0) as llm:
-        for part in ("warm-up", "prefill", "all"):
-            passes, seconds, joules = 0, 0.0, card.joules()
-            while seconds < MIN_SECONDS:
-                prompts, outputs = workload.draw(index)
-                index, passes = index + 1, passes + 1
-                outputs = [n if part == "all" else 1 for n in outputs]
-                params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n) for n in outputs]
-                start = time.perf_counter()
+
+        def draw(is_prefill: bool) -> tuple[list[list[int]], list[SamplingParams]]:
+            prompts, outputs = workload.draw(next(index))
+            lens = [1 if is_prefill else n for n in outputs]
+            return prompts, [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n) for n in lens]
+
+        def run(passes: list[tuple]) -> float:
+            """Seconds."""
+            start = time.perf_counter()
+            for prompts, params in passes:
                 llm.generate(prompts, params, use_tqdm=False)
-                seconds += time.perf_counter() - start
-            joules = card.joules() - joules
-            if part != "warm-up":
-                row = {"seconds": seconds / passes, "joules": joules / passes, "watts": joules / seconds}
-                print(f"{model} {name}, {part}:", " ".join(f"{key} {row[key]:.3f}" for key in row), flush=True)
-                rows.append({"model": model, "workload": name, "part": part, "passes": passes, **row})
+            return time.perf_counter() - start
+
+        for part in ("prefill", "all"):
+            is_prefill = part == "prefill"
+            num_passes = ceil(MIN_SECONDS / run([draw(is_prefill)]))
+            passes = [draw(is_prefill) for _ in range(num_passes)]
+            joules = card.joules()
+            seconds, joules = run(passes), card.joules() - joules
+            row = {"seconds": seconds / num_passes, "joules": joules / num_passes, "watts": joules / seconds}
+            print(f"{model} {name}, {part}:", " ".join(f"{key} {row[key]:.3f}" for key in row), flush=True)
+            rows.append({"model": model, "workload": name, "part": part, "passes": num_passes, **row})
     return rows
 
 

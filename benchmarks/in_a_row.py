@@ -11,7 +11,7 @@ from graph_timing import capture
 
 SECONDS = 0.5
 SECONDS_A_ROUND = 0.1  # between two looks at the counters, which take milliseconds
-ROUNDS_A_TICK = 20  # shorter ones, to find the moment at which the counter of energy moves: ten times a second
+SHORTER = 20  # rounds by so much, to find the moment at which the counter of energy moves: ten times a second
 
 
 class Card:
@@ -33,7 +33,7 @@ class Card:
 
 
 class Reading(NamedTuple):
-    """Of a call in a row of them."""
+    """Of a call in a row of them: microseconds, millijoules, and the card's power and clock meanwhile."""
 
     us: float
     mJ: float
@@ -62,7 +62,7 @@ def in_a_row(card: Card, run: Callable[[], object], num_calls: int, seconds: flo
     def joules_at_a_tick() -> float:
         joules = card.joules()
         while (now := card.joules()) == joules:
-            replay(max(1, count // ROUNDS_A_TICK))
+            replay(max(1, count // SHORTER))
         return now
 
     replay(2)

@@ -95,8 +95,11 @@ class ModelRunner:
         backend.prepare(self.decode_inputs.padded[-1], num_heads, num_kv_heads, head_dim, self.device)
         with compiling_kernels(self):
             self.load_weights()
+            sizes = (num_heads, num_kv_heads, head_dim, self.block_size)
             backend.use_flash_attn4(
-                *(num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device),
+                *sizes,
+                config.dtype,
+                self.device,
                 layer_params=self.model.num_layer_params,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=config.max_model_len,

@@ -56,17 +56,15 @@ def choose_config(
     num_rows = sequences x KV heads, of `padded_dim` elements of `itemsize` bytes. tma: whether `has_tma`."""
     tile = max(16, min(SPLIT_UNIT, _TILE_BYTES // (padded_dim * itemsize)))
     half = max(16, tile // 2)
-    if tma and 16 < num_rows <= 32:
-        return DecodeConfig(32, 1, 3, tma=True)
-    if num_rows <= 32:
+    if num_rows <= (16 if tma else 32):
         # With three stages, or at one or two sequences of eight KV heads by the memory accelerator, the kernel is as
         # fast, but a step of Qwen3-8B is 5 to 10 % slower: the multiprocessors give up L1 for more shared memory,
         # through which, it seems, the skinny kernels around want to read.
         return DecodeConfig(tile, 4, 2, prefetch=True)
-    if tma and num_rows <= 512:
-        return DecodeConfig(64, 2, 3, tma=True)
     if tma:
-        return DecodeConfig(32, 1, 4 if num_rows <= 1536 else 3, tma=True)
+        if 32 < num_rows <= 512:
+            return DecodeConfig(64, 2, 3, tma=True)
+        return DecodeConfig(32, 1, 4 if 512 < num_rows <= 1536 else 3, tma=True)
     if num_rows <= 256:
         return DecodeConfig(tile, 4, 3)
     if num_rows <= 1536:

@@ -1,96 +1,16 @@
 """paged_decode against its plain-torch twin, and both against dense attention in float64."""
 
-from functools import partial
-
 import pytest
 import torch
+from decode_cases import HAS_TMA, TOLERANCE, check, dense_decode, make_case, needs_tma
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import nanovllm.kernels.paged_decode as paged_decode_module
-from nanovllm.kernels.decode_config import DecodeConfig, choose_config, has_tma
+from nanovllm.kernels.decode_config import DecodeConfig, choose_config
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.paged_decode import paged_decode
-from nanovllm.kernels.paged_decode_tma import TensorDescriptor
 from nanovllm.layers.attention_torch import decode_attention_torch
 from nanovllm.utils.decode_plan import PIECE_FIELDS, make_plan
-
-# Largest error against float64 that a dtype's rounding of inputs, weights and outputs explains.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-# What `paged_decode_tma` is for; in the interpreter, wherever Triton has descriptors.
-HAS_TMA = TensorDescriptor is not None
-if HAS_TMA and torch.cuda.is_available():
-    HAS_TMA = has_tma(128, 256, 2, torch.device("cuda", torch.cuda.current_device()))
-needs_tma = pytest.mark.skipif(not HAS_TMA, reason="needs Hopper's tensor memory accelerator, or the interpreter")
-
-
-def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed, spare_blocks=2):
-    """Arguments of a decode step. Every slot that no sequence owns is NaN, and so is what lies around the queries."""
-    generator = torch.Generator().manual_seed(seed)
-    fused = torch.full((len(lens), num_heads + 3, head_dim), float("nan"), dtype=dtype, device=device)
-    fused[:, 1 : num_heads + 1] = torch.randn(len(lens), num_heads, head_dim, generator=generator).to(device, dtype)
-    needed = [-(-context_len // block_size) for context_len in lens]
-    num_blocks = sum(needed) + spare_blocks
-    free = torch.randperm(num_blocks, generator=generator).tolist()
-    k_cache, v_cache = torch.full(
-        (2, num_blocks, block_size, num_kv_heads, head_dim), float("nan"), dtype=dtype, device=device
-    ).unbind(0)
-    tables = torch.full((len(lens), max(needed) + 1), -1, dtype=torch.int32)
-    for i, context_len in enumerate(lens):
-        tables[i, : needed[i]] = torch.tensor([free.pop() for _ in range(needed[i])], dtype=torch.int32)
-        positions = torch.arange(context_len)
-        slots = tables[i, positions // block_size].long() * block_size + positions % block_size
-        for cache in (k_cache, v_cache):
-            rows = torch.randn(context_len, num_kv_heads, head_dim, generator=generator)
-            cache.flatten(0, 1)[slots.to(device)] = rows.to(device, dtype)
-    return {
-        "q": fused[:, 1 : num_heads + 1],
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "context_lens": torch.tensor(lens, dtype=torch.int32, device=device),
-        "block_tables": tables.to(device),
-        "scale": head_dim**-0.5,
-    }
-
-
-def dense_decode(q, k_cache, v_cache, context_lens, block_tables, scale):
-    """The definition, in float64, key by key."""
-    out = torch.zeros(q.shape, dtype=torch.float64)
-    block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
-    for i, context_len in enumerate(context_lens.tolist()):
-        if context_len == 0:
-            continue
-        places = [divmod(position, block_size) for position in range(context_len)]
-        k, v = (
-            torch.stack([cache[block_tables[i, block], offset] for block, offset in places]).double().cpu()
-            for cache in (k_cache, v_cache)
-        )
-        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-        weights = (torch.einsum("hd,jhd->hj", q[i].double().cpu(), k) * scale).softmax(-1)
-        out[i] = torch.einsum("hj,jhd->hd", weights, v)
-    return out
-
-
-def check(case, **options):
-    """Hold both implementations to the definition; `options` are the kernel's own. Returns the kernel's output."""
-    dtype, out = case["q"].dtype, None
-    expected = dense_decode(**case)
-    functions = [decode_attention_torch, partial(paged_decode, **options)]
-    if dtype == torch.bfloat16 and not torch.cuda.is_available():
-        functions.pop()  # Triton's interpreter multiplies bfloat16 as if it were integers
-    for function in functions:
-        # In this mode torch fills fresh memory with NaN: outputs left out and partials never written show up.
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            out = function(**case)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        assert out.dtype == dtype
-        torch.testing.assert_close(out.double().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-        assert (out[case["context_lens"] == 0] == 0).all()
-    return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -128,48 +48,6 @@ def test_any_number_of_pieces(num_items, device):
     assert (workspace.arrivals == 0).all()
     again = paged_decode(**case, plan=plan, workspace=workspace)
     assert torch.equal(first, again)
-
-
-@needs_tma
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16 if torch.cuda.is_available() else torch.float32])
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "block_size", "config"),
-    [
-        (4, 2, 128, 256, DecodeConfig(32, 1, 3, tma=True)),
-        (4, 2, 128, 256, DecodeConfig(64, 2, 3, tma=True)),
-        (8, 2, 64, 64, DecodeConfig(64, 2, 3, tma=True)),
-        (5, 1, 64, 32, DecodeConfig(32, 1, 4, tma=True)),
-        (16, 1, 128, 64, DecodeConfig(32, 1, 4, tma=True)),
-    ],
-)
-@pytest.mark.parametrize("spare", [1, 30])
-def test_whole_tiles_by_the_memory_accelerator(
-    num_heads, num_kv_heads, head_dim, block_size, config, spare, dtype, device
-):
-    lens = [0, 1, 31, 32, 33, 63, 64, 65, 0, 130, 320, 351]
-    case = make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed=head_dim + spare)
-    plan = make_plan(case["context_lens"], num_kv_heads, len(lens) + spare)
-    workspace = DecodeWorkspace(len(lens), num_heads, num_kv_heads, head_dim, device, len(plan))
-    workspace.partial.fill_(float("nan"))
-    workspace.lse.fill_(float("nan"))
-    first = check(case, plan=plan, workspace=workspace, config=config)
-    assert (workspace.arrivals == 0).all()
-    assert torch.equal(first, paged_decode(**case, plan=plan, workspace=workspace, config=config))
-
-
-@needs_tma
-def test_the_memory_accelerators_kernel_is_taken_where_it_can_be(monkeypatch, device):
-    asked, launched = [], []
-    monkeypatch.setattr(paged_decode_module, "has_tma", lambda *case: asked.append(case) or True)
-    launch = paged_decode_module.launch_paged_decode_tma
-    monkeypatch.setattr(
-        paged_decode_module, "launch_paged_decode_tma", lambda *args: launched.append(args) or launch(*args)
-    )
-    for batch, is_taken in ((2, False), (3, True), (70, True)):
-        case = make_case([33 + i for i in range(batch)], 16, 8, 64, 64, torch.float16, device, seed=batch)
-        check(case)
-        assert bool(launched) == is_taken
-    assert set(asked) == {(64, 64, 2, case["q"].device)}
 
 
 def test_shared_block(device):
@@ -231,7 +109,6 @@ def test_no_sequences(device):
         ({"scale": -1.0}, "scale must be positive"),
         ({"q": torch.zeros(2, 3, 32)}, "whole number of query heads"),
         ({"q": torch.zeros(2, 4, 32, dtype=torch.float16)}, "one dtype"),
-        pytest.param({"config": DecodeConfig(32, 1, 3, tma=True)}, "no less than a tile of 32 keys", marks=needs_tma),
         ({"workspace": DecodeWorkspace(1, 4, 2, 32, "cpu")}, "workspace too small"),
         ({"workspace": DecodeWorkspace(2, 4, 2, 32, "cpu", num_items=3)}, "workspace too small"),
         ({"plan": torch.zeros(3, PIECE_FIELDS, dtype=torch.int64)}, "plan must be"),
@@ -243,13 +120,6 @@ def test_refuses_what_it_cannot_compute(change, message):
     case = make_case([3, 100], 4, 2, 32, 16, torch.float32, "cpu", seed=0)
     with pytest.raises(ValueError, match=message):
         paged_decode(**{**case, **change})
-
-
-@needs_tma
-def test_head_dims_that_no_tile_has_are_refused():
-    case = make_case([3], 2, 1, 48, 64, torch.float32, "cpu", seed=0)
-    with pytest.raises(ValueError, match="head_dim 48"):
-        paged_decode(**case, config=DecodeConfig(32, 1, 3, tma=True))
 
 
 BOTH_KERNELS = pytest.mark.parametrize(

@@ -1,0 +1,87 @@
+"""Decode steps for the tests of attention's kernels, and what these are held to."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from nanovllm.kernels.decode_config import has_tma
+from nanovllm.kernels.paged_decode import paged_decode
+from nanovllm.kernels.paged_decode_tma import TensorDescriptor
+from nanovllm.layers.attention_torch import decode_attention_torch
+
+# Largest error against float64 that a dtype's rounding of inputs, weights and outputs explains.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+# What `paged_decode_tma` is for; in the interpreter, wherever Triton has descriptors.
+HAS_TMA = TensorDescriptor is not None
+if HAS_TMA and torch.cuda.is_available():
+    HAS_TMA = has_tma(128, 256, 2, torch.device("cuda", torch.cuda.current_device()))
+needs_tma = pytest.mark.skipif(not HAS_TMA, reason="needs Hopper's tensor memory accelerator, or the interpreter")
+
+
+def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed, spare_blocks=2):
+    """Arguments of a decode step. Every slot that no sequence owns is NaN, and so is what lies around the queries."""
+    generator = torch.Generator().manual_seed(seed)
+    fused = torch.full((len(lens), num_heads + 3, head_dim), float("nan"), dtype=dtype, device=device)
+    fused[:, 1 : num_heads + 1] = torch.randn(len(lens), num_heads, head_dim, generator=generator).to(device, dtype)
+    needed = [-(-context_len // block_size) for context_len in lens]
+    num_blocks = sum(needed) + spare_blocks
+    free = torch.randperm(num_blocks, generator=generator).tolist()
+    k_cache, v_cache = torch.full(
+        (2, num_blocks, block_size, num_kv_heads, head_dim), float("nan"), dtype=dtype, device=device
+    ).unbind(0)
+    tables = torch.full((len(lens), max(needed) + 1), -1, dtype=torch.int32)
+    for i, context_len in enumerate(lens):
+        tables[i, : needed[i]] = torch.tensor([free.pop() for _ in range(needed[i])], dtype=torch.int32)
+        positions = torch.arange(context_len)
+        slots = tables[i, positions // block_size].long() * block_size + positions % block_size
+        for cache in (k_cache, v_cache):
+            rows = torch.randn(context_len, num_kv_heads, head_dim, generator=generator)
+            cache.flatten(0, 1)[slots.to(device)] = rows.to(device, dtype)
+    return {
+        "q": fused[:, 1 : num_heads + 1],
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "context_lens": torch.tensor(lens, dtype=torch.int32, device=device),
+        "block_tables": tables.to(device),
+        "scale": head_dim**-0.5,
+    }
+
+
+def dense_decode(q, k_cache, v_cache, context_lens, block_tables, scale):
+    """The definition, in float64, key by key."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
+    for i, context_len in enumerate(context_lens.tolist()):
+        if context_len == 0:
+            continue
+        places = [divmod(position, block_size) for position in range(context_len)]
+        k, v = (
+            torch.stack([cache[block_tables[i, block], offset] for block, offset in places]).double().cpu()
+            for cache in (k_cache, v_cache)
+        )
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        weights = (torch.einsum("hd,jhd->hj", q[i].double().cpu(), k) * scale).softmax(-1)
+        out[i] = torch.einsum("hj,jhd->hd", weights, v)
+    return out
+
+
+def check(case, **options):
+    """Hold both implementations to the definition; `options` are the kernel's own. Returns the kernel's output."""
+    dtype, out = case["q"].dtype, None
+    expected = dense_decode(**case)
+    functions = [decode_attention_torch, partial(paged_decode, **options)]
+    if dtype == torch.bfloat16 and not torch.cuda.is_available():
+        functions.pop()  # Triton's interpreter multiplies bfloat16 as if it were integers
+    for function in functions:
+        # In this mode torch fills fresh memory with NaN: outputs left out and partials never written show up.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            out = function(**case)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        assert (out[case["context_lens"] == 0] == 0).all()
+    return out

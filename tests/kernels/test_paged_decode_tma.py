@@ -1,0 +1,62 @@
+"""The kernel of paged_decode that reads by the tensor memory accelerator: where it is taken, and what it computes."""
+
+import pytest
+import torch
+from decode_cases import check, make_case, needs_tma
+
+import nanovllm.kernels.paged_decode as paged_decode_module
+from nanovllm.kernels.decode_config import DecodeConfig
+from nanovllm.kernels.decode_workspace import DecodeWorkspace
+from nanovllm.kernels.paged_decode import paged_decode
+from nanovllm.utils.decode_plan import make_plan
+
+pytestmark = needs_tma
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16 if torch.cuda.is_available() else torch.float32])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size", "config"),
+    [
+        (4, 2, 128, 256, DecodeConfig(32, 1, 3, tma=True)),
+        (4, 2, 128, 256, DecodeConfig(64, 2, 3, tma=True)),
+        (8, 2, 64, 64, DecodeConfig(64, 2, 3, tma=True)),
+        (5, 1, 64, 32, DecodeConfig(32, 1, 4, tma=True)),
+        (16, 1, 128, 64, DecodeConfig(32, 1, 4, tma=True)),
+    ],
+)
+@pytest.mark.parametrize("spare", [1, 30])
+def test_whole_tiles_by_the_memory_accelerator(
+    num_heads, num_kv_heads, head_dim, block_size, config, spare, dtype, device
+):
+    lens = [0, 1, 31, 32, 33, 63, 64, 65, 0, 130, 320, 351]
+    case = make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed=head_dim + spare)
+    plan = make_plan(case["context_lens"], num_kv_heads, len(lens) + spare)
+    workspace = DecodeWorkspace(len(lens), num_heads, num_kv_heads, head_dim, device, len(plan))
+    workspace.partial.fill_(float("nan"))
+    workspace.lse.fill_(float("nan"))
+    first = check(case, plan=plan, workspace=workspace, config=config)
+    assert (workspace.arrivals == 0).all()
+    assert torch.equal(first, paged_decode(**case, plan=plan, workspace=workspace, config=config))
+
+
+def test_the_memory_accelerators_kernel_is_taken_where_it_can_be(monkeypatch, device):
+    asked, launched = [], []
+    monkeypatch.setattr(paged_decode_module, "has_tma", lambda *case: asked.append(case) or True)
+    launch = paged_decode_module.launch_paged_decode_tma
+    monkeypatch.setattr(
+        paged_decode_module, "launch_paged_decode_tma", lambda *args: launched.append(args) or launch(*args)
+    )
+    for batch, is_taken in ((2, False), (3, True)):
+        case = make_case([33 + i for i in range(batch)], 16, 8, 64, 64, torch.float16, device, seed=batch)
+        check(case)
+        assert bool(launched) == is_taken
+    assert set(asked) == {(64, 64, 2, case["q"].device)}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "message"), [(48, 64, "head_dim 48"), (64, 16, "no less than a tile of 32 keys")]
+)
+def test_what_has_no_whole_tiles_is_refused(head_dim, block_size, message):
+    case = make_case([3], 2, 1, head_dim, block_size, torch.float32, "cpu", seed=0)
+    with pytest.raises(ValueError, match=message):
+        paged_decode(**case, config=DecodeConfig(32, 1, 3, tma=True))
