@@ -12,7 +12,7 @@ class DecodeWorkspace:
     share one. A launch leaves the counters at zero, as it needs to find them; nothing else outlives it.
 
     Attributes:
-        partial: float32, per (piece, query head) the normalised output.
+        partial: float32, per (piece, row of it, query head) the normalised output.
         lse: float32, next to them the log2 of their softmax sums.
         arrivals: int32 `[max_batch_size * num_kv_heads]`, splits that have finished.
     """
@@ -26,7 +26,8 @@ class DecodeWorkspace:
         device: torch.device | str,
         num_items: int | None = None,
     ):
-        """Room for every batch size up to `max_batch_size`, with `num_items` pieces or the default number."""
+        """Room for every batch size up to `max_batch_size`, with `num_items` pieces of a row each, or half as many of
+        two and so on, or with the default number."""
         num_items = num_items or max(num_work_items(n, num_kv_heads) for n in range(1, max_batch_size + 1))
         self.arrivals = torch.zeros(max_batch_size * num_kv_heads, dtype=torch.int32, device=device)
         self.partial = torch.empty(num_items * num_heads * head_dim, dtype=torch.float32, device=device)

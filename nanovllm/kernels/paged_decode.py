@@ -1,8 +1,9 @@
-"""Attention of one query token a sequence over the paged cache, split over keys within one launch.
+"""Attention of one query token a row over the paged cache, split over keys within one launch.
 
 One program takes one piece of a plan (see `decode_plan`), some keys of one sequence, for one KV head, and all query
-heads that share that head, so every key and value is loaded once. A launch may be captured in a CUDA graph: its grid
-follows from shapes alone, and which piece a program takes is read from the plan.
+heads that share that head, so every key and value is loaded once; where rows are consecutive tokens of a prompt, for
+several of them. A launch may be captured in a CUDA graph: its grid follows from shapes alone, and which piece a program
+takes is read from the plan.
 
 The kernel here runs everywhere; `paged_decode_tma` has the one that is faster on Hopper.
 """
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.decode_config import DecodeConfig, choose_config, has_tma
-from nanovllm.kernels.decode_pieces import finish_piece, load_piece
+from nanovllm.kernels.decode_pieces import finish_piece, load_piece, piece_pairs
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.dependent_launch import (
     CACHE_LINE,
@@ -26,7 +27,7 @@ from nanovllm.kernels.dependent_launch import (
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.paged_cache import check_cache, check_heads, key_slots, load_blocks
 from nanovllm.kernels.paged_decode_tma import launch_paged_decode_tma
-from nanovllm.utils.decode_plan import PIECE_FIELDS, make_plan
+from nanovllm.utils.decode_plan import PIECE_FIELDS, make_plan, rows_a_piece
 
 
 @triton.jit
@@ -72,7 +73,8 @@ def _paged_decode_kernel(
     scale_log2,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
+    MOST_ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PIECE_FIELDS: tl.constexpr,
@@ -87,10 +89,12 @@ def _paged_decode_kernel(
     # KV heads vary fastest: the heads of a token lie side by side in memory and are best read at the same time.
     kv_head = tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
-    seq, split, num_splits, first_key, end_key = load_piece(plan_ptr, item, PIECE_FIELDS)
-    if seq < 0:
+    first_row, split, num_splits, first_key, end_key, num_rows, first_len = load_piece(
+        plan_ptr, item, PIECE_FIELDS, MOST_ROWS
+    )
+    if first_row < 0:
         return
-    table_ptr = block_tables_ptr + seq * table_stride
+    table_ptr = block_tables_ptr + first_row * table_stride
     k_ptr = k_cache_ptr + kv_head * HEAD_DIM
     v_ptr = v_cache_ptr + kv_head * HEAD_DIM
     # A tile's block is known a tile ahead: a load that asked for it itself would cost a stage of the pipeline.
@@ -103,19 +107,19 @@ def _paged_decode_kernel(
             )
         gdc_wait()
 
-    members = tl.arange(0, PADDED_GROUP)
+    rows, heads, inside_pairs = piece_pairs(num_rows, kv_head, GROUP, PAIRS, MOST_ROWS)
     dims = tl.arange(0, PADDED_DIM)
     inside_dims = dims < HEAD_DIM
-    inside_heads = (members < GROUP)[:, None] & inside_dims[None, :]
-    head_tile = members[:, None] * HEAD_DIM + dims[None, :]
-    first_head = kv_head * GROUP
-    q = tl.load(q_ptr + seq * q_stride + first_head * HEAD_DIM + head_tile, mask=inside_heads, other=0.0)
+    q_tile = (rows * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :]
+    inside_q = inside_pairs[:, None] & inside_dims[None, :]
+    q = tl.load(q_ptr + first_row * q_stride + q_tile, mask=inside_q, other=0.0)
 
-    acc = tl.zeros([PADDED_GROUP, PADDED_DIM], dtype=tl.float32)
-    row_max = tl.full([PADDED_GROUP], float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros([PADDED_GROUP], dtype=tl.float32)
+    acc = tl.zeros([PAIRS, PADDED_DIM], dtype=tl.float32)
+    pair_max = tl.full([PAIRS], float("-inf"), dtype=tl.float32)
+    pair_sum = tl.zeros([PAIRS], dtype=tl.float32)
     for start in range(first_key, end_key, TILE):
-        owned = start + tl.arange(0, TILE) < end_key
+        keys = start + tl.arange(0, TILE)
+        owned = keys < end_key
         slots = key_slots(blocks, start, BLOCK_SIZE, TILE)
         blocks = load_blocks(table_ptr, start + TILE, end_key, BLOCK_SIZE, TILE)
         cache_tile = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
@@ -124,13 +128,17 @@ def _paged_decode_kernel(
         k = tl.load(k_ptr + cache_tile, mask=inside, other=0.0)
         v = tl.load(v_ptr + cache_tile, mask=inside, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        scores = tl.where(owned[None, :], scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        attended = owned[None, :]
+        if MOST_ROWS > 1:
+            # Each row has a key of the piece's first tile: a run of rows and its last keys lie in one.
+            attended &= keys[None, :] < (first_len + rows)[:, None]
+        scores = tl.where(attended, scores, float("-inf"))
+        new_max = tl.maximum(pair_max, tl.max(scores, 1) * scale_log2)
         weights = tl.exp2(scores * scale_log2 - new_max[:, None])
-        shrink = tl.exp2(row_max - new_max)
-        row_sum = row_sum * shrink + tl.sum(weights, 1)
+        shrink = tl.exp2(pair_max - new_max)
+        pair_sum = pair_sum * shrink + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        row_max = new_max
+        pair_max = new_max
 
     finish_piece(
         out_ptr,
@@ -138,16 +146,19 @@ def _paged_decode_kernel(
         lse_ptr,
         arrivals_ptr,
         acc,
-        row_max,
-        row_sum,
-        seq,
+        pair_max,
+        pair_sum,
+        first_row,
+        num_rows,
         kv_head,
         item,
         split,
         num_splits,
         NUM_KV_HEADS,
         GROUP,
-        PADDED_GROUP,
+        PAIRS,
+        MOST_ROWS,
+        MOST_ROWS,
         HEAD_DIM,
         PADDED_DIM,
     )
@@ -164,22 +175,26 @@ def paged_decode(
     workspace: DecodeWorkspace | None = None,
     config: DecodeConfig | None = None,
     pdl: bool = False,
+    most_rows: int = 1,
 ) -> torch.Tensor:
-    """Attention of each sequence's newest token to its whole context: softmax(q k^T * scale) v, grouped-query heads.
+    """Attention of each row's token to its whole context: softmax(q k^T * scale) v, grouped-query heads. A row is a
+    sequence's newest token, or in a mixed step any token of a prompt.
 
     Args:
         q: `[batch_size, num_heads, head_dim]`, heads packed within a token, any stride between tokens.
         k_cache, v_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous, of q's dtype, block_size a
-            power of two from 16 up, the new token's keys and values already in them.
-        context_lens: int32 `[batch_size]`, keys of each sequence, the new token's included; 0 marks a padding row,
-            which reads no key and whose output is zero. Read only where there is no plan, which says the same.
-        block_tables: int32 `[batch_size, max_blocks]`, right-padded with -1.
+            power of two from 16 up, all rows' keys and values already in them.
+        context_lens: int32 `[batch_size]`, keys of each row, its own included; 0 marks a padding row, which reads no
+            key and whose output is zero. Read only where there is no plan, which says the same.
+        block_tables: int32 `[batch_size, max_blocks]`, right-padded with -1; of rows that share pieces the first one's
+            is read.
         scale: positive factor of the scores, usually `head_dim ** -0.5`.
         plan: int32 `[num_items, PIECE_FIELDS]`, the pieces of work, made for these context_lens (see `decode_plan`);
             one is made for this call if None, which waits for the device.
         workspace: what the splits share; one is made for this call if None.
         config: launch constants, chosen from the shapes if None.
         pdl: programmatic dependent launch (see `dependent_launch`); the plan and block_tables are read before the wait.
+        most_rows: that share a piece of the plan, at most `rows_a_piece`.
 
     Returns:
         `[batch_size, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside.
@@ -212,18 +227,22 @@ def paged_decode(
             f"plan must be a contiguous int32 [num_items, {PIECE_FIELDS}], not {list(plan.shape)} {plan.dtype} with "
             f"strides {plan.stride()}"
         )
+    group = num_heads // num_kv_heads
+    if not 1 <= most_rows <= rows_a_piece(num_heads, num_kv_heads):
+        raise ValueError(f"most_rows must be 1 up to 16 // {group} query heads a KV head, or 1, got {most_rows}")
     num_items = len(plan)
-    workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, num_items)
-    workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, num_items)
+    room = num_items * most_rows
+    workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, room)
+    workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, room)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     if config is None:
         tma = has_tma(head_dim, block_size, q.element_size(), q.device)
         config = choose_config(batch_size * num_kv_heads, padded_dim, q.element_size(), q.device, tma)
     scale_log2 = scale * math.log2(math.e)
     if config.tma:
-        launch_paged_decode_tma(out, q, k_cache, v_cache, block_tables, plan, workspace, scale_log2, config, pdl)
+        tensors = (out, q, k_cache, v_cache, block_tables, plan, workspace)
+        launch_paged_decode_tma(*tensors, scale_log2, config, pdl, most_rows)
         return out
-    group = num_heads // num_kv_heads
     launcher(_paged_decode_kernel, (num_kv_heads, num_items), pdl)(
         out,
         q,
@@ -239,8 +258,9 @@ def paged_decode(
         scale_log2,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
-        # Tensor cores take no fewer than 16 rows; the ones that pad a small group are computed and thrown away.
-        PADDED_GROUP=max(16, triton.next_power_of_2(group)),
+        MOST_ROWS=most_rows,
+        # Tensor cores take no fewer than 16; what pads a small group is computed and thrown away.
+        PAIRS=max(16, triton.next_power_of_2(most_rows * group)),
         HEAD_DIM=head_dim,
         PADDED_DIM=padded_dim,
         PIECE_FIELDS=PIECE_FIELDS,

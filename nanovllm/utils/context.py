@@ -18,13 +18,15 @@ class Context:
         cu_seqlens_k: [num_seqs + 1] prefill: running sum of the keys, cached prefix and new tokens.
         max_seqlen_q, max_seqlen_k: prefill: the longest of each.
         slot_mapping: [num_tokens] KV cache slot (block * block_size + offset) of each token, -1 = store nothing.
-        context_lens: [num_seqs] decode: keys of each sequence, its new token included; 0 = padding row.
-        block_tables: [num_seqs, max_blocks] KV cache blocks of each sequence, right-padded with -1; None in a
-            prefill that reads nothing from the cache.
+        context_lens: [num_rows] decode: keys of each row, its own token included; 0 = padding row. A row is a
+            sequence's new token; in a mixed step a prompt has several.
+        block_tables: [num_seqs, max_blocks] KV cache blocks of each sequence, in decode of each row's, right-padded
+            with -1; None in a prefill that reads nothing from the cache.
         last_tokens: int64 [num_seqs] prefill: where in the flat batch each sequence's last new token is. The model
             returns the hidden states of these alone; None makes it return all.
         decode_plan: decode: int32 [num_items, PIECE_FIELDS], the pieces that attention is cut into, for back ends that
             want a plan (see the module of that name).
+        most_rows: decode: that share one of these pieces.
     """
 
     is_prefill: bool = False
@@ -37,6 +39,7 @@ class Context:
     block_tables: torch.Tensor | None = None
     last_tokens: torch.Tensor | None = None
     decode_plan: torch.Tensor | None = None
+    most_rows: int = 1
 
     def of_last_tokens(self) -> "Context":
         """The same prefill with each sequence's last new token as its one query."""

@@ -10,7 +10,14 @@ pytest.importorskip("triton")
 
 from nanovllm.kernels import decode_config
 from nanovllm.kernels.decode_config import choose_config
-from nanovllm.utils.decode_plan import MAX_SPLITS, PIECE_FIELDS, SPLIT_UNIT, num_work_items, plan_decode
+from nanovllm.utils.decode_plan import (
+    MAX_SPLITS,
+    PIECE_FIELDS,
+    SPLIT_UNIT,
+    first_rows,
+    num_work_items,
+    plan_decode,
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -26,7 +33,9 @@ def test_plan_covers_every_key_once_and_takes_the_longest_first(lens, spare):
     for row, context_len in enumerate(lens):
         places = np.flatnonzero(used[:, 0] == row)
         assert (np.diff(places) == 1).all()
-        _, splits, num_splits, first, end = used[places].T
+        _, splits, num_splits, first, end, num_rows, first_len = used[places].T
+        assert (num_rows == 1).all()
+        assert (first_len == context_len).all()
         assert splits.tolist() == list(range(len(places)))
         assert (num_splits == len(places)).all()
         assert 1 <= len(places) <= MAX_SPLITS
@@ -37,14 +46,50 @@ def test_plan_covers_every_key_once_and_takes_the_longest_first(lens, spare):
         assert context_len == 0 or (first < end).all()
         assert len(set((end - first)[:-1])) <= 1  # equal but for the last, which is not longer
         assert end[-1] - first[-1] <= end[0] - first[0]
-    lengths = [-(-(end - first) // SPLIT_UNIT) for _, split, _, first, end in used.tolist() if split == 0]
+    lengths = [-(-(end - first) // SPLIT_UNIT) for _, split, _, first, end, *_ in used.tolist() if split == 0]
     assert lengths == sorted(lengths, reverse=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 60)), min_size=1, max_size=8),
+    num_running=st.integers(0, 3),
+    most_rows=st.integers(1, 16),
+    spare=st.integers(1, 100),
+)
+def test_consecutive_tokens_of_a_prompt_share_pieces(prompts, num_running, most_rows, spare):
+    """prompts: tokens before, and tokens of the step."""
+    owners = np.repeat(np.arange(len(prompts)), [n for _, n in prompts])
+    positions = np.concatenate([np.arange(cached, cached + n) for cached, n in prompts])
+    firsts = first_rows(owners, positions, most_rows)
+    context_lens = np.concatenate((np.full(num_running, 500), positions + 1))
+    items = np.empty((len(context_lens) + spare, PIECE_FIELDS), np.int32)
+    plan_decode(context_lens, items, np.concatenate((np.arange(num_running), num_running + firsts)))
+    used = items[items[:, 0] >= 0]
+    rows_of = {}
+    for first_row, split, num_splits, first, end, num_rows, first_len in used.tolist():
+        rows_of[first_row] = num_rows
+        last_len = first_len + num_rows - 1
+        assert context_lens[first_row : first_row + num_rows].tolist() == list(range(first_len, last_len + 1))
+        is_last = split == num_splits - 1
+        assert end == last_len if is_last else end <= first_len, "only the last split has keys that are not all rows'"
+        # These lie in one tile with the last key of the first row, whatever the size of tiles.
+        assert not is_last or (first_len - 1) // 16 == (last_len - 1) // 16
+        assert first < first_len
+    assert sum(rows_of.values()) == len(context_lens)
+    for first_row, num_rows in rows_of.items():
+        assert 1 <= num_rows <= most_rows
+        prompt_rows = first_row - num_running + np.arange(num_rows)
+        assert first_row < num_running or len(set(owners[prompt_rows])) == 1
+    if most_rows in (1, 2, 4, 8, 16):  # and no more pieces than it takes: a run may begin and end within one
+        num_pieces = len(rows_of) - num_running
+        assert num_pieces == sum((cached + n - 1) // most_rows - cached // most_rows + 1 for cached, n in prompts)
 
 
 def test_more_work_than_programs_makes_longer_splits():
     items = np.empty((4, PIECE_FIELDS), np.int32)
     plan_decode(np.array([640, 64]), items)
-    assert items.tolist()[:3] == [[0, 0, 2, 0, 320], [0, 1, 2, 320, 640], [1, 0, 1, 0, 64]]
+    assert items[:3, :5].tolist() == [[0, 0, 2, 0, 320], [0, 1, 2, 320, 640], [1, 0, 1, 0, 64]]
     assert items[3, 0] == -1
     items = np.empty((num_work_items(2, 8), PIECE_FIELDS), np.int32)  # many
     plan_decode(np.array([640, 64]), items)

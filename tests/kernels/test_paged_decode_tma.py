@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from decode_cases import check, make_case, needs_tma
+from decode_cases import PROMPTS, check, check_prompt_rows, make_case, needs_tma
 
 import nanovllm.kernels.paged_decode as paged_decode_module
 from nanovllm.kernels.decode_config import DecodeConfig
@@ -37,6 +37,21 @@ def test_whole_tiles_by_the_memory_accelerator(
     first = check(case, plan=plan, workspace=workspace, config=config)
     assert (workspace.arrivals == 0).all()
     assert torch.equal(first, paged_decode(**case, plan=plan, workspace=workspace, config=config))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "config"),
+    [
+        (8, 2, 128, DecodeConfig(32, 1, 3, tma=True)),  # four rows of four heads
+        (4, 2, 64, DecodeConfig(64, 2, 3, tma=True)),  # eight of two
+        (5, 1, 64, DecodeConfig(32, 1, 4, tma=True)),  # three of five, of sixteen that there is room for
+    ],
+)
+@pytest.mark.parametrize("spare", [1, 60])
+def test_consecutive_tokens_share_pieces(num_heads, num_kv_heads, head_dim, config, spare, device):
+    sizes = (num_heads, num_kv_heads, head_dim, 64)
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+    check_prompt_rows(PROMPTS, *sizes, dtype, device, spare, spare=spare, config=config)
 
 
 def test_the_memory_accelerators_kernel_is_taken_where_it_can_be(monkeypatch, device):
