@@ -59,7 +59,7 @@ def step_micros(llm: LLM, batch: int, context: int) -> float:
     if len(llm.scheduler.running) != batch:
         raise RuntimeError(f"{batch} sequences of {context} tokens do not run at once")
     size = runner.graphs.padded(batch)
-    runner.prepare_decode(list(llm.scheduler.running), size)
+    runner.prepare_decode(list(llm.scheduler.running), runner.decode_inputs.padded[size])
     micros = []
     for _ in range(ROUNDS + 1):  # the first one until the clocks are up
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -41,6 +41,9 @@ class Config:
         load_format: "auto" reads safetensors; "dummy" draws random weights of the model's shapes.
         attention_backend: "auto", "flash_attn", "triton" or "torch".
         enable_prefix_caching: share the KV cache blocks of equal beginnings.
+        mixed_step_rows: tokens that a decode step computes where prompts are to be computed beside it, in the rows that
+            none of its sequences takes; 0 for no such steps; None for 256 where they pay: layers of 150 million
+            parameters or more, on one GPU, with CUDA graphs.
         overlap_steps: prepare and launch a step before the one ahead of it is read, so that the GPU never waits.
         seed: of everything that requests without a seed of their own draw; None takes a fresh one.
         skip_tokenizer_init: prompts are token ids alone, and results carry no text.
@@ -68,6 +71,7 @@ class Config:
     load_format: str = "auto"
     attention_backend: str = "auto"
     enable_prefix_caching: bool = True
+    mixed_step_rows: int | None = None
     overlap_steps: bool = True
     seed: int | None = None
     skip_tokenizer_init: bool = False
@@ -106,6 +110,11 @@ class Config:
         self._require("kvcache_block_size", _is_int(size, 16) and size & (size - 1) == 0, "a power of two, 16 or more")
         blocks = self.num_kvcache_blocks
         self._require("num_kvcache_blocks", _is_int(blocks, -1) and blocks != 0, "an integer >= 1, or -1 to derive it")
+        rows, most = self.mixed_step_rows, self.max_num_batched_tokens
+        fits = rows is None or (_is_int(rows, 0) and rows <= most)
+        self._require("mixed_step_rows", fits, f"None, or in 0..max_num_batched_tokens, {most}")
+        one_rank = not rows or self.tensor_parallel_size == 1
+        self._require("mixed_step_rows", one_rank, f"0 or None with tensor_parallel_size={self.tensor_parallel_size}")
         gib = self.kvcache_gib
         self._require(
             "kvcache_gib", gib is None or _is_number(gib, 0, sys.float_info.max), "a number > 0, or None to derive it"

@@ -26,6 +26,7 @@ def test_defaults():
     assert config.kvcache_gib is None
     assert config.attention_backend == "auto"
     assert config.enable_prefix_caching is True
+    assert config.mixed_step_rows is None
     assert config.overlap_steps is True
     assert config.skip_tokenizer_init is False
     assert config.seed is None
@@ -49,6 +50,8 @@ def test_defaults():
         ("attention_backend", "triton"),
         ("attention_backend", "torch"),
         ("enable_prefix_caching", False),
+        ("mixed_step_rows", 0),
+        ("mixed_step_rows", 1),
         ("overlap_steps", False),
         ("seed", 0),
         ("seed", 2**63 - 1),
@@ -77,12 +80,19 @@ WRONG = {
     "load_format": ([*CHOICE, "safetensors"], "auto, dummy"),
     "attention_backend": ([*CHOICE, "flash-attn", "xformers"], "auto, flash_attn, triton, torch"),
     "enable_prefix_caching": (FLAG, "True or False"),
+    "mixed_step_rows": ([-1, 16385, 1.0, "256", True, False, NAN, [256]], r"None.*0\.\.max_num_batched_tokens, 16384"),
     "overlap_steps": (FLAG, "True or False"),
     "seed": ([-1, 2**63, 2**64, 1.0, "1", True, False, NAN, [1]], r"None.*0\.\.2\*\*63 - 1"),
     "skip_tokenizer_init": (FLAG, "True or False"),
     "eos": ([-1, 1.0, "2", None, True, [1, -1], [1, "2"], [1.0], [True], {1: 2}], "token ids >= 0"),
     "hf_config": ([{}, {"max_position_embeddings": 512}, "config.json", 5], "must be .*transformers"),
 }
+
+
+def test_mixed_steps_are_one_gpus():
+    with pytest.raises(ValueError, match=r"mixed_step_rows=8: .* 0 or None with tensor_parallel_size=2"):
+        dummy(mixed_step_rows=8, tensor_parallel_size=2, device="cpu")
+    assert dummy(mixed_step_rows=0, tensor_parallel_size=2, device="cpu").mixed_step_rows == 0
 
 
 def test_the_table_of_wrong_values_covers_every_option():

@@ -118,6 +118,25 @@ def test_chunked_prefill_of_a_prompt_whose_head_is_cached(base):
     assert sum(prefills) == 150 - 48
 
 
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "one-by-one"])
+def test_prompts_beside_decode_steps(base, overlap):
+    path, reference = base
+    prompts = reference.draw_prompts((20, 45, 150, 31, 64, 7, 48), 60)
+    params = [greedy(n) for n in (60, 50, 40, 20, 14, 9, 2)]
+    with make_llm(path, mixed_step_rows=16, overlap_steps=overlap, max_num_batched_tokens=70) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        expected = reference.greedy(prompts, 60)
+        for output, tokens, p in zip(outputs, expected, params, strict=True):
+            assert output["token_ids"] == tokens[: p.max_tokens]
+        # A prefill step for the first, and the others entered beside it, one after the other.
+        metrics = [output["metrics"] for output in outputs]
+        first_tokens = [m["time_to_first_token"] for m in metrics]
+        assert first_tokens == sorted(first_tokens)
+        assert all(m["queued"] < m["time_to_first_token"] for m in metrics)
+        assert llm.stats()["steps"] <= 62
+        assert_idle(llm)
+
+
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no-cache"])
 def test_preemption_within_and_across_chunks(base, caching):
     path, reference = base
@@ -165,11 +184,12 @@ traffic = st.lists(
     spare_blocks=st.integers(0, 6),
     max_num_batched_tokens=st.integers(3, 80),
     max_num_seqs=st.integers(1, 8),
+    mixed_step_rows=st.sampled_from([0, 8, 40]),
     caching=st.booleans(),
     overlap=st.booleans(),
 )
 def test_any_traffic_on_any_engine(
-    base, traffic, block_size, spare_blocks, max_num_batched_tokens, max_num_seqs, caching, overlap
+    base, traffic, block_size, spare_blocks, max_num_batched_tokens, max_num_seqs, mixed_step_rows, caching, overlap
 ):
     path, reference = base
     eos = set(range(0, VOCAB_SIZE, 10))
@@ -182,6 +202,7 @@ def test_any_traffic_on_any_engine(
         "num_kvcache_blocks": -(-longest // block_size) + spare_blocks,
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_num_seqs": max_num_seqs,
+        "mixed_step_rows": mixed_step_rows,
         "enable_prefix_caching": caching,
         "overlap_steps": overlap,
     }
@@ -215,10 +236,11 @@ def sampled_alone(base):
     [
         ({}, False),
         ({"max_num_batched_tokens": 24}, False),
+        ({"max_num_batched_tokens": 24, "mixed_step_rows": 20}, False),
         ({"num_kvcache_blocks": 7}, True),
         ({"num_kvcache_blocks": 7, "max_num_batched_tokens": 24, "enable_prefix_caching": False}, True),
     ],
-    ids=["one-batch", "chunked", "preempted", "preempted-chunked-no-cache"],
+    ids=["one-batch", "chunked", "mixed", "preempted", "preempted-chunked-no-cache"],
 )
 def test_seeded_requests_in_a_batch(base, sampled_alone, options, preempts):
     with make_llm(base[0], **options) as llm:

@@ -16,6 +16,12 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
     return [*sizes, largest]
 
 
+def mixed_batch_sizes(num_rows: int, max_num_seqs: int) -> list[int]:
+    """How many of a mixed step's rows tokens are drawn from: 64, 128, 192, ... up to all that sequences may have."""
+    largest = min(num_rows, max_num_seqs)
+    return [*range(64, largest, 64), largest]
+
+
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """What graphs of a device are captured on. torch's default is one stream for the whole process, on whichever device

@@ -9,7 +9,7 @@ import torch
 from nanovllm.engine.packed_arrays import Layout, PackedArrays, packed_size
 from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.context import Context
-from nanovllm.utils.decode_plan import PIECE_FIELDS, num_work_items, plan_decode
+from nanovllm.utils.decode_plan import PIECE_FIELDS, first_rows, num_work_items, plan_decode
 
 
 class BlockTables:
@@ -36,6 +36,11 @@ class BlockTables:
             return
         self._written[row] = (block_table, new_length)
 
+    def repeat(self, rows: slice, sources: np.ndarray) -> None:
+        """Write the tables of the rows `sources` into these rows too."""
+        self.array[rows] = self.array[sources]
+        self._written[rows] = [([], 0)] * len(sources)
+
 
 class DecodeInputs:
     """The inputs of decode steps: fixed device memory, which CUDA graphs read, behind two host buffers.
@@ -44,14 +49,17 @@ class DecodeInputs:
     up again only after the step that it was sent for has been read. The sampled tokens stay on the device, right
     behind the inputs, so that one gather takes each row's token from wherever it is (see `token_source`).
 
+    A row is a sequence's last scheduled token. In a mixed step prompts have more than one, and these others come in
+    the rows after those of all sequences: to the layers each is a row like any other, and nobody draws from it.
+
     Attributes:
         padded: how many rows the layers are given for a step of so many sequences, 0 to max_num_seqs.
-        rows: device tensors, one row a sequence, and padding:
+        rows: device tensors, one row a token, and padding:
             token_source int64: index into `tokens` of the token that the row feeds,
             positions int64: that token's position; seeds int64, temperatures float32: the request's,
             slot_mapping int32, context_lens int32, block_tables int32 [.., max_blocks]: as in Context.
         work_items: int32 [.., PIECE_FIELDS], the plan of the step's attention (see `decode_plan`).
-        tokens: int64 [2 * padded[-1]]: tokens that the host knows, then those the last step sampled.
+        tokens: int64 [2 * most rows]: tokens that the host knows, then those the last step sampled.
         sampled: the latter half.
     """
 
@@ -63,12 +71,15 @@ class DecodeInputs:
         device: torch.device,
         num_kv_heads: int | None,
         padded: list[int] | None = None,
+        mixed_step_rows: int = 0,
+        most_rows: int = 1,
     ):
         """num_kv_heads: to plan attention's work for; None makes no plan. padded: never less for more sequences; None
-        pads nothing."""
+        pads nothing. mixed_step_rows: most of a mixed step. most_rows: of its rows to share a piece of the plan."""
         self.padded = padded or list(range(max_num_seqs + 1))
-        n = self.padded[max_num_seqs]
+        n = self.max_rows = max(self.padded[max_num_seqs], mixed_step_rows)
         self.num_kv_heads = num_kv_heads
+        self.most_rows = most_rows
         num_items = max(num_work_items(i + 1, num_kv_heads) for i in range(n)) if num_kv_heads else 0
         layout: Layout = {
             "token_source": ((n,), np.int64),
@@ -95,47 +106,80 @@ class DecodeInputs:
         self.tokens = memory[size - 8 * len(host_tokens) :].view(torch.int64)
         self.sampled = self.tokens[self._sampled_at :]
 
-    def plan(self, batch_size: int) -> torch.Tensor | None:
-        """The plan of a step of this size, as far as the device is concerned: which memory it lies in."""
+    def plan(self, num_rows: int) -> torch.Tensor | None:
+        """The plan of a step of so many rows, as far as the device is concerned: which memory it lies in."""
         if self.num_kv_heads is None:
             return None
-        return self.work_items[: num_work_items(self.padded[batch_size], self.num_kv_heads)]
+        return self.work_items[: num_work_items(num_rows, self.num_kv_heads)]
 
-    def for_layers(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, Context]:
-        """What the layers take of a step of this size, padding included: token ids and positions, int64, and the
+    def for_layers(self, num_rows: int, is_mixed: bool = False) -> tuple[torch.Tensor, torch.Tensor, Context]:
+        """What the layers take of a step of so many rows, padding included: token ids and positions, int64, and the
         context."""
-        rows = {name: tensor[: self.padded[batch_size]] for name, tensor in self.rows.items()}
-        names = ("slot_mapping", "context_lens", "block_tables")
-        context = Context(**{name: rows[name] for name in names}, decode_plan=self.plan(batch_size))
+        rows = {name: tensor[:num_rows] for name, tensor in self.rows.items()}
+        tensors = {name: rows[name] for name in ("slot_mapping", "context_lens", "block_tables")}
+        most_rows = self.most_rows if is_mixed else 1
+        context = Context(**tensors, decode_plan=self.plan(num_rows), most_rows=most_rows)
         return self.tokens[rows["token_source"]], rows["positions"], context
 
-    def write(self, seqs: list[Sequence], batch_size: int) -> None:
-        """Send one decode step's inputs: each sequence's last token, its position, slot and block table; and
-        padding for the rows from there to what batch_size is padded to."""
-        batch_size = self.padded[batch_size]
+    def pad(self, batch_size: int) -> None:
+        """Send a decode step of this size that is padding alone."""
+        self.write([], self.padded[batch_size])
+
+    def write(self, seqs: list[Sequence], num_rows: int) -> None:
+        """Send one decode step's inputs: each sequence's last token, its position, slot and block table; behind them
+        the other tokens of prompts; and padding for the rows from there to num_rows."""
         self._turn = (self._turn + 1) % len(self._buffers)
         buffer, tables = self._buffers[self._turn], self._tables[self._turn]
         host, n = buffer.host, len(seqs)
         for row, seq in enumerate(seqs):
             tables.write(row, seq.block_table)
-        context_lens = np.array([seq.num_tokens for seq in seqs], np.int64)
+        context_lens = [seq.num_tokens for seq in seqs]
+        tokens = [seq.last_token for seq in seqs]
+        owners = None
+        if seqs and seqs[-1].is_prefilling:
+            owners = _append_prompts(seqs, context_lens, tokens)
+            tables.repeat(slice(n, len(tokens)), owners)
+        num_tokens = len(tokens)
+        context_lens = np.array(context_lens, np.int64)
         positions = context_lens - 1
-        host["positions"][:n] = positions
-        host["context_lens"][:n] = context_lens
-        blocks = host["block_tables"][np.arange(n), positions // self.block_size]
-        host["slot_mapping"][:n] = blocks * self.block_size + positions % self.block_size
+        host["positions"][:num_tokens] = positions
+        host["context_lens"][:num_tokens] = context_lens
+        blocks = host["block_tables"][np.arange(num_tokens), positions // self.block_size]
+        host["slot_mapping"][:num_tokens] = blocks * self.block_size + positions % self.block_size
         host["temperatures"][:n] = [seq.temperature for seq in seqs]
         host["seeds"][:n] = [seq.seed for seq in seqs]
-        host["host_tokens"][:n] = [seq.last_token for seq in seqs]
+        host["host_tokens"][:num_tokens] = tokens
         pending = np.array([seq.pending_row for seq in seqs], np.int64)
         host["token_source"][:n] = np.where(pending < 0, np.arange(n), self._sampled_at + pending)
+        host["token_source"][n:num_tokens] = np.arange(n, num_tokens)
         # The rows that pad the batch write nothing and read nothing.
-        host["slot_mapping"][n:batch_size] = -1
-        host["context_lens"][n:batch_size] = 0
+        host["slot_mapping"][num_tokens:num_rows] = -1
+        host["context_lens"][num_tokens:num_rows] = 0
         if self.num_kv_heads is not None:
-            items = host["work_items"][: num_work_items(batch_size, self.num_kv_heads)]
-            plan_decode(host["context_lens"][:batch_size], items)
+            items = host["work_items"][: num_work_items(num_rows, self.num_kv_heads)]
+            firsts = None
+            if owners is not None and self.most_rows > 1:
+                shared = n + first_rows(owners, positions[n:], self.most_rows)
+                firsts = np.concatenate((np.arange(n), shared, np.arange(num_tokens, num_rows)))
+            plan_decode(host["context_lens"][:num_rows], items, firsts)
         buffer.send()
+
+
+def _append_prompts(seqs: list[Sequence], context_lens: list[int], tokens: list[int]) -> np.ndarray:
+    """Make the rows of a mixed step's prompts, the last of seqs, those of their last scheduled tokens, and append rows
+    for the scheduled tokens before these; returns whose each is, as a row of seqs."""
+    owners, num_others = [], []
+    for row in range(len(seqs) - 1, -1, -1):
+        seq = seqs[row]
+        if not seq.is_prefilling:
+            break
+        start, last = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens - 1
+        context_lens[row], tokens[row] = last + 1, seq.tokens[last]
+        context_lens.extend(range(start + 1, last + 1))
+        tokens.extend(seq.tokens[start:last])
+        owners.append(row)
+        num_others.append(last - start)
+    return np.repeat(owners, num_others)
 
 
 def prefill_inputs(

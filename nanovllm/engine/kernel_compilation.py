@@ -60,6 +60,9 @@ def _trace(runner) -> None:
     for size in telling_batch_sizes(config.max_num_seqs):
         runner.run([seq] * size, False)
         _trace_truncation(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
+    if runner.mixed_step_rows > 1:
+        prompt = _sequence(min(runner.mixed_step_rows, config.max_model_len) - 1, block_size)
+        runner.run([seq, prompt], False)
     warmup_kernels(runner)
     runner.use_kv_cache(None)
 

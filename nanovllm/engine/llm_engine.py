@@ -79,6 +79,7 @@ class LLMEngine:
             config.kvcache_block_size,
             eos,
             config.enable_prefix_caching,
+            self.model_runner.mixed_step_rows,
         )
         self._checker = RequestChecker(self.tokenizer, config.hf_config.vocab_size, config.eos, self.scheduler.check)
         self._seed = secrets.randbits(63) if config.seed is None else config.seed

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 
 import torch
@@ -88,11 +87,11 @@ class LogitSteps:
         if self._plain_graphs is not None and n <= self._plain_graphs.max_batch_size:
             batch_size = self._plain_graphs.padded(n)
             self._capture(batch_size)
-            inputs.write(seqs, batch_size)
+            inputs.write(seqs, inputs.padded[batch_size])
             self.graphs.replay(batch_size)
             logits = self.logits
         else:
-            inputs.write(seqs, n)
+            inputs.write(seqs, inputs.padded[n])
             logits = self._decode_logits(n)
         if not self._draws:
             return None
@@ -102,7 +101,8 @@ class LogitSteps:
 
     def _decode_logits(self, batch_size: int) -> Tensor:
         """Of the first rows of the inputs: [batch_size, vocab_size]."""
-        return self._full_logits(self._hidden_states(*self._inputs.for_layers(batch_size))[:batch_size])
+        inputs = self._inputs.for_layers(self._inputs.padded[batch_size])
+        return self._full_logits(self._hidden_states(*inputs)[:batch_size])
 
     def _hidden_states(self, input_ids: Tensor, positions: Tensor, context: Context) -> Tensor:
         with step_context(context):
@@ -120,8 +120,7 @@ class LogitSteps:
             device = self._inputs.sampled.device
             if self._draws:
                 self.logits = torch.empty(plain.max_batch_size, vocab_size, dtype=self._config.dtype, device=device)
-            prepare = partial(self._inputs.write, [])
-            self.graphs = DecodeGraphs(self._store_logits, prepare, plain.sizes, device, plain.pool)
+            self.graphs = DecodeGraphs(self._store_logits, self._inputs.pad, plain.sizes, device, plain.pool)
         self.graphs.capture(batch_size)
 
     def _store_logits(self, batch_size: int) -> None:

@@ -10,12 +10,13 @@ from typing import NoReturn
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
+from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes, mixed_batch_sizes
 from nanovllm.engine.inputs import DecodeInputs, prefill_inputs
 from nanovllm.engine.interrupts import HeldInterrupt
 from nanovllm.engine.kernel_compilation import compiling_kernels, warmup_kernels
 from nanovllm.engine.logit_steps import LogitSteps, needs_logits
 from nanovllm.engine.memory import allocate_kv_cache, largest_prefill
+from nanovllm.engine.mixed_steps import choose_num_rows
 from nanovllm.engine.process_group import ABORT_SECONDS, abort_group
 from nanovllm.engine.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling_pipeline import Forward
@@ -30,6 +31,7 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models import make_model
 from nanovllm.models.qwen3 import get_head_dim
 from nanovllm.utils.context import Context, step_context
+from nanovllm.utils.decode_plan import rows_a_piece
 from nanovllm.utils.loader import load_dummy, load_model, num_checkpoint_params
 from nanovllm.utils.parallel import TensorParallel
 from nanovllm.utils.threads import threads_for
@@ -50,6 +52,7 @@ class ModelRunner:
         workers: rank 0's, the processes of the other ranks; None with one rank.
         num_kvcache_blocks: blocks of the KV cache.
         kv_cache: [2, layers, blocks, block_size, kv_heads, head_dim]; 0 = keys, 1 = values.
+        mixed_step_rows: tokens that a mixed step computes at most; 0 where there are to be none.
     """
 
     def __init__(self, config: Config, rank: int = 0, link: WorkerLink | None = None):
@@ -60,7 +63,7 @@ class ModelRunner:
         self.config = config
         self.rank = rank
         self.block_size = config.kvcache_block_size
-        self.model = self.sampler = self.kv_cache = self.graphs = self.decode_inputs = None
+        self.model = self.sampler = self.kv_cache = self.graphs = self.mixed_graphs = self.decode_inputs = None
         self.logit_steps: LogitSteps | None = None
         self.tp = TensorParallel()
         self.workers: Workers | None = None
@@ -90,9 +93,11 @@ class ModelRunner:
         # Over two GPUs it gained nothing.
         quack = load_quack(config.dtype, self.device, decodes=has_graphs) if self.tp.size == 1 else None
         self.model.use_quack(quack)
-        planned_heads = num_kv_heads if backend.wants_plan else None
-        self._make_decode_inputs(planned_heads)
-        backend.prepare(self.decode_inputs.padded[-1], num_heads, num_kv_heads, head_dim, self.device)
+        heads = (num_heads, num_kv_heads) if backend.wants_plan else None
+        self.mixed_step_rows = choose_num_rows(config, has_graphs, self.model.num_layer_params)
+        self._make_decode_inputs(heads)
+        max_rows = self.decode_inputs.max_rows
+        backend.prepare(max_rows, num_heads, num_kv_heads, head_dim, self.device, self.mixed_step_rows)
         with compiling_kernels(self):
             self.load_weights()
             sizes = (num_heads, num_kv_heads, head_dim, self.block_size)
@@ -106,7 +111,7 @@ class ModelRunner:
             )
         if quack is not None and not quack.works:  # It failed while kernels were compiled: nothing is padded then.
             self.model.use_quack(None)
-            self._make_decode_inputs(planned_heads)
+            self._make_decode_inputs(heads)
         billions = num_checkpoint_params(self.model) / 1e9
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
         logger.info("device: %s", self.device_name)
@@ -122,10 +127,13 @@ class ModelRunner:
         if config.device == "cuda":
             warmup_kernels(self)
 
-    def _make_decode_inputs(self, planned_heads: int | None) -> None:
+    def _make_decode_inputs(self, heads: tuple[int, int] | None) -> None:
+        """heads: query and KV heads, for a back end that wants a plan."""
         max_num_seqs, max_blocks = self.config.max_num_seqs, -(-self.config.max_model_len // self.block_size)
         padded = [self.model.padded_batch(n) for n in range(max_num_seqs + 1)]
-        self.decode_inputs = DecodeInputs(max_num_seqs, max_blocks, self.block_size, self.device, planned_heads, padded)
+        num_kv_heads, most_rows = (heads[1], rows_a_piece(*heads)) if heads else (None, 1)
+        sizes, mixed = (max_num_seqs, max_blocks, self.block_size), (self.mixed_step_rows, most_rows)
+        self.decode_inputs = DecodeInputs(*sizes, self.device, num_kv_heads, padded, *mixed)
 
     def load_weights(self) -> None:
         """Fill the model's parameters as load_format says."""
@@ -211,7 +219,8 @@ class ModelRunner:
         if self.model is not None:
             for layer in self._attention_layers():
                 layer.k_cache = layer.v_cache = None
-        self.model = self.sampler = self.kv_cache = self.graphs = self.decode_inputs = self.logit_steps = None
+        self.model = self.sampler = self.kv_cache = self.graphs = self.mixed_graphs = None
+        self.decode_inputs = self.logit_steps = None
         # Parameters and their loaders refer to each other, so their memory waits for the collector.
         gc.collect()
         if self.tp.size > 1:
@@ -285,12 +294,25 @@ class ModelRunner:
             with step_context(context):
                 self._forward(*inputs)
         else:
-            use_graph = self.graphs is not None and len(seqs) <= self.graphs.max_batch_size
-            batch_size = self.graphs.padded(len(seqs)) if use_graph else len(seqs)
-            self.prepare_decode(seqs, batch_size)
-            (self.graphs.replay if use_graph else self._decode)(batch_size)
+            self._launch_decode(seqs)
         sampled = self.decode_inputs.sampled[: len(seqs)]
         return SampledTokens(sampled, check=self.workers and self.check_workers)
+
+    def _launch_decode(self, seqs: list[Sequence]) -> None:
+        """A decode step, or a mixed one, in which the last of the sequences are prefilled."""
+        is_mixed, batch_size = seqs[-1].is_prefilling, len(seqs)
+        graphs = self.mixed_graphs if is_mixed else self.graphs
+        if graphs is not None and batch_size <= graphs.max_batch_size:
+            batch_size = graphs.padded(batch_size)
+            num_rows = self.mixed_step_rows if is_mixed else self.decode_inputs.padded[batch_size]
+            self.prepare_decode(seqs, num_rows)
+            graphs.replay(batch_size)
+        else:
+            num_rows = self.decode_inputs.padded[batch_size]
+            if is_mixed:
+                num_rows = max(num_rows, sum(seq.num_scheduled_tokens for seq in seqs))
+            self.prepare_decode(seqs, num_rows)
+            self._decode(batch_size, num_rows, is_mixed)
 
     @torch.inference_mode()
     def launch_sampling(self, forward: Forward | None = None) -> SampledTokens | None:
@@ -302,14 +324,16 @@ class ModelRunner:
         positions), and the context."""
         return prefill_inputs(seqs, self.block_size, self.device)
 
-    def prepare_decode(self, seqs: list[Sequence], batch_size: int) -> None:
-        """Each sequence's last token, its position, its slot and its block table, into decode_inputs; padding in
-        the rows from there to batch_size."""
-        self.decode_inputs.write(seqs, batch_size)
+    def prepare_decode(self, seqs: list[Sequence], num_rows: int) -> None:
+        """Each sequence's last token, its position, its slot and its block table, into decode_inputs; behind them the
+        other tokens of prompts, and padding in the rows from there to num_rows."""
+        self.decode_inputs.write(seqs, num_rows)
 
-    def _decode(self, batch_size: int) -> None:
-        """Decode the first rows of decode_inputs into its `sampled`. Captured as it stands."""
-        input_ids, positions, context = self.decode_inputs.for_layers(batch_size)
+    def _decode(self, batch_size: int, num_rows: int | None = None, is_mixed: bool = False) -> None:
+        """Compute the first num_rows rows of decode_inputs, by default what this batch is padded to, and draw from the
+        first batch_size into its `sampled`. Captured as it stands."""
+        num_rows = num_rows or self.decode_inputs.padded[batch_size]
+        input_ids, positions, context = self.decode_inputs.for_layers(num_rows, is_mixed)
         names = ("temperatures", "seeds", "positions")
         sampling = (self.decode_inputs.rows[name][:batch_size] for name in names)
         with step_context(context):
@@ -325,10 +349,18 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_cudagraph(self) -> None:
         """Capture `_decode`, sampling included, at every batch size of graph_batch_sizes."""
-        sizes = graph_batch_sizes(self.config.max_num_seqs)
-        self.graphs = DecodeGraphs(self._decode, partial(self.prepare_decode, []), sizes, self.device)
+        sizes, inputs = graph_batch_sizes(self.config.max_num_seqs), self.decode_inputs
+        self.graphs = DecodeGraphs(self._decode, inputs.pad, sizes, self.device)
         self.graphs.capture_all()
         logger.info("CUDA graphs: %d, batch sizes 1 to %d", len(sizes), sizes[-1])
+        rows = self.mixed_step_rows
+        if rows:
+            decode = partial(self._decode, num_rows=rows, is_mixed=True)
+            sizes = mixed_batch_sizes(rows, self.config.max_num_seqs)
+            pool = self.graphs.pool
+            self.mixed_graphs = DecodeGraphs(decode, lambda _: inputs.write([], rows), sizes, self.device, pool)
+            self.mixed_graphs.capture_all()
+            logger.info("CUDA graphs of mixed steps: %d, of %d rows", len(sizes), rows)
 
 
 def _first_device(kind: str) -> torch.device:

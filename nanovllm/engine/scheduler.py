@@ -7,6 +7,7 @@ from functools import partial
 from nanovllm.engine.admission import Admission
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.logprobs import StepLogprobs
+from nanovllm.engine.mixed_steps import goes_beside
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 # Prompts that one step looks past because they had better wait for it. Looking hashes them, and the device waits for
@@ -20,8 +21,8 @@ MIN_CHUNK_SHARE = 8
 
 
 class Scheduler:
-    """Waiting and running queues over one BlockManager: prefill first, as far as `Admission` lets sequences begin,
-    preemption last in, first out.
+    """Waiting and running queues over one BlockManager: prefill first, as far as `Admission` lets sequences begin, or
+    beside decode steps, where `mixed_steps` says so; preemption last in, first out.
 
     Args:
         max_num_seqs: sequences a step at most.
@@ -30,6 +31,8 @@ class Scheduler:
         num_kvcache_blocks, kvcache_block_size: the KV cache's blocks, and token slots a block.
         eos: end-of-sequence token ids.
         enable_prefix_caching: whether equal beginnings share blocks.
+        mixed_step_rows: tokens that a decode step may compute, its sequences' and those of prompts; 0 takes no prompts
+            along.
 
     Attributes, counted since the beginning, resets included:
         num_preemptions: running sequences that had to give their blocks back.
@@ -47,8 +50,10 @@ class Scheduler:
         kvcache_block_size: int,
         eos: Iterable[int] = (),
         enable_prefix_caching: bool = True,
+        mixed_step_rows: int = 0,
     ):
         self.max_num_seqs = max_num_seqs
+        self.mixed_step_rows = mixed_step_rows
         self.max_num_batched_tokens = max_num_batched_tokens
         self._min_chunk = max_num_batched_tokens // MIN_CHUNK_SHARE
         self.max_seq_len = min(max_model_len, num_kvcache_blocks * kvcache_block_size)
@@ -95,34 +100,50 @@ class Scheduler:
     def schedule(self) -> tuple[list[Sequence], bool]:
         """The next step's sequences, and whether they are prefilled; never empty while work is left.
 
-        Each sequence's num_scheduled_tokens says how many tokens the step computes for it, and its
-        block_table has slots for them.
+        Each sequence's num_scheduled_tokens says how many tokens the step computes for it, and its block_table has
+        slots for them. Of a step that is no prefill the last ones may be prefilled beside the others: a mixed step.
         """
-        seqs = self._schedule_prefill()
-        if seqs:
-            return seqs, True
-        return self._schedule_decode(), False
+        mixes = self._mixes()
+        if not mixes:
+            seqs = self._schedule_prefill(self.max_num_batched_tokens, self.max_num_seqs, self._min_chunk)
+            if seqs:
+                return seqs, True
+        num_preemptions = self.num_preemptions
+        seqs = self._schedule_decode()
+        # Nothing begins in the step that preempts: the cache is full, and a token of the victim's may still be pending.
+        if mixes and self.num_preemptions == num_preemptions:
+            seqs += self._schedule_prefill(self.mixed_step_rows - len(seqs), self.max_num_seqs - len(seqs), 0)
+        return seqs, False
 
-    def _schedule_prefill(self) -> list[Sequence]:
+    def _mixes(self) -> bool:
+        if not self.mixed_step_rows or not self.waiting:
+            return False
+        limits = (self.mixed_step_rows, self.max_num_seqs, self.max_seq_len)
+        return goes_beside(self.waiting[0], self.running, len(self.waiting), *limits)
+
+    def _schedule_prefill(self, budget: int, max_num_seqs: int, min_chunk: int) -> list[Sequence]:
+        """Sequences that wait, up to so many, with up to `budget` tokens, of which none is cut to fill the last
+        min_chunk. A prefill step of so many tokens leaves those that are better computed beside decode steps to them;
+        with a min_chunk of 0 it is beside one that they are."""
         if not self.waiting:
             return []
         manager = self.block_manager
         admission = Admission(manager, self.running, self.max_num_seqs, self.max_seq_len)
         seqs: list[Sequence] = []
-        budget = self.max_num_batched_tokens
         scheduled: set[int] = set()  # hashes of the blocks that this step computes
         deferred: list[Sequence] = []
-        while self.waiting and len(seqs) < self.max_num_seqs and budget > 0:
+        enough = budget - min_chunk if min_chunk else 0
+        while self.waiting and len(seqs) < max_num_seqs and budget > 0:
             seq = self.waiting[0]
             if not seq.block_table:  # Of one that has blocks a chunk is computed, and nobody else gets these.
-                if not admission.is_open:
+                if not admission.is_open or (budget <= enough and self._mixes()):
                     break
                 if manager.is_worth_waiting(seq, scheduled):
                     if len(deferred) == MAX_DEFERRED:
                         break
                     deferred.append(self.waiting.popleft())
                     continue
-                if budget < self._min_chunk and self._exceeds(seq, budget):
+                if budget < min_chunk and self._exceeds(seq, budget):
                     break  # Never an empty step: the first sequence has the whole budget.
                 if not manager.can_allocate(seq, admission.num_spare):
                     break
@@ -171,10 +192,13 @@ class Scheduler:
 
     def _make_room(self, seq: Sequence) -> bool:
         """Give the sequence the block that its last token opens. Where none is free, preempt: last in, first out,
-        and the sequence itself where nobody younger is left (False). Once alone it always fits, because no
-        sequence grows past max_seq_len."""
+        beginning with the prompt that is computed in chunks, and the sequence itself where nobody younger is left
+        (False). Once alone it always fits, because no sequence grows past max_seq_len."""
         while not self.block_manager.can_append(seq):
-            victim = self.running.pop() if self.running else seq
+            if self.waiting and self.waiting[0].block_table:
+                victim = self.waiting.popleft()
+            else:
+                victim = self.running.pop() if self.running else seq
             self.preempt(victim)
             if victim is seq:
                 return False
@@ -182,7 +206,7 @@ class Scheduler:
         return True
 
     def preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's blocks back; it is prefilled again, completion and all."""
+        """Take the blocks of a sequence back that is in neither queue; it is prefilled again, completion and all."""
         self.num_preemptions += 1
         seq.status = SequenceStatus.WAITING
         seq.is_prefilling = True

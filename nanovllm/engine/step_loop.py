@@ -15,10 +15,12 @@ from nanovllm.engine.sequence import Sequence
 
 
 class Step(NamedTuple):
-    """A step under way: its sequences; the tokens that a prefill computes, or minus the number of sequences that a
-    decode step advances; and its tokens to be, or what they are to be drawn from."""
+    """A step under way: its sequences; those of them that it prefills, all or the last ones or none; the tokens that a
+    prefill computes, or minus the number of sequences that a decode step advances; and its tokens to be, or what they
+    are to be drawn from."""
 
     seqs: list[Sequence]
+    prefilled: list[Sequence]
     num_tokens: int
     tokens: SampledTokens | Forward | None
 
@@ -155,19 +157,19 @@ class StepLoop:
             finished += self._aborted
             self._aborted = []
             if flying or finished:
-                yield finished, flying or Step([], 0, None)
+                yield finished, flying or Step([], [], 0, None)
 
     def _launch(self) -> Step:
         """Schedule the next step and start it."""
         seqs, is_prefill = self.scheduler.schedule()
-        num_tokens = -len(seqs)
-        if is_prefill:
-            num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
+        prefilled = seqs if is_prefill else _last_prefilled(seqs)
+        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs) if is_prefill else len(prefilled) - len(seqs)
+        if prefilled:
             now = time.perf_counter()
-            for seq in seqs:
+            for seq in prefilled:
                 seq.scheduled_time = seq.scheduled_time or now
         self.num_steps += 1
-        return Step(seqs, num_tokens, self.model_runner.call("launch", seqs, is_prefill))
+        return Step(seqs, prefilled, num_tokens, self.model_runner.call("launch", seqs, is_prefill))
 
     def _draw(self, step: Step) -> Step:
         """Start the drawing of a step that had to wait with it for the tokens of the step before."""
@@ -184,10 +186,9 @@ class StepLoop:
         if self._watches_text:
             finished += self._stop_at_texts(step.seqs)
         now = time.perf_counter()
-        if step.num_tokens > 0:
-            for seq in step.seqs:
-                if seq.first_token_time is None and seq.num_completion_tokens:
-                    seq.first_token_time = now
+        for seq in step.prefilled:
+            if seq.first_token_time is None and seq.num_completion_tokens:
+                seq.first_token_time = now
         for seq in finished:
             seq.finish_time = now
         return finished
@@ -219,3 +220,11 @@ class StepLoop:
             seconds=self.seconds,
             tokens_per_second=scheduler.num_generated_tokens / self.seconds if self.seconds else 0.0,
         )
+
+
+def _last_prefilled(seqs: list[Sequence]) -> list[Sequence]:
+    """The sequences at the end that are prefilled: those of a mixed step that are."""
+    first = len(seqs)
+    while first and seqs[first - 1].is_prefilling:
+        first -= 1
+    return seqs[first:]

@@ -116,14 +116,19 @@ class FakeModel:
         # What a step takes from the cache was written by an earlier one: checked before this one's writes.
         for seq in seqs:
             self.cache.check_sequence(seq)
-        self.sampled = [self._run_one(pickle.loads(pickle.dumps(seq)), is_prefill) for seq in seqs]
+        prefilled = [seq.is_prefilling for seq in seqs]
+        if is_prefill:
+            assert all(prefilled)
+        else:  # A mixed step has the prompts at its end.
+            assert not prefilled[0]
+            assert prefilled == sorted(prefilled)
+        self.sampled = [self._run_one(pickle.loads(pickle.dumps(seq))) for seq in seqs]
         return self.sampled
 
-    def _run_one(self, seq: Sequence, is_prefill: bool) -> int:
-        assert seq.is_prefilling == is_prefill
+    def _run_one(self, seq: Sequence) -> int:
         start, end = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens
         assert start < end <= seq.num_tokens
-        if is_prefill:
+        if seq.is_prefilling:
             assert seq.pending_row < 0, "a prefill feeds tokens that the host knows"
             new = seq.token_ids[start:end]
         else:

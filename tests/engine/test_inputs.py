@@ -1,4 +1,4 @@
-"""A prefill step's tensors, against what the design says of each."""
+"""The tensors of prefill, decode and mixed steps, against what the design says of each."""
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from nanovllm import SamplingParams
 from nanovllm.engine.inputs import DecodeInputs, prefill_inputs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
+from nanovllm.utils.context import Context
 
 
 @st.composite
@@ -58,6 +59,63 @@ def test_prefill_inputs(drawn):
     assert context.block_tables.tolist() == [seq.block_table + [-1] * (width - seq.num_blocks) for seq in seqs]
 
 
+@given(
+    steps=st.lists(st.tuples(scheduled(), st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=3),
+    num_kv_heads=st.sampled_from([None, 2]),
+    most_rows=st.integers(1, 8),
+)
+def test_mixed_inputs(steps, num_kv_heads, most_rows):
+    """Several steps, as a row may have had another sequence's table before; all of one block size."""
+    inputs = DecodeInputs(4, 12, 4, torch.device("cpu"), num_kv_heads, mixed_step_rows=60, most_rows=most_rows)
+    for (seqs, _), num_running, num_padding in steps:
+        for row, seq in enumerate(seqs):
+            seq.is_prefilling = row >= num_running
+            if not seq.is_prefilling:
+                seq.num_cached_tokens, seq.num_scheduled_tokens = seq.num_tokens - 1, 1
+            seq.block_table = [16 * row + i for i in range(-(-seq.num_tokens // 4))]
+        spans = [range(seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens) for seq in seqs]
+        num_tokens = sum(map(len, spans))
+        inputs.write(seqs, num_tokens + num_padding)
+        input_ids, positions, context = inputs.for_layers(num_tokens + num_padding, is_mixed=True)
+        computed = list(zip(input_ids.tolist(), positions.tolist(), context.slot_mapping.tolist(), strict=True))
+        # Tokens are drawn from the first rows, one a sequence.
+        assert computed[: len(seqs)] == [_row(seq, span[-1]) for seq, span in zip(seqs, spans, strict=True)]
+        assert inputs.rows["temperatures"][: len(seqs)].tolist() == [seq.temperature for seq in seqs]
+        assert inputs.rows["seeds"][: len(seqs)].tolist() == [seq.seed for seq in seqs]
+        every = [_row(seq, p) for seq, span in zip(seqs, spans, strict=True) for p in span]
+        assert sorted(computed[:num_tokens]) == sorted(every)
+        context_lens = [position + 1 for _, position, _ in computed[:num_tokens]]
+        assert context.context_lens.tolist() == context_lens + [0] * num_padding
+        assert context.slot_mapping[num_tokens:].tolist() == [-1] * num_padding
+        for (_, position, slot), table in zip(computed[:num_tokens], context.block_tables.tolist(), strict=False):
+            assert slot == table[position // 4] * 4 + position % 4
+            (owner,) = (seq for row, seq in enumerate(seqs) if slot // 64 == row)
+            assert table == owner.block_table + [-1] * (12 - len(owner.block_table))
+        assert context.most_rows == most_rows
+        if num_kv_heads is not None:
+            check_plan(context.decode_plan.numpy(), context, most_rows)
+
+
+def check_plan(plan: np.ndarray, context: Context, most_rows: int) -> None:
+    """Every row has its keys, in pieces that it shares with rows of the same sequence alone."""
+    keys = [set() for _ in context.context_lens]
+    for first_row, _, _, first, end, num_rows, first_len in plan[plan[:, 0] >= 0].tolist():
+        assert 1 <= num_rows <= most_rows
+        for i in range(num_rows):
+            row = first_row + i
+            assert context.context_lens[row] == first_len + i
+            assert torch.equal(context.block_tables[row], context.block_tables[first_row]) or first_len == 0
+            own = set(range(first, min(end, first_len + i)))
+            assert not own & keys[row]
+            keys[row] |= own
+    assert keys == [set(range(context_len)) for context_len in context.context_lens.tolist()]
+
+
+def _row(seq: Sequence, position: int) -> tuple[int, int, int]:
+    """Token id, position and slot."""
+    return seq.token_ids[position], position, seq.block_table[position // 4] * 4 + position % 4
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("max_num_seqs", [1, 5, 40, 200])
 def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
@@ -67,14 +125,14 @@ def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
     seqs = []
     for i in range(max_num_seqs):
         seq = Sequence(i, [0] * (1 + 977 * i % 5000), SamplingParams(), 256, seed=i)
-        seq.block_table = list(range(seq.num_blocks))
+        seq.block_table, seq.is_prefilling = list(range(seq.num_blocks)), False
         seqs.append(seq)
     for batch_size in {1, (max_num_seqs + 1) // 2, max_num_seqs}:
         for num_seqs in {1, batch_size}:
             inputs.write(seqs[:num_seqs], batch_size)
             plan = inputs.plan(batch_size)
             workspace.check_room(batch_size, 16, num_kv_heads, 16, len(plan))
-            row, _, _, first, end = plan[plan[:, 0] >= 0].T.numpy()
+            row, _, _, first, end, *_ = plan[plan[:, 0] >= 0].T.numpy()
             keys = np.bincount(row, weights=end - first, minlength=batch_size)
             expected = [seq.num_tokens for seq in seqs[:num_seqs]] + [0] * (batch_size - num_seqs)
             assert keys.tolist() == expected
@@ -86,17 +144,18 @@ def test_padding_rows_read_and_write_nothing():
     seqs = []
     for i in range(5):
         seq = Sequence(i, list(range(10 * i + 1)), SamplingParams(), 256, seed=i)
-        seq.block_table = [i]
+        seq.block_table, seq.is_prefilling = [i], False
         seqs.append(seq)
     for num_seqs, batch_size, num_rows in ((5, 5, 8), (3, 5, 8), (3, 4, 4), (1, 1, 4)):
-        inputs.write(seqs[:num_seqs], batch_size)
-        input_ids, positions, context = inputs.for_layers(batch_size)
+        assert inputs.padded[batch_size] == num_rows
+        inputs.write(seqs[:num_seqs], num_rows)
+        input_ids, positions, context = inputs.for_layers(num_rows)
         assert len(input_ids) == len(positions) == len(context.block_tables) == num_rows
         assert input_ids[:num_seqs].tolist() == [10 * i for i in range(num_seqs)]
         assert positions[:num_seqs].tolist() == [10 * i for i in range(num_seqs)]
         padding = num_rows - num_seqs
         assert context.context_lens.tolist() == [10 * i + 1 for i in range(num_seqs)] + [0] * padding
         assert context.slot_mapping.tolist() == [266 * i for i in range(num_seqs)] + [-1] * padding
-        row, _, _, first, end = context.decode_plan[context.decode_plan[:, 0] >= 0].T.numpy()
+        row, _, _, first, end, *_ = context.decode_plan[context.decode_plan[:, 0] >= 0].T.numpy()
         assert np.bincount(row, weights=end - first, minlength=num_rows).tolist() == context.context_lens.tolist()
     assert len(inputs.sampled) == 8

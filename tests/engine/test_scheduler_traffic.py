@@ -77,6 +77,9 @@ def launch(scheduler: Scheduler, model: FakeModel, seen: Counter) -> tuple[list[
     scheduled = [seq.num_scheduled_tokens for seq in seqs]
     assert min(scheduled) >= 1
     assert sum(scheduled) <= scheduler.max_num_batched_tokens or not is_prefill
+    is_mixed = not is_prefill and seqs[-1].is_prefilling
+    assert sum(scheduled) <= scheduler.mixed_step_rows or not is_mixed
+    seen["mixed"] += is_mixed
     if is_prefill and len(seqs) > 1 and seqs[-1].num_cached_tokens + scheduled[-1] < seqs[-1].num_tokens:
         assert scheduled[-1] >= scheduler.max_num_batched_tokens // MIN_CHUNK_SHARE
     seen["chunk"] += goes_on
@@ -104,13 +107,14 @@ def traffic(draw):
     block_size = draw(st.integers(1, 4))
     num_blocks = draw(st.integers(2, 12) | st.integers(16, 48))
     scheduler = Scheduler(
-        max_num_seqs=draw(st.integers(1, 6)),
+        max_num_seqs=draw(st.integers(1, 6) | st.just(16)),
         max_num_batched_tokens=draw(st.integers(1, 30)),
         max_model_len=draw(st.integers(2, 60)),
         num_kvcache_blocks=num_blocks,
         kvcache_block_size=block_size,
         eos=draw(st.sampled_from([(), (EOS,), (EOS, 4)])),
         enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
+        mixed_step_rows=draw(st.sampled_from([0, 2, 5, 8, 12])),
     )
     beginnings = draw(st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=2))
     arrivals = []
@@ -123,7 +127,7 @@ def traffic(draw):
     return scheduler, arrivals
 
 
-RARE = {"preempted", "chunk", "shared", "several readers", "decoded side by side", "stop", "length"}
+RARE = {"preempted", "chunk", "mixed", "shared", "several readers", "decoded side by side", "stop", "length"}
 
 
 def test_random_traffic_gives_everybody_the_tokens_it_gets_alone():
@@ -164,12 +168,14 @@ def test_overlapped_steps_give_everybody_the_same_tokens():
     assert not missing, "the examples did not reach everything"
 
 
+@pytest.mark.parametrize(("max_num_seqs", "mixed_step_rows"), [(6, 0), (32, 12)], ids=["", "mixed"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapped"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_crowd_that_thrashes_a_small_cache(seed, overlap):
+def test_a_crowd_that_thrashes_a_small_cache(seed, overlap, max_num_seqs, mixed_step_rows):
     """The same with a fixed crowd, so that preemption, chunks and sharing are there in numbers for certain."""
     rng = random.Random(seed)
-    scheduler = make_scheduler(num_blocks=12, max_num_batched_tokens=12, max_num_seqs=6)
+    limits = {"max_num_seqs": max_num_seqs, "mixed_step_rows": mixed_step_rows}
+    scheduler = make_scheduler(num_blocks=12, max_num_batched_tokens=12, **limits)
     beginnings = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (10, 17)]
     arrivals = []
     for i in range(30):
@@ -183,3 +189,4 @@ def test_a_crowd_that_thrashes_a_small_cache(seed, overlap):
     assert seen["chunk"] >= 10
     assert seen["shared"] >= 10
     assert seen["several readers"] >= 10
+    assert (seen["mixed"] >= 5) == bool(mixed_step_rows)

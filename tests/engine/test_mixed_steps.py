@@ -1,0 +1,132 @@
+"""Mixed steps: which prompts are computed beside a decode step, and what becomes of them."""
+
+import pytest
+from schedulers import SIZE, add, make_scheduler, step
+
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+
+
+def one_running(prompt: int = 4, max_tokens: int = 50, **options) -> tuple[Scheduler, Sequence]:
+    scheduler = make_scheduler(**{"mixed_step_rows": 8} | options)
+    seq = add(scheduler, prompt, max_tokens)
+    assert step(scheduler)[:2] == ([seq], True)
+    return scheduler, seq
+
+
+def test_a_prompt_enters_in_the_rows_that_are_free():
+    scheduler, running = one_running()
+    prompt = add(scheduler, 17, 20)
+    for cached, scheduled in ((0, 7), (7, 7), (14, 3)):
+        assert prompt.num_cached_tokens == cached
+        seqs, is_prefill = scheduler.schedule()
+        assert (seqs, is_prefill) == ([running, prompt], False)
+        assert [seq.num_scheduled_tokens for seq in seqs] == [1, scheduled]
+        assert prompt.num_completion_tokens == 0
+        scheduler.postprocess(seqs, [900, 901])
+    assert prompt.completion_token_ids == [901]
+    assert running.completion_token_ids == [900] * 4
+    assert step(scheduler)[:2] == ([running, prompt], False)
+    assert (scheduler.num_prompt_tokens, scheduler.num_generated_tokens) == (4 + 17, 7)
+
+
+def test_a_prefill_step_leaves_prompts_to_them():
+    scheduler = make_scheduler(mixed_step_rows=8)  # An eighth of 64 tokens is enough for a prefill step.
+    a, b, c = (add(scheduler, n, max_tokens) for n, max_tokens in ((3, 40), (6, 40), (5, 20)))
+    assert step(scheduler)[:2] == ([a, b], True)
+    assert step(scheduler)[:2] == ([a, b, c], False)
+    scheduler = make_scheduler(mixed_step_rows=8)
+    seqs = [add(scheduler, n, 40) for n in (3, 6, 5, 7)]  # of which none ends before the others
+    assert step(scheduler)[:2] == (seqs, True)
+
+
+def test_several_prompts_enter_in_one_step_and_the_last_is_cut():
+    scheduler, running = one_running()
+    a, b, c = (add(scheduler, 3, 10) for _ in range(3))
+    seqs, is_prefill = scheduler.schedule()
+    assert (seqs, is_prefill) == ([running, a, b, c], False)
+    assert [seq.num_scheduled_tokens for seq in seqs] == [1, 3, 3, 1]
+    scheduler.postprocess(seqs, [900] * 4)
+    assert list(scheduler.running) == [running, a, b]
+    assert list(scheduler.waiting) == [c]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "is_mixed"),
+    [(46, True), (47, False)],  # two steps for the prompt, at whose end 48 or 49 tokens later the first one has ended
+)
+def test_only_a_prompt_that_makes_the_batch_no_longer(max_tokens, is_mixed):
+    scheduler, running = one_running(max_tokens=49)
+    prompt = add(scheduler, 14, max_tokens)
+    seqs, is_prefill, _ = step(scheduler)
+    assert (seqs, is_prefill) == (([running, prompt], False) if is_mixed else ([prompt], True))
+
+
+def test_the_longest_sequence_that_the_engine_holds_counts_not_max_tokens():
+    scheduler, _ = one_running(prompt=4, max_tokens=1000, max_model_len=40)
+    prompt = add(scheduler, 32, 1000)  # has eight more tokens, and takes five steps
+    assert step(scheduler)[0][-1] is prompt
+    assert prompt.num_cached_tokens == 7
+    scheduler, _ = one_running(prompt=30, max_tokens=1000, max_model_len=40)
+    prompt = add(scheduler, 32, 1000)
+    assert step(scheduler)[:2] == ([prompt], True)
+
+
+def test_the_batch_is_filled_first_where_not_all_that_wait_find_a_place_in_it():
+    scheduler, running = one_running(max_num_seqs=4)
+    prompts = [add(scheduler, 3, 10) for _ in range(4)]
+    assert step(scheduler)[:2] == (prompts, True)
+    scheduler, running = one_running(max_num_seqs=4)
+    prompts = [add(scheduler, 3, 10) for _ in range(3)]
+    assert step(scheduler)[:2] == ([running, *prompts], False)
+
+
+def test_no_more_sequences_than_a_step_holds():
+    scheduler, running = one_running(max_num_seqs=3)
+    prompts = [add(scheduler, 2, 10) for _ in range(2)]
+    assert step(scheduler)[0] == [running, *prompts]
+    late = add(scheduler, 2, 5)
+    assert step(scheduler)[:2] == ([running, *prompts], False)
+    assert list(scheduler.waiting) == [late]
+
+
+def test_a_full_decode_step_takes_nothing_along():
+    scheduler, _ = one_running(max_num_seqs=16)
+    for _ in range(7):
+        add(scheduler, 1, 40)
+    seqs, is_prefill, _ = step(scheduler)
+    assert (len(seqs), is_prefill) == (8, False)
+    late = add(scheduler, 5, 3)
+    assert step(scheduler)[:2] == ([late], True)
+
+
+def test_what_is_left_of_a_prompt_goes_on_in_a_prefill_step_where_nothing_runs():
+    scheduler, running = one_running()
+    prompt = add(scheduler, 17, 20)
+    step(scheduler)
+    scheduler.abort([running.request_id])
+    assert step(scheduler)[:2] == ([prompt], True)
+    assert prompt.num_cached_tokens == 17
+
+
+def test_only_plain_requests():
+    scheduler, _ = one_running()
+    asks = add(scheduler, 3, 10, logprobs=1)
+    assert step(scheduler)[:2] == ([asks], True)
+    prompt = add(scheduler, 3, 5)
+    assert step(scheduler)[:2] == ([prompt], True)
+
+
+def test_a_prompt_that_is_under_way_gives_its_blocks_to_those_that_run():
+    scheduler, running = one_running(prompt=4 * SIZE, max_tokens=24, num_blocks=10, mixed_step_rows=2)
+    prompt = add(scheduler, 4 * SIZE, 2)
+    while not scheduler.num_preemptions:
+        assert step(scheduler)[0][0] is running
+        assert prompt.num_completion_tokens == 0
+    # Six of ten blocks, and the prompt has the others, though not all of its tokens.
+    assert running.num_cached_tokens == 6 * SIZE + 1
+    assert (prompt.block_table, prompt.num_cached_tokens) == ([], 0)
+    assert list(scheduler.waiting) == [prompt]
+    while not scheduler.is_finished():
+        step(scheduler)
+    assert (running.num_completion_tokens, prompt.num_completion_tokens) == (24, 2)
