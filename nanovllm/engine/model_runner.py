@@ -3,27 +3,25 @@
 import gc
 import logging
 import pickle
-from contextlib import nullcontext
 from functools import partial
-from typing import NoReturn
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes, mixed_batch_sizes
 from nanovllm.engine.inputs import DecodeInputs, prefill_inputs
-from nanovllm.engine.interrupts import HeldInterrupt
 from nanovllm.engine.kernel_compilation import compiling_kernels, warmup_kernels
 from nanovllm.engine.logit_steps import LogitSteps, needs_logits
 from nanovllm.engine.memory import allocate_kv_cache, largest_prefill
 from nanovllm.engine.mixed_steps import choose_num_rows
 from nanovllm.engine.process_group import ABORT_SECONDS, abort_group
+from nanovllm.engine.rank_calls import RankCalls
 from nanovllm.engine.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling_pipeline import Forward
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_messages import StepDecoder, StepEncoder
 from nanovllm.engine.worker import WorkerLink
-from nanovllm.engine.workers import WorkerError, Workers
+from nanovllm.engine.workers import Workers
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import select_backend
 from nanovllm.layers.quack import load_quack
@@ -39,17 +37,14 @@ from nanovllm.utils.threads import threads_for
 logger = logging.getLogger(__name__)
 
 
-class ModelRunner:
+class ModelRunner(RankCalls):
     """Runs steps of the model on one rank's device.
 
-    With several ranks, rank 0's in the caller's process has the workers' by `call`: it writes the call to shared
-    memory, where each worker's `loop` reads it, and all of them do the same in lock-step.
+    With several ranks, rank 0's in the caller's process has the workers' by `call`.
 
     Attributes:
         config: the engine's options.
-        device: this rank's.
-        rank, tp: this rank, and what it does together with the others.
-        workers: rank 0's, the processes of the other ranks; None with one rank.
+        tp: what this rank does together with the others.
         num_kvcache_blocks: blocks of the KV cache.
         kv_cache: [2, layers, blocks, block_size, kv_heads, head_dim]; 0 = keys, 1 = values.
         mixed_step_rows: tokens that a mixed step computes at most; 0 where there are to be none.
@@ -146,69 +141,6 @@ class ModelRunner:
     def device_name(self) -> str:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         return name if self.tp.size == 1 else f"{self.tp.size} x {name}"
-
-    # -- all ranks ---------------------------------------------------------------------------------------------
-
-    def call(self, method: str, *args):
-        """Run one method by name on every rank, each with its own device as the current one, whichever the caller's is;
-        the result is rank 0's.
-
-        With several ranks an exception in it ends the engine, for the ranks are out of step then; where a worker
-        caused it, it is a WorkerError. Ctrl-C waits until rank 0 has done its part.
-        """
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            if self.workers is None:
-                return getattr(self, method)(*args)
-            try:
-                with HeldInterrupt():
-                    self.write_shm(method, *args)
-                    return getattr(self, method)(*args)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                self._end_after(error)
-
-    def write_shm(self, method: str, *args) -> None:
-        """Rank 0's: send a call to the workers. Of a step's sequences they get what they do not know yet."""
-        if method == "launch":
-            args = (self.steps.encode(*args),)
-        elif method == "launch_sampling":
-            args = ()  # They know which step, and rank 0 draws.
-        self.workers.send(pickle.dumps([method, *args], pickle.HIGHEST_PROTOCOL))
-
-    def read_shm(self) -> tuple[str, list]:
-        """A worker's: wait for the next call, (method, arguments)."""
-        method, *args = pickle.loads(self.calls.read())
-        return method, self.steps.decode(*args) if method == "launch" else args
-
-    def loop(self) -> None:
-        """A worker's: do what rank 0 calls, until it calls exit."""
-        method = ""
-        while method != "exit":
-            method, args = self.read_shm()
-            self.call(method, *args)
-
-    def check_workers(self) -> None:
-        """Raises WorkerError, once this engine has ended, where a worker has died or failed."""
-        try:
-            self.workers.check()
-        except WorkerError as error:
-            self._end_after(error)
-
-    def _end_after(self, error: BaseException) -> NoReturn:
-        """Give everything back, and raise the error or the WorkerError that caused it."""
-        cause = error
-        if self.workers is not None:
-            cause = self.workers.explain(error)
-            self.workers.end()
-        if self.rank == 0:  # A worker process ends, and must not wait for anybody before it does.
-            try:
-                self.exit()
-            except RuntimeError as lost:  # The device's own errors show at the next call, whatever that is.
-                logger.warning("the engine could not give everything back: %s", lost)
-        if cause is error:
-            raise error
-        raise cause from error
 
     def exit(self) -> None:
         """Give all memory back and end the workers. Harmless when called again."""
