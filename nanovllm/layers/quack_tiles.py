@@ -23,6 +23,9 @@ class Kind(Enum):
 # Of ten the best at the card's power limit, where long prefills are, for q, k, v, gate and up of 0.6B and 8B. The
 # residual's sums are as fast by cuBLAS.
 PREFILL_TILE = Tile(128, 128, (1, 2), pingpong=True)
+# Of 8B's this one: less comes from L2 for a product.
+LARGE_PREFILL_TILE = Tile(256, 192, (1, 2))
+_LARGE_PREFILL_WEIGHT = 1 << 24  # elements
 # Of 16,000 tokens every product gains. Fewer were not measured; but a launch costs the host up to 0.1 ms, which a
 # product of 2 * 2^35 operations lasts, so that the GPU need not wait for it.
 _MIN_PREFILL_TOKENS = 2048
@@ -46,7 +49,9 @@ _FEW_ROWS = 1024  # of a weight whose sums gain for more than 64 tokens
 def prefill_tile(kind: Kind, num_tokens: int, N: int, K: int) -> Tile | None:
     """The tile for a product `[num_tokens, K] x [N, K]^T` of a prefill; None where it is another's."""
     is_long = num_tokens >= _MIN_PREFILL_TOKENS and num_tokens * N * K >= _MIN_PREFILL_WORK
-    return PREFILL_TILE if is_long and kind is not Kind.ADD else None
+    if not is_long or kind is Kind.ADD:
+        return None
+    return LARGE_PREFILL_TILE if N * K >= _LARGE_PREFILL_WEIGHT else PREFILL_TILE
 
 
 def decode_tile(kind: Kind, num_tokens: int, N: int, K: int, num_multiprocessors: int) -> Tile | None:
