@@ -1,6 +1,7 @@
 """quack-kernels' products against float32, alone and in engines, on a Hopper GPU that has the package."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -40,9 +41,9 @@ def tiles() -> list[tuple[Kind, int, tuple[int, int], Tile]]:
                 tile = decode_tile(kind, num_tokens, N, K, H200_MULTIPROCESSORS)
                 if tile is not None:
                     found.setdefault((kind, tile), []).append((num_tokens, (N, K)))
-    for kind in (Kind.LINEAR, Kind.SILU):
+    for kind, shape in product((Kind.LINEAR, Kind.SILU), ((6144, 1024), (6144, 4096))):
         for num_tokens in (9001, 16384):
-            found.setdefault((kind, prefill_tile(kind, num_tokens, 6144, 1024)), []).append((num_tokens, (6144, 1024)))
+            found.setdefault((kind, prefill_tile(kind, num_tokens, *shape)), []).append((num_tokens, shape))
     return [(kind, *case, tile) for (kind, tile), cases in found.items() for case in sorted({cases[0], cases[-1]})]
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.layers.quack_tiles import Kind, decode_tile, padded_batch
+from nanovllm.layers.quack_tiles import LARGE_PREFILL_TILE, PREFILL_TILE, Kind, decode_tile, padded_batch, prefill_tile
 
 GATE_UP = {
     "0.5B": (9728, 896),
@@ -58,3 +58,13 @@ def test_padding(num_seqs, shape):
 )
 def test_batches_that_are_padded(model, batches):
     assert {n: padded_batch(n, *GATE_UP[model], H200) for n in batches} == batches
+
+
+def test_tiles_of_prefills():
+    for kind in (Kind.LINEAR, Kind.SILU):
+        assert prefill_tile(kind, 16000, *GATE_UP["0.6B"]) == PREFILL_TILE
+        assert prefill_tile(kind, 16000, *GATE_UP["8B"]) == LARGE_PREFILL_TILE
+        assert prefill_tile(kind, 2047, *GATE_UP["8B"]) is None, "the launch would take longer than the product"
+        assert prefill_tile(kind, 2048, *GATE_UP["0.6B"]) is None
+    assert prefill_tile(Kind.LINEAR, 16000, 6144, 4096) == LARGE_PREFILL_TILE, "8B's q, k and v"
+    assert prefill_tile(Kind.ADD, 16000, 4096, 12288) is None
