@@ -137,6 +137,19 @@ def test_prompts_beside_decode_steps(base, overlap):
         assert_idle(llm)
 
 
+def test_a_request_for_logprobs_among_prompts_beside_decode_steps(base):
+    path, reference = base
+    prompts = reference.draw_prompts((20, 3, 9, 35), 60)
+    params = [greedy(60), greedy(40), replace(greedy(9), logprobs=1), greedy(20)]
+    with make_llm(path, mixed_step_rows=16, max_num_batched_tokens=32) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert_idle(llm)
+    for output, tokens, p in zip(outputs, reference.greedy(prompts, 60), params, strict=True):
+        assert output["token_ids"] == tokens[: p.max_tokens]
+        if p.logprobs:
+            assert [next(iter(found)) for found in output["logprobs"]] == output["token_ids"]
+
+
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no-cache"])
 def test_preemption_within_and_across_chunks(base, caching):
     path, reference = base
@@ -171,6 +184,7 @@ traffic = st.lists(
         st.integers(1, 30),  # own tokens
         st.integers(1, 24),  # max_tokens
         st.booleans(),  # ignore_eos
+        st.sampled_from([None, None, 1]),  # logprobs
     ),
     min_size=1,
     max_size=8,
@@ -195,14 +209,14 @@ def test_any_traffic_on_any_engine(
     eos = set(range(0, VOCAB_SIZE, 10))
     heads = [random_prompt(60, seed=i) for i in range(4)]
     prompts = [heads[h][:cut] + random_prompt(own, seed=i) for i, (h, cut, own, *_) in enumerate(traffic)]
-    params = [SamplingParams(0, n, ignore_eos) for *_, n, ignore_eos in traffic]
+    params = [SamplingParams(0, n, ignore_eos, logprobs=logprobs) for *_, n, ignore_eos, logprobs in traffic]
     longest = max(len(prompt) + p.max_tokens for prompt, p in zip(prompts, params, strict=True))
     options = {
         "kvcache_block_size": block_size,
         "num_kvcache_blocks": -(-longest // block_size) + spare_blocks,
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_num_seqs": max_num_seqs,
-        "mixed_step_rows": mixed_step_rows,
+        "mixed_step_rows": min(mixed_step_rows, max_num_batched_tokens),
         "enable_prefix_caching": caching,
         "overlap_steps": overlap,
     }

@@ -54,14 +54,15 @@ class Scheduler(SequenceQueues):
         """
         mixes = self._mixes()
         if not mixes:
-            seqs = self._schedule_prefill(self.max_num_batched_tokens, self.max_num_seqs, self._min_chunk)
+            seqs = self._schedule_prefill(self.max_num_batched_tokens, self.max_num_seqs)
             if seqs:
                 return seqs, True
         num_preemptions = self.num_preemptions
         seqs = self._schedule_decode()
         # Nothing begins in the step that preempts: the cache is full, and a token of the victim's may still be pending.
         if mixes and self.num_preemptions == num_preemptions:
-            seqs += self._schedule_prefill(self.mixed_step_rows - len(seqs), self.max_num_seqs - len(seqs), 0)
+            room = (self.mixed_step_rows - len(seqs), self.max_num_seqs - len(seqs))
+            seqs += self._schedule_prefill(*room, beside=True)
         return seqs, False
 
     def _mixes(self) -> bool:
@@ -70,10 +71,9 @@ class Scheduler(SequenceQueues):
         limits = (self.mixed_step_rows, self.max_num_seqs, self.max_seq_len)
         return goes_beside(self.waiting[0], self.running, len(self.waiting), *limits)
 
-    def _schedule_prefill(self, budget: int, max_num_seqs: int, min_chunk: int) -> list[Sequence]:
-        """Sequences that wait, up to so many, with up to `budget` tokens, of which none is cut to fill the last
-        min_chunk. A prefill step of so many tokens leaves those that are better computed beside decode steps to them;
-        with a min_chunk of 0 it is beside one that they are."""
+    def _schedule_prefill(self, budget: int, max_num_seqs: int, beside: bool = False) -> list[Sequence]:
+        """Sequences that wait, up to so many, with up to `budget` tokens: those to compute beside a decode step, or
+        for a step of their own, which leaves the others to mixed steps once it has some tokens."""
         if not self.waiting:
             return []
         manager = self.block_manager
@@ -81,11 +81,12 @@ class Scheduler(SequenceQueues):
         seqs: list[Sequence] = []
         scheduled: set[int] = set()  # hashes of the blocks that this step computes
         deferred: list[Sequence] = []
-        enough = budget - min_chunk if min_chunk else 0
+        min_chunk = 0 if beside else self._min_chunk
+        enough = budget - min_chunk  # A step with no more than this left has tokens enough.
         while self.waiting and len(seqs) < max_num_seqs and budget > 0:
             seq = self.waiting[0]
             if not seq.block_table:  # Of one that has blocks a chunk is computed, and nobody else gets these.
-                if not admission.is_open or (budget <= enough and self._mixes()):
+                if not admission.is_open or (budget <= enough and self._mixes() != beside):
                     break
                 if manager.is_worth_waiting(seq, scheduled):
                     if len(deferred) == MAX_DEFERRED:

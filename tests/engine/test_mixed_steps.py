@@ -109,6 +109,20 @@ def test_what_is_left_of_a_prompt_goes_on_in_a_prefill_step_where_nothing_runs()
     assert prompt.num_cached_tokens == 17
 
 
+def test_only_plain_requests_behind_the_first_one_too():
+    scheduler, running = one_running()
+    first, asks = add(scheduler, 2, 10), add(scheduler, 2, 10, logprobs=1)
+    assert step(scheduler)[:2] == ([running, first], False)
+    assert step(scheduler)[:2] == ([asks], True)
+
+
+def test_only_prompts_that_make_the_batch_no_longer_behind_the_first_one_too():
+    scheduler, running = one_running(max_tokens=50)
+    first, longest = add(scheduler, 2, 10), add(scheduler, 2, 60)
+    assert step(scheduler)[:2] == ([running, first], False)
+    assert step(scheduler)[:2] == ([longest], True)
+
+
 def test_only_plain_requests():
     scheduler, _ = one_running()
     asks = add(scheduler, 3, 10, logprobs=1)

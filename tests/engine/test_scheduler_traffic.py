@@ -79,6 +79,7 @@ def launch(scheduler: Scheduler, model: FakeModel, seen: Counter) -> tuple[list[
     assert sum(scheduled) <= scheduler.max_num_batched_tokens or not is_prefill
     is_mixed = not is_prefill and seqs[-1].is_prefilling
     assert sum(scheduled) <= scheduler.mixed_step_rows or not is_mixed
+    assert not is_mixed or all(seq.is_plain for seq in seqs), "whose draw needs logits"
     seen["mixed"] += is_mixed
     if is_prefill and len(seqs) > 1 and seqs[-1].num_cached_tokens + scheduled[-1] < seqs[-1].num_tokens:
         assert scheduled[-1] >= scheduler.max_num_batched_tokens // MIN_CHUNK_SHARE
@@ -121,7 +122,8 @@ def traffic(draw):
     for i in range(draw(st.integers(1, 8))):
         prompt = draw(st.sampled_from(beginnings)) + draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))
         prompt = prompt[: scheduler.max_seq_len - 1]
-        params = SamplingParams(max_tokens=draw(st.integers(1, 20)), ignore_eos=draw(st.booleans()))
+        logprobs = draw(st.sampled_from([None] * 7 + [1]))
+        params = SamplingParams(max_tokens=draw(st.integers(1, 20)), ignore_eos=draw(st.booleans()), logprobs=logprobs)
         arrivals.append((draw(st.integers(0, 12)), Sequence(i, prompt, params, block_size)))
     arrivals.sort(key=lambda arrival: arrival[0])
     return scheduler, arrivals
@@ -133,7 +135,7 @@ RARE = {"preempted", "chunk", "mixed", "shared", "several readers", "decoded sid
 def test_random_traffic_gives_everybody_the_tokens_it_gets_alone():
     seen = Counter()
 
-    @settings(max_examples=200, deadline=None, print_blob=True)
+    @settings(max_examples=300, deadline=None, print_blob=True)
     @given(traffic(), st.dictionaries(st.integers(1, 20), st.integers(0, 7), max_size=2))
     def run(drawn, aborts):
         scheduler, arrivals = drawn
@@ -152,7 +154,7 @@ def test_random_traffic_gives_everybody_the_tokens_it_gets_alone():
 def test_overlapped_steps_give_everybody_the_same_tokens():
     seen = Counter()
 
-    @settings(max_examples=200, deadline=None, print_blob=True)
+    @settings(max_examples=300, deadline=None, print_blob=True)
     @given(traffic(), st.dictionaries(st.integers(1, 20), st.integers(0, 7), max_size=2))
     def run(drawn, aborts):
         scheduler, arrivals = drawn
@@ -186,7 +188,7 @@ def test_a_crowd_that_thrashes_a_small_cache(seed, overlap, max_num_seqs, mixed_
     drive(scheduler, arrivals, seen, overlap=overlap)
     check_outputs(scheduler, [seq for _, seq in arrivals], seen)
     assert scheduler.num_preemptions >= 10
-    assert seen["chunk"] >= 10
+    assert seen["chunk"] >= (5 if mixed_step_rows else 10)
     assert seen["shared"] >= 10
     assert seen["several readers"] >= 10
     assert (seen["mixed"] >= 5) == bool(mixed_step_rows)
