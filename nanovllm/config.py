@@ -15,6 +15,7 @@ from nanovllm.utils.parallel import check_shardable
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CPU_KVCACHE_GIB = 2.0
+MAX_MIXED_STEP_ROWS = 1024  # Attention's sums of a row take 64 KB for 8B.
 
 
 @dataclass
@@ -41,9 +42,9 @@ class Config:
         load_format: "auto" reads safetensors; "dummy" draws random weights of the model's shapes.
         attention_backend: "auto", "flash_attn", "triton" or "torch".
         enable_prefix_caching: share the KV cache blocks of equal beginnings.
-        mixed_step_rows: tokens that a decode step computes where prompts are to be computed beside it, in the rows that
-            none of its sequences takes; 0 for no such steps; None for 256 where they pay: layers of 150 million
-            parameters or more, on one GPU, with CUDA graphs.
+        mixed_step_rows: tokens that a decode step computes, up to 1,024, where prompts are to be computed beside it, in
+            the rows that none of its sequences takes; 0 for no such steps; None for 256, or max_num_batched_tokens
+            where that is less, where they pay: layers of 150 million parameters or more, on one GPU, with CUDA graphs.
         overlap_steps: prepare and launch a step before the one ahead of it is read, so that the GPU never waits.
         seed: of everything that requests without a seed of their own draw; None takes a fresh one.
         skip_tokenizer_init: prompts are token ids alone, and results carry no text.
@@ -110,9 +111,11 @@ class Config:
         self._require("kvcache_block_size", _is_int(size, 16) and size & (size - 1) == 0, "a power of two, 16 or more")
         blocks = self.num_kvcache_blocks
         self._require("num_kvcache_blocks", _is_int(blocks, -1) and blocks != 0, "an integer >= 1, or -1 to derive it")
-        rows, most = self.mixed_step_rows, self.max_num_batched_tokens
+        rows, most = self.mixed_step_rows, min(MAX_MIXED_STEP_ROWS, self.max_num_batched_tokens)
         fits = rows is None or (_is_int(rows, 0) and rows <= most)
-        self._require("mixed_step_rows", fits, f"None, or in 0..max_num_batched_tokens, {most}")
+        self._require(
+            "mixed_step_rows", fits, f"None, or in 0..{most} (1,024, and no more than max_num_batched_tokens)"
+        )
         one_rank = not rows or self.tensor_parallel_size == 1
         self._require("mixed_step_rows", one_rank, f"0 or None with tensor_parallel_size={self.tensor_parallel_size}")
         gib = self.kvcache_gib

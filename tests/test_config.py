@@ -51,7 +51,7 @@ def test_defaults():
         ("attention_backend", "torch"),
         ("enable_prefix_caching", False),
         ("mixed_step_rows", 0),
-        ("mixed_step_rows", 1),
+        ("mixed_step_rows", 1024),
         ("overlap_steps", False),
         ("seed", 0),
         ("seed", 2**63 - 1),
@@ -80,13 +80,19 @@ WRONG = {
     "load_format": ([*CHOICE, "safetensors"], "auto, dummy"),
     "attention_backend": ([*CHOICE, "flash-attn", "xformers"], "auto, flash_attn, triton, torch"),
     "enable_prefix_caching": (FLAG, "True or False"),
-    "mixed_step_rows": ([-1, 16385, 1.0, "256", True, False, NAN, [256]], r"None.*0\.\.max_num_batched_tokens, 16384"),
+    "mixed_step_rows": ([-1, 1025, 1.0, "256", True, False, NAN, [256]], r"None.*0\.\.1024 "),
     "overlap_steps": (FLAG, "True or False"),
     "seed": ([-1, 2**63, 2**64, 1.0, "1", True, False, NAN, [1]], r"None.*0\.\.2\*\*63 - 1"),
     "skip_tokenizer_init": (FLAG, "True or False"),
     "eos": ([-1, 1.0, "2", None, True, [1, -1], [1, "2"], [1.0], [True], {1: 2}], "token ids >= 0"),
     "hf_config": ([{}, {"max_position_embeddings": 512}, "config.json", 5], "must be .*transformers"),
 }
+
+
+def test_mixed_steps_are_no_larger_than_prefill_steps():
+    with pytest.raises(ValueError, match=r"mixed_step_rows=101: .* in 0\.\.100 "):
+        dummy(mixed_step_rows=101, max_num_batched_tokens=100)
+    assert dummy(mixed_step_rows=100, max_num_batched_tokens=100).mixed_step_rows == 100
 
 
 def test_mixed_steps_are_one_gpus():

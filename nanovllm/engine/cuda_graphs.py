@@ -17,7 +17,8 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
 
 
 def mixed_batch_sizes(num_rows: int, max_num_seqs: int) -> list[int]:
-    """How many of a mixed step's rows tokens are drawn from: 64, 128, 192, ... up to all that sequences may have."""
+    """Of the graphs of mixed steps, from how many of the first rows tokens are drawn: 64, 128, 192, ... up to as many
+    as a step may have sequences."""
     largest = min(num_rows, max_num_seqs)
     return [*range(64, largest, 64), largest]
 

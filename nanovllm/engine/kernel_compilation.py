@@ -61,7 +61,7 @@ def _trace(runner) -> None:
         runner.run([seq] * size, False)
         _trace_truncation(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
     if runner.mixed_step_rows > 1:
-        prompt = _sequence(min(runner.mixed_step_rows, config.max_model_len) - 1, block_size)
+        prompt = _sequence(min(runner.mixed_step_rows, config.max_model_len, _NUM_SLOTS) - 1, block_size)
         runner.run([seq, prompt], False)
     warmup_kernels(runner)
     runner.use_kv_cache(None)

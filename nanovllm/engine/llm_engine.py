@@ -144,7 +144,8 @@ class LLMEngine:
 
         Returns:
             [(request id, completion token ids)] of the sequences that finished, and the number of tokens that a
-            prefill computed, or minus the number of sequences that a decode step advanced.
+            prefill computed, or minus the number of sequences that a decode step advanced (in a mixed step without the
+            tokens of prompts beside them).
 
         Raises:
             RuntimeError: nothing is queued, or a generate(), stream() or generate_iter() is under way, or the engine

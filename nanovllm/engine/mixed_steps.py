@@ -14,9 +14,12 @@ from nanovllm.config import Config
 from nanovllm.engine.sequence import Sequence
 
 # Up to where the products of Qwen3-8B, of 193 million parameters a layer, take little more for more rows. Those of
-# Qwen3-0.6B and their launches are short, and it gained nothing.
+# Qwen3-0.6B and their launches are short, and it lost.
 _ROWS = 256
 _MIN_LAYER_PARAMS = 150_000_000
+# Of longer ones attention alone would take more than is gained: it loads a prompt's keys anew for every few of its
+# tokens (four of Qwen3-8B's), where a prefill step loads them once for a hundred. By arithmetic, not measured.
+_MAX_PROMPT_TOKENS = 2048
 
 
 def choose_num_rows(config: Config, has_graphs: bool, num_layer_params: int) -> int:
@@ -27,28 +30,42 @@ def choose_num_rows(config: Config, has_graphs: bool, num_layer_params: int) -> 
     return min(_ROWS, config.max_num_batched_tokens) if pays else 0
 
 
-def goes_beside(
-    seq: Sequence, running: Collection[Sequence], num_waiting: int, num_rows: int, max_num_seqs: int, max_seq_len: int
-) -> bool:
-    """Whether the waiting sequence had better be computed beside the running ones than in a prefill step.
+class MixedSteps:
+    """Which of the waiting sequences had better be computed beside the running ones than in a prefill step. One
+    scheduling's: it is told of the sequences that begin in it.
 
-    It had where it would end before the longest of them does, in the rows that are free now; and where all that wait
-    find a place in the batch, for else what counts is that the batch is full soon. As far as max_tokens tells.
-
-    Args:
-        seq: the first of num_waiting.
-        num_rows: of a step.
+    Those had that, by max_tokens, would end no later than the longest of the running ones, were all steps equally long;
+    and none while not all that wait have a place in the batch, for then what counts is that the batch is full soon.
     """
-    num_free = num_rows - len(running)
-    if num_free <= 0 or not running or num_waiting + len(running) > max_num_seqs:
-        return False
-    num_steps = -(-(seq.num_tokens - seq.num_cached_tokens) // num_free) + _num_left(seq, max_seq_len)
-    if all(_num_left(other, max_seq_len) < num_steps for other in running):
-        return False
-    # The others' logits are wanted, and the steps that give these take no prompts along.
-    return seq.is_plain and all(other.is_plain for other in running)
 
+    def __init__(
+        self, running: Collection[Sequence], num_waiting: int, num_rows: int, max_num_seqs: int, max_seq_len: int
+    ):
+        """num_rows: tokens that a mixed step computes; 0 for no such steps."""
+        self._num_rows, self._max_seq_len = num_rows, max_seq_len
+        self._is_open = num_rows > 0 and num_waiting > 0 and num_waiting + len(running) <= max_num_seqs
+        self._num_running = self._longest = 0
+        if self._is_open:
+            for seq in running:
+                self.began(seq)
 
-def _num_left(seq: Sequence, max_seq_len: int) -> int:
-    """Tokens that the sequence may still generate."""
-    return min(seq.max_tokens - seq.num_completion_tokens, max_seq_len - seq.num_tokens)
+    def began(self, seq: Sequence) -> None:
+        """Count the sequence among those that run."""
+        self._num_running += 1
+        self._longest = max(self._longest, self._num_left(seq))
+        # What is drawn from logits of its own wants a step that takes no prompts along.
+        self._is_open &= seq.is_plain
+
+    def takes(self, seq: Sequence) -> bool:
+        """Whether the waiting sequence goes beside. Tokens that the prefix cache has for it are not looked up."""
+        num_free = self._num_rows - self._num_running
+        if not self._is_open or not self._num_running or num_free <= 0:
+            return False
+        if not seq.is_plain or seq.num_tokens > _MAX_PROMPT_TOKENS:
+            return False
+        num_steps = -(-(seq.num_tokens - seq.num_cached_tokens) // num_free)
+        return num_steps + self._num_left(seq) <= self._longest
+
+    def _num_left(self, seq: Sequence) -> int:
+        """Tokens that the sequence may still generate."""
+        return min(seq.max_tokens - seq.num_completion_tokens, self._max_seq_len - seq.num_tokens)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from nanovllm.engine.admission import Admission
-from nanovllm.engine.mixed_steps import goes_beside
+from nanovllm.engine.mixed_steps import MixedSteps
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.sequence_queues import SequenceQueues
 
@@ -52,28 +52,23 @@ class Scheduler(SequenceQueues):
         Each sequence's num_scheduled_tokens says how many tokens the step computes for it, and its block_table has
         slots for them. Of a step that is no prefill the last ones may be prefilled beside the others: a mixed step.
         """
-        mixes = self._mixes()
-        if not mixes:
-            seqs = self._schedule_prefill(self.max_num_batched_tokens, self.max_num_seqs)
+        limits = (self.mixed_step_rows, self.max_num_seqs, self.max_seq_len)
+        mixed = MixedSteps(self.running, len(self.waiting), *limits)
+        is_mixed = bool(self.waiting) and mixed.takes(self.waiting[0])
+        if not is_mixed:
+            seqs = self._schedule_prefill(self.max_num_batched_tokens, mixed)
             if seqs:
                 return seqs, True
         num_preemptions = self.num_preemptions
         seqs = self._schedule_decode()
         # Nothing begins in the step that preempts: the cache is full, and a token of the victim's may still be pending.
-        if mixes and self.num_preemptions == num_preemptions:
-            room = (self.mixed_step_rows - len(seqs), self.max_num_seqs - len(seqs))
-            seqs += self._schedule_prefill(*room, beside=True)
+        if is_mixed and self.num_preemptions == num_preemptions:
+            seqs += self._schedule_prefill(self.mixed_step_rows - len(seqs), mixed, beside=True)
         return seqs, False
 
-    def _mixes(self) -> bool:
-        if not self.mixed_step_rows or not self.waiting:
-            return False
-        limits = (self.mixed_step_rows, self.max_num_seqs, self.max_seq_len)
-        return goes_beside(self.waiting[0], self.running, len(self.waiting), *limits)
-
-    def _schedule_prefill(self, budget: int, max_num_seqs: int, beside: bool = False) -> list[Sequence]:
-        """Sequences that wait, up to so many, with up to `budget` tokens: those to compute beside a decode step, or
-        for a step of their own, which leaves the others to mixed steps once it has some tokens."""
+    def _schedule_prefill(self, budget: int, mixed: MixedSteps, beside: bool = False) -> list[Sequence]:
+        """Sequences that wait, with up to `budget` tokens: those to compute beside a decode step, or for a step of
+        their own, which leaves the others to mixed steps once it has some tokens."""
         if not self.waiting:
             return []
         manager = self.block_manager
@@ -83,10 +78,10 @@ class Scheduler(SequenceQueues):
         deferred: list[Sequence] = []
         min_chunk = 0 if beside else self._min_chunk
         enough = budget - min_chunk  # A step with no more than this left has tokens enough.
-        while self.waiting and len(seqs) < max_num_seqs and budget > 0:
+        while self.waiting and len(seqs) < self.max_num_seqs and budget > 0:
             seq = self.waiting[0]
             if not seq.block_table:  # Of one that has blocks a chunk is computed, and nobody else gets these.
-                if not admission.is_open or (budget <= enough and self._mixes() != beside):
+                if not admission.is_open or (budget <= enough and mixed.takes(seq) != beside):
                     break
                 if manager.is_worth_waiting(seq, scheduled):
                     if len(deferred) == MAX_DEFERRED:
@@ -111,6 +106,7 @@ class Scheduler(SequenceQueues):
             seq.status = SequenceStatus.RUNNING
             self.running.append(self.waiting.popleft())
             admission.began(seq)
+            mixed.began(seq)
         self.waiting.extendleft(reversed(deferred))
         return seqs
 
@@ -156,7 +152,7 @@ class Scheduler(SequenceQueues):
         return True
 
     def preempt(self, seq: Sequence) -> None:
-        """Take the blocks of a sequence back that is in neither queue; it is prefilled again, completion and all."""
+        """Take the blocks back of a sequence that is out of its queue; it is prefilled again, completion and all."""
         self.num_preemptions += 1
         seq.status = SequenceStatus.WAITING
         seq.is_prefilling = True

@@ -16,8 +16,8 @@ from nanovllm.engine.sequence import Sequence
 
 class Step(NamedTuple):
     """A step under way: its sequences; those of them that it prefills, all or the last ones or none; the tokens that a
-    prefill computes, or minus the number of sequences that a decode step advances; and its tokens to be, or what they
-    are to be drawn from."""
+    prefill computes, or minus the number of sequences that a decode step advances, a mixed one too, whose prompt tokens
+    are not counted; and its tokens to be, or what they are to be drawn from."""
 
     seqs: list[Sequence]
     prefilled: list[Sequence]

@@ -228,8 +228,9 @@ def paged_decode(
             f"strides {plan.stride()}"
         )
     group = num_heads // num_kv_heads
-    if not 1 <= most_rows <= rows_a_piece(num_heads, num_kv_heads):
-        raise ValueError(f"most_rows must be 1 up to 16 // {group} query heads a KV head, or 1, got {most_rows}")
+    allowed = rows_a_piece(num_heads, num_kv_heads)
+    if not 1 <= most_rows <= allowed:
+        raise ValueError(f"most_rows must be in 1..{allowed} with {group} query heads a KV head, got {most_rows}")
     num_items = len(plan)
     room = num_items * most_rows
     workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, room)

@@ -94,7 +94,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def decode(self, q, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor:
-        """Attention of one new token a sequence over its context_lens keys; zeros where that is 0."""
+        """Attention of one token a row over its context_lens keys; zeros where that is 0."""
 
 
 class TorchBackend(AttentionBackend):

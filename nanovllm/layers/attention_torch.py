@@ -56,12 +56,12 @@ def decode_attention_torch(
     block_tables: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of one query token a sequence to its context; arguments and result as in `paged_decode`.
+    """Attention of one query token a row to its context; arguments and result as in `paged_decode`.
 
     q: `[batch_size, num_heads, head_dim]`; context_lens: int32 `[batch_size]`, 0 gives zeros; block_tables: int32
     `[batch_size, max_blocks]`.
 
-    One call a sequence, over exactly its keys: what else is in the batch must not change a bit of its result, and a
+    One call a row, over exactly its keys: what else is in the batch must not change a bit of its result, and a
     batched product sums in an order that follows the batch's shape and padding. It costs nothing: 8 sequences of 500
     keys take as long either way (6 to 11 ms on 2 cores, half of it gathering), and no memory goes into padding.
     """

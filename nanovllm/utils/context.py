@@ -13,7 +13,7 @@ class Context:
     """Attention metadata of one step. All tensors are on the model's device, and int32 but for one.
 
     Attributes:
-        is_prefill: whether the step prefills (a flat batch of new tokens) or decodes (one token a sequence).
+        is_prefill: whether the step prefills (a flat batch of new tokens) or decodes (one token a row).
         cu_seqlens_q: [num_seqs + 1] prefill: running sum of the new tokens of each sequence.
         cu_seqlens_k: [num_seqs + 1] prefill: running sum of the keys, cached prefix and new tokens.
         max_seqlen_q, max_seqlen_k: prefill: the longest of each.

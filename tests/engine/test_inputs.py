@@ -65,14 +65,15 @@ def test_prefill_inputs(drawn):
     most_rows=st.integers(1, 8),
 )
 def test_mixed_inputs(steps, num_kv_heads, most_rows):
-    """Several steps, as a row may have had another sequence's table before; all of one block size."""
+    """Several steps, as a row may have had another sequence's table before, or the same; all of one block size."""
+    tables = [[16 * row + i for i in range(12)] for row in range(4)]
     inputs = DecodeInputs(4, 12, 4, torch.device("cpu"), num_kv_heads, mixed_step_rows=60, most_rows=most_rows)
     for (seqs, _), num_running, num_padding in steps:
         for row, seq in enumerate(seqs):
             seq.is_prefilling = row >= num_running
             if not seq.is_prefilling:
                 seq.num_cached_tokens, seq.num_scheduled_tokens = seq.num_tokens - 1, 1
-            seq.block_table = [16 * row + i for i in range(-(-seq.num_tokens // 4))]
+            seq.block_table = tables[row]
         spans = [range(seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens) for seq in seqs]
         num_tokens = sum(map(len, spans))
         inputs.write(seqs, num_tokens + num_padding)
@@ -90,7 +91,7 @@ def test_mixed_inputs(steps, num_kv_heads, most_rows):
         for (_, position, slot), table in zip(computed[:num_tokens], context.block_tables.tolist(), strict=False):
             assert slot == table[position // 4] * 4 + position % 4
             (owner,) = (seq for row, seq in enumerate(seqs) if slot // 64 == row)
-            assert table == owner.block_table + [-1] * (12 - len(owner.block_table))
+            assert table == owner.block_table
         assert context.most_rows == most_rows
         if num_kv_heads is not None:
             check_plan(context.decode_plan.numpy(), context, most_rows)

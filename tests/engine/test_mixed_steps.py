@@ -72,6 +72,15 @@ def test_the_longest_sequence_that_the_engine_holds_counts_not_max_tokens():
     assert step(scheduler)[:2] == ([prompt], True)
 
 
+@pytest.mark.parametrize(("num_tokens", "is_mixed"), [(2048, True), (2049, False)])
+def test_prompts_of_which_attention_would_take_too_long_have_steps_of_their_own(num_tokens, is_mixed):
+    sizes = {"max_model_len": 6000, "num_blocks": 2000, "mixed_step_rows": 40}
+    scheduler, running = one_running(max_tokens=500, **sizes)
+    prompt = add(scheduler, num_tokens, 10)
+    seqs, is_prefill, _ = step(scheduler)
+    assert (seqs, is_prefill) == (([running, prompt], False) if is_mixed else ([prompt], True))
+
+
 def test_the_batch_is_filled_first_where_not_all_that_wait_find_a_place_in_it():
     scheduler, running = one_running(max_num_seqs=4)
     prompts = [add(scheduler, 3, 10) for _ in range(4)]

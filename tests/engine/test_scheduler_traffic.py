@@ -121,6 +121,8 @@ def traffic(draw):
     arrivals = []
     for i in range(draw(st.integers(1, 8))):
         prompt = draw(st.sampled_from(beginnings)) + draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))
+        if arrivals and draw(st.integers(0, 3)) == 0:
+            prompt = arrivals[-1][1].prompt_token_ids  # A twin's blocks outlive a preemption.
         prompt = prompt[: scheduler.max_seq_len - 1]
         logprobs = draw(st.sampled_from([None] * 7 + [1]))
         params = SamplingParams(max_tokens=draw(st.integers(1, 20)), ignore_eos=draw(st.booleans()), logprobs=logprobs)
