@@ -1,6 +1,7 @@
 """Mixed steps: which prompts are computed beside a decode step, and what becomes of them."""
 
 import pytest
+from invariants import check_scheduler
 from schedulers import SIZE, add, make_scheduler, step
 
 from nanovllm.engine.scheduler import Scheduler
@@ -153,3 +154,21 @@ def test_a_prompt_that_is_under_way_gives_its_blocks_to_those_that_run():
     while not scheduler.is_finished():
         step(scheduler)
     assert (running.num_completion_tokens, prompt.num_completion_tokens) == (24, 2)
+
+
+@pytest.mark.parametrize("num_blocks", [6, 7, 8])
+def test_nothing_begins_in_the_step_that_preempts(num_blocks):
+    """A twin has its blocks again at once, by their hashes, but its last token is still being sampled."""
+    scheduler = make_scheduler(num_blocks=num_blocks, mixed_step_rows=8)
+    prompt = list(range(500, 508))
+    seqs = [add(scheduler, prompt, 30), add(scheduler, prompt, 10), add(scheduler, 4 * num_blocks - 6, 1)]
+    flying = []
+    while not scheduler.is_finished():
+        scheduled, _ = scheduler.schedule()
+        assert all(seq.pending_row < 0 for seq in scheduled if seq.is_prefilling)
+        scheduler.collect(flying, [900] * len(flying))
+        scheduler.advance(scheduled)
+        flying = scheduled
+        check_scheduler(scheduler)
+    assert scheduler.num_preemptions
+    assert [seq.num_completion_tokens for seq in seqs] == [min(30, scheduler.max_seq_len - 8), 10, 1]
