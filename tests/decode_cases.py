@@ -11,7 +11,7 @@ from nanovllm.kernels.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.paged_decode import paged_decode
 from nanovllm.kernels.paged_decode_tma import TensorDescriptor
 from nanovllm.layers.attention_torch import decode_attention_torch
-from nanovllm.utils.decode_plan import first_rows, make_plan, rows_a_piece
+from nanovllm.utils.decode_plan import first_shared_rows, make_plan, rows_a_piece
 
 # Largest error against float64 that a dtype's rounding of inputs, weights and outputs explains.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -63,7 +63,7 @@ def make_prompt_rows(prompts, num_heads, num_kv_heads, head_dim, block_size, dty
     case["q"] = torch.randn(len(owners), num_heads, head_dim, generator=generator).to(device, dtype)
     case["context_lens"] = torch.from_numpy(positions + 1).to(device, torch.int32)
     case["block_tables"] = case["block_tables"][torch.from_numpy(owners).to(device)]
-    return case, first_rows(owners, positions, rows_a_piece(num_heads, num_kv_heads))
+    return case, first_shared_rows(owners, positions, rows_a_piece(num_heads, num_kv_heads))
 
 
 def check_prompt_rows(prompts, num_heads, num_kv_heads, *options, spare, config=None):

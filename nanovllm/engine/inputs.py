@@ -9,7 +9,7 @@ import torch
 from nanovllm.engine.packed_arrays import Layout, PackedArrays, packed_size
 from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.context import Context
-from nanovllm.utils.decode_plan import PIECE_FIELDS, first_rows, num_work_items, plan_decode
+from nanovllm.utils.decode_plan import PIECE_FIELDS, first_shared_rows, num_work_items, plan_decode
 
 
 class BlockTables:
@@ -159,7 +159,7 @@ class DecodeInputs:
             items = host["work_items"][: num_work_items(num_rows, self.num_kv_heads)]
             firsts = None
             if owners is not None and self.most_rows > 1:
-                shared = n + first_rows(owners, positions[n:], self.most_rows)
+                shared = n + first_shared_rows(owners, positions[n:], self.most_rows)
                 firsts = np.concatenate((np.arange(n), shared, np.arange(num_tokens, num_rows)))
             plan_decode(host["context_lens"][:num_rows], items, firsts)
         buffer.send()

@@ -40,7 +40,7 @@ def rows_a_piece(num_heads: int, num_kv_heads: int) -> int:
     return max(1, 16 // (num_heads // num_kv_heads))
 
 
-def first_rows(owners: np.ndarray, positions: np.ndarray, most_rows: int) -> np.ndarray:
+def first_shared_rows(owners: np.ndarray, positions: np.ndarray, most_rows: int) -> np.ndarray:
     """Which of consecutive rows begin a piece, where up to most_rows share one: their indices, ascending.
 
     owners, positions: of each row, whose token it is and which; a prompt's are neighbours, and follow each other.

@@ -14,7 +14,7 @@ from nanovllm.utils.decode_plan import (
     MAX_SPLITS,
     PIECE_FIELDS,
     SPLIT_UNIT,
-    first_rows,
+    first_shared_rows,
     num_work_items,
     plan_decode,
 )
@@ -61,7 +61,7 @@ def test_consecutive_tokens_of_a_prompt_share_pieces(prompts, num_running, most_
     """prompts: tokens before, and tokens of the step."""
     owners = np.repeat(np.arange(len(prompts)), [n for _, n in prompts])
     positions = np.concatenate([np.arange(cached, cached + n) for cached, n in prompts])
-    firsts = first_rows(owners, positions, most_rows)
+    firsts = first_shared_rows(owners, positions, most_rows)
     context_lens = np.concatenate((np.full(num_running, 500), positions + 1))
     items = np.empty((len(context_lens) + spare, PIECE_FIELDS), np.int32)
     plan_decode(context_lens, items, np.concatenate((np.arange(num_running), num_running + firsts)))
