@@ -114,7 +114,7 @@ class Config:
         rows, most = self.mixed_step_rows, min(MAX_MIXED_STEP_ROWS, self.max_num_batched_tokens)
         fits = rows is None or (_is_int(rows, 0) and rows <= most)
         self._require(
-            "mixed_step_rows", fits, f"None, or in 0..{most} (1,024, and no more than max_num_batched_tokens)"
+            "mixed_step_rows", fits, f"None, or in 0..{most} (the smaller of 1024 and max_num_batched_tokens)"
         )
         one_rank = not rows or self.tensor_parallel_size == 1
         self._require("mixed_step_rows", one_rank, f"0 or None with tensor_parallel_size={self.tensor_parallel_size}")
