@@ -93,6 +93,7 @@ def main() -> None:
         device=args.device,
         max_model_len=args.max_model_len,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        mixed_step_rows=args.mixed_step_rows,
         num_kvcache_blocks=args.num_kvcache_blocks,
         seed=0,
         skip_tokenizer_init=True,
