@@ -80,7 +80,7 @@ class DecodeInputs:
         n = self.max_rows = max(self.padded[max_num_seqs], mixed_step_rows)
         self.num_kv_heads = num_kv_heads
         self.most_rows = most_rows
-        num_items = max(num_work_items(i + 1, num_kv_heads) for i in range(n)) if num_kv_heads else 0
+        num_items = num_work_items(n, num_kv_heads) if num_kv_heads else 0
         layout: Layout = {
             "token_source": ((n,), np.int64),
             "positions": ((n,), np.int64),

@@ -60,9 +60,9 @@ def _trace(runner) -> None:
     for size in telling_batch_sizes(config.max_num_seqs):
         runner.run([seq] * size, False)
         _trace_truncation(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
-    if runner.mixed_step_rows > 1:
-        prompt = _sequence(min(runner.mixed_step_rows, config.max_model_len, _NUM_SLOTS) - 1, block_size)
-        runner.run([seq, prompt], False)
+    num_tokens = min(runner.mixed_step_rows, config.max_model_len, _NUM_SLOTS) - 1
+    if num_tokens > 0:
+        runner.run([seq, _sequence(num_tokens, block_size)], False)
     warmup_kernels(runner)
     runner.use_kv_cache(None)
 

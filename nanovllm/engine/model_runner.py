@@ -240,8 +240,9 @@ class ModelRunner(RankCalls):
             self.prepare_decode(seqs, num_rows)
             graphs.replay(batch_size)
         else:
-            num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
-            num_rows = num_tokens if is_mixed else self.decode_inputs.padded[batch_size]
+            num_rows = self.decode_inputs.padded[batch_size]
+            if is_mixed:
+                num_rows = sum(seq.num_scheduled_tokens for seq in seqs)
             self.prepare_decode(seqs, num_rows)
             self._decode(batch_size, num_rows, is_mixed)
 

@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from typing import NoReturn
 
@@ -15,7 +16,7 @@ from nanovllm.engine.workers import WorkerError, Workers
 logger = logging.getLogger(__name__)
 
 
-class RankCalls:
+class RankCalls(ABC):
     """The calls between the ranks of a model runner, which derives from this: rank 0's, in the caller's process, writes
     a call to shared memory, where each worker's `loop` reads it, and all of them do the same in lock-step.
 
@@ -31,9 +32,9 @@ class RankCalls:
     calls: CallReader
     steps: StepEncoder | StepDecoder
 
+    @abstractmethod
     def exit(self) -> None:
-        """Give everything back; harmless when called again. The model runner's."""
-        raise NotImplementedError
+        """Give everything back; harmless when called again."""
 
     def call(self, method: str, *args):
         """Run one method by name on every rank, each with its own device as the current one, whichever the caller's is;

@@ -28,7 +28,7 @@ class DecodeWorkspace:
     ):
         """Room for every batch size up to `max_batch_size`, with `num_items` pieces of a row each, or half as many of
         two and so on, or with the default number."""
-        num_items = num_items or max(num_work_items(n, num_kv_heads) for n in range(1, max_batch_size + 1))
+        num_items = num_items or num_work_items(max_batch_size, num_kv_heads)
         self.arrivals = torch.zeros(max_batch_size * num_kv_heads, dtype=torch.int32, device=device)
         self.partial = torch.empty(num_items * num_heads * head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(num_items * num_heads, dtype=torch.float32, device=device)

@@ -127,7 +127,7 @@ class TritonBackend(AttentionBackend):
         self.workspace = None
 
     def prepare(self, max_batch_size, num_heads, num_kv_heads, head_dim, device, mixed_step_rows=0):
-        num_items = max(num_work_items(n, num_kv_heads) for n in range(1, max_batch_size + 1))
+        num_items = num_work_items(max_batch_size, num_kv_heads)
         if mixed_step_rows:
             most_rows = rows_a_piece(num_heads, num_kv_heads)
             num_items = max(num_items, most_rows * num_work_items(mixed_step_rows, num_kv_heads))

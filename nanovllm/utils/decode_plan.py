@@ -29,7 +29,7 @@ SHARED_RUN = 16
 
 
 def num_work_items(batch_size: int, num_kv_heads: int) -> int:
-    """Pieces that a launch has programs for, a KV head."""
+    """Pieces that a launch has programs for, a KV head; never fewer for a larger batch."""
     spare = next(spare for most_rows, spare in SPARE_PROGRAMS if batch_size * num_kv_heads <= most_rows)
     return batch_size + -(-spare // num_kv_heads)
 

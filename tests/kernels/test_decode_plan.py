@@ -86,6 +86,13 @@ def test_consecutive_tokens_of_a_prompt_share_pieces(prompts, num_running, most_
         assert num_pieces == sum((cached + n - 1) // most_rows - cached // most_rows + 1 for cached, n in prompts)
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 8, 16])
+def test_a_larger_batch_never_has_fewer_pieces(num_kv_heads):
+    """What is allocated for the largest batch is for all."""
+    num_items = [num_work_items(n, num_kv_heads) for n in range(1, 3000)]
+    assert num_items == sorted(num_items)
+
+
 def test_more_work_than_programs_makes_longer_splits():
     items = np.empty((4, PIECE_FIELDS), np.int32)
     plan_decode(np.array([640, 64]), items)
