@@ -112,13 +112,13 @@ class DecodeInputs:
             return None
         return self.work_items[: num_work_items(num_rows, self.num_kv_heads)]
 
-    def for_layers(self, num_rows: int, is_mixed: bool = False) -> tuple[torch.Tensor, torch.Tensor, Context]:
+    def for_layers(self, num_rows: int, num_drawn: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Context]:
         """What the layers take of a step of so many rows, padding included: token ids and positions, int64, and the
-        context."""
+        context. num_drawn: of a mixed step, from how many of the first rows tokens are drawn."""
         rows = {name: tensor[:num_rows] for name, tensor in self.rows.items()}
         tensors = {name: rows[name] for name in ("slot_mapping", "context_lens", "block_tables")}
-        most_rows = self.most_rows if is_mixed else 1
-        context = Context(**tensors, decode_plan=self.plan(num_rows), most_rows=most_rows)
+        most_rows = 1 if num_drawn is None else self.most_rows
+        context = Context(**tensors, decode_plan=self.plan(num_rows), most_rows=most_rows, num_drawn=num_drawn)
         return self.tokens[rows["token_source"]], rows["positions"], context
 
     def pad(self, batch_size: int) -> None:

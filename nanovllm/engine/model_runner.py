@@ -265,7 +265,7 @@ class ModelRunner(RankCalls):
         """Compute the first num_rows rows of decode_inputs, by default what this batch is padded to, and draw from the
         first batch_size into its `sampled`. Captured as it stands."""
         num_rows = num_rows or self.decode_inputs.padded[batch_size]
-        input_ids, positions, context = self.decode_inputs.for_layers(num_rows, is_mixed)
+        input_ids, positions, context = self.decode_inputs.for_layers(num_rows, batch_size if is_mixed else None)
         names = ("temperatures", "seeds", "positions")
         sampling = (self.decode_inputs.rows[name][:batch_size] for name in names)
         with step_context(context):

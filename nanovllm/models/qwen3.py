@@ -27,6 +27,15 @@ from nanovllm.layers.skinny_linear import is_skinny, is_worth_it, norm_linear, n
 from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import TensorParallel
 
+Rows = torch.Tensor | slice  # of a flat batch of tokens
+
+
+def _rows_wanted() -> Rows | None:
+    """The rows that the step's tokens are drawn from: nobody asks a prompt's other tokens for more than their keys and
+    values. None: all."""
+    context = get_context()
+    return context.last_tokens if context.num_drawn is None else slice(context.num_drawn)
+
 
 def get_head_dim(config) -> int:
     """Qwen2's configuration names no head_dim: there it is hidden_size / num_attention_heads."""
@@ -59,10 +68,9 @@ class Qwen3Attention(nn.Module):
         self.rotary_emb = rotary_emb
         self.attn = Attention(self.head_dim, backend)
 
-    def attend(self, positions: torch.Tensor, qkv: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(self, positions: torch.Tensor, qkv: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
         """All between the two projections: qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], which is
-        overwritten, -> [num_tokens, num_heads * head_dim], or with `rows`, a prefill's Context.last_tokens, that of
-        these tokens alone."""
+        overwritten, -> [num_tokens, num_heads * head_dim], or with `rows` that of these tokens alone."""
         context = get_context()
         has_cache = self.attn.k_cache is not None  # The warm-up runs without one.
         qk_norm_rope_store(
@@ -81,9 +89,11 @@ class Qwen3Attention(nn.Module):
         )
         heads = qkv.view(len(qkv), -1, self.head_dim)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        if rows is not None:
-            q, context = q[rows], context.of_last_tokens()
-        return self.attn(q, k, v, context).flatten(1)
+        if rows is None:
+            return self.attn(q, k, v, context).flatten(1)
+        if context.is_prefill:
+            return self.attn(q[rows], k, v, context.of_last_tokens()).flatten(1)
+        return self.attn(q, k, v, context).flatten(1)[rows]  # The plan's pieces are of all rows.
 
 
 class Qwen3MLP(nn.Module):
@@ -123,7 +133,7 @@ class Qwen3DecoderLayer(nn.Module):
         hidden_states: torch.Tensor,
         residual: torch.Tensor,
         next_norm: RMSNorm,
-        rows: torch.Tensor | None = None,
+        rows: Rows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
@@ -131,7 +141,7 @@ class Qwen3DecoderLayer(nn.Module):
             hidden_states: what input_layernorm makes of residual, [num_tokens, hidden_size].
             residual: the stream, likewise; overwritten.
             next_norm: the next layer's first norm, or the final one, which comes with this layer's last sum.
-            rows: see `Qwen3Attention.attend`; then only the stream of these tokens goes on.
+            rows: the tokens whose stream goes on, all by default.
 
         Returns:
             The next hidden_states and residual.
@@ -171,8 +181,8 @@ class Qwen3DecoderLayer(nn.Module):
 
 
 class Qwen3Model(nn.Module):
-    """Embedding, decoder layers, final norm: token ids and positions [num_tokens] -> [num_tokens, hidden_size], or in a
-    prefill what Context.last_tokens asks for."""
+    """Embedding, decoder layers, final norm: token ids and positions [num_tokens] -> [num_tokens, hidden_size], or what
+    Context.last_tokens or num_drawn asks for."""
 
     def __init__(self, config, max_position: int, tp: TensorParallel, **attention):
         super().__init__()
@@ -193,7 +203,7 @@ class Qwen3Model(nn.Module):
             residual = self.embed_tokens(input_ids)
             for layer in self.layers:
                 layer.forward_skinny(positions, residual)
-            return self.norm(residual)
+            return self.norm(residual[: get_context().num_drawn])
         residual = self.embed_tokens(input_ids)
         hidden_states = self.layers[0].input_layernorm(residual)
         if is_prefill and reducer is not None and reducer.takes_parts(len(residual)):
@@ -204,9 +214,7 @@ class Qwen3Model(nn.Module):
         else:
             for layer, next_layer in pairwise(self.layers):
                 hidden_states, residual = layer(positions, hidden_states, residual, next_layer.input_layernorm)
-        # Nobody asks a prompt's other tokens for more than their keys and values.
-        rows = get_context().last_tokens
-        return self.layers[-1](positions, hidden_states, residual, self.norm, rows)[0]
+        return self.layers[-1](positions, hidden_states, residual, self.norm, _rows_wanted())[0]
 
     def _takes_skinny(self, num_tokens: int) -> bool:
         """Whether `forward_skinny` is the fast way for that many of `is_skinny`: where the layers' largest weight, with
@@ -252,8 +260,8 @@ class Qwen3ForCausalLM(nn.Module):
         return {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Token ids and positions, int64 [num_tokens] -> hidden states [num_tokens, hidden_size], in a prefill those of
-        Context.last_tokens."""
+        """Token ids and positions, int64 [num_tokens] -> hidden states [num_tokens, hidden_size], or those that
+        Context.last_tokens or num_drawn asks for."""
         return self.model(input_ids, positions)
 
     @cached_property  # asked for at each step on a CPU

@@ -27,6 +27,8 @@ class Context:
         decode_plan: decode: int32 [num_items, PIECE_FIELDS], the pieces that attention is cut into, for back ends that
             want a plan (see the module of that name).
         most_rows: decode: that share one of these pieces.
+        num_drawn: decode: of how many of the first rows tokens are drawn; the model returns the hidden states of these
+            alone. None: of all rows.
     """
 
     is_prefill: bool = False
@@ -40,6 +42,7 @@ class Context:
     last_tokens: torch.Tensor | None = None
     decode_plan: torch.Tensor | None = None
     most_rows: int = 1
+    num_drawn: int | None = None
 
     def of_last_tokens(self) -> "Context":
         """The same prefill with each sequence's last new token as its one query."""

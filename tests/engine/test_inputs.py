@@ -77,7 +77,7 @@ def test_mixed_inputs(steps, num_kv_heads, most_rows):
         spans = [range(seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens) for seq in seqs]
         num_tokens = sum(map(len, spans))
         inputs.write(seqs, num_tokens + num_padding)
-        input_ids, positions, context = inputs.for_layers(num_tokens + num_padding, is_mixed=True)
+        input_ids, positions, context = inputs.for_layers(num_tokens + num_padding, num_drawn=len(seqs))
         computed = list(zip(input_ids.tolist(), positions.tolist(), context.slot_mapping.tolist(), strict=True))
         # Tokens are drawn from the first rows, one a sequence.
         assert computed[: len(seqs)] == [_row(seq, span[-1]) for seq, span in zip(seqs, spans, strict=True)]
@@ -92,7 +92,7 @@ def test_mixed_inputs(steps, num_kv_heads, most_rows):
             assert slot == table[position // 4] * 4 + position % 4
             (owner,) = (seq for row, seq in enumerate(seqs) if slot // 64 == row)
             assert table == owner.block_table
-        assert context.most_rows == most_rows
+        assert (context.most_rows, context.num_drawn) == (most_rows, len(seqs))
         if num_kv_heads is not None:
             check_plan(context.decode_plan.numpy(), context, most_rows)
 
