@@ -14,7 +14,7 @@ from transformers import (
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.sampler import race_scores
+from nanovllm.layers.sampler import sample_torch
 
 
 def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Sequence]:
@@ -63,7 +63,7 @@ def draw(logits, prompt, completion, params: SamplingParams, eos) -> int:
     one, seed = torch.ones(1), torch.tensor([params.seed])
     # A token is drawn with the noise of the position that it follows.
     position = torch.tensor([len(prompt) + len(completion) - 1])
-    return int(race_scores(scores.unsqueeze(0), one, seed, position).argmax())
+    return int(sample_torch(scores.unsqueeze(0), one, seed, position))
 
 
 @torch.inference_mode()

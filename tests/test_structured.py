@@ -12,7 +12,7 @@ from sampling_reference import completions, run
 
 from nanovllm import SamplingParams, StructuredOutputsParams
 from nanovllm.engine.structured import Grammars, fill_masks, num_mask_words
-from nanovllm.layers.sampler import race_scores
+from nanovllm.layers.sampler import sample_torch
 
 CHOICES = ("red", "green", "dark red", 'a "quoted"\n\\line', "größe", "red and green", "a DEL: \x7f")
 SCHEMA = {
@@ -89,8 +89,7 @@ def test_the_draw_is_the_races_among_the_allowed_tokens(llm, path):
                 assert any(choice.startswith(text) for choice in choices)
             scores[0, allowed] = reference.logits(prompt, [*completion, 0])[-1, allowed]
             position = torch.tensor([len(prompt) + len(completion) - 1])
-            scores = race_scores(scores, torch.tensor([1.5]), torch.tensor([seed]), position)
-            completion.append(int(scores.argmax()))
+            completion.append(int(sample_torch(scores, torch.tensor([1.5]), torch.tensor([seed]), position)))
         assert completions(run(llm, [prompt], params)) == [completion]
 
 

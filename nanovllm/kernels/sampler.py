@@ -12,8 +12,8 @@ from nanovllm.kernels.launch import launcher
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
-# One quad of columns for each thread of four warps.
-_QUADS = 128
+_MAX = tl.constexpr(3.4028234663852886e38)
+_GROUP = tl.constexpr(16)  # layers.sampler.GROUP
 
 
 @triton.jit
@@ -49,16 +49,32 @@ def log2_exponential(bits, FAST: tl.constexpr):
 
 
 @triton.jit
-def _better(score, column, other, other_column):
-    """The better of two candidates; the first, which has the lower column, on a tie. NaN never wins."""
-    take = other > score
-    return tl.where(take, other, score), tl.where(take, other_column, column)
+def _words(index, PURPOSE: tl.constexpr, seed, position):
+    """The Philox blocks of a draw whose counters begin with index and PURPOSE: four uint32, of index's shape."""
+    zero = (index * 0).to(tl.uint32)
+    return philox4x32(
+        index.to(tl.uint32),
+        zero + PURPOSE,
+        zero + position.to(tl.uint32),
+        zero + (position >> 32).to(tl.uint32),
+        seed.to(tl.uint32),
+        (seed >> 32).to(tl.uint32),
+    )
+
+
+@triton.jit
+def _load(logits_row, columns, vocab_size, threshold, TRUNCATED: tl.constexpr):
+    """Logits in float32, -inf for what is never to be drawn: past the vocabulary, NaN, below the threshold."""
+    logit = tl.load(logits_row + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
+    if TRUNCATED:
+        return tl.where(logit >= threshold, logit, float("-inf"))
+    return tl.maximum(logit, float("-inf"))
 
 
 @triton.jit
 def _race(
     logits_row,
-    start,
+    first_group,
     vocab_size,
     scale,
     seed,
@@ -68,46 +84,43 @@ def _race(
     NOISY: tl.constexpr,
     TRUNCATED: tl.constexpr,
     TILES: tl.constexpr,
-    QUADS: tl.constexpr,
+    GROUPS: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """The best score and its column for each of QUADS lanes, over TILES * QUADS * 4 columns."""
-    best = tl.full([QUADS], float("-inf"), tl.float32)
-    best_column = start + tl.arange(0, QUADS) * 4
+    """The best score among TILES * GROUPS groups of columns, and the column that has it."""
+    lane = tl.arange(0, GROUPS)
+    best = tl.full([GROUPS], float("-inf"), tl.float32)
+    best_group = first_group + lane
     # Unrolled by the compiler, not by Python as static_range would be: the same PTX, a start that is sooner there.
     for tile in tl.range(TILES, loop_unroll_factor=TILES):
-        first = start + tile * (QUADS * 4)
-        columns = first + tl.arange(0, QUADS * 4)
-        logit = tl.load(logits_row + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
-        if TRUNCATED:
-            logit = tl.where(logit >= threshold, logit, float("-inf"))
-        # Four neighbouring columns share a Philox block. With as many quads as threads, a thread has loaded
-        # just the four that it draws for: they are taken apart in registers, and the load is still a wide
-        # one.
-        even, odd = tl.split(tl.reshape(logit, (QUADS, 2, 2)))
-        s0, s2 = tl.split(even)
-        s1, s3 = tl.split(odd)
+        group = first_group + tile * GROUPS + lane
+        # A thread has a group, which it loads in two wide loads.
+        columns = group[:, None] * _GROUP + tl.arange(0, _GROUP // 2)[None, :]
+        left = _load(logits_row, columns, vocab_size, threshold, TRUNCATED)
+        right = _load(logits_row, columns + _GROUP // 2, vocab_size, threshold, TRUNCATED)
+        score = tl.maximum(tl.max(left, axis=1), tl.max(right, axis=1))
         if NOISY:
-            counter = (FIRST_COLUMN // 4 + first // 4 + tl.arange(0, QUADS)).to(tl.uint32)
-            zero = counter * 0
-            r0, r1, r2, r3 = philox4x32(
-                counter,
-                zero,
-                zero + position.to(tl.uint32),
-                zero + (position >> 32).to(tl.uint32),
-                seed.to(tl.uint32),
-                (seed >> 32).to(tl.uint32),
-            )
-            s0 = s0 * scale - log2_exponential(r0, FAST_LOG2)
-            s1 = s1 * scale - log2_exponential(r1, FAST_LOG2)
-            s2 = s2 * scale - log2_exponential(r2, FAST_LOG2)
-            s3 = s3 * scale - log2_exponential(r3, FAST_LOG2)
-        column = first + tl.arange(0, QUADS) * 4
-        best, best_column = _better(best, best_column, s0, column)
-        best, best_column = _better(best, best_column, s1, column + 1)
-        best, best_column = _better(best, best_column, s2, column + 2)
-        best, best_column = _better(best, best_column, s3, column + 3)
-    return best, best_column
+            # Within what is finite, so that one infinity does not meet another.
+            highest = tl.minimum(tl.maximum(score * scale, -_MAX), _MAX)
+            weights = tl.exp2(left * scale - highest[:, None]) + tl.exp2(right * scale - highest[:, None])
+            bits, _, _, _ = _words(group + FIRST_COLUMN // _GROUP, 1, seed, position)
+            score = highest + _log2(tl.sum(weights, axis=1), FAST_LOG2) - log2_exponential(bits, FAST_LOG2)
+        take = score > best
+        best = tl.where(take, score, best)
+        best_group = tl.where(take, group, best_group)
+    score = tl.max(best, axis=0)
+    winner = tl.min(tl.where(best == score, best_group, _NO_COLUMN), axis=0)
+
+    quad = winner * (_GROUP // 4) + tl.arange(0, _GROUP // 4)
+    columns = quad[:, None] * 4 + tl.arange(0, 4)[None, :]
+    within = _load(logits_row, columns, vocab_size, threshold, TRUNCATED)
+    if NOISY:
+        r0, r1, r2, r3 = _words(quad + FIRST_COLUMN // 4, 0, seed, position)
+        bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), (_GROUP // 4, 4))
+        within = within * scale - log2_exponential(bits, FAST_LOG2)
+    is_best = within == tl.max(tl.max(within, axis=1), axis=0)
+    column = tl.min(tl.min(tl.where(is_best, columns, _NO_COLUMN), axis=1), axis=0)
+    return score, column
 
 
 @triton.jit
@@ -125,14 +138,14 @@ def _race_kernel(
     FIRST_COLUMN: tl.constexpr,
     TRUNCATED: tl.constexpr,
     TILES: tl.constexpr,
-    QUADS: tl.constexpr,
+    GROUPS: tl.constexpr,
     FAST_LOG2: tl.constexpr,
     PDL: tl.constexpr,
 ):
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    start = split * (TILES * QUADS * 4)
+    first_group = split * (TILES * GROUPS)
     logits_row = logits + row * row_stride
     temperature = tl.load(temperatures + row)
     seed = tl.load(seeds + row).to(tl.int64)
@@ -144,7 +157,7 @@ def _race_kernel(
         scale = tl.full([], _LOG2_E, tl.float32) / temperature  # see threshold_kernels._scale
         score, column = _race(
             logits_row,
-            start,
+            first_group,
             vocab_size,
             scale,
             seed,
@@ -154,13 +167,13 @@ def _race_kernel(
             NOISY=True,
             TRUNCATED=TRUNCATED,
             TILES=TILES,
-            QUADS=QUADS,
+            GROUPS=GROUPS,
             FAST_LOG2=FAST_LOG2,
         )
     else:
         score, column = _race(
             logits_row,
-            start,
+            first_group,
             vocab_size,
             temperature,
             seed,
@@ -170,13 +183,11 @@ def _race_kernel(
             NOISY=False,
             TRUNCATED=TRUNCATED,
             TILES=TILES,
-            QUADS=QUADS,
+            GROUPS=GROUPS,
             FAST_LOG2=FAST_LOG2,
         )
-    best = tl.max(score, axis=0)
-    best_column = tl.min(tl.where(score == best, column, _NO_COLUMN), axis=0)
-    tl.store(best_scores + row * num_splits + split, best)
-    tl.store(best_columns + row * num_splits + split, best_column)
+    tl.store(best_scores + row * num_splits + split, score)
+    tl.store(best_columns + row * num_splits + split, column)
 
 
 @triton.jit
@@ -234,17 +245,16 @@ def check_logits(logits: Tensor) -> int:
 def race_splits(logits, temperatures, seeds, positions, thresholds, first_column: int) -> tuple[Tensor, Tensor]:
     """The best score and its column in each split of each row: float32 and int32 `[batch, num_splits]`."""
     batch, vocab_size = logits.shape
-    # Few rows: small splits, so that they reach every SM. Many: larger ones, which reduce less often.
-    tiles = 2 if batch <= 4 else 8
-    num_splits = triton.cdiv(vocab_size, tiles * _QUADS * 4)
+    tiles, groups = _split_size(batch)
+    num_splits = triton.cdiv(vocab_size, tiles * groups * _GROUP.value)
     best_scores = torch.empty(batch, num_splits, dtype=torch.float32, device=logits.device)
     best_columns = torch.empty(batch, num_splits, dtype=torch.int32, device=logits.device)
     launcher(_race_kernel, (batch, num_splits), has_pdl(logits.device))(
         logits,
-        temperatures,
-        seeds,
-        positions,
-        temperatures if thresholds is None else thresholds,  # without TRUNCATED, a pointer that nobody reads
+        temperatures.contiguous(),
+        seeds.contiguous(),
+        positions.contiguous(),
+        (temperatures if thresholds is None else thresholds).contiguous(),  # without TRUNCATED, nobody reads it
         best_scores,
         best_columns,
         vocab_size,
@@ -253,8 +263,14 @@ def race_splits(logits, temperatures, seeds, positions, thresholds, first_column
         FIRST_COLUMN=first_column,
         TRUNCATED=thresholds is not None,
         TILES=tiles,
-        QUADS=_QUADS,
+        GROUPS=groups,
         FAST_LOG2=isinstance(_race_kernel, triton.JITFunction),
-        num_warps=_QUADS // 32,
+        num_warps=groups // 32,
     )
     return best_scores, best_columns
+
+
+def _split_size(batch: int) -> tuple[int, int]:
+    """A split's tiles, and the groups of a tile, one a thread. Few rows: small splits, so that they reach every SM.
+    Many: larger ones, which reduce less often."""
+    return (1, 64) if batch <= 8 else (4, 128)

@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.kernels import HAS_TRITON, use_kernels
@@ -12,8 +13,13 @@ if HAS_TRITON:
     from nanovllm.kernels.sampler import sample
     from nanovllm.kernels.shard_sampler import best_of_shard, pick_best
 
+# Neighbouring columns that race as one, and then among themselves. Shards of the vocabulary are whole groups.
+GROUP = 16
+
 _WORD = 0xFFFFFFFF
 _NO_COLUMN = 2**31 - 1
+_MAX = torch.finfo(torch.float32).max
+_COLUMNS_AT_ONCE = 2**19
 
 
 def philox4x32(
@@ -59,50 +65,73 @@ def log2_exponential(bits: Tensor) -> Tensor:
 
 
 def race_scores(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_column: int = 0
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_column: int | Tensor = 0
 ) -> Tensor:
-    """What the columns of each row race with: logit / T - log E, in units of log 2.
+    """What columns race with: logit / T - log E, in units of log 2, each with an E of its own.
 
     Args:
-        logits: `[batch, vocab_size]`, any float dtype.
+        logits: `[batch, num_columns]`, any float dtype.
         temperatures: float32 `[batch]`, positive.
         seeds: int64 `[batch]`: the Philox keys.
         positions: int64 `[batch]`: words 2 and 3 of the Philox counter, whose word 0 is column // 4 and whose
             word 1 is 0; column % 4 picks one of the four outputs.
-        first_column: the first of these columns in the whole vocabulary, a multiple of 4.
+        first_column: the first of these columns in the whole vocabulary, or that of each row, int64 `[batch]`;
+            multiples of 4.
 
     Returns:
-        float32 `[batch, vocab_size]`; -inf for a NaN logit.
+        float32 `[batch, num_columns]`; -inf for a NaN logit.
     """
-    vocab_size = logits.shape[1]
-    quad = first_column // 4 + torch.arange((vocab_size + 3) // 4, device=logits.device).unsqueeze(0)
-    seeds, positions = seeds.unsqueeze(1), positions.unsqueeze(1)
-    position_words = (positions & _WORD, positions >> 32 & _WORD)
-    bits = philox4x32(quad, torch.zeros_like(quad), *position_words, seeds & _WORD, seeds >> 32 & _WORD)
-    noise = log2_exponential(torch.stack(bits, dim=-1).flatten(1)[:, :vocab_size])
-    scores = logits.float() * (math.log2(math.e) / temperatures).unsqueeze(1) - noise
+    num_columns = logits.shape[1]
+    first = torch.as_tensor(first_column, device=logits.device).reshape(-1, 1)
+    quads = first // 4 + torch.arange((num_columns + 3) // 4, device=logits.device)
+    bits = torch.stack(_random_words(quads, 0, seeds, positions), dim=-1).flatten(1)[:, :num_columns]
+    scores = logits.float() * _scale(temperatures) - log2_exponential(bits)
     return scores.nan_to_num_(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+
+
+def group_scores(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_column: int = 0
+) -> Tensor:
+    """What groups of GROUP columns race with: log2 of the sum of their weights 2^(logit / T * log2 e), less log2 E.
+
+    Arguments as for `race_scores`, first_column a multiple of GROUP. E is of the first output of the Philox block
+    whose counter has the group's number in word 0 and 1 in word 1.
+
+    Returns:
+        float32 `[batch, num_groups]`; NaN logits weigh nothing, and a group that does not -inf.
+    """
+    exponents = _in_groups(logits.float().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf))
+    exponents = exponents * _scale(temperatures).unsqueeze(2)
+    # The highest one, within what is finite, so that one infinity does not meet another.
+    highest = exponents.amax(dim=2).clamp_(-_MAX, _MAX)
+    scores = (exponents - highest.unsqueeze(2)).exp2_().sum(dim=2).log2_() + highest
+    groups = first_column // GROUP + torch.arange(exponents.shape[1], device=logits.device).unsqueeze(0)
+    return scores - log2_exponential(_random_words(groups, 1, seeds, positions)[0])
+
+
+def _random_words(index: Tensor, purpose: int, seeds: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    """The Philox blocks of a draw whose counters begin with `index` `[1 or batch, n]` and `purpose`: four words
+    `[batch, n]`."""
+    seeds, positions = seeds.unsqueeze(1), positions.unsqueeze(1)
+    counter = (index, torch.full_like(index, purpose), positions & _WORD, positions >> 32 & _WORD)
+    return philox4x32(*counter, seeds & _WORD, seeds >> 32 & _WORD)
+
+
+def _scale(temperatures: Tensor) -> Tensor:
+    return (math.log2(math.e) / temperatures).unsqueeze(1)
+
+
+def _in_groups(logits: Tensor) -> Tensor:
+    """`[batch, num_groups, GROUP]`, the last group's missing columns -inf."""
+    missing = -logits.shape[1] % GROUP
+    return F.pad(logits, (0, missing), value=-math.inf).unflatten(1, (-1, GROUP))
 
 
 def sample_torch(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, thresholds: Tensor | None = None
 ) -> Tensor:
     """Twin of `kernels.sampler.sample`."""
-    logits = _without_unlikely(logits, thresholds)
-    # A NaN would win any argmax; it may not, so that the rest of its row still counts.
-    tokens = torch.nan_to_num(logits, nan=-math.inf, posinf=math.inf, neginf=-math.inf).argmax(dim=-1)
-    # A few rows at a time, so that Philox's many passes stay within a CPU's cache: some 100,000 columns.
-    rows_at_once = max(1, 2**17 // logits.shape[1])
-    for rows in (temperatures > 0).nonzero().squeeze(1).split(rows_at_once):
-        scores = race_scores(logits[rows], temperatures[rows], seeds[rows], positions[rows])
-        tokens[rows] = scores.argmax(dim=-1)
-    return tokens
-
-
-def _without_unlikely(logits: Tensor, thresholds: Tensor | None) -> Tensor:
-    if thresholds is None:
-        return logits
-    return logits.masked_fill(logits.float() < thresholds.unsqueeze(1), -math.inf)
+    return _best_torch(logits, temperatures, seeds, positions, 0, thresholds)[1]
 
 
 def best_of_shard_torch(
@@ -114,12 +143,33 @@ def best_of_shard_torch(
     thresholds: Tensor | None = None,
 ) -> Tensor:
     """Twin of `kernels.shard_sampler.best_of_shard`."""
-    logits = _without_unlikely(logits, thresholds)
-    scores = logits.float().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-    noisy = temperatures > 0
-    scores[noisy] = race_scores(logits[noisy], temperatures[noisy], seeds[noisy], positions[noisy], first_column)
-    best, columns = scores.max(dim=-1)
+    best, columns = _best_torch(logits, temperatures, seeds, positions, first_column, thresholds)
     return torch.stack((best.view(torch.int32), (first_column + columns).int()), dim=-1)
+
+
+def _best_torch(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    first_column: int,
+    thresholds: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Each row's best score and its column among these, float32 and int64 `[batch]`."""
+    if thresholds is not None:
+        logits = logits.masked_fill(logits.float() < thresholds.unsqueeze(1), -math.inf)
+    # A NaN would win any argmax; it may not, so that the rest of its row still counts.
+    best, columns = logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).max(dim=1)
+    best = best.float()
+    # A few rows at a time, so that what lies between the passes stays within a CPU's cache.
+    rows_at_once = max(1, _COLUMNS_AT_ONCE // logits.shape[1])
+    for rows in (temperatures > 0).nonzero().squeeze(1).split(rows_at_once):
+        draw = (temperatures[rows], seeds[rows], positions[rows])
+        best[rows], groups = group_scores(logits[rows], *draw, first_column).max(dim=1)
+        members = _in_groups(logits[rows])[torch.arange(len(rows), device=logits.device), groups]
+        within = race_scores(members, *draw, first_column + groups * GROUP).argmax(dim=1)
+        columns[rows] = groups * GROUP + within
+    return best, columns
 
 
 def pick_best_torch(candidates: Tensor) -> Tensor:
@@ -136,9 +186,13 @@ class Sampler(nn.Module):
     exponential clocks, known in its logarithm as the Gumbel-max trick), and it is argmax(logit / T - log E):
     no normalization, one pass over the logits.
 
-    The noise is Philox4x32-10 with the request's seed as key and (column // 4, position) as counter. So a
-    request's token at a position depends on its logits, temperature and seed alone, never on the batch, its
-    order, or a preemption in between.
+    An E for each of 150,000 tokens takes longer than reading their logits. The first of several clocks to ring is
+    a clock itself, whose rate is the sum of theirs, and which of them rings does not depend on when. So groups of
+    GROUP neighbouring tokens race, with the sums of their weights, and then the tokens of the group that won.
+
+    The noise is Philox4x32-10 with the request's seed as key and (column // 4, position) as counter, in a word
+    of its own that of the groups. So a request's token at a position depends on its logits, temperature and seed
+    alone, never on the batch, its order, or a preemption in between.
 
     With several ranks each finds the best of its columns, only that is gathered, and every rank takes the same
     winner. Scores do not depend on how the columns are shared out.

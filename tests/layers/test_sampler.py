@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.layers.sampler import Sampler, log2_exponential, philox4x32
 
-VOCAB_SIZE = 24
+VOCAB_SIZE = 24  # a group of tokens and a half
 NUM_DRAWS = 40_000
 TEMPERATURE = 0.8
 # Chi-square with k degrees of freedom has mean k and variance 2k: beyond six deviations lies one case in 10^7.
@@ -93,6 +93,28 @@ def test_forbidden_tokens_are_never_drawn(device):
     assert set(tokens.tolist()) == {3, 8, 9}
 
 
+def test_draws_above_a_threshold_follow_what_is_left_of_the_softmax(device):
+    """Of five groups of tokens and a piece of one, in which few, many or none are left."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(85, generator=generator).to(device) * 1.5
+    threshold = logits.sort().values[60]
+    logits[16:32] -= 10  # a group of which nothing is left
+    kept = logits >= threshold
+    rows = logits.expand(NUM_DRAWS, -1).contiguous()
+    same = {"device": device, "dtype": torch.float32}
+    seeds, positions = torch.arange(NUM_DRAWS, device=device), torch.full((NUM_DRAWS,), 9, device=device)
+    temperatures, thresholds = torch.full((NUM_DRAWS,), 0.7, **same), threshold.expand(NUM_DRAWS).contiguous()
+    tokens = Sampler()(rows, temperatures, seeds, positions, thresholds)
+    counts = torch.bincount(tokens, minlength=85)
+    assert not counts[~kept].any()
+    degrees = int(kept.sum()) - 1
+    probabilities = (logits[kept] / 0.7).softmax(-1)
+    places = torch.cumsum(kept, 0) - 1
+    bound = degrees + 6 * math.sqrt(2 * degrees)
+    assert chi_square(places[tokens], probabilities) < bound
+    assert chi_square(places[tokens], (logits[kept] / 0.75).softmax(-1)) > 2 * bound
+
+
 def test_tokens_below_the_threshold_are_never_drawn(device):
     logits = torch.randn(2000, 50, device=device)
     thresholds = logits.sort(dim=1).values[:, 40]
@@ -104,9 +126,10 @@ def test_tokens_below_the_threshold_are_never_drawn(device):
     tokens = Sampler()(logits, temperatures, seeds, positions, thresholds)
     drawn = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
     assert (drawn >= thresholds).all()
-    # The noise is the same: whoever won without a threshold wins with it, unless it is out of the race.
+    # A threshold that every token is above changes nothing.
+    lowest = logits.amin(dim=1)
+    assert torch.equal(Sampler()(logits, temperatures, seeds, positions, lowest), free)
     stays = logits.gather(1, free.unsqueeze(1)).squeeze(1) >= thresholds
-    assert torch.equal(tokens[stays], free[stays])
     assert 0.2 < stays.float().mean() < 0.9
     assert len(tokens[~stays].unique()) > 10
 
