@@ -8,8 +8,12 @@ import torch
 
 from nanovllm.engine.packed_arrays import Layout, PackedArrays, packed_size
 from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels import HAS_TRITON
 from nanovllm.utils.context import Context
 from nanovllm.utils.decode_plan import PIECE_FIELDS, first_shared_rows, num_work_items, plan_decode
+
+if HAS_TRITON:
+    from nanovllm.kernels.step_copies import receive_step
 
 
 class BlockTables:
@@ -46,8 +50,8 @@ class DecodeInputs:
     """The inputs of decode steps: fixed device memory, which CUDA graphs read, behind two host buffers.
 
     While the device works on one step, the host writes the next one's inputs to the other buffer; a buffer comes
-    up again only after the step that it was sent for has been read. The sampled tokens stay on the device, right
-    behind the inputs, so that one gather takes each row's token from wherever it is (see `token_source`).
+    up again only after the step that it was sent for has been read. The sampled tokens stay on the device, where the
+    next step takes them from before the host has them.
 
     A row is a sequence's last scheduled token. In a mixed step prompts have more than one, and these others come in
     the rows after those of all sequences: to the layers each is a row like any other, and nobody draws from it.
@@ -55,12 +59,12 @@ class DecodeInputs:
     Attributes:
         padded: how many rows the layers are given for a step of so many sequences, 0 to max_num_seqs.
         rows: device tensors, one row a token, and padding:
-            token_source int64: index into `tokens` of the token that the row feeds,
-            positions int64: that token's position; seeds int64, temperatures float32: the request's,
+            pending_rows int32: of `sampled`, where the token is that the row feeds; -1 where the host knew it,
+            positions int64: that token's; seeds int64, temperatures float32: the request's,
             slot_mapping int32, context_lens int32, block_tables int32 [.., max_blocks]: as in Context.
         work_items: int32 [.., PIECE_FIELDS], the plan of the step's attention (see `decode_plan`).
-        tokens: int64 [2 * most rows]: tokens that the host knows, then those the last step sampled.
-        sampled: the latter half.
+        input_ids: int64 [most rows]: the tokens that the rows feed.
+        sampled: int64 [most rows]: those that the last step drew.
     """
 
     def __init__(
@@ -82,7 +86,8 @@ class DecodeInputs:
         self.most_rows = most_rows
         num_items = num_work_items(n, num_kv_heads) if num_kv_heads else 0
         layout: Layout = {
-            "token_source": ((n,), np.int64),
+            "tokens": ((n,), np.int64),
+            "pending_rows": ((n,), np.int32),
             "positions": ((n,), np.int64),
             "seeds": ((n,), np.int64),
             "temperatures": ((n,), np.float32),
@@ -90,21 +95,18 @@ class DecodeInputs:
             "context_lens": ((n,), np.int32),
             "block_tables": ((n, max_blocks), np.int32),
             "work_items": ((num_items, PIECE_FIELDS), np.int32),
-            "host_tokens": ((n + n % 2,), np.int64),  # even, so that no padding follows it
         }
         self.block_size = block_size
-        size, sampled_bytes = packed_size(layout), 8 * n
-        memory = torch.zeros(size + sampled_bytes, dtype=torch.uint8, device=device)
-        num_buffers = 2 if device.type == "cuda" else 1
-        self._buffers = [PackedArrays(layout, device, memory[:size]) for _ in range(num_buffers)]
+        memory = torch.zeros(packed_size(layout), dtype=torch.uint8, device=device)
+        self._on_gpu = device.type == "cuda"
+        num_buffers = 2 if self._on_gpu else 1
+        self._buffers = [PackedArrays(layout, device, memory) for _ in range(num_buffers)]
         self._tables = [BlockTables(buffer.host["block_tables"]) for buffer in self._buffers]
         self._turn = 0
         self.rows = dict(self._buffers[0].device)
-        host_tokens = self.rows.pop("host_tokens")
-        self.work_items = self.rows.pop("work_items")
-        self._sampled_at = len(host_tokens)
-        self.tokens = memory[size - 8 * len(host_tokens) :].view(torch.int64)
-        self.sampled = self.tokens[self._sampled_at :]
+        self._tokens, self.work_items = (self.rows.pop(name) for name in ("tokens", "work_items"))
+        self.input_ids, self.sampled = torch.zeros(2, n, dtype=torch.int64, device=device)
+        self._sampled_on_host = torch.zeros(num_buffers, n, dtype=torch.int64, pin_memory=self._on_gpu)
 
     def plan(self, num_rows: int) -> torch.Tensor | None:
         """The plan of a step of so many rows, as far as the device is concerned: which memory it lies in."""
@@ -119,7 +121,7 @@ class DecodeInputs:
         tensors = {name: rows[name] for name in ("slot_mapping", "context_lens", "block_tables")}
         most_rows = 1 if num_drawn is None else self.most_rows
         context = Context(**tensors, decode_plan=self.plan(num_rows), most_rows=most_rows, num_drawn=num_drawn)
-        return self.tokens[rows["token_source"]], rows["positions"], context
+        return self.input_ids[:num_rows], rows["positions"], context
 
     def pad(self, batch_size: int) -> None:
         """Send a decode step of this size that is padding alone."""
@@ -148,10 +150,9 @@ class DecodeInputs:
         host["slot_mapping"][:num_tokens] = blocks * self.block_size + positions % self.block_size
         host["temperatures"][:n] = [seq.temperature for seq in seqs]
         host["seeds"][:n] = [seq.seed for seq in seqs]
-        host["host_tokens"][:num_tokens] = tokens
-        pending = np.array([seq.pending_row for seq in seqs], np.int64)
-        host["token_source"][:n] = np.where(pending < 0, np.arange(n), self._sampled_at + pending)
-        host["token_source"][n:num_tokens] = np.arange(n, num_tokens)
+        host["tokens"][:num_tokens] = tokens
+        host["pending_rows"][:n] = [seq.pending_row for seq in seqs]
+        host["pending_rows"][n:num_rows] = -1
         # The rows that pad the batch write nothing and read nothing.
         host["slot_mapping"][num_tokens:num_rows] = -1
         host["context_lens"][num_tokens:num_rows] = 0
@@ -162,7 +163,24 @@ class DecodeInputs:
                 shared = n + first_shared_rows(owners, positions[n:], self.most_rows)
                 firsts = np.concatenate((np.arange(n), shared, np.arange(num_tokens, num_rows)))
             plan_decode(host["context_lens"][:num_rows], items, firsts)
+        self._send(buffer, num_rows)
+
+    def _send(self, buffer: PackedArrays, num_rows: int) -> None:
+        """Copy it to the device, in stream order, and find the tokens that the rows feed."""
+        input_ids = self.input_ids[:num_rows]
+        if HAS_TRITON and self._on_gpu:
+            words = (each.view(torch.int64) for each in (buffer.host_bytes, buffer.device_bytes))
+            known = (torch.from_numpy(buffer.host[name][:num_rows]) for name in ("tokens", "pending_rows"))
+            receive_step(*words, *known, self.sampled, input_ids)
+            return
         buffer.send()
+        pending = self.rows["pending_rows"][:num_rows]
+        torch.where(pending < 0, self._tokens[:num_rows], self.sampled[pending.clamp(min=0)], out=input_ids)
+
+    def sampled_on_host(self, num_seqs: int) -> torch.Tensor:
+        """Page-locked memory for so many of the tokens that the step draws whose inputs were written last: it comes up
+        again when its inputs' buffer does."""
+        return self._sampled_on_host[self._turn, :num_seqs]
 
 
 def _append_prompts(seqs: list[Sequence], context_lens: list[int], tokens: list[int]) -> np.ndarray:

@@ -95,9 +95,8 @@ class LogitSteps:
             logits = self._decode_logits(n)
         if not self._draws:
             return None
-        rows = {name: inputs.rows[name][:n] for name in ("temperatures", "seeds", "positions", "token_source")}
-        fed_tokens = inputs.tokens[rows.pop("token_source")]
-        return Forward(seqs, False, logits[:n], **rows, fed_tokens=fed_tokens)
+        rows = {name: inputs.rows[name][:n] for name in ("temperatures", "seeds", "positions")}
+        return Forward(seqs, False, logits[:n], **rows, fed_tokens=inputs.input_ids[:n])
 
     def _decode_logits(self, batch_size: int) -> Tensor:
         """Of the first rows of the inputs: [batch_size, vocab_size]."""

@@ -144,8 +144,9 @@ class ModelRunner(RankCalls):
 
     def exit(self) -> None:
         """Give all memory back and end the workers. Harmless when called again."""
-        if self.device.type == "cuda" and self.tp.size > 1:
-            torch.cuda.synchronize(self.device)  # A step in flight waits for every rank.
+        if self.device.type == "cuda":
+            # A step in flight waits for every rank, and reads and writes memory of the host.
+            torch.cuda.synchronize(self.device)
         if self.workers is not None:
             self.workers.end(farewell=pickle.dumps(["exit"]))
         if self.model is not None:
@@ -221,14 +222,14 @@ class ModelRunner(RankCalls):
         if needs_logits(seqs):
             forward = self.logit_steps.forward(seqs, is_prefill)
             return forward if any(seq.is_constrained for seq in seqs) else self.logit_steps.sample(forward)
+        sampled, check = self.decode_inputs.sampled[: len(seqs)], self.workers and self.check_workers
         if is_prefill:
             inputs, context = self.prepare_prefill(seqs)
             with step_context(context):
                 self._forward(*inputs)
-        else:
-            self._launch_decode(seqs)
-        sampled = self.decode_inputs.sampled[: len(seqs)]
-        return SampledTokens(sampled, check=self.workers and self.check_workers)
+            return SampledTokens(sampled, check=check)
+        self._launch_decode(seqs)
+        return SampledTokens(sampled, check=check, host=self.decode_inputs.sampled_on_host(len(seqs)))
 
     def _launch_decode(self, seqs: list[Sequence]) -> None:
         """A decode step, or a mixed one, in which the last of the sequences are prefilled."""
@@ -275,8 +276,8 @@ class ModelRunner(RankCalls):
         """Model, head and sampler: one token a sequence, into decode_inputs.sampled; rows after those of the
         temperatures are padding. A token is drawn with the noise of the position that it follows."""
         logits = self.model.compute_logits(self.model(input_ids, positions)[: len(temperatures)])
-        tokens = self.sampler(logits, temperatures, seeds, sample_positions)
-        self.decode_inputs.sampled[: len(tokens)] = tokens
+        sampled = self.decode_inputs.sampled[: len(logits)]
+        self.sampler(logits, temperatures, seeds, sample_positions, out=sampled)
 
     @torch.inference_mode()
     def capture_cudagraph(self) -> None:

@@ -21,6 +21,7 @@ class PackedArrays:
     Attributes:
         host: {name: numpy array} to write to.
         device: {name: tensor} to read from, after `send`.
+        host_bytes, device_bytes: uint8 tensors, all of it, a whole number of 16 bytes.
     """
 
     def __init__(self, layout: Layout, device: torch.device, device_bytes: torch.Tensor | None = None):
@@ -29,22 +30,22 @@ class PackedArrays:
         on_gpu = device.type == "cuda"
         if device_bytes is None:
             device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._device = device_bytes
-        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=True) if on_gpu else self._device
-        host_bytes = self._host.numpy()
+        self.device_bytes = device_bytes
+        self.host_bytes = torch.zeros(size, dtype=torch.uint8, pin_memory=True) if on_gpu else device_bytes
+        host_bytes = self.host_bytes.numpy()
         self.host, self.device = {}, {}
         start = 0
         for name, (shape, dtype) in layout.items():
             end = start + math.prod(shape) * np.dtype(dtype).itemsize
             # Not as views of a tensor: making those costs ten times as much.
             self.host[name] = host_bytes[start:end].view(dtype).reshape(shape)
-            self.device[name] = self._device[start:end].view(_torch_dtype(dtype)).view(shape)
+            self.device[name] = device_bytes[start:end].view(_torch_dtype(dtype)).view(shape)
             start += _padded_bytes(shape, dtype)
 
     def send(self) -> None:
         """Copy host to device, in stream order. The host arrays may be written again once the stream got there."""
-        if self._device is not self._host:
-            self._device.copy_(self._host, non_blocking=True)
+        if self.device_bytes is not self.host_bytes:
+            self.device_bytes.copy_(self.host_bytes, non_blocking=True)
 
 
 def send_arrays(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:

@@ -6,6 +6,10 @@ from collections.abc import Callable
 import torch
 
 from nanovllm.engine.logprobs import StepLogprobs
+from nanovllm.kernels import HAS_TRITON, use_kernels
+
+if HAS_TRITON:
+    from nanovllm.kernels.step_copies import return_tokens
 
 _POLL_SECONDS = 50e-6
 
@@ -22,12 +26,18 @@ class SampledTokens:
         tokens: torch.Tensor,
         logprobs: StepLogprobs | None = None,
         check: Callable[[], None] | None = None,
+        host: torch.Tensor | None = None,
     ):
         """tokens: int64 [num_seqs] on the device, as logprobs are. check: with several ranks, raises where one of them
-        has gone, for which the device would wait in vain."""
+        has gone, for which the device would wait in vain. host: page-locked memory for the tokens, nobody else's until
+        they have been read; None has some allocated."""
         self._check = check
         self._event = None
-        self._tokens = _start_copy(tokens)
+        if host is not None and use_kernels(tokens):
+            return_tokens(tokens, host)
+            self._tokens = host
+        else:
+            self._tokens = _start_copy(tokens)
         self.logprobs = logprobs and logprobs.map(_start_copy)
         if tokens.device.type == "cuda":
             self._event = torch.cuda.Event()

@@ -203,7 +203,12 @@ def _combine_kernel(best_scores, best_columns, tokens, num_splits, BLOCK: tl.con
 
 
 def sample(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, thresholds: Tensor | None = None
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    thresholds: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Draws one token a row from softmax(logits / temperature); see `layers.sampler.Sampler`.
 
@@ -216,15 +221,16 @@ def sample(
         seeds: int64 `[batch]`.
         positions: int64 `[batch]`.
         thresholds: float32 `[batch]`; None costs nothing.
+        out: int64 `[batch]`, contiguous, to write to.
 
     Returns:
-        int64 `[batch]`.
+        int64 `[batch]`; `out`, if that is given.
 
     Raises:
         ValueError: if logits are strided in the vocabulary, or the vocabulary is empty.
     """
     batch = check_logits(logits)
-    tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
+    tokens = torch.empty(batch, dtype=torch.int64, device=logits.device) if out is None else out
     if batch == 0:
         return tokens
     scores, columns = race_splits(logits, temperatures, seeds, positions, thresholds, 0)

@@ -74,18 +74,19 @@ def best_of_shard(
     return best
 
 
-def pick_best(candidates: Tensor) -> Tensor:
+def pick_best(candidates: Tensor, out: Tensor | None = None) -> Tensor:
     """The second half: each row's winner.
 
     Args:
         candidates: int32 `[shards, batch, 2]`, contiguous, in the order of columns: what `best_of_shard` returned for
             each shard of the vocabulary.
+        out: int64 `[batch]`, contiguous, to write to.
 
     Returns:
-        int64 `[batch]`; the lowest column on a tie.
+        int64 `[batch]`, or `out`; the lowest column on a tie.
     """
     num_shards, batch, _ = candidates.shape
-    tokens = torch.empty(batch, dtype=torch.int64, device=candidates.device)
+    tokens = torch.empty(batch, dtype=torch.int64, device=candidates.device) if out is None else out
     if batch:
         block = triton.next_power_of_2(num_shards)
         launcher(_pick_kernel, (batch,))(candidates, tokens, num_shards, batch, BLOCK=block, num_warps=1)

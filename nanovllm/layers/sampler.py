@@ -128,10 +128,16 @@ def _in_groups(logits: Tensor) -> Tensor:
 
 
 def sample_torch(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, thresholds: Tensor | None = None
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    thresholds: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Twin of `kernels.sampler.sample`."""
-    return _best_torch(logits, temperatures, seeds, positions, 0, thresholds)[1]
+    tokens = _best_torch(logits, temperatures, seeds, positions, 0, thresholds)[1]
+    return tokens if out is None else out.copy_(tokens)
 
 
 def best_of_shard_torch(
@@ -172,11 +178,12 @@ def _best_torch(
     return best, columns
 
 
-def pick_best_torch(candidates: Tensor) -> Tensor:
+def pick_best_torch(candidates: Tensor, out: Tensor | None = None) -> Tensor:
     """Twin of `kernels.shard_sampler.pick_best`."""
     scores, columns = candidates.unbind(-1)
     winner = scores.contiguous().view(torch.float32).argmax(dim=0)  # The first of equals: the lowest column.
-    return columns.gather(0, winner.unsqueeze(0)).squeeze(0).long()
+    tokens = columns.gather(0, winner.unsqueeze(0)).squeeze(0).long()
+    return tokens if out is None else out.copy_(tokens)
 
 
 class Sampler(nn.Module):
@@ -214,6 +221,7 @@ class Sampler(nn.Module):
         seeds: Tensor,
         positions: Tensor,
         thresholds: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Draws one token a row.
 
@@ -227,19 +235,20 @@ class Sampler(nn.Module):
             positions: int64 `[batch]`: the position of the token to be drawn (any number that is new to the
                 seed).
             thresholds: float32 `[batch]`: lower logits are never drawn, see `sampling_thresholds`; None for -inf.
+            out: int64 `[batch]`, contiguous, to write the tokens to.
 
         Returns:
-            int64 `[batch]`, on the logits' device.
+            int64 `[batch]`, on the logits' device; `out`, if that is given.
         """
         on_gpu = use_kernels(logits)
         if self.tp.size == 1:
-            return (sample if on_gpu else sample_torch)(logits, temperatures, seeds, positions, thresholds)
+            return (sample if on_gpu else sample_torch)(logits, temperatures, seeds, positions, thresholds, out)
         if logits.shape[1] == 0:
             best = _no_candidates(logits)
         else:
             reduce = best_of_shard if on_gpu else best_of_shard_torch
             best = reduce(logits, temperatures, seeds, positions, self.first_column, thresholds)
-        return (pick_best if on_gpu else pick_best_torch)(self.tp.all_gather(best))
+        return (pick_best if on_gpu else pick_best_torch)(self.tp.all_gather(best), out)
 
 
 def _no_candidates(logits: Tensor) -> Tensor:
