@@ -2,6 +2,8 @@
 function; its own results are a GPU's to test."""
 
 import logging
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ pytest.importorskip("triton")
 from nanovllm.layers import attention_backend
 from nanovllm.layers.attention_backend import TritonBackend
 from nanovllm.layers.attention_torch import prefill_attention_torch
-from nanovllm.layers.flash_attn4 import MAX_SEQS, FlashAttn4
+from nanovllm.layers.flash_attn4 import MAX_SEQS, FlashAttn4, load_flash_attn4
 from nanovllm.utils.context import Context
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 2, 1, 16, 16
@@ -189,3 +191,44 @@ def test_warming_up_compiles_all_kernels_whatever_is_short():
     FlashAttn4(package, equal).warm_up(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     assert ["page_table" in options for options in package.calls] == [False, True]
     assert [options["shape"][0] for options in equal.calls] == [2]
+
+
+def test_pages_have_a_function_of_their_own(device):
+    package, paged = Package(), Package()
+    backend = TritonBackend()
+    backend.flash_attn4 = FlashAttn4(package, package, paged)
+    prefill(backend, [(BLOCK_SIZE, 5), (0, 2)], device)
+    assert [len(each.calls) for each in (package, paged)] == [0, 1]
+    prefill(backend, [(0, 3), (0, MAX_SHORT + 1)], device)
+    assert [len(each.calls) for each in (package, paged)] == [1, 1]
+
+
+def _forward_of_4_0_0b36(q, k, v, tile_mn=None, mma_pv_is_rs=None, **options):
+    assert (tile_mn, mma_pv_is_rs) == ((192, 96), False)
+    return torch.full_like(q, 7.0), None
+
+
+@pytest.mark.parametrize(
+    ("forward", "capability", "head_dim", "in_tiles"),
+    [
+        (_forward_of_4_0_0b36, 9, 128, True),
+        (_forward_of_4_0_0b36, 10, 128, False),
+        (_forward_of_4_0_0b36, 9, 64, False),
+        (lambda q, k, v, tile: None, 9, 128, False),
+        (None, 9, 128, False),
+    ],
+)
+def test_tiles_are_asked_for_where_the_package_takes_them(forward, capability, head_dim, in_tiles, monkeypatch):
+    public, equal = Package(), Package()
+    cute, interface = ModuleType("flash_attn.cute"), ModuleType("flash_attn.cute.interface")
+    cute.flash_attn_varlen_func, cute.flash_attn_func = public, equal
+    if forward is not None:
+        interface._flash_attn_fwd = forward
+    for module in (ModuleType("flash_attn"), cute, interface):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    backend = TritonBackend()
+    backend.flash_attn4 = load_flash_attn4(torch.bfloat16, head_dim)
+    for lens in ([(0, MAX_SHORT + 4)] * 2, [(0, 3), (0, MAX_SHORT + 1)], [(BLOCK_SIZE, 5), (0, 2)]):
+        assert is_the_packages(prefill(backend, lens, "cpu")[0])
+    assert [len(each.calls) for each in (equal, public)] == ([0, 1] if in_tiles else [1, 2])
