@@ -160,3 +160,18 @@ def test_padding_rows_read_and_write_nothing():
         row, _, _, first, end, *_ = context.decode_plan[context.decode_plan[:, 0] >= 0].T.numpy()
         assert np.bincount(row, weights=end - first, minlength=num_rows).tolist() == context.context_lens.tolist()
     assert len(inputs.sampled) == 8
+
+
+def test_rows_feed_what_the_last_step_drew_where_the_host_has_not_read_it():
+    inputs = DecodeInputs(6, 4, 256, torch.device("cpu"), None)
+    inputs.sampled.copy_(torch.arange(100, 106))
+    seqs = []
+    for i, pending_row in enumerate([3, -1, 0, 5, -1]):
+        seq = Sequence(i, [10 + i, 20 + i], SamplingParams(), 256, seed=i)
+        seq.block_table, seq.is_prefilling, seq.pending_row = [i], False, pending_row
+        seqs.append(seq)
+    inputs.write(seqs, 6)
+    assert inputs.for_layers(6)[0][:5].tolist() == [103, 21, 100, 105, 24]
+    seqs[3].pending_row = -1
+    inputs.write(seqs[2:4], 4)
+    assert inputs.for_layers(4)[0][:2].tolist() == [100, 23]
