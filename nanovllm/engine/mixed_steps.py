@@ -3,7 +3,8 @@
 A decode step of a wide model reads weights for as long as it multiplies some 256 rows by them, so rows that no sequence
 fills are to be had for less than a prefill step takes for them: on an H200 a prompt's token costs a layer of Qwen3-8B
 0.4 us there and 0.6 us in a prefill step. But a prompt enters slowly that way, and all that wait behind it begin later.
-So it goes beside only where that makes the batch no longer (benchmarks/mixed_steps.py, docs/performance.md).
+So it goes beside only where that makes the batch no longer (benchmarks/mixed_steps.py, docs/performance.md). Running
+sequences that have time until the batch ends leave it their rows: they go on when they have none left to spare.
 
 Mixed batches of decode steps and pieces of prompts are Sarathi's (Agrawal et al. 2023).
 """
@@ -31,40 +32,57 @@ def choose_num_rows(config: Config, has_graphs: bool, num_layer_params: int) -> 
 
 
 class MixedSteps:
-    """Which of the waiting sequences had better be computed beside the running ones than in a prefill step. One
-    scheduling's: it is told of the sequences that begin in it.
+    """Which waiting sequences had better be computed beside the running ones than in a prefill step, and which running
+    ones leave them their rows. One scheduling's: it is told of the sequences that begin in it.
 
-    Those had that, by max_tokens, would end no later than the longest of the running ones, were all steps equally long;
-    and none while not all that wait have a place in the batch, for then what counts is that the batch is full soon.
+    Beside go those that, by max_tokens, would end no later than the longest of the running ones, were all steps equally
+    long; and none while not all that wait have a place in the batch, for then what counts is that the batch is full
+    soon. A running sequence that would end before the longest one rests in a mixed step whose rows prompts fill: the
+    batch takes no step more for it, more of the prompts go beside, and its last steps are fuller.
     """
 
     def __init__(
-        self, running: Collection[Sequence], num_waiting: int, num_rows: int, max_num_seqs: int, max_seq_len: int
+        self,
+        running: Collection[Sequence],
+        num_waiting: int,
+        num_rows: int,
+        max_num_seqs: int,
+        max_seq_len: int,
+        num_free_blocks: int,
     ):
         """num_rows: tokens that a mixed step computes; 0 for no such steps."""
         self._num_rows, self._max_seq_len = num_rows, max_seq_len
         self._is_open = num_rows > 0 and num_waiting > 0 and num_waiting + len(running) <= max_num_seqs
-        self._num_running = self._longest = 0
+        # Where each can open a block nobody is preempted, which is the last to come, be it at rest or not.
+        self._may_rest = num_free_blocks >= len(running)
+        self._num_busy = self._longest = 0
         if self._is_open:
             for seq in running:
                 self.began(seq)
 
     def began(self, seq: Sequence) -> None:
         """Count the sequence among those that run."""
-        self._num_running += 1
-        self._longest = max(self._longest, self._num_left(seq))
+        num_left = self._num_left(seq)
+        if num_left > self._longest:
+            self._longest = num_left
+            self._num_busy = 0 if self._may_rest else self._num_busy
+        self._num_busy += not self.rests(seq)
         # What is drawn from logits of its own wants a step that takes no prompts along.
         self._is_open &= seq.is_plain
 
     def takes(self, seq: Sequence) -> bool:
         """Whether the waiting sequence goes beside. Tokens that the prefix cache has for it are not looked up."""
-        num_free = self._num_rows - self._num_running
-        if not self._is_open or not self._num_running or num_free <= 0:
+        num_free = self._num_rows - self._num_busy
+        if not self._is_open or not self._num_busy or num_free <= 0:
             return False
         if not seq.is_plain or seq.num_tokens > _MAX_PROMPT_TOKENS:
             return False
         num_steps = -(-(seq.num_tokens - seq.num_cached_tokens) // num_free)
         return num_steps + self._num_left(seq) <= self._longest
+
+    def rests(self, seq: Sequence) -> bool:
+        """Whether the running sequence leaves its row to prompts, if they want it; the longest one never does."""
+        return self._may_rest and self._num_left(seq) < self._longest
 
     def _num_left(self, seq: Sequence) -> int:
         """Tokens that the sequence may still generate."""

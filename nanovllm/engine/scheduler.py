@@ -18,8 +18,8 @@ MIN_CHUNK_SHARE = 8
 
 
 class Scheduler(SequenceQueues):
-    """Prefill first, as far as `Admission` lets sequences begin, or beside decode steps, where `mixed_steps` says so;
-    preemption last in, first out.
+    """Prefill first, as far as `Admission` lets sequences begin, or beside decode steps, where `mixed_steps` says so,
+    in the rows of sequences that can spare the step; preemption last in, first out.
 
     Args:
         max_num_seqs: sequences a step at most.
@@ -53,17 +53,21 @@ class Scheduler(SequenceQueues):
         slots for them. Of a step that is no prefill the last ones may be prefilled beside the others: a mixed step.
         """
         limits = (self.mixed_step_rows, self.max_num_seqs, self.max_seq_len)
-        mixed = MixedSteps(self.running, len(self.waiting), *limits)
+        mixed = MixedSteps(self.running, len(self.waiting), *limits, len(self.block_manager.free_block_ids))
         is_mixed = bool(self.waiting) and mixed.takes(self.waiting[0])
         if not is_mixed:
             seqs = self._schedule_prefill(self.max_num_batched_tokens, mixed)
             if seqs:
                 return seqs, True
         num_preemptions = self.num_preemptions
-        seqs = self._schedule_decode()
+        seqs, resting = self._schedule_decode(mixed if is_mixed else None)
         # Nothing begins in the step that preempts: the cache is full, and a token of the victim's may still be pending.
         if is_mixed and self.num_preemptions == num_preemptions:
-            seqs += self._schedule_prefill(self.mixed_step_rows - len(seqs), mixed, beside=True)
+            num_free = self.mixed_step_rows - len(seqs)
+            prompts = self._schedule_prefill(num_free, mixed, beside=True)
+            num_free -= sum(seq.num_scheduled_tokens for seq in prompts)
+            seqs += self._schedule_resting(resting, min(num_free, self.max_num_seqs - len(seqs) - len(prompts)))
+            seqs += prompts
         return seqs, False
 
     def _schedule_prefill(self, budget: int, mixed: MixedSteps, beside: bool = False) -> list[Sequence]:
@@ -123,17 +127,37 @@ class Scheduler(SequenceQueues):
                 self.num_prefix_queries += seq.num_prompt_tokens
                 self.num_prefix_hits += seq.num_shared_tokens
 
-    def _schedule_decode(self) -> list[Sequence]:
+    def _schedule_decode(self, mixed: MixedSteps | None) -> tuple[list[Sequence], list[Sequence]]:
+        """The running sequences; of a mixed step those that do not rest, and those that do."""
         seqs: list[Sequence] = []
+        resting: list[Sequence] = []
+        seen: list[Sequence] = []
         block_size = self.block_manager.block_size
         while self.running and len(seqs) < self.max_num_seqs:
             seq = self.running.popleft()
+            if mixed is not None and mixed.rests(seq):
+                resting.append(seq)
+                seen.append(seq)
+                continue
             # The common case without a call: at batch 512 this loop is what the host does between two steps.
             if seq.num_tokens > len(seq.block_table) * block_size and not self._make_room(seq):
                 continue
             seq.num_scheduled_tokens = 1
             seqs.append(seq)
-        self.running.extendleft(reversed(seqs))
+            seen.append(seq)
+        self.running.extendleft(reversed(seen))
+        return seqs, resting
+
+    def _schedule_resting(self, resting: list[Sequence], num_free: int) -> list[Sequence]:
+        """As many of them as the prompts have left rows for; whose block is not to be had rests."""
+        seqs: list[Sequence] = []
+        for seq in resting:
+            if len(seqs) == num_free:
+                break
+            if self.block_manager.can_append(seq):
+                self.block_manager.may_append(seq)
+                seq.num_scheduled_tokens = 1
+                seqs.append(seq)
         return seqs
 
     def _make_room(self, seq: Sequence) -> bool:

@@ -1,9 +1,12 @@
 """Mixed steps: which prompts are computed beside a decode step, and what becomes of them."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from invariants import check_scheduler
 from schedulers import SIZE, add, make_scheduler, step
 
+from nanovllm.engine.mixed_steps import MixedSteps
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
@@ -101,13 +104,84 @@ def test_no_more_sequences_than_a_step_holds():
 
 
 def test_a_full_decode_step_takes_nothing_along():
-    scheduler, _ = one_running(max_num_seqs=16)
-    for _ in range(7):
-        add(scheduler, 1, 40)
-    seqs, is_prefill, _ = step(scheduler)
-    assert (len(seqs), is_prefill) == (8, False)
+    scheduler = make_scheduler(mixed_step_rows=8, max_num_seqs=16)
+    seqs = [add(scheduler, 1, 40) for _ in range(8)]
+    assert step(scheduler)[:2] == (seqs, True)
     late = add(scheduler, 5, 3)
     assert step(scheduler)[:2] == ([late], True)
+
+
+def test_who_would_end_before_the_longest_leaves_its_row_to_prompts():
+    scheduler, longest = one_running()
+    short = add(scheduler, 2, 10)
+    assert step(scheduler)[:2] == ([longest, short], False)
+    prompt = add(scheduler, 16, 20)
+    for num_scheduled in (7, 7):
+        seqs, is_prefill = scheduler.schedule()
+        assert (seqs, is_prefill) == ([longest, prompt], False)
+        assert prompt.num_scheduled_tokens == num_scheduled
+        scheduler.postprocess(seqs, [900, 901])
+    # The prompt's last two tokens leave rows.
+    assert step(scheduler)[:2] == ([longest, short, prompt], False)
+    assert short.num_completion_tokens == 2
+    assert list(scheduler.running) == [longest, short, prompt]
+    assert step(scheduler)[:2] == ([longest, short, prompt], False)
+
+
+def test_nobody_rests_whom_the_batch_would_wait_for():
+    scheduler, longest = one_running(max_tokens=12)
+    short = add(scheduler, 2, 10)
+    step(scheduler)
+    assert [seq.max_tokens - seq.num_completion_tokens for seq in (longest, short)] == [10, 9]
+    prompt = add(scheduler, 30, 5)
+    assert step(scheduler)[0] == [longest, prompt]
+    # Now the short one has as many left.
+    for _ in range(3):
+        assert step(scheduler)[0] == [longest, short, prompt]
+
+
+def test_a_token_that_the_host_has_not_read_is_known_when_its_sequence_goes_on():
+    scheduler, longest = one_running()
+    short = add(scheduler, 2, 10)
+    first, _ = scheduler.schedule()
+    scheduler.advance(first)
+    prompt = add(scheduler, 9, 20)
+    second, _ = scheduler.schedule()
+    assert second == [longest, prompt]
+    scheduler.collect(first, [900, 901])
+    scheduler.advance(second)
+    third, _ = scheduler.schedule()
+    assert third == [longest, short, prompt]
+    assert [seq.pending_row for seq in third] == [0, -1, -1]
+    assert short.last_token == 901
+
+
+def test_nobody_rests_where_a_block_may_be_wanting():
+    """The last to come is the one that gives its blocks back, and it could be at rest."""
+    scheduler, longest = one_running()
+    short = add(scheduler, 1, 3)
+    step(scheduler)
+    for num_free_blocks, rests in ((1, False), (2, True)):
+        mixed = MixedSteps(scheduler.running, 1, 8, 8, 1000, num_free_blocks)
+        assert (mixed.rests(longest), mixed.rests(short)) == (False, rests)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=12),
+    st.integers(2, 16),
+)
+def test_the_batch_takes_no_decode_step_more(requests, num_rows):
+    """Longest first, as generate queues them: whoever rests ends with the longest at the latest."""
+    steps = []
+    for rows in (0, num_rows):
+        scheduler = make_scheduler(num_blocks=400, max_num_seqs=16, mixed_step_rows=rows)
+        seqs = [add(scheduler, *request) for request in sorted(requests, key=lambda each: -each[1])]
+        steps.append(0)
+        while not scheduler.is_finished():
+            _, is_prefill, _ = step(scheduler)
+            steps[-1] += not is_prefill
+        assert [seq.num_completion_tokens for seq in seqs] == [seq.max_tokens for seq in seqs]
+    assert steps[0] == steps[1] == seqs[0].max_tokens - 1
 
 
 def test_what_is_left_of_a_prompt_goes_on_in_a_prefill_step_where_nothing_runs():
