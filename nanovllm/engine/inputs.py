@@ -106,7 +106,8 @@ class DecodeInputs:
         self.rows = dict(self._buffers[0].device)
         self._tokens, self.work_items = (self.rows.pop(name) for name in ("tokens", "work_items"))
         self.input_ids, self.sampled = torch.zeros(2, n, dtype=torch.int64, device=device)
-        self._sampled_on_host = torch.zeros(num_buffers, n, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._host_tokens = torch.zeros(2, n, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._host_tokens_turn = 0
 
     def plan(self, num_rows: int) -> torch.Tensor | None:
         """The plan of a step of so many rows, as far as the device is concerned: which memory it lies in."""
@@ -177,10 +178,11 @@ class DecodeInputs:
         pending = self.rows["pending_rows"][:num_rows]
         torch.where(pending < 0, self._tokens[:num_rows], self.sampled[pending.clamp(min=0)], out=input_ids)
 
-    def sampled_on_host(self, num_seqs: int) -> torch.Tensor:
-        """Page-locked memory for so many of the tokens that the step draws whose inputs were written last: it comes up
-        again when its inputs' buffer does."""
-        return self._sampled_on_host[self._turn, :num_seqs]
+    def tokens_on_host(self, num_seqs: int) -> torch.Tensor:
+        """Page-locked memory for the tokens of a step, of which those of the one before may not have been read yet: it
+        comes up again at every other call."""
+        self._host_tokens_turn ^= 1
+        return self._host_tokens[self._host_tokens_turn, :num_seqs]
 
 
 def _append_prompts(seqs: list[Sequence], context_lens: list[int], tokens: list[int]) -> np.ndarray:

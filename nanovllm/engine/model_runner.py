@@ -229,7 +229,7 @@ class ModelRunner(RankCalls):
                 self._forward(*inputs)
             return SampledTokens(sampled, check=check)
         self._launch_decode(seqs)
-        return SampledTokens(sampled, check=check, host=self.decode_inputs.sampled_on_host(len(seqs)))
+        return SampledTokens(sampled, check=check, host=self.decode_inputs.tokens_on_host(len(seqs)))
 
     def _launch_decode(self, seqs: list[Sequence]) -> None:
         """A decode step, or a mixed one, in which the last of the sequences are prefilled."""

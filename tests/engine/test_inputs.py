@@ -175,3 +175,15 @@ def test_rows_feed_what_the_last_step_drew_where_the_host_has_not_read_it():
     seqs[3].pending_row = -1
     inputs.write(seqs[2:4], 4)
     assert inputs.for_layers(4)[0][:2].tolist() == [100, 23]
+
+
+def test_tokens_have_memory_of_their_own_until_the_step_after_next():
+    """Also where inputs are written in between that no step draws from, as for a capture."""
+    inputs = DecodeInputs(6, 4, 256, torch.device("cpu"), None)
+    first = inputs.tokens_on_host(5).fill_(1)
+    inputs.pad(2)
+    second = inputs.tokens_on_host(6).fill_(2)
+    assert first.tolist() == [1] * 5
+    inputs.pad(2)
+    inputs.tokens_on_host(6).fill_(3)
+    assert second.tolist() == [2] * 6
