@@ -3,15 +3,18 @@
 A decode step of a wide model reads weights for as long as it multiplies some 256 rows by them, so rows that no sequence
 fills are to be had for less than a prefill step takes for them: on an H200 a prompt's token costs a layer of Qwen3-8B
 0.4 us there and 0.6 us in a prefill step. But a prompt enters slowly that way, and all that wait behind it begin later.
-So it goes beside only where that makes the batch no longer (benchmarks/mixed_steps.py, docs/performance.md). Running
-sequences that have time until the batch ends leave it their rows: they go on when they have none left to spare.
+So it goes beside only where, by max_tokens, that makes the batch no longer (benchmarks/mixed_steps.py,
+docs/performance.md). Running sequences that have time until the batch ends leave it their rows, and go on when they
+have no more to spare, or when no prompt wants them.
 
 Mixed batches of decode steps and pieces of prompts are Sarathi's (Agrawal et al. 2023).
 """
 
 from collections.abc import Collection
+from itertools import chain
 
 from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 
 # Up to where the products of Qwen3-8B, of 193 million parameters a layer, take little more for more rows. Those of
@@ -37,26 +40,28 @@ class MixedSteps:
 
     Beside go those that, by max_tokens, would end no later than the longest of the running ones, were all steps equally
     long; and none while not all that wait have a place in the batch, for then what counts is that the batch is full
-    soon. A running sequence that would end before the longest one rests in a mixed step whose rows prompts fill: the
-    batch takes no step more for it, more of the prompts go beside, and its last steps are fuller.
+    soon. A running sequence that would end before the longest one rests in a mixed step whose rows prompts fill, if the
+    cache has room for all that run and wait, up to their ends: the batch takes no step more for it, more of the prompts
+    go beside, and its last steps are fuller. Where there is less room it goes on, and gives its blocks back the sooner.
     """
 
     def __init__(
         self,
         running: Collection[Sequence],
-        num_waiting: int,
+        waiting: Collection[Sequence],
+        manager: BlockManager,
         num_rows: int,
         max_num_seqs: int,
         max_seq_len: int,
-        num_free_blocks: int,
     ):
         """num_rows: tokens that a mixed step computes; 0 for no such steps."""
         self._num_rows, self._max_seq_len = num_rows, max_seq_len
-        self._is_open = num_rows > 0 and num_waiting > 0 and num_waiting + len(running) <= max_num_seqs
-        # Where each can open a block nobody is preempted, which is the last to come, be it at rest or not.
-        self._may_rest = num_free_blocks >= len(running)
+        self._is_open = num_rows > 0 and len(waiting) > 0 and len(waiting) + len(running) <= max_num_seqs
+        self._may_rest = False
         self._num_busy = self._longest = 0
         if self._is_open:
+            num_wanting = sum(self._num_wanting(seq, manager.block_size) for seq in chain(running, waiting))
+            self._may_rest = num_wanting <= len(manager.free_block_ids)
             for seq in running:
                 self.began(seq)
 
@@ -83,6 +88,11 @@ class MixedSteps:
     def rests(self, seq: Sequence) -> bool:
         """Whether the running sequence leaves its row to prompts, if they want it; the longest one never does."""
         return self._may_rest and self._num_left(seq) < self._longest
+
+    def _num_wanting(self, seq: Sequence, block_size: int) -> int:
+        """Blocks that the sequence has not got and may still come to."""
+        longest = min(seq.num_prompt_tokens + seq.max_tokens, self._max_seq_len)
+        return -(-longest // block_size) - len(seq.block_table)
 
     def _num_left(self, seq: Sequence) -> int:
         """Tokens that the sequence may still generate."""

@@ -3,6 +3,7 @@
 import gc
 import logging
 import pickle
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -145,8 +146,10 @@ class ModelRunner(RankCalls):
     def exit(self) -> None:
         """Give all memory back and end the workers. Harmless when called again."""
         if self.device.type == "cuda":
-            # A step in flight waits for every rank, and reads and writes memory of the host.
-            torch.cuda.synchronize(self.device)
+            with suppress(RuntimeError):  # of a device that has failed, which shows at the next call
+                torch.cuda.synchronize(
+                    self.device
+                )  # A step in flight waits for every rank, and uses the host's memory.
         if self.workers is not None:
             self.workers.end(farewell=pickle.dumps(["exit"]))
         if self.model is not None:

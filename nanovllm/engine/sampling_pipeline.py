@@ -23,7 +23,7 @@ class Forward(NamedTuple):
     Attributes:
         seqs: its sequences.
         is_prefill: whether they are prefilled.
-        logits: [num_seqs, vocab_size], any float dtype; read before the next step is launched.
+        logits: [num_seqs, vocab_size], any float dtype; read, as the others are, before the next step is launched.
         temperatures, seeds, positions: as Sampler takes them.
         fed_tokens: int64: each sequence's last token, wherever it comes from; None in a prefill.
         prompts: log-probabilities of prompt tokens, where a sequence asks for them.

@@ -50,10 +50,11 @@ class Scheduler(SequenceQueues):
         """The next step's sequences, and whether they are prefilled; never empty while work is left.
 
         Each sequence's num_scheduled_tokens says how many tokens the step computes for it, and its block_table has
-        slots for them. Of a step that is no prefill the last ones may be prefilled beside the others: a mixed step.
+        slots for them. Of a step that is no prefill the last ones may be prefilled beside the others: a mixed step,
+        which may leave out running sequences.
         """
         limits = (self.mixed_step_rows, self.max_num_seqs, self.max_seq_len)
-        mixed = MixedSteps(self.running, len(self.waiting), *limits, len(self.block_manager.free_block_ids))
+        mixed = MixedSteps(self.running, self.waiting, self.block_manager, *limits)
         is_mixed = bool(self.waiting) and mixed.takes(self.waiting[0])
         if not is_mixed:
             seqs = self._schedule_prefill(self.max_num_batched_tokens, mixed)
@@ -66,7 +67,7 @@ class Scheduler(SequenceQueues):
             num_free = self.mixed_step_rows - len(seqs)
             prompts = self._schedule_prefill(num_free, mixed, beside=True)
             num_free -= sum(seq.num_scheduled_tokens for seq in prompts)
-            seqs += self._schedule_resting(resting, min(num_free, self.max_num_seqs - len(seqs) - len(prompts)))
+            seqs += self._schedule_resting(resting, num_free if prompts else len(resting))
             seqs += prompts
         return seqs, False
 
@@ -149,15 +150,11 @@ class Scheduler(SequenceQueues):
         return seqs, resting
 
     def _schedule_resting(self, resting: list[Sequence], num_free: int) -> list[Sequence]:
-        """As many of them as the prompts have left rows for; whose block is not to be had rests."""
-        seqs: list[Sequence] = []
-        for seq in resting:
-            if len(seqs) == num_free:
-                break
-            if self.block_manager.can_append(seq):
-                self.block_manager.may_append(seq)
-                seq.num_scheduled_tokens = 1
-                seqs.append(seq)
+        """The first of them, as many as the prompts have left rows for. There are blocks, or nobody would rest."""
+        seqs = resting[:num_free]
+        for seq in seqs:
+            self.block_manager.may_append(seq)
+            seq.num_scheduled_tokens = 1
         return seqs
 
     def _make_room(self, seq: Sequence) -> bool:

@@ -13,6 +13,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
 _MAX = tl.constexpr(3.4028234663852886e38)
+_MAX_SCALE = tl.constexpr(1e30)
 _GROUP = tl.constexpr(16)  # layers.sampler.GROUP
 
 
@@ -94,7 +95,7 @@ def _race(
     # Unrolled by the compiler, not by Python as static_range would be: the same PTX, a start that is sooner there.
     for tile in tl.range(TILES, loop_unroll_factor=TILES):
         group = first_group + tile * GROUPS + lane
-        # A thread has a group, which it loads in two wide loads.
+        # A thread has a group of 16-bit logits, which it loads in two wide loads.
         columns = group[:, None] * _GROUP + tl.arange(0, _GROUP // 2)[None, :]
         left = _load(logits_row, columns, vocab_size, threshold, TRUNCATED)
         right = _load(logits_row, columns + _GROUP // 2, vocab_size, threshold, TRUNCATED)
@@ -154,7 +155,8 @@ def _race_kernel(
     if TRUNCATED:
         threshold = tl.load(thresholds + row)
     if temperature > 0:
-        scale = tl.full([], _LOG2_E, tl.float32) / temperature  # see threshold_kernels._scale
+        # A finite one, as in threshold_kernels._scale, which says why it is written so.
+        scale = tl.minimum(tl.full([], _LOG2_E, tl.float32) / temperature, _MAX_SCALE)
         score, column = _race(
             logits_row,
             first_group,
@@ -213,7 +215,7 @@ def sample(
     """Draws one token a row from softmax(logits / temperature); see `layers.sampler.Sampler`.
 
     Two launches, no host synchronization, nothing as large as the logits allocated: fit for CUDA graph
-    capture. A column's score does not depend on how the vocabulary is split, so neither does the result.
+    capture. A group's score does not depend on how the vocabulary is split, so neither does the result.
 
     Args:
         logits: `[batch, vocab_size]`, any float dtype and row stride, contiguous in its last dimension.

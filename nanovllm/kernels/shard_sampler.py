@@ -53,7 +53,7 @@ def best_of_shard(
     Args:
         logits: `[batch, columns > 0]`, as for `sample`.
         temperatures, seeds, positions: as for `sample`.
-        first_column: the first of the columns in the whole vocabulary, a multiple of 4.
+        first_column: the first of the columns in the whole vocabulary, a multiple of `layers.sampler.GROUP`.
         thresholds: as for `sample`.
 
     Returns:

@@ -12,7 +12,7 @@ from nanovllm.utils.peer_memory import PeerMemory
 if HAS_TRITON:
     from nanovllm.kernels.peer_embedding import peer_embedding
 
-# Rows that each rank's shard is a multiple of: whole Philox blocks for the sampler, whole tiles for the product.
+# Rows that each rank's shard is a multiple of: whole groups for the sampler, whole tiles for the product.
 ROW_MULTIPLE = 64
 
 

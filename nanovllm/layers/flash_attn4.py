@@ -128,7 +128,9 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
 def _in_our_tiles() -> Callable | None:
     """The function behind the package's public ones, which alone can be told a tile; None where it no longer is what
     it was in 4.0.0b36."""
-    forward = getattr(import_module("flash_attn.cute.interface"), "_flash_attn_fwd", None)
-    if forward is None or not _TILE.keys() <= signature(forward).parameters.keys():
+    try:
+        forward = import_module("flash_attn.cute.interface")._flash_attn_fwd
+        takes_tiles = _TILE.keys() <= signature(forward).parameters.keys()
+    except (ImportError, AttributeError, TypeError, ValueError):
         return None
-    return partial(forward, **_TILE)
+    return partial(forward, **_TILE) if takes_tiles else None

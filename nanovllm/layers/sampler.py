@@ -19,6 +19,7 @@ GROUP = 16
 _WORD = 0xFFFFFFFF
 _NO_COLUMN = 2**31 - 1
 _MAX = torch.finfo(torch.float32).max
+_MAX_SCALE = 1e30
 _COLUMNS_AT_ONCE = 2**19
 
 
@@ -118,7 +119,8 @@ def _random_words(index: Tensor, purpose: int, seeds: Tensor, positions: Tensor)
 
 
 def _scale(temperatures: Tensor) -> Tensor:
-    return (math.log2(math.e) / temperatures).unsqueeze(1)
+    # Finite, or a logit of 0 would be undefined.
+    return (math.log2(math.e) / temperatures).clamp(max=_MAX_SCALE).unsqueeze(1)
 
 
 def _in_groups(logits: Tensor) -> Tensor:
@@ -191,15 +193,16 @@ class Sampler(nn.Module):
 
     With independent E ~ Exponential(1) for every token, argmax(p / E) is distributed as p (the race of
     exponential clocks, known in its logarithm as the Gumbel-max trick), and it is argmax(logit / T - log E):
-    no normalization, one pass over the logits.
+    no normalization, and one pass over the logits but for the group that wins.
 
     An E for each of 150,000 tokens takes longer than reading their logits. The first of several clocks to ring is
     a clock itself, whose rate is the sum of theirs, and which of them rings does not depend on when. So groups of
     GROUP neighbouring tokens race, with the sums of their weights, and then the tokens of the group that won.
 
-    The noise is Philox4x32-10 with the request's seed as key and (column // 4, position) as counter, in a word
-    of its own that of the groups. So a request's token at a position depends on its logits, temperature and seed
-    alone, never on the batch, its order, or a preemption in between.
+    The noise is Philox4x32-10 with the request's seed as key. Of its counter, word 0 is column // 4 or the group's
+    number, word 1 is 0 for columns and 1 for groups, and the position is the rest. So a request's token at a
+    position depends on its logits, temperature and seed alone, never on the batch, its order, or a preemption in
+    between.
 
     With several ranks each finds the best of its columns, only that is gathered, and every rank takes the same
     winner. Scores do not depend on how the columns are shared out.

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from invariants import check_scheduler
 from schedulers import SIZE, add, make_scheduler, step
 
-from nanovllm.engine.mixed_steps import MixedSteps
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
@@ -156,14 +155,44 @@ def test_a_token_that_the_host_has_not_read_is_known_when_its_sequence_goes_on()
     assert short.last_token == 901
 
 
-def test_nobody_rests_where_a_block_may_be_wanting():
-    """The last to come is the one that gives its blocks back, and it could be at rest."""
+def test_the_first_go_on_where_prompts_leave_rows():
     scheduler, longest = one_running()
-    short = add(scheduler, 1, 3)
+    first, second = add(scheduler, 2, 10), add(scheduler, 2, 10)
+    assert step(scheduler)[0] == [longest, first, second]
+    prompt = add(scheduler, 6, 20)
+    assert step(scheduler)[0] == [longest, first, prompt]
+    assert list(scheduler.running) == [longest, first, second, prompt]
+
+
+def test_rows_are_those_that_the_longest_leaves_also_where_it_came_last():
+    scheduler, short = one_running(max_tokens=5, mixed_step_rows=2)
+    longest = add(scheduler, 3, 50)
+    assert step(scheduler)[:2] == ([longest], True)
+    prompt = add(scheduler, 2, 8)
+    assert list(scheduler.running) == [short, longest]
+    assert step(scheduler)[0] == [longest, prompt]
+
+
+@pytest.mark.parametrize(("num_blocks", "rests"), [(21, False), (22, True)])
+def test_nobody_rests_where_the_cache_cannot_hold_the_batch(num_blocks, rests):
+    """Who rests keeps blocks that a waiting one needs."""
+    scheduler, longest = one_running(num_blocks=num_blocks)  # in the end 54 tokens, 14 blocks
+    short = add(scheduler, 1, 3)  # one block
     step(scheduler)
-    for num_free_blocks, rests in ((1, False), (2, True)):
-        mixed = MixedSteps(scheduler.running, 1, 8, 8, 1000, num_free_blocks)
-        assert (mixed.rests(longest), mixed.rests(short)) == (False, rests)
+    prompt = add(scheduler, 20, 8)  # seven
+    seqs, _ = scheduler.schedule()
+    assert seqs == ([longest, prompt] if rests else [longest, short, prompt])
+
+
+def test_nobody_rests_for_a_prompt_that_may_not_begin():
+    """Blocks for all there are, but fewer than `Admission` wants to be free."""
+    scheduler = make_scheduler(mixed_step_rows=2, max_num_batched_tokens=400)
+    short, other, longest = add(scheduler, 1, 3), add(scheduler, 1, 3), add(scheduler, 352, 30)
+    assert step(scheduler)[:2] == ([short, other, longest], True)
+    prompt = add(scheduler, 4, 4)
+    assert len(scheduler.block_manager.free_block_ids) == 10
+    assert step(scheduler)[:2] == ([longest, short, other], False)
+    assert list(scheduler.waiting) == [prompt]
 
 
 @given(

@@ -153,6 +153,30 @@ def test_infinite_and_undefined_logits(temperature, device):
     assert tokens[5] in (1023, 1024)
 
 
+def test_an_infinite_logit_wins_against_others(device):
+    logits = torch.randn(4, 200, device=device)
+    logits[range(4), [5, 16, 100, 199]] = INF
+    logits[:, 150] = float("nan")
+    zeros = torch.zeros(4, dtype=torch.int64, device=device)
+    tokens = kernels.sample(logits, zeros + 0.7, zeros, zeros)
+    assert tokens.tolist() == twin.sample_torch(logits, zeros + 0.7, zeros, zeros).tolist() == [5, 16, 100, 199]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # in Triton's interpreter
+def test_the_smallest_temperatures_are_greedy(device):
+    """Though their inverses are infinite in float32."""
+    logits = torch.tensor([-1.0, 0.0, 3.0, 2.0] * 10, device=device).repeat(3, 1)
+    logits[1], logits[2] = 0.0, -5.0
+    logits[2, 30] = -4.0
+    temperatures = torch.tensor([4e-39, 1e-40, 1e-38], device=device)
+    zeros = torch.zeros(3, dtype=torch.int64, device=device)
+    for sample in (kernels.sample, twin.sample_torch):
+        best, tied, negative = sample(logits, temperatures, zeros, zeros).tolist()
+        assert best % 4 == 2
+        assert 0 <= tied < 40
+        assert negative == 30
+
+
 def test_greedy_takes_the_lowest_of_equals(device):
     logits = torch.zeros(1, 9000, device=device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)

@@ -216,6 +216,7 @@ def _forward_of_4_0_0b36(q, k, v, tile_mn=None, mma_pv_is_rs=None, **options):
         (_forward_of_4_0_0b36, 9, 64, False),
         (lambda q, k, v, tile: None, 9, 128, False),
         (None, 9, 128, False),
+        ("no module", 9, 128, False),
     ],
 )
 def test_tiles_are_asked_for_where_the_package_takes_them(forward, capability, head_dim, in_tiles, monkeypatch):
@@ -226,6 +227,8 @@ def test_tiles_are_asked_for_where_the_package_takes_them(forward, capability, h
         interface._flash_attn_fwd = forward
     for module in (ModuleType("flash_attn"), cute, interface):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    if forward == "no module":
+        monkeypatch.setitem(sys.modules, interface.__name__, None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
     backend = TritonBackend()
     backend.flash_attn4 = load_flash_attn4(torch.bfloat16, head_dim)
