@@ -25,7 +25,7 @@ class Admission:
     """
 
     def __init__(self, manager: BlockManager, running: Collection[Sequence], max_num_seqs: int, max_seq_len: int):
-        self._block_size, self._max_seq_len = manager.block_size, max_seq_len
+        self._max_seq_len = max_seq_len
         self._most_spare = len(manager.blocks) // SPARE_SHARE
         self.num_spare = 0
         self.is_open = len(running) < max_num_seqs
@@ -39,6 +39,10 @@ class Admission:
 
     def began(self, seq: Sequence) -> None:
         """Count the blocks that the sequence may still open."""
-        longest = min(seq.num_prompt_tokens + seq.max_tokens, self._max_seq_len)
-        num_blocks = -(-longest // self._block_size)
-        self.num_spare = min(self.num_spare + num_blocks - len(seq.block_table), self._most_spare)
+        self.num_spare = min(self.num_spare + num_blocks_to_come(seq, self._max_seq_len), self._most_spare)
+
+
+def num_blocks_to_come(seq: Sequence, max_seq_len: int) -> int:
+    """Blocks that the sequence has not got and, by max_tokens, may still want."""
+    longest = min(seq.num_prompt_tokens + seq.max_tokens, max_seq_len)
+    return -(-longest // seq.block_size) - len(seq.block_table)

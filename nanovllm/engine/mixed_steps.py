@@ -14,6 +14,7 @@ from collections.abc import Collection
 from itertools import chain
 
 from nanovllm.config import Config
+from nanovllm.engine.admission import num_blocks_to_come
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 
@@ -60,8 +61,8 @@ class MixedSteps:
         self._may_rest = False
         self._num_busy = self._longest = 0
         if self._is_open:
-            num_wanting = sum(self._num_wanting(seq, manager.block_size) for seq in chain(running, waiting))
-            self._may_rest = num_wanting <= len(manager.free_block_ids)
+            num_blocks = sum(num_blocks_to_come(seq, max_seq_len) for seq in chain(running, waiting))
+            self._may_rest = num_blocks <= len(manager.free_block_ids)
             for seq in running:
                 self.began(seq)
 
@@ -88,11 +89,6 @@ class MixedSteps:
     def rests(self, seq: Sequence) -> bool:
         """Whether the running sequence leaves its row to prompts, if they want it; the longest one never does."""
         return self._may_rest and self._num_left(seq) < self._longest
-
-    def _num_wanting(self, seq: Sequence, block_size: int) -> int:
-        """Blocks that the sequence has not got and may still come to."""
-        longest = min(seq.num_prompt_tokens + seq.max_tokens, self._max_seq_len)
-        return -(-longest // block_size) - len(seq.block_table)
 
     def _num_left(self, seq: Sequence) -> int:
         """Tokens that the sequence may still generate."""
