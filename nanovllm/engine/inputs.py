@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.engine.packed_arrays import Layout, PackedArrays, packed_size
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels import HAS_TRITON
+from nanovllm.kernels import HAS_TRITON, use_kernels
 from nanovllm.utils.context import Context
 from nanovllm.utils.decode_plan import PIECE_FIELDS, first_shared_rows, num_work_items, plan_decode
 
@@ -98,15 +98,24 @@ class DecodeInputs:
         }
         self.block_size = block_size
         memory = torch.zeros(packed_size(layout), dtype=torch.uint8, device=device)
-        self._on_gpu = device.type == "cuda"
-        num_buffers = 2 if self._on_gpu else 1
+        on_gpu = device.type == "cuda"
+        num_buffers = 2 if on_gpu else 1
         self._buffers = [PackedArrays(layout, device, memory) for _ in range(num_buffers)]
         self._tables = [BlockTables(buffer.host["block_tables"]) for buffer in self._buffers]
         self._turn = 0
         self.rows = dict(self._buffers[0].device)
         self._tokens, self.work_items = (self.rows.pop(name) for name in ("tokens", "work_items"))
         self.input_ids, self.sampled = torch.zeros(2, n, dtype=torch.int64, device=device)
-        self._host_tokens = torch.zeros(2, n, dtype=torch.int64, pin_memory=self._on_gpu)
+        # What receive_step takes of each buffer.
+        self._sources = [
+            (
+                buffer.host_bytes.view(torch.int64),
+                buffer.device_bytes.view(torch.int64),
+                *(torch.from_numpy(buffer.host[name]) for name in ("tokens", "pending_rows")),
+            )
+            for buffer in self._buffers
+        ]
+        self._host_tokens = torch.zeros(2, n, dtype=torch.int64, pin_memory=on_gpu)
         self._host_tokens_turn = 0
 
     def plan(self, num_rows: int) -> torch.Tensor | None:
@@ -164,17 +173,15 @@ class DecodeInputs:
                 shared = n + first_shared_rows(owners, positions[n:], self.most_rows)
                 firsts = np.concatenate((np.arange(n), shared, np.arange(num_tokens, num_rows)))
             plan_decode(host["context_lens"][:num_rows], items, firsts)
-        self._send(buffer, num_rows)
+        self._send(num_rows)
 
-    def _send(self, buffer: PackedArrays, num_rows: int) -> None:
-        """Copy it to the device, in stream order, and find the tokens that the rows feed."""
+    def _send(self, num_rows: int) -> None:
+        """Copy the buffer that was written to the device, in stream order, and find the tokens that the rows feed."""
         input_ids = self.input_ids[:num_rows]
-        if HAS_TRITON and self._on_gpu:
-            words = (each.view(torch.int64) for each in (buffer.host_bytes, buffer.device_bytes))
-            known = (torch.from_numpy(buffer.host[name][:num_rows]) for name in ("tokens", "pending_rows"))
-            receive_step(*words, *known, self.sampled, input_ids)
+        if use_kernels(input_ids):
+            receive_step(*self._sources[self._turn], self.sampled, input_ids)
             return
-        buffer.send()
+        self._buffers[self._turn].send()
         pending = self.rows["pending_rows"][:num_rows]
         torch.where(pending < 0, self._tokens[:num_rows], self.sampled[pending.clamp(min=0)], out=input_ids)
 

@@ -8,12 +8,10 @@ from triton.language.extra import libdevice
 
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.threshold_search import MAX_FLOAT, scale_of
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
-_MAX = tl.constexpr(3.4028234663852886e38)
-_MAX_SCALE = tl.constexpr(1e30)
 _GROUP = tl.constexpr(16)  # layers.sampler.GROUP
 
 
@@ -102,7 +100,7 @@ def _race(
         score = tl.maximum(tl.max(left, axis=1), tl.max(right, axis=1))
         if NOISY:
             # Within what is finite, so that one infinity does not meet another.
-            highest = tl.minimum(tl.maximum(score * scale, -_MAX), _MAX)
+            highest = tl.minimum(tl.maximum(score * scale, -MAX_FLOAT), MAX_FLOAT)
             weights = tl.exp2(left * scale - highest[:, None]) + tl.exp2(right * scale - highest[:, None])
             bits, _, _, _ = _words(group + FIRST_COLUMN // _GROUP, 1, seed, position)
             score = highest + _log2(tl.sum(weights, axis=1), FAST_LOG2) - log2_exponential(bits, FAST_LOG2)
@@ -155,8 +153,7 @@ def _race_kernel(
     if TRUNCATED:
         threshold = tl.load(thresholds + row)
     if temperature > 0:
-        # A finite one, as in threshold_kernels._scale, which says why it is written so.
-        scale = tl.minimum(tl.full([], _LOG2_E, tl.float32) / temperature, _MAX_SCALE)
+        scale = scale_of(temperature)
         score, column = _race(
             logits_row,
             first_group,

@@ -1,6 +1,6 @@
 """A decode step's inputs from the host's memory, and its tokens back to it, by kernels.
 
-A copy engine takes nine microseconds to begin between two kernels, and a step has both copies. A kernel reads the
+A copy engine takes about ten microseconds between two kernels, and a step has a copy each way. A kernel reads the
 host's page-locked memory, and writes to it, over the same bus, when its turn comes.
 """
 
@@ -47,12 +47,12 @@ def receive_step(
     Args:
         host_words: int64 `[num_words]`, on the host.
         device_words: int64 `[num_words]`: becomes a copy of them.
-        tokens: int64 `[num_rows]`, on the host.
-        pending_rows: int32 `[num_rows]`, on the host: the row of `sampled` that a row feeds, -1 for its token.
+        tokens: int64 `[num_rows or more]`, on the host.
+        pending_rows: int32, likewise: the row of `sampled` that a row feeds, -1 for its token.
         sampled: int64: what the last step drew.
         input_ids: int64 `[num_rows]`: becomes what each row feeds.
     """
-    num_words, num_rows = len(host_words), len(tokens)
+    num_words, num_rows = len(host_words), len(input_ids)
     grid = (triton.cdiv(max(num_words, num_rows), _BLOCK),)
     arrays = (host_words, device_words, tokens, pending_rows, sampled, input_ids)
     launcher(_receive_kernel, grid)(*arrays, num_words, num_rows, BLOCK=_BLOCK, num_warps=4)

@@ -12,19 +12,12 @@ from nanovllm.kernels.threshold_search import (
     narrow,
     narrow_by_row,
     pivot,
+    scale_of,
     search,
     value_of,
     weigh,
     weigh_row,
 )
-
-_LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _scale(temperature):
-    # A tensor at the left: in Triton 3.7's interpreter a constant's quotient is a constant, whatever it is divided by.
-    return tl.minimum(tl.full([], _LOG2_E, tl.float32) / temperature, 1e30)
 
 
 @triton.jit
@@ -61,7 +54,7 @@ def tiles_kernel(
         maximum = tl.max(x, axis=1)
         tl.store(maxima + row * num_tiles + tiles, maximum, mask=tiles < num_tiles)
         if use_p & (not use_k):
-            weights = weigh(x, tl.minimum(maximum, MAX_FLOAT)[:, None], _scale(temperature))
+            weights = weigh(x, tl.minimum(maximum, MAX_FLOAT)[:, None], scale_of(temperature))
             mass = tl.sum(tl.where(x > NEG_INF, weights, 0.0), axis=1)
             tl.store(masses + row * num_tiles + tiles, mass, mask=tiles < num_tiles)
 
@@ -135,7 +128,7 @@ def narrow_kernel(
     if (temperature > 0) & (top_p < 1.0) & (not _cuts(tl.load(top_ks + row), vocab_size)):
         tile_maxima, peak = _load_maxima(maxima + row * num_tiles, num_tiles, TILES)
         if peak > NEG_INF:
-            scale = _scale(temperature)
+            scale = scale_of(temperature)
             target, low = _start_top_p(
                 masses + row * num_tiles, tile_maxima, peak, scale, top_p, vocab_size, num_tiles, SHIFT, TILES
             )
@@ -231,7 +224,7 @@ def settle_kernel(
                             low = search(maxima_row, num_tiles, peak, scale, target, low, high, SHIFT)
                 elif top_p < 1.0:
                     high = top
-                    scale = _scale(temperature)
+                    scale = scale_of(temperature)
                     if not use_k:
                         target, low = _start_top_p(
                             masses + row * num_tiles,

@@ -10,6 +10,7 @@ import triton.language as tl
 
 MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
 NEG_INF = tl.constexpr(float("-inf"))
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -27,6 +28,13 @@ def value_of(key, SHIFT: tl.constexpr):
     """The float32 that a key stands for."""
     bits = (key << SHIFT).to(tl.int32)
     return tl.where(bits < 0, bits ^ (0x7FFFFFFF >> SHIFT << SHIFT), bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_of(temperature):
+    """What makes of a logit the exponent of 2 of its weight: log2 e / temperature, and finite."""
+    # A tensor at the left: in Triton 3.7's interpreter a constant's quotient is a constant, whatever it is divided by.
+    return tl.minimum(tl.full([], _LOG2_E, tl.float32) / temperature, 1e30)
 
 
 @triton.jit

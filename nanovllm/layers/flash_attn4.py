@@ -26,8 +26,8 @@ MAX_SEQS = 256
 _MIN_EQUAL_LENGTH = 256
 
 # Of queries, packed by KV head, and of keys, on Hopper with head_dim 128, where the package takes 128 x 128 and leaves
-# the probabilities in registers: 7 to 11 % less time for prompts of 550 and 2,000 tokens, 3 % for 4,000, and 4 to 8 %
-# less energy, with 16 query heads; 4 to 6 % and 4 % with 32.
+# the probabilities in registers: 7 to 11 % less time for prompts of 550 and 2,000 tokens, 3 % for 4,000, and 3 to 9 %
+# less energy, with 16 query heads; 4 to 6 % and 3 to 6 % with 32 (H200).
 _TILE = {"tile_mn": (192, 96), "mma_pv_is_rs": False}
 
 

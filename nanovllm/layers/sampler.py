@@ -126,7 +126,8 @@ def _scale(temperatures: Tensor) -> Tensor:
 def _in_groups(logits: Tensor) -> Tensor:
     """`[batch, num_groups, GROUP]`, the last group's missing columns -inf."""
     missing = -logits.shape[1] % GROUP
-    return F.pad(logits, (0, missing), value=-math.inf).unflatten(1, (-1, GROUP))
+    whole = F.pad(logits, (0, missing), value=-math.inf) if missing else logits  # A pad of nothing copies.
+    return whole.unflatten(1, (-1, GROUP))
 
 
 def sample_torch(
@@ -172,9 +173,9 @@ def _best_torch(
     # A few rows at a time, so that what lies between the passes stays within a CPU's cache.
     rows_at_once = max(1, _COLUMNS_AT_ONCE // logits.shape[1])
     for rows in (temperatures > 0).nonzero().squeeze(1).split(rows_at_once):
-        draw = (temperatures[rows], seeds[rows], positions[rows])
-        best[rows], groups = group_scores(logits[rows], *draw, first_column).max(dim=1)
-        members = _in_groups(logits[rows])[torch.arange(len(rows), device=logits.device), groups]
+        chosen, *draw = (x[rows] for x in (logits, temperatures, seeds, positions))
+        best[rows], groups = group_scores(chosen, *draw, first_column).max(dim=1)
+        members = _in_groups(chosen)[torch.arange(len(rows), device=logits.device), groups]
         within = race_scores(members, *draw, first_column + groups * GROUP).argmax(dim=1)
         columns[rows] = groups * GROUP + within
     return best, columns

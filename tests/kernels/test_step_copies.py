@@ -17,9 +17,9 @@ def on_host(tensor: torch.Tensor, device: str) -> torch.Tensor:
 def test_a_step_arrives(device, num_words, num_rows):
     generator = torch.Generator().manual_seed(num_words)
     words = torch.randint(2**62, (num_words,), generator=generator)
-    tokens = torch.randint(2**31, (num_rows,), generator=generator)
+    tokens = torch.randint(2**31, (num_rows + 3,), generator=generator)  # of more rows than the step has
     sampled = torch.randint(2**31, (num_rows + 5,), generator=generator)
-    pending_rows = torch.randint(-1, num_rows + 5, (num_rows,), generator=generator, dtype=torch.int32)
+    pending_rows = torch.randint(-1, num_rows + 5, (num_rows + 3,), generator=generator, dtype=torch.int32)
     pending_rows[0] = -1
     device_words = torch.zeros(num_words + 8, dtype=torch.int64, device=device)
     input_ids = torch.full((num_rows + 8,), -7, dtype=torch.int64, device=device)
@@ -29,7 +29,7 @@ def test_a_step_arrives(device, num_words, num_rows):
     expected = [
         token if row < 0 else sampled[row].item() for token, row in zip(tokens.tolist(), pending_rows, strict=True)
     ]
-    assert input_ids.tolist() == expected + [-7] * 8
+    assert input_ids.tolist() == expected[:num_rows] + [-7] * 8
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 255, 256, 257, 700])
