@@ -53,6 +53,15 @@ def test_memory_is_given_back_with_requests_unfinished(path):
     assert alive(tensors) == 0
 
 
+def test_memory_is_given_back_by_an_exit_in_the_middle_of_a_stream(path):
+    llm = make_llm(path)
+    tensors = big_tensors(llm)
+    deltas = llm.stream([[1, 2, 3]], greedy(8))
+    next(deltas)
+    llm.exit()
+    assert alive(tensors) == 0
+
+
 def test_memory_is_given_back_after_an_exception_in_generate(path, monkeypatch):
     llm = make_llm(path)
     tensors = big_tensors(llm)

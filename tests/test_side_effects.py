@@ -1,5 +1,6 @@
 """What an engine leaves as it was in its caller's process: torch's defaults, threads, logging and output."""
 
+import gc
 import logging
 import multiprocessing
 import re
@@ -46,6 +47,23 @@ def test_the_callers_default_dtype_does_not_change_the_model(path, reference, de
     finally:
         torch.set_default_dtype(torch.float32)
     assert tokens == reference.greedy(prompts, 6)
+
+
+def test_old_objects_are_the_collectors_again_after_a_batch(path):
+    prompts, frozen = [[1, 2, 3]] * 3, gc.get_freeze_count()
+    num_old, seen = len(gc.get_objects()), []
+    with make_llm(path) as llm:
+        llm.generate(prompts, greedy(4), use_tqdm=False, on_step=lambda stats: seen.append(gc.get_freeze_count()))
+        assert seen and min(seen) > num_old
+        assert gc.get_freeze_count() <= frozen
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(prompts, greedy(4), use_tqdm=False, on_step=lambda stats: 1 / 0)
+        assert gc.get_freeze_count() <= frozen
+        deltas = llm.stream(prompts, greedy(4))
+        next(deltas)
+        assert gc.get_freeze_count() > num_old
+        deltas.close()
+        assert gc.get_freeze_count() <= frozen
 
 
 def test_torch_defaults_after_a_failing_init(tmp_path):

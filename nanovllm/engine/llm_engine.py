@@ -31,6 +31,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_loop import StepLoop, User
 from nanovllm.engine.streaming import Results
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.collector import old_objects_set_aside
 
 logger = logging.getLogger(__name__)
 
@@ -196,8 +197,9 @@ class LLMEngine:
             raise TypeError(f"on_step={on_step!r}: must be callable, or None")
         prompts = list(as_prompts(prompts))
         params = params_per_prompt(sampling_params, len(prompts))
-        requests = self._make_requests(prompts, params, on_error)
         results = Results()
+        with old_objects_set_aside():  # Thousands of requests are enough new objects for a look at all old ones.
+            requests = self._make_requests(prompts, params, on_error)
         results.admit(requests)
         with self._loop.driving(user):
             num_seqs = self._queue(user, requests, reorder=True)

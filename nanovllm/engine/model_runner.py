@@ -157,7 +157,9 @@ class ModelRunner(RankCalls):
                 layer.k_cache = layer.v_cache = None
         self.model = self.sampler = self.kv_cache = self.graphs = self.mixed_graphs = None
         self.decode_inputs = self.logit_steps = None
-        # Parameters and their loaders refer to each other, so their memory waits for the collector.
+        # Parameters and their loaders refer to each other, so their memory waits for the collector, which has to look
+        # at them once more where requests were under way (`collector.old_objects_set_aside`).
+        gc.unfreeze()
         gc.collect()
         if self.tp.size > 1:
             thread = abort_group(self.tp)

@@ -12,6 +12,7 @@ from nanovllm.engine.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling_pipeline import Forward
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.collector import old_objects_set_aside
 
 
 class Step(NamedTuple):
@@ -81,7 +82,8 @@ class StepLoop:
         """A block in which `user` queues and steps, and which none of its sequences outlive."""
         self.claim(user)
         try:
-            yield
+            with old_objects_set_aside():
+                yield
         except GeneratorExit:
             # Nobody reads on: that happens between two steps, where everything is in order and the cache worth keeping.
             if user is self._user:

@@ -1,5 +1,6 @@
 """A worker process: one of the ranks 1..N-1, from its start to its end."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -105,6 +106,7 @@ def _run(seat: WorkerSeat, calls: CallReader) -> None:
     tp = join_group(store, seat.rank, seat.config.tensor_parallel_size, seat.device)
     tp = share_memory(tp, seat.config, seat.device)
     runner = ModelRunner(seat.config, seat.rank, WorkerLink(seat.device, tp, calls))
+    gc.freeze()  # What is here now is here to stay, and all ranks would wait while a collection looks at it.
     seat.reports.send(Report("ready"))
     runner.loop()
 
