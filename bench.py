@@ -41,7 +41,7 @@ def parse_args() -> argparse.Namespace:
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--max-model-len", type=int, default=4096)
-    add("--max-num-batched-tokens", type=int, default=16384, help="of one prefill step")
+    add("--max-num-batched-tokens", type=int, help="of one prefill step; default: as the engine chooses")
     add("--mixed-step-rows", type=int, help="of decode steps that take prompts along; 0: none; default: where they pay")
     add("--num-kvcache-blocks", type=int, default=-1, help="of 256 tokens; -1: as many as there is memory for")
     add("--bandwidth", type=float, metavar="TB/s", help="copy bandwidth for the floor; measured unless given")

@@ -66,7 +66,7 @@ COUNT = [0, -1, 1.0, 2.5, "8", "", None, True, False, NAN, INF, [8]]
 FLAG = [0, 1, None, "yes", "False", 1.0]
 CHOICE = ["", "gpu", "AUTO", "auto ", None, 1, True, ["auto"], b"auto"]
 WRONG = {
-    "max_num_batched_tokens": (COUNT, r">= 1"),
+    "max_num_batched_tokens": ([value for value in COUNT if value is not None], r">= 1, or None"),
     "max_num_seqs": (COUNT, r">= 1"),
     "max_model_len": (COUNT, r">= 1"),
     "gpu_memory_utilization": ([0, 0.0, -0.1, 1.01, 90, NAN, INF, -INF, "0.9", None, True, [0.9]], r"\(0, 1\]"),

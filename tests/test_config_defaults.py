@@ -1,6 +1,7 @@
 """Config: what it takes from the model and the machine: lengths, end-of-sequence tokens, device and dtype."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,15 @@ def no_gpu(monkeypatch):
 
 @pytest.fixture
 def a_gpu(monkeypatch):
+    use_gpu(monkeypatch, memory_gib=24)
+
+
+def use_gpu(monkeypatch, memory_gib):
+    properties = SimpleNamespace(total_memory=memory_gib * 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
 # Limits
@@ -38,6 +47,23 @@ def test_rope_scaling_stretches_what_the_model_supports(model_dir, style):
     else:
         directory = model_dir(OLD_STYLE, rope_scaling=yarn)
     assert Config.create(directory, max_model_len=4096).max_model_len == 2048
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "options", "expected"),
+    [
+        (141, {}, 32768),
+        (64, {}, 32768),
+        (63, {}, 16384),
+        (141, {"device": "cpu"}, 16384),
+        (141, {"tensor_parallel_size": 2}, 16384),
+        (141, {"max_num_batched_tokens": 100}, 100),
+        (24, {"max_num_batched_tokens": 40000}, 40000),
+    ],
+)
+def test_prefill_steps_are_longer_where_there_is_much_memory(model_dir, monkeypatch, memory_gib, options, expected):
+    use_gpu(monkeypatch, memory_gib)
+    assert Config.create(model_dir(), **options).max_num_batched_tokens == expected
 
 
 # End-of-sequence tokens
