@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from nanovllm.models import model_class
+from nanovllm.models.qwen3 import get_head_dim
 from nanovllm.utils.parallel import check_shardable
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CPU_KVCACHE_GIB = 2.0
-# Prefill steps of twice as many tokens take 1 to 2 % less time on an H200, and twice the memory for activations.
+# Prefill steps of twice as many tokens take 1 to 2 % less time on an H200, and twice the memory for activations, which
+# the KV cache then has not: they may take this share of the GPU's.
 _STEP_TOKENS, _LONG_STEP_TOKENS = 16384, 32768
-_LONG_STEP_MEMORY = 64 * 2**30  # bytes of a GPU from which on that is little
+_LONG_STEP_SHARE = 1 / 40
 MAX_MIXED_STEP_ROWS = 1024  # Attention's sums of a row take 64 KB for 8B.
 
 
@@ -29,7 +31,7 @@ class Config:
         model: a directory (~ expands), a hub id that is downloaded, or with load_format "dummy" also the name
             of a published shape ("Qwen3-0.6B", ...). After the checks: the directory, or that name.
         max_num_batched_tokens: tokens that one prefill step computes at most; None for 16,384, or 32,768 on one GPU
-            with 64 GiB of memory or more. After the checks: the number.
+            of which a layer's activations of so many take a fortieth at most. After the checks: the number.
         max_num_seqs: sequences that one step computes at most.
         max_model_len: longest sequence, prompt and completion; lowered to what the model supports.
         gpu_memory_utilization: share of the GPU's memory that the engine may fill, in (0, 1].
@@ -207,9 +209,17 @@ class Config:
     def _resolve_limits(self) -> None:
         self.max_model_len = min(self.max_model_len, _supported_length(self.hf_config))
         if self.max_num_batched_tokens is None:
-            # Of several GPUs it was not measured.
-            is_large = self.device == "cuda" and self.tensor_parallel_size == 1 and _gpu_memory() >= _LONG_STEP_MEMORY
-            self.max_num_batched_tokens = _LONG_STEP_TOKENS if is_large else _STEP_TOKENS
+            self.max_num_batched_tokens = _LONG_STEP_TOKENS if self._takes_long_steps() else _STEP_TOKENS
+
+    def _takes_long_steps(self) -> bool:
+        if self.device != "cuda" or self.tensor_parallel_size > 1:  # Of several GPUs it was not measured.
+            return False
+        config, head_dim = self.hf_config, get_head_dim(self.hf_config)
+        num_heads = config.num_attention_heads + 2 * config.num_key_value_heads
+        # The residual and what the norm makes of it; q, k and v; gate and up.
+        values = 2 * config.hidden_size + num_heads * head_dim + 2 * config.intermediate_size
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return _LONG_STEP_TOKENS * values * self.dtype.itemsize <= _LONG_STEP_SHARE * memory
 
     def _resolve_eos(self) -> None:
         if not self.eos:
@@ -226,11 +236,6 @@ def _is_int(value, low: int) -> bool:
 
 def _is_number(value, above: float, up_to: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and above < value <= up_to
-
-
-def _gpu_memory() -> int:
-    """Bytes that the current GPU has."""
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
 def _supported_length(hf_config) -> int:

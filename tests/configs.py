@@ -28,4 +28,4 @@ OLD_STYLE = {
 
 
 def dummy(**options) -> Config:
-    return Config.create("Qwen3-0.6B", **{"load_format": "dummy"} | options)
+    return Config.create(**{"model": "Qwen3-0.6B", "load_format": "dummy"} | options)

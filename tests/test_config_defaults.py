@@ -50,20 +50,23 @@ def test_rope_scaling_stretches_what_the_model_supports(model_dir, style):
 
 
 @pytest.mark.parametrize(
-    ("memory_gib", "options", "expected"),
+    ("model", "memory_gib", "options", "expected"),
     [
-        (141, {}, 32768),
-        (64, {}, 32768),
-        (63, {}, 16384),
-        (141, {"device": "cpu"}, 16384),
-        (141, {"tensor_parallel_size": 2}, 16384),
-        (141, {"max_num_batched_tokens": 100}, 100),
-        (24, {"max_num_batched_tokens": 40000}, 40000),
+        ("Qwen3-0.6B", 141, {}, 32768),
+        ("Qwen3-0.6B", 79, {}, 32768),
+        ("Qwen3-0.6B", 24, {}, 16384),
+        ("Qwen3-8B", 141, {}, 32768),
+        ("Qwen3-8B", 79, {}, 16384),
+        ("Qwen3-32B", 141, {}, 16384),
+        ("Qwen3-0.6B", 141, {"device": "cpu"}, 16384),
+        ("Qwen3-0.6B", 141, {"tensor_parallel_size": 2}, 16384),
+        ("Qwen3-0.6B", 141, {"max_num_batched_tokens": 100}, 100),
+        ("Qwen3-0.6B", 24, {"max_num_batched_tokens": 40000}, 40000),
     ],
 )
-def test_prefill_steps_are_longer_where_there_is_much_memory(model_dir, monkeypatch, memory_gib, options, expected):
+def test_prefill_steps_are_longer_where_there_is_much_memory(monkeypatch, model, memory_gib, options, expected):
     use_gpu(monkeypatch, memory_gib)
-    assert Config.create(model_dir(), **options).max_num_batched_tokens == expected
+    assert dummy(model=model, **options).max_num_batched_tokens == expected
 
 
 # End-of-sequence tokens
