@@ -1,7 +1,7 @@
 """quack-kernels' products against float32, alone and in engines, on a Hopper GPU that has the package."""
 
+import itertools
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, random_prompt
 from gpu_engines import REGRET, gpu_llm
 
-from nanovllm.layers import quack_tiles
+from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.layers import product, quack_tiles
 from nanovllm.layers.quack import Quack, Tile, load_quack
 from nanovllm.layers.quack_tiles import Kind, decode_tile, prefill_tile
 
@@ -41,7 +42,7 @@ def tiles() -> list[tuple[Kind, int, tuple[int, int], Tile]]:
                 tile = decode_tile(kind, num_tokens, N, K, H200_MULTIPROCESSORS)
                 if tile is not None:
                     found.setdefault((kind, tile), []).append((num_tokens, (N, K)))
-    for kind, shape in product((Kind.LINEAR, Kind.SILU), ((6144, 1024), (6144, 4096))):
+    for kind, shape in itertools.product((Kind.LINEAR, Kind.SILU), ((6144, 1024), (6144, 4096))):
         for num_tokens in (9001, 16384):
             found.setdefault((kind, prefill_tile(kind, num_tokens, *shape)), []).append((num_tokens, shape))
     return [(kind, *case, tile) for (kind, tile), cases in found.items() for case in sorted({cases[0], cases[-1]})]
@@ -78,6 +79,43 @@ def test_products_are_right_and_captured(quack, kind, num_tokens, shape, tile, d
     residual.copy_(before)
     graph.replay()
     assert torch.equal(again, y)
+
+
+@pytest.mark.parametrize("num_tokens", [128, 256])
+def test_launches_that_depend_on_each_other_give_the_bits_of_one_at_a_time(quack, num_tokens):
+    """Six layers of Qwen3-0.6B without their attention: norms, q, k and v, SwiGLU, sums."""
+    torch.manual_seed(num_tokens)
+    half = {"device": "cuda", "dtype": torch.bfloat16}
+    shapes = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
+    layers = [[torch.randn(N, K, **half) * K**-0.5 for N, K in shapes] for _ in range(6)]
+    scale, start = 1 + 0.1 * torch.randn(1024, **half), torch.randn(num_tokens, 1024, **half)
+    residual = start.clone()
+
+    def run(wait=lambda: None) -> None:
+        for qkv, out, gate_up, down in layers:
+            y = rms_norm(residual, scale, 1e-6)
+            wait()
+            y = product.product(y, qkv, quack=quack)
+            wait()
+            product.add_product(residual, y[:, :2048], out, quack=quack)
+            wait()
+            y = rms_norm(residual, scale, 1e-6)
+            wait()
+            y = product.product_silu(y, gate_up, quack=quack)
+            wait()
+            product.add_product(residual, y, down, quack=quack)
+            wait()
+
+    run(torch.cuda.synchronize)
+    assert quack.works
+    expected = residual.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        residual.copy_(start)
+        run()
+    for _ in range(100):
+        graph.replay()
+        assert torch.equal(residual, expected)
 
 
 def test_tensors_that_it_does_not_take(quack):

@@ -138,4 +138,15 @@ def load_quack(dtype: torch.dtype, device: torch.device, decodes: bool) -> Quack
     if "config" not in signature(gemm_act).parameters:
         logger.warning("quack-kernels %s is too old and is not used: pip install 'quack-kernels>=0.6.5'", installed)
         return None
-    return Quack(gemm_act, GemmConfig, properties.multi_processor_count, decodes)
+    return Quack(_early(gemm_act), GemmConfig, properties.multi_processor_count, decodes)
+
+
+def _early(gemm_act: Callable) -> Callable:
+    """What lets the next kernel in earlier than the package's function does; that where the package can no longer be
+    extended as in 0.6.5."""
+    try:
+        from nanovllm.layers.quack_early import gemm_act as early
+    except Exception as error:
+        logger.info("quack-kernels' products let the next kernel in late: %s: %s", type(error).__name__, error)
+        return gemm_act
+    return early

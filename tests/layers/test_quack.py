@@ -226,6 +226,23 @@ def test_loading(hopper, monkeypatch, tmp_path):
     assert load_quack(torch.bfloat16, CUDA, decodes=True) is None
 
 
+@pytest.mark.parametrize("can_be_extended", [True, False])
+def test_products_that_let_the_next_kernel_in_early_are_preferred(hopper, monkeypatch, caplog, can_be_extended):
+    own, early = Package(), Package()
+    modules = {"quack.gemm_config": SimpleNamespace(GemmConfig=make_config)}
+    modules["quack.gemm_interface"] = SimpleNamespace(gemm_act=own)
+    extension = SimpleNamespace(gemm_act=early) if can_be_extended else ImportError("cannot import name 'TileStore'")
+    modules["nanovllm.layers.quack_early"] = extension
+    import_instead(monkeypatch, modules)
+    with caplog.at_level(logging.WARNING):
+        quack = load_quack(torch.bfloat16, CUDA, decodes=True)
+    x, weight, residual = tensors(128, 96, 32)
+    quack.linear(x, weight, Tile(128, 32))
+    quack.linear_add(x, weight, residual, Tile(64, 32))
+    assert (len(own.calls), len(early.calls)) == ((0, 2) if can_be_extended else (2, 0))
+    assert not caplog.records
+
+
 def test_an_old_package_is_not_used(hopper, monkeypatch, caplog):
     modules = {"quack.gemm_config": SimpleNamespace(GemmConfig=make_config)}
     modules["quack.gemm_interface"] = SimpleNamespace(gemm_act=lambda A, B, tuned=True: None)
