@@ -18,10 +18,10 @@ if HAS_TRITON:
 
 
 # New tokens of a step times parameters of a layer on this device, from which on flash-attn-4 is worth its calls: they
-# take the host 85 to 106 us, ours 30, and of fewer tokens the device is done with a layer before the next one is
-# launched. On an H200 steps of one to three prompts of 2,000 tokens took Qwen3-0.6B 15.5 to 16.1 ms with it and 11.0 to
-# 13.7 without, of four 17.1 and 17.4; one of 300 took Qwen3-8B 20.9 and 14.5 ms, of 1,000 23.0 and 23.8. (Twenty of 500
-# took 0.6B 20.4 and 17.2: short prompts gain less than the rule says.) Over more keys than these it has all steps.
+# take the host 72 to 81 us, ours 40, and of fewer tokens the device is done with a layer before the next one is
+# launched. On an H200 steps of one to three prompts of 2,000 tokens took Qwen3-0.6B 13.9 to 16.4 ms with it and 11.0 to
+# 13.9 without, of four 16.1 and 17.4; one of 300 took Qwen3-8B 16.6 and 13.2 ms, of 1,000 23.2 and 23.9. Short prompts
+# gain less than the rule says: twenty of 500 took 0.6B 18.0 and 17.6. Over more keys than these it has all steps.
 _MIN_LAYER_WORK = 1 << 37
 _MANY_KEYS = 4096
 
