@@ -14,11 +14,16 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import huggingface_hub
+import hypothesis
 import pytest
 from checkpoints import Reference, assert_idle, make_checkpoint, make_llm
 from configs import NEW_STYLE
 
 from nanovllm.layers import attention_backend
+
+# By default an example of more than 200 ms is a failure, on whatever machine and beside whatever else it runs.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items):

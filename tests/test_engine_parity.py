@@ -191,7 +191,7 @@ traffic = st.lists(
 )
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(
     traffic=traffic,
     block_size=st.sampled_from([16, 32]),

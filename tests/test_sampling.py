@@ -59,7 +59,7 @@ params_of_any_kind = st.builds(
 
 
 @given(st.lists(params_of_any_kind, min_size=1, max_size=6), st.booleans())
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_mixture_of_settings(base, engines, params, overlap):
     reference = base[1]
     prompts = PROMPTS[: len(params)]

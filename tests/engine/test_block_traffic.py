@@ -144,4 +144,4 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=300, stateful_step_count=40, deadline=None, print_blob=True)
+TestTraffic.settings = settings(max_examples=300, stateful_step_count=40, print_blob=True)

@@ -137,7 +137,7 @@ RARE = {"preempted", "chunk", "mixed", "shared", "several readers", "decoded sid
 def test_random_traffic_gives_everybody_the_tokens_it_gets_alone():
     seen = Counter()
 
-    @settings(max_examples=300, deadline=None, print_blob=True)
+    @settings(max_examples=300, print_blob=True)
     @given(traffic(), st.dictionaries(st.integers(1, 20), st.integers(0, 7), max_size=2))
     def run(drawn, aborts):
         scheduler, arrivals = drawn
@@ -156,7 +156,7 @@ def test_random_traffic_gives_everybody_the_tokens_it_gets_alone():
 def test_overlapped_steps_give_everybody_the_same_tokens():
     seen = Counter()
 
-    @settings(max_examples=300, deadline=None, print_blob=True)
+    @settings(max_examples=300, print_blob=True)
     @given(traffic(), st.dictionaries(st.integers(1, 20), st.integers(0, 7), max_size=2))
     def run(drawn, aborts):
         scheduler, arrivals = drawn

@@ -90,7 +90,7 @@ def test_kernels_equal_twins(M, N, K, dtype, config, device):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would compile each example")
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     M=st.integers(1, MAX_TOKENS),
     N=st.integers(1, 5).map(lambda n: 16 * n),

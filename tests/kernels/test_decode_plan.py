@@ -20,7 +20,7 @@ from nanovllm.utils.decode_plan import (
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     lens=st.lists(st.integers(0, 20000), min_size=1, max_size=40),
     spare=st.integers(1, 400),
@@ -50,7 +50,7 @@ def test_plan_covers_every_key_once_and_takes_the_longest_first(lens, spare):
     assert lengths == sorted(lengths, reverse=True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     prompts=st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 60)), min_size=1, max_size=8),
     num_running=st.integers(0, 3),

@@ -87,7 +87,7 @@ def test_workspace_serves_batches_of_every_size(device):
         assert (workspace.arrivals == 0).all()
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     lens=st.lists(st.integers(0, 150), min_size=1, max_size=4),
     tma=st.booleans(),

@@ -145,7 +145,7 @@ def test_many_tiles_of_queries_and_keys(paged, device):
     check(make_case(lens, 2, 1, 64, 64, paged, torch.float16, device, seed=3))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     lens=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=3),
     group=st.sampled_from([1, 2, 4, 7, 8]),

@@ -161,7 +161,7 @@ def test_tiny_vocabularies(vocab_size, device):
     assert_right(torch.randn(len(rows), vocab_size, device=device), rows, SMALL._replace(narrow_rounds=1))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_rows(device, data):
     vocab_size = data.draw(st.integers(1, 400), "vocab_size")

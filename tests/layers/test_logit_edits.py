@@ -24,7 +24,7 @@ tokens_of = st.lists(st.integers(0, VOCAB - 1), max_size=12)
     ),
     st.integers(0, 2**31),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_penalties(requests, seed):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(requests) + 1, VOCAB, generator=generator) * 3
@@ -76,7 +76,7 @@ def test_token_logprobs(dtype, num_top, monkeypatch):
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True), min_size=1, max_size=30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_token_counts_hold_what_their_owners_hold(steps):
     """Owners come and go, at most four a step; each draws a token in every step that it is in."""
     counts = TokenCounts(VOCAB, 4, torch.device("cpu"))

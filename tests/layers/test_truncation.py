@@ -57,7 +57,7 @@ def is_near_a_boundary(logits, temperature, top_k, top_p, min_p) -> bool:
 
 
 @given(st.integers(0, 2**31), st.integers(1, 90), st.lists(SETTINGS, min_size=1, max_size=5))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_keeps_what_transformers_keeps(seed, vocab_size, rows):
     generator = torch.Generator().manual_seed(seed)
     # Distinct to well beyond rounding, also once divided by the temperature.

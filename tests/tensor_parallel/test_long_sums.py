@@ -110,7 +110,7 @@ def run(draw, num_layers):
         assert torch.equal(ranks[1].results[k], expected), f"sum {k}"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_every_sum_is_that_of_its_own_parts(data):
     with pytest.MonkeyPatch.context() as monkeypatch:

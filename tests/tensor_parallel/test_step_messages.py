@@ -117,7 +117,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     actions=actions,
     num_blocks=st.integers(11, 30),

@@ -115,7 +115,7 @@ settings_of_any_kind = st.builds(
 
 
 @given(st.lists(settings_of_any_kind, min_size=1, max_size=6))
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_mixture(engines, params):
     assert_same(engines, PROMPTS[: len(params)], params)
 
