@@ -118,6 +118,11 @@ def test_launches_that_depend_on_each_other_give_the_bits_of_one_at_a_time(quack
         assert torch.equal(residual, expected)
 
 
+def test_products_let_the_next_kernel_in_early(quack):
+    """The package is still extended as `quack_early` does it; otherwise nothing but a layer's time would tell."""
+    assert quack._gemm_act.__module__ == "nanovllm.layers.quack_early"
+
+
 def test_tensors_that_it_does_not_take(quack):
     x, weight = (torch.zeros(128, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     assert quack.takes(x, weight)

@@ -146,10 +146,9 @@ class ModelRunner(RankCalls):
     def exit(self) -> None:
         """Give all memory back and end the workers. Harmless when called again."""
         if self.device.type == "cuda":
-            with suppress(RuntimeError):  # of a device that has failed, which shows at the next call
-                torch.cuda.synchronize(
-                    self.device
-                )  # A step in flight waits for every rank, and uses the host's memory.
+            # A step in flight waits for every rank, and uses the host's memory. A failed device shows at the next call.
+            with suppress(RuntimeError):
+                torch.cuda.synchronize(self.device)
         if self.workers is not None:
             self.workers.end(farewell=pickle.dumps(["exit"]))
         if self.model is not None:

@@ -54,7 +54,7 @@ class Quack(OptionalPackage):
     DTYPES = (torch.bfloat16, torch.float16)
 
     def __init__(self, gemm_act: Callable, make_config: Callable, num_multiprocessors: int, decodes: bool = True):
-        """gemm_act, make_config: quack's function of that name and its GemmConfig."""
+        """gemm_act, make_config: quack's function of that name, or `quack_early`'s, and its GemmConfig."""
         self.num_multiprocessors = num_multiprocessors
         self.decodes = decodes
         self._gemm_act = gemm_act

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class _EarlyStore(TileStore):
-    """Stores the result."""
+    """Stores the result, and lets the next kernel in where its shared memory is handed out."""
 
     def get_smem_tensor(self, gemm, params, storage_epi):
         # Asked for once, by every thread, before anything is loaded.
@@ -48,11 +48,25 @@ def gemm_act(
     *,
     activation: str | None = None,
     postact_out: Tensor,
-    store_preact: bool = False,
-    tuned: bool = False,
-    config=None,
+    store_preact: bool,
+    tuned: bool,
+    config,
     concat_layout: tuple[str, ...] | None = None,
 ) -> None:
-    """quack.gemm_interface.gemm_act, as far as `Quack` asks for it: act(A B + C) to postact_out."""
+    """`quack.gemm_interface.gemm_act`, as far as `Quack` asks for it: `A B + C`, or `swiglu(A B)`, in float32.
+
+    Args:
+        A: `[M, K]`, bfloat16 or float16, rows packed.
+        B: `[K, N]` of A's dtype, columns packed: a weight's transpose.
+        C: `[M, N]`, without an activation; None adds nothing. postact_out may be the same.
+        activation: "swiglu" (Shazeer 2020) or None.
+        postact_out: `[M, N]`, with "swiglu" `[M, N / 2]`: becomes the result, rounded once.
+        store_preact, tuned: as the package has them.
+        config: a quack `GemmConfig`, known by its identity.
+        concat_layout: ("B",) where B is the gate's columns and then the up's, not each pair side by side.
+
+    Raises whatever the package does.
+    """
     mod = _linear_swiglu if activation == "swiglu" else _linear if C is None else _linear_add
-    mod(A, B, C, out={"out": postact_out}, store_d=False, tuned=tuned, config=config, concat_layout=concat_layout)
+    options = {"tuned": tuned, "config": config, "concat_layout": concat_layout}
+    mod(A, B, C, out={"out": postact_out}, store_d=store_preact, **options)

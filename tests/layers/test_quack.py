@@ -1,51 +1,21 @@
 """Which products go to quack-kernels, and what becomes of those that it cannot compute. The package is played by a
 function; its own results are a GPU's to test (tests/test_gpu_quack.py)."""
 
-import builtins
 import logging
-import os
 from contextlib import contextmanager
-from importlib.metadata import version
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm
+from fake_quack import H200, Package, make_config, tensors
 
 from nanovllm.engine import model_runner
 from nanovllm.layers import decode_linear, quack_tiles
-from nanovllm.layers import quack as quack_module
 from nanovllm.layers.product import add_product, batch_with_padding, product, product_silu
-from nanovllm.layers.quack import Quack, Tile, load_quack
+from nanovllm.layers.quack import Quack, Tile
 from nanovllm.layers.quack_tiles import PREFILL_TILE
 from nanovllm.utils.context import Context, step_context
-
-H200 = 132
-CUDA = torch.device("cuda", 0)
-
-
-class Package:
-    """Stands for quack.gemm_interface.gemm_act, in plain torch."""
-
-    def __init__(self, error: Exception | None = None):
-        self.calls, self.error = [], error
-
-    def __call__(self, x, weight, *, postact_out, C=None, activation=None, concat_layout=None, config, **options):
-        assert options == {"store_preact": False, "tuned": False}
-        self.calls.append(config)
-        if self.error is not None:
-            raise self.error
-        y = (x.float() @ weight.float()) + (0 if C is None else C.float())
-        if activation is not None:
-            assert (activation, concat_layout) == ("swiglu", ("B",))
-            gate, up = y.chunk(2, dim=-1)
-            y = F.silu(gate) * up
-        postact_out.copy_(y)
-
-
-def make_config(**options) -> SimpleNamespace:
-    return SimpleNamespace(**options)
 
 
 class CpuQuack(Quack):
@@ -67,11 +37,6 @@ def package() -> Package:
 def quack(package, monkeypatch) -> Quack:
     monkeypatch.setattr(quack_tiles, "_MIN_PREFILL_WORK", 1 << 20)
     return CpuQuack(package, make_config, H200)
-
-
-def tensors(num_tokens: int, N: int, K: int):
-    torch.manual_seed(num_tokens)
-    return torch.randn(num_tokens, K), torch.randn(N, K) * K**-0.5, torch.randn(num_tokens, N)
 
 
 PREFILL, DECODE = Context(is_prefill=True), Context()
@@ -183,83 +148,6 @@ def test_exhausted_memory_is_not_the_packages_failure(quack, package):
 def test_tensors_that_it_does_not_take():
     quack = Quack(Package(), make_config, H200)
     assert not quack.takes_weight(torch.zeros(64, 64).half()), "not on a GPU"
-
-
-@pytest.fixture
-def hopper(monkeypatch, tmp_path) -> SimpleNamespace:
-    """The properties of a GPU on a machine that has the package, as far as can be seen without importing it."""
-    properties = SimpleNamespace(major=9, multi_processor_count=H200)
-    monkeypatch.setattr(quack_module, "version", {"quack-kernels": "0.6.5"}.__getitem__)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("QUACK_CACHE_DIR", "")  # so that it is put back
-    monkeypatch.delenv("QUACK_CACHE_DIR")
-    return properties
-
-
-def import_instead(monkeypatch, modules: dict) -> None:
-    """Have `from name import ...` look into these; one that is an exception is raised."""
-    import_module = builtins.__import__
-
-    def find(name, *args, **kwargs):
-        module = modules.get(name)
-        if isinstance(module, Exception):
-            raise module
-        return import_module(name, *args, **kwargs) if module is None else module
-
-    monkeypatch.setattr(builtins, "__import__", find)
-
-
-def test_loading(hopper, monkeypatch, tmp_path):
-    modules = {"quack.gemm_config": SimpleNamespace(GemmConfig=make_config)}
-    modules["quack.gemm_interface"] = SimpleNamespace(gemm_act=Package())
-    import_instead(monkeypatch, modules)
-    quack = load_quack(torch.bfloat16, CUDA, decodes=False)
-    assert (quack.num_multiprocessors, quack.decodes) == (H200, False)
-    assert os.environ["QUACK_CACHE_DIR"] == str(tmp_path / "nanovllm" / "quack")
-    assert load_quack(torch.float32, CUDA, decodes=True) is None
-    assert load_quack(torch.bfloat16, torch.device("cpu"), decodes=True) is None
-    hopper.major = 10
-    assert load_quack(torch.bfloat16, CUDA, decodes=True) is None
-    hopper.major = 9
-    monkeypatch.setattr(quack_module, "version", version)  # where it is not installed
-    assert load_quack(torch.bfloat16, CUDA, decodes=True) is None
-
-
-@pytest.mark.parametrize("can_be_extended", [True, False])
-def test_products_that_let_the_next_kernel_in_early_are_preferred(hopper, monkeypatch, caplog, can_be_extended):
-    own, early = Package(), Package()
-    modules = {"quack.gemm_config": SimpleNamespace(GemmConfig=make_config)}
-    modules["quack.gemm_interface"] = SimpleNamespace(gemm_act=own)
-    extension = SimpleNamespace(gemm_act=early) if can_be_extended else ImportError("cannot import name 'TileStore'")
-    modules["nanovllm.layers.quack_early"] = extension
-    import_instead(monkeypatch, modules)
-    with caplog.at_level(logging.WARNING):
-        quack = load_quack(torch.bfloat16, CUDA, decodes=True)
-    x, weight, residual = tensors(128, 96, 32)
-    quack.linear(x, weight, Tile(128, 32))
-    quack.linear_add(x, weight, residual, Tile(64, 32))
-    assert (len(own.calls), len(early.calls)) == ((0, 2) if can_be_extended else (2, 0))
-    assert not caplog.records
-
-
-def test_an_old_package_is_not_used(hopper, monkeypatch, caplog):
-    modules = {"quack.gemm_config": SimpleNamespace(GemmConfig=make_config)}
-    modules["quack.gemm_interface"] = SimpleNamespace(gemm_act=lambda A, B, tuned=True: None)
-    import_instead(monkeypatch, modules)
-    monkeypatch.setattr(quack_module, "version", lambda name: "0.5.3")
-    with caplog.at_level(logging.WARNING):
-        assert load_quack(torch.float16, CUDA, decodes=True) is None
-    (record,) = caplog.records
-    assert record.getMessage().startswith("quack-kernels 0.5.3 is too old")
-
-
-def test_a_package_that_cannot_be_imported_is_named(hopper, monkeypatch, caplog):
-    import_instead(monkeypatch, {"quack.gemm_config": ImportError("libcute.so: no such file")})
-    with caplog.at_level(logging.WARNING):
-        assert load_quack(torch.float16, CUDA, decodes=True) is None
-    (record,) = caplog.records
-    assert record.getMessage() == "quack-kernels cannot be imported: ImportError: libcute.so: no such file"
 
 
 def test_an_engine_by_the_package(tmp_path, monkeypatch, quack, package):

@@ -1,0 +1,36 @@
+"""Stands for the quack-kernels package in tests."""
+
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+
+H200 = 132  # multiprocessors
+
+
+class Package:
+    """Stands for quack.gemm_interface.gemm_act, in plain torch."""
+
+    def __init__(self, error: Exception | None = None):
+        self.calls, self.error = [], error
+
+    def __call__(self, x, weight, *, postact_out, C=None, activation=None, concat_layout=None, config, **options):
+        assert options == {"store_preact": False, "tuned": False}
+        self.calls.append(config)
+        if self.error is not None:
+            raise self.error
+        y = (x.float() @ weight.float()) + (0 if C is None else C.float())
+        if activation is not None:
+            assert (activation, concat_layout) == ("swiglu", ("B",))
+            gate, up = y.chunk(2, dim=-1)
+            y = F.silu(gate) * up
+        postact_out.copy_(y)
+
+
+def make_config(**options) -> SimpleNamespace:
+    return SimpleNamespace(**options)
+
+
+def tensors(num_tokens: int, N: int, K: int):
+    torch.manual_seed(num_tokens)
+    return torch.randn(num_tokens, K), torch.randn(N, K) * K**-0.5, torch.randn(num_tokens, N)
