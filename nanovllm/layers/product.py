@@ -84,8 +84,8 @@ def add_product(
     arrivals: Tensor | None = None,
     quack: Quack | None = None,
 ) -> Tensor:
-    """`residual += x W^T + bias`, which is returned; rounded once where there is no bias. Arguments as for
-    `product`."""
+    """`residual += x W^T + bias`, which is returned; rounded once where there is no bias, by quack-kernels once more
+    before the sum. Arguments as for `product`."""
     tile = _tile(quack, Kind.ADD, x, weight, bias)
     if tile is not None and quack.linear_add(x, weight, residual, tile) is not None:
         return residual

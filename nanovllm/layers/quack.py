@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 
 
 class Quack(OptionalPackage):
-    """Products of bfloat16 and float16 on Hopper, in float32, rounded once.
+    """Products of bfloat16 and float16 on Hopper, in float32, rounded once, in a sum twice.
 
     All launches are dependent ones under the rule that `kernels.dependent_launch` states. A tile's first launch waits
     for a compiler, seconds, or less than one where an earlier process left its work on the disk. The package keeps 3 KB

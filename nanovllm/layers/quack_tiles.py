@@ -34,17 +34,31 @@ _MIN_PREFILL_WORK = 1 << 35
 
 _MIN_DECODE_TOKENS = 17  # fewer are for `skinny_linear` or for cuBLAS
 _MAX_DECODE_TOKENS = 512  # more are not captured in a graph
-_COLUMNS = {Kind.LINEAR: (32, 48, 64, 96, 128), Kind.SILU: (64, 96, 128, 192)}
+# Of a tile, by its tokens. For 64 tokens ones of 32 columns lose: 0.4 us of a layer of 0.6B, 0.3 of 1.7B.
+_COLUMNS = {
+    (Kind.LINEAR, 64): (48, 64, 96, 128),
+    (Kind.LINEAR, 128): (32, 48, 64, 96, 128),
+    (Kind.SILU, 64): (64, 96, 128, 192),
+    (Kind.SILU, 128): (64, 96, 128, 192),
+}
+# Weights for `decode_linear`, which splits long rows where there are few of them: the down projection of 0.6B, of which
+# a layer of 64 tokens takes 0.8 us less with it. Its others, and o of 1.7B, gain here: a step of 64 sequences of 0.6B
+# takes 2.5 % less, one of 40 as 64 1.5 %; fewer were not measured.
+_MAX_SHORT_ROW = 2048  # elements
+_MIN_SMALL_BATCH = 33  # sequences, from which on they had better be padded to 64 where weights are that small
 # Gate and up of 8B, of which tiles of 128 tokens are more than there are multiprocessors: at the power limit a layer of
 # 256 tokens takes 183 us with it and 191 without, one of 224 as it is 192, one of 208 167. Of 4B it gains nothing.
 _LARGE_SILU_TILE = Tile(256, 192)
 _MIN_LARGE_WEIGHT = 1 << 26  # elements
 _MIN_LARGE_BATCH = 209  # sequences, from which on they had better be padded to 256 for it
-# Of q, k and v: at 256 tokens those of 0.6B and 1.7B gain 2 to 3 % of a layer, those of 4B nothing, those of 8B lose;
-# of more tokens those of 0.6B gain 1 %.
-_MAX_LINEAR_TOKENS = 256
-_MAX_LINEAR_WEIGHT = 1 << 23  # elements, for more than 128 tokens: that of 1.7B
-_FEW_ROWS = 1024  # of a weight whose sums gain for more than 64 tokens
+# Of q, k and v: a layer of 0.6B takes 2 to 5 % less with it at 256, 384 and 512 tokens, one of 1.7B 3 % at 256 (more
+# were not measured), one of 4B as long, one of 8B longer.
+_MAX_LINEAR_WEIGHT = 1 << 22  # elements, for more than 256 tokens
+_MAX_MIDDLE_LINEAR_WEIGHT = 1 << 23  # for 129 to 256
+# Of sums, the most rows that a weight may have: a layer of 1.7B takes 5 % less with it at 128 tokens, one of 0.6B 4 %
+# at 384; one of 1.7B loses at 256, one of 0.6B at 512.
+_MAX_ADD_ROWS = 1024  # for 129 to 384 tokens
+_MAX_SMALL_ADD_ROWS = 2048  # for 65 to 128
 
 
 def prefill_tile(kind: Kind, num_tokens: int, N: int, K: int) -> Tile | None:
@@ -57,8 +71,9 @@ def prefill_tile(kind: Kind, num_tokens: int, N: int, K: int) -> Tile | None:
 
 def decode_tile(kind: Kind, num_tokens: int, N: int, K: int, num_multiprocessors: int) -> Tile | None:
     """The tile for such a product of a decode step; None where it is another's."""
-    is_small_batch = num_tokens <= 64 and N * K < decode_linear.MAX_WEIGHTS
-    if is_small_batch or not _MIN_DECODE_TOKENS <= num_tokens <= _MAX_DECODE_TOKENS:
+    if not _MIN_DECODE_TOKENS <= num_tokens <= _MAX_DECODE_TOKENS:
+        return None
+    if kind is Kind.ADD and num_tokens <= 64 and _is_small(N, K) and K > _MAX_SHORT_ROW:
         return None
     tile = _add_tile(num_tokens, N) if kind is Kind.ADD else _one_round(kind, num_tokens, N, K, num_multiprocessors)
     is_whole = tile is not None and num_tokens % tile.tokens == 0
@@ -66,24 +81,29 @@ def decode_tile(kind: Kind, num_tokens: int, N: int, K: int, num_multiprocessors
 
 
 def _add_tile(num_tokens: int, N: int) -> Tile | None:
-    if num_tokens <= 64 or (num_tokens <= 128 and N <= _FEW_ROWS):
+    if num_tokens <= 64 or (num_tokens <= 128 and N <= _MAX_SMALL_ADD_ROWS):
         return Tile(64, 32)
-    return Tile(64, 64) if num_tokens <= 256 and N <= _FEW_ROWS else None
+    return Tile(64, 64) if num_tokens <= 384 and N <= _MAX_ADD_ROWS else None
 
 
 def _one_round(kind: Kind, num_tokens: int, N: int, K: int, num_multiprocessors: int) -> Tile | None:
-    """With the fewest columns with which there are no more tiles than multiprocessors."""
-    is_wide = N * K > _MAX_LINEAR_WEIGHT and num_tokens > 128
-    if kind is Kind.LINEAR and (is_wide or num_tokens > _MAX_LINEAR_TOKENS):
+    """With the fewest columns with which there are no more tiles than multiprocessors, or with half as many."""
+    max_linear_weight = _MAX_MIDDLE_LINEAR_WEIGHT if num_tokens <= 256 else _MAX_LINEAR_WEIGHT
+    if kind is Kind.LINEAR and num_tokens > 128 and max_linear_weight < N * K:
         return None
     tokens = 64 if num_tokens <= 64 else 128
-    token_tiles = -(-num_tokens // tokens)
+    # 384 tokens as 512, by the same tiles: a power of two is what is compiled at the start.
+    token_tiles = 1 if num_tokens <= tokens else 2 if num_tokens <= 2 * tokens else 4
     # Two tiles of tokens share what they load of gate and up: 4.9 us less a layer of 1.7B at 256 tokens, 3.9 without.
     cluster = (2, 1) if kind is Kind.SILU and token_tiles > 1 else (1, 1)
-    programs = _round_up(token_tiles, cluster[0])  # for each tile of columns
-    for columns in _COLUMNS[kind]:
-        if programs * -(-N // columns) <= num_multiprocessors:
-            return Tile(tokens, columns, cluster)
+    for columns in _COLUMNS[kind, tokens]:
+        count = token_tiles * -(-N // columns)
+        if count > num_multiprocessors:
+            continue
+        if tokens == 64 and columns == 192 and 5 * count < 4 * num_multiprocessors:
+            # Of 4B: half as many columns, so that all multiprocessors load; a step of 64 sequences takes 1.4 % less.
+            columns = 96
+        return Tile(tokens, columns, cluster)
     large = _LARGE_SILU_TILE
     is_large = kind is Kind.SILU and num_tokens == large.tokens and N * K >= _MIN_LARGE_WEIGHT
     return large if is_large and -(-N // large.columns) <= num_multiprocessors else None
@@ -95,8 +115,15 @@ def padded_batch(num_seqs: int, N: int, K: int, num_multiprocessors: int) -> int
     takes 29.1 us for 80 sequences and 26.4 for 128."""
     whole = 64 if num_seqs <= 64 else _round_up(num_seqs, 128)
     tile = decode_tile(Kind.SILU, whole, N, K, num_multiprocessors)
-    fewest = _MIN_LARGE_BATCH if tile == _LARGE_SILU_TILE else _MIN_DECODE_TOKENS
+    fewest = _MIN_SMALL_BATCH if _is_small(N, K) else _MIN_DECODE_TOKENS
+    if tile == _LARGE_SILU_TILE:
+        fewest = _MIN_LARGE_BATCH
     return whole if tile is not None and num_seqs >= fewest else num_seqs
+
+
+def _is_small(N: int, K: int) -> bool:
+    """Whether `decode_linear` takes the weight for up to 64 tokens."""
+    return N * K < decode_linear.MAX_WEIGHTS
 
 
 def _round_up(number: int, unit: int) -> int:
