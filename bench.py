@@ -65,7 +65,7 @@ def parse_args() -> argparse.Namespace:
 
 def run_pass(llm: LLM, workload, index: int, sampling: dict) -> dict:
     """One pass: fresh prompts, wall-clock seconds from the first request to the last result."""
-    prompts, outputs = workload.draw(index)
+    prompts, outputs = workload.draw(index, llm.config.hf_config.vocab_size)
     params = [SamplingParams(**sampling, ignore_eos=True, max_tokens=n) for n in outputs]
     gc.collect()
     start = time.perf_counter()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from random import Random
 
-VOCABULARY = 10000  # prompts are random ids in 0..10000, which every model has
+VOCABULARY = 10000  # prompts are random ids in 0..10000, as far as the model has them
 TEMPERATURE = 0.6
 
 
@@ -25,24 +25,24 @@ class Workload:
     stresses: str
     shared: int = 0
 
-    def draw(self, index: int) -> tuple[list[list[int]], list[int]]:
-        """Prompts and output lengths of pass `index`.
+    def draw(self, index: int, vocab_size: int = VOCABULARY + 1) -> tuple[list[list[int]], list[int]]:
+        """Prompts and output lengths of pass `index`, for a model of that vocabulary.
 
         Lengths are those of seed 0 in every pass, so that passes compare; token ids are fresh in each, so that
         none lives off the prefix cache of the one before. Pass 0 of "bench" is the published benchmark.
         """
-        rng = Random(0)
-        prompts = [_ids(rng, rng.randint(*self.prompt)) for _ in range(self.requests)]
+        rng, largest = Random(0), min(VOCABULARY, vocab_size - 1)
+        prompts = [_ids(rng, rng.randint(*self.prompt), largest) for _ in range(self.requests)]
         outputs = [rng.randint(*self.output) for _ in range(self.requests)]
         if index:
             rng = Random(index)
-            prompts = [_ids(rng, len(prompt)) for prompt in prompts]
-        shared = _ids(rng, self.shared)
+            prompts = [_ids(rng, len(prompt), largest) for prompt in prompts]
+        shared = _ids(rng, self.shared, largest)
         return [shared + prompt for prompt in prompts], outputs
 
 
-def _ids(rng: Random, count: int) -> list[int]:
-    return [rng.randint(0, VOCABULARY) for _ in range(count)]
+def _ids(rng: Random, count: int, largest: int) -> list[int]:
+    return [rng.randint(0, largest) for _ in range(count)]
 
 
 WORKLOADS = {
