@@ -62,6 +62,14 @@ def reference(path):
 
 
 @pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """(checkpoint, Reference) for tests on a GPU of what does not depend on the shape: stored in float32, heads of 64.
+    A file may have a `base` of its own."""
+    path = make_checkpoint(tmp_path_factory.mktemp("base"), head_dim=64)
+    return path, Reference(path)
+
+
+@pytest.fixture(scope="module")
 def shared_llm(path):
     """One engine with a tokenizer for all tests of a file, unless the file has a `shared_llm` of its own."""
     with make_llm(path, skip_tokenizer_init=False, max_model_len=200) as llm:

@@ -4,16 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from checkpoints import (
-    VOCAB_SIZE,
-    Reference,
-    assert_idle,
-    complete,
-    greedy,
-    make_checkpoint,
-    make_llm,
-    random_prompt,
-)
+from checkpoints import VOCAB_SIZE, Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
 from gpu_engines import DEMO_MODEL, DEMO_PROMPTS, REGRET, SHAPES, cases, gpu_llm, needs_demo_model
 
 from nanovllm import LLM, SamplingParams
@@ -40,13 +31,6 @@ def make_shaped(tmp_path_factory):
 @pytest.fixture
 def shaped(request, make_shaped):
     return make_shaped(request.param)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """(checkpoint, Reference) stored in float32, for what does not depend on the shape."""
-    path = make_checkpoint(tmp_path_factory.mktemp("gpu-base"), head_dim=64)
-    return path, Reference(path)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------

@@ -14,12 +14,6 @@ pytestmark = pytest.mark.gpu
 MIB, GIB = 2**20, 2**30
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    path = make_checkpoint(tmp_path_factory.mktemp("gpu-memory"), head_dim=64)
-    return path, Reference(path)
-
-
 def memory() -> tuple[int, int]:
     """Bytes that torch's tensors take, and bytes of the device that are in use by anyone."""
     gc.collect()

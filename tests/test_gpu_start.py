@@ -6,28 +6,12 @@ import logging
 import pytest
 import torch
 import triton
-from checkpoints import (
-    VOCAB_SIZE,
-    Reference,
-    assert_idle,
-    complete,
-    greedy,
-    make_checkpoint,
-    make_llm,
-    random_prompt,
-)
+from checkpoints import VOCAB_SIZE, Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
 from gpu_engines import REGRET, gpu_llm, needs_flash_attn
 
 from nanovllm.engine.model_runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """(checkpoint, Reference) stored in float32, for what does not depend on the shape."""
-    path = make_checkpoint(tmp_path_factory.mktemp("gpu-start"), head_dim=64)
-    return path, Reference(path)
 
 
 @pytest.mark.parametrize("eager", [False, True])

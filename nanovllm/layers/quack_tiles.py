@@ -1,9 +1,10 @@
 """Which products quack-kernels had better compute, and in which tiles.
 
-Measured on an H200 by benchmarks/quack_products.py, in whole layers of Qwen3-0.6B, 1.7B, 4B and 8B
-(docs/performance.md); other models follow the same rule. In decode steps what wins is one tile for each multiprocessor,
-all of them at once, and tiles of which no token is missing: by so much that steps of 65 to 127 sequences take less time
-as 128, see `padded_batch`. A tile takes two seconds to compile the first time, so one rule picks among few.
+Measured on an H200 in whole layers of Qwen3-0.6B, 1.7B, 4B and 8B, by benchmarks/quack_products.py and, since launches
+are early (`quack_early`), by another sweep (docs/performance.md); other models follow the same rule. In decode steps
+what wins is one tile for each multiprocessor, all of them at once, and tiles of which no token is missing: by so much
+that steps of 65 to 127 sequences take less time as 128, see `padded_batch`. A tile takes two seconds to compile the
+first time, so one rule picks among few.
 """
 
 from enum import Enum
@@ -94,7 +95,8 @@ def _one_round(kind: Kind, num_tokens: int, N: int, K: int, num_multiprocessors:
     tokens = 64 if num_tokens <= 64 else 128
     # 384 tokens as 512, by the same tiles: a power of two is what is compiled at the start.
     token_tiles = 1 if num_tokens <= tokens else 2 if num_tokens <= 2 * tokens else 4
-    # Two tiles of tokens share what they load of gate and up: 4.9 us less a layer of 1.7B at 256 tokens, 3.9 without.
+    # Two tiles of tokens share what they load of gate and up: at 256 tokens a layer of 0.6B takes 0.3 us less, one of
+    # 1.7B 1.0, by the first sweep.
     cluster = (2, 1) if kind is Kind.SILU and token_tiles > 1 else (1, 1)
     for columns in _COLUMNS[kind, tokens]:
         count = token_tiles * -(-N // columns)
@@ -112,7 +114,7 @@ def _one_round(kind: Kind, num_tokens: int, N: int, K: int, num_multiprocessors:
 def padded_batch(num_seqs: int, N: int, K: int, num_multiprocessors: int) -> int:
     """How many rows a decode step of num_seqs sequences had better have, the last of them padding, in a model whose
     gate and up are a weight `[N, K]`: whole tiles of 128, or 64, where gate and up have a tile. A layer of Qwen3-0.6B
-    takes 29.1 us for 80 sequences and 26.4 for 128."""
+    took 29.1 us for 80 sequences and 26.4 for 128, by the first sweep."""
     whole = 64 if num_seqs <= 64 else _round_up(num_seqs, 128)
     tile = decode_tile(Kind.SILU, whole, N, K, num_multiprocessors)
     fewest = _MIN_SMALL_BATCH if _is_small(N, K) else _MIN_DECODE_TOKENS

@@ -13,15 +13,7 @@ from nanovllm.engine.memory import warmup_sequences
 from nanovllm.kernels.decode_config import choose_config
 from nanovllm.kernels.paged_prefill import choose_tiles
 from nanovllm.layers.quack_tiles import Kind, decode_tile, padded_batch
-
-# Of q, k and v, of gate and up, of o and down: [N, K].
-WEIGHTS = {
-    "0.6B": ((4096, 1024), (6144, 1024), (1024, 2048), (1024, 3072)),
-    "1.7B": ((4096, 2048), (12288, 2048), (2048, 2048), (2048, 6144)),
-    "4B": ((6144, 2560), (19456, 2560), (2560, 4096), (2560, 9728)),
-    "8B": ((6144, 4096), (24576, 4096), (4096, 4096), (4096, 12288)),
-    "14B": ((7168, 5120), (34816, 5120), (5120, 5120), (5120, 17408)),
-}
+from nanovllm.models.presets import PRESET_NAMES, preset_config
 
 
 @pytest.mark.parametrize("tma", [False, True])
@@ -38,12 +30,15 @@ def test_every_variant_of_decode_attention_is_among_them(max_num_seqs, num_kv_he
     assert len(sizes) <= 13
 
 
-@pytest.mark.parametrize("model", WEIGHTS)
+@pytest.mark.parametrize("model", PRESET_NAMES)
 @pytest.mark.parametrize("max_num_seqs", [1, 20, 33, 64, 100, 129, 193, 209, 256, 257, 300, 385, 500, 512, 800])
 def test_every_tile_of_quack_kernels_is_among_them(max_num_seqs, model):
     """A tile that the first step of its size had to compile would hold that one up for seconds."""
-    qkv, gate_up, *sums = WEIGHTS[model]
-    weights = [(Kind.LINEAR, qkv), (Kind.SILU, gate_up), *((Kind.ADD, weight) for weight in sums)]
+    config = preset_config(model)
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    q, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    gate_up, sums = (2 * intermediate, hidden), ((hidden, q), (hidden, intermediate))
+    weights = [(Kind.LINEAR, (q + 2 * kv, hidden)), (Kind.SILU, gate_up), *((Kind.ADD, weight) for weight in sums)]
 
     def tiles(batch_sizes):
         rows = {padded_batch(n, *gate_up, 132) for n in batch_sizes}
