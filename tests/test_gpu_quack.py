@@ -84,7 +84,7 @@ def test_products_are_right_and_captured(quack, kind, num_tokens, shape, tile, d
     assert torch.equal(again, y)
 
 
-@pytest.mark.parametrize("num_tokens", [64, 128, 256, 384, 512])
+@pytest.mark.parametrize("num_tokens", [64, 128, 192, 256, 384, 512])
 def test_launches_that_depend_on_each_other_give_the_bits_of_one_at_a_time(quack, num_tokens):
     """Six layers of Qwen3-0.6B without their attention: norms, q, k and v, SwiGLU, sums."""
     torch.manual_seed(num_tokens)

@@ -9,6 +9,7 @@ from nanovllm.engine.cuda_graphs import graph_batch_sizes
 from nanovllm.engine.memory import warmup_sequences
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import HAS_TRITON
+from nanovllm.layers.quack_tiles import TOKENS_OF_THREE
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.sampling_thresholds import sampling_thresholds
 from nanovllm.models.qwen3 import get_head_dim
@@ -42,7 +43,8 @@ def telling_batch_sizes(max_num_seqs: int) -> list[int]:
     graphs, batches of up to 16 that are no power of two have linear kernels of their own, and compile them when they
     come.)"""
     powers = {1 << i for i in range(max_num_seqs.bit_length())}
-    return sorted(powers | {max_num_seqs, graph_batch_sizes(max_num_seqs)[-1]})
+    of_their_own = {TOKENS_OF_THREE} & set(range(max_num_seqs))
+    return sorted(powers | of_their_own | {max_num_seqs, graph_batch_sizes(max_num_seqs)[-1]})
 
 
 @torch.inference_mode()

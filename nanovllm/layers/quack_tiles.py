@@ -8,6 +8,7 @@ first time, so one rule picks among few.
 """
 
 from enum import Enum
+from functools import partial
 
 from nanovllm.layers import decode_linear
 from nanovllm.layers.quack import Tile
@@ -35,12 +36,15 @@ _MIN_PREFILL_WORK = 1 << 35
 
 _MIN_DECODE_TOKENS = 17  # fewer are for `skinny_linear` or for cuBLAS
 _MAX_DECODE_TOKENS = 512  # more are not captured in a graph
+TOKENS_OF_THREE = 192  # the most of one tile, 64 for each of three warp groups; more than that takes several
 # Of a tile, by its tokens. For 64 tokens ones of 32 columns lose: 0.4 us of a layer of 0.6B, 0.3 of 1.7B.
 _COLUMNS = {
     (Kind.LINEAR, 64): (48, 64, 96, 128),
     (Kind.LINEAR, 128): (32, 48, 64, 96, 128),
+    (Kind.LINEAR, 192): (32, 64, 96, 128),
     (Kind.SILU, 64): (64, 96, 128, 192),
     (Kind.SILU, 128): (64, 96, 128, 192),
+    (Kind.SILU, 192): (64, 96, 128),  # of more the package gets 192 tokens wrong
 }
 # Weights for `decode_linear`, which splits long rows where there are few of them: the down projection of 0.6B, of which
 # a layer of 64 tokens takes 0.8 us less with it. Its others, and o of 1.7B, gain here: a step of 64 sequences of 0.6B
@@ -56,10 +60,13 @@ _MIN_LARGE_BATCH = 209  # sequences, from which on they had better be padded to 
 # were not measured), one of 4B as long, one of 8B longer.
 _MAX_LINEAR_WEIGHT = 1 << 22  # elements, for more than 256 tokens
 _MAX_MIDDLE_LINEAR_WEIGHT = 1 << 23  # for 129 to 256
-# Of sums, the most rows that a weight may have: a layer of 1.7B takes 5 % less with it at 128 tokens, one of 0.6B 4 %
-# at 384; one of 1.7B loses at 256, one of 0.6B at 512.
-_MAX_ADD_ROWS = 1024  # for 129 to 384 tokens
-_MAX_SMALL_ADD_ROWS = 2048  # for 65 to 128
+# Of sums, by the rows of their weight. 0.6B: a layer of 384 tokens takes 4 % less with it, one of 512 more. 1.7B: a
+# step of 128 sequences takes 1.2 % less where two tiles of tokens share what they load of the weights, one of 256 with
+# o by it 0.6 %, with down more. 8B: one of 128 2.9 % less, of 80 3.8 %, of 192 and 256 no less. 4B's down loses.
+_FEW_ADD_ROWS = 1024
+_SOME_ADD_ROWS = 2048
+_MANY_ADD_ROWS = 4096
+_SHARED_WEIGHTS = (2, 1)
 
 
 def prefill_tile(kind: Kind, num_tokens: int, N: int, K: int) -> Tile | None:
@@ -76,15 +83,23 @@ def decode_tile(kind: Kind, num_tokens: int, N: int, K: int, num_multiprocessors
         return None
     if kind is Kind.ADD and num_tokens <= 64 and _is_small(N, K) and K > _MAX_SHORT_ROW:
         return None
-    tile = _add_tile(num_tokens, N) if kind is Kind.ADD else _one_round(kind, num_tokens, N, K, num_multiprocessors)
+    choose = partial(_one_round, kind) if kind is not Kind.ADD else _add_tile
+    tile = choose(num_tokens, N, K, num_multiprocessors)
     is_whole = tile is not None and num_tokens % tile.tokens == 0
     return tile if is_whole else None
 
 
-def _add_tile(num_tokens: int, N: int) -> Tile | None:
-    if num_tokens <= 64 or (num_tokens <= 128 and N <= _MAX_SMALL_ADD_ROWS):
+def _add_tile(num_tokens: int, N: int, K: int, num_multiprocessors: int) -> Tile | None:
+    if num_tokens <= 64:
         return Tile(64, 32)
-    return Tile(64, 64) if num_tokens <= 384 and N <= _MAX_ADD_ROWS else None
+    if N <= _FEW_ADD_ROWS:
+        return Tile(64, 32 if num_tokens <= TOKENS_OF_THREE else 64) if num_tokens <= 384 else None
+    if N <= _SOME_ADD_ROWS:
+        if num_tokens <= 128:
+            return Tile(64, 32, _SHARED_WEIGHTS)
+        return Tile(64, 64, _SHARED_WEIGHTS) if num_tokens == 256 and K <= _MAX_SHORT_ROW else None
+    is_one_round = num_tokens <= 128 and N >= _MANY_ADD_ROWS and num_multiprocessors >= 2 * -(-N // 64)
+    return Tile(64, 64, _SHARED_WEIGHTS) if is_one_round else None
 
 
 def _one_round(kind: Kind, num_tokens: int, N: int, K: int, num_multiprocessors: int) -> Tile | None:
@@ -92,12 +107,14 @@ def _one_round(kind: Kind, num_tokens: int, N: int, K: int, num_multiprocessors:
     max_linear_weight = _MAX_MIDDLE_LINEAR_WEIGHT if num_tokens <= 256 else _MAX_LINEAR_WEIGHT
     if kind is Kind.LINEAR and num_tokens > 128 and max_linear_weight < N * K:
         return None
-    tokens = 64 if num_tokens <= 64 else 128
-    # 384 tokens as 512, by the same tiles: a power of two is what is compiled at the start.
-    token_tiles = 1 if num_tokens <= tokens else 2 if num_tokens <= 2 * tokens else 4
+    if num_tokens <= TOKENS_OF_THREE:
+        tokens, token_tiles = _round_up(num_tokens, 64), 1
+    else:
+        # 384 tokens as 512, by the same tiles, which are compiled at the start.
+        tokens, token_tiles = 128, 2 if num_tokens <= 256 else 4
     # Two tiles of tokens share what they load of gate and up: at 256 tokens a layer of 0.6B takes 0.3 us less, one of
     # 1.7B 1.0, by the first sweep.
-    cluster = (2, 1) if kind is Kind.SILU and token_tiles > 1 else (1, 1)
+    cluster = _SHARED_WEIGHTS if kind is Kind.SILU and token_tiles > 1 else (1, 1)
     for columns in _COLUMNS[kind, tokens]:
         count = token_tiles * -(-N // columns)
         if count > num_multiprocessors:
@@ -115,7 +132,7 @@ def padded_batch(num_seqs: int, N: int, K: int, num_multiprocessors: int) -> int
     """How many rows a decode step of num_seqs sequences had better have, the last of them padding, in a model whose
     gate and up are a weight `[N, K]`: whole tiles of 128, or 64, where gate and up have a tile. A layer of Qwen3-0.6B
     took 29.1 us for 80 sequences and 26.4 for 128, by the first sweep."""
-    whole = 64 if num_seqs <= 64 else _round_up(num_seqs, 128)
+    whole = _round_up(num_seqs, 64 if num_seqs <= TOKENS_OF_THREE else 128)
     tile = decode_tile(Kind.SILU, whole, N, K, num_multiprocessors)
     fewest = _MIN_SMALL_BATCH if _is_small(N, K) else _MIN_DECODE_TOKENS
     if tile == _LARGE_SILU_TILE:
