@@ -39,12 +39,14 @@ def compiling_kernels(runner) -> Iterator[None]:
 
 def telling_batch_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes of decode steps that take every variant of a kernel that any does. What follows the batch size in a
-    variant keeps to ranges that have a power of two in them, or the largest batch, with a graph or at all. (Without
-    graphs, batches of up to 16 that are no power of two have linear kernels of their own, and compile them when they
-    come.)"""
-    powers = {1 << i for i in range(max_num_seqs.bit_length())}
-    of_their_own = {TOKENS_OF_THREE} & set(range(max_num_seqs))
-    return sorted(powers | of_their_own | {max_num_seqs, graph_batch_sizes(max_num_seqs)[-1]})
+    variant keeps to ranges that have a power of two in them, or the largest batch, with a graph or at all, or
+    quack-kernels' tiles of three warp groups. (Without graphs, batches of up to 16 that are no power of two have linear
+    kernels of their own, and compile them when they come.)"""
+    sizes = {1 << i for i in range(max_num_seqs.bit_length())}
+    sizes |= {max_num_seqs, graph_batch_sizes(max_num_seqs)[-1]}
+    if max_num_seqs > TOKENS_OF_THREE:
+        sizes.add(TOKENS_OF_THREE)
+    return sorted(sizes)
 
 
 @torch.inference_mode()

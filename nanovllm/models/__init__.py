@@ -18,7 +18,8 @@ def make_model(hf_config, dtype: torch.dtype, device: torch.device, *args) -> nn
 
 def model_class(hf_config) -> type[nn.Module]:
     """The class that implements a transformers configuration. Raises ValueError for one that we do not have."""
-    from nanovllm.models.qwen3 import Qwen2ForCausalLM, Qwen3ForCausalLM
+    from nanovllm.models.qwen2 import Qwen2ForCausalLM
+    from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
     classes = {"Qwen3ForCausalLM": Qwen3ForCausalLM, "Qwen2ForCausalLM": Qwen2ForCausalLM}
     names = list(getattr(hf_config, "architectures", None) or [])

@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv:2505.09388), and Qwen2 (arXiv:2407.10671) as the same decoder with two switches."""
+"""Qwen3 (arXiv:2505.09388), dense."""
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -19,7 +19,7 @@ from nanovllm.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from nanovllm.layers.product import batch_with_padding, product_silu
+from nanovllm.layers.product import batch_with_padding, has_idle_memory, product_silu
 from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.quack import Quack
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_parameters
@@ -134,6 +134,7 @@ class Qwen3DecoderLayer(nn.Module):
         residual: torch.Tensor,
         next_norm: RMSNorm,
         rows: Rows | None = None,
+        next_attn: Attention | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
@@ -142,6 +143,7 @@ class Qwen3DecoderLayer(nn.Module):
             residual: the stream, likewise; overwritten.
             next_norm: the next layer's first norm, or the final one, which comes with this layer's last sum.
             rows: the tokens whose stream goes on, all by default.
+            next_attn: the next layer's, to fetch some of its cache beside the last product; None fetches nothing.
 
         Returns:
             The next hidden_states and residual.
@@ -151,7 +153,10 @@ class Qwen3DecoderLayer(nn.Module):
         if rows is not None:
             residual = residual[rows]
         hidden_states = self.self_attn.o_proj.add_norm(residual, attended, self.post_attention_layernorm)
-        return self.mlp.down_proj.add_norm(residual, self.mlp(hidden_states), next_norm), residual
+        hidden_states = self.mlp(hidden_states)
+        if next_attn is not None:
+            next_attn.prefetch(get_context())
+        return self.mlp.down_proj.add_norm(residual, hidden_states, next_norm), residual
 
     def forward_parts(
         self,
@@ -206,6 +211,7 @@ class Qwen3Model(nn.Module):
             return self.norm(residual[: get_context().num_drawn])
         residual = self.embed_tokens(input_ids)
         hidden_states = self.layers[0].input_layernorm(residual)
+        side_branch = get_context().side_branch if self._has_idle_memory(len(residual)) else None
         if is_prefill and reducer is not None and reducer.takes_parts(len(residual)):
             parts = hidden_states.chunk(2)
             for layer, next_layer in pairwise(self.layers):
@@ -213,8 +219,13 @@ class Qwen3Model(nn.Module):
             hidden_states = torch.cat(list(parts))
         else:
             for layer, next_layer in pairwise(self.layers):
-                hidden_states, residual = layer(positions, hidden_states, residual, next_layer.input_layernorm)
-        return self.layers[-1](positions, hidden_states, residual, self.norm, _rows_wanted())[0]
+                next_norm = next_layer.input_layernorm
+                next_attn = next_layer.self_attn.attn if side_branch is not None else None
+                hidden_states, residual = layer(positions, hidden_states, residual, next_norm, next_attn=next_attn)
+        hidden_states, _ = self.layers[-1](positions, hidden_states, residual, self.norm, _rows_wanted())
+        if side_branch is not None:
+            side_branch.join()
+        return hidden_states
 
     def _takes_skinny(self, num_tokens: int) -> bool:
         """Whether `forward_skinny` is the fast way for that many of `is_skinny`: where the layers' largest weight, with
@@ -224,6 +235,10 @@ class Qwen3Model(nn.Module):
         if not is_worth_it(num_tokens, weight):
             return False
         return self.tp.reducer is not None if self.tp.size > 1 else not is_small_batch(num_tokens, weight)
+
+    def _has_idle_memory(self, num_tokens: int) -> bool:
+        gate_up = self.layers[0].mlp.gate_up_proj
+        return has_idle_memory(num_tokens, gate_up.weight, gate_up.quack)
 
 
 class Qwen3ForCausalLM(nn.Module):
@@ -288,11 +303,3 @@ class Qwen3ForCausalLM(nn.Module):
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """What compute_logits returned on each rank -> logits [num_rows, vocab_size], on all of them."""
         return self.lm_head.gather(logits)
-
-
-class Qwen2ForCausalLM(Qwen3ForCausalLM):
-    """Qwen2 and Qwen2.5: biases on q, k and v alone, no norm on their heads."""
-
-    @staticmethod
-    def attention_switches(config) -> dict[str, bool]:
-        return {"qkv_bias": True, "o_bias": False, "qk_norm": False}
