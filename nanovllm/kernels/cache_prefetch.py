@@ -15,11 +15,11 @@ from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.paged_cache import check_cache, load_blocks
 from nanovllm.utils.decode_plan import PIECE_FIELDS
 
-# Of a piece, and of all. Asked for while an H200 computes the down projection of Qwen3-0.6B; more is in the products'
-# way, and drives their weights out of L2 (docs/performance.md).
+# Of a piece, and of all: the best for an H200 that meanwhile computes the down projection of Qwen3-0.6B. More is in the
+# products' way, and drives their weights out of L2; so do more programs, which ask faster (docs/performance.md).
 _KEYS = 16
-_BYTES = 8 << 20
-_PIECES_A_PROGRAM = 2
+_BYTES = 12 << 20
+_MIN_PROGRAMS = 40
 _LANES = 32  # a warp, each a line at a time
 
 
@@ -70,7 +70,8 @@ def prefetch_cache(
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     key_size = num_kv_heads * head_dim
     num_items = min(len(plan), max(1, _BYTES // (2 * _KEYS * key_size * k_cache.element_size())))
-    launcher(_prefetch_cache_kernel, (-(-num_items // _PIECES_A_PROGRAM),))(
+    items_a_program = max(1, num_items // _MIN_PROGRAMS)
+    launcher(_prefetch_cache_kernel, (-(-num_items // items_a_program),))(
         k_cache,
         v_cache,
         block_tables,
@@ -81,7 +82,7 @@ def prefetch_cache(
         LINE=CACHE_LINE // k_cache.element_size(),
         LANES=_LANES,
         KEYS=_KEYS,
-        ITEMS=_PIECES_A_PROGRAM,
+        ITEMS=items_a_program,
         PIECE_FIELDS=PIECE_FIELDS,
         BLOCK_SIZE=block_size,
         num_warps=1,

@@ -30,14 +30,18 @@ def begin_with_a_line(cache: torch.Tensor) -> torch.Tensor:
         (3, 80, 32, torch.float16),
     ],
 )
-@pytest.mark.parametrize("most_bytes", [8 << 20, 1 << 14])
-def test_the_first_keys_of_the_first_pieces(monkeypatch, num_kv_heads, head_dim, block_size, dtype, most_bytes):
+@pytest.mark.parametrize("most_bytes", [12 << 20, 1 << 14])
+@pytest.mark.parametrize("min_programs", [40, 3])
+def test_the_first_keys_of_the_first_pieces(
+    monkeypatch, num_kv_heads, head_dim, block_size, dtype, most_bytes, min_programs
+):
     case = make_case(LENS, num_kv_heads, num_kv_heads, head_dim, block_size, dtype, "cpu", seed=1)
     k_cache, v_cache = (begin_with_a_line(case[name]) for name in CACHES[:2])
     tables = case["block_tables"]
     plan = make_plan(case["context_lens"], num_kv_heads)
     asked = []
     monkeypatch.setattr(cache_prefetch, "_BYTES", most_bytes)
+    monkeypatch.setattr(cache_prefetch, "_MIN_PROGRAMS", min_programs)
     monkeypatch.setattr(cache_prefetch, "prefetch_lasting_lines", lambda at: asked.append(at.handle.data.ravel()))
     prefetch_cache(k_cache, v_cache, tables, plan)
 
