@@ -105,7 +105,7 @@ def main() -> None:
     for batch, low, high in SHAPES:
         case = Case(batch, low, high, args.heads, args.kv_heads)
         variants = {"ours": ours(case, None, None)}
-        if find_spec("flash_attn"):
+        if find_spec("flash_attn_2_cuda"):  # flash-attn-4 lies in the same folder
             variants["flash-attn 2"] = flash_attn_2(case)
         if args.sweep:
             for spare, config in product(SWEEP_SPARE, SWEEP_CONFIGS):

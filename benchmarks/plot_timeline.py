@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 
 # A kernel is of the first kind that names a part of its name.
 KINDS = {
-    "attention": (BLUE, ("flash", "paged_decode")),
+    "attention": (BLUE, ("flash", "paged_decode", "prefetch_cache")),
     "linear layers": (ORANGE, ("nvjet", "gemm", "cublas", "skinny_linear", "decode_linear")),
     "norm, rope, silu": (GREEN, ("rms_norm", "rope", "silu")),
     "sampler": (PINK, ("_race_kernel", "_combine_kernel", "_combine_shard_kernel", "_pick_kernel")),
@@ -39,7 +39,7 @@ class Step:
     def __init__(self, profile: dict):
         spans = [Span(*span) for span in profile["timeline_us"]]
         # The last step is the one least touched by the start of the profiler.
-        begin, end = [span.end for span in spans if span.name.startswith("Memcpy DtoH")][-2:]
+        begin, end = [span.end for span in spans if span.name.startswith(("Memcpy DtoH", "_return_kernel"))][-2:]
         inside = [span for span in spans if begin < span.end <= end]
         ropes = [span.start for span in inside if "rope" in span.name]
         first, last = ropes[len(ropes) // 2 - 1], ropes[len(ropes) // 2]
@@ -55,13 +55,31 @@ class Step:
         self.idle = self.length - busy
 
 
+def in_turn(spans: list[Span]) -> list[Span]:
+    """Each from the moment that those which end before it have ended: a dependent launch waits until then."""
+    reached, shown = -inf, []
+    for span in sorted(spans, key=lambda span: span.end):
+        shown.append(span._replace(start=max(span.start, reached)))
+        reached = span.end
+    return shown
+
+
 def draw_spans(ax, spans: list[Span], y: float, height: float, lanes: int = 1) -> None:
     """A bar a span; with `lanes`, those that overlap others are thinner and each goes into the first free one."""
+    if lanes == 1:
+        beside = [span for span in spans if "prefetch" in span.name]
+        for span in in_turn([span for span in spans if span not in beside]):
+            ax.broken_barh(
+                [(span.start, span.end - span.start)], (y - height / 2, height), color=span.color, linewidth=0
+            )
+        for span in beside:  # on a branch of the graph
+            ax.broken_barh([(span.start, span.end - span.start)], (y + height / 4, height / 4), color=span.color)
+        return
     ends = [-inf] * lanes
     for span in spans:
         width = span.end - span.start
         alone = not any(other.start < span.end and span.start < other.end for other in spans if other is not span)
-        if lanes == 1 or alone:
+        if alone:
             ax.broken_barh([(span.start, width)], (y - height / 2, height), color=span.color, linewidth=0)
             continue
         lane = next((i for i, end in enumerate(ends) if end <= span.start), lanes - 1)
@@ -84,9 +102,9 @@ def timeline(figures: Figures) -> None:
         (
             1,
             ("decode-flash-attn-2.json", "flash-attn 2, cuBLAS"),
-            ("decode-skinny.json", "our attention, norm and silu inside our linear layers"),
+            ("decode-steps.json", "our attention, norm and silu inside our linear layers"),
         ),
-        (256, ("decode-flash-attn-2.json", "flash-attn 2"), ("decode-triton.json", "our attention")),
+        (256, ("decode-flash-attn-2.json", "flash-attn 2"), ("decode-steps.json", "our attention, quack-kernels")),
     ]
     figure, axes = plt.subplots(3, 1, figsize=(13, 9.6), height_ratios=(1, 1.12, 1))
     panels = {1: (axes[0], axes[1]), 256: (axes[2], None)}
