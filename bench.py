@@ -11,7 +11,8 @@ import logging
 import os
 import platform
 import time
-from importlib.util import find_spec
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
@@ -114,8 +115,13 @@ def main() -> None:
     report = {
         "options": {name: value for name, value in vars(args).items() if name != "json"},
         "device": llm.model_runner.device_name,
+        "engine": {
+            "max_num_batched_tokens": llm.config.max_num_batched_tokens,
+            "mixed_step_rows": llm.model_runner.mixed_step_rows,
+            "num_kvcache_blocks": llm.model_runner.num_kvcache_blocks,
+        },
         "host": {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
-        "flash_attn": find_spec("flash_attn") is not None,
+        "packages": installed_versions("triton", "flash-attn", "flash-attn-4", "quack-kernels"),
         "startup_seconds": startup,
         "workloads": {},
     }
@@ -133,6 +139,15 @@ def main() -> None:
         print_summary(report["workloads"][name], ceilings)
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1))
+
+
+def installed_versions(*names: str) -> dict[str, str | None]:
+    """Of packages that speed depends on; None: not installed."""
+    versions = dict.fromkeys(names)
+    for name in names:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def summarize(name: str, passes: list[dict], size: ModelSize, ceilings: Ceilings, num_gpus: int) -> dict:

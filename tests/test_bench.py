@@ -18,8 +18,13 @@ def test_it_runs_a_model_of_few_token_ids_and_writes_its_figures(path, tmp_path)
     done = run_bench("--model", path, "--workload", "laptop", "--passes", "2", "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr
     assert "laptop, pass 1:" in done.stdout
-    (figures,) = json.loads((tmp_path / "out.json").read_text())["workloads"].values()
+    report = json.loads((tmp_path / "out.json").read_text())
+    (figures,) = report["workloads"].values()
     assert 8 * 16 <= figures["tokens"] <= 8 * 32
+    # What the engine chose where nothing was asked for, and what it found.
+    assert report["engine"]["max_num_batched_tokens"] == 16384
+    assert report["engine"]["num_kvcache_blocks"] > 0
+    assert "quack-kernels" in report["packages"]
 
 
 def test_a_wrong_option_is_named():
