@@ -29,7 +29,7 @@ AHEAD = "asking for keys and values ahead"
 LEFT_OUT = [(), (AHEAD,), (ROPE,), (NORM,), (ROPE, NORM), (ATTENTION, AHEAD), (ROPE, NORM, ATTENTION, AHEAD)]
 
 _rope, _norm, _attend = qwen3.qk_norm_rope_store, norms.rms_norm, Attention.forward
-_has_idle_memory = qwen3.has_idle_memory
+_leaves_memory_idle = qwen3.leaves_memory_idle
 
 
 def leave_out(parts: tuple[str, ...]) -> None:
@@ -48,7 +48,7 @@ def leave_out(parts: tuple[str, ...]) -> None:
     qwen3.qk_norm_rope_store = rope if ROPE in parts else _rope
     norms.rms_norm = norm if NORM in parts else _norm
     Attention.forward = attend if ATTENTION in parts else _attend
-    qwen3.has_idle_memory = (lambda *args: False) if AHEAD in parts else _has_idle_memory
+    qwen3.leaves_memory_idle = (lambda *args: False) if AHEAD in parts else _leaves_memory_idle
 
 
 def step_micros(llm: LLM, batch: int, context: int) -> float:

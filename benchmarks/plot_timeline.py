@@ -65,7 +65,8 @@ def in_turn(spans: list[Span]) -> list[Span]:
 
 
 def draw_spans(ax, spans: list[Span], y: float, height: float, lanes: int = 1) -> None:
-    """A bar a span; with `lanes`, those that overlap others are thinner and each goes into the first free one."""
+    """A bar a span, from where those that end before it have ended. With more than one of `lanes` all of it: those that
+    overlap others are thinner, and each goes into the first free one."""
     if lanes == 1:
         beside = [span for span in spans if "prefetch" in span.name]
         for span in in_turn([span for span in spans if span not in beside]):

@@ -208,7 +208,7 @@ def test_the_cache_is_fetched_ahead(quack, checkpoint, monkeypatch):
     for is_idle in (True, False):
         with monkeypatch.context() as patch:
             if not is_idle:
-                patch.setattr("nanovllm.models.qwen3.has_idle_memory", lambda *args: False)
+                patch.setattr("nanovllm.models.qwen3.leaves_memory_idle", lambda *args: False)
             asked.clear()
             with gpu_llm(path, dtype="bfloat16", num_kvcache_blocks=128, max_num_seqs=300) as llm:
                 outputs.append(complete(llm, prompts, greedy(20)))

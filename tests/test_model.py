@@ -97,7 +97,7 @@ def test_the_next_layers_cache_is_fetched_on_the_side_branch(model, monkeypatch,
         branch.events.append(numbers[id(k_cache), id(v_cache)])
 
     monkeypatch.setattr(TorchBackend, "prefetch", prefetch)
-    monkeypatch.setattr("nanovllm.models.qwen3.has_idle_memory", lambda num_tokens, weight, quack: is_idle)
+    monkeypatch.setattr("nanovllm.models.qwen3.leaves_memory_idle", lambda num_tokens, N, K: is_idle)
     row = torch.zeros(1, dtype=torch.int32)
     context = Context(slot_mapping=row, context_lens=row + 1, block_tables=row[None])
     outputs = []

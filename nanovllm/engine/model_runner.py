@@ -92,7 +92,7 @@ class ModelRunner(RankCalls):
         self.model.use_quack(quack)
         heads = (num_heads, num_kv_heads) if backend.wants_plan else None
         self.mixed_step_rows = choose_num_rows(config, has_graphs, self.model.num_layer_params)
-        side_branch = SideBranch(self.device) if has_graphs and self.tp.size == 1 else None
+        side_branch = SideBranch(self.device) if quack is not None and quack.decodes and backend.wants_plan else None
         self._make_decode_inputs(heads, side_branch)
         max_rows = self.decode_inputs.max_rows
         backend.prepare(max_rows, num_heads, num_kv_heads, head_dim, self.device, self.mixed_step_rows)
@@ -109,7 +109,7 @@ class ModelRunner(RankCalls):
             )
         if quack is not None and not quack.works:  # It failed while kernels were compiled: nothing is padded then.
             self.model.use_quack(None)
-            self._make_decode_inputs(heads, side_branch)
+            self._make_decode_inputs(heads)
         billions = num_checkpoint_params(self.model) / 1e9
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
         logger.info("device: %s", self.device_name)
@@ -125,8 +125,8 @@ class ModelRunner(RankCalls):
         if config.device == "cuda":
             warmup_kernels(self)
 
-    def _make_decode_inputs(self, heads: tuple[int, int] | None, side_branch: SideBranch | None) -> None:
-        """heads: query and KV heads, for a back end that wants a plan."""
+    def _make_decode_inputs(self, heads: tuple[int, int] | None, side_branch: SideBranch | None = None) -> None:
+        """heads: query and KV heads, for a back end that wants a plan. side_branch: as `DecodeInputs` takes it."""
         max_num_seqs, max_blocks = self.config.max_num_seqs, -(-self.config.max_model_len // self.block_size)
         padded = [self.model.padded_batch(n) for n in range(max_num_seqs + 1)]
         num_kv_heads, most_rows = (heads[1], rows_a_piece(*heads)) if heads else (None, 1)

@@ -8,7 +8,7 @@ from torch import Tensor
 from nanovllm.kernels import HAS_TRITON
 from nanovllm.layers import decode_linear
 from nanovllm.layers.quack import Quack, Tile
-from nanovllm.layers.quack_tiles import Kind, decode_tile, leaves_memory_idle, padded_batch, prefill_tile
+from nanovllm.layers.quack_tiles import Kind, decode_tile, padded_batch, prefill_tile
 from nanovllm.utils.context import get_context
 
 if HAS_TRITON:
@@ -21,17 +21,6 @@ def batch_with_padding(num_seqs: int, gate_up: Tensor, quack: Quack | None) -> i
     if quack is None or not quack.decodes or not quack.takes_weight(gate_up):
         return num_seqs
     return padded_batch(num_seqs, *gate_up.shape, quack.num_multiprocessors)
-
-
-def has_idle_memory(num_tokens: int, gate_up: Tensor, quack: Quack | None) -> bool:
-    """Whether the products of a decode step leave memory time for something else, in a model whose gate and up are this
-    weight. quack: as for `product`."""
-    return (
-        quack is not None
-        and quack.works
-        and quack.takes_weight(gate_up)
-        and leaves_memory_idle(num_tokens, *gate_up.shape)
-    )
 
 
 def product(

@@ -8,7 +8,6 @@ first time, so one rule picks among few.
 """
 
 from enum import Enum
-from functools import partial
 
 from nanovllm.layers import decode_linear
 from nanovllm.layers.quack import Tile
@@ -83,8 +82,10 @@ def decode_tile(kind: Kind, num_tokens: int, N: int, K: int, num_multiprocessors
         return None
     if kind is Kind.ADD and num_tokens <= 64 and _is_small(N, K) and K > _MAX_SHORT_ROW:
         return None
-    choose = partial(_one_round, kind) if kind is not Kind.ADD else _add_tile
-    tile = choose(num_tokens, N, K, num_multiprocessors)
+    if kind is Kind.ADD:
+        tile = _add_tile(num_tokens, N, K, num_multiprocessors)
+    else:
+        tile = _one_round(kind, num_tokens, N, K, num_multiprocessors)
     is_whole = tile is not None and num_tokens % tile.tokens == 0
     return tile if is_whole else None
 
@@ -130,7 +131,7 @@ def _one_round(kind: Kind, num_tokens: int, N: int, K: int, num_multiprocessors:
 
 def padded_batch(num_seqs: int, N: int, K: int, num_multiprocessors: int) -> int:
     """How many rows a decode step of num_seqs sequences had better have, the last of them padding, in a model whose
-    gate and up are a weight `[N, K]`: whole tiles of 128, or 64, where gate and up have a tile. A layer of Qwen3-0.6B
+    gate and up are a weight `[N, K]`: whole tiles of 64, 128 or 192 where gate and up have such. A layer of Qwen3-0.6B
     took 29.1 us for 80 sequences and 26.4 for 128, by the first sweep."""
     whole = _round_up(num_seqs, 64 if num_seqs <= TOKENS_OF_THREE else 128)
     tile = decode_tile(Kind.SILU, whole, N, K, num_multiprocessors)
@@ -141,9 +142,9 @@ def padded_batch(num_seqs: int, N: int, K: int, num_multiprocessors: int) -> int
 
 
 def leaves_memory_idle(num_tokens: int, N: int, K: int) -> bool:
-    """Whether what a decode step of so many rows multiplies leaves memory time to fetch keys and values meanwhile, in a
-    model whose gate and up are a weight `[N, K]`. Steps of 0.6B of 64 to 256 sequences take 0.7 to 1.9 % less so, one
-    of 512 sequences more, and ones of 1.7B and 8B as long or longer."""
+    """Whether what a decode step of so many rows multiplies, by quack-kernels, leaves memory time to fetch keys and
+    values meanwhile, in a model whose gate and up are a weight `[N, K]`. Steps of 0.6B of 64 to 256 sequences take 0.7
+    to 1.9 % less so, one of 512 sequences more, and ones of 1.7B and 8B as long or longer."""
     return _is_small(N, K) and _MIN_SMALL_BATCH <= num_tokens <= 256
 
 

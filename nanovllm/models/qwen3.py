@@ -19,13 +19,15 @@ from nanovllm.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from nanovllm.layers.product import batch_with_padding, has_idle_memory, product_silu
+from nanovllm.layers.product import batch_with_padding, product_silu
 from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.quack import Quack
+from nanovllm.layers.quack_tiles import leaves_memory_idle
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_parameters
 from nanovllm.layers.skinny_linear import is_skinny, is_worth_it, norm_linear, norm_linear_silu
 from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import TensorParallel
+from nanovllm.utils.side_branch import SideBranch
 
 Rows = torch.Tensor | slice  # of a flat batch of tokens
 
@@ -211,7 +213,7 @@ class Qwen3Model(nn.Module):
             return self.norm(residual[: get_context().num_drawn])
         residual = self.embed_tokens(input_ids)
         hidden_states = self.layers[0].input_layernorm(residual)
-        side_branch = get_context().side_branch if self._has_idle_memory(len(residual)) else None
+        side_branch = self._prefetch_branch(len(residual))
         if is_prefill and reducer is not None and reducer.takes_parts(len(residual)):
             parts = hidden_states.chunk(2)
             for layer, next_layer in pairwise(self.layers):
@@ -236,9 +238,10 @@ class Qwen3Model(nn.Module):
             return False
         return self.tp.reducer is not None if self.tp.size > 1 else not is_small_batch(num_tokens, weight)
 
-    def _has_idle_memory(self, num_tokens: int) -> bool:
-        gate_up = self.layers[0].mlp.gate_up_proj
-        return has_idle_memory(num_tokens, gate_up.weight, gate_up.quack)
+    def _prefetch_branch(self, num_tokens: int) -> SideBranch | None:
+        """Where to fetch some of the layers' caches ahead; None in steps that take longer so."""
+        side_branch, gate_up = get_context().side_branch, self.layers[0].mlp.gate_up_proj.weight
+        return side_branch if leaves_memory_idle(num_tokens, *gate_up.shape) else None
 
 
 class Qwen3ForCausalLM(nn.Module):
