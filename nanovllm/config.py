@@ -12,6 +12,7 @@ import torch
 
 from nanovllm.models import model_class
 from nanovllm.models.qwen3 import get_head_dim
+from nanovllm.utils.light_imports import without_generated_docstrings
 from nanovllm.utils.parallel import check_shardable
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -54,6 +55,7 @@ class Config:
         overlap_steps: prepare and launch a step before the one ahead of it is read, so that the GPU never waits.
         seed: of everything that requests without a seed of their own draw; None takes a fresh one.
         skip_tokenizer_init: prompts are token ids alone, and results carry no text.
+        use_tqdm: say on the terminal what the start is doing, where it takes longer than two seconds.
         hf_config: the model's transformers configuration; read from `model` unless given.
         eos: end-of-sequence token ids; () takes the model's, from generation_config.json and config.json.
         generation_config: no option, but what the model's generation_config.json says; {} where there is none.
@@ -82,6 +84,7 @@ class Config:
     overlap_steps: bool = True
     seed: int | None = None
     skip_tokenizer_init: bool = False
+    use_tqdm: bool = True
     hf_config: Any = None
     eos: tuple[int, ...] = ()
 
@@ -130,7 +133,7 @@ class Config:
         self._require(
             "kvcache_gib", gib is None or _is_number(gib, 0, sys.float_info.max), "a number > 0, or None to derive it"
         )
-        for name in ("enforce_eager", "enable_prefix_caching", "overlap_steps", "skip_tokenizer_init"):
+        for name in ("enforce_eager", "enable_prefix_caching", "overlap_steps", "skip_tokenizer_init", "use_tqdm"):
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
         self._require(
             "hf_config",
@@ -250,12 +253,13 @@ def _supported_length(hf_config) -> int:
 
 def _read_hf_config(directory: str):
     """The transformers configuration of a model directory. Raises FileNotFoundError or ValueError."""
-    from transformers import AutoConfig
-
     if not Path(directory, "config.json").is_file():
         raise FileNotFoundError(f"model={directory!r}: holds no config.json")
     try:
-        return AutoConfig.from_pretrained(directory)
+        with without_generated_docstrings():
+            from transformers import AutoConfig
+
+            return AutoConfig.from_pretrained(directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"model={directory!r}: config.json cannot be used: {error}") from error
 

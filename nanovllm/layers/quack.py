@@ -5,13 +5,17 @@ import os
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from inspect import signature
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from nanovllm.kernels import HAS_TRITON
+from nanovllm.utils.light_imports import without_torch_compile
 from nanovllm.utils.optional_packages import OptionalPackage, kernel_cache
+
+if HAS_TRITON:
+    from nanovllm.kernels.launch import is_compiling_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +40,17 @@ class Tile(NamedTuple):
     pingpong: bool = False
 
 
+class Product(NamedTuple):
+    """A product that a step will ask for: the method of `Quack`, the tile, x `[num_tokens, K]`, weight `[N, K]`."""
+
+    method: str
+    tile: Tile
+    num_tokens: int
+    N: int
+    K: int
+    dtype: torch.dtype
+
+
 class Quack(OptionalPackage):
     """Products of bfloat16 and float16 on Hopper, in float32, rounded once, in a sum twice.
 
@@ -48,15 +63,17 @@ class Quack(OptionalPackage):
         num_multiprocessors: of the device.
         decodes: whether it is for decode steps too. Those are short: a launch, 0.1 ms of the host's, pays where it is
             captured in a CUDA graph.
+        wanted: the products, one a kernel, that were asked for within `compile_ahead`. There none is launched.
     """
 
     name = "quack-kernels"
     DTYPES = (torch.bfloat16, torch.float16)
 
     def __init__(self, gemm_act: Callable, make_config: Callable, num_multiprocessors: int, decodes: bool = True):
-        """gemm_act, make_config: quack's function of that name, or `quack_early`'s, and its GemmConfig."""
+        """gemm_act, make_config: `quack_early`'s function, and the package's GemmConfig."""
         self.num_multiprocessors = num_multiprocessors
         self.decodes = decodes
+        self.wanted: dict[tuple[str, Tile], Product] = {}
         self._gemm_act = gemm_act
         self._make_config = make_config
 
@@ -74,19 +91,30 @@ class Quack(OptionalPackage):
     def linear(self, x: Tensor, weight: Tensor, tile: Tile) -> Tensor | None:
         """`x W^T`, x `[num_tokens, K]` and weight `[N, K]`: `[num_tokens, N]`, or None where the caller has to compute
         it. Raises torch.OutOfMemoryError alone."""
-        return self._launch(x, weight, tile, x.new_empty(len(x), len(weight)))
+        return self._launch("linear", x, weight, tile, x.new_empty(len(x), len(weight)))
 
     def linear_silu(self, x: Tensor, weight: Tensor, tile: Tile) -> Tensor | None:
         """`silu(x Wg^T) * (x Wu^T)` (Shazeer 2020), the products kept in float32; weight `[2 * intermediate, K]`, the
         gate's rows and then the up's: `[num_tokens, intermediate]`, or None as for `linear`."""
         out = x.new_empty(len(x), len(weight) // 2)
-        return self._launch(x, weight, tile, out, activation="swiglu", concat_layout=("B",))
+        return self._launch("linear_silu", x, weight, tile, out, activation="swiglu", concat_layout=("B",))
 
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor, tile: Tile) -> Tensor | None:
         """`residual += x W^T`, which is returned, or None as for `linear`: then residual is as it was."""
-        return self._launch(x, weight, tile, residual, C=residual)
+        return self._launch("linear_add", x, weight, tile, residual, C=residual)
 
-    def _launch(self, x: Tensor, weight: Tensor, tile: Tile, out: Tensor, **options) -> Tensor | None:
+    def load(self, product: Product, device: torch.device) -> None:
+        """Launch a product once, on numbers that mean nothing, so that its kernel is there for steps to come."""
+        x = torch.empty(product.num_tokens, product.K, dtype=product.dtype, device=device)
+        weight = torch.empty(product.N, product.K, dtype=product.dtype, device=device)
+        out = (x.new_empty(product.num_tokens, product.N),) if product.method == "linear_add" else ()
+        getattr(self, product.method)(x, weight, *out, product.tile)
+
+    def _launch(self, method: str, x: Tensor, weight: Tensor, tile: Tile, out: Tensor, **options) -> Tensor | None:
+        if HAS_TRITON and is_compiling_ahead():
+            self.wanted.setdefault((method, tile), Product(method, tile, len(x), *weight.shape, x.dtype))
+            return out
+
         def multiply() -> Tensor:
             config = _config(self._make_config, tile)
             self._gemm_act(x, weight.t(), postact_out=out, store_preact=False, tuned=False, config=config, **options)
@@ -130,23 +158,21 @@ def load_quack(dtype: torch.dtype, device: torch.device, decodes: bool) -> Quack
         return None
     keep_kernels()
     try:
-        from quack.gemm_config import GemmConfig
-        from quack.gemm_interface import gemm_act
+        with without_torch_compile():
+            from quack.gemm_config import GemmConfig
+
+            from nanovllm.layers.quack_early import gemm_act
     except Exception as error:
-        logger.warning("quack-kernels cannot be imported: %s: %s", type(error).__name__, error)
+        reason = f"{type(error).__name__}: {error}"
+        logger.warning("quack-kernels %s is not used (0.6.5 would be): it cannot be imported: %s", installed, reason)
         return None
-    if "config" not in signature(gemm_act).parameters:
-        logger.warning("quack-kernels %s is too old and is not used: pip install 'quack-kernels>=0.6.5'", installed)
-        return None
-    return Quack(_early(gemm_act), GemmConfig, properties.multi_processor_count, decodes)
+    return Quack(gemm_act, GemmConfig, properties.multi_processor_count, decodes)
 
 
-def _early(gemm_act: Callable) -> Callable:
-    """What lets the next kernel in earlier than the package's function does; that where the package can no longer be
-    extended as in 0.6.5."""
-    try:
-        from nanovllm.layers.quack_early import gemm_act as early
-    except Exception as error:
-        logger.info("quack-kernels' products let the next kernel in late: %s: %s", type(error).__name__, error)
-        return gemm_act
-    return early
+def load_product(product: Product, device: torch.device) -> None:
+    """`Quack.load`, in a process of its own."""
+    quack = load_quack(product.dtype, device, decodes=True)
+    if quack is not None:
+        with torch.cuda.device(device):
+            quack.load(product, device)
+            torch.cuda.synchronize()

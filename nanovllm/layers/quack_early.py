@@ -68,7 +68,7 @@ def gemm_act(
     config,
     concat_layout: tuple[str, ...] | None = None,
 ) -> None:
-    """`quack.gemm_interface.gemm_act`, as far as `Quack` asks for it: `A B`, `swiglu(A B)`, or `C += A B`.
+    """What `quack.gemm_interface.gemm_act` does, as far as `Quack` asks for it: `A B`, `swiglu(A B)`, or `C += A B`.
 
     The sum is made in L2, by the stores themselves: nothing waits for C to be loaded. So it is rounded twice, the
     product and then the sum, where the package's function rounds once.

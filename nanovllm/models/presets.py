@@ -3,7 +3,7 @@
 Source: the config.json files of the Qwen3 model cards (Qwen3 Technical Report, arXiv:2505.09388, table 1).
 """
 
-from transformers import Qwen3Config
+from nanovllm.utils.light_imports import without_generated_docstrings
 
 # name: (hidden, intermediate, layers, query heads, tied head); 8 KV heads of 128, 151,936 tokens throughout.
 _SHAPES = {
@@ -18,8 +18,10 @@ _SHAPES = {
 PRESET_NAMES = tuple(_SHAPES)
 
 
-def preset_config(name: str) -> Qwen3Config:
-    """The published configuration of one of PRESET_NAMES. Raises KeyError for another name."""
+def preset_config(name: str):
+    """The published transformers configuration of one of PRESET_NAMES. Raises KeyError for another name."""
+    with without_generated_docstrings():
+        from transformers import Qwen3Config
     hidden_size, intermediate_size, num_layers, num_heads, tied = _SHAPES[name]
     config = Qwen3Config(
         vocab_size=151936,

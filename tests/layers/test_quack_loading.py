@@ -42,12 +42,17 @@ def import_instead(monkeypatch, modules: dict) -> None:
 
 
 def test_loading(hopper, monkeypatch, tmp_path):
+    own = Package()
     modules = {"quack.gemm_config": SimpleNamespace(GemmConfig=make_config)}
-    modules["quack.gemm_interface"] = SimpleNamespace(gemm_act=Package())
+    modules["nanovllm.layers.quack_early"] = SimpleNamespace(gemm_act=own)
     import_instead(monkeypatch, modules)
     quack = load_quack(torch.bfloat16, CUDA, decodes=False)
     assert (quack.num_multiprocessors, quack.decodes) == (H200, False)
     assert os.environ["QUACK_CACHE_DIR"] == str(tmp_path / "nanovllm" / "quack")
+    x, weight, residual = tensors(128, 96, 32)
+    quack.linear(x, weight, Tile(128, 32))
+    quack.linear_add(x, weight, residual, Tile(64, 32))
+    assert len(own.calls) == 2
     assert load_quack(torch.float32, CUDA, decodes=True) is None
     assert load_quack(torch.bfloat16, torch.device("cpu"), decodes=True) is None
     hopper.major = 10
@@ -57,37 +62,16 @@ def test_loading(hopper, monkeypatch, tmp_path):
     assert load_quack(torch.bfloat16, CUDA, decodes=True) is None
 
 
-@pytest.mark.parametrize("can_be_extended", [True, False])
-def test_products_that_let_the_next_kernel_in_early_are_preferred(hopper, monkeypatch, caplog, can_be_extended):
-    own, early = Package(), Package()
+@pytest.mark.parametrize("missing", ["quack.gemm_config", "nanovllm.layers.quack_early"])
+def test_a_package_that_cannot_be_imported_is_named(hopper, monkeypatch, caplog, missing):
+    """An older one, or one of which a library is missing."""
     modules = {"quack.gemm_config": SimpleNamespace(GemmConfig=make_config)}
-    modules["quack.gemm_interface"] = SimpleNamespace(gemm_act=own)
-    extension = SimpleNamespace(gemm_act=early) if can_be_extended else ImportError("cannot import name 'TileStore'")
-    modules["nanovllm.layers.quack_early"] = extension
-    import_instead(monkeypatch, modules)
-    with caplog.at_level(logging.WARNING):
-        quack = load_quack(torch.bfloat16, CUDA, decodes=True)
-    x, weight, residual = tensors(128, 96, 32)
-    quack.linear(x, weight, Tile(128, 32))
-    quack.linear_add(x, weight, residual, Tile(64, 32))
-    assert (len(own.calls), len(early.calls)) == ((0, 2) if can_be_extended else (2, 0))
-    assert not caplog.records
-
-
-def test_an_old_package_is_not_used(hopper, monkeypatch, caplog):
-    modules = {"quack.gemm_config": SimpleNamespace(GemmConfig=make_config)}
-    modules["quack.gemm_interface"] = SimpleNamespace(gemm_act=lambda A, B, tuned=True: None)
-    import_instead(monkeypatch, modules)
+    import_instead(monkeypatch, modules | {missing: ImportError("cannot import name 'TileStore'")})
     monkeypatch.setattr(quack_module, "version", lambda name: "0.5.3")
     with caplog.at_level(logging.WARNING):
         assert load_quack(torch.float16, CUDA, decodes=True) is None
     (record,) = caplog.records
-    assert record.getMessage().startswith("quack-kernels 0.5.3 is too old")
-
-
-def test_a_package_that_cannot_be_imported_is_named(hopper, monkeypatch, caplog):
-    import_instead(monkeypatch, {"quack.gemm_config": ImportError("libcute.so: no such file")})
-    with caplog.at_level(logging.WARNING):
-        assert load_quack(torch.float16, CUDA, decodes=True) is None
-    (record,) = caplog.records
-    assert record.getMessage() == "quack-kernels cannot be imported: ImportError: libcute.so: no such file"
+    assert record.getMessage() == (
+        "quack-kernels 0.5.3 is not used (0.6.5 would be): it cannot be imported: ImportError: "
+        "cannot import name 'TileStore'"
+    )

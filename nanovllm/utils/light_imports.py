@@ -1,0 +1,69 @@
+"""Imports of large packages without parts of them that this library never runs."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
+
+import torch
+
+
+def _unchanged(function=None, *_args, **_options):
+    """A decorator, with or without arguments, that does nothing."""
+    return _unchanged if function is None else function
+
+
+@contextmanager
+def without_generated_docstrings() -> Iterator[None]:
+    """A block that imports classes of transformers.
+
+    Their docstrings are written when they are defined. To find the names that these mention, transformers 5.17 imports
+    its own generation code and scikit-learn for a configuration class: 4.5 of the 6 seconds that reading a
+    configuration took (H200 machine, Python 3.12).
+    """
+    from transformers import utils
+
+    with patch.object(utils, "auto_docstring", _unchanged, create=True):
+        yield
+
+
+@contextmanager
+def without_torch_compile() -> Iterator[None]:
+    """A block that imports packages which decorate functions for torch.compile.
+
+    Such a decorator imports torch's compiler, which takes longer than the package itself: quack-kernels took 10 seconds
+    to import with it (H200 machine). In the block `torch.compile` waits for the first call of its function, and the
+    decorators that hide a function from the compiler do nothing. So functions that are imported here are no use within
+    a caller's own torch.compile. Where the compiler is imported already, nothing changes.
+    """
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+    stand_in = ModuleType("torch._dynamo")
+    stand_in.disable = stand_in.assume_constant_result = _unchanged
+    stand_in.config = SimpleNamespace()
+    sys.modules["torch._dynamo"] = stand_in
+    try:
+        with (
+            patch.object(torch, "_dynamo", stand_in, create=True),
+            patch.object(torch, "compile", _compile_when_called),
+        ):
+            yield
+    finally:
+        del sys.modules["torch._dynamo"]
+
+
+@wraps(torch.compile)  # Its signature tells callers which options there are.
+def _compile_when_called(function=None, **options):
+    if function is None:
+        return lambda later: _compile_when_called(later, **options)
+    compiled = None
+
+    def call(*args, **kwargs):
+        nonlocal compiled
+        compiled = compiled or torch.compile(function, **options)
+        return compiled(*args, **kwargs)
+
+    return call
