@@ -42,18 +42,21 @@ class DecodeGraphs:
         device: torch.device,
         pool: tuple[int, int] | None = None,
     ):
-        """decode(n) works on the first n rows of buffers that stay where they are; prepare(n) fills them with n
-        rows of padding, for the run that goes before a capture. pool: another DecodeGraphs' memory, whose graphs
-        never run while these do; None takes a new one."""
+        """decode(n) works on the first n rows of buffers that stay where they are. prepare(n) fills them with n rows of
+        padding, and launches every kernel that decode(n) does: a capture may neither load nor compile one. pool:
+        another DecodeGraphs' memory, whose graphs never run while these do; None takes a new one."""
         self.sizes = sizes
         self.max_batch_size = sizes[-1]
         self.pool = pool or torch.cuda.graph_pool_handle()
         self._decode, self._prepare, self._device = decode, prepare, device
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def capture_all(self) -> None:
-        """Largest first, so that the smaller ones fit into its memory."""
-        for size in reversed(self.sizes):
+    def capture_all(self, tell: Callable[[int, int], None] | None = None) -> None:
+        """Largest first, so that the smaller ones fit into its memory. tell: called with how many are captured, and of
+        how many."""
+        for i, size in enumerate(reversed(self.sizes)):
+            if tell is not None:
+                tell(i, len(self.sizes))
             self.capture(size)
 
     def capture(self, batch_size: int) -> None:
@@ -64,7 +67,6 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
             self._prepare(batch_size)
-            self._decode(batch_size)  # Loads kernels, or compiles them: neither is allowed in a capture.
             torch.cuda.synchronize()
             # Only this thread's calls count: NCCL's own thread may ask how an earlier collective is doing.
             stream = _capture_stream(self._device)

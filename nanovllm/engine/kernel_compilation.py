@@ -1,6 +1,6 @@
 """Compiling the kernels of an engine in the background of its start, and loading them at its end."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -22,9 +22,9 @@ _LONG_PREFILL = 2048  # tokens; no kernel's variant is for more
 
 
 @contextmanager
-def compiling_kernels(runner) -> Iterator[None]:
+def compiling_kernels(runner, tell: Callable[[int, int], None] | None = None) -> Iterator[None]:
     """While the block goes on, threads compile what a ModelRunner will launch; it ends when they have finished. The
-    block must launch no kernel of ours.
+    block must launch no kernel of ours. tell: as for `compile_ahead`.
 
     The runner has a model, whose weights need not be there yet, and its decode_inputs, but no KV cache. Nothing
     happens on a CPU.
@@ -32,8 +32,9 @@ def compiling_kernels(runner) -> Iterator[None]:
     if not HAS_TRITON or runner.device.type != "cuda":
         yield
         return
-    with compile_ahead():
-        _trace(runner)
+    with compile_ahead(tell):
+        with runner.model.first_and_last_layer():
+            _trace(runner)
         yield
 
 
@@ -52,13 +53,16 @@ def telling_batch_sizes(max_num_seqs: int) -> list[int]:
 @torch.inference_mode()
 def _trace(runner) -> None:
     """Go through the launches of the start and of later steps, with a small KV cache that all layers share. No list of
-    kernels and shapes has to be kept up to date for it; what is computed around the kernels means nothing."""
+    kernels and shapes has to be kept up to date for it; what is computed around the kernels means nothing. Two layers
+    do: those between them launch what the first one launches."""
     config, block_size = runner.config, runner.block_size
     num_tokens = min(_LONG_PREFILL, config.max_num_batched_tokens, config.max_model_len)
     runner.run([_sequence(num_tokens, block_size)], True)  # Without a cache, as warmup_model does.
+    if runner.tp.size == 1:  # quack-kernels, which is for one rank, has tiles for the longest steps.
+        runner.warmup_model()
     shape = (-(-_NUM_SLOTS // block_size), block_size, runner.num_kv_heads, get_head_dim(config.hf_config))
     kv_cache = torch.zeros(2, 1, *shape, dtype=config.dtype, device=runner.device)
-    runner.use_kv_cache(kv_cache.expand(2, config.hf_config.num_hidden_layers, *shape))
+    runner.use_kv_cache(kv_cache.expand(2, len(runner.model.model.layers), *shape))
     seq = _sequence(1, block_size)
     seq.is_prefilling = False
     for size in telling_batch_sizes(config.max_num_seqs):

@@ -119,8 +119,12 @@ class LogitSteps:
             device = self._inputs.sampled.device
             if self._draws:
                 self.logits = torch.empty(plain.max_batch_size, vocab_size, dtype=self._config.dtype, device=device)
-            self.graphs = DecodeGraphs(self._store_logits, self._inputs.pad, plain.sizes, device, plain.pool)
+            self.graphs = DecodeGraphs(self._store_logits, self._run_padding, plain.sizes, device, plain.pool)
         self.graphs.capture(batch_size)
+
+    def _run_padding(self, batch_size: int) -> None:
+        self._inputs.pad(batch_size)
+        self._store_logits(batch_size)
 
     def _store_logits(self, batch_size: int) -> None:
         logits = self._decode_logits(batch_size)

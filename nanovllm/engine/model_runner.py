@@ -3,6 +3,7 @@
 import gc
 import logging
 import pickle
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -15,6 +16,7 @@ from nanovllm.engine.kernel_compilation import compiling_kernels, warmup_kernels
 from nanovllm.engine.logit_steps import LogitSteps, needs_logits
 from nanovllm.engine.memory import allocate_kv_cache, largest_prefill
 from nanovllm.engine.mixed_steps import choose_num_rows
+from nanovllm.engine.package_kernels import PackageKernels
 from nanovllm.engine.process_group import ABORT_SECONDS, abort_group
 from nanovllm.engine.rank_calls import RankCalls
 from nanovllm.engine.sampled_tokens import SampledTokens
@@ -24,7 +26,8 @@ from nanovllm.engine.step_messages import StepDecoder, StepEncoder
 from nanovllm.engine.worker import WorkerLink
 from nanovllm.engine.workers import Workers
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention_backend import select_backend
+from nanovllm.layers.attention_backend import AttentionBackend, select_backend
+from nanovllm.layers.flash_attn4 import AttentionShape
 from nanovllm.layers.quack import load_quack
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import make_model
@@ -33,6 +36,7 @@ from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.decode_plan import rows_a_piece
 from nanovllm.utils.loader import load_dummy, load_model, num_checkpoint_params
 from nanovllm.utils.parallel import TensorParallel
+from nanovllm.utils.progress import Progress
 from nanovllm.utils.side_branch import SideBranch
 from nanovllm.utils.threads import threads_for
 
@@ -71,22 +75,46 @@ class ModelRunner(RankCalls):
             elif config.tensor_parallel_size > 1:
                 self.workers, self.steps = Workers(config, self.device), StepEncoder()
                 self.tp = self.workers.meet()
-            self._build()
-            if self.workers is not None:
-                self.workers.wait_ready()
+            with Progress(config.use_tqdm and rank == 0) as progress:
+                self._build(progress)
+                if self.workers is not None:
+                    self.workers.wait_ready()
         except BaseException as error:
             self._end_after(error)
 
-    def _build(self) -> None:
+    def _build(self, progress: Progress) -> None:
         config = self.config
         head_dim = get_head_dim(config.hf_config)
         backend = select_backend(config.attention_backend, config.device, config.dtype, head_dim, self.block_size)
+        with PackageKernels(config, self.rank, self.device) as packages:
+            self._build_model(backend, packages, progress)
+        billions = num_checkpoint_params(self.model) / 1e9
+        logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
+        logger.info("device: %s", self.device_name)
+        logger.info("attention back end: %s", backend.description)
+        progress.tell("measuring memory")
+        self.warmup_model()
+        self.allocate_kv_cache()
+        if self._has_graphs(backend):
+            self.capture_cudagraph(progress.count("capturing CUDA graphs"))
+        else:
+            logger.info("CUDA graphs: none")
+        check = self.workers and self.check_workers
+        self.logit_steps = LogitSteps(config, self.model, self.tp, self.decode_inputs, self.graphs, check)
+        if config.device == "cuda":
+            warmup_kernels(self)
+
+    def _has_graphs(self, backend: AttentionBackend) -> bool:
+        return self.config.device == "cuda" and not self.config.enforce_eager and backend.supports_cuda_graphs
+
+    def _build_model(self, backend: AttentionBackend, packages: PackageKernels, progress: Progress) -> None:
+        """The model with its weights, and every kernel that it will launch."""
+        config, head_dim, has_graphs = self.config, get_head_dim(self.config.hf_config), self._has_graphs(backend)
         self.model = make_model(config.hf_config, config.dtype, self.device, config.max_model_len, backend, self.tp)
         self.sampler = Sampler(self.tp, self.model.lm_head.first)
         num_heads = self.tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
         _, num_kv_heads = self.tp.shard_kv_heads(config.hf_config.num_key_value_heads)
         self.num_kv_heads = num_kv_heads
-        has_graphs = config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs
         # Over two GPUs it gained nothing.
         quack = load_quack(config.dtype, self.device, decodes=has_graphs) if self.tp.size == 1 else None
         self.model.use_quack(quack)
@@ -96,34 +124,23 @@ class ModelRunner(RankCalls):
         self._make_decode_inputs(heads, side_branch)
         max_rows = self.decode_inputs.max_rows
         backend.prepare(max_rows, num_heads, num_kv_heads, head_dim, self.device, self.mixed_step_rows)
-        with compiling_kernels(self):
-            self.load_weights()
-            sizes = (num_heads, num_kv_heads, head_dim, self.block_size)
+        progress.tell("compiling kernels")
+        with compiling_kernels(self, progress.count("compiling kernels")):
             backend.use_flash_attn4(
-                *sizes,
                 config.dtype,
-                self.device,
+                head_dim,
                 layer_params=self.model.num_layer_params,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=config.max_model_len,
             )
-        if quack is not None and not quack.works:  # It failed while kernels were compiled: nothing is padded then.
+            shape = AttentionShape(num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device)
+            packages.want(quack, backend.flash_attn4, shape)
+            progress.tell("loading weights")
+            self.load_weights()
+        packages.load(self.tp, self.device, progress.count("compiling kernels of packages"))
+        if quack is not None and not quack.works:  # Nothing is padded for it then.
             self.model.use_quack(None)
             self._make_decode_inputs(heads)
-        billions = num_checkpoint_params(self.model) / 1e9
-        logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
-        logger.info("device: %s", self.device_name)
-        logger.info("attention back end: %s", backend.description)
-        self.warmup_model()
-        self.allocate_kv_cache()
-        if has_graphs:
-            self.capture_cudagraph()
-        else:
-            logger.info("CUDA graphs: none")
-        check = self.workers and self.check_workers
-        self.logit_steps = LogitSteps(config, self.model, self.tp, self.decode_inputs, self.graphs, check)
-        if config.device == "cuda":
-            warmup_kernels(self)
 
     def _make_decode_inputs(self, heads: tuple[int, int] | None, side_branch: SideBranch | None = None) -> None:
         """heads: query and KV heads, for a back end that wants a plan. side_branch: as `DecodeInputs` takes it."""
@@ -286,20 +303,26 @@ class ModelRunner(RankCalls):
         self.sampler(logits, temperatures, seeds, sample_positions, out=sampled)
 
     @torch.inference_mode()
-    def capture_cudagraph(self) -> None:
-        """Capture `_decode`, sampling included, at every batch size of graph_batch_sizes."""
-        sizes, inputs = graph_batch_sizes(self.config.max_num_seqs), self.decode_inputs
-        self.graphs = DecodeGraphs(self._decode, inputs.pad, sizes, self.device)
-        self.graphs.capture_all()
+    def capture_cudagraph(self, tell: Callable[[int, int], None] | None = None) -> None:
+        """Capture `_decode`, sampling included, at every batch size of graph_batch_sizes. tell: called with how many
+        are captured, and of how many."""
+        sizes = graph_batch_sizes(self.config.max_num_seqs)
+        self.graphs = DecodeGraphs(self._decode, self._run_padding, sizes, self.device)
+        self.graphs.capture_all(tell)
         logger.info("CUDA graphs: %d, batch sizes 1 to %d", len(sizes), sizes[-1])
         rows = self.mixed_step_rows
         if rows:
-            decode = partial(self._decode, num_rows=rows, is_mixed=True)
+            decode, prepare = (partial(f, num_rows=rows, is_mixed=True) for f in (self._decode, self._run_padding))
             sizes = mixed_batch_sizes(rows, self.config.max_num_seqs)
-            pool = self.graphs.pool
-            self.mixed_graphs = DecodeGraphs(decode, lambda _: inputs.write([], rows), sizes, self.device, pool)
-            self.mixed_graphs.capture_all()
+            self.mixed_graphs = DecodeGraphs(decode, prepare, sizes, self.device, self.graphs.pool)
+            self.mixed_graphs.capture_all(tell)
             logger.info("CUDA graphs of mixed steps: %d, of %d rows", len(sizes), rows)
+
+    def _run_padding(self, batch_size: int, num_rows: int | None = None, is_mixed: bool = False) -> None:
+        """`_decode` of padding alone, through two layers: these launch whatever kernel all of them do."""
+        self.decode_inputs.write([], num_rows or self.decode_inputs.padded[batch_size])
+        with self.model.first_and_last_layer():
+            self._decode(batch_size, num_rows, is_mixed)
 
 
 def _first_device(kind: str) -> torch.device:

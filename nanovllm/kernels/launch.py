@@ -7,7 +7,7 @@ ptxas's, which run without the interpreter's lock, so threads do it side by side
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -32,20 +32,27 @@ def launcher(kernel, grid: tuple[int, ...], pdl: bool | None = None) -> Callable
     return partial(launch, PDL=True, launch_pdl=True) if pdl else partial(launch, PDL=False)
 
 
+def is_compiling_ahead() -> bool:
+    """Whether this is within `compile_ahead`, in its thread."""
+    return _variants.get() is not None
+
+
 @contextmanager
-def compile_ahead() -> Iterator[None]:
+def compile_ahead(tell: Callable[[int, int], None] | None = None) -> Iterator[None]:
     """In this block, and in this thread, kernels that go through `launcher` are compiled instead of launched, so their
     outputs hold anything. Other threads compile while the block goes on; it ends when they have finished, or, with an
-    exception, when they have finished what they are at.
+    exception, when they have finished what they are at. tell: called with how many variants are compiled, and how many
+    there are, while the block waits for them.
 
     A kernel that does not compile is left to its first launch, which says why. Triton before 3.4 does not compile in
     threads: there each call waits for its variant.
     """
     token = _variants.set(set())
     try:
-        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool, _compiling_in(pool):
+        with _CountingPool(min(_MAX_THREADS, os.cpu_count() or 1)) as pool, _compiling_in(pool):
             try:
                 yield
+                pool.await_all(tell)
                 # Not left to Triton, which would stay in this mode after a Ctrl-C in its own waiting.
                 pool.shutdown()
             except BaseException:
@@ -53,6 +60,24 @@ def compile_ahead() -> Iterator[None]:
                 raise
     finally:
         _variants.reset(token)
+
+
+class _CountingPool(ThreadPoolExecutor):
+    """Knows how many of its tasks have ended."""
+
+    def __init__(self, max_workers: int):
+        super().__init__(max_workers)
+        self._futures: list[Future] = []
+
+    def submit(self, *args, **kwargs) -> Future:
+        self._futures.append(future := super().submit(*args, **kwargs))
+        return future
+
+    def await_all(self, tell: Callable[[int, int], None] | None) -> None:
+        for i, future in enumerate(self._futures):
+            if tell is not None:
+                tell(i, len(self._futures))
+            wait([future])
 
 
 def _compiling_in(pool: ThreadPoolExecutor):

@@ -58,27 +58,15 @@ class AttentionBackend(ABC):
         return None
 
     def use_flash_attn4(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        layer_params: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
+        self, dtype: torch.dtype, head_dim: int, *, layer_params: int, max_num_batched_tokens: int, max_model_len: int
     ) -> None:
         """Hand prefill, but for short prompts and for few tokens, to flash-attn-4 from now on where that is installed
-        and takes this model, whose layers have so many parameters on this device. Takes seconds, and none where no step
-        of so many tokens is worth it."""
+        and takes this model, whose layers have so many parameters on this device. Its import takes a second or more,
+        and none where no step of so many tokens is worth it."""
         self.flash_attn4_min_tokens = _MIN_LAYER_WORK // layer_params
         is_reached = max_num_batched_tokens >= self.flash_attn4_min_tokens or max_model_len > _MANY_KEYS
         if self.takes_flash_attn4 and is_reached:
             self.flash_attn4 = load_flash_attn4(dtype, head_dim)
-        if self.flash_attn4 is not None:
-            self.flash_attn4.warm_up(num_heads, num_kv_heads, head_dim, block_size, dtype, device)
 
     def prefill_by_flash_attn4(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor | None:
         """`prefill` of what flash-attn-4 takes and is faster for; None for the rest."""

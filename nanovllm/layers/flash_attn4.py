@@ -8,11 +8,13 @@ from functools import partial
 from importlib import import_module
 from inspect import signature
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from nanovllm.layers.quack import keep_kernels
 from nanovllm.utils.context import Context
+from nanovllm.utils.light_imports import without_torch_compile
 from nanovllm.utils.optional_packages import OptionalPackage, kernel_cache
 
 logger = logging.getLogger(__name__)
@@ -31,14 +33,26 @@ _MIN_EQUAL_LENGTH = 256
 _TILE = {"tile_mn": (192, 96), "mma_pv_is_rs": False}
 
 
+class AttentionShape(NamedTuple):
+    """What its kernels are compiled for: heads of this rank, tokens of a cache block, and where."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 class FlashAttn4(OptionalPackage):
     """Causal prefill attention by FlashAttention in CuTe (FlashAttention-3's design, arXiv:2407.08608).
 
-    It takes bfloat16 and float16 and blocks of any size. `warm_up` before the first step, or that step waits for a
-    compiler. An error of the package is logged once and ends its use: every later `prefill` returns None.
+    It takes bfloat16 and float16 and blocks of any size. `load` every kernel before the first step, or that step waits
+    for a compiler. An error of the package is logged once and ends its use: every later `prefill` returns None.
     """
 
     name = "flash-attn-4"
+    NUM_KERNELS = 3
 
     def __init__(self, varlen_func: Callable, equal_func: Callable, paged_func: Callable | None = None):
         """What does as flash_attn.cute's flash_attn_varlen_func, and as its flash_attn_func, for sequences of one
@@ -71,30 +85,32 @@ class FlashAttn4(OptionalPackage):
         options = {"cu_seqlens_q": context.cu_seqlens_q, "softmax_scale": scale, "causal": True, **keys}
         return self.attempt(lambda: attend(q, k, v, **options)[0])
 
-    def warm_up(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Compile the three kernels that `prefill` takes, for equal lengths, without and with a block table: seconds
-        each, milliseconds where an earlier process left them on the disk."""
+    def load(self, shape: AttentionShape, kernel: int) -> None:
+        """Call one of the NUM_KERNELS that `prefill` takes, for equal lengths, without and with a block table: seconds,
+        or milliseconds where a process has left it on the disk."""
+        num_heads, num_kv_heads, head_dim, block_size, dtype, device = shape
         length = _MIN_EQUAL_LENGTH
         qkv = torch.zeros(2 * length, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
         q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         k_cache, v_cache = torch.zeros(2, 2, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
         tables = torch.zeros(2, -(-length // block_size), dtype=torch.int32, device=device)
         equal, ragged = ([0, length, 2 * length], [0, 2, 2 * length])
+        ends, block_tables = ((equal, None), (ragged, None), (equal, tables))[kernel]
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+        longest = max(b - a for a, b in pairwise(ends))
+        context = Context(True, cu_seqlens, cu_seqlens, longest, longest, block_tables=block_tables)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its compiler warns of the package's own code
-            for ends, block_tables in ((equal, None), (ragged, None), (equal, tables)):
-                cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
-                longest = max(b - a for a, b in pairwise(ends))
-                context = Context(True, cu_seqlens, cu_seqlens, longest, longest, block_tables=block_tables)
-                self.prefill(q, k, v, k_cache, v_cache, context, head_dim**-0.5)
+            self.prefill(q, k, v, k_cache, v_cache, context, head_dim**-0.5)
+
+
+def load_kernel(shape: AttentionShape, kernel: int) -> None:
+    """`FlashAttn4.load`, in a process of its own."""
+    with torch.cuda.device(shape.device):
+        flash_attn4 = load_flash_attn4(shape.dtype, shape.head_dim)
+        if flash_attn4 is not None:
+            flash_attn4.load(shape, kernel)
+            torch.cuda.synchronize()
 
 
 def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
@@ -113,7 +129,8 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", kernel_cache("flash-attn-4"))
     keep_kernels()
     try:
-        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+        with without_torch_compile():
+            from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
     except Exception as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name in ("flash_attn", "flash_attn.cute")
         if not is_missing:

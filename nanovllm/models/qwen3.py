@@ -1,6 +1,7 @@
 """Qwen3 (arXiv:2505.09388), dense."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 
@@ -286,6 +287,16 @@ class Qwen3ForCausalLM(nn.Module):
     def num_layer_params(self) -> int:
         """Parameters of a layer, of this rank's part."""
         return sum(parameter.numel() for parameter in self.model.layers[0].parameters())
+
+    @contextmanager
+    def first_and_last_layer(self) -> Iterator[None]:
+        """A block in which the model has these two alone: whatever kernel a layer launches, one of them does."""
+        layers = self.model.layers
+        self.model.layers = nn.ModuleList([layers[0], *layers[1:][-1:]])
+        try:
+            yield
+        finally:
+            self.model.layers = layers
 
     def use_quack(self, quack: Quack | None) -> None:
         """Have the layers' products by that package where it is faster."""

@@ -2,7 +2,6 @@
 function; its own results are a GPU's to test (tests/test_gpu_quack.py)."""
 
 import logging
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from fake_quack import H200, Package, make_config, tensors
 from nanovllm.engine import model_runner
 from nanovllm.layers import decode_linear, quack_tiles
 from nanovllm.layers.product import add_product, batch_with_padding, product, product_silu
-from nanovllm.layers.quack import Quack, Tile
+from nanovllm.layers.quack import Product, Quack, Tile
 from nanovllm.layers.quack_tiles import PREFILL_TILE
 from nanovllm.utils.context import Context, step_context
 
@@ -172,15 +171,10 @@ def test_an_engine_by_the_package(tmp_path, monkeypatch, quack, package):
 
 
 def test_an_engine_whose_package_fails_at_the_start_pads_nothing(tmp_path, monkeypatch, quack, package):
-    @contextmanager
-    def compiling_kernels(runner):
-        assert runner.decode_inputs.padded[40] == 64
-        package.error = RuntimeError("no compiler")
-        assert quack.linear(*tensors(128, 96, 32)[:2], Tile(128, 32)) is None
-        yield
-
+    tile = Tile(128, 32)
+    quack.wanted["linear", tile] = Product("linear", tile, 128, 96, 32, torch.float32)
+    package.error = RuntimeError("no compiler")
     monkeypatch.setattr(model_runner, "load_quack", lambda dtype, device, decodes: quack)
-    monkeypatch.setattr(model_runner, "compiling_kernels", compiling_kernels)
     monkeypatch.setattr(decode_linear, "MAX_WEIGHTS", 1)
     path = make_checkpoint(tmp_path)
     reference = Reference(path)
@@ -189,6 +183,23 @@ def test_an_engine_whose_package_fails_at_the_start_pads_nothing(tmp_path, monke
         assert llm.model_runner.decode_inputs.padded == list(range(51))
         assert complete(llm, prompts, greedy(4)) == reference.greedy(prompts, 4)
         assert_idle(llm)
+    assert len(package.calls) == 1
+
+
+def test_what_is_traced_is_loaded_later_a_launch_a_kernel(quack, package):
+    pytest.importorskip("triton")
+    from nanovllm.kernels.launch import compile_ahead
+
+    x, weight, residual = tensors(128, 96, 32)
+    with compile_ahead():
+        for _ in range(2):
+            assert quack.linear(x, weight, Tile(128, 32)).shape == (128, 96)
+        assert quack.linear_silu(x, weight, Tile(128, 64)).shape == (128, 48)
+        assert quack.linear_add(x, weight, residual, Tile(64, 32)) is residual
+    assert package.calls == []
+    for wanted in quack.wanted.values():
+        quack.load(wanted, torch.device("cpu"))
+    assert [(config.tile_m, config.tile_n) for config in package.calls] == [(128, 32), (128, 64), (64, 32)]
 
 
 def test_no_padding_without_the_package(quack):

@@ -1,0 +1,99 @@
+"""The kernels of quack-kernels and flash-attn-4 that an engine will launch, compiled and loaded at its start."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from xxhash import xxh64_hexdigest
+
+from nanovllm.config import Config
+from nanovllm.layers.flash_attn4 import AttentionShape, FlashAttn4, load_kernel
+from nanovllm.layers.quack import Quack, load_product
+from nanovllm.utils.compile_processes import CompileProcesses
+from nanovllm.utils.optional_packages import kernel_cache
+from nanovllm.utils.parallel import TensorParallel
+
+_PACKAGES = ("quack-kernels", "flash-attn-4")
+_MODULES = ["nanovllm.layers.quack_early", "flash_attn.cute"]
+_COMPILER = "nvidia-cutlass-dsl"
+# What decides which kernels an engine asks for, and in which shapes.
+_OPTIONS = ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "tensor_parallel_size", "enforce_eager")
+_OPTIONS += ("kvcache_block_size", "dtype", "attention_backend", "mixed_step_rows")
+_SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+class PackageKernels:
+    """Use as a context manager around an engine's start.
+
+    Both packages compile for seconds a kernel, and keep it on the disk. The first time that an engine of such a shape
+    starts on a machine, several processes compile side by side. They begin with the block, because their imports alone
+    take seconds. Later starts find everything on the disk and need no processes.
+
+    With several ranks rank 0 has the processes, and the others find what these have compiled.
+    """
+
+    def __init__(self, config: Config, rank: int, device: torch.device):
+        self._stack = ExitStack()
+        self._processes: CompileProcesses | None = None
+        self._note: Path | None = None
+        self._loads: list[Callable[[], object]] = []
+        versions = _versions(*_PACKAGES, _COMPILER, "torch")
+        if rank or device.type != "cuda" or versions.keys().isdisjoint(_PACKAGES):
+            return
+        if torch.cuda.get_device_capability(device)[0] < 9:  # Neither package is used there.
+            return
+        shape = [getattr(config.hf_config, name, None) for name in _SHAPE]
+        options = [getattr(config, name) for name in _OPTIONS]
+        facts = repr((shape, options, versions, torch.cuda.get_device_name(device)))
+        note = Path(kernel_cache("starts"), xxh64_hexdigest(facts))
+        if not note.exists():
+            self._note = note
+
+    def __enter__(self):
+        if self._note is not None:
+            self._processes = self._stack.enter_context(CompileProcesses(_MODULES))
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self._stack.close()
+
+    def want(self, quack: Quack | None, flash_attn4: FlashAttn4 | None, shape: AttentionShape) -> None:
+        """Compile the products that quack was asked for, and flash-attn-4's kernels for this shape."""
+        tasks: list[tuple] = []
+        if flash_attn4 is not None:  # They take the longest.
+            kernels = range(flash_attn4.NUM_KERNELS)
+            tasks += [(load_kernel, shape, kernel) for kernel in kernels]
+            self._loads += [lambda kernel=kernel: flash_attn4.load(shape, kernel) for kernel in kernels]
+        if quack is not None:
+            products = list(quack.wanted.values())
+            tasks += [(load_product, product, shape.device) for product in products]
+            self._loads += [lambda product=product: quack.load(product, shape.device) for product in products]
+        if self._processes is not None:
+            for task in tasks:
+                self._processes.submit(*task)
+
+    def load(self, tp: TensorParallel, device: torch.device, tell: Callable[[int, int], None]) -> None:
+        """Wait until all are compiled, then have this process launch each once. What could not be compiled elsewhere
+        is compiled here. tell: called with how many are compiled, and how many there are."""
+        if self._processes is not None:
+            self._processes.wait(tell)
+            self._stack.close()  # Their memory is free from here on.
+        if tp.size > 1 and self._loads:
+            tp.all_reduce(torch.zeros(1, device=device))  # The other ranks wait for rank 0's processes.
+        for load in self._loads:
+            load()
+        if self._note is not None:
+            with suppress(OSError):  # Without the note the next start compiles again.
+                self._note.parent.mkdir(parents=True, exist_ok=True)
+                self._note.touch()
+
+
+def _versions(*names: str) -> dict[str, str]:
+    """Of those packages that are installed."""
+    versions = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions

@@ -1,0 +1,53 @@
+"""What a start is doing, on a terminal, where it takes longer than two seconds."""
+
+import sys
+import time
+from collections.abc import Callable
+from threading import Event, Thread
+
+from tqdm import tqdm
+
+_SILENT_SECONDS = 2.0
+_REFRESH_SECONDS = 0.2
+
+
+class Progress:
+    """One line of standard error, which is gone in the end. Without a terminal there is none.
+
+    Use as a context manager.
+    """
+
+    def __init__(self, is_wanted: bool = True):
+        self._text = ""
+        self._start = time.time()
+        self._has_ended = Event()
+        self._thread = None
+        if is_wanted and sys.stderr is not None and sys.stderr.isatty():
+            self._thread = Thread(target=self._show, name="nanovllm-progress", daemon=True)
+
+    def __enter__(self):
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self._has_ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def tell(self, text: str) -> None:
+        """What goes on from here."""
+        self._text = text
+
+    def count(self, text: str) -> Callable[[int, int], None]:
+        """The same with a count: a function that takes how many are done, and of how many."""
+        return lambda done, total: self.tell(f"{text} {done}/{total}")
+
+    def _show(self) -> None:
+        """In a thread of its own, for what is told may take long."""
+        if self._has_ended.wait(_SILENT_SECONDS):
+            return
+        with tqdm(bar_format="nanovllm: {desc} [{elapsed}]", leave=False, dynamic_ncols=True) as line:
+            line.start_t = self._start
+            while not self._has_ended.wait(_REFRESH_SECONDS):
+                line.set_description_str(self._text)
