@@ -47,7 +47,7 @@ class PackageKernels:
         shape = [getattr(config.hf_config, name, None) for name in _SHAPE]
         options = [getattr(config, name) for name in _OPTIONS]
         facts = repr((shape, options, versions, torch.cuda.get_device_name(device)))
-        note = Path(kernel_cache("starts"), xxh64_hexdigest(facts))
+        note = Path(kernel_cache("starts"), xxh64_hexdigest(facts.encode()))
         if not note.exists():
             self._note = note
 

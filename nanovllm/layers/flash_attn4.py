@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.layers.quack import keep_kernels
 from nanovllm.utils.context import Context
-from nanovllm.utils.light_imports import without_torch_compile
+from nanovllm.utils.light_imports import import_without_torch_compile
 from nanovllm.utils.optional_packages import OptionalPackage, kernel_cache
 
 logger = logging.getLogger(__name__)
@@ -129,8 +129,7 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", kernel_cache("flash-attn-4"))
     keep_kernels()
     try:
-        with without_torch_compile():
-            from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+        flash_attn_varlen_func, flash_attn_func = import_without_torch_compile(_import_package)
     except Exception as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name in ("flash_attn", "flash_attn.cute")
         if not is_missing:
@@ -140,6 +139,12 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
     if in_tiles is None:
         return FlashAttn4(flash_attn_varlen_func, flash_attn_func)
     return FlashAttn4(in_tiles, in_tiles, flash_attn_varlen_func)
+
+
+def _import_package() -> tuple[Callable, Callable]:
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    return flash_attn_varlen_func, flash_attn_func
 
 
 def _in_our_tiles() -> Callable | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON
-from nanovllm.utils.light_imports import without_torch_compile
+from nanovllm.utils.light_imports import import_without_torch_compile
 from nanovllm.utils.optional_packages import OptionalPackage, kernel_cache
 
 if HAS_TRITON:
@@ -158,15 +158,20 @@ def load_quack(dtype: torch.dtype, device: torch.device, decodes: bool) -> Quack
         return None
     keep_kernels()
     try:
-        with without_torch_compile():
-            from quack.gemm_config import GemmConfig
-
-            from nanovllm.layers.quack_early import gemm_act
+        gemm_act, make_config = import_without_torch_compile(_import_package)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         logger.warning("quack-kernels %s is not used (0.6.5 would be): it cannot be imported: %s", installed, reason)
         return None
-    return Quack(gemm_act, GemmConfig, properties.multi_processor_count, decodes)
+    return Quack(gemm_act, make_config, properties.multi_processor_count, decodes)
+
+
+def _import_package() -> tuple[Callable, Callable]:
+    from quack.gemm_config import GemmConfig
+
+    from nanovllm.layers.quack_early import gemm_act
+
+    return gemm_act, GemmConfig
 
 
 def load_product(product: Product, device: torch.device) -> None:

@@ -13,11 +13,12 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from queue import SimpleQueue
 from threading import Thread
 
-from nanovllm.utils.light_imports import without_torch_compile
+from nanovllm.utils.light_imports import import_without_torch_compile
 
 _MAX_PROCESSES = 8
 _PATIENCE_SECONDS = 600.0
@@ -95,10 +96,9 @@ def work() -> None:
     """What such a process does: import the modules of its command line, then answer each task with a line."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # What the packages print is no answer.
-    with without_torch_compile():
-        for module in sys.argv[1:]:
-            with suppress(Exception):
-                import_module(module)
+    for module in sys.argv[1:]:
+        with suppress(Exception):
+            import_without_torch_compile(partial(import_module, module))
     with suppress(EOFError):
         while True:
             function, args = pickle.load(sys.stdin.buffer)

@@ -1,13 +1,25 @@
 """Imports of large packages without parts of them that this library never runs."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import ModuleType, SimpleNamespace
+from typing import TypeVar
 from unittest.mock import patch
 
 import torch
+
+Result = TypeVar("Result")
+
+
+def import_without_torch_compile(load: Callable[[], Result]) -> Result:
+    """What `load` returns, which imports packages: within `without_torch_compile` if that can be done."""
+    try:
+        with without_torch_compile():
+            return load()
+    except (ImportError, AttributeError, TypeError):  # They may want more of the compiler than stands in for it.
+        return load()
 
 
 def _unchanged(function=None, *_args, **_options):
@@ -43,7 +55,7 @@ def without_torch_compile() -> Iterator[None]:
         return
     stand_in = ModuleType("torch._dynamo")
     stand_in.disable = stand_in.assume_constant_result = _unchanged
-    stand_in.config = SimpleNamespace()
+    stand_in.config = SimpleNamespace(recompile_limit=0)
     sys.modules["torch._dynamo"] = stand_in
     try:
         with (
