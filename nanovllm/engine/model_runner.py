@@ -3,7 +3,7 @@
 import gc
 import logging
 import pickle
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import torch
@@ -64,16 +64,18 @@ class ModelRunner(RankCalls):
         self.logit_steps: LogitSteps | None = None
         self.tp = TensorParallel()
         self.workers: Workers | None = None
-        self.device = link.device if link else _first_device(config.device)
+        self.device = link.device if link else _first_device(config)
         try:
-            if link is not None:
-                self.tp, self.calls, self.steps = link.tp, link.calls, StepDecoder()
-            elif config.tensor_parallel_size > 1:
-                self.workers, self.steps = Workers(config, self.device), StepEncoder()
-                self.tp = self.workers.meet()
-            self._build()
-            if self.workers is not None:
-                self.workers.wait_ready()
+            # The caller's current GPU may be another one.
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+                if link is not None:
+                    self.tp, self.calls, self.steps = link.tp, link.calls, StepDecoder()
+                elif config.tensor_parallel_size > 1:
+                    self.workers, self.steps = Workers(config, self.device), StepEncoder()
+                    self.tp = self.workers.meet()
+                self._build()
+                if self.workers is not None:
+                    self.workers.wait_ready()
         except BaseException as error:
             self._end_after(error)
 
@@ -302,6 +304,6 @@ class ModelRunner(RankCalls):
             logger.info("CUDA graphs of mixed steps: %d, of %d rows", len(sizes), rows)
 
 
-def _first_device(kind: str) -> torch.device:
-    """Rank 0's: the CPU, or the caller's current GPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+def _first_device(config: Config) -> torch.device:
+    """Rank 0's."""
+    return torch.device("cpu") if config.device_index is None else torch.device(config.device, config.device_index)
