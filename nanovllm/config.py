@@ -153,7 +153,7 @@ class Config:
 
     def _check_values(self) -> None:
         self._require_int("max_num_seqs", 1, MAX_NUM_SEQS)
-        self._require_int("max_model_len", 1, MAX_MODEL_LEN, none="the model's own")
+        self._require_int("max_model_len", 2, MAX_MODEL_LEN, none="the model's own")
         self._require_int("max_num_batched_tokens", 1, MAX_NUM_BATCHED_TOKENS, none="derive it")
         self._require_int("tensor_parallel_size", 1, 8)
         self._require("gpu_memory_utilization", _is_number(self.gpu_memory_utilization, 0, 1), "a number in (0, 1]")
@@ -276,7 +276,7 @@ class Config:
     def _resolve_limits(self) -> None:
         supported = self.supported_model_len = supported_length(self.hf_config)
         if self.max_model_len is None:
-            allowed = f"given for a model of {supported} tokens: an integer in 1..{MAX_MODEL_LEN}"
+            allowed = f"given for a model of {supported} tokens: an integer in 2..{MAX_MODEL_LEN}"
             self._require("max_model_len", supported <= MAX_MODEL_LEN, allowed)
         self.max_model_len = min(self.max_model_len or supported, supported)
         self._require(

@@ -42,7 +42,7 @@ def test_defaults():
         ("max_num_batched_tokens", 2**20),
         ("max_num_seqs", 1),
         ("max_num_seqs", 32768),
-        ("max_model_len", 1),
+        ("max_model_len", 2),
         ("gpu_memory_utilization", 1),
         ("gpu_memory_utilization", 0.01),
         ("enforce_eager", True),
@@ -112,7 +112,7 @@ CHOICE = ["", "gpu", "AUTO", "auto ", None, 1, True, ["auto"], b"auto"]
 WRONG = {
     "max_num_batched_tokens": ([*SIZE, 2**20 + 1], r"1\.\.1048576, or None"),
     "max_num_seqs": ([*COUNT, 32769], r"1\.\.32768"),
-    "max_model_len": ([*SIZE, 2**24 + 1], r"1\.\.16777216, or None"),
+    "max_model_len": ([*SIZE, 1, 2**24 + 1], r"2\.\.16777216, or None"),
     "gpu_memory_utilization": ([0, 0.0, -0.1, 1.01, 90, NAN, INF, -INF, "0.9", None, True, [0.9]], r"\(0, 1\]"),
     "tensor_parallel_size": ([0, -1, 9, 10**9, 1.0, "2", None, True, NAN, [1]], r"1\.\.8"),
     "enforce_eager": (FLAG, "True or False"),
