@@ -14,11 +14,11 @@ import numpy as np
 from nanovllm.config import Config
 from nanovllm.engine.structured import Grammar, Grammars
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
-from nanovllm.utils.model_files import read_json
+from nanovllm.utils.model_files import one_line, read_json
 
 Prompt = str | list[int]
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "special_tokens_map.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model")
 _OTHER_TOKENIZERS = "tokenizer= takes another's, and skip_tokenizer_init=True does without"
 
 # Token ids that are checked in one go: enough that what a prompt costs by itself does not count, and no more, because
@@ -287,23 +287,26 @@ def check_params(params, where: str = "sampling_params") -> SamplingParams:
 
 
 def load_tokenizer(config: Config):
-    """The transformers tokenizer of `config.tokenizer`. Raises ValueError or FileNotFoundError, naming the file and the
+    """The transformers tokenizer of `config.tokenizer`. Raises FileNotFoundError or ValueError, naming the file and the
     ways to do without."""
     from transformers import AutoTokenizer
 
     if config.tokenizer is None:
         raise ValueError(f"model={config.model!r}: a published shape has no tokenizer; {_OTHER_TOKENIZERS}")
+    files = [file for name in _TOKENIZER_FILES if os.path.lexists(file := Path(config.tokenizer, name))]
+    if not files:
+        raise FileNotFoundError(f"{config.tokenizer}: holds no {_TOKENIZER_FILES[0]}; {_OTHER_TOKENIZERS}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, use_fast=True)
-        # Without tokenizer files transformers 5 makes up an empty one.
+        # Without a vocabulary transformers 5 makes up an empty one.
         if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
-            raise ValueError("it has no vocabulary: are its files there?")
+            raise ValueError("it has no vocabulary")
         return tokenizer
     except Exception as error:
-        for name in _TOKENIZER_FILES:
-            if os.path.lexists(file := Path(config.tokenizer, name)):
-                read_json(file)  # The file at fault, where there is one: megabytes, hence not before.
+        for file in files:
+            if file.suffix == ".json":
+                read_json(file)  # Raises for the file at fault. Not before: they are megabytes.
+        names = ", ".join(file.name for file in files)
         raise ValueError(
-            f"{config.tokenizer}: the tokenizer in it ({_TOKENIZER_FILES[0]}) cannot be loaded: {error}; "
-            f"{_OTHER_TOKENIZERS}"
+            f"{config.tokenizer}: its tokenizer ({names}) cannot be loaded: {one_line(error)}; {_OTHER_TOKENIZERS}"
         ) from error

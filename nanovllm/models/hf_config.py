@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from nanovllm.layers.rotary_embedding import rope_parameters
 from nanovllm.models import model_class
-from nanovllm.utils.model_files import read_json
+from nanovllm.utils.model_files import one_line, read_json
 
 _SIZES = (
     "hidden_size",
@@ -39,7 +39,7 @@ def read_hf_config(directory: str) -> Any:
     try:
         return AutoConfig.from_pretrained(directory)
     except Exception as error:
-        raise ValueError(f"{file}: cannot be used: {error}") from error
+        raise ValueError(f"{file}: cannot be used: {one_line(error)}") from error
 
 
 def check_hf_config(hf_config: Any, where: str) -> None:
@@ -57,7 +57,7 @@ def check_hf_config(hf_config: Any, where: str) -> None:
         rope = rope_parameters(hf_config)
         is_usable = all(0 < number < math.inf for number in (rope.base, rope.factor, supported_length(hf_config)))
     except Exception as error:
-        raise ValueError(f"{where}: its RoPE settings cannot be used: {error}") from error
+        raise ValueError(f"{where}: its RoPE settings cannot be used: {one_line(error)}") from error
     if not is_usable:
         raise ValueError(f"{where}: rope_theta={rope.base}, factor={rope.factor}: must be finite numbers > 0")
 

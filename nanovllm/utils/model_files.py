@@ -49,7 +49,8 @@ def download(name: str, option: str, patterns: tuple[str, ...], revision: str | 
     except Exception as error:
         at = "" if revision is None else f" (revision {revision!r})"
         raise FileNotFoundError(
-            f"{option}={_shorten(name)}: no such directory, and as a hub id{at} it cannot be downloaded: {error}"
+            f"{option}={_shorten(name)}: no such directory, and as a hub id{at} it cannot be downloaded: "
+            f"{one_line(error)}"
         ) from error
 
 
@@ -86,6 +87,11 @@ def check_readable(file: Path) -> None:
             f"{file}: is a Git LFS pointer, not the file itself: run `git lfs pull` in its directory, or download the "
             "model again"
         )
+
+
+def one_line(error: BaseException) -> str:
+    """An error of another library, for a message of ours."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _shorten(name: str) -> str:
