@@ -48,6 +48,13 @@ def test_missing_tensor(copy, checkpoint, tensor):
     assert_nothing_loaded(path, ValueError, f"lacks '{tensor}'")
 
 
+def test_missing_tensor_of_a_shard(copy):
+    path, tensor = copy("sharded"), f"{LAYER}.mlp.down_proj.weight"
+    name = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"][tensor]
+    save_file({n: t for n, t in load_file(path / name).items() if n != tensor}, path / name)
+    assert_nothing_loaded(path, ValueError, f"lacks '{tensor}', which the index places in {name}")
+
+
 def test_extra_tensor(copy):
     path = copy()
     edit_tensors(path, lambda t: t.update({f"{LAYER}.self_attn.q_proj.bias": torch.zeros(128)}))

@@ -19,7 +19,8 @@ from nanovllm.utils.staging import Staging
 # Older checkpoints store RoPE's frequencies, which follow from the configuration.
 _DERIVED = ("rotary_emb.inv_freq",)
 _FLOATS = ("BF16", "F16", "F32", "F64")  # safetensors' names
-_OF_CONFIG = "config.json asks for (is it the same model's?)"
+_INDEX = "model.safetensors.index.json"
+_HINT = "is config.json the same model's?"
 _MAX_NAMED = 5
 _MAX_THREADS = 8
 
@@ -132,7 +133,7 @@ def _open_tensors(directory: str, stack: ExitStack) -> dict[str, _Tensor]:
 
 def _checkpoint_files(directory: Path) -> list[Path]:
     """The files that the index lists, or all *.safetensors where there is no index."""
-    index = directory / "model.safetensors.index.json"
+    index = directory / _INDEX
     if not index.is_file():
         files = sorted(directory.glob("*.safetensors"))
         if not files:
@@ -164,20 +165,24 @@ def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) ->
                 f"{', '.join(_FLOATS)}; use the unquantised checkpoint"
             )
     files_of_extra = [f"{name!r} in {tensors[name].file.name}" for name in extra]
-    missing = [repr(n) for n in wanted if n not in tensors]
+    missing = [n for n in wanted if n not in tensors]
     if missing:
+        index = Path(directory, _INDEX)
+        named = read_json(index)["weight_map"] if index.is_file() else {}
+        places = [
+            f"{name!r}, which the index places in {named[name]}" if name in named else repr(name) for name in missing
+        ]
         more = f"; it has {_some(files_of_extra)}" if extra else ""
-        raise ValueError(f"{directory}: the checkpoint lacks {_some(missing)}, which {_OF_CONFIG}{more}")
+        raise ValueError(f"{directory}: the checkpoint lacks {_some(places)}{more}; {_HINT}")
     if extra:
         raise ValueError(
-            f"{directory}: the checkpoint holds tensors that the model does not have: {_some(files_of_extra)}; the "
-            f"others are what {_OF_CONFIG}"
+            f"{directory}: the checkpoint holds tensors that the model does not have: {_some(files_of_extra)}; {_HINT}"
         )
     for name, (_, _, shape) in wanted.items():
         found = tuple(tensors[name].content.get_shape())
         if found != shape:
             raise ValueError(
-                f"{tensors[name].file}: tensor {name!r} has shape {list(found)}, {list(shape)} is what {_OF_CONFIG}"
+                f"{tensors[name].file}: tensor {name!r} has shape {list(found)}, the model needs {list(shape)}; {_HINT}"
             )
     return {name: (param, shard_id) for name, (param, shard_id, _) in wanted.items()}
 
