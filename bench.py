@@ -8,10 +8,11 @@ import argparse
 import gc
 import json
 import logging
+import math
 import os
 import platform
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -40,7 +41,7 @@ def parse_args() -> argparse.Namespace:
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
     add("--attention-backend", choices=("auto", "flash_attn", "triton", "torch"), default="auto")
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--device", default="auto", help="auto, cpu, cuda, or cuda:N for the GPU number N")
     add("--max-model-len", type=int, default=4096)
     add("--max-num-batched-tokens", type=int, help="of one prefill step; default: as the engine chooses")
     add("--mixed-step-rows", type=int, help="of decode steps that take prompts along; 0: none; default: where they pay")
@@ -49,8 +50,7 @@ def parse_args() -> argparse.Namespace:
     add("--flops", type=float, metavar="TFLOP/s", help="matrix rate for the floor; measured unless given")
     add("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args()
-    if args.passes < 1:
-        parser.error(f"--passes {args.passes}: must be 1 or more")
+    check_args(parser, args)
     on_gpu = torch.cuda.is_available() and args.device != "cpu"
     if args.workload is None:
         args.workload = ["bench" if on_gpu else "laptop"]
@@ -62,6 +62,49 @@ def parse_args() -> argparse.Namespace:
             args.model, args.load_format = "Qwen3-0.6B", "dummy"
             print(f"{DEFAULT_MODEL} is not there: running the same shape with random weights.")
     return args
+
+
+def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the program where an argument would fail after minutes of work. (Of the engine's options LLM does so.)"""
+    if args.passes < 1:
+        parser.error(f"--passes {args.passes}: must be 1 or more")
+    for name in ("bandwidth", "flops"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"--{name} {value}: must be a number > 0")
+    try:
+        SamplingParams(**sampling_options(args))
+    except ValueError as error:
+        parser.error(str(error))
+    if args.workload is not None:
+        args.workload = list(dict.fromkeys(args.workload))
+    if args.json is not None:
+        file = Path(args.json).expanduser()
+        try:
+            # As it will be written, but without a trace: an older file keeps its content until then.
+            exists = file.exists()
+            file.open("a").close()
+            if not exists:
+                file.unlink()
+        except (OSError, ValueError) as error:
+            parser.error(f"--json {args.json}: cannot be written: {getattr(error, 'strerror', None) or error}")
+        args.json = file
+
+
+def check_lengths(workloads: list[str], longest: int) -> None:
+    """Ends the program where a workload has longer sequences than the engine: completions would be cut short."""
+    for name in workloads:
+        prompts, outputs = WORKLOADS[name].draw(0)
+        needed = max(len(prompt) + output for prompt, output in zip(prompts, outputs, strict=True))
+        if needed > longest:
+            raise SystemExit(
+                f"--workload {name}: has sequences of {needed} tokens, and the engine's longest are {longest}: raise "
+                "--max-model-len or --num-kvcache-blocks, or take a model that supports them"
+            )
+
+
+def sampling_options(args: argparse.Namespace) -> dict:
+    return {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
 
 
 def run_pass(llm: LLM, workload, index: int, sampling: dict) -> dict:
@@ -84,26 +127,30 @@ def main() -> None:
     for noisy in ("httpx", "huggingface_hub", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     start = time.perf_counter()
-    llm = LLM(
-        args.model,
-        load_format=args.load_format,
-        tensor_parallel_size=args.tensor_parallel_size,
-        enforce_eager=args.enforce_eager,
-        attention_backend=args.attention_backend,
-        dtype=args.dtype,
-        device=args.device,
-        max_model_len=args.max_model_len,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        mixed_step_rows=args.mixed_step_rows,
-        num_kvcache_blocks=args.num_kvcache_blocks,
-        seed=0,
-        skip_tokenizer_init=True,
-    )
+    try:
+        llm = LLM(
+            args.model,
+            load_format=args.load_format,
+            tensor_parallel_size=args.tensor_parallel_size,
+            enforce_eager=args.enforce_eager,
+            attention_backend=args.attention_backend,
+            dtype=args.dtype,
+            device=args.device,
+            max_model_len=args.max_model_len,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            mixed_step_rows=args.mixed_step_rows,
+            num_kvcache_blocks=args.num_kvcache_blocks,
+            seed=0,
+            skip_tokenizer_init=True,
+        )
+    except (ValueError, FileNotFoundError, MemoryError) as error:
+        raise SystemExit(str(error)) from error
     startup = time.perf_counter() - start
+    check_lengths(args.workload, llm.scheduler.max_seq_len)
     print(f"Start-up: {startup:.1f} s")
 
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)  # warm-up
-    sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    sampling = sampling_options(args)
     passes = {name: [] for name in args.workload}
     for name in args.workload:
         for index in range(args.passes):
@@ -127,7 +174,8 @@ def main() -> None:
     }
     dtype = llm.config.dtype
     llm.exit()
-    ceilings = measure_ceilings(device, dtype) if args.bandwidth is None or args.flops is None else None
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        ceilings = measure_ceilings(device, dtype) if args.bandwidth is None or args.flops is None else None
     ceilings = Ceilings(
         bandwidth=args.bandwidth * 1e12 if args.bandwidth else ceilings.bandwidth,
         flops=args.flops * 1e12 if args.flops else ceilings.flops,
@@ -138,7 +186,7 @@ def main() -> None:
         print(f"{name}: {WORKLOADS[name].stresses}; {report['device']}; median of {args.passes}")
         print_summary(report["workloads"][name], ceilings)
     if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=1))
+        args.json.write_text(json.dumps(report, indent=1))
 
 
 def installed_versions(*names: str) -> dict[str, str | None]:

@@ -1,27 +1,44 @@
 """Config: every option of the engine, checked in one place."""
 
 import difflib
-import json
+import logging
+import math
 import os
-import sys
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from nanovllm.models import model_class
+from nanovllm.models.hf_config import check_hf_config, check_token_ids, read_hf_config, supported_length
 from nanovllm.models.qwen3 import get_head_dim
-from nanovllm.utils.light_imports import without_generated_docstrings
+from nanovllm.utils.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
 from nanovllm.utils.parallel import check_shardable
 
+logger = logging.getLogger(__name__)
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
 CPU_KVCACHE_GIB = 2.0
 # Prefill steps of twice as many tokens take 1 to 2 % less time on an H200, and twice the memory for activations, which
 # the KV cache then has not: they may take this share of the GPU's.
 _STEP_TOKENS, _LONG_STEP_TOKENS = 16384, 32768
 _LONG_STEP_SHARE = 1 / 40
 MAX_MIXED_STEP_ROWS = 1024  # Attention's sums of a row take 64 KB for 8B.
+# A CUDA grid has at most 65,535 programs on its second axis, on which attention has one a sequence and some hundreds
+# of spare ones.
+MAX_NUM_SEQS = 2**15
+# The MLP's activations of a longer step take 12 GiB and more, even those of Qwen3-0.6B.
+MAX_NUM_BATCHED_TOKENS = 2**20
+# RoPE's table takes 8 GiB then, at a head_dim of 128. No published model is longer.
+MAX_MODEL_LEN = 2**24
+# Every sequence takes whole blocks, and one of Qwen3-0.6B takes 7 GiB then.
+MAX_KVCACHE_BLOCK_SIZE = 2**16
+MAX_KVCACHE_GIB = 2**16  # More than one machine has.
+# Kernels count the KV cache's slots, and the keys of all sequences of a step, in int32.
+_MAX_SLOTS = 2**31
 
 
 @dataclass
@@ -31,21 +48,24 @@ class Config:
     Attributes:
         model: a directory (~ expands), a hub id that is downloaded, or with load_format "dummy" also the name
             of a published shape ("Qwen3-0.6B", ...). After the checks: the directory, or that name.
-        max_num_batched_tokens: tokens that one prefill step computes at most; None for 16,384, or 32,768 on one GPU
-            of which a layer's activations of so many take a fortieth at most. After the checks: the number.
-        max_num_seqs: sequences that one step computes at most.
-        max_model_len: longest sequence, prompt and completion; lowered to what the model supports.
+        max_num_batched_tokens: tokens that one prefill step computes at most, up to 1,048,576; None for 16,384, or
+            32,768 on one GPU of which a layer's activations of so many take a fortieth at most. After the checks: the
+            number.
+        max_num_seqs: sequences that one step computes at most, up to 32,768.
+        max_model_len: longest sequence, prompt and completion, up to 16,777,216 tokens; lowered to what the model
+            supports. None for all that it supports. After the checks: the number.
         gpu_memory_utilization: share of the GPU's memory that the engine may fill, in (0, 1].
-        tensor_parallel_size: GPUs to split the model over, from the current one on; on a CPU, processes. It must divide
+        tensor_parallel_size: GPUs to split the model over, from device's on; on a CPU, processes. It must divide
             the attention heads and the intermediate size, and divide the KV heads or be a multiple of them.
         enforce_eager: no CUDA graphs.
-        kvcache_block_size: tokens a KV cache block, a power of two from 16.
-        num_kvcache_blocks: blocks of the KV cache; -1 derives them from the memory.
+        kvcache_block_size: tokens a KV cache block, a power of two in 16..65,536.
+        num_kvcache_blocks: blocks of the KV cache, of up to 2**31 tokens together; -1 derives them from the memory.
         kvcache_gib: GiB of KV cache, instead of what gpu_memory_utilization leaves; on a CPU 2 unless given. Without
             effect where num_kvcache_blocks is given.
-        device: "auto" (CUDA where there is a GPU), "cuda" or "cpu".
+        device: "auto" (CUDA where there is a GPU), "cpu", "cuda" (the current GPU) or "cuda:N", or a torch.device.
+            After the checks: "cuda" or "cpu".
         dtype: "auto" (on a GPU the checkpoint's, float32 becoming bfloat16; on a CPU float32), "bfloat16",
-            "float16" or "float32". After the checks: the torch.dtype.
+            "float16" or "half", "float32" or "float". After the checks: the torch.dtype.
         load_format: "auto" reads safetensors; "dummy" draws random weights of the model's shapes.
         attention_backend: "auto", "flash_attn", "triton" or "torch".
         enable_prefix_caching: share the KV cache blocks of equal beginnings.
@@ -56,19 +76,28 @@ class Config:
         seed: of everything that requests without a seed of their own draw; None takes a fresh one.
         skip_tokenizer_init: prompts are token ids alone, and results carry no text.
         use_tqdm: say on the terminal what the start is doing, where it takes longer than two seconds.
+        tokenizer: a directory or hub id of another tokenizer than the model's. After the checks: the directory, or
+            None where there is none: with skip_tokenizer_init, and with a published shape alone.
+        revision: branch, tag or commit of the model's hub id; None for its main branch.
         hf_config: the model's transformers configuration; read from `model` unless given.
-        eos: end-of-sequence token ids; () takes the model's, from generation_config.json and config.json.
-        generation_config: no option, but what the model's generation_config.json says; {} where there is none.
+        eos: end-of-sequence token ids; () takes the model's, from generation_config.json and config.json. Of these,
+            ids outside the vocabulary are logged and ignored: the model never generates them.
+
+    No options, but set by the checks:
+        generation_config: what the model's generation_config.json says; {} where there is none.
+        supported_model_len: tokens of the longest sequence that the model supports.
+        device_index: of the first GPU; None on a CPU.
 
     Raises:
-        ValueError: a wrong value, with the field, the value and what is allowed.
+        ValueError: a wrong value, with the field, the value and what is allowed; a file of the model that cannot be
+            used, with its name.
         FileNotFoundError: no such model, or no config.json in it.
     """
 
     model: str
     max_num_batched_tokens: int | None = None
     max_num_seqs: int = 512
-    max_model_len: int = 4096
+    max_model_len: int | None = 4096
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
@@ -85,6 +114,8 @@ class Config:
     seed: int | None = None
     skip_tokenizer_init: bool = False
     use_tqdm: bool = True
+    tokenizer: str | None = None
+    revision: str | None = None
     hf_config: Any = None
     eos: tuple[int, ...] = ()
 
@@ -100,39 +131,53 @@ class Config:
         return cls(model, **options)
 
     def __post_init__(self):
+        self._unwrap_numpy()
         self._check_values()
         self._resolve_model()
-        model_class(self.hf_config)  # Of another architecture's fields nothing is known.
         check_shardable(self.hf_config, self.tensor_parallel_size)
         self._resolve_device()
         self._resolve_dtype()
         self._resolve_limits()
         self.generation_config = _read_generation_config(self.model)
         self._resolve_eos()
+        self._resolve_tokenizer()
+        if self._hub_id is not None and self.load_format == "auto":
+            download(self._hub_id, "model", WEIGHT_FILES, self.revision)
+
+    def _unwrap_numpy(self) -> None:
+        """numpy's numbers and flags count as Python's."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic | np.ndarray):
+                setattr(self, field.name, value.tolist())
+        if isinstance(self.eos, tuple | list | set | frozenset):
+            self.eos = [token.item() if isinstance(token, np.generic) else token for token in self.eos]
 
     def _check_values(self) -> None:
-        for name in ("max_num_seqs", "max_model_len"):
-            self._require(name, _is_int(getattr(self, name), 1), "an integer >= 1")
-        tokens = self.max_num_batched_tokens
-        self._require("max_num_batched_tokens", tokens is None or _is_int(tokens, 1), "an integer >= 1, or None")
+        self._require_int("max_num_seqs", 1, MAX_NUM_SEQS)
+        self._require_int("max_model_len", 2, MAX_MODEL_LEN, none="the model's own")
+        self._require_int("max_num_batched_tokens", 1, MAX_NUM_BATCHED_TOKENS, none="derive it")
+        self._require_int("tensor_parallel_size", 1, 8)
         self._require("gpu_memory_utilization", _is_number(self.gpu_memory_utilization, 0, 1), "a number in (0, 1]")
-        tp_ok = _is_int(self.tensor_parallel_size, 1) and self.tensor_parallel_size <= 8
-        self._require("tensor_parallel_size", tp_ok, "an integer in 1..8")
         size = self.kvcache_block_size
-        self._require("kvcache_block_size", _is_int(size, 16) and size & (size - 1) == 0, "a power of two, 16 or more")
-        blocks = self.num_kvcache_blocks
-        self._require("num_kvcache_blocks", _is_int(blocks, -1) and blocks != 0, "an integer >= 1, or -1 to derive it")
-        rows, most = self.mixed_step_rows, min(MAX_MIXED_STEP_ROWS, tokens or _STEP_TOKENS)
-        fits = rows is None or (_is_int(rows, 0) and rows <= most)
+        size_ok = _is_int(size, 16, MAX_KVCACHE_BLOCK_SIZE) and size & (size - 1) == 0
+        self._require("kvcache_block_size", size_ok, f"a power of two in 16..{MAX_KVCACHE_BLOCK_SIZE}")
+        most = _MAX_SLOTS // size
         self._require(
-            "mixed_step_rows", fits, f"None, or in 0..{most} (the smaller of 1024 and max_num_batched_tokens)"
+            "num_kvcache_blocks",
+            _is_int(self.num_kvcache_blocks, 1, most) or (_is_int(self.num_kvcache_blocks, -1, -1)),
+            f"an integer in 1..{most} ({_MAX_SLOTS} tokens in blocks of {size}), or -1 to derive it",
+        )
+        gib_ok = self.kvcache_gib is None or _is_number(self.kvcache_gib, 0, MAX_KVCACHE_GIB)
+        self._require("kvcache_gib", gib_ok, f"a number in (0, {MAX_KVCACHE_GIB}], or None to derive it")
+        rows, most = self.mixed_step_rows, min(MAX_MIXED_STEP_ROWS, self.max_num_batched_tokens or _STEP_TOKENS)
+        self._require(
+            "mixed_step_rows",
+            rows is None or _is_int(rows, 0, most),
+            f"None, or in 0..{most} (the smaller of 1024 and max_num_batched_tokens)",
         )
         one_rank = not rows or self.tensor_parallel_size == 1
         self._require("mixed_step_rows", one_rank, f"0 or None with tensor_parallel_size={self.tensor_parallel_size}")
-        gib = self.kvcache_gib
-        self._require(
-            "kvcache_gib", gib is None or _is_number(gib, 0, sys.float_info.max), "a number > 0, or None to derive it"
-        )
         for name in ("enforce_eager", "enable_prefix_caching", "overlap_steps", "skip_tokenizer_init", "use_tqdm"):
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
         self._require(
@@ -140,19 +185,34 @@ class Config:
             self.hf_config is None or hasattr(self.hf_config, "max_position_embeddings"),
             "a transformers configuration, or None to read the model's",
         )
-        self._require_one_of("device", ("auto", "cuda", "cpu"))
+        if isinstance(self.device, torch.device):
+            self.device = str(self.device)
+        device_ok = isinstance(self.device, str) and re.fullmatch("auto|cpu|cuda(:[0-9]+)?", self.device)
+        self._require("device", bool(device_ok), "one of auto, cuda, cpu, or cuda:N for the GPU number N")
         self._require_one_of("load_format", ("auto", "dummy"))
         self._require_one_of("attention_backend", ("auto", "flash_attn", "triton", "torch"))
         if self.dtype in DTYPES.values():
             self.dtype = str(self.dtype).removeprefix("torch.")
-        self._require_one_of("dtype", ("auto", *DTYPES))
-        self._require(
-            "seed", self.seed is None or (_is_int(self.seed, 0) and self.seed < 2**63), "None or in 0..2**63 - 1"
-        )
+        self._require_one_of("dtype", ("auto", *DTYPES, *_DTYPE_ALIASES))
+        self.dtype = _DTYPE_ALIASES.get(self.dtype, self.dtype)
+        self._require("seed", self.seed is None or _is_int(self.seed, 0, 2**63 - 1), "None or in 0..2**63 - 1")
         if _is_int(self.eos, 0):
-            self.eos = (self.eos,)
-        eos_ok = isinstance(self.eos, tuple | list | set | frozenset) and all(_is_int(t, 0) for t in self.eos)
+            self.eos = [self.eos]
+        eos_ok = isinstance(self.eos, list) and all(_is_int(token, 0) for token in self.eos)
         self._require("eos", eos_ok, "token ids >= 0")
+        for name in ("tokenizer", "revision"):
+            value = getattr(self, name)
+            kinds = str if name == "revision" else str | os.PathLike
+            ok = value is None or (isinstance(value, kinds) and str(value) != "")
+            self._require(name, ok, "a name, or None")
+        is_idle = self.tokenizer is not None and self.skip_tokenizer_init
+        self._require("tokenizer", not is_idle, "None with skip_tokenizer_init=True, which loads no tokenizer")
+
+    def _require_int(self, name: str, low: int, high: int, none: str = "") -> None:
+        """none: what None stands for, where it is allowed."""
+        value = getattr(self, name)
+        ok = _is_int(value, low, high) or (value is None and bool(none))
+        self._require(name, ok, f"an integer in {low}..{high}" + (f", or None for {none}" if none else ""))
 
     def _require(self, name: str, ok: bool, allowed: str) -> None:
         if not ok:
@@ -165,18 +225,19 @@ class Config:
     def _resolve_model(self) -> None:
         ok = isinstance(self.model, str | os.PathLike) and str(self.model) != ""
         self._require("model", ok, "a directory or a hub id")
-        self.model = str(self.model)
-        path = Path(os.path.expanduser(self.model))
-        if path.is_dir():
-            self.model = str(path)
-        elif self.load_format == "dummy" and self._use_preset():
-            return
-        elif path.exists():
-            raise ValueError(f"model={self.model!r}: is a file; must be the directory that holds it")
-        else:
-            self.model = _download(self.model)
+        self.model, self._hub_id = str(self.model), None
+        where = "hf_config"
+        directory = find_directory(self.model, "model")
+        if directory is not None:
+            self.model = str(directory)
+        elif not (self.load_format == "dummy" and self._use_preset()):
+            # The weights come last, when nothing else has been refused: they can take hours.
+            self._hub_id, self.model = self.model, download(self.model, "model", OTHER_FILES, self.revision)
+        if self._hub_id is None:
+            self._require("revision", self.revision is None, f"None: model={self.model!r} is not downloaded")
         if self.hf_config is None:
-            self.hf_config = _read_hf_config(self.model)
+            where, self.hf_config = str(Path(self.model, "config.json")), read_hf_config(self.model)
+        check_hf_config(self.hf_config, where)
 
     def _use_preset(self) -> bool:
         from nanovllm.models.presets import PRESET_NAMES, preset_config
@@ -191,13 +252,18 @@ class Config:
         if self.device == "auto":
             self.device = "cuda" if available else "cpu"
         self._require("device", self.device == "cpu" or available, "cpu: torch finds no CUDA device")
-        if self.device == "cuda" and self.tensor_parallel_size > 1:
-            first, count = torch.cuda.current_device(), torch.cuda.device_count()
-            self._require(
-                "tensor_parallel_size",
-                self.tensor_parallel_size <= count - first,
-                f"at most {count - first}: {count} GPUs are visible, and the first is the current one, cuda:{first}",
-            )
+        self.device_index = None
+        if self.device == "cpu":
+            return
+        index = self.device.removeprefix("cuda").removeprefix(":")
+        first, count = int(index) if index else torch.cuda.current_device(), torch.cuda.device_count()
+        self._require("device", first < count, f"one of cuda:0..cuda:{count - 1}: {count} GPUs are visible")
+        self._require(
+            "tensor_parallel_size",
+            self.tensor_parallel_size <= count - first,
+            f"at most {count - first}: {count} GPUs are visible, and the first to use is cuda:{first}",
+        )
+        self.device, self.device_index = "cuda", first
 
     def _resolve_dtype(self) -> None:
         if self.dtype == "auto":
@@ -210,7 +276,17 @@ class Config:
         self.dtype = DTYPES[self.dtype]
 
     def _resolve_limits(self) -> None:
-        self.max_model_len = min(self.max_model_len, _supported_length(self.hf_config))
+        supported = self.supported_model_len = supported_length(self.hf_config)
+        if self.max_model_len is None:
+            allowed = f"given for a model of {supported} tokens: an integer in 2..{MAX_MODEL_LEN}"
+            self._require("max_model_len", supported <= MAX_MODEL_LEN, allowed)
+        self.max_model_len = min(self.max_model_len or supported, supported)
+        self._require(
+            "max_num_seqs",
+            self.max_num_seqs * self.max_model_len < _MAX_SLOTS,
+            f"less than {-(-_MAX_SLOTS // self.max_model_len)} with max_model_len={self.max_model_len}: a step counts "
+            "the tokens of all its sequences in 32 bits",
+        )
         if self.max_num_batched_tokens is None:
             self.max_num_batched_tokens = _LONG_STEP_TOKENS if self._takes_long_steps() else _STEP_TOKENS
 
@@ -221,72 +297,53 @@ class Config:
         num_heads = config.num_attention_heads + 2 * config.num_key_value_heads
         # The residual and what the norm makes of it; q, k and v; gate and up.
         values = 2 * config.hidden_size + num_heads * head_dim + 2 * config.intermediate_size
-        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        memory = torch.cuda.get_device_properties(self.device_index).total_memory
         return _LONG_STEP_TOKENS * values * self.dtype.itemsize <= _LONG_STEP_SHARE * memory
 
     def _resolve_eos(self) -> None:
-        if not self.eos:
-            found = self.generation_config.get("eos_token_id")
-            if found is None:
-                found = getattr(self.hf_config, "eos_token_id", None)
-            self.eos = found if isinstance(found, list) else [] if found is None else [found]
-        self.eos = tuple(sorted(set(self.eos)))
+        if self.eos:
+            size = self.hf_config.vocab_size
+            self._require("eos", max(self.eos) < size, f"token ids in 0..{size - 1}, the model's vocabulary")
+            self.eos = tuple(sorted(set(self.eos)))
+            return
+        self.eos = ()
+        file = Path(self.model, "generation_config.json")
+        found = check_token_ids(self.generation_config.get("eos_token_id"), str(file), "eos_token_id")
+        if not found:
+            own = getattr(self.hf_config, "eos_token_id", None)
+            file = Path(self.model, "config.json")
+            found = check_token_ids(own, str(file), "eos_token_id")
+        self.add_eos(found, str(file))
+
+    def add_eos(self, token_ids: list[int], source: str) -> None:
+        """Let sequences end at these tokens too, as far as the vocabulary has them. source: whose they are, for the
+        log."""
+        size = self.hf_config.vocab_size
+        outside = [token for token in token_ids if token >= size]
+        if outside:
+            logger.warning("%s: ignoring eos_token_id %s, outside the vocabulary, 0..%d", source, outside, size - 1)
+        self.eos = tuple(sorted({*self.eos, *token_ids}.difference(outside)))
+
+    def _resolve_tokenizer(self) -> None:
+        if self.skip_tokenizer_init:
+            return
+        if self.tokenizer is None:
+            self.tokenizer = self.model if Path(self.model).is_dir() else None
+            return
+        name = str(self.tokenizer)
+        directory = find_directory(name, "tokenizer")
+        self.tokenizer = download(name, "tokenizer", OTHER_FILES) if directory is None else str(directory)
 
 
-def _is_int(value, low: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+def _is_int(value, low: int, high: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def _is_number(value, above: float, up_to: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and above < value <= up_to
 
 
-def _supported_length(hf_config) -> int:
-    """max_position_embeddings, or what RoPE scaling stretches the original length to."""
-    limit = hf_config.max_position_embeddings
-    scaling = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
-    original = scaling.get("original_max_position_embeddings")
-    if original and scaling.get("factor"):
-        limit = max(limit, int(original * scaling["factor"]))
-    return limit
-
-
-def _read_hf_config(directory: str):
-    """The transformers configuration of a model directory. Raises FileNotFoundError or ValueError."""
-    if not Path(directory, "config.json").is_file():
-        raise FileNotFoundError(f"model={directory!r}: holds no config.json")
-    try:
-        with without_generated_docstrings():
-            from transformers import AutoConfig
-
-            return AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"model={directory!r}: config.json cannot be used: {error}") from error
-
-
 def _read_generation_config(directory: str) -> dict[str, Any]:
-    """The model's generation_config.json, {} without one. Raises ValueError."""
+    """The model's generation_config.json, {} without one. Raises ValueError or FileNotFoundError, naming the file."""
     file = Path(directory, "generation_config.json")
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text())
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}")
-    except ValueError as error:
-        raise ValueError(f"model={directory!r}: generation_config.json cannot be used: {error}") from error
-    return content
-
-
-def _download(model: str) -> str:
-    """The local snapshot of a hub id. Raises FileNotFoundError where there is neither directory nor hub model."""
-    from huggingface_hub import snapshot_download
-
-    if model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model:
-        raise FileNotFoundError(f"model={model!r}: no such directory")
-    try:
-        return snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"])
-    except Exception as error:
-        raise FileNotFoundError(
-            f"model={model!r}: no such directory, and as a hub id it cannot be downloaded: {error}"
-        ) from error
+    return read_json(file) if os.path.lexists(file) else {}

@@ -29,3 +29,41 @@ OLD_STYLE = {
 
 def dummy(**options) -> Config:
     return Config.create(**{"model": "Qwen3-0.6B", "load_format": "dummy"} | options)
+
+
+# Engine options at the smallest and the largest value that Config accepts, or that a machine has the memory for, and
+# together with others that they depend on.
+OPTION_LIMITS = [
+    {"max_num_seqs": 1},
+    {"max_num_seqs": 32768},
+    {"max_num_batched_tokens": 1},
+    {"max_num_batched_tokens": 2**20},
+    {"max_num_batched_tokens": 1, "max_num_seqs": 1},
+    {"max_model_len": 2},
+    {"max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1},
+    {"max_model_len": 2**24},
+    {"max_model_len": None},
+    {"kvcache_block_size": 16},
+    {"kvcache_block_size": 65536, "num_kvcache_blocks": 1},
+    {"num_kvcache_blocks": 1},
+    {"num_kvcache_blocks": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1},
+    {"num_kvcache_blocks": 2**16},
+    {"num_kvcache_blocks": -1, "kvcache_gib": 1e-4},
+    {"num_kvcache_blocks": -1, "kvcache_gib": 0.5},
+    {"gpu_memory_utilization": 1e-9},
+    {"gpu_memory_utilization": 1},
+    {"mixed_step_rows": 0},
+    {"mixed_step_rows": 1},
+    {"mixed_step_rows": 1, "max_num_batched_tokens": 1},
+    {"mixed_step_rows": 1, "max_num_seqs": 1},
+    {"mixed_step_rows": 8, "max_num_batched_tokens": 8},
+    {"mixed_step_rows": 1024},
+    {"mixed_step_rows": 1024, "max_num_seqs": 1},
+    {"mixed_step_rows": 1024, "num_kvcache_blocks": 1},
+    {"mixed_step_rows": 1024, "max_model_len": 2},
+    {"mixed_step_rows": 1024, "overlap_steps": False, "enforce_eager": True, "enable_prefix_caching": False},
+    {"seed": 0},
+    {"seed": 2**63 - 1},
+    {"eos": 0},
+    {"eos": 319},
+]

@@ -1,9 +1,13 @@
 """bench.py from a shell, as README has it."""
 
+import importlib
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,8 +31,82 @@ def test_it_runs_a_model_of_few_token_ids_and_writes_its_figures(path, tmp_path)
     assert "quack-kernels" in report["packages"]
 
 
-def test_a_wrong_option_is_named():
-    done = run_bench("--workload", "no-such")
-    assert done.returncode == 2
-    assert "--workload" in done.stderr
-    assert "laptop" in done.stderr
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: None)
+    return importlib.import_module("bench")
+
+
+@pytest.fixture
+def refuse(bench, monkeypatch, capsys):
+    """Run bench.py in this process with arguments that end it: what it says."""
+
+    def run(*args) -> str:
+        monkeypatch.setattr(sys, "argv", ["bench.py", "--device", "cpu", *map(str, args)])
+        with pytest.raises(SystemExit) as left:
+            bench.main()
+        assert left.value.code != 0
+        return capsys.readouterr().err if left.value.code == 2 else left.value.code
+
+    return run
+
+
+@pytest.fixture
+def no_engine(bench, monkeypatch):
+    def refuse(*args, **options):
+        raise ValueError("an engine was made")
+
+    monkeypatch.setattr(bench, "LLM", refuse)
+
+
+def test_a_wrong_option_is_named(refuse, no_engine):
+    said = refuse("--workload", "no-such")
+    assert "--workload" in said
+    assert "laptop" in said
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--passes", 0), "--passes 0: must be 1 or more"),
+        (("--passes", -3), "--passes -3: must be 1 or more"),
+        (("--bandwidth", 0), "--bandwidth 0.0: must be a number > 0"),
+        (("--bandwidth", "nan"), "--bandwidth nan: must be a number > 0"),
+        (("--flops", -1), "--flops -1.0: must be a number > 0"),
+        (("--flops", "inf"), "--flops inf: must be a number > 0"),
+        (("--temperature", -1), "temperature=-1.0"),
+        (("--temperature", "nan"), "temperature=nan"),
+        (("--top-p", 0), "top_p=0.0"),
+        (("--top-k", -5), "top_k=-5"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_refused_before_the_run(refuse, no_engine, args, message):
+    assert message in refuse(*args)
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_run(refuse, no_engine, tmp_path):
+    missing, file = tmp_path / "no-such-folder" / "out.json", tmp_path / "file"
+    file.write_text("kept")
+    assert f"--json {missing}: cannot be written: No such file or directory" in refuse("--json", missing)
+    assert f"--json {tmp_path}: cannot be written: Is a directory" in refuse("--json", tmp_path)
+    assert "cannot be written: Not a directory" in refuse("--json", file / "out.json")
+    # Nothing is left of a look at what can be written.
+    for good in (file, tmp_path / "out.json"):
+        assert "an engine was made" in refuse("--json", good)
+    assert file.read_text() == "kept"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--max-model-len", 10**9), "max_model_len=1000000000: must be an integer in 2..16777216"),
+        (("--model", "/no/such/model"), "model='/no/such/model': no such directory"),
+        (("--max-model-len", 20), "--workload laptop: has sequences of "),
+    ],
+    ids=str,
+)
+def test_what_the_engine_refuses_is_one_line(refuse, path, args, message):
+    assert message in refuse("--model", path, "--workload", "laptop", *args)

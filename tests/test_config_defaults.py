@@ -8,6 +8,7 @@ import torch
 from configs import NEW_STYLE, OLD_STYLE, dummy
 
 from nanovllm.config import Config
+from nanovllm.engine.model_runner import _first_device
 from nanovllm.layers.rotary_embedding import rope_parameters
 
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -106,6 +107,44 @@ def test_a_broken_generation_config_is_named(model_dir):
     assert directory in str(error.value)
 
 
+@pytest.mark.parametrize("eos", [300, [2, 300], 10**12])
+def test_a_given_end_of_sequence_token_outside_the_vocabulary_is_refused(model_dir, eos):
+    with pytest.raises(ValueError, match=rf"eos=.*{max(eos) if isinstance(eos, list) else eos}.* 0\.\.299"):
+        Config.create(model_dir(), eos=eos)
+    assert Config.create(model_dir(name="other"), eos=299).eos == (299,)
+
+
+@pytest.mark.parametrize(
+    ("generation", "own", "expected", "file"),
+    [
+        ({"eos_token_id": [5, 300]}, 17, (5,), "generation_config.json"),
+        ({"eos_token_id": 5000}, 17, (), "generation_config.json"),
+        (None, [17, 10**12], (17,), "config.json"),
+    ],
+)
+def test_the_files_end_of_sequence_tokens_outside_the_vocabulary_are_ignored(
+    model_dir, caplog, generation, own, expected, file
+):
+    directory = model_dir(generation_config=generation, eos_token_id=own)
+    assert Config.create(directory).eos == expected
+    (record,) = [record for record in caplog.records if record.name == "nanovllm.config"]
+    assert str(Path(directory, file)) in record.message
+    assert "outside the vocabulary, 0..299" in record.message
+
+
+@pytest.mark.parametrize("value", ["a", "2", [[1]], -1, [1, -2], 1.0, [1.5], True, [False], {"id": 1}], ids=repr)
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_end_of_sequence_tokens_that_are_none_are_named_with_their_file(model_dir, name, value):
+    if name == "config.json":
+        directory = model_dir(eos_token_id=value)
+    else:
+        directory = model_dir(generation_config={"eos_token_id": value})
+    with pytest.raises(ValueError, match=r"eos_token_id=.*must be a token id >= 0, or a list") as error:
+        Config.create(directory)
+    assert str(error.value).startswith(str(Path(directory, name)))
+    assert repr(value) in str(error.value)
+
+
 # Device and dtype
 
 
@@ -140,6 +179,53 @@ def test_a_dtype_can_be_given_by_name_or_as_torch_has_it(model_dir, a_gpu, dtype
     directory = model_dir()
     for given in (dtype, str(dtype).removeprefix("torch.")):
         assert Config.create(directory, dtype=given, device=device).dtype is dtype
+
+
+@pytest.mark.parametrize(
+    ("device", "index"),
+    [("auto", 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1), (torch.device("cuda", 1), 1), (torch.device("cuda"), 0)],
+)
+def test_the_first_gpu_can_be_chosen(a_gpu, device, index):
+    config = dummy(device=device)
+    assert (config.device, config.device_index) == ("cuda", index)
+    assert _first_device(config) == torch.device("cuda", index)
+
+
+def test_the_current_gpu_is_the_first_unless_another_is_chosen(a_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert dummy(device="cuda").device_index == 1
+    assert dummy(device="cuda:0").device_index == 0
+
+
+def test_the_chosen_gpus_memory_counts(a_gpu, monkeypatch):
+    sizes = [SimpleNamespace(total_memory=gib * 2**30) for gib in (24, 141)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes[device])
+    assert dummy(device="cuda:0").max_num_batched_tokens == 16384
+    assert dummy(device="cuda:1").max_num_batched_tokens == 32768
+
+
+@pytest.mark.parametrize("device", ["cuda:2", "cuda:99999999999999999999"])
+def test_a_gpu_that_is_not_there_is_refused(a_gpu, device):
+    with pytest.raises(ValueError, match=rf"device='{device}': must be one of cuda:0\.\.cuda:1: 2 GPUs are visible"):
+        dummy(device=device)
+
+
+def test_ranks_take_the_gpus_after_the_chosen_one(a_gpu):
+    assert dummy(device="cuda:0", tensor_parallel_size=2).device_index == 0
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2: must be at most 1: 2 GPUs .* cuda:1"):
+        dummy(device="cuda:1", tensor_parallel_size=2)
+
+
+def test_the_cpu_has_no_index(a_gpu):
+    for device in ("cpu", torch.device("cpu")):
+        config = dummy(device=device)
+        assert (config.device, config.device_index) == ("cpu", None)
+        assert _first_device(config) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("half", torch.float16), ("float", torch.float32)])
+def test_vllms_names_of_dtypes(name, dtype):
+    assert dummy(dtype=name).dtype is dtype
 
 
 @pytest.mark.parametrize("style", [NEW_STYLE, OLD_STYLE], ids=["new", "old"])

@@ -1,9 +1,12 @@
 """Config: which model is meant, a directory, one of the hub or a published shape, and what is said if there is none."""
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
+from checkpoints import edit_json
 from configs import dummy
 
 from nanovllm.config import Config
@@ -75,27 +78,258 @@ def test_a_directory_without_a_config(tmp_path, load_format):
     assert repr(str(tmp_path)) in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"hidden_size": 64}', '{"model_type": "no-such-model"}'])
-def test_a_config_that_cannot_be_read(tmp_path, text):
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 1240\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty: download"),
+        ("{", "is not valid JSON"),
+        ("\ufeff{}", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ("[]", "must hold a JSON object, not a list"),
+        (LFS_POINTER, "is a Git LFS pointer.*git lfs pull"),
+        ('{"hidden_size": 64}', "architectures=None"),
+        ('{"model_type": "no-such-model"}', "no-such-model"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_config_that_cannot_be_read(tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json") as error:
+    with pytest.raises(ValueError, match=message) as error:
         Config.create(str(tmp_path))
-    assert str(tmp_path) in str(error.value)
+    assert str(error.value).startswith(str(tmp_path / "config.json"))
 
 
-def test_a_hub_id_is_downloaded(model_dir, monkeypatch):
-    directory = model_dir()
-    asked = []
+def test_a_config_of_bytes_that_are_no_text(tmp_path):
+    (tmp_path / "config.json").write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ValueError, match=r"config\.json: is not valid JSON"):
+        Config.create(str(tmp_path))
 
-    def snapshot_download(repo_id, **options):
-        asked.append(repo_id)
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_configuration_that_is_no_file(model_dir, name):
+    directory = Path(model_dir())
+    file = directory / name
+    file.unlink(missing_ok=True)
+    file.mkdir()
+    with pytest.raises(ValueError, match=rf"{name}: cannot be read: Is a directory"):
+        Config.create(str(directory))
+    file.rmdir()
+    file.symlink_to("blobs/gone")
+    with pytest.raises(FileNotFoundError, match=rf"{name}: is a link to blobs/gone, which is not there"):
+        Config.create(str(directory))
+
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "head_dim",
+)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", ["4", 0, -1, 2.5, 2.0, True, [2], 2**40], ids=repr)
+def test_a_size_that_is_none(model_dir, name, value):
+    directory = model_dir(**{name: value})
+    with pytest.raises(ValueError, match=r"must be an integer in 1\.\.2147483647") as error:
+        Config.create(directory)
+    assert str(error.value).startswith(f"{Path(directory, 'config.json')}: {name}={value!r}: ")
+    given = preset_config("Qwen3-0.6B")
+    vars(given)[name] = value
+    with pytest.raises(ValueError, match=rf"hf_config: {name}=.* must be an integer"):
+        dummy(hf_config=given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 3}, r"num_key_value_heads=3: must divide num_attention_heads \(4\)"),
+        ({"num_key_value_heads": 8}, r"num_key_value_heads=8: must divide num_attention_heads \(4\)"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0: must be a finite number"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small': must be a finite number"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no': must be true or false"),
+        ({"attention_bias": 1}, "attention_bias=1: must be true or false"),
+        ({"architectures": "Qwen3ForCausalLM"}, "architectures='Qwen3ForCausalLM': must be a list of names"),
+        ({"architectures": 5}, "architectures=5: must be a list of names"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "hidden_size": "x"},
+            r"architectures=\['LlamaForCausalLM'\].*supported",
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": -5.0}}, r"rope_theta=-5\.0"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": -2.0}}, "factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": "a"}}, "cannot be used"),
+        ({"rope_parameters": "x"}, "rope_parameters|RoPE"),
+        ({"layer_types": ["a"]}, "cannot be used"),
+    ],
+    ids=str,
+)
+def test_a_config_that_fits_no_model(model_dir, changes, message):
+    directory = model_dir(**changes)
+    with pytest.raises(ValueError, match=message) as error:
+        Config.create(directory)
+    assert str(error.value).startswith(f"{Path(directory, 'config.json')}: ")
+
+
+def test_heads_that_do_not_divide_the_hidden_size(model_dir):
+    qwen2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "head_dim": ...}
+    for hidden_size in (66, 20):
+        directory = model_dir(**qwen2, hidden_size=hidden_size, name=f"model-{hidden_size}")
+        with pytest.raises(ValueError, match=rf"hidden_size={hidden_size}: .*num_attention_heads \(4\)"):
+            Config.create(directory)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors", "mxfp4", None])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_quantised_checkpoint_is_refused_by_name(model_dir, method, load_format):
+    settings = {"bits": 4} | ({"quant_method": method} if method else {})
+    directory = model_dir(quantization_config=settings)
+    with pytest.raises(
+        ValueError, match=rf"quantization_config .*{method!r}: .*use the unquantised checkpoint"
+    ) as error:
+        Config.create(directory, load_format=load_format)
+    assert str(error.value).startswith(f"{Path(directory, 'config.json')}: ")
+    assert all(dtype in str(error.value) for dtype in ("bfloat16", "float16", "float32"))
+
+
+# Names
+
+
+@pytest.mark.parametrize("option", ["model", "tokenizer"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("x" * 5000, r"'xxxx+'\.\.\. \(5000 characters\): cannot be opened \(File name too long\)"),
+        ("/" + "a/" * 5000, r"\(10001 characters\): cannot be opened"),
+        ("Qwen3\0", r"'Qwen3\\x00': holds a NUL byte"),
+        (__file__, "is a file; must be the directory that holds it"),
+    ],
+    ids=["long", "deep", "nul", "file"],
+)
+def test_a_name_that_no_directory_has(model_dir, option, name, message):
+    options = {"model": model_dir()} | {option: name}
+    with pytest.raises(ValueError, match=f"^{option}=.*{message}") as error:
+        Config.create(**options)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_model_that_may_not_be_read(model_dir):
+    directory = Path(model_dir())
+    (directory / "config.json").chmod(0)
+    with pytest.raises(ValueError, match=r"config\.json: cannot be read: Permission denied"):
+        Config.create(str(directory))
+    directory.chmod(0)
+    try:
+        with pytest.raises(ValueError, match=r"Permission denied"):
+            Config.create(str(directory / "model"))
+    finally:
+        directory.chmod(0o755)
+
+
+def test_a_model_that_may_not_be_looked_up(monkeypatch):
+    def refuse(*args, **options):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", refuse)
+        with pytest.raises(ValueError, match=r"^model='/secret/model': cannot be opened \(Permission denied\)"):
+            Config.create("/secret/model")
+
+
+# The hub
+
+
+@pytest.fixture
+def hub(model_dir, monkeypatch):
+    """What is asked of a hub whose every id is one model: [(id, revision, patterns)]."""
+    directory, asked = model_dir(name="snapshot"), []
+
+    def snapshot_download(repo_id, *, revision, allow_patterns):
+        asked.append((repo_id, revision, allow_patterns))
         return directory
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return SimpleNamespace(directory=directory, asked=asked)
+
+
+def test_a_hub_id_is_downloaded(hub):
     config = Config.create("someone/some-model")
-    assert asked == ["someone/some-model"]
-    assert config.model == directory
+    assert [(name, revision) for name, revision, _ in hub.asked] == [("someone/some-model", None)] * 2
+    assert config.model == hub.directory
     assert config.hf_config.hidden_size == 64
+
+
+def test_a_revision_is_downloaded(hub):
+    config = Config.create("someone/some-model", revision="v1.0")
+    assert {revision for _, revision, _ in hub.asked} == {"v1.0"}
+    assert config.model == hub.directory
+
+
+@pytest.mark.parametrize("options", [{}, {"load_format": "dummy"}], ids=["local", "shape"])
+def test_a_revision_of_what_is_not_downloaded_is_refused(model_dir, options):
+    model = "Qwen3-0.6B" if options else model_dir()
+    with pytest.raises(ValueError, match=rf"revision='v1.0': must be None: model='{model}' is not downloaded"):
+        Config.create(model, revision="v1.0", **options)
+
+
+def test_a_revision_that_is_not_there_is_named():
+    with pytest.raises(FileNotFoundError, match=r"'someone/some-model'.*\(revision 'v9'\) it cannot be downloaded"):
+        Config.create("someone/some-model", revision="v9")
+
+
+def patterns_asked(hub) -> list[str]:
+    return [pattern for _, _, patterns in hub.asked for pattern in patterns]
+
+
+@pytest.mark.parametrize("changes", [{"quantization_config": {"quant_method": "fp8"}}, {"num_hidden_layers": 0}])
+def test_what_is_refused_costs_no_download_of_weights(hub, changes):
+    edit_json(Path(hub.directory, "config.json"), **changes)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        Config.create("someone/some-model")
+    assert "*.json" in patterns_asked(hub)
+    assert "*.safetensors" not in patterns_asked(hub)
+
+
+def test_random_weights_cost_no_download_of_weights(hub):
+    Config.create("someone/some-model", load_format="dummy")
+    assert "*.safetensors" not in patterns_asked(hub)
+    Config.create("someone/some-model")
+    assert "*.safetensors" in patterns_asked(hub)
+
+
+# The tokenizer
+
+
+def test_the_tokenizer_is_the_models_unless_given(model_dir):
+    directory, other = model_dir(), model_dir(name="other")
+    assert Config.create(directory).tokenizer == directory
+    assert Config.create(directory, tokenizer=other).tokenizer == other
+    assert Config.create(directory, tokenizer=Path(other)).tokenizer == other
+    assert dummy(tokenizer=other).tokenizer == other
+    assert Config.create(directory, skip_tokenizer_init=True).tokenizer is None
+
+
+def test_a_tokenizer_of_the_hub_is_downloaded_without_weights(hub, model_dir):
+    assert Config.create(model_dir(), tokenizer="someone/else").tokenizer == hub.directory
+    assert [name for name, _, _ in hub.asked] == ["someone/else"]
+    assert "*.safetensors" not in patterns_asked(hub)
+
+
+def test_a_tokenizer_that_is_not_there():
+    with pytest.raises(FileNotFoundError, match=r"tokenizer='/no/such': no such directory"):
+        dummy(tokenizer="/no/such")
+
+
+def test_a_tokenizer_that_nobody_loads_is_refused(model_dir):
+    with pytest.raises(ValueError, match=r"tokenizer=.* must be None with skip_tokenizer_init=True"):
+        dummy(tokenizer=model_dir(), skip_tokenizer_init=True)
 
 
 def test_a_hub_id_that_cannot_be_downloaded_says_why():

@@ -48,10 +48,17 @@ def test_missing_tensor(copy, checkpoint, tensor):
     assert_nothing_loaded(path, ValueError, f"lacks '{tensor}'")
 
 
+def test_missing_tensor_of_a_shard(copy):
+    path, tensor = copy("sharded"), f"{LAYER}.mlp.down_proj.weight"
+    name = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"][tensor]
+    save_file({n: t for n, t in load_file(path / name).items() if n != tensor}, path / name)
+    assert_nothing_loaded(path, ValueError, f"lacks '{tensor}', which the index places in {name}")
+
+
 def test_extra_tensor(copy):
     path = copy()
     edit_tensors(path, lambda t: t.update({f"{LAYER}.self_attn.q_proj.bias": torch.zeros(128)}))
-    assert_nothing_loaded(path, ValueError, f"'{LAYER}.self_attn.q_proj.bias'")
+    assert_nothing_loaded(path, ValueError, rf"'{LAYER}.self_attn.q_proj.bias' in model\.safetensors")
 
 
 def test_layer_beyond_the_configurations(copy):
@@ -74,7 +81,8 @@ def test_wrongly_shaped_tensor(copy, tensor, cut):
     path = copy()
     edit_tensors(path, lambda t: t.update({tensor: cut(t[tensor]).contiguous()}))
     found = list(load_file(path / "model.safetensors")[tensor].shape)
-    assert_nothing_loaded(path, ValueError, rf"'{tensor}' has shape \[{str(found)[1:-1]}\]")
+    message = rf"plain/model\.safetensors: tensor '{tensor}' has shape \[{str(found)[1:-1]}\]"
+    assert_nothing_loaded(path, ValueError, message)
 
 
 def test_scalar_in_place_of_a_norm(copy):
@@ -83,7 +91,69 @@ def test_scalar_in_place_of_a_norm(copy):
     assert_nothing_loaded(path, ValueError, "'model.norm.weight' has shape")
 
 
-@pytest.mark.parametrize("keep", [0.0, 0.00001, 0.5, 0.999])
+def test_empty_file(copy):
+    path = copy()
+    (path / "model.safetensors").write_bytes(b"")
+    assert_nothing_loaded(path, ValueError, r"plain/model\.safetensors: is empty: download it again")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_git_lfs_pointer(copy, name):
+    path = copy()
+    (path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 1240\n")
+    assert_nothing_loaded(path, ValueError, rf"plain/{name}: is a Git LFS pointer.*git lfs pull")
+
+
+@pytest.mark.parametrize("checkpoint", ["plain", "sharded"])
+def test_link_to_a_file_that_is_gone(copy, checkpoint):
+    path = copy(checkpoint)
+    file = sorted(path.glob("*.safetensors"))[0]
+    file.unlink()
+    file.symlink_to("../blobs/gone")
+    assert_nothing_loaded(path, FileNotFoundError, rf"{file.name}: is a link to \.\./blobs/gone, .*download")
+
+
+def test_directory_in_place_of_a_file(copy):
+    path = copy()
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors").mkdir()
+    assert_nothing_loaded(path, ValueError, r"plain/model\.safetensors: cannot be read: Is a directory")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.int8, "I8"),
+        (torch.uint8, "U8"),
+        (torch.int32, "I32"),
+        (torch.bool, "BOOL"),
+        (torch.float8_e4m3fn, "F8_E4M3"),
+        (torch.float8_e5m2, "F8_E5M2"),
+    ],
+)
+def test_quantised_weights(copy, dtype, name):
+    path, tensor = copy(), f"{LAYER}.mlp.up_proj.weight"
+    edit_tensors(path, lambda t: t.update({tensor: (100 * t[tensor]).to(dtype)}))
+    message = rf"plain/model\.safetensors: tensor '{tensor}' has dtype {name}: quantised.*use the unquantised"
+    assert_nothing_loaded(path, ValueError, message)
+
+
+def test_quantised_weights_of_other_names(copy):
+    """As GPTQ has them."""
+    path, tensor = copy(), f"{LAYER}.mlp.up_proj"
+    edit_tensors(path, lambda t: t.update({f"{tensor}.qweight": t.pop(f"{tensor}.weight").int()}))
+    assert_nothing_loaded(path, ValueError, rf"'{tensor}.qweight' has dtype I32: quantised")
+
+
+def test_quantised_shard_among_others(copy):
+    path, tensor = copy("sharded"), f"{LAYER}.mlp.down_proj.weight"
+    weight_map = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    file = path / weight_map[tensor]
+    save_file(load_file(file) | {tensor: torch.zeros(64, 96, dtype=torch.int8)}, file)
+    assert_nothing_loaded(path, ValueError, rf"{file.name}: tensor '{tensor}' has dtype I8")
+
+
+@pytest.mark.parametrize("keep", [0.00001, 0.5, 0.999])
 def test_truncated_file(copy, keep):
     path = copy()
     file = path / "model.safetensors"
@@ -197,7 +267,7 @@ def test_directory_without_a_configuration(copy):
 def test_configuration_that_is_none(copy, content):
     path = copy()
     (path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"plain'.*config\.json"):
+    with pytest.raises(ValueError, match=r"plain/config\.json: "):
         make_llm(path)
 
 

@@ -63,12 +63,10 @@ class LLMEngine:
         """
         start = time.perf_counter()
         self.config = config = Config.create(model, **options)
-        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model)
+        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config)
         self._detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer)
-        eos = set(config.eos)
         if self.tokenizer is not None and "eos" not in options and self.tokenizer.eos_token_id is not None:
-            eos.add(self.tokenizer.eos_token_id)
-        config.eos = tuple(sorted(eos))
+            config.add_eos([self.tokenizer.eos_token_id], "tokenizer")
         self.model_runner = ModelRunner(config)
         # Runs once: at exit(), when the engine is collected, or when the interpreter ends.
         self._finalizer = weakref.finalize(self, self.model_runner.exit)
@@ -78,9 +76,10 @@ class LLMEngine:
             config.max_model_len,
             self.model_runner.num_kvcache_blocks,
             config.kvcache_block_size,
-            eos,
+            config.eos,
             config.enable_prefix_caching,
             self.model_runner.mixed_step_rows,
+            config.supported_model_len,
         )
         self._checker = RequestChecker(self.tokenizer, config.hf_config.vocab_size, config.eos, self.scheduler.check)
         self._seed = secrets.randbits(63) if config.seed is None else config.seed

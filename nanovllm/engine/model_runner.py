@@ -4,7 +4,7 @@ import gc
 import logging
 import pickle
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import torch
@@ -68,14 +68,16 @@ class ModelRunner(RankCalls):
         self.logit_steps: LogitSteps | None = None
         self.tp = TensorParallel()
         self.workers: Workers | None = None
-        self.device = link.device if link else _first_device(config.device)
+        self.device = link.device if link else _first_device(config)
         try:
-            if link is not None:
-                self.tp, self.calls, self.steps = link.tp, link.calls, StepDecoder()
-            elif config.tensor_parallel_size > 1:
-                self.workers, self.steps = Workers(config, self.device), StepEncoder()
-                self.tp = self.workers.meet()
-            with Progress(config.use_tqdm and rank == 0) as progress:
+            # The caller's current GPU may be another one.
+            on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+            with on_device, Progress(config.use_tqdm and rank == 0) as progress:
+                if link is not None:
+                    self.tp, self.calls, self.steps = link.tp, link.calls, StepDecoder()
+                elif config.tensor_parallel_size > 1:
+                    self.workers, self.steps = Workers(config, self.device), StepEncoder()
+                    self.tp = self.workers.meet()
                 self._build(progress)
                 if self.workers is not None:
                     self.workers.wait_ready()
@@ -325,6 +327,6 @@ class ModelRunner(RankCalls):
             self._decode(batch_size, num_rows, is_mixed)
 
 
-def _first_device(kind: str) -> torch.device:
-    """Rank 0's: the CPU, or the caller's current GPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+def _first_device(config: Config) -> torch.device:
+    """Rank 0's."""
+    return torch.device("cpu") if config.device_index is None else torch.device(config.device, config.device_index)

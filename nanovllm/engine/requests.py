@@ -6,14 +6,20 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise, repeat, zip_longest
 from operator import index
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from nanovllm.config import Config
 from nanovllm.engine.structured import Grammar, Grammars
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.utils.model_files import one_line, read_json
 
 Prompt = str | list[int]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model")
+_OTHER_TOKENIZERS = "tokenizer= takes another's, and skip_tokenizer_init=True does without"
 
 # Token ids that are checked in one go: enough that what a prompt costs by itself does not count, and no more, because
 # the copies that are made of them should stay in the processor's cache.
@@ -280,19 +286,27 @@ def check_params(params, where: str = "sampling_params") -> SamplingParams:
     return params
 
 
-def load_tokenizer(model: str):
-    """The transformers tokenizer of a model directory. Raises ValueError, naming the way to do without one."""
+def load_tokenizer(config: Config):
+    """The transformers tokenizer of `config.tokenizer`. Raises FileNotFoundError or ValueError, naming the file and the
+    ways to do without."""
     from transformers import AutoTokenizer
 
-    if "/" not in model and not os.path.isdir(model):
-        raise ValueError(f"model={model!r}: a published shape has no tokenizer; skip_tokenizer_init=True does without")
+    if config.tokenizer is None:
+        raise ValueError(f"model={config.model!r}: a published shape has no tokenizer; {_OTHER_TOKENIZERS}")
+    files = [file for name in _TOKENIZER_FILES if os.path.lexists(file := Path(config.tokenizer, name))]
+    if not files:
+        raise FileNotFoundError(f"{config.tokenizer}: holds no {_TOKENIZER_FILES[0]}; {_OTHER_TOKENIZERS}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, use_fast=True)
-        # Without tokenizer files transformers 5 makes up an empty one.
+        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, use_fast=True)
+        # Without a vocabulary transformers 5 makes up an empty one.
         if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
-            raise ValueError("it has no vocabulary: are its files there?")
+            raise ValueError("it has no vocabulary")
         return tokenizer
     except Exception as error:
+        for file in files:
+            if file.suffix == ".json":
+                read_json(file)  # Raises for the file at fault. Not before: they are megabytes.
+        names = ", ".join(file.name for file in files)
         raise ValueError(
-            f"model={model!r}: its tokenizer cannot be loaded ({error}); skip_tokenizer_init=True does without"
+            f"{config.tokenizer}: its tokenizer ({names}) cannot be loaded: {one_line(error)}; {_OTHER_TOKENIZERS}"
         ) from error

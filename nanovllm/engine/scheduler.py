@@ -27,6 +27,7 @@ class Scheduler(SequenceQueues):
         max_model_len, num_kvcache_blocks, kvcache_block_size, eos, enable_prefix_caching: see `SequenceQueues`.
         mixed_step_rows: tokens that a decode step may compute, its sequences' and those of prompts; 0 takes no prompts
             along.
+        supported_model_len: see `SequenceQueues`.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class Scheduler(SequenceQueues):
         eos: Iterable[int] = (),
         enable_prefix_caching: bool = True,
         mixed_step_rows: int = 0,
+        supported_model_len: int | None = None,
     ):
-        super().__init__(max_model_len, num_kvcache_blocks, kvcache_block_size, eos, enable_prefix_caching)
+        sizes = (max_model_len, num_kvcache_blocks, kvcache_block_size)
+        super().__init__(*sizes, eos, enable_prefix_caching, supported_model_len)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.mixed_step_rows = mixed_step_rows

@@ -14,6 +14,7 @@ class SequenceQueues:
 
     Args:
         max_model_len: longest sequence, prompt and completion, that the model may see.
+        supported_model_len: longest sequence that the model supports, for messages; None where it is unknown.
         num_kvcache_blocks, kvcache_block_size: the KV cache's blocks, and token slots a block.
         eos: end-of-sequence token ids.
         enable_prefix_caching: whether equal beginnings share blocks.
@@ -32,8 +33,10 @@ class SequenceQueues:
         kvcache_block_size: int,
         eos: Iterable[int],
         enable_prefix_caching: bool,
+        supported_model_len: int | None = None,
     ):
         self.max_seq_len = min(max_model_len, num_kvcache_blocks * kvcache_block_size)
+        self._max_model_len, self._supported_model_len = max_model_len, supported_model_len
         self.eos = frozenset(eos)
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -56,13 +59,23 @@ class SequenceQueues:
     def check(self, num_prompt_tokens: int) -> None:
         """Raises ValueError where a prompt of this length leaves no room for one completion token."""
         if num_prompt_tokens >= self.max_seq_len:
-            blocks, size = len(self.block_manager.blocks), self.block_manager.block_size
             raise ValueError(
-                f"the prompt has {num_prompt_tokens} tokens, and with one token of completion it is longer "
-                f"than the engine's longest sequence of {self.max_seq_len} tokens (the smaller of "
-                f"max_model_len and the KV cache's {blocks} blocks x {size} tokens); shorten the prompt, or "
-                "raise max_model_len or the KV cache's size"
+                f"the prompt has {num_prompt_tokens} tokens, and with one token of completion it is longer than the "
+                f"longest sequence of {self.max_seq_len} tokens, {self._explain_limit()}"
             )
+
+    def _explain_limit(self) -> str:
+        """What sets max_seq_len, and how to raise it."""
+        blocks, size = len(self.block_manager.blocks), self.block_manager.block_size
+        if self.max_seq_len < self._max_model_len:
+            return (
+                f"which is all that the KV cache holds ({blocks} blocks x {size} tokens): shorten the prompt, or raise "
+                "num_kvcache_blocks, kvcache_gib or gpu_memory_utilization"
+            )
+        if self._max_model_len == self._supported_model_len:
+            return "which is all that the model supports (max_position_embeddings): shorten the prompt"
+        most = f", to at most {self._supported_model_len}" if self._supported_model_len is not None else ""
+        return f"which is max_model_len: shorten the prompt, or raise max_model_len{most}"
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Raises ValueError where it could never run."""

@@ -16,8 +16,9 @@ def make_model(hf_config, dtype: torch.dtype, device: torch.device, *args) -> nn
     return model.requires_grad_(False)
 
 
-def model_class(hf_config) -> type[nn.Module]:
-    """The class that implements a transformers configuration. Raises ValueError for one that we do not have."""
+def model_class(hf_config, where: str = "config.json") -> type[nn.Module]:
+    """The class that implements a transformers configuration. Raises ValueError, naming `where` the configuration comes
+    from, for one that we do not have."""
     from nanovllm.models.qwen2 import Qwen2ForCausalLM
     from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
@@ -27,7 +28,7 @@ def model_class(hf_config) -> type[nn.Module]:
         if name in classes:
             return classes[name]
     raise ValueError(
-        f"architectures={names or None} (model_type {hf_config.model_type!r}) in config.json: "
+        f"{where}: architectures={names or None} (model_type {hf_config.model_type!r}): "
         f"supported are {', '.join(classes)}"
     )
 

@@ -1,42 +1,55 @@
 """Weights: from safetensors files, or drawn at random, straight into the model's parameters."""
 
-import json
 import math
+import os
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from nanovllm.utils.model_files import check_readable, read_json
 from nanovllm.utils.staging import Staging
 
 # Older checkpoints store RoPE's frequencies, which follow from the configuration.
 _DERIVED = ("rotary_emb.inv_freq",)
+_FLOATS = ("BF16", "F16", "F32", "F64")  # safetensors' names
+_INDEX = "model.safetensors.index.json"
+_HINT = "is config.json the same model's?"
 _MAX_NAMED = 5
 _MAX_THREADS = 8
+
+
+class _Tensor(NamedTuple):
+    """One tensor of a checkpoint: a safetensors slice, of which nothing has been read, and the file that holds it."""
+
+    content: Any
+    file: Path
 
 
 def load_model(model: nn.Module, directory: str) -> None:
     """Fill every parameter from the safetensors files of a model directory.
 
-    All names and shapes are checked against the files' headers before the first byte is copied. A parameter's
+    All names, shapes and dtypes are checked in the files' headers before the first byte is copied. A parameter's
     weight_loader reads from the memory-mapped file only what its rank needs; several threads, at most as many as torch
     computes with, each take one parameter after the other. An error ends them all, as Ctrl-C does.
 
     Raises:
         FileNotFoundError: no safetensors, or a file that the index names is not there.
-        ValueError: a damaged file; a missing, an extra or a wrongly shaped tensor; the message names it.
+        ValueError: a damaged file; a missing or an extra tensor, or one of a wrong shape or dtype; the message names
+            the tensor and its file.
     """
     with ExitStack() as stack:
         tensors = _open_tensors(directory, stack)
-        plan = _make_plan(model, tensors)
+        plan = _make_plan(model, tensors, directory)
         # The largest first, so that no thread is left alone with one in the end.
-        names = sorted(plan, key=lambda name: -math.prod(tensors[name].get_shape()))
-        _load_all([(tensors[name], *plan[name]) for name in names], next(model.parameters()).device)
+        names = sorted(plan, key=lambda name: -math.prod(tensors[name].content.get_shape()))
+        _load_all([(tensors[name].content, *plan[name]) for name in names], next(model.parameters()).device)
 
 
 def _load_all(tasks: list[tuple], device: torch.device) -> None:
@@ -102,56 +115,75 @@ def _copy_whole(param: nn.Parameter, loaded, shard_id) -> None:
     param.data.copy_(loaded[...])
 
 
-def _open_tensors(directory: str, stack: ExitStack) -> dict:
-    """{tensor name: safetensors slice} over all files of a checkpoint, nothing read but headers."""
-    tensors = {}
+def _open_tensors(directory: str, stack: ExitStack) -> dict[str, _Tensor]:
+    """{name: tensor} over all files of a checkpoint, nothing read but headers."""
+    tensors: dict[str, _Tensor] = {}
     for path in _checkpoint_files(Path(directory)):
+        check_readable(path)
         try:
             file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: damaged or truncated safetensors file: {error}") from error
+            raise ValueError(f"{path}: damaged or truncated safetensors file ({error}): download it again") from error
         for name in file.keys():  # noqa: SIM118 (not a dict)
             if name in tensors:
-                raise ValueError(f"{path}: tensor {name!r} is in an earlier file as well")
-            tensors[name] = file.get_slice(name)
+                raise ValueError(f"{path}: tensor {name!r} is in {tensors[name].file.name} as well")
+            tensors[name] = _Tensor(file.get_slice(name), path)
     return tensors
 
 
 def _checkpoint_files(directory: Path) -> list[Path]:
     """The files that the index lists, or all *.safetensors where there is no index."""
-    index = directory / "model.safetensors.index.json"
+    index = directory / _INDEX
     if not index.is_file():
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{directory}: holds no *.safetensors file (load_format='dummy' needs none)")
         return files
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
         paths = [directory / name for name in names]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index}: not a safetensors index: {error!r}") from error
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index}: not a safetensors index ({error!r}): download it again") from error
     for path in paths:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: named by {index.name}, but not there")
+        if not os.path.lexists(path):
+            raise FileNotFoundError(f"{path}: named by {index.name}, but not there: download it")
     return paths
 
 
-def _make_plan(model: nn.Module, tensors: dict) -> dict[str, tuple[nn.Parameter, object]]:
-    """{checkpoint name: (parameter, shard id)}, complete and with the right shapes, or ValueError."""
+def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) -> dict[str, tuple[nn.Parameter, object]]:
+    """{checkpoint name: (parameter, shard id)}, complete and with the right shapes and dtypes, or ValueError."""
     wanted = _wanted_tensors(model)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     extra = [n for n in tensors if n not in wanted and not n.endswith(_DERIVED)]
     if tied:
         extra = [n for n in extra if n != "lm_head.weight"]
+    # First, because quantised checkpoints have other names as well.
+    for name in (*wanted, *extra):
+        if name in tensors and (dtype := tensors[name].content.get_dtype()) not in _FLOATS:
+            raise ValueError(
+                f"{tensors[name].file}: tensor {name!r} has dtype {dtype}: quantised checkpoints do not load, only "
+                f"{', '.join(_FLOATS)}; use the unquantised checkpoint"
+            )
+    files_of_extra = [f"{name!r} in {tensors[name].file.name}" for name in extra]
     missing = [n for n in wanted if n not in tensors]
     if missing:
-        raise ValueError(f"the checkpoint lacks {_some(missing)}" + (f"; it has {_some(extra)}" if extra else ""))
+        index = Path(directory, _INDEX)
+        named = read_json(index)["weight_map"] if index.is_file() else {}
+        places = [
+            f"{name!r}, which the index places in {named[name]}" if name in named else repr(name) for name in missing
+        ]
+        more = f"; it has {_some(files_of_extra)}" if extra else ""
+        raise ValueError(f"{directory}: the checkpoint lacks {_some(places)}{more}; {_HINT}")
     if extra:
-        raise ValueError(f"the checkpoint holds tensors that the model does not have: {_some(extra)}")
+        raise ValueError(
+            f"{directory}: the checkpoint holds tensors that the model does not have: {_some(files_of_extra)}; {_HINT}"
+        )
     for name, (_, _, shape) in wanted.items():
-        found = tuple(tensors[name].get_shape())
+        found = tuple(tensors[name].content.get_shape())
         if found != shape:
-            raise ValueError(f"tensor {name!r} has shape {list(found)}, the model needs {list(shape)}")
+            raise ValueError(
+                f"{tensors[name].file}: tensor {name!r} has shape {list(found)}, the model needs {list(shape)}; {_HINT}"
+            )
     return {name: (param, shard_id) for name, (param, shard_id, _) in wanted.items()}
 
 
@@ -169,4 +201,4 @@ def _wanted_tensors(model: nn.Module) -> dict[str, tuple[nn.Parameter, object, t
 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(map(repr, names[:_MAX_NAMED])) + more
+    return ", ".join(names[:_MAX_NAMED]) + more

@@ -79,13 +79,22 @@ def test_the_longest_sequence_is_the_smaller_of_model_and_cache(max_model_len, n
 
 
 @pytest.mark.parametrize(
-    ("max_model_len", "num_blocks", "limit"), [(10, 100, 10), (1000, 3, 12)], ids=["by model", "by cache"]
+    ("max_model_len", "supported", "num_blocks", "limit", "remedy"),
+    [
+        (10, 20, 100, 10, r"which is max_model_len: .*, or raise max_model_len, to at most 20$"),
+        (10, None, 100, 10, r"which is max_model_len: .*, or raise max_model_len$"),
+        (10, 10, 100, 10, r"all that the model supports \(max_position_embeddings\): shorten the prompt$"),
+        (1000, 1000, 3, 12, rf"all that the KV cache holds \(3 blocks x {SIZE} tokens\): .* num_kvcache_blocks"),
+    ],
+    ids=["by option", "by option, model unknown", "by model", "by cache"],
 )
 @pytest.mark.parametrize("beyond", [0, 1, 5000])
-def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers(max_model_len, num_blocks, limit, beyond):
-    scheduler = make_scheduler(num_blocks, max_model_len=max_model_len)
+def test_a_prompt_that_leaves_no_room_is_told_what_limits_it(
+    max_model_len, supported, num_blocks, limit, remedy, beyond
+):
+    scheduler = make_scheduler(num_blocks, max_model_len=max_model_len, supported_model_len=supported)
     length = limit + beyond
-    with pytest.raises(ValueError, match=rf"\b{length} tokens.*\b{limit} tokens.*\b{num_blocks} blocks x {SIZE}\b"):
+    with pytest.raises(ValueError, match=rf"\b{length} tokens.*\b{limit} tokens, .*{remedy}"):
         add(scheduler, length)
     with pytest.raises(ValueError, match=str(length)):
         scheduler.check(length)

@@ -83,15 +83,20 @@ def test_no_rank_holds_or_reads_more_than_its_share(path, size, monkeypatch):
         def get_shape(self):
             return self.tensor.get_shape()
 
+        def get_dtype(self):
+            return self.tensor.get_dtype()
+
         def __getitem__(self, index):
             part = self.tensor[index]
             num_read[-1] += part.numel()
             return part
 
     original = loader._open_tensors
-    monkeypatch.setattr(
-        loader, "_open_tensors", lambda *args: {name: Counting(t) for name, t in original(*args).items()}
-    )
+
+    def open_counting(*args):
+        return {name: t._replace(content=Counting(t.content)) for name, t in original(*args).items()}
+
+    monkeypatch.setattr(loader, "_open_tensors", open_counting)
     monkeypatch.setattr(loader, "load_model", lambda *args, load=loader.load_model: (num_read.append(0), load(*args)))
     models = load_ranks(path, size)
     replicated = sum(t.numel() for name, t in whole.items() if name.endswith(("norm.weight", "o_proj.bias")))

@@ -180,6 +180,21 @@ def test_rank_0_on_another_device_than_the_first(shared):
 
 
 @pytest.mark.parametrize("size", [1, 2])
+def test_an_engine_starts_on_the_chosen_device(shared, size):
+    """Which is not the current one, and stays so."""
+    path, reference = shared
+    if size > NUM_GPUS - 1:
+        pytest.skip("needs three CUDA devices")
+    prompts = reference.draw_prompts((5, 20), 8)
+    with make_llm(path, tensor_parallel_size=size, dtype="float32", **GPU | {"device": "cuda:1"}) as llm:
+        assert torch.cuda.current_device() == 0
+        assert {param.device for param in llm.model_runner.model.parameters()} == {torch.device("cuda", 1)}
+        assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
+        assert complete(llm, prompts, greedy(8, top_k=5)) == reference.greedy(prompts, 8)
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("size", [1, 2])
 def test_an_engine_works_on_its_own_device(shared, size):
     """Whichever is the current one when it is asked for something."""
     path, reference = shared

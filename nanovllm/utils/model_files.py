@@ -1,0 +1,98 @@
+"""A model's files: where they are, what is wrong with one, and how to repair it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+_LFS_POINTER = b"version https://git-lfs"
+_MAX_SHOWN = 100  # characters of a name in a message
+
+WEIGHT_FILES = ("*.safetensors",)
+OTHER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # configurations and tokenizers
+
+
+def find_directory(name: str, option: str) -> Path | None:
+    """The directory of this name (~ expands), or None where nothing has this name.
+
+    Args:
+        option: the option that gave the name, for messages.
+
+    Raises:
+        ValueError: a file, or a name that no directory can have or that may not be looked up.
+    """
+    if "\0" in name:
+        raise ValueError(f"{option}={_shorten(name)}: holds a NUL byte; must be a directory or a hub id")
+    path = Path(os.path.expanduser(name))
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise ValueError(
+            f"{option}={_shorten(name)}: cannot be opened ({error.strerror}); must be a directory or a hub id"
+        ) from error
+    if not path.is_dir():
+        raise ValueError(f"{option}={name!r}: is a file; must be the directory that holds it")
+    return path
+
+
+def download(name: str, option: str, patterns: tuple[str, ...], revision: str | None = None) -> str:
+    """The local directory of a hub id, with the files of these patterns. Raises FileNotFoundError where there is
+    neither a directory nor a hub model of this name."""
+    from huggingface_hub import snapshot_download
+
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
+        raise FileNotFoundError(f"{option}={_shorten(name)}: no such directory")
+    try:
+        return snapshot_download(name, revision=revision, allow_patterns=list(patterns))
+    except Exception as error:
+        at = "" if revision is None else f" (revision {revision!r})"
+        raise FileNotFoundError(
+            f"{option}={_shorten(name)}: no such directory, and as a hub id{at} it cannot be downloaded: "
+            f"{one_line(error)}"
+        ) from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises FileNotFoundError or ValueError, naming the file."""
+    check_readable(file)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: is not valid JSON ({error}): download it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: must hold a JSON object, not a {type(content).__name__}: download it again")
+    return content
+
+
+def check_readable(file: Path) -> None:
+    """Raises FileNotFoundError or ValueError, with the remedy, for what is not a readable file with content."""
+    if not os.path.lexists(file):
+        raise FileNotFoundError(f"{file}: is not there")
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(len(_LFS_POINTER))
+    except FileNotFoundError as error:
+        target = os.readlink(file)
+        raise FileNotFoundError(
+            f"{file}: is a link to {target}, which is not there: download the model again"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
+    if not head:
+        raise ValueError(f"{file}: is empty: download it again")
+    if head == _LFS_POINTER:
+        raise ValueError(
+            f"{file}: is a Git LFS pointer, not the file itself: run `git lfs pull` in its directory, or download the "
+            "model again"
+        )
+
+
+def one_line(error: BaseException) -> str:
+    """An error of another library, for a message of ours."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _shorten(name: str) -> str:
+    return repr(name) if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]!r}... ({len(name)} characters)"
