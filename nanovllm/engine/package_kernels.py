@@ -12,7 +12,7 @@ from nanovllm.config import Config
 from nanovllm.layers.flash_attn4 import AttentionShape, FlashAttn4, load_kernel
 from nanovllm.layers.quack import Quack, load_product
 from nanovllm.utils.compile_processes import CompileProcesses
-from nanovllm.utils.optional_packages import kernel_cache
+from nanovllm.utils.optional_packages import keep_kernels, kernel_cache
 from nanovllm.utils.parallel import TensorParallel
 
 _PACKAGES = ("quack-kernels", "flash-attn-4")
@@ -53,6 +53,7 @@ class PackageKernels:
 
     def __enter__(self):
         if self._note is not None:
+            keep_kernels()  # The processes inherit where.
             self._processes = self._stack.enter_context(CompileProcesses(_MODULES))
         return self
 

@@ -1,7 +1,6 @@
 """Prefill attention by the flash-attn-4 package, for the back ends to prefer where it can be used."""
 
 import logging
-import os
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -12,10 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.layers.quack import keep_kernels
 from nanovllm.utils.context import Context
 from nanovllm.utils.light_imports import import_without_torch_compile
-from nanovllm.utils.optional_packages import OptionalPackage, kernel_cache
+from nanovllm.utils.optional_packages import OptionalPackage, keep_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -124,9 +122,6 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
         return None
     if head_dim > 128 or head_dim % 8:
         return None
-    # Read when the package is imported. Its own default is to compile anew in every process.
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", kernel_cache("flash-attn-4"))
     keep_kernels()
     try:
         flash_attn_varlen_func, flash_attn_func = import_without_torch_compile(_import_package)

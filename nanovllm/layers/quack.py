@@ -1,7 +1,6 @@
 """Products by the quack-kernels package (GEMMs in CuTe), for the layers to prefer where they are the fastest."""
 
 import logging
-import os
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON
 from nanovllm.utils.light_imports import import_without_torch_compile
-from nanovllm.utils.optional_packages import OptionalPackage, kernel_cache
+from nanovllm.utils.optional_packages import OptionalPackage, keep_kernels
 
 if HAS_TRITON:
     from nanovllm.kernels.launch import is_compiling_ahead
@@ -135,12 +134,6 @@ def _config(make_config: Callable, tile: Tile):
         is_dynamic_persistent=False,
         device_capacity=9,
     )
-
-
-def keep_kernels() -> None:
-    """Have the package keep what it compiles where it outlives temporary files, its own default. It reads this when it
-    is imported, by whomever: flash-attn-4 does so as well."""
-    os.environ.setdefault("QUACK_CACHE_DIR", kernel_cache("quack"))
 
 
 def load_quack(dtype: torch.dtype, device: torch.device, decodes: bool) -> Quack | None:

@@ -39,6 +39,14 @@ class OptionalPackage:
             return None
 
 
+def keep_kernels() -> None:
+    """Have both packages keep what they compile in this library's cache. Their own defaults are temporary files, and
+    for flash-attn-4 nothing. They read these variables when they are imported, and processes inherit them."""
+    os.environ.setdefault("QUACK_CACHE_DIR", kernel_cache("quack"))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", kernel_cache("flash-attn-4"))
+
+
 def kernel_cache(name: str) -> str:
     """The directory in which a package keeps what it compiles: `name` in this library's cache, `XDG_CACHE_HOME` or
     ~/.cache."""
