@@ -113,8 +113,8 @@ class SamplingParams:
     structured_outputs), then temperature, top_k, top_p and min_p, each as transformers defines it.
 
     Attributes:
-        temperature: divides the logits before the softmax; 0 is greedy. As all fractions here, either 0 or of a size
-            that float32 can hold: 1.2e-38 to 3.4e38.
+        temperature: divides the logits before the softmax; 0 is greedy. Like every number here that is no integer, it
+            must be 0 or of a size that float32 can hold, 1.2e-38 to 3.4e38.
         top_k: draw among the k likeliest tokens; 0 or -1 is all of them.
         top_p: draw among the likeliest tokens whose probabilities together reach top_p, the one that crosses it
             included, in (0, 1].

@@ -222,9 +222,10 @@ def test_forms_with_tokens_that_may_and_may_not_be_drawn(llm):
         ({"regex": "(?=a)b"}, "look-ahead"),
         ({"json": {"type": "foo"}}, r"json=.*Invalid type: foo"),
         ({"json": {"type": "integer", "minimum": 3, "maximum": 2}}, "minimum"),
+        ({"json": {"type": "array"}, "whitespace_pattern": "("}, r"json=.*cannot be enforced"),
         ({"json": "[1]"}, r"sampling_params.*json='\[1\]': cannot be enforced: .*object schema"),
     ],
-    ids=["regex", "look-ahead", "type", "unsatisfiable", "no schema"],
+    ids=["regex", "look-ahead", "type", "unsatisfiable", "whitespace", "no schema"],
 )
 def test_a_bad_form_is_refused_before_any_work(llm, fields, says):
     with pytest.raises(ValueError, match=f"(?s){says}"):

@@ -19,7 +19,7 @@ GROUP = 16
 _WORD = 0xFFFFFFFF
 _NO_COLUMN = 2**31 - 1
 _MAX = torch.finfo(torch.float32).max
-_MIN_SCALE, _MAX_SCALE = torch.finfo(torch.float32).tiny, 1e30
+_MIN_SCALE, _MAX_SCALE = 2.0**-125, 1e30
 _COLUMNS_AT_ONCE = 2**19
 
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 Function = TypeVar("Function", bound=Callable)
 
 ENGINE_HINTS = {
+    "async_scheduling": "use overlap_steps",
     "block_size": "use kvcache_block_size",
     "compilation_config": "CUDA graphs are captured by default; enforce_eager=True goes without them",
     "cpu_offload_gb": "weights stay on the GPU; tensor_parallel_size splits them over several",
@@ -25,10 +26,12 @@ ENGINE_HINTS = {
     "limit_mm_per_prompt": "prompts are text alone",
     "max_context_len": "use max_model_len",
     "max_context_len_to_capture": "CUDA graphs are captured for all lengths",
+    "max_logprobs": "requests may ask for 20 at most",
     "max_seq_len_to_capture": "CUDA graphs are captured for all lengths",
     "num_gpu_blocks_override": "use num_kvcache_blocks",
     "pipeline_parallel_size": "pipeline parallelism is not supported; use tensor_parallel_size",
     "quantization": "quantized weights are not supported",
+    "revision": "download that revision and pass its directory as model",
     "speculative_config": "speculative decoding is not supported",
     "structured_outputs_config": "llguidance is the only backend; see SamplingParams(structured_outputs=...)",
     "swap_space": "there is no swapping: a preempted request is computed again",
