@@ -1,6 +1,5 @@
 """Config: every option of the engine, checked in one place."""
 
-import difflib
 import logging
 import math
 import os
@@ -15,6 +14,7 @@ import torch
 from nanovllm.models.hf_config import check_hf_config, check_token_ids, read_hf_config, supported_length
 from nanovllm.models.qwen3 import get_head_dim
 from nanovllm.utils.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
+from nanovllm.utils.option_hints import ENGINE_HINTS, unknown_option
 from nanovllm.utils.parallel import check_shardable
 
 logger = logging.getLogger(__name__)
@@ -125,9 +125,7 @@ class Config:
         names = [field.name for field in fields(cls)]
         for name in options:
             if name not in names:
-                near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
-                raise TypeError(f"unknown option {name!r}: {hint}")
+                raise unknown_option(name, names, ENGINE_HINTS)
         return cls(model, **options)
 
     def __post_init__(self):

@@ -3,7 +3,15 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from nanovllm.engine.chat import Conversation, as_conversations, render_chat
+from nanovllm.engine.chat import (
+    Conversation,
+    Tool,
+    as_conversations,
+    as_tools,
+    check_template_options,
+    misplaced_option,
+    render_chat,
+)
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import RequestOutput, Score, StreamDelta
 from nanovllm.engine.requests import Prompt, as_prompts, check_choice, pair_lazily, params_per_prompt
@@ -11,6 +19,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_loop import User
 from nanovllm.engine.streaming import DeltaReader, PromptFeed
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.option_hints import CHAT_HINTS, explains_unknown_options
 
 # In order, generate_iter takes prompts this many batches of max_num_seqs ahead of the result that comes next: results
 # may pile up behind a slow one for as long as most of a batch is still at work.
@@ -26,6 +35,7 @@ class LLM(LLMEngine):
     iterator is half read, all others raise RuntimeError; closing or dropping it drops its requests.
     """
 
+    @explains_unknown_options(CHAT_HINTS, misplaced_option)
     def chat(
         self,
         messages: Conversation | list[Conversation],
@@ -35,6 +45,7 @@ class LLM(LLMEngine):
         chat_template_kwargs: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: list[Tool] | None = None,
     ) -> list[RequestOutput]:
         """Answer conversations: the tokenizer's chat template, then `generate`.
 
@@ -47,12 +58,15 @@ class LLM(LLMEngine):
             add_generation_prompt: end the prompt with the beginning of an answer.
             continue_final_message: go on with the last message, instead of answering it; wants
                 add_generation_prompt=False.
+            tools: what the model may call, for the template: OpenAI's schemas, or functions with type hints and a
+                docstring in Google's style.
 
         Returns:
             One RequestOutput a conversation.
 
         Raises:
             ValueError: no template, or a malformed message; names the conversation and the message. Also as generate.
+            TypeError: an unknown keyword, with where it belongs, or an argument of another type.
         """
         self._loop.claim(User("chat()"))
         if self.tokenizer is None:
@@ -62,12 +76,14 @@ class LLM(LLMEngine):
                 "continue_final_message=True: the last message is either continued or answered; pass "
                 "add_generation_prompt=False with it"
             )
+        check_template_options(chat_template, chat_template_kwargs)
         prompts = render_chat(
             self.tokenizer,
             as_conversations(messages),
             chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            tools=as_tools(tools),
             **chat_template_kwargs or {},
         )
         return self.generate(prompts, sampling_params, use_tqdm)

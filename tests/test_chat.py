@@ -6,6 +6,7 @@ import pytest
 from checkpoints import make_checkpoint, make_llm
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.chat import as_tools
 
 DEMO_MODEL = Path(__file__).parents[1] / "assets" / "demo-model"
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
@@ -54,6 +55,78 @@ def test_variables_of_the_template(llm):
     (output,) = llm.chat([HELLO], PARAMS, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})
     assert output["num_prompt_tokens"] == len(llm.tokenizer(prompt)["input_ids"])
     assert [output["text"]] == generate(llm, [prompt])
+
+
+def search(query: str, limit: int) -> str:
+    """Look something up.
+
+    Args:
+        query: what to look for
+        limit: how many results
+    """
+
+
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Look something up.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "query": {"type": "string", "description": "what to look for"},
+                "limit": {"type": "integer", "description": "how many results"},
+            },
+            "required": ["query", "limit"],
+        },
+        "return": {"type": "string"},
+    },
+}
+
+
+def test_tools_are_the_templates(llm):
+    template = "{% if tools %}{{ tools[0].function.name }} {{ tools|length }}{% endif %}{{ messages[0]['content'] }}"
+    expected = generate(llm, ["search 1introduce yourself"])
+    for tool in (search, SEARCH):
+        assert chat(llm, [HELLO], chat_template=template, tools=[tool]) == expected
+    assert as_tools([search]) == [SEARCH]
+    for none in (None, []):
+        assert chat(llm, [HELLO], chat_template=template, tools=none) == generate(llm, ["introduce yourself"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"tools": "search"}, TypeError, "tools: must be a list of schemas or functions, not str"),
+        ({"tools": SEARCH}, TypeError, "tools: must be a list of schemas or functions, not dict"),
+        ({"tools": search}, TypeError, "tools: must be a list of schemas or functions, not function"),
+        ({"tools": [SEARCH, 5]}, TypeError, r"tools\[1\]: must be a schema or a function, not int"),
+        (
+            {"tools": [{"type": "function"}]},
+            ValueError,
+            r'tools\[0\]: must be \{"type": "function", "function": \{"name"',
+        ),
+        ({"tools": [SEARCH, lambda x: x]}, ValueError, r"tools\[1\]: no schema can be made of .*docstring"),
+        ({"tools": [SEARCH]}, ValueError, "tools: the chat template has no place for them"),
+        ({"chat_template": 5}, TypeError, "chat_template: must be the text of a Jinja template, not int"),
+        ({"chat_template_kwargs": "x"}, TypeError, "chat_template_kwargs='x': must be a dict"),
+        ({"chat_template_kwargs": {5: 1}}, TypeError, "chat_template_kwargs={5: 1}: must be a dict"),
+        ({"chat_template_kwargs": {"tools": []}}, ValueError, "chat_template_kwargs: 'tools' is an argument of chat"),
+        ({"chat_template_kwargs": {"tokenize": False}}, ValueError, "'tokenize' is no variable of a template"),
+        (
+            {"enable_thinking": False},
+            TypeError,
+            "unknown option 'enable_thinking': .*chat_template_kwargs={\"enable_thinking\": False}",
+        ),
+        ({"temperature": 0.5}, TypeError, r"'temperature': pass sampling_params=SamplingParams\(temperature=0.5\)"),
+        ({"continue_last_message": True}, TypeError, "did you mean 'continue_final_message'"),
+        ({"lora_request": 1}, TypeError, "LoRA is not supported"),
+    ],
+    ids=lambda value: f"{value!r:.40}" if isinstance(value, dict) else "",
+)
+def test_a_wrong_argument_is_named(llm, options, error, says):
+    with pytest.raises(error, match=says):
+        llm.chat([HELLO], PARAMS, use_tqdm=False, **options)
 
 
 def test_a_template_of_the_callers_own(llm):

@@ -1,6 +1,8 @@
 """What a request asks of its sampling, through the whole engine, held to transformers one token at a time."""
 
+import dataclasses
 import itertools
+from array import array
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from checkpoints import (
     complete,
     edit_json,
     greedy,
+    make_ascii_checkpoint,
     make_checkpoint,
     make_llm,
     random_prompt,
@@ -18,8 +21,9 @@ from checkpoints import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling_reference import complete_alone, run
+from transformers import AutoTokenizer
 
-from nanovllm import SamplingParams
+from nanovllm import SamplingParams, StructuredOutputsParams
 
 # One token in sixteen ends a sequence.
 EOS = tuple(range(3, VOCAB_SIZE, 16))
@@ -55,6 +59,8 @@ params_of_any_kind = st.builds(
     frequency_penalty=st.sampled_from([0.0, 0.0, -0.7, 2.0]),
     repetition_penalty=st.sampled_from([1.0, 1.0, 0.6, 1.3]),
     logprobs=st.sampled_from([None, None, 0, 3]),
+    logit_bias=st.sampled_from([None, None, {5: 2.5, 300: -100.0}, dict.fromkeys(range(0, VOCAB_SIZE, 7), 1.5)]),
+    allowed_token_ids=st.sampled_from([None, None, range(0, VOCAB_SIZE, 5), [1, 2, 2, 310]]),
 )
 
 
@@ -79,6 +85,8 @@ SETTINGS = [
     {},
     {"frequency_penalty": 2.0, "temperature": 0.0},
     {"min_p": 0.2, "repetition_penalty": 0.7, "temperature": 1.3},
+    {"logit_bias": dict.fromkeys(range(0, VOCAB_SIZE, 9), 3.0), "repetition_penalty": 1.5},
+    {"allowed_token_ids": range(1, VOCAB_SIZE, 4), "temperature": 0.0, "frequency_penalty": 1.0},
 ]
 FIXED = [SamplingParams(max_tokens=30, ignore_eos=True, seed=2**40 + i, **each) for i, each in enumerate(SETTINGS)]
 
@@ -87,7 +95,7 @@ FIXED = [SamplingParams(max_tokens=30, ignore_eos=True, seed=2**40 + i, **each) 
 def alone(base):
     """Prompts and completions of FIXED. The prompts are such that no rounding decides."""
     found = []
-    for params, length in zip(FIXED, (20, 45, 16, 31, 64, 7), strict=True):
+    for params, length in zip(FIXED, (20, 45, 16, 31, 64, 7, 25, 12), strict=True):
         seeds = itertools.count(length)
         while True:
             prompt = random_prompt(length, seed=next(seeds))
@@ -137,6 +145,152 @@ def test_settings_without_effect_are_plain():
         assert not SamplingParams(**fields).is_plain
 
 
+# -- bad words ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ascii_base(tmp_path_factory):
+    """(checkpoint, Reference, tokenizer)."""
+    path = make_ascii_checkpoint(tmp_path_factory.mktemp("bad-words"))
+    return path, Reference(path), AutoTokenizer.from_pretrained(path)
+
+
+def find_word(tokenizer, completion: list[int], size: int) -> str | None:
+    """The first word of so many tokens in a completion that is tokenized as it stands there."""
+    for i in range(len(completion) - size):
+        word = tokenizer.decode(completion[i : i + size])
+        if word.strip() == word and tokenizer.encode(word) == completion[i : i + size]:
+            return word
+    return None
+
+
+@pytest.fixture(scope="module")
+def banned(ascii_base):
+    """Prompts, parameters and completions of requests whose words would come up if they were allowed."""
+    _, reference, tokenizer = ascii_base
+    found = []
+    for i, temperature in enumerate([0.0, 0.3, 0.0, 0.4]):
+        free = SamplingParams(temperature, 16, ignore_eos=True, seed=i, repetition_penalty=1.2 if i == 2 else 1.0)
+        for seed in itertools.count(50 * i):
+            prompt = random_prompt(20 + 7 * i, seed=seed)
+            completion = complete_alone(reference, prompt, free) or []
+            words = [find_word(tokenizer, completion, size) for size in (1, 2, 3)]
+            if None in words:
+                continue
+            words = words[1:] if i % 2 else words
+            token_ids = [tokenizer.encode(space + word) for word in words for space in ("", " ")]
+            expected = complete_alone(reference, prompt, free, bad_words=token_ids)
+            if expected is not None:
+                break
+        assert expected != completion
+        found.append((prompt, dataclasses.replace(free, bad_words=words), expected))
+    return [list(each) for each in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "preempts"),
+    [
+        ({}, False),
+        ({"overlap_steps": False}, False),
+        ({"max_num_batched_tokens": 24, "num_kvcache_blocks": 6}, True),
+    ],
+    ids=["overlapped", "one-by-one", "preempted-chunked"],
+)
+def test_bad_words(ascii_base, banned, options, preempts):
+    prompts, params, expected = banned
+    with make_llm(ascii_base[0], skip_tokenizer_init=False, **options) as llm:
+        assert complete(llm, prompts, params) == expected
+        beside = complete(llm, [*prompts, prompts[0]], [*params, greedy(16)])
+        assert beside[:-1] == expected
+        assert preempts == (llm.scheduler.num_preemptions > 0)
+        assert_idle(llm)
+
+
+def test_bad_words_of_samples_and_across_the_prompt(ascii_base):
+    path, reference, tokenizer = ascii_base
+    (prompt,) = reference.draw_prompts((12,), 8)
+    ((first, second, *_),) = reference.greedy([prompt], 8)
+    with make_llm(path, skip_tokenizer_init=False) as llm:
+        words = [tokenizer.decode([first, second]), tokenizer.decode([prompt[-1], first])]
+        params = SamplingParams(temperature=1.0, max_tokens=30, n=3, bad_words=words, seed=1, ignore_eos=True)
+        for seq in run(llm, [prompt], params):
+            assert (first, second) not in itertools.pairwise(seq.completion_token_ids)
+        # A word is looked for in the completion, and not where the prompt ends.
+        (seq,) = run(llm, [prompt], greedy(2, bad_words=words[1:]))
+        assert seq.completion_token_ids == [first, second]
+
+
+def test_a_bad_word_is_kept_away_after_a_space_too(path):
+    with make_llm(path, skip_tokenizer_init=False) as llm:
+        block, spaced = (llm.tokenizer.encode(text) for text in ("block", " block"))
+        assert spaced[-len(block) :] != block
+        for word in ("block", " block"):
+            request = llm._checker.check_one([1], SamplingParams(bad_words=word))
+            for *beginning, last in (block, spaced):
+                completion = array("i", [7, *beginning])
+                found = request.logit_edits.completing(completion, len(beginning))
+                assert last in found if beginning else last in request.logit_edits.banned
+
+
+# -- tokens that may and may not be drawn -------------------------------------------------------------------------
+
+
+def test_a_bias_decides(engines):
+    prompt = PROMPTS[0]
+    (seq,) = run(engines[True], [prompt], greedy(5, logit_bias={77: 100}))
+    assert seq.completion_token_ids == [77] * 5
+    (seq,) = run(engines[True], [prompt], greedy(5, logit_bias={77: 100, 78: 100}, allowed_token_ids=[9]))
+    assert seq.completion_token_ids == [9] * 5
+
+
+@pytest.mark.parametrize("penalty", [1.2e-38, 1e-10, 1e10, 3.4e38])
+@pytest.mark.parametrize("temperature", [0, 1.2e-38, 1.0, 3.4e38])
+def test_extreme_numbers_draw_allowed_tokens(engines, temperature, penalty):
+    allowed = [41, 43, 300]
+    unlikely = {"logit_bias": dict.fromkeys(allowed, -100)}
+    fields = {"top_k": 2, "min_p": 1e-30, "top_p": 0.5, "logit_bias": {41: 100, 300: -100}}
+    params = [
+        SamplingParams(
+            temperature, 6, ignore_eos=True, repetition_penalty=penalty, allowed_token_ids=allowed, seed=i, **each
+        )
+        for i, each in enumerate([unlikely, fields, fields | {"presence_penalty": -2, "frequency_penalty": 2}])
+    ]
+    for seq in run(engines[True], [[*allowed, 5]] * len(params), params):
+        assert set(seq.completion_token_ids) <= set(allowed)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"stop_token_ids": [5, VOCAB_SIZE]}, r"stop_token_ids: token id 320 is outside the vocabulary, 0\.\.319"),
+        ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids: token id 320 is outside the vocabulary"),
+        ({"logit_bias": {2**31 - 1: 1}}, "logit_bias: token id 2147483647 is outside the vocabulary"),
+        ({"bad_words": "a"}, r"bad_words=\('a',\): need the model's tokenizer.*skip_tokenizer_init"),
+        ({"allowed_token_ids": EOS, "min_tokens": 1}, "no token is left to draw: allowed_token_ids.*min_tokens"),
+    ],
+)
+def test_what_the_model_has_not_is_refused_by_request(engines, fields, says):
+    llm = engines[True]
+    with pytest.raises(ValueError, match=rf"^sampling_params\[1\]: {says}"):
+        llm.generate([[1], [2]], [greedy(3), SamplingParams(**fields)], use_tqdm=False)
+    assert_idle(llm)
+
+
+def test_words_that_leave_nothing(path):
+    with make_llm(path, skip_tokenizer_init=False) as llm:
+        letters = [llm.tokenizer.encode(letter)[0] for letter in "xyz"]
+        with pytest.raises(ValueError, match="no token is left to draw: allowed_token_ids, bad_words"):
+            llm.add_request([1], SamplingParams(allowed_token_ids=letters, bad_words=list("xyz")))
+        form = StructuredOutputsParams(regex="[xyz]+")
+        with pytest.raises(ValueError, match=r"a form ends with one of the tokens \[1\], and allowed_token_ids"):
+            llm.add_request([1], SamplingParams(allowed_token_ids=letters, structured_outputs=form))
+        # What depends on the completion is found as it comes up: the sequence says so.
+        words = [a + b for a in "xyz" for b in "xyz"]
+        (seq,) = run(llm, [[1]], SamplingParams(allowed_token_ids=letters, bad_words=words))
+        assert seq.completion_token_ids[0] in letters
+        assert "no token is left to draw" in seq.error
+
+
 # -- the end ------------------------------------------------------------------------------------------------------
 
 
@@ -144,7 +298,7 @@ def test_stop_token_ids(base):
     prompts = base[1].draw_prompts((20, 9, 17), 30)
     free = base[1].greedy(prompts, 30)
     stops = [tokens[n] for tokens, n in zip(free, (0, 7, 29), strict=True)]
-    params = [greedy(30, stop_token_ids=[stop, 2**31 - 1]) for stop in stops]
+    params = [greedy(30, stop_token_ids=[stop, VOCAB_SIZE - 1]) for stop in stops]
     for overlap in (True, False):
         with make_llm(base[0], overlap_steps=overlap) as llm:
             seqs = run(llm, prompts, params)
@@ -193,7 +347,7 @@ def test_logprobs(base, alone, options):
     prompts, _ = alone
     prompts = [*prompts, [5]]
     # What they are sampled with does not show in the log-probabilities.
-    wanted = [(0, None), (5, 3), (None, None), (20, 20), (None, 0), (1, None), (2, 2)]
+    wanted = [(0, None), (5, 3), (None, None), (20, 20), (None, 0), (1, None), (2, None), (3, None), (2, 2)]
     fields = [*SETTINGS, {}]
     params = [
         SamplingParams(max_tokens=20, ignore_eos=True, seed=i, logprobs=k, prompt_logprobs=p, **fields[i])

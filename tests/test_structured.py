@@ -1,5 +1,6 @@
 """Structured outputs: the form always holds, whatever the sampling and the batch, and a bad one is refused at once."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -11,8 +12,9 @@ from checkpoints import VOCAB_SIZE, Reference, assert_idle, greedy, make_llm
 from sampling_reference import completions, run
 
 from nanovllm import SamplingParams, StructuredOutputsParams
-from nanovllm.engine.structured import Grammars, fill_masks, num_mask_words
+from nanovllm.engine.structured import Grammars, fill_masks
 from nanovllm.layers.sampler import sample_torch
+from nanovllm.layers.token_masks import num_mask_words
 
 CHOICES = ("red", "green", "dark red", 'a "quoted"\n\\line', "größe", "red and green", "a DEL: \x7f")
 SCHEMA = {
@@ -20,7 +22,6 @@ SCHEMA = {
     "properties": {"name": {"enum": ["block", "slot"]}, "free": {"type": "boolean"}, "ids": {"const": [1, 2]}},
     "required": ["name", "free", "ids"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
 }
 
 
@@ -121,11 +122,56 @@ def test_however_the_steps_are_cut(path, llm, options):
         assert_idle(other)
 
 
-def test_json_does_not_end_in_endless_blanks(llm):
+def can_be(llm, text: str, **fields) -> bool:
+    """Whether a form allows a text as the whole completion."""
+    grammar = Grammars(llm.tokenizer, VOCAB_SIZE, llm.config.eos).start(StructuredOutputsParams(**fields))
+    return grammar.matcher.consume_tokens(llm.tokenizer.encode(text)) and grammar.matcher.is_accepting()
+
+
+def test_json_is_compact_unless_whitespace_is_asked_for(llm):
     schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
     for seed in range(4):
         (text,) = texts(llm, run(llm, [[1, 2, 3]], form(5.0, json=schema, seed=seed)))
         assert [type(each) for each in json.loads(text)] == [bool, bool]
+        assert text == json.dumps(json.loads(text), separators=(",", ":"))
+    assert can_be(llm, "[true,false]", json=schema)
+    assert not can_be(llm, "[true, false]", json=schema)
+    for pattern, allowed in ((" ?", True), (r"[ \n]{0,3}", True), ("", False), ("\n", False)):
+        assert can_be(llm, "[true, false]", json=schema, whitespace_pattern=pattern) == allowed
+    # A schema may say so itself, in the library's own terms.
+    assert can_be(llm, "[true, false]", json=schema | {"x-guidance": {"whitespace_pattern": " ?"}})
+    assert not can_be(llm, '{"a":{"b": 1}}', json={"const": {"a": {"b": 1}}})
+
+
+@pytest.mark.parametrize(
+    ("regex", "matches", "others"),
+    [
+        (r"\d+", ["0129"], ["٣", "３", "1٣", "a"]),
+        (r"[\d.]+", ["1.5"], ["٣", ""]),
+        (r"[^\d]", ["a", "é"], ["3"]),
+        (r"\D", ["a"], ["3"]),
+        (r"[\D]x", ["ax"], ["3x"]),
+        (r"\\d", [r"\d"], [r"\3", "3"]),
+        (r"\\\d", [r"\3"], [r"\٣", r"\d"]),
+        (r"\d/\d", ["1/2"], ["12"]),
+        (r"(?i)a\d", ["A1"], ["A٣"]),
+        (r"\w+", ["größe", "漢1"], ["-"]),
+        (r"a\sb", ["a b", "a\tb"], ["ab"]),
+    ],
+)
+def test_digits_are_ascii(llm, regex, matches, others):
+    assert [text for text in matches + others if can_be(llm, text, regex=regex)] == matches
+
+
+def test_a_pydantic_model(llm):
+    pydantic = pytest.importorskip("pydantic")
+
+    class Block(pydantic.BaseModel):
+        number: int = pydantic.Field(ge=0, le=9)
+        free: bool
+
+    (text,) = texts(llm, run(llm, [[1, 2, 3]], form(json=Block, seed=1)))
+    Block.model_validate_json(text)
 
 
 def test_max_tokens_and_min_tokens(llm):
@@ -134,8 +180,39 @@ def test_max_tokens_and_min_tokens(llm):
     (longer,) = run(llm, [[1, 2]], form(temperature=0, regex="[ab]*", max_tokens=20, min_tokens=8))
     assert 8 <= len(longer.completion_token_ids) <= 20
     # A complete form has nothing to go on with.
-    (short,) = run(llm, [[1, 2]], form(choice=["a"], min_tokens=20))
-    assert (texts(llm, [short]), short.finish_reason) == (["a"], "stop")
+    (short,) = run(llm, [[1, 2]], form(regex="a", min_tokens=20))
+    assert texts(llm, [short]) == ["a"]
+    assert short.error == "min_tokens=20: after 1 tokens nothing but an end may follow"
+    assert cut.error is longer.error is None
+
+
+def test_min_tokens_that_no_choice_has(llm):
+    says = r"^sampling_params\[0\]: min_tokens=8: the longest choice has no more than 7 tokens"
+    with pytest.raises(ValueError, match=says):
+        llm.generate([[1]], [form(choice=["größe", "a"], min_tokens=8)], use_tqdm=False)
+    llm._checker.check_one([1], form(choice=["größe", "a"], min_tokens=7))
+
+
+def test_forms_with_tokens_that_may_and_may_not_be_drawn(llm):
+    (eos,) = llm.scheduler.eos
+    letters = {letter: llm.tokenizer.encode(letter)[0] for letter in "abcd"}
+    limits = [
+        {"allowed_token_ids": [letters["a"], letters["b"], eos]},
+        {"bad_words": ["c", "d"]},
+        {"bad_words": ["aa", "bb", "c", "d"]},
+        {"logit_bias": {letters["d"]: 100}},
+    ]
+    params = [dataclasses.replace(form(regex="[a-d]{12}", seed=i), **each) for i, each in enumerate(limits)]
+    seqs = run(llm, [[1, 2, 3]] * 4, params)
+    found = texts(llm, seqs)
+    assert re.fullmatch("[ab]{12}", found[0])
+    assert re.fullmatch("[ab]{12}", found[1])
+    assert found[2] in ("ab" * 6, "ba" * 6)
+    assert found[3] == "d" * 12
+    assert [seq.error for seq in seqs] == [None] * 4
+    assert_idle(llm)
+    (stuck,) = run(llm, [[1, 2, 3]], dataclasses.replace(form(regex="ab|aab|d"), bad_words=["ab", "d"]))
+    assert "no token is left to draw" in stuck.error
 
 
 @pytest.mark.parametrize(
@@ -145,10 +222,10 @@ def test_max_tokens_and_min_tokens(llm):
         ({"regex": "(?=a)b"}, "look-ahead"),
         ({"json": {"type": "foo"}}, r"json=.*Invalid type: foo"),
         ({"json": {"type": "integer", "minimum": 3, "maximum": 2}}, "minimum"),
+        ({"json": {"type": "array"}, "whitespace_pattern": "("}, r"json=.*cannot be enforced"),
         ({"json": "[1]"}, r"sampling_params.*json='\[1\]': cannot be enforced: .*object schema"),
-        ({"choice": ("\ud800",)}, r"choice=.*cannot be enforced"),
     ],
-    ids=["regex", "look-ahead", "type", "unsatisfiable", "no schema", "surrogate"],
+    ids=["regex", "look-ahead", "type", "unsatisfiable", "whitespace", "no schema"],
 )
 def test_a_bad_form_is_refused_before_any_work(llm, fields, says):
     with pytest.raises(ValueError, match=f"(?s){says}"):

@@ -264,7 +264,8 @@ class LLMEngine:
         for sample in range(params.n):
             grammar = request.grammar and request.grammar.fresh()
             block_size = self.config.kvcache_block_size
-            seq = Sequence(next(self._seq_ids), request.token_ids, params, block_size, seed, grammar)
+            edits = request.logit_edits
+            seq = Sequence(next(self._seq_ids), request.token_ids, params, block_size, seed, grammar, edits)
             seq.request_id = request_id
             if sample:
                 seq.seed = _hash_seed(sample, seed)

@@ -4,6 +4,7 @@ import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import pairwise, repeat, zip_longest
 from operator import index
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from nanovllm.config import Config
+from nanovllm.engine.logit_edits import LogitEdits, tokenize_bad_words
 from nanovllm.engine.structured import Grammar, Grammars
+from nanovllm.layers.token_masks import unpack_mask
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.model_files import one_line, read_json
 
@@ -25,12 +28,16 @@ _OTHER_TOKENIZERS = "tokenizer= takes another's, and skip_tokenizer_init=True do
 # the copies that are made of them should stay in the processor's cache.
 TOKENS_AT_ONCE = 32768
 
+_MAX_LOGIT_EDITS = 256  # different ones that are kept ready, 20 KB each for 150,000 tokens
+
 
 class Request(NamedTuple):
-    """What has passed the checks: the prompt, int32, and the form that each of its samples has to follow."""
+    """What has passed the checks: the prompt, int32, the form that each of its samples has to follow, and the tokens
+    that each makes likelier or keeps away."""
 
     token_ids: array
     grammar: Grammar | None = None
+    logit_edits: LogitEdits | None = None
 
 
 class RequestChecker:
@@ -44,6 +51,7 @@ class RequestChecker:
         self._eos = eos
         self._check_length = check_length
         self._grammars: Grammars | None = None
+        self._logit_edits = lru_cache(_MAX_LOGIT_EDITS)(self._make_logit_edits)
 
     def check_one(self, prompt: Prompt, params: SamplingParams) -> Request:
         """The request. Raises ValueError, TypeError, or ImportError as check_all."""
@@ -92,14 +100,19 @@ class RequestChecker:
             self._check_length(len(token_ids))
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
-        if check_params(params, where_params).stop and self.tokenizer is None:
-            raise ValueError(
-                f"{where_params}: stop={params.stop!r}: without a tokenizer there is no text to find it in"
-            )
-        if params.structured_outputs is None:
-            return Request(token_ids)
+        form = check_params(params, where_params).structured_outputs
+        if form is None and not (params.stop or params.stop_token_ids or params.edits_logits):
+            return Request(token_ids)  # Nearly all of them: thousands are checked while the device waits.
         try:
-            return Request(token_ids, self._start_grammar(params.structured_outputs))
+            self._check_stops(params)
+            grammar = edits = None
+            if params.edits_logits:
+                tokens = (params.logit_bias, params.allowed_token_ids, params.bad_words, params.stop_token_ids)
+                edits = self._logit_edits(*tokens, params.min_tokens > 0, form is not None)
+            if form is not None:
+                grammar = self._start_grammar(form)
+                _check_min_tokens(params.min_tokens, form)
+            return Request(token_ids, grammar, edits)
         except (ValueError, ImportError) as error:
             # Not as what it is: a UnicodeError wants other arguments.
             kind = ImportError if isinstance(error, ImportError) else ValueError
@@ -112,6 +125,53 @@ class RequestChecker:
         if self._grammars is None:
             self._grammars = Grammars(self.tokenizer, self._vocab_size, self._eos)
         return self._grammars.start(form)
+
+    def _check_stops(self, params: SamplingParams) -> None:
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop={params.stop!r}: without a tokenizer there is no text to find it in")
+        self._check_vocabulary("stop_token_ids", params.stop_token_ids)
+
+    def _check_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:
+        highest = max(token_ids, default=0)
+        if highest >= self._vocab_size:
+            raise ValueError(f"{name}: token id {highest} is outside the vocabulary, 0..{self._vocab_size - 1}")
+
+    def _make_logit_edits(
+        self,
+        biases: tuple[tuple[int, float], ...],
+        allowed: tuple[int, ...] | None,
+        bad_words: tuple[str, ...],
+        stop_token_ids: tuple[int, ...],
+        has_min_tokens: bool,
+        has_form: bool,
+    ) -> LogitEdits:
+        """Raises ValueError for a token that the model has not, for words without a tokenizer, and where no token could
+        ever be drawn."""
+        self._check_vocabulary("logit_bias", (token for token, _ in biases))
+        self._check_vocabulary("allowed_token_ids", allowed or ())
+        if bad_words and self.tokenizer is None:
+            raise ValueError(
+                f"bad_words={bad_words!r}: need the model's tokenizer, but skip_tokenizer_init is set; logit_bias and "
+                "allowed_token_ids take token ids"
+            )
+        words = tokenize_bad_words(self.tokenizer, bad_words) if bad_words else []
+        self._check_vocabulary("bad_words", (token for word in words for token in word))
+        edits = LogitEdits(biases, allowed, words, self._vocab_size)
+        is_left = unpack_mask(edits.mask, self._vocab_size)
+        eos = [token for token in self._eos if token < self._vocab_size]
+        if has_form and eos and not is_left[eos].any():
+            raise ValueError(
+                f"structured_outputs: a form ends with one of the tokens {eos}, and allowed_token_ids or bad_words "
+                "exclude them"
+            )
+        if has_min_tokens:
+            is_left[[*eos, *stop_token_ids]] = False
+        if not is_left.any():
+            raise ValueError(
+                "no token is left to draw: allowed_token_ids, bad_words and min_tokens, which keeps away the ends, "
+                "exclude all of them"
+            )
+        return edits
 
     def _convert(self, prompts: list[list[int] | Exception], where: Callable[[int], str]) -> list[array | Exception]:
         """int32 token ids of each prompt, or what is wrong with it, the message beginning with where(its index). No
@@ -160,6 +220,14 @@ class RequestChecker:
             return ValueError(f"cannot be encoded: {error}")
         except (TypeError, ValueError) as error:
             return error
+
+
+def _check_min_tokens(min_tokens: int, form: StructuredOutputsParams) -> None:
+    """Raises ValueError where the form is always complete before. How long others can be is not known here."""
+    if form.choice is not None:
+        longest = max(len(text.encode()) for text in form.choice)  # A token has one byte at least.
+        if min_tokens > longest:
+            raise ValueError(f"min_tokens={min_tokens}: the longest choice has no more than {longest} tokens")
 
 
 def as_prompts(prompts, name: str = "prompts") -> Iterable[Prompt]:

@@ -8,13 +8,13 @@ import torch
 from nanovllm.engine.logprobs import LogprobRows, StepLogprobs
 from nanovllm.engine.packed_arrays import send_arrays
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.structured import fill_masks, forbid, num_mask_words
+from nanovllm.engine.structured import fill_masks
 from nanovllm.engine.token_counts import TokenCounts
 from nanovllm.layers.logprobs import token_logprobs
 from nanovllm.layers.penalties import apply_penalties
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.sampling_thresholds import sampling_thresholds
-from nanovllm.layers.token_masks import apply_bitmask
+from nanovllm.layers.token_masks import apply_bitmask, forbid, num_mask_words, permit
 
 
 class Forward(NamedTuple):
@@ -44,9 +44,11 @@ class _Wishes:
 
     def __init__(self, seqs: list[Sequence]):
         self.truncated: list[int] = []
+        self.biased: list[int] = []
         self.penalized: list[int] = []
-        self.constrained: list[int] = []
-        self.too_short: list[int] = []
+        self.constrained: list[int] = []  # by a grammar
+        self.masked: list[int] = []  # others of which few tokens are allowed
+        self.limited: list[int] = []  # others of which few tokens are forbidden
         self.reported: list[int] = []
         for row, seq in enumerate(seqs):
             # Neither a prefill that goes on nor a sequence that has ended meanwhile draws a token.
@@ -57,16 +59,26 @@ class _Wishes:
                 self.truncated.append(row)
             if params.penalizes:
                 self.penalized.append(row)
+            edits = seq.logit_edits
+            if edits is not None and len(edits.biases):
+                self.biased.append(row)
             if seq.grammar is not None:
                 self.constrained.append(row)
-            elif seq.num_completion_tokens < params.min_tokens:
-                self.too_short.append(row)
+            elif edits is not None and edits.needs_mask:
+                self.masked.append(row)
+            elif edits is not None or _is_too_short(seq):
+                self.limited.append(row)
             if params.logprobs is not None:
                 self.reported.append(row)
 
 
+def _is_too_short(seq: Sequence) -> bool:
+    return seq.num_completion_tokens < seq.params.min_tokens
+
+
 class SamplingPipeline:
-    """Draws a step's tokens in transformers' order: masks and penalties, temperature, top-k, top-p, min-p, race.
+    """Draws a step's tokens: biases, penalties, masks, then in transformers' order temperature, top-k, top-p and min-p,
+    and the race.
 
     The race and its noise are the plain path's, and a row's settings touch that row alone: a sequence draws the same
     tokens whoever shares the step. All of it is launched without waiting for the device.
@@ -82,8 +94,8 @@ class SamplingPipeline:
         self._counts: TokenCounts | None = None
 
     def draw(self, forward: Forward) -> tuple[torch.Tensor, StepLogprobs | None]:
-        """int64 [num_seqs] on the device, and the log-probabilities that were asked for. Every token of a sequence
-        with a grammar must be known by now."""
+        """int64 [num_seqs] on the device, and the log-probabilities that were asked for. Every token of a constrained
+        sequence must be known by now; where no token is left for one, its `error` says so."""
         seqs = forward.seqs
         wishes = _Wishes(seqs)
         arrays: dict[str, np.ndarray] = {}
@@ -91,10 +103,12 @@ class SamplingPipeline:
             arrays |= self._truncation_arrays(seqs, wishes.truncated)
         if wishes.penalized:
             arrays |= self._penalty_arrays(seqs, wishes.penalized, forward.is_prefill)
-        if wishes.constrained:
-            arrays |= self._grammar_arrays(seqs, wishes.constrained)
-        if wishes.too_short:
-            arrays["early_ends"] = self._early_ends(seqs, wishes.too_short)
+        if wishes.biased:
+            arrays |= self._bias_arrays(seqs, wishes.biased)
+        if wishes.constrained or wishes.masked:
+            arrays |= self._mask_arrays(seqs, wishes.constrained, wishes.masked)
+        if wishes.limited:
+            arrays["forbidden"] = self._forbidden_places(seqs, wishes.limited)
         if wishes.reported:
             arrays["reported"] = np.array(wishes.reported, np.int64)
         device = send_arrays(arrays, self.device) if arrays else {}
@@ -108,11 +122,13 @@ class SamplingPipeline:
         return tokens, self._logprobs(forward, tokens, wishes.reported, device)
 
     def _edited(self, forward: Forward, device: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The logits with what masks and penalties make of them; a float32 copy where there are any."""
+        """The logits with what biases, penalties and masks make of them; a float32 copy where there are any."""
         logits = forward.logits
-        if not device.keys() & {"penalized", "constrained", "early_ends"}:
+        if not device.keys() & {"biases", "penalized", "masked", "forbidden"}:
             return logits
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        if "biases" in device:
+            logits.view(-1).index_add_(0, device["biased_places"], device["biases"])
         if "penalized" in device:
             rows, state_rows = device["penalized"], device["state_rows"]
             if len(device["stale_rows"]):
@@ -122,10 +138,10 @@ class SamplingPipeline:
                 self._counts.advance(device["advanced_state_rows"], forward.fed_tokens[advanced])
             strengths = (device[name] for name in ("presence", "frequency", "repetition"))
             apply_penalties(logits, rows, self._counts.state, state_rows, *strengths)
-        if "constrained" in device:
-            apply_bitmask(logits, device["constrained"], device["bitmask"])
-        if "early_ends" in device:
-            logits.view(-1).index_fill_(0, device["early_ends"], -torch.inf)
+        if "masked" in device:
+            apply_bitmask(logits, device["masked"], device["bitmask"])
+        if "forbidden" in device:
+            logits.view(-1).index_fill_(0, device["forbidden"], -torch.inf)
         return logits
 
     def _logprobs(
@@ -184,20 +200,58 @@ class SamplingPipeline:
             "repetition": np.array([p.repetition_penalty for p in params], np.float32),
         }
 
-    def _grammar_arrays(self, seqs: list[Sequence], rows: list[int]) -> dict[str, np.ndarray]:
-        bitmask = np.zeros((len(rows), num_mask_words(self.vocab_size)), np.int32)
-        for row in rows:
-            seqs[row].grammar.advance(seqs[row].tokens, seqs[row].num_completion_tokens)
-        fill_masks([seqs[row].grammar for row in rows], bitmask)
-        for mask, row in zip(bitmask, rows, strict=True):
-            if seqs[row].num_completion_tokens < seqs[row].params.min_tokens:
-                # A form that is complete can go on with nothing else: it ends, too short as it is.
-                forbid(mask, self._ends(seqs[row]))
-        return {"constrained": np.array(rows, np.int64), "bitmask": bitmask}
+    def _bias_arrays(self, seqs: list[Sequence], rows: list[int]) -> dict[str, np.ndarray]:
+        """What is added to the logits, and the places, in the flat logits, that it is added to."""
+        places = [seqs[row].logit_edits.bias_tokens + row * self.vocab_size for row in rows]
+        biases = [seqs[row].logit_edits.biases for row in rows]
+        return {"biased_places": np.concatenate(places), "biases": np.concatenate(biases)}
 
-    def _early_ends(self, seqs: list[Sequence], rows: list[int]) -> np.ndarray:
-        """The places, in the flat logits, of the tokens that min_tokens forbids."""
-        return np.array([row * self.vocab_size + token for row in rows for token in self._ends(seqs[row])], np.int64)
+    def _mask_arrays(self, seqs: list[Sequence], constrained: list[int], others: list[int]) -> dict[str, np.ndarray]:
+        """Rows of the logits, and the tokens that each may draw."""
+        rows = constrained + others
+        bitmask = np.full((len(rows), num_mask_words(self.vocab_size)), -1, np.int32)
+        for row in constrained:
+            seq = seqs[row]
+            fault = seq.grammar.advance(seq.tokens, seq.num_completion_tokens)
+            if fault is not None:
+                seq.error = f"structured_outputs: the form cannot be followed any further: {fault}"
+        fill_masks([seqs[row].grammar for row in constrained], bitmask[: len(constrained)])
+        for mask, row in zip(bitmask, rows, strict=True):
+            self._narrow(mask, seqs[row])
+        return {"masked": np.array(rows, np.int64), "bitmask": bitmask}
+
+    def _narrow(self, mask: np.ndarray, seq: Sequence) -> None:
+        """Take out of a mask what the request forbids. Where nothing is left, the sequence has an error, and draws a
+        token that could end it."""
+        edits = seq.logit_edits
+        if edits is not None:
+            mask &= edits.mask
+            forbid(mask, edits.completing(seq.tokens, seq.num_completion_tokens))
+        if mask.any() and _is_too_short(seq):
+            forbid(mask, self._ends(seq))
+            if not mask.any():
+                seq.error = seq.error or (
+                    f"min_tokens={seq.params.min_tokens}: after {seq.num_completion_tokens} tokens nothing but an end "
+                    "may follow"
+                )
+        if not mask.any():
+            seq.error = seq.error or (
+                "no token is left to draw: structured_outputs, allowed_token_ids and bad_words exclude all of them"
+            )
+            permit(mask, self._ends(seq))
+
+    def _forbidden_places(self, seqs: list[Sequence], rows: list[int]) -> np.ndarray:
+        """The places, in the flat logits, of the tokens that bad words and min_tokens forbid."""
+        places = []
+        for row in rows:
+            seq, first = seqs[row], row * self.vocab_size
+            if _is_too_short(seq):
+                places.append(np.array(self._ends(seq), np.int64) + first)
+            if seq.logit_edits is not None:
+                places.append(seq.logit_edits.banned + first)
+                completing = seq.logit_edits.completing(seq.tokens, seq.num_completion_tokens)
+                places.append(np.array(completing, np.int64) + first)
+        return np.concatenate(places)
 
     def _ends(self, seq: Sequence) -> list[int]:
         """The tokens that could end the sequence, those that the model has."""

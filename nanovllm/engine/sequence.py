@@ -48,10 +48,13 @@ class Sequence:
         params: the request's SamplingParams; rank 0's alone, as are the rest but for the next three.
         is_plain: whether temperature and seed are all that its draws need. A step of plain sequences alone is
             sampled within the model's CUDA graph.
-        is_constrained: whether its completion must follow a grammar.
+        is_constrained: whether the tokens that it may draw depend on those before: it must follow a grammar, or not
+            complete a bad word of several tokens.
         needs_prompt_logits: whether prompt_logprobs are still to be computed: they need the whole prompt computed,
             whatever the prefix cache holds.
         grammar: what it must follow, as far as it has got; None without, and once the sequence has finished.
+        logit_edits: what logit_bias, allowed_token_ids and bad_words make of its logits; None without them.
+        error: why its last token, pending or not, is not to be used and it has to end there; None so far.
         text_stream: its text as its tokens come (engine/detokenizer.py), where somebody asks for that.
         text: the completion's text, once finished, where there is a tokenizer.
         logprobs: {token id: log-probability} for each completion token, the sampled one first; None unless asked for.
@@ -65,6 +68,7 @@ class Sequence:
         "block_size",
         "block_table",
         "end_token_ids",
+        "error",
         "finish_reason",
         "finish_time",
         "first_token_time",
@@ -74,6 +78,7 @@ class Sequence:
         "is_plain",
         "is_prefilling",
         "last_token",
+        "logit_edits",
         "logprobs",
         "max_tokens",
         "needs_prompt_logits",
@@ -106,9 +111,11 @@ class Sequence:
         block_size: int = 256,
         seed: int = 0,
         grammar=None,
+        logit_edits=None,
     ):
-        """token_ids: the prompt, at least one token. seed: used where sampling_params names none. grammar: an
-        `engine.structured.Grammar`, where sampling_params ask for one."""
+        """token_ids: the prompt, at least one token. seed: used where sampling_params names none. grammar,
+        logit_edits: an `engine.structured.Grammar` and an `engine.logit_edits.LogitEdits`, where sampling_params ask
+        for them."""
         self.params = sampling_params = sampling_params or SamplingParams()
         self.seq_id = seq_id
         self.block_size = block_size
@@ -140,7 +147,9 @@ class Sequence:
         self.ignore_eos = sampling_params.ignore_eos and grammar is None
         self.skip_special_tokens = sampling_params.skip_special_tokens
         self.grammar = grammar
-        self.is_constrained = grammar is not None
+        self.logit_edits = logit_edits
+        self.is_constrained = grammar is not None or (logit_edits is not None and logit_edits.reads_completion)
+        self.error: str | None = None
         self.is_plain = sampling_params.is_plain
         self.logprobs: list[dict[int, float]] | None = None if sampling_params.logprobs is None else []
         self.prompt_logprobs: list[dict[int, float] | None] | None = None

@@ -1,19 +1,13 @@
 """Structured outputs: which tokens a JSON schema, a regular expression or a list of choices allows next."""
 
 import json
-import logging
 from collections.abc import Iterable
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from nanovllm.layers.token_masks import WORD_BITS
 from nanovllm.sampling_params import StructuredOutputsParams
 
-logger = logging.getLogger(__name__)
-
-# What may stand between two parts of JSON. Bounded, because a model that has begun to draw blanks may never stop.
-_JSON_WHITESPACE = r" |\n[ \t]{0,32}"
 _MAX_COMPILED = 256  # forms that are kept ready; a schema takes up to some 100 ms to compile
 
 
@@ -67,9 +61,13 @@ class Grammars:
         """The form in llguidance's own language. Raises ValueError."""
         matcher_class = self._llguidance.LLMatcher
         if form.json is not None:
-            return matcher_class.grammar_from_json_schema(form.json, defaults={"whitespace_pattern": _JSON_WHITESPACE})
+            if form.whitespace_pattern is None:
+                return matcher_class.grammar_from_json_schema(form.json, defaults={"whitespace_flexible": False})
+            options = {"whitespace_flexible": True, "whitespace_pattern": form.whitespace_pattern}
+            return matcher_class.grammar_from_json_schema(form.json, overrides=options)
         if form.regex is not None:
-            return matcher_class.grammar_from_regex(form.regex)
+            regex = self._llguidance.regex_to_lark(form.regex, use_ascii="d")
+            return matcher_class.grammar_from_lark(f"start: /{regex}/")
         # A string of a Lark grammar is written as one of JSON, though with no DEL in it.
         texts = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in form.choice)
         return matcher_class.grammar_from_lark(f"start: {' | '.join(texts)}")
@@ -98,21 +96,16 @@ class Grammar:
         """Its own state, made when its sequence runs: thousands may be waiting."""
         return self._compiled.deep_copy()
 
-    def advance(self, token_ids: Iterable[int], num_tokens: int) -> None:
-        """Follow the completion, num_tokens of it so far, by its newest tokens: token_ids[-1] is its last."""
+    def advance(self, token_ids: Iterable[int], num_tokens: int) -> str | None:
+        """Follow the completion, num_tokens of it so far, by its newest tokens: token_ids[-1] is its last.
+
+        Returns what went wrong, if anything did: from there on it allows an end-of-sequence token alone.
+        """
         new = num_tokens - self._num_tokens
-        if new <= 0:
-            return
-        self._num_tokens = num_tokens
-        was_error = self.matcher.is_error()
-        if not self.matcher.consume_tokens(list(token_ids[-new:])) and not was_error:
-            # From here on it allows an end-of-sequence token alone.
-            logger.warning("a structured output ends early: %s", self.matcher.get_error().splitlines()[0])
-
-
-def num_mask_words(vocab_size: int) -> int:
-    """int32 words of one bitmask."""
-    return -(-vocab_size // WORD_BITS)
+        if new > 0:
+            self._num_tokens = num_tokens
+            self.matcher.consume_tokens(list(token_ids[-new:]))
+        return self.matcher.get_error().splitlines()[0] if self.matcher.is_error() else None
 
 
 def fill_masks(grammars: list[Grammar], bitmask: np.ndarray) -> None:
@@ -124,12 +117,3 @@ def fill_masks(grammars: list[Grammar], bitmask: np.ndarray) -> None:
         grammars[0].grammars.executor.unsafe_compute_mask_ptr(
             work, bitmask.ctypes.data, bitmask.strides[0], len(bitmask)
         )
-
-
-def forbid(mask: np.ndarray, tokens: Iterable[int]) -> None:
-    """Take tokens out of one mask, int32 [num_mask_words], unless nothing would be left."""
-    before, words = mask.copy(), mask.view(np.uint32)
-    for token in tokens:
-        words[token // WORD_BITS] &= np.uint32(~(1 << token % WORD_BITS) & 0xFFFFFFFF)
-    if not mask.any():
-        mask[:] = before

@@ -21,6 +21,7 @@ def _penalties_kernel(
     vocab_size,
     logits_stride,
     IN_PROMPT: tl.constexpr,
+    MAX_LOGIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0)
@@ -30,13 +31,14 @@ def _penalties_kernel(
     # Of 150,000 tokens a request holds a few hundred: the other logits are neither read nor written.
     mask = held != 0
     at = logits + tl.load(rows + i) * logits_stride + columns
-    logit = tl.load(at, mask=mask, other=0.0)
+    before = tl.load(at, mask=mask, other=0.0)
     factor = tl.load(repetition + i)
-    logit = tl.where(logit > 0, tl.math.div_rn(logit, factor), logit * factor)
+    logit = tl.where(before > 0, tl.math.div_rn(before, factor), before * factor)
     count = held & (IN_PROMPT - 1)
     logit -= count.to(tl.float32) * tl.load(frequency + i)
     logit -= tl.where(count > 0, tl.load(presence + i), 0.0)
-    tl.store(at, logit, mask=mask)
+    logit = tl.minimum(tl.maximum(logit, -MAX_LOGIT), MAX_LOGIT)
+    tl.store(at, tl.where(tl.abs(before) < float("inf"), logit, before), mask=mask)
 
 
 def apply_penalties(
@@ -48,8 +50,10 @@ def apply_penalties(
     frequency: Tensor,
     repetition: Tensor,
     in_prompt: int,
+    max_logit: float,
 ) -> None:
-    """See `layers.penalties.apply_penalties`; in_prompt is its IN_PROMPT. `state` is contiguous, as logits' rows are.
+    """See `layers.penalties.apply_penalties`, whose constants in_prompt and max_logit are. `state` is contiguous, as
+    logits' rows are.
 
     One launch that reads the states once (4 bytes a token) and next to nothing else; as a chain of torch's
     operations it takes some twenty passes over float32 logits, and memory for five copies of them.
@@ -69,6 +73,7 @@ def apply_penalties(
         vocab_size,
         logits.stride(0),
         IN_PROMPT=in_prompt,
+        MAX_LOGIT=max_logit,
         BLOCK=_BLOCK,
         num_warps=8,
     )

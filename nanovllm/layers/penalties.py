@@ -12,6 +12,10 @@ if HAS_TRITON:
 # A token's state is one int32: how often the completion holds it, and a bit for whether the prompt does.
 IN_PROMPT = 1 << 30
 
+# Penalized logits stay within this: more would be infinite once divided by a low temperature, and of two infinite
+# logits no draw tells which is likelier.
+MAX_LOGIT = 1e8
+
 
 def apply_penalties(
     logits: Tensor,
@@ -26,7 +30,7 @@ def apply_penalties(
 
     Repetition first: it divides the positive logits of tokens of prompt and completion, and multiplies the negative
     ones (Keskar et al. 2019, arXiv:1909.05858). Then, for the completion's tokens, logit - frequency * count -
-    presence.
+    presence. A finite logit stays finite, within MAX_LOGIT.
 
     Args:
         logits: float32 `[batch, vocab_size]`, contiguous in its last dimension.
@@ -39,7 +43,8 @@ def apply_penalties(
         repetition: float32 `[penalized]`, positive; 1 is none.
     """
     if use_kernels(logits):
-        kernels.apply_penalties(logits, rows, state, state_rows, presence, frequency, repetition, IN_PROMPT)
+        strengths = (presence, frequency, repetition)
+        kernels.apply_penalties(logits, rows, state, state_rows, *strengths, IN_PROMPT, MAX_LOGIT)
     else:
         apply_penalties_torch(logits, rows, state, state_rows, presence, frequency, repetition)
 
@@ -61,4 +66,5 @@ def apply_penalties_torch(
         repeated = torch.where(before > 0, before / repetition, before * repetition)
         count = held & (IN_PROMPT - 1)
         after = repeated - count * frequency - (count > 0) * presence
+        after = torch.where(before.isfinite(), after.clamp(-MAX_LOGIT, MAX_LOGIT), before)
         logits[row] = torch.where(held != 0, after, before)

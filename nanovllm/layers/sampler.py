@@ -19,7 +19,7 @@ GROUP = 16
 _WORD = 0xFFFFFFFF
 _NO_COLUMN = 2**31 - 1
 _MAX = torch.finfo(torch.float32).max
-_MAX_SCALE = 1e30
+_MIN_SCALE, _MAX_SCALE = 2.0**-125, 1e30
 _COLUMNS_AT_ONCE = 2**19
 
 
@@ -119,8 +119,8 @@ def _random_words(index: Tensor, purpose: int, seeds: Tensor, positions: Tensor)
 
 
 def _scale(temperatures: Tensor) -> Tensor:
-    # Finite, or a logit of 0 would be undefined.
-    return (math.log2(math.e) / temperatures).clamp(max=_MAX_SCALE).unsqueeze(1)
+    # Finite, or a logit of 0 would be undefined; and not 0, or one of -inf would.
+    return (math.log2(math.e) / temperatures).clamp(_MIN_SCALE, _MAX_SCALE).unsqueeze(1)
 
 
 def _in_groups(logits: Tensor) -> Tensor:

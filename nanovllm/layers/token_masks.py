@@ -1,5 +1,8 @@
-"""Keeping tokens out of the race."""
+"""Keeping tokens out of the race, by bit masks: token t is bit t % 32 of word t // 32, set where it is allowed."""
 
+from collections.abc import Iterable
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -8,13 +11,44 @@ from nanovllm.layers.logprobs import rows_at_once
 WORD_BITS = 32
 
 
+def num_mask_words(vocab_size: int) -> int:
+    """int32 words of one bit mask."""
+    return -(-vocab_size // WORD_BITS)
+
+
+def pack_mask(is_allowed: np.ndarray) -> np.ndarray:
+    """bool `[vocab_size]` as a bit mask, int32 `[num_mask_words]`."""
+    bits = np.zeros(num_mask_words(len(is_allowed)) * WORD_BITS, bool)
+    bits[: len(is_allowed)] = is_allowed
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def unpack_mask(mask: np.ndarray, vocab_size: int) -> np.ndarray:
+    """bool `[vocab_size]` of a bit mask: pack_mask's inverse."""
+    return np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocab_size).astype(bool)
+
+
+def permit(mask: np.ndarray, tokens: Iterable[int]) -> None:
+    """Add tokens to a bit mask, in place."""
+    words = mask.view(np.uint32)
+    for token in tokens:
+        words[token // WORD_BITS] |= np.uint32(1 << token % WORD_BITS)
+
+
+def forbid(mask: np.ndarray, tokens: Iterable[int]) -> None:
+    """Take tokens out of a bit mask, in place."""
+    words = mask.view(np.uint32)
+    for token in tokens:
+        words[token // WORD_BITS] &= np.uint32(~(1 << token % WORD_BITS) & 0xFFFFFFFF)
+
+
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
     """Put -inf, in place, where a bit is not set.
 
     Args:
         logits: `[batch, vocab_size]`, any float dtype.
         rows: int64 `[masks]`: the row of logits that each mask is for, all distinct.
-        bitmask: int32 `[masks, ceil(vocab_size / 32)]`; token t is bit t % 32 of word t // 32.
+        bitmask: int32 `[masks, num_mask_words]`.
     """
     vocab_size = logits.shape[1]
     bits = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.kernels import penalties as kernels
-from nanovllm.layers.penalties import IN_PROMPT, apply_penalties_torch
+from nanovllm.layers.penalties import IN_PROMPT, MAX_LOGIT, apply_penalties_torch
 
 
 @pytest.mark.parametrize(("batch", "vocab_size"), [(1, 1), (3, 7), (5, 4097), (9, 8192)])
@@ -22,7 +22,7 @@ def test_kernel_equals_twin(batch, vocab_size, device):
     strengths = torch.rand(2, num, device=device) * 4 - 2
     repetition = torch.rand(num, device=device) + 0.5
     found, expected = logits.clone(), logits.clone()
-    kernels.apply_penalties(found, rows, state.int(), state_rows, *strengths, repetition, IN_PROMPT)
+    kernels.apply_penalties(found, rows, state.int(), state_rows, *strengths, repetition, IN_PROMPT, MAX_LOGIT)
     apply_penalties_torch(expected, rows, state.int(), state_rows, *strengths, repetition)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     # Logits of tokens that nobody holds are the very same.
@@ -31,10 +31,26 @@ def test_kernel_equals_twin(batch, vocab_size, device):
     assert torch.equal(found[untouched], logits[untouched])
 
 
+def test_extreme_numbers(device):
+    """What is finite stays so, and what is not stays what it is."""
+    values = [0.0, -0.0, 1.0, -1.0, 1e-30, -1e30, 3e38, torch.inf, -torch.inf, torch.nan]
+    logits = torch.tensor([values] * 4, device=device)
+    rows = torch.arange(4, device=device)
+    state = torch.full(logits.shape, 1_000_000, dtype=torch.int32, device=device)
+    strengths = torch.tensor([[-2.0, 2, 0, 2], [-2.0, 2, 0, 2]], device=device)
+    repetition = torch.tensor([1.2e-38, 1.2e-38, 3.4e38, 3.4e38], device=device)
+    found, expected = logits.clone(), logits.clone()
+    kernels.apply_penalties(found, rows, state, rows, *strengths, repetition, IN_PROMPT, MAX_LOGIT)
+    apply_penalties_torch(expected, rows, state, rows, *strengths, repetition)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert torch.equal(found.isfinite(), logits.isfinite())
+    assert found[logits.isfinite()].abs().max() <= MAX_LOGIT
+
+
 def test_no_rows(device):
     logits = torch.randn(2, 9, device=device)
     nobody, none = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, device=device)
     state = torch.zeros(0, 9, dtype=torch.int32, device=device)
     before = logits.clone()
-    kernels.apply_penalties(logits, nobody, state, nobody, none, none, none, IN_PROMPT)
+    kernels.apply_penalties(logits, nobody, state, nobody, none, none, none, IN_PROMPT, MAX_LOGIT)
     assert torch.equal(logits, before)

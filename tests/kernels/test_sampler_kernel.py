@@ -177,6 +177,16 @@ def test_the_smallest_temperatures_are_greedy(device):
         assert negative == 30
 
 
+def test_the_highest_temperatures_draw_what_is_not_masked(device):
+    """A logit of -inf times a scale of 0 would be undefined."""
+    highest = torch.finfo(torch.float32).max
+    logits = torch.full((3, 100), -INF, device=device)
+    logits[0, 40:43], logits[1, 99], logits[2, 17:] = -1e8, 1e8, 3.0
+    draw = torch.full((3,), highest, device=device), SEEDS[:3].to(device), torch.arange(3, device=device)
+    assert_same_draws(logits, *draw)
+    assert logits.gather(1, kernels.sample(logits, *draw).unsqueeze(1)).isfinite().all()
+
+
 def test_greedy_takes_the_lowest_of_equals(device):
     logits = torch.zeros(1, 9000, device=device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,9 +13,12 @@ from nanovllm.engine.token_counts import TokenCounts
 from nanovllm.layers import logprobs
 from nanovllm.layers.logprobs import token_logprobs
 from nanovllm.layers.penalties import IN_PROMPT, apply_penalties
-from nanovllm.layers.token_masks import apply_bitmask
+from nanovllm.layers.sampler import sample_torch
+from nanovllm.layers.sampling_thresholds import sampling_thresholds_torch
+from nanovllm.layers.token_masks import apply_bitmask, forbid, num_mask_words, pack_mask, permit, unpack_mask
 
 VOCAB = 23
+TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 tokens_of = st.lists(st.integers(0, VOCAB - 1), max_size=12)
 
 
@@ -43,6 +47,50 @@ def test_penalties(requests, seed):
     strengths = torch.tensor([request[2:] for request in requests]).T
     apply_penalties(logits, order, state, torch.arange(len(requests)), *strengths)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@given(
+    logits=st.lists(st.floats(-1e6, 1e6, width=32), min_size=VOCAB, max_size=VOCAB),
+    allowed=st.sets(st.integers(0, VOCAB - 1), min_size=1),
+    temperature=st.sampled_from([0.0, TINY, 1e-30, 1.0, 1e30, HUGE]),
+    repetition=st.sampled_from([TINY, 1e-20, 1.0, 1e20, HUGE]),
+    additive=st.sampled_from([-2.0, 0.0, 2.0]),
+    count=st.sampled_from([1, 1_000_000]),
+    top_k=st.sampled_from([0, 1, 3, 2**31 - 1]),
+    top_p=st.sampled_from([TINY, 0.5, 1.0]),
+    min_p=st.sampled_from([0.0, TINY, 1.0]),
+)
+@settings(max_examples=300)
+def test_no_number_that_is_accepted_draws_a_forbidden_token(
+    logits, allowed, temperature, repetition, additive, count, top_k, top_p, min_p
+):
+    """All tokens are penalized, and then few are left: none of them may be lost to an overflow."""
+    logits, row = torch.tensor([logits]), torch.zeros(1, dtype=torch.int64)
+    state = torch.full((1, VOCAB), count, dtype=torch.int32)
+    apply_penalties(logits, row, state, row, *torch.tensor([[additive], [additive], [repetition]]))
+    is_allowed = np.zeros(VOCAB, bool)
+    is_allowed[list(allowed)] = True
+    apply_bitmask(logits, row, torch.from_numpy(pack_mask(is_allowed)).unsqueeze(0))
+    assert not logits.isnan().any()
+    temperatures = torch.tensor([temperature])
+    numbers = (torch.tensor([top_k], dtype=torch.int32), torch.tensor([top_p]), torch.tensor([min_p]))
+    thresholds = sampling_thresholds_torch(logits, temperatures, *numbers)
+    token = sample_torch(logits, temperatures, torch.tensor([5]), torch.tensor([9]), thresholds).item()
+    assert token in allowed
+    if temperature <= 1e-30 and top_k <= 1:
+        assert logits[0, token] == logits.max()
+
+
+@given(st.sets(st.integers(0, 99)), st.sets(st.integers(0, 99)), st.sampled_from([100, 128]))
+def test_masks_on_the_host(allowed, changed, vocab_size):
+    is_allowed = np.isin(np.arange(vocab_size), list(allowed))
+    mask = pack_mask(is_allowed)
+    assert (mask.dtype, mask.shape) == (np.int32, (num_mask_words(vocab_size),))
+    assert np.array_equal(unpack_mask(mask, vocab_size), is_allowed)
+    forbid(mask, changed)
+    assert set(np.flatnonzero(unpack_mask(mask, vocab_size))) == allowed - changed
+    permit(mask, changed)
+    assert set(np.flatnonzero(unpack_mask(mask, vocab_size))) == allowed | changed
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 100])

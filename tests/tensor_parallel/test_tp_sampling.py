@@ -87,6 +87,19 @@ def test_structured_outputs_beside_others(engines):
     assert_same(engines, PROMPTS, [*params, *MIXED[1:4]])
 
 
+def test_tokens_that_may_and_may_not_be_drawn(engines):
+    few = range(0, 300, 7)
+    words = [engines[0].tokenizer.decode([i, j]) for i in range(60, 80, 2) for j in range(60, 80)]
+    params = [
+        sampling(temperature=0.0, allowed_token_ids=few),
+        sampling(temperature=0.9, logit_bias=dict.fromkeys(few, 5), n=2, logprobs=1),
+        # Which tokens these may draw depends on the one before, so that their steps come back half-way.
+        sampling(temperature=0.0, bad_words=words),
+        sampling(temperature=0.9, bad_words=words, allowed_token_ids=range(60, 80)),
+    ]
+    assert_same(engines, PROMPTS, [*params, *MIXED[2:4]])
+
+
 def test_prompts_that_fill_the_cache(engines):
     prompts = [random_prompt(150, seed=1), random_prompt(140, seed=2)]
     assert_same(engines, prompts, greedy(2, prompt_logprobs=1, logprobs=1))
