@@ -28,7 +28,8 @@ def test_a_step_arrives(device, num_words, num_rows):
     receive_step(on_host(words, device), device_words[:num_words], *known, sampled.to(device), input_ids[:num_rows])
     assert device_words.tolist() == words.tolist() + [0] * 8
     expected = [
-        token if row < 0 else max(sampled[row].item(), 0) for token, row in zip(tokens.tolist(), pending_rows, strict=True)
+        token if row < 0 else max(sampled[row].item(), 0)
+        for token, row in zip(tokens.tolist(), pending_rows, strict=True)
     ]
     assert input_ids.tolist() == expected[:num_rows] + [-7] * 8
 
