@@ -93,17 +93,17 @@ def allocate_kv_cache(
     return torch.zeros(shape, dtype=config.dtype, device=device)
 
 
-def warmup_sequences(config: Config, num_blocks: int) -> Iterator[Sequence]:
-    """Prefills that need every variant of the kernels: short and as long as any variant asks, with a cached prefix and
-    without, in the cache's first blocks."""
+def warmup_batches(config: Config, num_blocks: int) -> Iterator[list[Sequence]]:
+    """Prefills that need every variant of the kernels: of one sequence and of two, short and as long as any variant
+    asks and a step may be, with a cached prefix and without, in the cache's first blocks."""
     longest = min(config.max_model_len, num_blocks * config.kvcache_block_size)
     # 256 are the most that our kernel is given without a cached prefix where flash-attn-4 has the rest of a long step.
     for num_cached, num_new in ((0, 1), (0, 17), (0, 256), (0, 512), (16, 1), (16, 17), (16, 512)):
-        num_tokens = min(num_cached + num_new, longest)
-        num_new = num_tokens - num_cached
-        if num_new < 1:
-            continue
-        seq = Sequence(0, [0] * num_tokens, block_size=config.kvcache_block_size)
-        seq.block_table = list(range(seq.num_blocks))
-        seq.num_cached_tokens, seq.num_scheduled_tokens = num_cached, num_new
-        yield seq
+        for num_seqs in range(1, min(config.max_num_seqs, 2) + 1):
+            num_scheduled = min(num_new, longest - num_cached, config.max_num_batched_tokens // num_seqs)
+            if num_scheduled < 1:
+                continue
+            seq = Sequence(0, [0] * (num_cached + num_scheduled), block_size=config.kvcache_block_size)
+            seq.block_table = list(range(seq.num_blocks))
+            seq.num_cached_tokens, seq.num_scheduled_tokens = num_cached, num_scheduled
+            yield [seq] * num_seqs
