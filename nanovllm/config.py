@@ -34,7 +34,8 @@ class Config:
             of which a layer's activations of so many take a fortieth at most. After the checks: the number.
         max_num_seqs: sequences that one step computes at most.
         max_model_len: longest sequence, prompt and completion; lowered to what the model supports.
-        gpu_memory_utilization: share of the GPU's memory that the engine may fill, in (0, 1].
+        gpu_memory_utilization: share of the GPU's memory that this engine may fill, in (0, 1], whatever others hold;
+            where less is free, the KV cache takes what is.
         tensor_parallel_size: GPUs to split the model over, from the current one on; on a CPU, processes. It must divide
             the attention heads and the intermediate size, and divide the KV heads or be a multiple of them.
         enforce_eager: no CUDA graphs.
