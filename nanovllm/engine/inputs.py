@@ -190,7 +190,7 @@ class DecodeInputs:
             return
         self._buffers[self._turn].send()
         pending = self.rows["pending_rows"][:num_rows]
-        drawn = self.sampled[pending.clamp(min=0)].clamp_(min=0)  # NON_FINITE may not be looked up.
+        drawn = self.sampled[pending.clamp(min=0)].clamp_(min=0)  # NON_FINITE must not reach the embedding.
         torch.where(pending < 0, self._tokens[:num_rows], drawn, out=input_ids)
 
     def tokens_on_host(self, num_seqs: int) -> torch.Tensor:

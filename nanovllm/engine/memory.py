@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 
-# Of a GPU's memory, left free beside the KV cache where no gpu_memory_utilization leaves more: for CUDA graphs, the
-# workspaces of libraries, and the logits of steps that need them.
+# Share of a GPU's memory that the KV cache leaves free in any case, for what is allocated after it: CUDA graphs,
+# workspaces of libraries, and logits where requests ask for more than a temperature.
 RESERVED_SHARE = 0.02
 
 
@@ -54,7 +54,7 @@ class CacheBudget(NamedTuple):
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of a GPU that nobody uses, whatever torch's allocator keeps for later being nobody's; 0 on a CPU."""
+    """Free bytes of a GPU, after torch's allocator has given back what it only keeps for later; 0 on a CPU."""
     if device.type == "cpu":
         return 0
     torch.cuda.empty_cache()
@@ -62,8 +62,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def kv_cache_budget(config: Config, device: torch.device, free_at_start: int) -> CacheBudget:
-    """What gpu_memory_utilization leaves to the engine's KV cache, and no more than is free. On a GPU the largest step
-    must have run. free_at_start: `free_memory` from before the engine began."""
+    """What gpu_memory_utilization leaves for the KV cache, but never more than is free. On a GPU the largest step must
+    have run before. free_at_start: `free_memory` when the engine began; what has gone since is the engine's own."""
     if config.kvcache_gib is not None or device.type == "cpu":
         gib = config.kvcache_gib or CPU_KVCACHE_GIB
         return CacheBudget(int(gib * GIB), "kvcache_gib", f"kvcache_gib is {gib}", "raise kvcache_gib")
@@ -71,7 +71,7 @@ def kv_cache_budget(config: Config, device: torch.device, free_at_start: int) ->
     total = torch.cuda.mem_get_info(device)[1]
     stats = torch.cuda.memory_stats(device)
     activations = stats["allocated_bytes.all.peak"] - stats["allocated_bytes.all.current"]
-    own = max(0, free_at_start - free)  # Not less than nothing, where somebody else has gone meanwhile.
+    own = max(0, free_at_start - free)  # Negative where another process has ended meanwhile.
     within_limit = int(total * config.gpu_memory_utilization) - own - activations
     reserved = int(total * RESERVED_SHARE)
     within_free = free - activations - reserved

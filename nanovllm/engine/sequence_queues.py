@@ -124,7 +124,7 @@ class SequenceQueues:
         self, seqs: list[Sequence], token_ids: list[int], logprobs: StepLogprobs | None = None
     ) -> list[Sequence]:
         """Book the tokens of a step that advance() has booked, with their log-probabilities: fill the placeholders,
-        find the ends of sequence.
+        find the ends of sequence. A sequence whose row has no token (NON_FINITE) ends with finish reason "error".
 
         Returns the sequences that are complete. With another step in flight, that one's surplus token of a
         sequence that ends here is never looked at.
@@ -180,8 +180,8 @@ class SequenceQueues:
         seq.finish_reason, seq.stop_reason, seq.error = "error", None, error
 
     def _fail_non_finite(self, seq: Sequence) -> None:
-        """End a sequence that there is no token to draw for; nobody may share its keys and values, which are likely to
-        be no better than its logits."""
+        """End a sequence that has no token to draw. Its keys and values are likely to be NaN too, so nobody may share
+        them from now on."""
         error = (
             f"the model's logits for the token at position {seq.num_tokens - 1} hold NaN or infinity: its weights are "
             "damaged, or overflow in this dtype; check the checkpoint's files, or try dtype='float32'"

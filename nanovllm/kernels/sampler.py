@@ -85,8 +85,8 @@ def _race(
     GROUPS: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """The best score among TILES * GROUPS groups of columns, and the column that has it. The score is NaN where a logit
-    is NaN or +inf, and -inf where all are."""
+    """The best score among TILES * GROUPS groups of columns, and the column that has it. The score is +inf where a
+    logit is NaN or +inf, -inf where all are -inf, and finite else."""
     lane = tl.arange(0, GROUPS)
     best = tl.full([GROUPS], float("-inf"), tl.float32)
     highest_logit = tl.full([GROUPS], float("-inf"), tl.float32)
@@ -99,21 +99,27 @@ def _race(
         columns = group[:, None] * _GROUP + tl.arange(0, _GROUP // 2)[None, :]
         left = _load(logits_row, columns, vocab_size, threshold, TRUNCATED)
         right = _load(logits_row, columns + _GROUP // 2, vocab_size, threshold, TRUNCATED)
-        score = tl.maximum(tl.max(left, axis=1), tl.max(right, axis=1))  # Which may drop a NaN, or not.
+        score = tl.maximum(tl.max(left, axis=1), tl.max(right, axis=1))  # Which drops a NaN, or does not.
         highest_logit = tl.maximum(highest_logit, score)
         if NOISY:
             # Within what is finite, so that one infinity does not meet another.
             highest = tl.minimum(tl.maximum(score * scale, -MAX_FLOAT), MAX_FLOAT)
             weights = tl.exp2(left * scale - highest[:, None]) + tl.exp2(right * scale - highest[:, None])
             weight = tl.sum(weights, axis=1)
-            has_nan |= weight != weight  # No finite logit, nor an infinite one, makes a weight NaN.
+            has_nan |= weight != weight  # One logit is NaN; nothing else makes it so.
             bits, _, _, _ = _words(group + FIRST_COLUMN // _GROUP, 1, seed, position)
             score = highest + _log2(weight, FAST_LOG2) - log2_exponential(bits, FAST_LOG2)
         else:
-            has_nan |= tl.sum((left != left).to(tl.int32) + (right != right).to(tl.int32), axis=1) > 0
+            # Scaled, so that no finite logits overflow: NaN if one of them is, or where +inf meets -inf.
+            total = tl.sum(left * 0.03125 + right * 0.03125, axis=1)
+            has_nan |= total != total
         take = score > best
         best = tl.where(take, score, best)
         best_group = tl.where(take, group, best_group)
+    # A score may have left the finite numbers where no logit has: a tiny temperature does that.
+    best = tl.minimum(tl.maximum(best, -MAX_FLOAT), MAX_FLOAT)
+    best = tl.where(highest_logit > float("-inf"), best, float("-inf"))
+    best = tl.where(has_nan | (highest_logit == float("inf")), float("inf"), best)
     score = tl.max(best, axis=0)
     winner = tl.min(tl.where(best == score, best_group, _NO_COLUMN), axis=0)
 
@@ -126,26 +132,22 @@ def _race(
         within = within * scale - log2_exponential(bits, FAST_LOG2)
     is_best = within == tl.max(tl.max(within, axis=1), axis=0)
     column = tl.min(tl.min(tl.where(is_best, columns, _NO_COLUMN), axis=1), axis=0)
-    # A score may leave the finite numbers where no logit has: a tiny temperature does that.
-    score = tl.where(tl.max(highest_logit, axis=0) > float("-inf"), tl.maximum(score, -MAX_FLOAT), float("-inf"))
-    is_undefined = has_nan | (highest_logit == float("inf"))
-    return tl.where(tl.max(is_undefined.to(tl.int32), axis=0) > 0, float("nan"), score), column
+    return score, column
 
 
 @triton.jit
 def best_split(scores, columns, mask):
-    """The best of some scores, NaN if any is, and its column: the lowest of those that tie."""
+    """The best of some scores of `_race`, and its column: the lowest of those that tie."""
     score = tl.load(scores, mask=mask, other=float("-inf"))
     column = tl.load(columns, mask=mask, other=_NO_COLUMN)
     highest = tl.max(score, axis=0)
-    winner = tl.min(tl.where(score == highest, column, _NO_COLUMN), axis=0)
-    return tl.where(tl.max((score != score).to(tl.int32), axis=0) > 0, float("nan"), highest), winner
+    return highest, tl.min(tl.where(score == highest, column, _NO_COLUMN), axis=0)
 
 
 @triton.jit
 def token_of(score, column):
-    """The column, but NON_FINITE where the score is NaN or -inf."""
-    return tl.where(score > float("-inf"), column, _NON_FINITE).to(tl.int64)
+    """The column, but NON_FINITE where the score is infinite."""
+    return tl.where(tl.abs(score) < float("inf"), column, _NON_FINITE).to(tl.int64)
 
 
 @triton.jit

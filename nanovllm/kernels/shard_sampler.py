@@ -51,7 +51,7 @@ def best_of_shard(
 
     Returns:
         int32 `[batch, 2]`: the bits of the float32 score, and the winner's column in the whole vocabulary. The score is
-        NaN for a row with a NaN or +inf, -inf for one of nothing else, and then the column means nothing.
+        +inf for a row with a NaN or +inf, -inf for one of nothing else, and then the column means nothing.
 
     Raises:
         ValueError: as `sample`.

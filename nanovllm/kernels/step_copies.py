@@ -21,7 +21,7 @@ def _receive_kernel(
     words = tl.load(host_words + at, mask=at < num_words)
     token = tl.load(tokens + at, mask=at < num_rows)
     pending = tl.load(pending_rows + at, mask=at < num_rows, other=-1)
-    # What is no token (layers.sampler.NON_FINITE) may not be looked up; its sequence ends before this step is read.
+    # layers.sampler.NON_FINITE must not reach the embedding; its sequence ends before this step is read.
     drawn = tl.maximum(tl.load(sampled + pending, mask=pending >= 0), 0)
     tl.store(device_words + at, words, mask=at < num_words)
     tl.store(input_ids + at, tl.where(pending >= 0, drawn, token), mask=at < num_rows)

@@ -165,8 +165,8 @@ def _best_torch(
     first_column: int,
     thresholds: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Each row's best score and its column among these, float32 and int64 `[batch]`. The score is NaN where a logit is
-    NaN or +inf, and -inf where all are."""
+    """Each row's best score and its column among these, float32 and int64 `[batch]`. The score is +inf where a logit is
+    NaN or +inf, -inf where all are -inf, and finite else."""
     if thresholds is not None:
         logits = logits.masked_fill(logits.float() < thresholds.unsqueeze(1), -math.inf)  # A NaN stays.
     highest, columns = logits.max(dim=1)  # NaN, if any is.
@@ -180,21 +180,20 @@ def _best_torch(
         members = _in_groups(chosen)[torch.arange(len(rows), device=logits.device), groups]
         within = race_scores(members, *draw, first_column + groups * GROUP).argmax(dim=1)
         columns[rows] = groups * GROUP + within
-    # A score may leave the finite numbers where no logit has: a tiny temperature does that.
-    best = best.clamp(min=-_MAX).where(highest > -math.inf, -math.inf)
-    return best.where(highest < math.inf, math.nan), columns
+    # A score may have left the finite numbers where no logit has: a tiny temperature does that.
+    best = best.clamp(-_MAX, _MAX).where(highest > -math.inf, -math.inf)
+    return best.where(highest < math.inf, math.inf), columns
 
 
 def _tokens(scores: Tensor, columns: Tensor) -> Tensor:
-    """The columns, but NON_FINITE where the score is NaN or -inf."""
-    return columns.where(scores > -math.inf, NON_FINITE)
+    """The columns, but NON_FINITE where the score is infinite."""
+    return columns.where(scores.isfinite(), NON_FINITE)
 
 
 def pick_best_torch(candidates: Tensor, out: Tensor | None = None) -> Tensor:
     """Twin of `kernels.shard_sampler.pick_best`."""
     bits, columns = candidates.unbind(-1)
-    # NaN, if any is, and the first of equals: the lowest column.
-    scores, winner = bits.contiguous().view(torch.float32).max(dim=0)
+    scores, winner = bits.contiguous().view(torch.float32).max(dim=0)  # The first of equals: the lowest column.
     tokens = _tokens(scores, columns.gather(0, winner.unsqueeze(0)).squeeze(0)).long()
     return tokens if out is None else out.copy_(tokens)
 
@@ -239,8 +238,8 @@ class Sampler(nn.Module):
     ) -> Tensor:
         """Draws one token a row.
 
-        A logit of -inf is never drawn. A row has no token where a logit is NaN or +inf, which a threshold does not
-        hide, or where all that are left are -inf.
+        A logit of -inf is never drawn. A row has no token where a logit is NaN or +inf, whatever the threshold, or
+        where all that the threshold leaves are -inf.
 
         Args:
             logits: `[batch, vocab_size]`, any float dtype; with several ranks this rank's columns of it, maybe none.
