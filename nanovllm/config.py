@@ -54,7 +54,8 @@ class Config:
         max_num_seqs: sequences that one step computes at most, up to 32,768.
         max_model_len: longest sequence, prompt and completion, up to 16,777,216 tokens; lowered to what the model
             supports. None for all that it supports. After the checks: the number.
-        gpu_memory_utilization: share of the GPU's memory that the engine may fill, in (0, 1].
+        gpu_memory_utilization: share of the GPU's memory that this engine may use, in (0, 1], whatever others use;
+            where less is free, the KV cache is as large as that allows.
         tensor_parallel_size: GPUs to split the model over, from device's on; on a CPU, processes. It must divide
             the attention heads and the intermediate size, and divide the KV heads or be a multiple of them.
         enforce_eager: no CUDA graphs.

@@ -1,5 +1,6 @@
 """LLM: the facade that users import: all ways to ask the engine for something."""
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -199,6 +200,7 @@ class LLM(LLMEngine):
         Raises:
             ValueError, TypeError: as generate; and for another number of completions than of prompts, or more tokens in
                 a pair than the engine's longest sequence less one.
+            RuntimeError: the model's logits for a pair are NaN or infinite; or as generate.
         """
         self._loop.claim(User("score()"))
         prompts, completions = list(as_prompts(prompts)), list(as_prompts(completions, "completions"))
@@ -212,12 +214,17 @@ class LLM(LLMEngine):
             if len(token_ids) > limit:
                 raise ValueError(f"completions[{i}]: has {len(token_ids)} tokens with its prompt; {limit} are possible")
         outputs = self.generate(whole, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm)
-        return [
-            _score(token_ids, output["prompt_logprobs"][-len(token_ids) :])
-            for token_ids, output in zip(endings, outputs, strict=True)
-        ]
+        return [_score(i, *pair) for i, pair in enumerate(zip(endings, outputs, strict=True))]
 
 
-def _score(token_ids: list[int], logprobs: list[dict[int, float]]) -> Score:
+def _score(index: int, token_ids: list[int], output: RequestOutput) -> Score:
+    """The score of pair number `index`, whose output has the log-probabilities. Raises RuntimeError where these are no
+    numbers."""
+    if "error" in output:
+        raise RuntimeError(f"prompts[{index}]: cannot be scored: {output['error']}")
+    logprobs = output["prompt_logprobs"][-len(token_ids) :]
     own = [logprob[token_id] for token_id, logprob in zip(token_ids, logprobs, strict=True)]
-    return Score(token_ids=list(token_ids), logprobs=own, total=sum(own))
+    total = sum(own)
+    if not math.isfinite(total):
+        raise RuntimeError(f"prompts[{index}]: cannot be scored: some of the model's logits hold NaN or infinity")
+    return Score(token_ids=list(token_ids), logprobs=own, total=total)

@@ -186,6 +186,14 @@ class BlockManager:
         for block in self.blocks:
             block.update(-1, ())
 
+    def forget_blocks(self, seq: Sequence) -> None:
+        """Let nobody find the blocks that hold what a sequence began with, unless another one uses them."""
+        for hash in seq.block_hashes:
+            block_id = self.hash_to_block_id.get(hash)
+            if block_id is not None and self.blocks[block_id].ref_count == 0:
+                del self.hash_to_block_id[hash]
+                self.blocks[block_id].update(-1, ())
+
     def _max_shared_blocks(self, seq: Sequence) -> int:
         if not self.enable_prefix_caching or seq.needs_prompt_logits:
             return 0

@@ -65,7 +65,7 @@ class DecodeInputs:
             slot_mapping int32, context_lens int32, block_tables int32 [.., max_blocks]: as in Context.
         work_items: int32 [.., PIECE_FIELDS], the plan of the step's attention (see `decode_plan`).
         input_ids: int64 [most rows]: the tokens that the rows feed.
-        sampled: int64 [most rows]: those that the last step drew.
+        sampled: int64 [most rows]: those that the last step drew, NON_FINITE where there was none to draw.
     """
 
     def __init__(
@@ -190,7 +190,8 @@ class DecodeInputs:
             return
         self._buffers[self._turn].send()
         pending = self.rows["pending_rows"][:num_rows]
-        torch.where(pending < 0, self._tokens[:num_rows], self.sampled[pending.clamp(min=0)], out=input_ids)
+        drawn = self.sampled[pending.clamp(min=0)].clamp_(min=0)  # NON_FINITE must not reach the embedding.
+        torch.where(pending < 0, self._tokens[:num_rows], drawn, out=input_ids)
 
     def tokens_on_host(self, num_seqs: int) -> torch.Tensor:
         """Page-locked memory for the tokens of a step, of which those of the one before may not have been read yet: it

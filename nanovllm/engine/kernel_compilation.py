@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from nanovllm.engine.cuda_graphs import graph_batch_sizes
-from nanovllm.engine.memory import warmup_sequences
+from nanovllm.engine.memory import warmup_batches
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import HAS_TRITON
 from nanovllm.layers.quack_tiles import TOKENS_OF_THREE
@@ -63,8 +63,7 @@ def _trace(runner) -> None:
     shape = (-(-_NUM_SLOTS // block_size), block_size, runner.num_kv_heads, get_head_dim(config.hf_config))
     kv_cache = torch.zeros(2, 1, *shape, dtype=config.dtype, device=runner.device)
     runner.use_kv_cache(kv_cache.expand(2, len(runner.model.model.layers), *shape))
-    seq = _sequence(1, block_size)
-    seq.is_prefilling = False
+    seq = _decoding_sequence(block_size)
     for size in telling_batch_sizes(config.max_num_seqs):
         runner.run([seq] * size, False)
         _trace_truncation(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
@@ -89,15 +88,18 @@ def warmup_kernels(runner) -> None:
     """Launch every variant of the Triton kernels that a prefill may need, so that none is compiled or loaded in the
     middle of a batch: short and long, with a cached prefix and without. They write to the cache's first slots, which
     nobody has been given yet."""
-    for seq in warmup_sequences(runner.config, runner.num_kvcache_blocks):
-        runner.run([seq], True)
-        if runner.config.max_num_seqs > 1:
-            runner.run([seq, seq], True)
-    seq.is_prefilling = False
-    runner.run([seq], False)
+    for seqs in warmup_batches(runner.config, runner.num_kvcache_blocks):
+        runner.run(seqs, True)
+    runner.run([_decoding_sequence(runner.block_size)], False)
 
 
 def _sequence(num_tokens: int, block_size: int) -> Sequence:
     seq = Sequence(0, [0] * num_tokens, block_size=block_size)
     seq.block_table, seq.num_scheduled_tokens = list(range(seq.num_blocks)), num_tokens
+    return seq
+
+
+def _decoding_sequence(block_size: int) -> Sequence:
+    seq = _sequence(1, block_size)
+    seq.is_prefilling = False
     return seq

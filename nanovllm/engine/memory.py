@@ -4,6 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,11 @@ from nanovllm.utils.parallel import TensorParallel
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-_RAISE_ON_GPU = "raise gpu_memory_utilization, set kvcache_gib, or lower max_num_batched_tokens"
+
+# Share of a GPU's memory that the KV cache leaves free in any case, for what is allocated after it: CUDA graphs,
+# workspaces of libraries, and logits where requests ask for more than a temperature. On an H200 Qwen3-0.6B and 8B used
+# 0.3 and 0.6 GiB, 0.2 and 0.4 %.
+RESERVED_SHARE = 0.02
 
 
 def largest_prefill(config: Config, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Context]:
@@ -35,48 +40,93 @@ def largest_prefill(config: Config, device: torch.device) -> tuple[tuple[torch.T
     return (input_ids, positions, *sampling), context
 
 
-def kv_cache_budget(config: Config, device: torch.device) -> tuple[int, str]:
-    """Bytes for the KV cache, and in words where they come from. On a GPU the largest step must have run."""
+class CacheBudget(NamedTuple):
+    """Bytes for the KV cache.
+
+    limit: the option that they come from, or "free memory" where that is less.
+    reason: the numbers that they come from, in words.
+    remedy: what to do where they are too few.
+    """
+
+    num_bytes: int
+    limit: str
+    reason: str
+    remedy: str
+
+
+def free_memory(device: torch.device) -> int:
+    """Free bytes of a GPU, after torch's allocator has given back what it only keeps for later; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def kv_cache_budget(config: Config, device: torch.device, free_at_start: int) -> CacheBudget:
+    """What gpu_memory_utilization leaves for the KV cache, but never more than is free. On a GPU the largest step must
+    have run before. free_at_start: `free_memory` when the engine began; what has gone since is the engine's own."""
     if config.kvcache_gib is not None or device.type == "cpu":
         gib = config.kvcache_gib or CPU_KVCACHE_GIB
-        return int(gib * GIB), f"kvcache_gib is {gib}"
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
+        return CacheBudget(int(gib * GIB), "kvcache_gib", f"kvcache_gib is {gib}", "raise kvcache_gib")
+    free = free_memory(device)
+    total = torch.cuda.mem_get_info(device)[1]
     stats = torch.cuda.memory_stats(device)
-    peak, current = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
-    budget = total * config.gpu_memory_utilization - (total - free) - (peak - current)
-    return int(budget), (
-        f"of {total / GIB:.2f} GiB x gpu_memory_utilization={config.gpu_memory_utilization}, "
-        f"{(total - free) / GIB:.2f} GiB are in use (by other processes too) and a step's activations "
-        f"take {(peak - current) / GIB:.2f} GiB"
+    activations = stats["allocated_bytes.all.peak"] - stats["allocated_bytes.all.current"]
+    own = max(0, free_at_start - free)  # Negative where another process has ended meanwhile.
+    within_limit = int(total * config.gpu_memory_utilization) - own - activations
+    reserved = int(total * RESERVED_SHARE)
+    within_free = free - activations - reserved
+    uses = f"this engine uses {own / GIB:.2f} GiB already, and a step's activations take {activations / GIB:.2f} GiB"
+    if within_limit <= within_free:
+        return CacheBudget(
+            within_limit,
+            "gpu_memory_utilization",
+            f"this engine's limit is {total / GIB:.2f} GiB x gpu_memory_utilization={config.gpu_memory_utilization}, "
+            + uses,
+            "raise gpu_memory_utilization, set kvcache_gib, or lower max_num_batched_tokens",
+        )
+    return CacheBudget(
+        within_free,
+        "free memory",
+        f"of the GPU's {total / GIB:.2f} GiB other processes and engines hold {(total - own - free) / GIB:.2f} GiB, "
+        f"{uses}, and {reserved / GIB:.2f} GiB stay free for CUDA graphs",
+        "end what else holds the GPU's memory, or lower max_num_batched_tokens",
     )
 
 
 def allocate_kv_cache(
-    config: Config, num_layers: int, num_kv_heads: int, device: torch.device, tp: TensorParallel
+    config: Config,
+    num_layers: int,
+    num_kv_heads: int,
+    device: torch.device,
+    tp: TensorParallel,
+    free_at_start: int,
 ) -> torch.Tensor:
     """This rank's KV cache, [2, layers, blocks, block_size, kv_heads, head_dim], of as many blocks as every rank has
-    room for. Raises MemoryError, with the numbers, where there is none for one block."""
+    room for. free_at_start: as `kv_cache_budget` takes it. Raises MemoryError, with the numbers, where there is none
+    for one block."""
     shape = (config.kvcache_block_size, num_kv_heads, get_head_dim(config.hf_config))
     block_bytes = 2 * num_layers * math.prod(shape) * config.dtype.itemsize
-    blocks = config.num_kvcache_blocks
+    blocks, limit = config.num_kvcache_blocks, "num_kvcache_blocks"
     if blocks == -1:
-        budget, reason = kv_cache_budget(config, device)
-        counts = tp.all_gather(torch.tensor(budget // block_bytes, device=device)).tolist()
+        budget = kv_cache_budget(config, device, free_at_start)
+        limit = budget.limit
+        counts = tp.all_gather(torch.tensor(budget.num_bytes // block_bytes, device=device)).tolist()
         blocks = min(counts)
         if blocks < 1:
             where = "" if counts[tp.rank] == blocks else f" on rank {counts.index(blocks)}; on rank {tp.rank}"
             raise MemoryError(
-                f"no room for one KV cache block of {block_bytes / GIB:.3f} GiB{where}: {reason}; "
-                + ("raise kvcache_gib" if config.kvcache_gib is not None else _RAISE_ON_GPU)
+                f"no room for one KV cache block of {block_bytes / GIB:.3f} GiB{where}: {budget.reason}; "
+                f"{budget.remedy}"
             )
     capacity = blocks * config.kvcache_block_size
     logger.info(
-        "KV cache: %d blocks x %d = %d tokens, %.2f GiB; longest sequence: %d tokens (%s)",
+        "KV cache: %d blocks x %d = %d tokens, %.2f GiB (limit: %s); longest sequence: %d tokens (%s)",
         blocks,
         config.kvcache_block_size,
         capacity,
         blocks * block_bytes / GIB,
+        limit,
         min(config.max_model_len, capacity),
         "max_model_len" if config.max_model_len <= capacity else "the KV cache",
     )
@@ -93,17 +143,17 @@ def allocate_kv_cache(
     return torch.zeros(shape, dtype=config.dtype, device=device)
 
 
-def warmup_sequences(config: Config, num_blocks: int) -> Iterator[Sequence]:
-    """Prefills that need every variant of the kernels: short and as long as any variant asks, with a cached prefix and
-    without, in the cache's first blocks."""
+def warmup_batches(config: Config, num_blocks: int) -> Iterator[list[Sequence]]:
+    """Prefills that need every variant of the kernels: of one sequence and of two, short and as long as any variant
+    asks and a step may be, with a cached prefix and without, in the cache's first blocks."""
     longest = min(config.max_model_len, num_blocks * config.kvcache_block_size)
     # 256 are the most that our kernel is given without a cached prefix where flash-attn-4 has the rest of a long step.
     for num_cached, num_new in ((0, 1), (0, 17), (0, 256), (0, 512), (16, 1), (16, 17), (16, 512)):
-        num_tokens = min(num_cached + num_new, longest)
-        num_new = num_tokens - num_cached
-        if num_new < 1:
-            continue
-        seq = Sequence(0, [0] * num_tokens, block_size=config.kvcache_block_size)
-        seq.block_table = list(range(seq.num_blocks))
-        seq.num_cached_tokens, seq.num_scheduled_tokens = num_cached, num_new
-        yield seq
+        for num_seqs in range(1, min(config.max_num_seqs, 2) + 1):
+            num_scheduled = min(num_new, longest - num_cached, config.max_num_batched_tokens // num_seqs)
+            if num_scheduled < 1:
+                continue
+            seq = Sequence(0, [0] * (num_cached + num_scheduled), block_size=config.kvcache_block_size)
+            seq.block_table = list(range(seq.num_blocks))
+            seq.num_cached_tokens, seq.num_scheduled_tokens = num_cached, num_scheduled
+            yield [seq] * num_seqs

@@ -28,11 +28,13 @@ _MAX_PROMPT_TOKENS = 2048
 
 
 def choose_num_rows(config: Config, has_graphs: bool, num_layer_params: int) -> int:
-    """Rows of a mixed step, 0 for none: what config.mixed_step_rows says, or where that is None, where they pay."""
-    if config.mixed_step_rows is not None:
-        return config.mixed_step_rows
-    pays = has_graphs and num_layer_params >= _MIN_LAYER_PARAMS and config.tensor_parallel_size == 1
-    return min(_ROWS, config.max_num_batched_tokens) if pays else 0
+    """Rows of a mixed step, 0 for none: what config.mixed_step_rows says, or where that is None, where they pay. One
+    has two sequences at least."""
+    num_rows = config.mixed_step_rows
+    if num_rows is None:
+        pays = has_graphs and num_layer_params >= _MIN_LAYER_PARAMS and config.tensor_parallel_size == 1
+        num_rows = min(_ROWS, config.max_num_batched_tokens) if pays else 0
+    return num_rows if min(num_rows, config.max_num_seqs) > 1 else 0
 
 
 class MixedSteps:

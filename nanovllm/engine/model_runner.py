@@ -14,7 +14,7 @@ from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes, mixed_b
 from nanovllm.engine.inputs import DecodeInputs, prefill_inputs
 from nanovllm.engine.kernel_compilation import compiling_kernels, warmup_kernels
 from nanovllm.engine.logit_steps import LogitSteps, needs_logits
-from nanovllm.engine.memory import allocate_kv_cache, largest_prefill
+from nanovllm.engine.memory import allocate_kv_cache, free_memory, largest_prefill
 from nanovllm.engine.mixed_steps import choose_num_rows
 from nanovllm.engine.package_kernels import PackageKernels
 from nanovllm.engine.process_group import ABORT_SECONDS, abort_group
@@ -69,6 +69,7 @@ class ModelRunner(RankCalls):
         self.tp = TensorParallel()
         self.workers: Workers | None = None
         self.device = link.device if link else _first_device(config)
+        self._free_at_start = free_memory(self.device)  # Before the ranks meet, who share memory from then on.
         try:
             # The caller's current GPU may be another one.
             on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
@@ -210,7 +211,8 @@ class ModelRunner(RankCalls):
         Raises MemoryError where there is no room for one block, with the numbers.
         """
         layers = self._attention_layers()
-        self.use_kv_cache(allocate_kv_cache(self.config, len(layers), self.num_kv_heads, self.device, self.tp))
+        sizes = len(layers), self.num_kv_heads
+        self.use_kv_cache(allocate_kv_cache(self.config, *sizes, self.device, self.tp, self._free_at_start))
 
     def use_kv_cache(self, kv_cache: torch.Tensor | None) -> None:
         """Give each layer its slices of [2, layers, blocks, block_size, kv_heads, head_dim]; None takes them away."""

@@ -20,25 +20,32 @@ class RequestMetrics(TypedDict):
     tokens_per_second: float
 
 
-class SampleOutput(TypedDict):
-    """One completion of a prompt.
-
-    text: up to a stop string, special tokens left out unless skip_special_tokens says otherwise; None with
-        skip_tokenizer_init, and for an error.
-    token_ids: all tokens that were generated, the end-of-sequence token and those of a stop string included.
-    finish_reason: "stop" (an end-of-sequence or stop token, or a stop string), "length" (max_tokens, or the engine's
-        longest sequence), "abort" (abort_request) or "error".
-    stop_reason: the stop string or the one of stop_token_ids that ended it; None for any other end.
-    logprobs: for each token of token_ids {token id: log-probability}, the sampled token first; None unless asked for.
-    metrics: how long it took.
-    """
-
+class _SampleOutput(TypedDict):
     text: str | None
     token_ids: list[int]
     finish_reason: str
     stop_reason: str | int | None
     logprobs: list[dict[int, float]] | None
     metrics: RequestMetrics
+
+
+class SampleOutput(_SampleOutput, total=False):
+    """One completion of a prompt.
+
+    text: up to a stop string, special tokens left out unless skip_special_tokens says otherwise; None with
+        skip_tokenizer_init, and for a request that was not served.
+    token_ids: all tokens that were generated, the end-of-sequence token and those of a stop string included.
+    finish_reason: "stop" (an end-of-sequence or stop token, or a stop string), "length" (max_tokens, or the engine's
+        longest sequence), "abort" (abort_request) or "error": see `error`.
+    stop_reason: the stop string or the one of stop_token_ids that ended it; None for any other end.
+    logprobs: for each token of token_ids {token id: log-probability}, the sampled token first; None unless asked for.
+    metrics: how long it took.
+    error: what went wrong, where finish_reason is "error", else not there. A completion fails where the model's logits
+        are NaN or infinite; it has the text and the tokens that came before. With on_error="return" a request that
+        could not be served has none.
+    """
+
+    error: str
 
 
 class _RequestOutput(SampleOutput):
@@ -53,25 +60,13 @@ class RequestOutput(_RequestOutput, total=False):
     num_prompt_tokens: tokens of the prompt.
     num_cached_tokens: those of them that the prefix cache supplied (to the first sample).
     prompt_logprobs: as logprobs, for each prompt token, None for the first; None unless asked for.
-    samples: with n > 1 all completions, the first one included; else not there.
-    error: with on_error="return" what is wrong with the request, where finish_reason is "error"; else not there.
+    samples: with n > 1 all completions, the first one included; else not there. One may fail where others do not.
     """
 
     samples: list[SampleOutput]
-    error: str
 
 
-class StreamDelta(TypedDict):
-    """What one step added to one completion.
-
-    index: of the prompt. sample: of the completion, 0 unless n > 1.
-    request_id: what abort_request takes.
-    text: whole characters, which no later delta takes back; "" where the tokens complete none, None with
-        skip_tokenizer_init. All deltas' texts together are the RequestOutput's.
-    token_ids, logprobs: of the new tokens, as in RequestOutput.
-    finish_reason, stop_reason: as in RequestOutput on a completion's last delta, None before.
-    """
-
+class _StreamDelta(TypedDict):
     index: int
     sample: int
     request_id: int
@@ -80,6 +75,21 @@ class StreamDelta(TypedDict):
     logprobs: list[dict[int, float]] | None
     finish_reason: str | None
     stop_reason: str | int | None
+
+
+class StreamDelta(_StreamDelta, total=False):
+    """What one step added to one completion.
+
+    index: of the prompt. sample: of the completion, 0 unless n > 1.
+    request_id: what abort_request takes.
+    text: whole characters, which no later delta takes back; "" where the tokens complete none, None with
+        skip_tokenizer_init. All deltas' texts together are the RequestOutput's.
+    token_ids, logprobs: of the new tokens, as in RequestOutput.
+    finish_reason, stop_reason: as in RequestOutput on a completion's last delta, None before.
+    error: as in RequestOutput, on a completion's last delta.
+    """
+
+    error: str
 
 
 class Score(TypedDict):
@@ -153,7 +163,7 @@ def error_output(error: Exception) -> RequestOutput:
 
 
 def _sample_output(seq: Sequence) -> SampleOutput:
-    return SampleOutput(
+    output = SampleOutput(
         text=seq.text,
         token_ids=seq.completion_token_ids,
         finish_reason=seq.finish_reason,
@@ -161,6 +171,9 @@ def _sample_output(seq: Sequence) -> SampleOutput:
         logprobs=seq.logprobs,
         metrics=_metrics(seq),
     )
+    if seq.error is not None:
+        output["error"] = seq.error
+    return output
 
 
 def _metrics(seq: Sequence) -> RequestMetrics:

@@ -41,9 +41,10 @@ class Sequence:
         num_scheduled_tokens: tokens whose keys and values the current step computes.
         block_table: ids of the KV cache blocks that hold the sequence, in order.
         block_hashes: hash chain of the full blocks, as far as it has been computed; the block manager's.
-        finish_reason: "stop", "length" or "abort" once finished, else None.
+        finish_reason: "stop", "length", "abort" or "error" once finished, else None.
         stop_reason: the stop string or the one of stop_token_ids that ended it, None for any other end.
-        end_token_ids: tokens that end it; the scheduler's.
+        error: what went wrong, where finish_reason is "error", else None.
+        end_token_ids: tokens that end it, and NON_FINITE; the scheduler's.
         request_id: what its request is known by; the samples of one prompt share it.
         params: the request's SamplingParams; rank 0's alone, as are the rest but for the next three.
         is_plain: whether temperature and seed are all that its draws need. A step of plain sequences alone is
@@ -133,6 +134,7 @@ class Sequence:
         self.block_hashes: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.error: str | None = None
         self.end_token_ids: frozenset[int] = frozenset()
         self.request_id = seq_id
         self.text_stream = None

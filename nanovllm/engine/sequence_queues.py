@@ -1,5 +1,6 @@
 """SequenceQueues: the sequences that wait and those that run, and what becomes of them after a step."""
 
+import logging
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
@@ -7,6 +8,11 @@ from functools import partial
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.logprobs import StepLogprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.layers.sampler import NON_FINITE
+
+logger = logging.getLogger(__name__)
+
+_NO_TOKEN = frozenset({NON_FINITE})  # Ends every sequence, so that collect looks for it at no cost.
 
 
 class SequenceQueues:
@@ -38,6 +44,8 @@ class SequenceQueues:
         self.max_seq_len = min(max_model_len, num_kvcache_blocks * kvcache_block_size)
         self._max_model_len, self._supported_model_len = max_model_len, supported_model_len
         self.eos = frozenset(eos)
+        self._ends = self.eos | _NO_TOKEN
+        self._has_warned = False
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_prefix_queries = 0
@@ -81,10 +89,8 @@ class SequenceQueues:
         """Queue a sequence. Raises ValueError where it could never run."""
         self.check(seq.num_tokens)
         stop = seq.params.stop_token_ids
-        if seq.ignore_eos:
-            seq.end_token_ids = frozenset(stop)
-        else:
-            seq.end_token_ids = self.eos.union(stop) if stop else self.eos
+        ends = _NO_TOKEN if seq.ignore_eos else self._ends
+        seq.end_token_ids = ends.union(stop) if stop else ends
         self.waiting.append(seq)
 
     def postprocess(self, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
@@ -131,7 +137,7 @@ class SequenceQueues:
         self, seqs: list[Sequence], token_ids: list[int], logprobs: StepLogprobs | None = None
     ) -> list[Sequence]:
         """Book the tokens of a step that advance() has booked, with their log-probabilities: fill the placeholders,
-        find the ends of sequence.
+        find the ends of sequence. A sequence whose row has no token (NON_FINITE) ends with finish reason "error".
 
         Returns the sequences that are complete. With another step in flight, that one's surplus token of a
         sequence that ends here is never looked at.
@@ -143,10 +149,17 @@ class SequenceQueues:
             if seq.pending_row != row:
                 num_ignored += 1
                 continue  # Its prefill goes on, or it had ended before.
+            is_end = token_id in seq.end_token_ids
+            if is_end and token_id == NON_FINITE:
+                self._fail_non_finite(seq)
+                finished.append(seq)
+                dropped = True
+                num_ignored += 1
+                continue
             seq.resolve_pending(token_id)
             if logprobs is not None:
                 logprobs.book(row, seq)
-            if token_id in seq.end_token_ids:
+            if is_end:
                 if not seq.is_finished:
                     self._end(seq, "stop")
                     dropped = True
@@ -165,6 +178,32 @@ class SequenceQueues:
         for seq in seqs:
             self._end(seq, "stop")
         self._drop_finished()
+
+    def fail(self, seqs: list[Sequence], error: str) -> None:
+        """End sequences with finish reason "error", wherever they are. What they have so far stays; the token that a
+        step in flight samples for one of them is dropped."""
+        for seq in seqs:
+            self._fail(seq, error)
+        self._drop_finished()
+
+    def _fail(self, seq: Sequence, error: str) -> None:
+        seq.drop_pending()
+        if not seq.is_finished:
+            self._end(seq, "error")
+        seq.finish_reason, seq.stop_reason, seq.error = "error", None, error
+
+    def _fail_non_finite(self, seq: Sequence) -> None:
+        """End a sequence that has no token to draw. Its keys and values are likely to be NaN too, so nobody may share
+        them from now on."""
+        error = (
+            f"the model's logits for the token at position {seq.num_tokens - 1} hold NaN or infinity: its weights are "
+            "damaged, or overflow in this dtype; check the checkpoint's files, or try dtype='float32'"
+        )
+        self._fail(seq, error)
+        self.block_manager.forget_blocks(seq)
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("request %d: %s (results say so; this is logged once)", seq.request_id, error)
 
     def _end(self, seq: Sequence, finish_reason: str) -> None:
         was_preempted = seq.status is SequenceStatus.WAITING

@@ -37,7 +37,7 @@ class DeltaReader:
     def _delta(self, seq: Sequence, start: int, end: int, is_last: bool) -> StreamDelta:
         index, sample = self._places[seq.seq_id]
         first = seq.num_prompt_tokens
-        return StreamDelta(
+        delta = StreamDelta(
             index=index,
             sample=sample,
             request_id=seq.request_id,
@@ -47,6 +47,9 @@ class DeltaReader:
             finish_reason=seq.finish_reason if is_last else None,
             stop_reason=seq.stop_reason if is_last else None,
         )
+        if is_last and seq.error is not None:
+            delta["error"] = seq.error
+        return delta
 
 
 class Results:

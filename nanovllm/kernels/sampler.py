@@ -13,6 +13,7 @@ from nanovllm.kernels.threshold_search import MAX_FLOAT, scale_of
 _LN_2 = tl.constexpr(0.6931471805599453)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
 _GROUP = tl.constexpr(16)  # layers.sampler.GROUP
+_NON_FINITE = tl.constexpr(-1)  # layers.sampler.NON_FINITE
 
 
 @triton.jit
@@ -63,11 +64,9 @@ def _words(index, PURPOSE: tl.constexpr, seed, position):
 
 @triton.jit
 def _load(logits_row, columns, vocab_size, threshold, TRUNCATED: tl.constexpr):
-    """Logits in float32, -inf for what is never to be drawn: past the vocabulary, NaN, below the threshold."""
+    """Logits in float32, -inf for what is never to be drawn: past the vocabulary, below the threshold. NaN stays."""
     logit = tl.load(logits_row + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
-    if TRUNCATED:
-        return tl.where(logit >= threshold, logit, float("-inf"))
-    return tl.maximum(logit, float("-inf"))
+    return tl.where(logit < threshold, float("-inf"), logit) if TRUNCATED else logit
 
 
 @triton.jit
@@ -86,9 +85,12 @@ def _race(
     GROUPS: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """The best score among TILES * GROUPS groups of columns, and the column that has it."""
+    """The best score among TILES * GROUPS groups of columns, and the column that has it. The score is +inf where a
+    logit is NaN or +inf, -inf where all are -inf, and finite else."""
     lane = tl.arange(0, GROUPS)
     best = tl.full([GROUPS], float("-inf"), tl.float32)
+    highest_logit = tl.full([GROUPS], float("-inf"), tl.float32)
+    has_nan = tl.zeros([GROUPS], tl.int1)
     best_group = first_group + lane
     # Unrolled by the compiler, not by Python as static_range would be: the same PTX, a start that is sooner there.
     for tile in tl.range(TILES, loop_unroll_factor=TILES):
@@ -97,16 +99,27 @@ def _race(
         columns = group[:, None] * _GROUP + tl.arange(0, _GROUP // 2)[None, :]
         left = _load(logits_row, columns, vocab_size, threshold, TRUNCATED)
         right = _load(logits_row, columns + _GROUP // 2, vocab_size, threshold, TRUNCATED)
-        score = tl.maximum(tl.max(left, axis=1), tl.max(right, axis=1))
+        score = tl.maximum(tl.max(left, axis=1), tl.max(right, axis=1))  # Which drops a NaN, or does not.
+        highest_logit = tl.maximum(highest_logit, score)
         if NOISY:
             # Within what is finite, so that one infinity does not meet another.
             highest = tl.minimum(tl.maximum(score * scale, -MAX_FLOAT), MAX_FLOAT)
             weights = tl.exp2(left * scale - highest[:, None]) + tl.exp2(right * scale - highest[:, None])
+            weight = tl.sum(weights, axis=1)
+            has_nan |= weight != weight  # One logit is NaN; nothing else makes it so.
             bits, _, _, _ = _words(group + FIRST_COLUMN // _GROUP, 1, seed, position)
-            score = highest + _log2(tl.sum(weights, axis=1), FAST_LOG2) - log2_exponential(bits, FAST_LOG2)
+            score = highest + _log2(weight, FAST_LOG2) - log2_exponential(bits, FAST_LOG2)
+        else:
+            # Scaled, so that no finite logits overflow: NaN if one of them is, or where +inf meets -inf.
+            total = tl.sum(left * 0.03125 + right * 0.03125, axis=1)
+            has_nan |= total != total
         take = score > best
         best = tl.where(take, score, best)
         best_group = tl.where(take, group, best_group)
+    # A score may have left the finite numbers where no logit has: a tiny temperature does that.
+    best = tl.minimum(tl.maximum(best, -MAX_FLOAT), MAX_FLOAT)
+    best = tl.where(highest_logit > float("-inf"), best, float("-inf"))
+    best = tl.where(has_nan | (highest_logit == float("inf")), float("inf"), best)
     score = tl.max(best, axis=0)
     winner = tl.min(tl.where(best == score, best_group, _NO_COLUMN), axis=0)
 
@@ -120,6 +133,21 @@ def _race(
     is_best = within == tl.max(tl.max(within, axis=1), axis=0)
     column = tl.min(tl.min(tl.where(is_best, columns, _NO_COLUMN), axis=1), axis=0)
     return score, column
+
+
+@triton.jit
+def best_split(scores, columns, mask):
+    """The best of some scores of `_race`, and its column: the lowest of those that tie."""
+    score = tl.load(scores, mask=mask, other=float("-inf"))
+    column = tl.load(columns, mask=mask, other=_NO_COLUMN)
+    highest = tl.max(score, axis=0)
+    return highest, tl.min(tl.where(score == highest, column, _NO_COLUMN), axis=0)
+
+
+@triton.jit
+def token_of(score, column):
+    """The column, but NON_FINITE where the score is infinite."""
+    return tl.where(tl.abs(score) < float("inf"), column, _NON_FINITE).to(tl.int64)
 
 
 @triton.jit
@@ -194,11 +222,9 @@ def _combine_kernel(best_scores, best_columns, tokens, num_splits, BLOCK: tl.con
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK)
-    mask = split < num_splits
-    score = tl.load(best_scores + row * num_splits + split, mask=mask, other=float("-inf"))
-    column = tl.load(best_columns + row * num_splits + split, mask=mask, other=_NO_COLUMN)
-    winner = tl.min(tl.where(score == tl.max(score, axis=0), column, _NO_COLUMN), axis=0)
-    tl.store(tokens + row, winner.to(tl.int64))
+    at = row * num_splits + split
+    score, column = best_split(best_scores + at, best_columns + at, split < num_splits)
+    tl.store(tokens + row, token_of(score, column))
 
 
 def sample(
@@ -223,7 +249,7 @@ def sample(
         out: int64 `[batch]`, contiguous, to write to.
 
     Returns:
-        int64 `[batch]`; `out`, if that is given.
+        int64 `[batch]`; `out`, if that is given. `layers.sampler.NON_FINITE` for a row that has no token.
 
     Raises:
         ValueError: if logits are strided in the vocabulary, or the vocabulary is empty.

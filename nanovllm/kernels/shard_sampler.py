@@ -7,9 +7,7 @@ from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.sampler import check_logits, race_splits
-
-_NO_COLUMN = tl.constexpr(2**31 - 1)
+from nanovllm.kernels.sampler import best_split, check_logits, race_splits, token_of
 
 
 @triton.jit
@@ -19,25 +17,20 @@ def _combine_shard_kernel(
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK)
-    mask = split < num_splits
-    score = tl.load(best_scores + row * num_splits + split, mask=mask, other=float("-inf"))
-    column = tl.load(best_columns + row * num_splits + split, mask=mask, other=_NO_COLUMN)
-    highest = tl.max(score, axis=0)
-    winner = tl.min(tl.where(score == highest, column, _NO_COLUMN), axis=0)
-    tl.store(best + row * 2, highest.to(tl.int32, bitcast=True))
-    tl.store(best + row * 2 + 1, winner + first_column)
+    at = row * num_splits + split
+    score, column = best_split(best_scores + at, best_columns + at, split < num_splits)
+    tl.store(best + row * 2, score.to(tl.int32, bitcast=True))
+    tl.store(best + row * 2 + 1, column + first_column)
 
 
 @triton.jit
 def _pick_kernel(candidates, tokens, num_shards, batch, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     shard = tl.arange(0, BLOCK)
-    mask = shard < num_shards
-    bits = tl.load(candidates + (shard * batch + row) * 2, mask=mask, other=0)
-    score = tl.where(mask, bits.to(tl.float32, bitcast=True), float("-inf"))
-    column = tl.load(candidates + (shard * batch + row) * 2 + 1, mask=mask, other=_NO_COLUMN)
-    winner = tl.min(tl.where(score == tl.max(score, axis=0), column, _NO_COLUMN), axis=0)
-    tl.store(tokens + row, winner.to(tl.int64))
+    scores = candidates.to(tl.pointer_type(tl.float32))  # of the same bits
+    at = (shard * batch + row) * 2
+    score, column = best_split(scores + at, candidates + at + 1, shard < num_shards)
+    tl.store(tokens + row, token_of(score, column))
 
 
 def best_of_shard(
@@ -57,7 +50,8 @@ def best_of_shard(
         thresholds: as for `sample`.
 
     Returns:
-        int32 `[batch, 2]`: the bits of the float32 score, and the winner's column in the whole vocabulary.
+        int32 `[batch, 2]`: the bits of the float32 score, and the winner's column in the whole vocabulary. The score is
+        +inf for a row with a NaN or +inf, -inf for one of nothing else, and then the column means nothing.
 
     Raises:
         ValueError: as `sample`.
@@ -83,7 +77,7 @@ def pick_best(candidates: Tensor, out: Tensor | None = None) -> Tensor:
         out: int64 `[batch]`, contiguous, to write to.
 
     Returns:
-        int64 `[batch]`, or `out`; the lowest column on a tie.
+        int64 `[batch]`, or `out`; the lowest column on a tie. `layers.sampler.NON_FINITE` for a row that has no token.
     """
     num_shards, batch, _ = candidates.shape
     tokens = torch.empty(batch, dtype=torch.int64, device=candidates.device) if out is None else out

@@ -21,7 +21,8 @@ def _receive_kernel(
     words = tl.load(host_words + at, mask=at < num_words)
     token = tl.load(tokens + at, mask=at < num_rows)
     pending = tl.load(pending_rows + at, mask=at < num_rows, other=-1)
-    drawn = tl.load(sampled + pending, mask=pending >= 0)
+    # layers.sampler.NON_FINITE must not reach the embedding; its sequence ends before this step is read.
+    drawn = tl.maximum(tl.load(sampled + pending, mask=pending >= 0), 0)
     tl.store(device_words + at, words, mask=at < num_words)
     tl.store(input_ids + at, tl.where(pending >= 0, drawn, token), mask=at < num_rows)
 
@@ -49,7 +50,7 @@ def receive_step(
         device_words: int64 `[num_words]`: becomes a copy of them.
         tokens: int64 `[num_rows or more]`, on the host.
         pending_rows: int32, likewise: the row of `sampled` that a row feeds, -1 for its token.
-        sampled: int64: what the last step drew.
+        sampled: int64: what the last step drew; 0 is fed for a negative one.
         input_ids: int64 `[num_rows]`: becomes what each row feeds.
     """
     num_words, num_rows = len(host_words), len(input_ids)

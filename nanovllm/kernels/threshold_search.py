@@ -32,9 +32,9 @@ def value_of(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def scale_of(temperature):
-    """What makes of a logit the exponent of 2 of its weight: log2 e / temperature, finite and not 0."""
+    """What makes of a logit the exponent of 2 of its weight: log2 e / temperature, neither infinite nor 0."""
     # A tensor at the left: in Triton 3.7's interpreter a constant's quotient is a constant, whatever it is divided by.
-    return tl.minimum(tl.maximum(tl.full([], _LOG2_E, tl.float32) / temperature, 2.0**-125), 1e30)
+    return tl.minimum(tl.maximum(tl.full([], _LOG2_E, tl.float32) / temperature, 1e-30), 1e30)
 
 
 @triton.jit

@@ -58,7 +58,8 @@ class VocabParallelEmbedding(nn.Module):
         local = token_ids - self.first
         mine = (local >= 0) & (local < self.weight.shape[0])
         embeddings = F.embedding(torch.where(mine, local, 0), self.weight)
-        return self.tp.all_reduce(embeddings * mine.unsqueeze(-1))
+        # Not by a product: 0 * NaN is not 0, and the first row of a damaged table would spoil every token.
+        return self.tp.all_reduce(embeddings.masked_fill_(~mine.unsqueeze(-1), 0.0))
 
 
 class ParallelLMHead(VocabParallelEmbedding):

@@ -17,7 +17,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor
 
     Args:
         logits: `[batch, vocab_size]`, any float dtype.
-        tokens: int64 `[batch]`.
+        tokens: int64 `[batch]`; one that is negative (`layers.sampler.NON_FINITE`) gets a value that means nothing.
         num_top: likeliest tokens a row; as many as there are where the vocabulary is smaller.
 
     Returns:
@@ -31,6 +31,6 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor
         some = some.float()
         top = some.topk(num_top, dim=1)
         ids.append(torch.cat((token, top.indices), dim=1))
-        chosen = torch.cat((some.gather(1, token), top.values), dim=1)
+        chosen = torch.cat((some.gather(1, token.clamp(min=0)), top.values), dim=1)
         values.append(chosen - some.logsumexp(dim=1, keepdim=True))
     return torch.cat(ids), torch.cat(values)

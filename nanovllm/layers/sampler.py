@@ -13,13 +13,16 @@ if HAS_TRITON:
     from nanovllm.kernels.sampler import sample
     from nanovllm.kernels.shard_sampler import best_of_shard, pick_best
 
+# The "token" of a row that has none to draw: its logits hold a NaN or +inf, or are all -inf.
+NON_FINITE = -1
+
 # Neighbouring columns that race as one, and then among themselves. Shards of the vocabulary are whole groups.
 GROUP = 16
 
 _WORD = 0xFFFFFFFF
 _NO_COLUMN = 2**31 - 1
 _MAX = torch.finfo(torch.float32).max
-_MIN_SCALE, _MAX_SCALE = 2.0**-125, 1e30
+_MIN_SCALE, _MAX_SCALE = 1e-30, 1e30
 _COLUMNS_AT_ONCE = 2**19
 
 
@@ -80,14 +83,13 @@ def race_scores(
             multiples of 4.
 
     Returns:
-        float32 `[batch, num_columns]`; -inf for a NaN logit.
+        float32 `[batch, num_columns]`; NaN for a NaN logit.
     """
     num_columns = logits.shape[1]
     first = torch.as_tensor(first_column, device=logits.device).reshape(-1, 1)
     quads = first // 4 + torch.arange((num_columns + 3) // 4, device=logits.device)
     bits = torch.stack(_random_words(quads, 0, seeds, positions), dim=-1).flatten(1)[:, :num_columns]
-    scores = logits.float() * _scale(temperatures) - log2_exponential(bits)
-    return scores.nan_to_num_(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    return logits.float() * _scale(temperatures) - log2_exponential(bits)
 
 
 def group_scores(
@@ -99,10 +101,9 @@ def group_scores(
     whose counter has the group's number in word 0 and 1 in word 1.
 
     Returns:
-        float32 `[batch, num_groups]`; NaN logits weigh nothing, and a group that does not -inf.
+        float32 `[batch, num_groups]`; -inf for a group of which every logit is, NaN for one that holds a NaN.
     """
-    exponents = _in_groups(logits.float().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf))
-    exponents = exponents * _scale(temperatures).unsqueeze(2)
+    exponents = _in_groups(logits.float()) * _scale(temperatures).unsqueeze(2)
     # The highest one, within what is finite, so that one infinity does not meet another.
     highest = exponents.amax(dim=2).clamp_(-_MAX, _MAX)
     scores = (exponents - highest.unsqueeze(2)).exp2_().sum(dim=2).log2_() + highest
@@ -119,7 +120,7 @@ def _random_words(index: Tensor, purpose: int, seeds: Tensor, positions: Tensor)
 
 
 def _scale(temperatures: Tensor) -> Tensor:
-    # Finite, or a logit of 0 would be undefined; and not 0, or one of -inf would.
+    # Neither infinite nor 0, or a logit of 0 or -inf would have no product with it.
     return (math.log2(math.e) / temperatures).clamp(_MIN_SCALE, _MAX_SCALE).unsqueeze(1)
 
 
@@ -139,7 +140,7 @@ def sample_torch(
     out: Tensor | None = None,
 ) -> Tensor:
     """Twin of `kernels.sampler.sample`."""
-    tokens = _best_torch(logits, temperatures, seeds, positions, 0, thresholds)[1]
+    tokens = _tokens(*_best_torch(logits, temperatures, seeds, positions, 0, thresholds))
     return tokens if out is None else out.copy_(tokens)
 
 
@@ -164,12 +165,13 @@ def _best_torch(
     first_column: int,
     thresholds: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Each row's best score and its column among these, float32 and int64 `[batch]`."""
+    """Each row's best score and its column among these, float32 and int64 `[batch]`. The score is +inf where a logit is
+    NaN or +inf, -inf where all are -inf, and finite else."""
     if thresholds is not None:
-        logits = logits.masked_fill(logits.float() < thresholds.unsqueeze(1), -math.inf)
-    # A NaN would win any argmax; it may not, so that the rest of its row still counts.
-    best, columns = logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).max(dim=1)
-    best = best.float()
+        logits = logits.masked_fill(logits.float() < thresholds.unsqueeze(1), -math.inf)  # A NaN stays.
+    highest, columns = logits.max(dim=1)  # NaN, if any is.
+    highest = highest.float()
+    best = highest.clone()
     # A few rows at a time, so that what lies between the passes stays within a CPU's cache.
     rows_at_once = max(1, _COLUMNS_AT_ONCE // logits.shape[1])
     for rows in (temperatures > 0).nonzero().squeeze(1).split(rows_at_once):
@@ -178,14 +180,21 @@ def _best_torch(
         members = _in_groups(chosen)[torch.arange(len(rows), device=logits.device), groups]
         within = race_scores(members, *draw, first_column + groups * GROUP).argmax(dim=1)
         columns[rows] = groups * GROUP + within
-    return best, columns
+    # A score may have left the finite numbers where no logit has: a tiny temperature does that.
+    best = best.clamp(-_MAX, _MAX).where(highest > -math.inf, -math.inf)
+    return best.where(highest < math.inf, math.inf), columns
+
+
+def _tokens(scores: Tensor, columns: Tensor) -> Tensor:
+    """The columns, but NON_FINITE where the score is infinite."""
+    return columns.where(scores.isfinite(), NON_FINITE)
 
 
 def pick_best_torch(candidates: Tensor, out: Tensor | None = None) -> Tensor:
     """Twin of `kernels.shard_sampler.pick_best`."""
-    scores, columns = candidates.unbind(-1)
-    winner = scores.contiguous().view(torch.float32).argmax(dim=0)  # The first of equals: the lowest column.
-    tokens = columns.gather(0, winner.unsqueeze(0)).squeeze(0).long()
+    bits, columns = candidates.unbind(-1)
+    scores, winner = bits.contiguous().view(torch.float32).max(dim=0)  # The first of equals: the lowest column.
+    tokens = _tokens(scores, columns.gather(0, winner.unsqueeze(0)).squeeze(0)).long()
     return tokens if out is None else out.copy_(tokens)
 
 
@@ -229,8 +238,8 @@ class Sampler(nn.Module):
     ) -> Tensor:
         """Draws one token a row.
 
-        A logit of -inf is never drawn unless all of the row are; then token 0 is. NaN logits are treated as
-        -inf.
+        A logit of -inf is never drawn. A row has no token where a logit is NaN or +inf, whatever the threshold, or
+        where all that the threshold leaves are -inf.
 
         Args:
             logits: `[batch, vocab_size]`, any float dtype; with several ranks this rank's columns of it, maybe none.
@@ -242,7 +251,7 @@ class Sampler(nn.Module):
             out: int64 `[batch]`, contiguous, to write the tokens to.
 
         Returns:
-            int64 `[batch]`, on the logits' device; `out`, if that is given.
+            int64 `[batch]`, on the logits' device; `out`, if that is given. NON_FINITE for a row that has no token.
         """
         on_gpu = use_kernels(logits)
         if self.tp.size == 1:

@@ -53,7 +53,10 @@ class LongSums:
 
     def send(self, partial: torch.Tensor) -> SentPart:
         """Begin the sum of both ranks' `partial` [num_tokens, hidden_size], contiguous, which nobody may overwrite
-        before it is finished."""
+        before it is finished. Raises RuntimeError for more tokens than there is room for."""
+        max_tokens = self._received.tensor.shape[1]
+        if len(partial) > max_tokens:
+            raise RuntimeError(f"a part of {len(partial)} tokens, where the ranks share memory for {max_tokens}")
         round_, slot = divmod(self._num_sent, _NUM_SLOTS)
         self._num_sent += 1
         number = round_ % _NUM_ROUNDS + 1

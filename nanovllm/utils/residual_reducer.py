@@ -58,8 +58,11 @@ class ResidualReducer:
         return self.long_sums is not None and num_tokens >= MIN_TOKENS
 
     def partial(self, num_tokens: int) -> torch.Tensor:
-        """Where this rank's part of the next sum is to be written: [num_tokens, hidden_size]."""
+        """Where this rank's part of the next sum is to be written: [num_tokens, hidden_size]. Raises RuntimeError for
+        more tokens than there is room for."""
         buffer = self._buffers[self._turn].tensor
+        if num_tokens > len(buffer):
+            raise RuntimeError(f"a step of {num_tokens} tokens, where the ranks share memory for {len(buffer)}")
         return buffer[:num_tokens] if num_tokens > kernels.MAX_PUSH_TOKENS else torch.empty_like(buffer[:num_tokens])
 
     def begin_step(self, num_sums: int) -> None:

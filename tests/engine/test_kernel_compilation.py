@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoints import complete, greedy, make_checkpoint, make_llm, random_prompt
 
 pytest.importorskip("triton")
 
 from nanovllm.engine.cuda_graphs import MAX_GRAPH_BATCH_SIZE, graph_batch_sizes
-from nanovllm.engine.kernel_compilation import telling_batch_sizes
-from nanovllm.engine.memory import warmup_sequences
+from nanovllm.engine.kernel_compilation import _trace, telling_batch_sizes, warmup_kernels
+from nanovllm.engine.memory import largest_prefill, warmup_batches
 from nanovllm.kernels.decode_config import choose_config
 from nanovllm.kernels.paged_prefill import choose_tiles
 from nanovllm.layers.quack_tiles import Kind, decode_tile, padded_batch
@@ -50,18 +51,86 @@ def test_every_tile_of_quack_kernels_is_among_them(max_num_seqs, model):
     assert captured or max_num_seqs < 64
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 512])
+@pytest.mark.parametrize("max_num_batched_tokens", [1, 33, 600, 16384])
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
-@pytest.mark.parametrize("max_model_len", [16, 33, 100, 300, 4096])
-def test_every_variant_of_prefill_attention_is_warmed_up(max_model_len, group):
+@pytest.mark.parametrize("max_model_len", [2, 33, 100, 300, 4096])
+def test_every_variant_of_prefill_attention_is_warmed_up(max_model_len, group, max_num_batched_tokens, max_num_seqs):
     """With flash-attn-4 as well, which leaves steps of few tokens to our kernel."""
 
     def variants(lens):
         """Of our kernel, for (cached, new) tokens."""
         return {(choose_tiles(128, 2, new * group, paged=cached > 0), cached > 0) for cached, new in lens}
 
-    config = SimpleNamespace(max_model_len=max_model_len, kvcache_block_size=16)
-    seqs = list(warmup_sequences(config, num_blocks=300))
-    assert all(seq.num_tokens <= max_model_len and len(seq.block_table) <= 300 for seq in seqs)
-    # A cached beginning is a block at least, and one token is always left to compute.
-    possible = [(0, n) for n in range(1, max_model_len)] + [(16, n - 16) for n in range(17, max_model_len)]
-    assert variants((seq.num_cached_tokens, seq.num_scheduled_tokens) for seq in seqs) >= variants(possible)
+    limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
+    config = SimpleNamespace(max_model_len=max_model_len, kvcache_block_size=16, **limits)
+    batches = list(warmup_batches(config, num_blocks=300))
+    for seqs in batches:
+        assert all(seq.num_tokens <= max_model_len and len(seq.block_table) <= 300 for seq in seqs)
+        assert sum(seq.num_scheduled_tokens for seq in seqs) <= max_num_batched_tokens
+        assert len(seqs) <= max_num_seqs
+    for num_seqs in range(1, min(2, max_num_seqs, max_num_batched_tokens) + 1):
+        seen = [(seqs[0].num_cached_tokens, seqs[0].num_scheduled_tokens) for seqs in batches if len(seqs) == num_seqs]
+        # A cached beginning is a block at least, and one token is always left to compute.
+        most = max_num_batched_tokens // num_seqs
+        possible = [(0, min(n, most)) for n in range(1, max_model_len)]
+        possible += [(16, min(n - 16, most)) for n in range(17, max_model_len)]
+        assert variants(seen) >= variants(possible)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("warm-up"), max_position_embeddings=4096)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 1, "mixed_step_rows": 256},
+        {"max_num_seqs": 2, "mixed_step_rows": 2, "max_num_batched_tokens": 2},
+        {"mixed_step_rows": 1},
+        {"max_num_batched_tokens": 1},
+        {"max_num_batched_tokens": 1, "mixed_step_rows": 1, "max_num_seqs": 1, "max_model_len": 2},
+        {"max_num_batched_tokens": 256, "mixed_step_rows": 256},
+        {"max_num_batched_tokens": 600},
+        {"max_model_len": 2, "mixed_step_rows": 40},
+        {"num_kvcache_blocks": 1, "max_model_len": 16},
+        {"num_kvcache_blocks": 1, "max_model_len": 4096, "kvcache_block_size": 1024, "mixed_step_rows": 1024},
+        {"max_num_seqs": 513, "max_num_batched_tokens": 16384, "num_kvcache_blocks": 600, "max_model_len": 4096},
+    ],
+    ids=str,
+)
+def test_no_step_of_the_start_is_larger_than_a_later_one(path, options):
+    """What a GPU's start launches before the first request: the ranks share memory for no more tokens than these. None
+    of it may be in the way of a request."""
+    with make_llm(path, seed=0, **options) as llm:
+        runner, config = llm.model_runner, llm.config
+        launch, launched = runner.launch, []
+
+        def watch(seqs, is_prefill):
+            num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
+            kind = "prefill" if is_prefill else "mixed" if seqs[-1].is_prefilling else "decode"
+            launched.append((kind, len(seqs), num_tokens))
+            return launch(seqs, is_prefill)
+
+        runner.launch, kv_cache = watch, runner.kv_cache
+        runner.use_kv_cache(None)
+        _trace(runner)
+        runner.use_kv_cache(kv_cache)
+        warmup_kernels(runner)
+        runner.launch = launch
+        limits = {"prefill": config.max_num_batched_tokens, "decode": config.max_num_seqs}
+        limits["mixed"] = min(config.max_num_batched_tokens, runner.mixed_step_rows)
+        for kind, num_seqs, num_tokens in launched:
+            assert num_seqs <= config.max_num_seqs
+            assert num_tokens <= limits[kind]
+        kinds = {kind for kind, *_ in launched}
+        assert kinds == {"prefill", "decode"} | ({"mixed"} if runner.mixed_step_rows else set())
+        (input_ids, *_), _ = largest_prefill(config, runner.device)
+        assert len(input_ids) <= config.max_num_batched_tokens
+        prompt = random_prompt(min(20, llm.scheduler.max_seq_len - 1), seed=1)
+        params = greedy(min(3, llm.scheduler.max_seq_len - len(prompt)))
+        found = complete(llm, [prompt, prompt[:1]], params)
+    with make_llm(path, max_model_len=config.max_model_len) as llm:
+        assert found == complete(llm, [prompt, prompt[:1]], params)

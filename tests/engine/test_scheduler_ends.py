@@ -6,6 +6,7 @@ from schedulers import EOS, SIZE, add, make_scheduler, step
 
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.layers.sampler import NON_FINITE
 
 # The end of a sequence
 
@@ -269,3 +270,99 @@ def test_abort_of_unknown_ids_does_nothing():
     scheduler.abort([seq.seq_id + 1])
     assert list(scheduler.waiting) == [seq]
     assert seq.finish_reason is None
+
+
+# Errors
+
+
+def assert_failed(seq: Sequence, completion: list[int]) -> None:
+    assert (seq.status, seq.finish_reason, seq.stop_reason) == (SequenceStatus.FINISHED, "error", None)
+    assert (seq.completion_token_ids, seq.last_token, seq.block_table) == (completion, seq.token_ids[-1], [])
+    assert "NaN" in seq.error
+
+
+@pytest.mark.parametrize("params", [{}, {"ignore_eos": True}, {"stop_token_ids": [905]}, {"max_tokens": 2}])
+def test_a_row_without_a_token_ends_its_sequence_as_an_error(params):
+    """Also where it would have been the last token anyway."""
+    scheduler = make_scheduler()
+    bad, good = add(scheduler, 3, **params), add(scheduler, 4)
+    step(scheduler)
+    seqs, _ = scheduler.schedule()
+    assert scheduler.postprocess(seqs, [NON_FINITE, 901]) == [bad]
+    check_scheduler(scheduler)
+    assert_failed(bad, [900])
+    assert f"position {bad.num_tokens} " in bad.error
+    assert (good.completion_token_ids, good.error) == ([900, 901], None)
+    assert scheduler.num_generated_tokens == 3
+    assert list(scheduler.running) == [good]
+
+
+def test_an_error_that_comes_to_light_a_step_late():
+    scheduler = make_scheduler()
+    a, b = add(scheduler, 3), add(scheduler, 4)
+    first = launch_ahead(scheduler)
+    scheduler.advance(first)
+    second = launch_ahead(scheduler)
+    assert scheduler.collect(first, [NON_FINITE, 902]) == [a]
+    scheduler.advance(second)
+    assert launch_ahead(scheduler) == [b]
+    assert scheduler.collect(second, [NON_FINITE, 904]) == []
+    assert_failed(a, [])
+    assert b.completion_token_ids == [902, 904]
+    assert scheduler.num_generated_tokens == 2
+
+
+@pytest.mark.parametrize("max_tokens", [1, 100])
+def test_blocks_of_an_error_are_found_by_nobody(max_tokens):
+    """But those that another sequence has too are."""
+    scheduler = make_scheduler(20)
+    shared = list(range(SIZE))
+    holder = add(scheduler, [*shared, 1])
+    step(scheduler)
+    prompt = [*shared, *range(50, 50 + 2 * SIZE), 2]
+    bad = add(scheduler, prompt, max_tokens)
+    seqs, _ = scheduler.schedule()
+    assert (seqs, bad.num_cached_tokens) == ([bad], SIZE)
+    scheduler.postprocess(seqs, [NON_FINITE])
+    check_scheduler(scheduler)
+    again = add(scheduler, prompt)
+    scheduler.schedule()
+    assert again.num_cached_tokens == SIZE
+    assert not holder.is_finished
+
+
+def test_a_warning_is_logged_once(caplog):
+    scheduler = make_scheduler()
+    for _ in range(3):
+        add(scheduler, 3)
+        step(scheduler, NON_FINITE)
+        scheduler.reset()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_sequences_in_every_state_can_be_failed():
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    running, stays = add(scheduler, 4), add(scheduler, 4)
+    step(scheduler)
+    in_chunks, waiting = add(scheduler, 25), add(scheduler, 4)
+    seqs, _ = scheduler.schedule()
+    scheduler.advance(seqs)
+    check_scheduler(scheduler)
+    assert in_chunks.block_table
+    scheduler.fail([running, in_chunks, waiting], "not a NaN but a reason")
+    check_scheduler(scheduler)
+    for seq in (running, in_chunks, waiting):
+        assert_failed(seq, [900] if seq is running else [])
+        assert seq.error == "not a NaN but a reason"
+    assert (list(scheduler.waiting), list(scheduler.running)) == ([], [stays])
+
+
+def test_the_token_of_a_failed_sequence_is_dropped():
+    scheduler = make_scheduler()
+    a, b = add(scheduler, 3), add(scheduler, 4)
+    first = launch_ahead(scheduler)
+    scheduler.advance(first)
+    scheduler.fail([a], "NaN")
+    assert scheduler.collect(first, [EOS, 902]) == []
+    assert_failed(a, [])
+    assert b.completion_token_ids == [902]

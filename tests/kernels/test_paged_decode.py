@@ -153,6 +153,27 @@ BOTH_KERNELS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN, in Triton's interpreter
+@BOTH_KERNELS
+def test_a_sequence_of_nan_spoils_no_other(config, device):
+    """Nor does what it leaves in the workspace spoil a later one, whose splits lie where its own did."""
+    lens = [130, 300, 65]
+    case = make_case(lens, 4, 2, 64, 64, torch.float16, device, seed=3)
+    plan = make_plan(case["context_lens"], 2, 20)
+    workspace = DecodeWorkspace(3, 4, 2, 64, device, len(plan))
+    options = {"plan": plan, "workspace": workspace, "config": config}
+    expected = paged_decode(**case, **options)
+    caches = [case[name].clone() for name in ("k_cache", "v_cache")]
+    spoilt = case["block_tables"][1, :5].long()
+    case["k_cache"][spoilt] = case["v_cache"][spoilt] = float("nan")
+    for out in (paged_decode(**case, **options), decode_attention_torch(**case)):
+        assert out[1].isnan().all()
+        torch.testing.assert_close(out[[0, 2]], expected[[0, 2]], atol=4e-3, rtol=4e-3)
+    for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
+        case[name].copy_(cache)
+    assert torch.equal(paged_decode(**case, **options), expected)
+
+
 @pytest.mark.gpu
 @BOTH_KERNELS
 def test_graph_replays_with_other_context_lengths(config):

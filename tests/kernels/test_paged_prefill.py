@@ -188,3 +188,22 @@ def test_refuses_what_it_cannot_compute(change, message):
 def test_long_bfloat16_prompts():
     check(make_case([(0, 2000), (1024, 977)], 16, 8, 128, 256, True, torch.bfloat16, "cuda", seed=0))
     check(make_case([(0, 2000), (0, 550), (0, 1)], 16, 8, 128, 256, False, torch.bfloat16, "cuda", seed=1))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN, in Triton's interpreter
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_sequence_of_nan_spoils_no_other(paged, device):
+    """Neither in the batch nor in the cache, where its blocks lie between theirs."""
+    case = make_case([(0, 37), (0, 40), (0, 70)], 4, 2, 64, 16, paged, torch.float16, device, seed=1)
+    arguments = case.arguments
+    expected = paged_prefill(**arguments)
+    if paged:
+        spoilt = arguments["block_tables"][1, :3].long()
+        arguments["k_cache"][spoilt] = arguments["v_cache"][spoilt] = float("nan")
+    else:
+        arguments["k"][37:77] = arguments["v"][37:77] = float("nan")
+    for function in (paged_prefill, prefill_attention_torch):
+        out = function(**arguments)
+        assert out[37:77].isnan().all()
+        for rows in (slice(37), slice(77, None)):
+            torch.testing.assert_close(out[rows], expected[rows], atol=4e-3, rtol=4e-3)

@@ -136,30 +136,52 @@ def test_the_batch_does_not_matter(device):
     assert torch.equal(together, torch.cat(alone))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_infinite_and_undefined_logits(temperature, device):
-    logits = torch.full((6, 1100), -INF, device=device)
-    logits[1, 1055] = -3.0
-    logits[2, :] = float("nan")
-    logits[3, :] = float("nan")
-    logits[3, 1099] = 0.0
-    logits[4, [3, 700, 1090]] = INF
-    logits[5, 1023:1025] = 1.0
-    temperatures = torch.full((6,), temperature, device=device)
-    zeros = torch.zeros(6, dtype=torch.int64, device=device)
-    tokens = kernels.sample(logits, temperatures, zeros, zeros)
-    assert torch.equal(tokens, twin.sample_torch(logits, temperatures, zeros, zeros))
-    assert tokens[:5].tolist() == [0, 1055, 0, 1099, 3]
-    assert tokens[5] in (1023, 1024)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of overflows and NaN, in Triton's interpreter
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1e-39, 3e38])
+def test_a_row_without_a_token(temperature, truncated, device):
+    """One NaN or +inf among healthy logits, wherever it is, or nothing but -inf; not the largest finite numbers."""
+    vocab_size, largest = 2100, torch.finfo(torch.float32).max
+    logits = torch.randn(11, vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
+    for row, column in enumerate((0, 17, 1023, vocab_size - 1)):
+        logits[row, column] = float("nan")
+    logits[4, 1024] = INF
+    logits[5] = -INF
+    logits[6, ::2] = -INF
+    logits[6, 3] = float("nan")
+    logits[7] = float("nan")
+    logits[8] = -INF
+    logits[8, 1055] = -3.0
+    logits[9, ::3], logits[9, 1::3] = -largest, -INF
+    logits[9, 700] = largest
+    logits[10] = -largest
+    temperatures = torch.full((11,), temperature, device=device)
+    zeros = torch.zeros(11, dtype=torch.int64, device=device)
+    # Truncation looks at what is finite, as sampling_thresholds does.
+    best = logits.nan_to_num(nan=-INF, posinf=0.0, neginf=-INF).amax(dim=1)
+    thresholds = best - 0.5 if truncated else None
+    tokens = kernels.sample(logits, temperatures, zeros, zeros, thresholds)
+    assert tokens[:9].tolist() == [twin.NON_FINITE] * 8 + [1055]
+    assert tokens[9] == 700
+    assert 0 <= tokens[10] < vocab_size
+    expected = twin.sample_torch(logits, temperatures, zeros, zeros, thresholds)
+    assert expected[:10].tolist() == tokens[:10].tolist()
+    assert 0 <= expected[10] < vocab_size
 
 
-def test_an_infinite_logit_wins_against_others(device):
-    logits = torch.randn(4, 200, device=device)
-    logits[range(4), [5, 16, 100, 199]] = INF
-    logits[:, 150] = float("nan")
-    zeros = torch.zeros(4, dtype=torch.int64, device=device)
-    tokens = kernels.sample(logits, zeros + 0.7, zeros, zeros)
-    assert tokens.tolist() == twin.sample_torch(logits, zeros + 0.7, zeros, zeros).tolist() == [5, 16, 100, 199]
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_row_is_spoilt_by_its_neighbour(temperature, dtype, device):
+    logits = (torch.randn(9, 1500, device=device) * 3).to(dtype)
+    temperatures = torch.full((9,), temperature, device=device)
+    arguments = SEEDS.to(device), torch.arange(9, device=device)
+    expected = kernels.sample(logits, temperatures, *arguments)
+    spoilt = logits.clone()
+    spoilt[1::2, 777] = float("nan")
+    spoilt[5, 777] = INF
+    tokens = kernels.sample(spoilt, temperatures, *arguments)
+    assert (tokens[1::2] == twin.NON_FINITE).all()
+    assert torch.equal(tokens[::2], expected[::2])
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # in Triton's interpreter

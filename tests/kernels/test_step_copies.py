@@ -19,6 +19,7 @@ def test_a_step_arrives(device, num_words, num_rows):
     words = torch.randint(2**62, (num_words,), generator=generator)
     tokens = torch.randint(2**31, (num_rows + 3,), generator=generator)  # of more rows than the step has
     sampled = torch.randint(2**31, (num_rows + 5,), generator=generator)
+    sampled[::3] = -1  # no token
     pending_rows = torch.randint(-1, num_rows + 5, (num_rows + 3,), generator=generator, dtype=torch.int32)
     pending_rows[0] = -1
     device_words = torch.zeros(num_words + 8, dtype=torch.int64, device=device)
@@ -27,7 +28,8 @@ def test_a_step_arrives(device, num_words, num_rows):
     receive_step(on_host(words, device), device_words[:num_words], *known, sampled.to(device), input_ids[:num_rows])
     assert device_words.tolist() == words.tolist() + [0] * 8
     expected = [
-        token if row < 0 else sampled[row].item() for token, row in zip(tokens.tolist(), pending_rows, strict=True)
+        token if row < 0 else max(sampled[row].item(), 0)
+        for token, row in zip(tokens.tolist(), pending_rows, strict=True)
     ]
     assert input_ids.tolist() == expected[:num_rows] + [-7] * 8
 

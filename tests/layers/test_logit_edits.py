@@ -13,7 +13,7 @@ from nanovllm.engine.token_counts import TokenCounts
 from nanovllm.layers import logprobs
 from nanovllm.layers.logprobs import token_logprobs
 from nanovllm.layers.penalties import IN_PROMPT, apply_penalties
-from nanovllm.layers.sampler import sample_torch
+from nanovllm.layers.sampler import NON_FINITE, sample_torch
 from nanovllm.layers.sampling_thresholds import sampling_thresholds_torch
 from nanovllm.layers.token_masks import apply_bitmask, forbid, num_mask_words, pack_mask, permit, unpack_mask
 
@@ -121,6 +121,12 @@ def test_token_logprobs(dtype, num_top, monkeypatch):
     assert torch.equal(ids[:, 0], tokens)
     torch.testing.assert_close(values, expected.gather(1, ids))
     torch.testing.assert_close(values[:, 1:], expected.topk(min(num_top, VOCAB)).values)
+    # A row without a token, of logits that are no numbers, leaves the others as they are.
+    logits[4], tokens[4] = math.nan, NON_FINITE
+    found = token_logprobs(logits, tokens, num_top)
+    others = torch.arange(7) != 4
+    for x, before in zip(found, (ids, values), strict=True):
+        assert torch.equal(x[others], before[others])
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True), min_size=1, max_size=30))

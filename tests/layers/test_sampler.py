@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nanovllm.layers.sampler import Sampler, log2_exponential, philox4x32
+from nanovllm.layers.sampler import NON_FINITE, Sampler, log2_exponential, philox4x32
 
 VOCAB_SIZE = 24  # a group of tokens and a half
 NUM_DRAWS = 40_000
@@ -91,6 +91,20 @@ def test_forbidden_tokens_are_never_drawn(device):
     logits[[3, 8, 9]] = torch.tensor([0.0, 1.0, -30.0], device=device)
     tokens = draw(logits, 5.0, torch.arange(2000), torch.zeros(2000, dtype=torch.int64))
     assert set(tokens.tolist()) == {3, 8, 9}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e-39, 3e38])
+def test_a_row_with_a_logit_that_is_no_number_has_no_token(device, temperature):
+    """Nor has one with an infinite one, or with nothing to draw. Masks that leave a token are no fault."""
+    logits = torch.randn(6, 100, device=device)
+    logits[0, 99], logits[1, 0], logits[2, 50] = math.nan, math.nan, math.inf
+    logits[3] = logits[4] = -math.inf
+    logits[4, 7] = 0.0
+    zeros = torch.zeros(6, dtype=torch.int64, device=device)
+    for thresholds in (None, torch.full((6,), -2.0, device=device)):
+        tokens = Sampler()(logits, torch.full((6,), temperature, device=device), zeros, zeros, thresholds)
+        assert tokens[:5].tolist() == [NON_FINITE] * 4 + [7]
+        assert 0 <= tokens[5] < 100
 
 
 def test_draws_above_a_threshold_follow_what_is_left_of_the_softmax(device):

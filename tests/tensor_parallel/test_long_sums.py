@@ -118,6 +118,15 @@ def test_every_sum_is_that_of_its_own_parts(data):
         run(lambda moves: moves[data.draw(st.integers(0, len(moves) - 1))], 3)
 
 
+def test_a_part_that_has_no_room_is_refused(monkeypatch):
+    use_host_memory(monkeypatch)
+    received, arrivals = torch.zeros(long_sums._NUM_SLOTS, 3, HIDDEN), torch.zeros(long_sums._NUM_SLOTS)
+    rank = Rank(0, [received] * 2, [arrivals.int()] * 2)
+    with pytest.raises(RuntimeError, match=r"part of 4 tokens.* for 3"):
+        rank.sums.send(torch.zeros(4, HIDDEN))
+    assert not rank.stream.copies
+
+
 def test_numbers_may_begin_again(monkeypatch):
     use_host_memory(monkeypatch)
     monkeypatch.setattr(long_sums, "_NUM_ROUNDS", 3)
