@@ -181,7 +181,7 @@ def test_max_tokens_and_min_tokens(llm):
     assert 8 <= len(longer.completion_token_ids) <= 20
     # A complete form has nothing to go on with.
     (short,) = run(llm, [[1, 2]], form(regex="a", min_tokens=20))
-    assert texts(llm, [short]) == ["a"]
+    assert (texts(llm, [short]), short.finish_reason) == (["a"], "error")
     assert short.error == "min_tokens=20: after 1 tokens nothing but an end may follow"
     assert cut.error is longer.error is None
 
@@ -211,8 +211,11 @@ def test_forms_with_tokens_that_may_and_may_not_be_drawn(llm):
     assert found[3] == "d" * 12
     assert [seq.error for seq in seqs] == [None] * 4
     assert_idle(llm)
-    (stuck,) = run(llm, [[1, 2, 3]], dataclasses.replace(form(regex="ab|aab|d"), bad_words=["ab", "d"]))
-    assert "no token is left to draw" in stuck.error
+    stuck = dataclasses.replace(form(regex="ab|aab|d"), bad_words=["ab", "d"])
+    (output, free) = llm.generate([[1, 2, 3], [1, 2, 3]], [stuck, form(regex="ab")], use_tqdm=False)
+    assert (output["finish_reason"], free["finish_reason"], free["text"]) == ("error", "stop", "ab")
+    assert "no token is left to draw" in output["error"]
+    assert_idle(llm)
 
 
 @pytest.mark.parametrize(

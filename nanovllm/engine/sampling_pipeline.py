@@ -14,7 +14,7 @@ from nanovllm.layers.logprobs import token_logprobs
 from nanovllm.layers.penalties import apply_penalties
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.sampling_thresholds import sampling_thresholds
-from nanovllm.layers.token_masks import apply_bitmask, forbid, num_mask_words, permit
+from nanovllm.layers.token_masks import apply_bitmask, forbid, num_mask_words
 
 
 class Forward(NamedTuple):
@@ -95,7 +95,7 @@ class SamplingPipeline:
 
     def draw(self, forward: Forward) -> tuple[torch.Tensor, StepLogprobs | None]:
         """int64 [num_seqs] on the device, and the log-probabilities that were asked for. Every token of a constrained
-        sequence must be known by now; where no token is left for one, its `error` says so."""
+        sequence must be known by now. One for which no token is left has NON_FINITE, and its `error` says why."""
         seqs = forward.seqs
         wishes = _Wishes(seqs)
         arrays: dict[str, np.ndarray] = {}
@@ -218,11 +218,12 @@ class SamplingPipeline:
         fill_masks([seqs[row].grammar for row in constrained], bitmask[: len(constrained)])
         for mask, row in zip(bitmask, rows, strict=True):
             self._narrow(mask, seqs[row])
+            if seqs[row].error is not None:
+                mask.fill(0)  # The sampler finds no token, and so the sequence ends.
         return {"masked": np.array(rows, np.int64), "bitmask": bitmask}
 
     def _narrow(self, mask: np.ndarray, seq: Sequence) -> None:
-        """Take out of a mask what the request forbids. Where nothing is left, the sequence has an error, and draws a
-        token that could end it."""
+        """Take out of a mask what the request forbids. Where nothing is left, the sequence has an error."""
         edits = seq.logit_edits
         if edits is not None:
             mask &= edits.mask
@@ -238,7 +239,6 @@ class SamplingPipeline:
             seq.error = seq.error or (
                 "no token is left to draw: structured_outputs, allowed_token_ids and bad_words exclude all of them"
             )
-            permit(mask, self._ends(seq))
 
     def _forbidden_places(self, seqs: list[Sequence], rows: list[int]) -> np.ndarray:
         """The places, in the flat logits, of the tokens that bad words and min_tokens forbid."""

@@ -43,7 +43,7 @@ class Sequence:
         block_hashes: hash chain of the full blocks, as far as it has been computed; the block manager's.
         finish_reason: "stop", "length", "abort" or "error" once finished, else None.
         stop_reason: the stop string or the one of stop_token_ids that ended it, None for any other end.
-        error: what went wrong, where finish_reason is "error", else None.
+        error: what went wrong, where finish_reason is "error", or will be: there is no token to draw. Else None.
         end_token_ids: tokens that end it, and NON_FINITE; the scheduler's.
         request_id: what its request is known by; the samples of one prompt share it.
         params: the request's SamplingParams; rank 0's alone, as are the rest but for the next three.
@@ -55,7 +55,6 @@ class Sequence:
             whatever the prefix cache holds.
         grammar: what it must follow, as far as it has got; None without, and once the sequence has finished.
         logit_edits: what logit_bias, allowed_token_ids and bad_words make of its logits; None without them.
-        error: why its last token, pending or not, is not to be used and it has to end there; None so far.
         text_stream: its text as its tokens come (engine/detokenizer.py), where somebody asks for that.
         text: the completion's text, once finished, where there is a tokenizer.
         logprobs: {token id: log-probability} for each completion token, the sampled one first; None unless asked for.
@@ -151,7 +150,6 @@ class Sequence:
         self.grammar = grammar
         self.logit_edits = logit_edits
         self.is_constrained = grammar is not None or (logit_edits is not None and logit_edits.reads_completion)
-        self.error: str | None = None
         self.is_plain = sampling_params.is_plain
         self.logprobs: list[dict[int, float]] | None = None if sampling_params.logprobs is None else []
         self.prompt_logprobs: list[dict[int, float] | None] | None = None

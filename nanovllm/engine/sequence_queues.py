@@ -151,7 +151,7 @@ class SequenceQueues:
                 continue  # Its prefill goes on, or it had ended before.
             is_end = token_id in seq.end_token_ids
             if is_end and token_id == NON_FINITE:
-                self._fail_non_finite(seq)
+                self._fail_without_token(seq)
                 finished.append(seq)
                 dropped = True
                 num_ignored += 1
@@ -192,15 +192,17 @@ class SequenceQueues:
             self._end(seq, "error")
         seq.finish_reason, seq.stop_reason, seq.error = "error", None, error
 
-    def _fail_non_finite(self, seq: Sequence) -> None:
-        """End a sequence that has no token to draw. Its keys and values are likely to be NaN too, so nobody may share
-        them from now on."""
+    def _fail_without_token(self, seq: Sequence) -> None:
+        """End a sequence that has no token to draw."""
+        if seq.error is not None:  # Masks have left none.
+            self._fail(seq, seq.error)
+            return
         error = (
             f"the model's logits for the token at position {seq.num_tokens - 1} hold NaN or infinity: its weights are "
             "damaged, or overflow in this dtype; check the checkpoint's files, or try dtype='float32'"
         )
         self._fail(seq, error)
-        self.block_manager.forget_blocks(seq)
+        self.block_manager.forget_blocks(seq)  # Their keys and values are likely to be NaN too.
         if not self._has_warned:
             self._has_warned = True
             logger.warning("request %d: %s (results say so; this is logged once)", seq.request_id, error)

@@ -28,13 +28,6 @@ def unpack_mask(mask: np.ndarray, vocab_size: int) -> np.ndarray:
     return np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocab_size).astype(bool)
 
 
-def permit(mask: np.ndarray, tokens: Iterable[int]) -> None:
-    """Add tokens to a bit mask, in place."""
-    words = mask.view(np.uint32)
-    for token in tokens:
-        words[token // WORD_BITS] |= np.uint32(1 << token % WORD_BITS)
-
-
 def forbid(mask: np.ndarray, tokens: Iterable[int]) -> None:
     """Take tokens out of a bit mask, in place."""
     words = mask.view(np.uint32)
