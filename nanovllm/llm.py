@@ -1,6 +1,6 @@
 """LLM: the facade that users import: all ways to ask the engine for something."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from nanovllm.engine.chat import Conversation, as_conversations, render_chat
@@ -73,7 +73,7 @@ class LLM(LLMEngine):
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(
-        self, prompts: Prompt | list[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None
+        self, prompts: Prompt | Iterable[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None
     ) -> Iterator[StreamDelta]:
         """Complete prompts, and give what each step adds to each completion.
 
@@ -111,7 +111,7 @@ class LLM(LLMEngine):
 
     def generate_iter(
         self,
-        prompts: Iterable[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         ordered: bool = False,
         on_error: str = "raise",
@@ -123,7 +123,7 @@ class LLM(LLMEngine):
         is unfinished and frees its blocks.
 
         Args:
-            prompts: texts or lists of token ids.
+            prompts: in any form that generate accepts.
             sampling_params: one for all, or an iterable with one each.
             ordered: in the order of the prompts, instead of as they finish. Behind a slow one results wait, up to 8
                 times max_num_seqs of them, before no more prompts are taken.
@@ -173,14 +173,14 @@ class LLM(LLMEngine):
 
     def score(
         self,
-        prompts: Prompt | list[Prompt],
-        completions: Prompt | list[Prompt],
-        use_tqdm: bool = True,
+        prompts: Prompt | Iterable[Prompt],
+        completions: Prompt | Iterable[Prompt],
+        use_tqdm: bool | Callable = True,
     ) -> list[Score]:
         """How likely the model finds each completion after its prompt: the log-probabilities of its tokens.
 
         Args:
-            prompts: texts or lists of token ids; one text alone is a batch of one.
+            prompts: in any form that generate accepts.
             completions: likewise, one each. Prompt and completion are tokenized apart, so that the tokens of both are
                 what they are on their own.
             use_tqdm: as in generate.

@@ -42,8 +42,8 @@ class LLMEngine:
 
     Use it as a context manager, or call exit(), or just drop it: each gives all memory back.
 
-    It serves one thread at a time: a call while another thread is inside one raises RuntimeError. Exceptions are exit()
-    and what only reads, such as stats() and is_finished(). It cannot be pickled or copied.
+    It serves one thread at a time: while one is inside a call, other threads may call exit(), stats() and
+    is_finished(), and any other call of theirs raises RuntimeError. It cannot be pickled or copied.
 
     With tensor_parallel_size > 1, an exception in a step ends the engine, for its processes are out of step then; it
     is a WorkerError where a worker died or failed. Ctrl-C does not: it waits until the step under way has been
@@ -101,13 +101,13 @@ class LLMEngine:
         self.exit()
 
     def __reduce__(self) -> NoReturn:
-        # The default would copy the whole model, and what a lock or a CUDA graph says about that is hard to read.
+        # The default copies all weights and the KV cache.
         raise TypeError("an LLM cannot be pickled or copied: make one LLM per process")
 
     def exit(self) -> None:
         """Give all memory back; unfinished requests are dropped. Harmless when called again.
 
-        Any thread may call it, and it waits for the step under way; a call in another thread then raises RuntimeError.
+        Any thread may call it. It waits for the step under way; the call that the step belongs to raises RuntimeError.
         From a signal handler in the middle of a step it returns at once, and the memory is given back after the step.
         """
         self._finalizer()
@@ -148,9 +148,10 @@ class LLMEngine:
             TypeError: this is no id.
             RuntimeError: another thread is inside generate() or another call.
         """
-        if request_id is not None:
-            self._check_request_id(request_id)
-        self._loop.abort(request_id)
+        with self._loop.no_other_thread("abort_request()"):
+            if request_id is not None:
+                self._check_request_id(request_id)
+            self._loop.abort(request_id)
 
     def _check_request_id(self, request_id) -> None:
         if isinstance(request_id, bool) or not isinstance(request_id, int):

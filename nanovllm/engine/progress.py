@@ -23,6 +23,10 @@ def progress_bar(use_tqdm: bool | Callable[..., tqdm], total: int) -> tqdm:
     options = {"total": total, "desc": "Generating", "dynamic_ncols": True}
     if callable(use_tqdm):
         return use_tqdm(**options)
-    # A notebook's stderr is no terminal. None leaves the question to tqdm.
-    in_notebook = "ipykernel.zmqshell" in sys.modules
-    return tqdm(**options, disable=not use_tqdm or (False if in_notebook else None))
+    if not use_tqdm:
+        disable = True
+    elif "ipykernel.zmqshell" in sys.modules:  # A notebook's stderr is no terminal.
+        disable = False
+    else:
+        disable = None  # unless stderr is a terminal
+    return tqdm(**options, disable=disable)

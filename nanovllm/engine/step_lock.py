@@ -15,8 +15,8 @@ class StepLock:
     def __init__(self, end: Callable[[], None]):
         """end: gives the memory back; called once."""
         self._end = end
-        self._lock = threading.Lock()
-        self._holder = 0  # the thread that took the lock last
+        self._lock = threading.RLock()
+        self._is_in_step = False  # whoever has the lock is in a step of this very thread
         self._is_exiting = False
         self._has_ended = False
 
@@ -28,27 +28,24 @@ class StepLock:
     @contextmanager
     def hold(self) -> Iterator[None]:
         """A block that `exit` waits for. Raises RuntimeError after exit, and in the middle of such a block."""
-        if self._is_held_here():
-            raise RuntimeError("a signal handler cannot use an engine in the middle of a step, except to exit() it")
         try:
             with self._lock:
-                self._holder = threading.get_ident()
-                self.check()
-                yield
+                if self._is_in_step:
+                    raise RuntimeError("a signal handler can exit() an engine in the middle of a step, but not use it")
+                self._is_in_step = True
+                try:
+                    self.check()
+                    yield
+                finally:
+                    self._is_in_step = False
         finally:
-            if self._is_exiting:
+            if self._is_exiting:  # since the block began
                 self.exit()
 
     def exit(self) -> None:
         """Give the memory back. Harmless when called again."""
         self._is_exiting = True
-        if self._is_held_here():
-            return
         with self._lock:
-            self._holder = threading.get_ident()
-            if not self._has_ended:
+            if not self._is_in_step and not self._has_ended:
                 self._has_ended = True
                 self._end()
-
-    def _is_held_here(self) -> bool:
-        return self._lock.locked() and self._holder == threading.get_ident()

@@ -70,8 +70,13 @@ class StepLoop:
         self._aborted: list[Sequence] = []
 
     def claim(self, user: User) -> None:
-        """Let `user` queue and step. Raises RuntimeError after exit, while another thread is inside a call, and while
-        another's requests are unfinished; and WorkerError once a worker has died."""
+        """Let `user` queue and step.
+
+        Raises:
+            RuntimeError: after exit, while another thread is inside a call, or while another user's requests are
+                unfinished.
+            WorkerError: a worker has died.
+        """
         self._check_usable(user.name)
         with self._lock:
             self._take(user)
@@ -93,8 +98,8 @@ class StepLoop:
 
     @contextmanager
     def no_other_thread(self, name: str) -> Iterator[None]:
-        """A moment's work on the queues, of the method with this name, in which no thread begins a turn. Raises
-        RuntimeError while another thread has one."""
+        """A block in which no other thread can begin a turn, for a moment's work of the method with this name. Raises
+        RuntimeError while another thread has a turn."""
         with self._lock:
             self._check_thread(name)
             yield
@@ -169,11 +174,7 @@ class StepLoop:
             self.scheduler.add(seq)
 
     def abort(self, request_id: int | None) -> None:
-        """Drop one request's sequences, or all. Raises RuntimeError while another thread is inside a call."""
-        with self.no_other_thread("abort_request()"):
-            self._abort(request_id)
-
-    def _abort(self, request_id: int | None) -> None:
+        """Drop one request's sequences, or all. For a block of no_other_thread."""
         aborted = self.scheduler.abort(None if request_id is None else [request_id])
         now = time.perf_counter()
         for seq in aborted:
