@@ -1,7 +1,7 @@
 """LLM: the facade that users import: all ways to ask the engine for something."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from nanovllm.engine.chat import (
@@ -15,7 +15,7 @@ from nanovllm.engine.chat import (
 )
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import RequestOutput, Score, StreamDelta
-from nanovllm.engine.requests import Prompt, as_prompts, check_choice, pair_lazily, params_per_prompt
+from nanovllm.engine.requests import Prompt, check_choice, pair_lazily, params_per_prompt
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_loop import User
 from nanovllm.engine.streaming import DeltaReader, PromptFeed
@@ -90,7 +90,7 @@ class LLM(LLMEngine):
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(
-        self, prompts: Prompt | list[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None
+        self, prompts: Prompt | Iterable[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None
     ) -> Iterator[StreamDelta]:
         """Complete prompts, and give what each step adds to each completion.
 
@@ -109,22 +109,26 @@ class LLM(LLMEngine):
         Raises:
             ValueError, TypeError, RuntimeError: as generate.
         """
-        self._loop.claim(user := User("stream()"))
-        prompts = list(as_prompts(prompts))
-        params = params_per_prompt(sampling_params, len(prompts))
-        return self._stream(user, self._make_requests(prompts, params, streams=True))
+        with self._loop.turn(user := User("stream()")):
+            prompts = list(self._checker.as_prompts(prompts))
+            params = params_per_prompt(sampling_params, len(prompts))
+            return self._stream(user, self._make_requests(prompts, params, streams=True))
 
     def _stream(self, user: User, requests: list[list[Sequence]]) -> Iterator[StreamDelta]:
-        reader = DeltaReader(requests)
+        reader, steps = DeltaReader(requests), self._loop.steps(user)
         with self._loop.driving(user):
-            self._queue(user, requests)
-            for finished, step in self._loop.steps(user):
-                self._set_texts(finished)
-                yield from reader.read(step.seqs, finished)
+            with self._loop.turn(user):
+                self._queue(user, requests)
+            while self._loop.has_work(user):
+                with self._loop.turn(user):  # Between two steps the stream may go on in another thread.
+                    finished, step = next(steps)
+                    self._set_texts(finished)
+                    deltas = list(reader.read(step.seqs, finished))
+                yield from deltas
 
     def generate_iter(
         self,
-        prompts: Iterable[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         ordered: bool = False,
         on_error: str = "raise",
@@ -136,7 +140,7 @@ class LLM(LLMEngine):
         is unfinished and frees its blocks.
 
         Args:
-            prompts: texts or lists of token ids.
+            prompts: in any form that generate accepts.
             sampling_params: one for all, or an iterable with one each.
             ordered: in the order of the prompts, instead of as they finish. Behind a slow one results wait, up to 8
                 times max_num_seqs of them, before no more prompts are taken.
@@ -150,19 +154,22 @@ class LLM(LLMEngine):
             ValueError, TypeError: a wrong argument at once; a wrong prompt when it is taken, naming its index.
             RuntimeError: as generate.
         """
-        self._loop.claim(user := User("generate_iter()"))
-        check_choice("on_error", on_error, ("raise", "return"))
-        pairs = pair_lazily(as_prompts(prompts), sampling_params)
-        max_ahead = BATCHES_AHEAD * self.config.max_num_seqs if ordered else None
-        return self._generate_iter(user, PromptFeed(pairs, max_ahead), on_error)
+        with self._loop.turn(user := User("generate_iter()")):
+            check_choice("on_error", on_error, ("raise", "return"))
+            pairs = pair_lazily(self._checker.as_prompts(prompts), sampling_params)
+            max_ahead = BATCHES_AHEAD * self.config.max_num_seqs if ordered else None
+            return self._generate_iter(user, PromptFeed(pairs, max_ahead), on_error)
 
     def _generate_iter(self, user: User, feed: PromptFeed, on_error: str) -> Iterator[tuple[int, RequestOutput]]:
         with self._loop.driving(user):
             while self._refill(user, feed, on_error):
-                for finished, _ in self._loop.steps(user):
-                    self._set_texts(finished)
-                    feed.book(finished)
-                    self._refill(user, feed, on_error)
+                steps = self._loop.steps(user)
+                while self._loop.has_work(user):
+                    with self._loop.turn(user):
+                        finished, _ = next(steps)
+                        self._set_texts(finished)
+                        feed.book(finished)
+                        self._refill(user, feed, on_error)
                     yield from feed.results()
                 yield from feed.results()
 
@@ -174,22 +181,23 @@ class LLM(LLMEngine):
         before = feed.num_taken
         while len(scheduler.waiting) + len(scheduler.running) + num <= 2 * max_num_seqs and (batch := feed.take(num)):
             prompts, params = zip(*batch, strict=True)
-            requests = self._make_requests(list(prompts), list(params), on_error, feed.num_taken - len(batch))
-            feed.admit(requests)
-            if not self._queue(user, requests):
-                break  # Nothing but faults: they go out before more are taken.
+            with self._loop.turn(user):
+                requests = self._make_requests(list(prompts), list(params), on_error, feed.num_taken - len(batch))
+                feed.admit(requests)
+                if not self._queue(user, requests):
+                    break  # Nothing but faults: they go out before more are taken.
         return feed.num_taken > before
 
     def score(
         self,
-        prompts: Prompt | list[Prompt],
-        completions: Prompt | list[Prompt],
-        use_tqdm: bool = True,
+        prompts: Prompt | Iterable[Prompt],
+        completions: Prompt | Iterable[Prompt],
+        use_tqdm: bool | Callable = True,
     ) -> list[Score]:
         """How likely the model finds each completion after its prompt: the log-probabilities of its tokens.
 
         Args:
-            prompts: texts or lists of token ids; one text alone is a batch of one.
+            prompts: in any form that generate accepts.
             completions: likewise, one each. Prompt and completion are tokenized apart, so that the tokens of both are
                 what they are on their own.
             use_tqdm: as in generate.
@@ -202,18 +210,22 @@ class LLM(LLMEngine):
                 a pair than the engine's longest sequence less one.
             RuntimeError: the model's logits for a pair are NaN or infinite; or as generate.
         """
-        self._loop.claim(User("score()"))
-        prompts, completions = list(as_prompts(prompts)), list(as_prompts(completions, "completions"))
-        if len(prompts) != len(completions):
-            raise ValueError(f"completions: {len(completions)} of them for {len(prompts)} prompts; pass one each")
-        beginnings = self._checker.check_all(prompts, params_per_prompt(None, len(prompts)))
-        endings = self._checker.encode_completions(completions)
-        whole = [[*beginning.token_ids, *ending] for beginning, ending in zip(beginnings, endings, strict=True)]
-        limit = self.scheduler.max_seq_len - 1
-        for i, token_ids in enumerate(whole):
-            if len(token_ids) > limit:
-                raise ValueError(f"completions[{i}]: has {len(token_ids)} tokens with its prompt; {limit} are possible")
-        outputs = self.generate(whole, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm)
+        with self._loop.turn(User("score()")):
+            prompts = list(self._checker.as_prompts(prompts))
+            completions = list(self._checker.as_prompts(completions, "completions"))
+            if len(prompts) != len(completions):
+                raise ValueError(f"completions: {len(completions)} of them for {len(prompts)} prompts; pass one each")
+            beginnings = self._checker.check_all(prompts, params_per_prompt(None, len(prompts)))
+            endings = self._checker.encode_completions(completions)
+            whole = [[*beginning.token_ids, *ending] for beginning, ending in zip(beginnings, endings, strict=True)]
+            limit = self.scheduler.max_seq_len - 1
+            for i, token_ids in enumerate(whole):
+                if len(token_ids) > limit:
+                    raise ValueError(
+                        f"completions[{i}]: has {len(token_ids)} tokens with its prompt; {limit} are possible"
+                    )
+            params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+            outputs = self.generate(whole, params, use_tqdm)
         return [_score(i, *pair) for i, pair in enumerate(zip(endings, outputs, strict=True))]
 
 

@@ -1,6 +1,7 @@
 """What an engine takes of a CUDA device, and that it gives it back. Nobody else may take memory of it meanwhile."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -46,6 +47,8 @@ def assert_given_back(before, what=""):
     "end eager",
     ("exit", False),
     ("exit", True),
+    ("exit-in-thread", False),
+    ("exit-in-thread", True),
     ("with", False),
     ("with-error", False),
     ("del", False),
@@ -63,6 +66,16 @@ def test_memory_is_given_back(base, before, monkeypatch, end, eager):
     if end == "exit":
         llm.exit()
         llm.exit()
+    elif end == "exit-in-thread":
+        leaver = threading.Thread(target=llm.exit)
+        with pytest.raises(RuntimeError, match="exited"):
+            llm.generate(
+                [[1, 2, 3]] * 3,
+                greedy(900),
+                use_tqdm=False,
+                on_step=lambda stats: None if leaver.ident else leaver.start(),
+            )
+        leaver.join()
     elif end == "with":
         with llm:
             complete(llm, [[1]], greedy(2))

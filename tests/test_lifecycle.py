@@ -1,5 +1,8 @@
 """Engines come and go, alone and side by side, and give back their memory."""
 
+import copy
+import pickle
+import signal
 import threading
 import weakref
 
@@ -128,6 +131,191 @@ def test_nothing_works_after_exit(path):
         with pytest.raises(RuntimeError, match="exited"):
             use()
     llm.exit()
+
+
+class InThread(threading.Thread):
+    """Runs a function in a thread of its own; `outcome` is what it returned or raised."""
+
+    def __init__(self, run):
+        super().__init__(daemon=True)
+        self._run = run
+        self.start()
+
+    def run(self):
+        try:
+            self._outcome = self._run()
+        except BaseException as error:
+            self._outcome = error
+
+    @property
+    def outcome(self):
+        self.join(60)
+        assert not self.is_alive(), "a deadlock"
+        return self._outcome
+
+
+def all_of(llm, name):
+    """Read what a method gives for a long batch to its end."""
+    return list(getattr(llm, name)([[1, 2], [3]], greedy(900)))
+
+
+@pytest.fixture
+def in_step(monkeypatch):
+    """An Event that is set in the middle of a step, and one that lets the step go on."""
+    entered, proceed = threading.Event(), threading.Event()
+    launch = ModelRunner.launch
+
+    def waiting(self, *args):
+        entered.set()
+        assert proceed.wait(60)
+        return launch(self, *args)
+
+    monkeypatch.setattr(ModelRunner, "launch", waiting)
+    return entered, proceed
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", ["generate", "stream", "generate_iter"])
+def test_exit_while_another_thread_is_in_a_step(path, in_step, name, overlap):
+    """It waits for the step, gives the memory back, and ends the other's call."""
+    entered, proceed = in_step
+    llm = make_llm(path, overlap_steps=overlap)
+    tensors = big_tensors(llm)
+    worker = InThread(lambda: all_of(llm, name))
+    assert entered.wait(60)
+    leaver = InThread(llm.exit)
+    leaver.join(0.1)
+    assert alive(tensors) == len(tensors), "a step needs them"
+    proceed.set()
+    assert leaver.outcome is None
+    assert alive(tensors) == 0
+    error = worker.outcome
+    assert isinstance(error, RuntimeError)
+    assert str(error) == "this engine has exited: make a new LLM"
+
+
+@pytest.mark.parametrize("name", ["stream", "generate_iter"])
+def test_exit_while_another_thread_has_read_half(path, name):
+    llm = make_llm(path)
+    tensors = big_tensors(llm)
+    half_read, gone = threading.Event(), threading.Event()
+
+    def read():
+        results = getattr(llm, name)([[1], [2]], [greedy(2), greedy(9)])
+        next(results)
+        half_read.set()
+        assert gone.wait(60)
+        return list(results)
+
+    reader = InThread(read)
+    assert half_read.wait(60)
+    llm.exit()
+    assert alive(tensors) == 0
+    gone.set()
+    with pytest.raises(RuntimeError, match="this engine has exited"):
+        raise reader.outcome
+
+
+@pytest.mark.parametrize("thread", [True, False])
+def test_exit_between_two_steps(path, thread):
+    """From on_step, and from another thread that on_step waits for."""
+    llm = make_llm(path)
+    tensors, left = big_tensors(llm), []
+
+    def on_step(stats):
+        if thread:
+            assert InThread(llm.exit).outcome is None
+        else:
+            llm.exit()
+        left.append(alive(tensors))
+
+    with pytest.raises(RuntimeError, match="this engine has exited"):
+        llm.generate([[1, 2]], greedy(9), use_tqdm=False, on_step=on_step)
+    assert left == [0]
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_exit_from_a_signal_handler_in_the_middle_of_a_step(path, monkeypatch, by_hand):
+    """The step still has its tensors, and then they are given back, also where the handler raises."""
+    llm = make_llm(path)
+    tensors, seen, launch = big_tensors(llm), [], ModelRunner.launch
+
+    def interrupted(self, *args):
+        signal.raise_signal(signal.SIGTERM)
+        seen.append(alive(tensors))
+        return launch(self, *args)
+
+    def leave(signum, frame):
+        llm.exit()
+        with pytest.raises(RuntimeError, match="exited"):
+            llm.generate([[1]], greedy(1))
+        if seen:
+            raise SystemExit
+
+    monkeypatch.setattr(ModelRunner, "launch", interrupted)
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        if by_hand:
+            llm.add_request([1, 2], greedy(9))
+            llm.step()
+        else:
+            with pytest.raises(RuntimeError, match="this engine has exited"):
+                llm.generate([[1, 2]], greedy(9), use_tqdm=False)
+        assert seen == [len(tensors)]
+        assert alive(tensors) == 0
+        llm = make_llm(path)
+        tensors = big_tensors(llm)
+        with pytest.raises(SystemExit):
+            llm.generate([[1, 2]], greedy(9), use_tqdm=False)
+        assert alive(tensors) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_handler_cannot_step_in_the_middle_of_a_step(path, monkeypatch, reference):
+    prompts, launch, refused = reference.draw_prompts((5,), 4), ModelRunner.launch, []
+
+    def interrupted(self, *args):
+        signal.raise_signal(signal.SIGTERM)
+        return launch(self, *args)
+
+    def use(signum, frame):
+        for call in (llm.step, lambda: llm.generate([[1]], greedy(1))):
+            with pytest.raises(RuntimeError) as error:
+                call()
+            refused.append(str(error.value))
+
+    with make_llm(path) as llm:
+        monkeypatch.setattr(ModelRunner, "launch", interrupted)
+        before = signal.signal(signal.SIGTERM, use)
+        try:
+            request = llm.add_request(prompts[0], greedy(4))
+            finished = []
+            while not finished:
+                finished, _ = llm.step()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    assert finished == [(request, reference.greedy(prompts, 4)[0])]
+    assert len(refused) == 8
+    assert "a signal handler can exit() an engine in the middle of a step, but not use it" in refused
+
+
+def test_two_threads_that_exit(path, in_step):
+    entered, proceed = in_step
+    llm = make_llm(path)
+    worker = InThread(lambda: llm.generate([[1]], greedy(9), use_tqdm=False))
+    assert entered.wait(60)
+    leavers = [InThread(llm.exit) for _ in range(2)]
+    proceed.set()
+    assert [leaver.outcome for leaver in leavers] == [None, None]
+    with pytest.raises(RuntimeError, match="exited"):
+        raise worker.outcome
+
+
+@pytest.mark.parametrize("take", [pickle.dumps, copy.copy, copy.deepcopy, lambda llm: pickle.dumps(llm.generate)])
+def test_no_copies(llm, take):
+    with pytest.raises(TypeError, match="an LLM cannot be pickled or copied: make one LLM per process"):
+        take(llm)
 
 
 def test_one_after_another(path, reference):

@@ -1,11 +1,16 @@
 """LLM.generate, add_request and step: what a user may rely on."""
 
+import functools
+import io
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import assert_idle, complete, complete_by_steps, greedy, make_checkpoint, make_llm, random_prompt
+from checkpoints import EOS, assert_idle, complete, complete_by_steps, greedy, make_checkpoint, make_llm, random_prompt
+from tqdm import tqdm
 
 from nanovllm import RequestOutput, SamplingParams
 
@@ -81,13 +86,65 @@ def test_defaults_sample_at_most_64_tokens(llm):
     assert (len(output["token_ids"]) == 64) == (output["finish_reason"] == "length")
 
 
-def test_progress_bar(llm, capsys):
-    llm.generate([[1, 2], [3]], greedy(4), use_tqdm=True)
-    shown = capsys.readouterr().err
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_bar_in_a_terminal(llm, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    llm.generate([[1, 2], [3]], greedy(4), use_tqdm=False)
+    assert sys.stderr.getvalue() == ""
+    llm.generate([[1, 2], [3]], greedy(4))
+    shown = sys.stderr.getvalue()
     assert "2/2" in shown
     assert re.search(r"prefill=\d+tok/s, decode=\d+tok/s", shown)
-    llm.generate([[1, 2], [3]], greedy(4), use_tqdm=False)
+
+
+def test_no_progress_bar_in_a_file(llm, capsys):
+    llm.generate([[1, 2], [3]], greedy(4), use_tqdm=True)
     assert capsys.readouterr() == ("", "")
+
+
+def test_progress_bar_of_the_callers_own(llm):
+    shown = io.StringIO()
+    llm.generate([[1, 2], [3]], greedy(4), use_tqdm=functools.partial(tqdm, file=shown, unit=" answers"))
+    assert "2/2" in shown.getvalue()
+    assert "answers/s" in shown.getvalue()
+
+
+@pytest.mark.parametrize("use_tqdm", [None, 1, "yes"])
+def test_use_tqdm_of_another_type(llm, use_tqdm):
+    with pytest.raises(TypeError, match=f"use_tqdm={use_tqdm!r}: must be True, False"):
+        llm.generate([[1]], greedy(1), use_tqdm=use_tqdm)
+
+
+def test_progress_bar_in_a_notebook_without_widgets():
+    """Importing says nothing about what is missing, and the bar is there, though a notebook's stderr is no terminal."""
+    code = """
+import sys, types, warnings
+sys.modules["ipywidgets"] = None  # not installed
+sys.modules["ipykernel.zmqshell"] = types.ModuleType("ipykernel.zmqshell")  # how tqdm finds that this is a notebook
+sys.modules["IPython"] = types.ModuleType("IPython")
+sys.modules["IPython"].get_ipython = lambda: None
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from nanovllm.engine.progress import progress_bar
+    import tqdm.auto
+print([str(w.message) for w in caught if "IProgress" in str(w.message)])
+with progress_bar(True, 2) as bar:
+    bar.update(2)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
+    assert "2/2" in run.stderr
+
+
+def test_get_tokenizer(llm, path):
+    assert llm.get_tokenizer() is llm.tokenizer
+    assert llm.get_tokenizer().eos_token == EOS
+    with make_llm(path) as without, pytest.raises(ValueError, match="skip_tokenizer_init"):
+        without.get_tokenizer()
 
 
 def test_unseeded_requests_draw_apart_and_repeat_with_the_engines_seed(path):
@@ -130,13 +187,27 @@ def test_an_aborted_request_leaves_the_others_alone(llm, reference):
     llm.step()
     llm.abort_request(ids[1])
     llm.abort_request(ids[1])
-    llm.abort_request(10**9)
     done = {}
     while not llm.is_finished():
         done |= dict(llm.step()[0])
     expected = reference.greedy(prompts, 9)
     assert done == {ids[0]: expected[0], ids[2]: expected[2]}
     assert_idle(llm)
+    llm.abort_request(ids[0])  # One that has finished, as it may while the caller decides.
+
+
+def test_abort_of_a_request_that_never_was(llm):
+    with pytest.raises(ValueError, match=r"request_id=1000000000: there is no such request; unfinished are: none"):
+        llm.abort_request(10**9)
+    ids = [llm.add_request([1 + i], greedy(2)) for i in range(12)]
+    for wrong in (-1, ids[-1] + 1):
+        with pytest.raises(ValueError, match=rf"request_id={wrong}: .*unfinished are: {ids[0]}, {ids[1]}, .*, \.\.\.$"):
+            llm.abort_request(wrong)
+    for wrong in ("1", 1.0, True, [ids[0]]):
+        with pytest.raises(TypeError, match=r"request_id=.*must be an id"):
+            llm.abort_request(wrong)
+    assert llm.stats()["waiting"] == 12
+    llm.abort_request()
 
 
 def test_a_reset_prefix_cache_gives_nothing(llm, reference):

@@ -1,24 +1,26 @@
-"""An engine serves one user at a time: who is refused while a stream or an iterator of results is half read."""
+"""An engine serves one user at a time: who is refused while a stream or an iterator of results is half read, and while
+another thread is inside a call."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from checkpoints import both_ways, complete, greedy, make_llm
 
 shared_llm = both_ways(max_num_seqs=4)
 
+USES = {
+    "generate": lambda llm: llm.generate([[1]], greedy(2)),
+    "chat": lambda llm: llm.chat([{"role": "user", "content": "hi"}]),
+    "stream": lambda llm: llm.stream([[1]], greedy(2)),
+    "generate_iter": lambda llm: llm.generate_iter([[1]], greedy(2)),
+    "score": lambda llm: llm.score([[1]], [[2]]),
+    "add_request": lambda llm: llm.add_request([1], greedy(2)),
+    "step": lambda llm: llm.step(),
+}
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda llm: llm.generate([[1]], greedy(2)),
-        lambda llm: llm.chat([{"role": "user", "content": "hi"}]),
-        lambda llm: llm.stream([[1]], greedy(2)),
-        lambda llm: llm.generate_iter([[1]], greedy(2)),
-        lambda llm: llm.score([[1]], [[2]]),
-        lambda llm: llm.add_request([1], greedy(2)),
-        lambda llm: llm.step(),
-    ],
-    ids=["generate", "chat", "stream", "generate_iter", "score", "add_request", "step"],
-)
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("method", ["stream", "generate_iter"])
 def test_nobody_else_while_a_stream_is_half_read(llm, reference, method, use):
     prompts = reference.draw_prompts((20, 5), 9)
@@ -125,3 +127,94 @@ def test_an_engine_that_exits_ends_its_streams(path, method):
     llm.exit()
     with pytest.raises(RuntimeError, match="exited"):
         list(half_read)
+
+
+# -- threads -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_thread():
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda use: pool.submit(use).result(60)
+
+
+INSIDE = {
+    "generate()": lambda llm, prompts: complete(llm, prompts, greedy(9)),
+    "stream()": lambda llm, prompts: [delta["token_ids"] for delta in llm.stream(prompts, greedy(9))],
+    "generate_iter()": lambda llm, prompts: [out["token_ids"] for _, out in llm.generate_iter(prompts, greedy(9))],
+    "score()": lambda llm, prompts: llm.score(prompts, [[1], [2]], use_tqdm=False),
+    "add_request() or step()": lambda llm, prompts: (llm.add_request(prompts[0], greedy(1)), llm.step()[0])[1][0][1],
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_nobody_else_while_another_thread_is_inside_a_call(llm, reference, monkeypatch, other_thread, inside):
+    prompts = reference.draw_prompts((20, 5), 9)
+    expected, call, messages = INSIDE[inside](llm, prompts), llm.model_runner.call, []
+    not_begun = llm.stream([[1]], greedy(2))
+    uses = [*USES.values(), lambda llm: next(not_begun), lambda llm: llm.abort_request()]
+    uses.append(lambda llm: llm.reset_prefix_cache())
+
+    def try_all():
+        for use in uses:
+            with pytest.raises(RuntimeError) as error:
+                use(llm)
+            messages.append(str(error.value))
+        assert not llm.is_finished(), "to watch is allowed"
+        assert llm.stats()["running"] > 0
+
+    def call_while_others_try(*args):
+        if not messages:
+            other_thread(try_all)
+        return call(*args)
+
+    monkeypatch.setattr(llm.model_runner, "call", call_while_others_try)
+    assert INSIDE[inside](llm, prompts) == expected
+    assert len(messages) == len(uses)
+    for message in messages:
+        assert f"() is called while another thread is inside {inside}: an LLM serves one thread at a time" in message
+
+
+def test_of_many_threads_each_is_served_or_refused(llm, reference):
+    """Whatever the moment in which they begin: all results are right, and all errors speak of threads."""
+    prompts = reference.draw_prompts((20, 5), 9)
+    expected = reference.greedy(prompts, 9)
+    start = threading.Barrier(4)
+
+    def use(i):
+        served, refused = 0, set()
+        start.wait(60)
+        for _ in range(15):
+            try:
+                if i % 2:
+                    assert complete(llm, prompts, greedy(9)) == expected
+                else:
+                    outputs = dict(llm.generate_iter(prompts, greedy(9)))
+                    assert [outputs[0]["token_ids"], outputs[1]["token_ids"]] == expected
+                served += 1
+            except RuntimeError as error:
+                refused.add(str(error))
+        return served, refused
+
+    with ThreadPoolExecutor(4) as pool:
+        outcomes = list(pool.map(use, range(4)))
+    assert sum(served for served, _ in outcomes) > 0
+    # An iterator between two steps is half read, and no thread is inside it.
+    expected_errors = ("is called while another thread is inside", "while other requests are unfinished")
+    assert all(any(text in error for text in expected_errors) for _, refused in outcomes for error in refused)
+
+
+def test_a_stream_may_go_on_in_another_thread(llm, other_thread):
+    stream = llm.stream([[1]], greedy(4))
+    assert len([next(stream), other_thread(lambda: next(stream)), *stream]) == 4
+    stream = llm.stream([[1]], greedy(4))
+    next(stream)
+    other_thread(stream.close)
+    assert llm.is_finished()
+
+
+def test_a_thread_is_free_again_after_an_error(llm, other_thread):
+    for wrong in ({"on_error": "no"}, {"on_step": lambda stats: 1 / 0}):
+        with pytest.raises((ValueError, ZeroDivisionError)):
+            llm.generate([[1]], greedy(3), use_tqdm=False, **wrong)
+        assert other_thread(lambda: len(complete(llm, [[1]], greedy(3))[0])) == 3

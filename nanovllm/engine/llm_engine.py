@@ -5,22 +5,22 @@ import logging
 import secrets
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
+from typing import NoReturn
 
-from tqdm.auto import tqdm
 from xxhash import xxh64_intdigest
 
 from nanovllm.config import Config
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import EngineStats, RequestOutput
+from nanovllm.engine.progress import check_use_tqdm, progress_bar
 from nanovllm.engine.request_order import longest_first
 from nanovllm.engine.requests import (
     Prompt,
     Request,
     RequestChecker,
-    as_prompts,
     check_choice,
     check_params,
     load_tokenizer,
@@ -28,6 +28,7 @@ from nanovllm.engine.requests import (
 )
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_lock import StepLock
 from nanovllm.engine.step_loop import StepLoop, User
 from nanovllm.engine.streaming import Results
 from nanovllm.sampling_params import SamplingParams
@@ -39,8 +40,10 @@ logger = logging.getLogger(__name__)
 class LLMEngine:
     """Generates completions for batches of prompts.
 
-    Use it as a context manager, or call exit(), or just drop it: each gives all memory back. It serves one caller at a
-    time and is not safe to share between threads.
+    Use it as a context manager, or call exit(), or just drop it: each gives all memory back.
+
+    It serves one thread at a time: while one is inside a call, other threads may call exit(), stats() and
+    is_finished(), and any other call of theirs raises RuntimeError. It cannot be pickled or copied.
 
     With tensor_parallel_size > 1, an exception in a step ends the engine, for its processes are out of step then; it
     is a WorkerError where a worker died or failed. Ctrl-C does not: it waits until the step under way has been
@@ -68,8 +71,9 @@ class LLMEngine:
         if self.tokenizer is not None and "eos" not in options and self.tokenizer.eos_token_id is not None:
             config.add_eos([self.tokenizer.eos_token_id], "tokenizer")
         self.model_runner = ModelRunner(config)
+        step_lock = StepLock(self.model_runner.exit)
         # Runs once: at exit(), when the engine is collected, or when the interpreter ends.
-        self._finalizer = weakref.finalize(self, self.model_runner.exit)
+        self._finalizer = weakref.finalize(self, step_lock.exit)
         self.scheduler = Scheduler(
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -83,9 +87,9 @@ class LLMEngine:
         )
         self._checker = RequestChecker(self.tokenizer, config.hf_config.vocab_size, config.eos, self.scheduler.check)
         self._seed = secrets.randbits(63) if config.seed is None else config.seed
-        self._request_ids, self._seq_ids = count(), count()
-        finalizer = self._finalizer
-        self._loop = StepLoop(self.scheduler, self.model_runner, config.overlap_steps, lambda: finalizer.alive)
+        self._num_requests = 0  # so far, which is the next one's id
+        self._seq_ids = count()
+        self._loop = StepLoop(self.scheduler, self.model_runner, config.overlap_steps, step_lock)
         self._by_hand = User("add_request() or step()", hears_of_aborts=False)
         logger.info("ready in %.1f s", time.perf_counter() - start)
 
@@ -95,9 +99,23 @@ class LLMEngine:
     def __exit__(self, *exc_info):
         self.exit()
 
+    def __reduce__(self) -> NoReturn:
+        # The default copies all weights and the KV cache.
+        raise TypeError("an LLM cannot be pickled or copied: make one LLM per process")
+
     def exit(self) -> None:
-        """Give all memory back; unfinished requests are dropped. Harmless when called again."""
+        """Give all memory back; unfinished requests are dropped. Harmless when called again.
+
+        Any thread may call it. It waits for the step under way; the call that the step belongs to raises RuntimeError.
+        From a signal handler in the middle of a step it returns at once, and the memory is given back after the step.
+        """
         self._finalizer()
+
+    def get_tokenizer(self):
+        """The model's transformers tokenizer. Raises ValueError with skip_tokenizer_init."""
+        if self.tokenizer is None:
+            raise ValueError("get_tokenizer(): there is no tokenizer, because skip_tokenizer_init is set")
+        return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends. Raises ValueError where that cannot be used."""
@@ -106,30 +124,47 @@ class LLMEngine:
     # -- by hand -----------------------------------------------------------------------------------------------------
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue one prompt; `step` then works on it. Returns its id.
+        """Queue one prompt, in any form that generate accepts; `step` then works on it. Returns its id.
 
         Raises ValueError (or TypeError) where generate would, and RuntimeError after exit() or while a generate(),
         stream() or generate_iter() is under way.
         """
-        self._loop.claim(self._by_hand)
-        params = check_params(SamplingParams() if sampling_params is None else sampling_params)
-        seqs = self._make_sequences(self._checker.check_one(prompt, params), params)
-        self._loop.queue(self._by_hand, seqs)
-        return seqs[0].request_id
+        with self._loop.turn(self._by_hand):
+            params = check_params(SamplingParams() if sampling_params is None else sampling_params)
+            seqs = self._make_sequences(self._checker.check_one(prompt, params), params)
+            self._loop.queue(self._by_hand, seqs)
+            return seqs[0].request_id
 
     def abort_request(self, request_id: int | None = None) -> None:
-        """Drop an unfinished request, with all its samples, and free its blocks; None drops all there are. An id that
-        is not queued is ignored.
+        """Drop an unfinished request, with all its samples, and free its blocks; None drops all there are. A request
+        that has finished or been aborted stays as it is: it may finish while the caller decides to abort it.
 
         What it has so far comes back with finish_reason "abort" from a generate, stream or generate_iter; `step` does
-        not report it. Call it between steps: from on_step, or from the loop that reads a stream, not from another
-        thread.
+        not report it. Call it between steps: from on_step, or from the loop that reads a stream.
+
+        Raises:
+            ValueError: no request has had this id.
+            TypeError: this is no id.
+            RuntimeError: another thread is inside generate() or another call.
         """
-        self._loop.abort(request_id)
+        with self._loop.no_other_thread("abort_request()"):
+            if request_id is not None:
+                self._check_request_id(request_id)
+            self._loop.abort(request_id)
+
+    def _check_request_id(self, request_id) -> None:
+        if isinstance(request_id, bool) or not isinstance(request_id, int):
+            raise TypeError(f"request_id={request_id!r}: must be an id from add_request() or a StreamDelta, or None")
+        if not 0 <= request_id < self._num_requests:
+            queued = sorted({seq.request_id for seq in (*self.scheduler.waiting, *self.scheduler.running)})
+            ids = ", ".join(map(str, queued[:10])) + (", ..." if len(queued) > 10 else "")
+            raise ValueError(f"request_id={request_id}: there is no such request; unfinished are: {ids or 'none'}")
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; running requests keep their blocks."""
-        self.scheduler.block_manager.reset_prefix_cache()
+        """Forget all cached prefixes; running requests keep their blocks. Raises RuntimeError while another thread is
+        inside a call."""
+        with self._loop.no_other_thread("reset_prefix_cache()"):
+            self.scheduler.block_manager.reset_prefix_cache()
 
     def is_finished(self) -> bool:
         """Whether no request is left to work on."""
@@ -153,28 +188,32 @@ class LLMEngine:
 
         After any other exception, from the model or from Ctrl-C, every request is dropped and the engine is usable.
         """
-        self._loop.claim(self._by_hand)
-        if self.is_finished():
-            raise RuntimeError("step() with no request queued: call add_request() first")
-        finished, step = self._loop.step()
+        with self._loop.turn(self._by_hand):
+            if self.is_finished():
+                raise RuntimeError("step() with no request queued: call add_request() first")
+            finished, step = self._loop.step()
         return [(seq.request_id, seq.completion_token_ids) for seq in finished], step.num_tokens
 
     # -- whole batches -----------------------------------------------------------------------------------------------
 
     def generate(
         self,
-        prompts: Prompt | list[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable = True,
         on_error: str = "raise",
         on_step: Callable[[EngineStats], object] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt. Those with the larger max_tokens may begin first.
 
         Args:
-            prompts: texts or lists of token ids, mixed as you like; one text alone is a batch of one.
+            prompts: one prompt, or a list or other iterable of prompts. A prompt is a text; a list, tuple, array or
+                tensor of token ids; {"prompt": text}; {"prompt_token_ids": token ids}, which win over a text beside
+                them; or a tokenizer's output for one text. Several may also be a tokenizer's output for all of them,
+                whose padding is dropped, or an array or tensor of [num_prompts, num_tokens] without padding.
             sampling_params: one for all prompts, or a list with one each; None samples with the defaults.
-            use_tqdm: show finished completions, and prefill and decode tokens a second.
+            use_tqdm: show finished completions, and prefill and decode tokens a second, in a terminal or a notebook;
+                or a function that makes the bar, such as functools.partial(tqdm, leave=False).
             on_error: what becomes of a prompt that cannot be served, or whose parameters cannot: "raise" refuses
                 them all before any work; "return" serves the others, and its own result has finish_reason "error"
                 and says in `error` what is wrong.
@@ -187,28 +226,32 @@ class LLMEngine:
             ValueError, TypeError: a wrong argument, before any work: the message names the argument and the
                 prompt's index. The engine stays usable, also after an exception or Ctrl-C half-way: the batch's
                 requests are dropped and their blocks are free again.
-            RuntimeError: after exit(), or while requests of add_request(), a stream() or a generate_iter() are
-                unfinished.
+            RuntimeError: after exit(), which another thread may call meanwhile; while requests of add_request(), a
+                stream() or a generate_iter() are unfinished; and while another thread is inside a call.
         """
-        self._loop.claim(user := User("generate()"))
-        check_choice("on_error", on_error, ("raise", "return"))
-        if on_step is not None and not callable(on_step):
-            raise TypeError(f"on_step={on_step!r}: must be callable, or None")
-        prompts = list(as_prompts(prompts))
-        params = params_per_prompt(sampling_params, len(prompts))
-        results = Results()
-        with old_objects_set_aside():  # Thousands of requests are enough new objects for a look at all old ones.
-            requests = self._make_requests(prompts, params, on_error)
-        results.admit(requests)
-        with self._loop.driving(user):
-            num_seqs = self._queue(user, requests, reorder=True)
-            del requests  # A sequence goes when its result is there, and not all of them after the last step.
-            self._run_all(user, num_seqs, results, use_tqdm, on_step)
-        return [results.ready[i] for i in range(len(prompts))]
+        with self._loop.turn(user := User("generate()")):
+            check_choice("on_error", on_error, ("raise", "return"))
+            check_use_tqdm(use_tqdm)
+            if on_step is not None and not callable(on_step):
+                raise TypeError(f"on_step={on_step!r}: must be callable, or None")
+            prompts = list(self._checker.as_prompts(prompts))
+            params = params_per_prompt(sampling_params, len(prompts))
+            results = Results()
+            with old_objects_set_aside():  # Thousands of requests are enough new objects for a look at all old ones.
+                requests = self._make_requests(prompts, params, on_error)
+            results.admit(requests)
+            with self._loop.driving(user):
+                num_seqs = self._queue(user, requests, reorder=True)
+                del requests  # A sequence goes when its result is there, and not all of them after the last step.
+                self._run_all(user, num_seqs, results, use_tqdm, on_step)
+            return [results.ready[i] for i in range(len(prompts))]
 
-    def _run_all(self, user: User, num_seqs: int, results: Results, use_tqdm: bool, on_step: Callable | None) -> None:
+    def _run_all(
+        self, user: User, num_seqs: int, results: Results, use_tqdm: bool | Callable, on_step: Callable | None
+    ) -> None:
         """Step until nothing is left and every request has its result."""
-        with tqdm(total=num_seqs, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        with progress_bar(use_tqdm, num_seqs) as bar:
+            is_shown = not getattr(bar, "disable", False)
             tokens, seconds = {"prefill": 0, "decode": 0}, {"prefill": 0.0, "decode": 0.0}
             start = time.perf_counter()
             for finished, step in self._loop.steps(user):
@@ -216,7 +259,7 @@ class LLMEngine:
                 results.book(finished)
                 if on_step is not None:
                     on_step(self.stats())
-                if not use_tqdm:
+                if not is_shown:
                     continue
                 kind, now = "prefill" if step.num_tokens > 0 else "decode", time.perf_counter()
                 tokens[kind] += abs(step.num_tokens)
@@ -257,7 +300,8 @@ class LLMEngine:
 
     def _make_sequences(self, request: Request, params: SamplingParams, streams: bool = False) -> list[Sequence]:
         """The n samples of a request. Each draws from a seed of its own, the first one from the request's."""
-        request_id = next(self._request_ids)
+        request_id = self._num_requests
+        self._num_requests += 1
         # Neighbouring requests must not draw from related streams, hence a hash and no sum.
         seed = _hash_seed(request_id, self._seed) if params.seed is None else params.seed
         seqs = []

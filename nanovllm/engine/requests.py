@@ -14,12 +14,11 @@ import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.engine.logit_edits import LogitEdits, tokenize_bad_words
+from nanovllm.engine.prompts import Prompt, as_prompts, read_prompt
 from nanovllm.engine.structured import Grammar, Grammars
 from nanovllm.layers.token_masks import unpack_mask
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.model_files import one_line, read_json
-
-Prompt = str | list[int]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model")
 _OTHER_TOKENIZERS = "tokenizer= takes another's, and skip_tokenizer_init=True does without"
@@ -52,6 +51,10 @@ class RequestChecker:
         self._check_length = check_length
         self._grammars: Grammars | None = None
         self._logit_edits = lru_cache(_MAX_LOGIT_EDITS)(self._make_logit_edits)
+
+    def as_prompts(self, prompts, name: str = "prompts") -> Iterable[Prompt]:
+        """The prompts that the argument `name` holds, as `prompts.as_prompts` finds them."""
+        return as_prompts(prompts, name, self.tokenizer)
 
     def check_one(self, prompt: Prompt, params: SamplingParams) -> Request:
         """The request. Raises ValueError, TypeError, or ImportError as check_all."""
@@ -185,7 +188,7 @@ class RequestChecker:
                 converted += [self._convert_one(p, where(i)) for i, p in enumerate(portion, first)]
         return converted
 
-    def _convert_one(self, token_ids, where: str) -> array | Exception:
+    def _convert_one(self, token_ids: list[int] | Exception, where: str) -> array | Exception:
         try:
             if isinstance(token_ids, Exception):
                 kind = TypeError if isinstance(token_ids, TypeError) else ValueError
@@ -195,14 +198,14 @@ class RequestChecker:
             return error
 
     def _encode(self, prompts: list[Prompt], **options) -> list[list[int] | Exception]:
-        """Token ids of each prompt, or what the tokenizer has against it."""
-        texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
-        token_ids = list(prompts)
+        """Token ids of each prompt, or why there are none."""
+        token_ids = [prompt if type(prompt) is list else _read(prompt) for prompt in prompts]
+        texts = [i for i, prompt in enumerate(token_ids) if isinstance(prompt, str)]
         if texts:
             try:
-                encoded = self._encode_texts([prompts[i] for i in texts], options)
+                encoded = self._encode_texts([token_ids[i] for i in texts], options)
             except (TypeError, ValueError):
-                encoded = [self._encode_text(prompts[i], options) for i in texts]
+                encoded = [self._encode_text(token_ids[i], options) for i in texts]
             for i, ids in zip(texts, encoded, strict=True):
                 token_ids[i] = ids
         return token_ids
@@ -230,13 +233,11 @@ def _check_min_tokens(min_tokens: int, form: StructuredOutputsParams) -> None:
             raise ValueError(f"min_tokens={min_tokens}: the longest choice has no more than {longest} tokens")
 
 
-def as_prompts(prompts, name: str = "prompts") -> Iterable[Prompt]:
-    """`prompts` itself, where one text alone is a batch of one; or TypeError, naming the argument."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise TypeError(f"{name}: must be a string or a list of prompts, not {type(prompts).__name__}")
-    return prompts
+def _read(prompt) -> str | list[int] | Exception:
+    try:
+        return read_prompt(prompt)
+    except (TypeError, ValueError) as error:
+        return error
 
 
 def check_choice(name: str, value, allowed: tuple[str, ...]) -> None:
@@ -244,16 +245,13 @@ def check_choice(name: str, value, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
 
 
-def check_token_ids(token_ids, vocab_size: int, where: str) -> array:
+def check_token_ids(token_ids: list[int], vocab_size: int, where: str) -> array:
     """The token ids as an int32 array. Raise TypeError or ValueError, its message beginning with `where`, unless these
     are token ids, one at least.
 
     An id outside the vocabulary must never reach a GPU: it would end the process's CUDA context.
     """
     try:
-        if isinstance(token_ids, str | bytes | bytearray):
-            raise TypeError
-        token_ids = list(token_ids)
         try:
             (tokens,) = _convert_lists([token_ids], vocab_size)
         except OverflowError:
@@ -263,7 +261,9 @@ def check_token_ids(token_ids, vocab_size: int, where: str) -> array:
             bad = min(ids) if min(ids) < 0 else max(ids)
             raise ValueError(f"{where}token id {bad} is outside the vocabulary, 0..{vocab_size - 1}") from None
     except TypeError:
-        raise TypeError(f"{where}must be a string or a list of integer token ids") from None
+        odd = [type(i).__name__ for i in token_ids if isinstance(i, bool) or not hasattr(i, "__index__")]
+        found = f"; this list holds a {odd[0]}" if odd else ""
+        raise TypeError(f"{where}must be a string or a list of integer token ids{found}") from None
     except _EmptyPrompt:
         raise ValueError(f"{where}is empty: it must hold at least one token") from None
     return tokens

@@ -1,5 +1,6 @@
 """StepLoop: what drives scheduler and model runner, one step after the other or one ahead."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from nanovllm.engine.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling_pipeline import Forward
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_lock import StepLock
 from nanovllm.utils.collector import old_objects_set_aside
 
 
@@ -35,8 +37,15 @@ class User:
         self.hears_of_aborts = hears_of_aborts
 
 
+class _Turn(NamedTuple):
+    """One call into the engine: its thread, and the name of the method."""
+
+    thread: int
+    name: str
+
+
 class StepLoop:
-    """Steps through the queued sequences, for one user at a time.
+    """Steps through the queued sequences, for one user at a time, in one thread at a time.
 
     Attributes:
         scheduler, model_runner: what a step goes through.
@@ -44,26 +53,74 @@ class StepLoop:
         seconds: wall-clock time in which there was work.
     """
 
-    def __init__(self, scheduler: Scheduler, model_runner: ModelRunner, overlap: bool, is_alive: Callable[[], bool]):
-        """overlap: launch a step before the one ahead of it is read. is_alive: whether the engine has not exited."""
+    def __init__(self, scheduler: Scheduler, model_runner: ModelRunner, overlap: bool, step_lock: StepLock):
+        """overlap: launch a step before the one ahead of it is read. step_lock: to hold during a step."""
         self.scheduler = scheduler
         self.model_runner = model_runner
         self.num_steps = 0
         self.seconds = 0.0
         self._overlap = overlap
-        self._is_alive = is_alive
+        self._step_lock = step_lock
+        # For `_user` and `_turn`. Held for moments only, and nobody waits for the step lock while holding it.
+        self._lock = threading.RLock()
         self._user: User | None = None
+        self._turn: _Turn | None = None  # the call under way, in whichever thread
         self._flying: Step | None = None  # launched by `steps`, its tokens not read yet
         self._watches_text = False
         self._aborted: list[Sequence] = []
 
     def claim(self, user: User) -> None:
-        """Let `user` queue and step. Raises RuntimeError after exit, and while another's requests are unfinished, and
-        WorkerError once a worker has died."""
-        if not self._is_alive():
-            raise RuntimeError("this engine has exited: make a new LLM")
+        """Let `user` queue and step.
+
+        Raises:
+            RuntimeError: after exit, while another thread is inside a call, or while another user's requests are
+                unfinished.
+            WorkerError: a worker has died.
+        """
+        self._check_usable(user.name)
+        with self._lock:
+            self._take(user)
+
+    @contextmanager
+    def turn(self, user: User) -> Iterator[None]:
+        """A block in which `user` queues and steps, and no other thread can. Raises as claim."""
+        self._check_usable(user.name)
+        turn = _Turn(threading.get_ident(), user.name)
+        try:
+            with self._lock:
+                self._take(user)
+                if self._turn is None:  # Otherwise this thread's outer call has it, such as score()'s.
+                    self._turn = turn
+            yield
+        finally:
+            if self._turn is turn:
+                self._turn = None
+
+    @contextmanager
+    def no_other_thread(self, name: str) -> Iterator[None]:
+        """A block in which no other thread can begin a turn, for a moment's work of the method with this name. Raises
+        RuntimeError while another thread has a turn."""
+        with self._lock:
+            self._check_thread(name)
+            yield
+
+    def _check_usable(self, name: str) -> None:
+        self._step_lock.check()
+        self._check_thread(name)
         if self.model_runner.workers is not None:
-            self.model_runner.check_workers()
+            with self._step_lock.hold():  # A dead worker ends the engine.
+                self.model_runner.check_workers()
+
+    def _check_thread(self, name: str) -> None:
+        turn = self._turn
+        if turn is not None and turn.thread != threading.get_ident():
+            raise RuntimeError(
+                f"{name} is called while another thread is inside {turn.name}: an LLM serves one thread at a time; "
+                "queue the prompts in one call, or make one LLM per process"
+            )
+
+    def _take(self, user: User) -> None:
+        self._check_thread(user.name)
         if user is self._user:
             return
         if self._is_busy():
@@ -72,6 +129,11 @@ class StepLoop:
                 "with abort_request(); read a stream() or generate_iter() to its end, or close() it"
             )
         self._user = user
+
+    def has_work(self, user: User) -> bool:
+        """Whether `steps` has something to give to this user. Another can have come in between only where nothing of
+        this one's was left."""
+        return user is self._user and self._is_busy()
 
     def _is_busy(self) -> bool:
         """Whether somebody's requests are unfinished, or their last tokens not delivered."""
@@ -86,15 +148,18 @@ class StepLoop:
                 yield
         except GeneratorExit:
             # Nobody reads on: that happens between two steps, where everything is in order and the cache worth keeping.
-            if user is self._user:
-                self.scheduler.abort()
-                self._flying, self._aborted = None, []
+            self._drop(user, self.scheduler.abort)
             raise
         except BaseException:
-            if user is self._user:
-                self.scheduler.reset()
-                self._flying, self._aborted = None, []
+            self._drop(user, self.scheduler.reset)
             raise
+
+    def _drop(self, user: User, drop: Callable[[], object]) -> None:
+        """Drop all sequences, unless another user's turn has come. A stream may be closed in any thread."""
+        with self._lock:
+            if user is self._user:
+                drop()
+                self._flying, self._aborted = None, []
 
     def queue(self, user: User, seqs: list[Sequence]) -> None:
         """Add a user's checked sequences to what there is to do. Claims once more: since it did so first, the caller's
@@ -109,7 +174,7 @@ class StepLoop:
             self.scheduler.add(seq)
 
     def abort(self, request_id: int | None) -> None:
-        """Drop one request's sequences, or all."""
+        """Drop one request's sequences, or all. For a block of no_other_thread."""
         aborted = self.scheduler.abort(None if request_id is None else [request_id])
         now = time.perf_counter()
         for seq in aborted:
@@ -120,14 +185,15 @@ class StepLoop:
     def step(self) -> tuple[list[Sequence], Step]:
         """Compute one step; the sequences that it completed. Drops all requests where it fails."""
         start = time.perf_counter()
-        try:
-            step = self._draw(self._launch())
-            self.scheduler.advance(step.seqs)
-            finished = self._collect(step)
-        except BaseException:
-            # Its sequences count as computed where they were not: going on would give wrong tokens.
-            self.scheduler.reset()
-            raise
+        with self._step_lock.hold():
+            try:
+                step = self._draw(self._launch())
+                self.scheduler.advance(step.seqs)
+                finished = self._collect(step)
+            except BaseException:
+                # Its sequences count as computed where they were not: going on would give wrong tokens.
+                self.scheduler.reset()
+                raise
         self.seconds += time.perf_counter() - start
         return finished, step
 
@@ -140,19 +206,9 @@ class StepLoop:
         queued in between.
         """
         start = time.perf_counter()
-        # Another user can have come in between only where nothing of this one's was left.
-        while user is self._user and self._is_busy():
-            self.claim(user)
-            flying = self._flying
-            launched = None if self.scheduler.is_finished() else self._launch()
-            if launched and not self._overlap:
-                flying, launched = self._draw(launched), None
-                self.scheduler.advance(flying.seqs)
-            finished = self._collect(flying) if flying else []
-            if launched:
-                launched = self._draw(launched)
-                self.scheduler.advance(launched.seqs)
-            self._flying = launched
+        while self.has_work(user):
+            with self._step_lock.hold():
+                flying, finished = self._step_ahead()
             now = time.perf_counter()
             self.seconds += now - start
             start = now
@@ -160,6 +216,22 @@ class StepLoop:
             self._aborted = []
             if flying or finished:
                 yield finished, flying or Step([], [], 0, None)
+
+    def _step_ahead(self) -> tuple[Step | None, list[Sequence]]:
+        """Launch a step, and collect the one launched before it: (that one, the sequences that it completed)."""
+        if self.model_runner.workers is not None:
+            self.model_runner.check_workers()
+        flying = self._flying
+        launched = None if self.scheduler.is_finished() else self._launch()
+        if launched and not self._overlap:
+            flying, launched = self._draw(launched), None
+            self.scheduler.advance(flying.seqs)
+        finished = self._collect(flying) if flying else []
+        if launched:
+            launched = self._draw(launched)
+            self.scheduler.advance(launched.seqs)
+        self._flying = launched
+        return flying, finished
 
     def _launch(self) -> Step:
         """Schedule the next step and start it."""

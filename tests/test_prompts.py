@@ -1,0 +1,232 @@
+"""What is a prompt: the forms that every method accepts, and what they refuse."""
+
+import collections
+import re
+from array import array
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from checkpoints import complete, greedy
+
+TEXTS = ["the table names a block", "slots"]
+IDS = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def encode(shared_llm):
+    """The engine's tokenizer, with a padding token."""
+    shared_llm.tokenizer.pad_token = "<|endoftext|>"
+    return shared_llm.tokenizer
+
+
+def joined(deltas) -> list[list[int]]:
+    results = collections.defaultdict(list)
+    for delta in deltas:
+        results[delta["index"]] += delta["token_ids"]
+    return [results[i] for i in sorted(results)]
+
+
+def scored(llm, prompts) -> list[float]:
+    return [score["total"] for score in llm.score(prompts, [[9]] * len(list(prompts)), use_tqdm=False)]
+
+
+WAYS = {
+    "generate": lambda llm, prompts: complete(llm, prompts, greedy(3)),
+    "stream": lambda llm, prompts: joined(llm.stream(prompts, greedy(3))),
+    "generate_iter": lambda llm, prompts: [
+        output["token_ids"] for _, output in llm.generate_iter(prompts, greedy(3), ordered=True)
+    ],
+}
+
+ONE = {
+    "list": IDS,
+    "tuple": tuple(IDS),
+    "range": range(5, 8),
+    "deque": collections.deque(IDS),
+    "array": array("i", IDS),
+    "ndarray": np.array(IDS, np.uint16),
+    "list of numpy ints": list(np.array(IDS)),
+    "tensor": torch.tensor(IDS),
+    "list of a tensor's scalars": list(torch.tensor(IDS)),
+    "column": pd.Series(IDS),
+    "prompt_token_ids": {"prompt_token_ids": IDS},
+    "both": {"prompt": "something else", "prompt_token_ids": torch.tensor(IDS)},
+    "nothing beside it": {"prompt_token_ids": tuple(IDS), "multi_modal_data": None, "prompt": None},
+    "mapping": collections.UserDict(prompt_token_ids=np.array(IDS)),
+    "input_ids": {"input_ids": IDS, "attention_mask": [1, 1, 1]},
+}
+
+
+@pytest.mark.parametrize("prompt", ONE.values(), ids=ONE)
+def test_one_prompt_alone_and_in_a_list(llm, prompt):
+    expected = complete(llm, [IDS, [3]], greedy(3))
+    for run in WAYS.values():
+        assert run(llm, prompt) == expected[:1]
+        assert run(llm, [prompt, [3]]) == expected
+    llm.add_request(prompt, greedy(3))
+    done = []
+    while not llm.is_finished():
+        done += llm.step()[0]
+    assert [tokens for _, tokens in done] == expected[:1]
+    (score,) = llm.score([[1, 2]], [prompt], use_tqdm=False)
+    assert score["token_ids"] == IDS
+    assert llm.score([1, 2], prompt, use_tqdm=False) == llm.score(prompts=(1, 2), completions=IDS, use_tqdm=False)
+    assert llm.score(prompt, [9], use_tqdm=False) == llm.score([IDS], [[9]], use_tqdm=False)
+
+
+BATCHES = {
+    "tuple": lambda encode: tuple(TEXTS),
+    "ndarray": lambda encode: np.array(TEXTS),
+    "list of numpy strings": lambda encode: list(np.array(TEXTS)),
+    "column": lambda encode: pd.Series(TEXTS, index=[7, 7]),
+    "values of a dict": lambda encode: dict(enumerate(TEXTS)).values(),
+    "generator": lambda encode: (text for text in TEXTS),
+    "dicts": lambda encode: [{"prompt": text} for text in TEXTS],
+    "column of dicts": lambda encode: pd.Series([{"prompt": text} for text in TEXTS]),
+    "column of token ids": lambda encode: pd.Series([encode(text)["input_ids"] for text in TEXTS]),
+    "tokenizer's output": lambda encode: encode(TEXTS),
+    "padded right": lambda encode: encode(TEXTS, padding=True, return_tensors="pt", padding_side="right"),
+    "padded left": lambda encode: encode(TEXTS, padding=True, return_tensors="np", padding_side="left"),
+    "padded to a length": lambda encode: encode(TEXTS, padding="max_length", max_length=40),
+    "list of outputs": lambda encode: [encode(text) for text in TEXTS],
+    "list of outputs as tensors": lambda encode: [encode(text, return_tensors="pt") for text in TEXTS],
+    "list of tensors": lambda encode: [encode(text, return_tensors="pt")["input_ids"] for text in TEXTS],
+    "tensors in an output": lambda encode: {"input_ids": [torch.tensor(encode(text)["input_ids"]) for text in TEXTS]},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", BATCHES.values(), ids=BATCHES)
+def test_batches_of_every_kind(llm, encode, make, way):
+    assert WAYS[way](llm, make(encode)) == complete(llm, TEXTS, greedy(3))
+
+
+def test_rows_of_an_array(llm):
+    rows = [[1, 2, 3], [4, 5, 6]]
+    expected = complete(llm, rows, greedy(3))
+    for batch in (np.array(rows), torch.tensor(rows)):
+        assert complete(llm, batch, greedy(3)) == expected
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_an_array_with_padding_is_refused(llm, encode, padding_side):
+    encoded = encode(TEXTS, padding=True, return_tensors="pt", padding_side=padding_side)
+    with pytest.raises(ValueError, match=r"prompts: .*padding token 0 .*attention_mask"):
+        llm.generate(encoded["input_ids"], greedy(3))
+
+
+def test_a_mask_of_another_shape_is_refused(llm):
+    for mask in ([1, 1], [[1, 1, 1]], [1]):
+        with pytest.raises(ValueError, match="prompts: 'input_ids' and 'attention_mask' differ in shape"):
+            llm.generate({"input_ids": IDS, "attention_mask": mask}, greedy(3))
+
+
+WRONG = {
+    "none": (None, "NoneType"),
+    "int": (5, "int"),
+    "numpy int": (np.int64(5), "not int64"),
+    "scalar tensor": (torch.tensor(5), "not Tensor"),
+    "bytes": (b"text", "bytes"),
+    "bytearray": (bytearray(b"text"), "bytearray"),
+    "memoryview": (memoryview(b"text"), "memoryview"),
+    "set": ({"a", "b"}, "a set has no order"),
+    "frozenset": (frozenset([1, 2]), "a frozenset has no order"),
+    "dict of texts": ({"a": "text", "b": "text"}, "a dict must have 'prompt'.*; this has 'a', 'b'"),
+    "empty dict": ({}, "a dict must have 'prompt'"),
+    "table": (pd.DataFrame({"prompt": TEXTS}), r"a DataFrame is a table.*pass one column, such as df\['prompt'\]"),
+}
+
+
+@pytest.mark.parametrize(("prompts", "message"), WRONG.values(), ids=WRONG)
+def test_what_holds_no_prompts_is_refused_at_once(llm, prompts, message):
+    uses = (
+        lambda: llm.generate(prompts, greedy(3), use_tqdm=False),
+        lambda: llm.generate(prompts, greedy(3), use_tqdm=False, on_error="return"),
+        lambda: llm.stream(prompts, greedy(3)),
+        lambda: llm.generate_iter(prompts, greedy(3)),
+        lambda: llm.score(prompts, [[1]], use_tqdm=False),
+    )
+    for use in uses:
+        with pytest.raises(TypeError, match=f"^prompts: .*{message}"):
+            use()
+    with pytest.raises(TypeError, match=f"^completions: .*{message}"):
+        llm.score([[1]], prompts, use_tqdm=False)
+    with pytest.raises(TypeError, match=r"^prompt: "):
+        llm.add_request(prompts, greedy(3))
+
+
+WRONG_ELEMENTS = {
+    "none": (None, TypeError, "NoneType"),
+    "int": (5, TypeError, "not int"),
+    "nan": (float("nan"), TypeError, "not float"),
+    "numpy int": (np.int64(5), TypeError, "not int64"),
+    "bytes": (b"text", TypeError, "not bytes"),
+    "set": ({1, 2}, TypeError, "not set"),
+    "table": (pd.DataFrame({"prompt": TEXTS}), TypeError, "not DataFrame"),
+    "dict": ({"text": "a"}, TypeError, "a dict must have 'prompt'.*; this has 'text'"),
+    "numbers for keys": ({1: 2, 3: 4}, TypeError, "a dict must have 'prompt'.*; this has 1, 3"),
+    "nested": ([[1, 2]], TypeError, "integer token ids; this list holds a list"),
+    "texts": (TEXTS, TypeError, "integer token ids; this list holds a str"),
+    "rows": (np.array([[1, 2], [3, 4]]), TypeError, "integer token ids; this list holds a list"),
+    "image": ({"prompt": "a", "multi_modal_data": {}}, ValueError, "'multi_modal_data' cannot be used"),
+    "pixels": ({"input_ids": [1], "pixel_values": 0}, ValueError, "'pixel_values' cannot be used with 'input_ids'"),
+    "ids as prompt": ({"prompt": [1, 2]}, TypeError, "'prompt' must be a string, not list.*'prompt_token_ids'"),
+    "text as ids": ({"prompt_token_ids": "a"}, TypeError, "'prompt_token_ids' must be a list of integer.*, not str"),
+    "several texts": ({"input_ids": [[1], [2]]}, ValueError, "tokenizer's output for 2 texts"),
+    "no ids": ({"prompt_token_ids": []}, ValueError, "is empty"),
+    "padding alone": ({"input_ids": [1, 2], "attention_mask": [0, 0]}, ValueError, "is empty"),
+    "input_ids of text": ({"input_ids": "a"}, TypeError, "'input_ids' must be a list"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "error", "message"), WRONG_ELEMENTS.values(), ids=WRONG_ELEMENTS)
+def test_a_wrong_prompt_is_named_by_its_index(llm, prompt, error, message):
+    prompts = [[1], "text", prompt, {"prompt": "text"}]
+    for run in WAYS.values():
+        with pytest.raises(error, match=rf"^prompts\[2\]: .*{message}"):
+            run(llm, prompts)
+    with pytest.raises(error, match=rf"^completions\[2\]: .*{message}"):
+        llm.score([[1]] * 4, prompts, use_tqdm=False)
+    for outputs in (
+        llm.generate(prompts, greedy(2), use_tqdm=False, on_error="return"),
+        [output for _, output in llm.generate_iter(prompts, greedy(2), on_error="return", ordered=True)],
+    ):
+        assert [output["finish_reason"] for output in outputs] == ["length", "length", "error", "length"]
+        assert re.match(rf"prompts\[2\]: .*{message}", outputs[2]["error"])
+
+
+@pytest.mark.parametrize("ids", [[1, 2.0], [1.5, 2], np.array([1.0, 2.0]), torch.tensor([1.0]), [True, False]])
+def test_a_flat_list_of_other_numbers(llm, ids):
+    with pytest.raises(TypeError, match=r"prompts\[0\]: .*integer token ids; this list holds a (float|bool)"):
+        llm.generate(ids, greedy(3))
+
+
+class Disk(collections.abc.Sequence):
+    """A sequence that tells what was read of it."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return 10**9
+
+    def __getitem__(self, i):
+        self.read.append(i)
+        return [1 + i % 100]
+
+
+def test_generate_iter_reads_no_further_than_it_needs(llm):
+    def endless():
+        while True:
+            taken.append(0)
+            yield {"prompt_token_ids": IDS}
+
+    taken, disk = [], Disk()
+    for prompts, read in ((endless(), taken), (disk, disk.read)):
+        results = llm.generate_iter(prompts, greedy(2))
+        assert len(read) <= 1
+        next(results)
+        results.close()
+        assert len(read) < 200
