@@ -38,7 +38,7 @@ MAX_MODEL_LEN = 2**24
 MAX_KVCACHE_BLOCK_SIZE = 2**16
 MAX_KVCACHE_GIB = 2**16  # More than one machine has.
 # Kernels count the KV cache's slots, and the keys of all sequences of a step, in int32.
-_MAX_SLOTS = 2**31
+MAX_SLOTS = 2**31
 
 
 @dataclass
@@ -161,11 +161,11 @@ class Config:
         size = self.kvcache_block_size
         size_ok = _is_int(size, 16, MAX_KVCACHE_BLOCK_SIZE) and size & (size - 1) == 0
         self._require("kvcache_block_size", size_ok, f"a power of two in 16..{MAX_KVCACHE_BLOCK_SIZE}")
-        most = _MAX_SLOTS // size
+        most = MAX_SLOTS // size
         self._require(
             "num_kvcache_blocks",
             _is_int(self.num_kvcache_blocks, 1, most) or (_is_int(self.num_kvcache_blocks, -1, -1)),
-            f"an integer in 1..{most} ({_MAX_SLOTS} tokens in blocks of {size}), or -1 to derive it",
+            f"an integer in 1..{most} ({MAX_SLOTS} tokens in blocks of {size}), or -1 to derive it",
         )
         gib_ok = self.kvcache_gib is None or _is_number(self.kvcache_gib, 0, MAX_KVCACHE_GIB)
         self._require("kvcache_gib", gib_ok, f"a number in (0, {MAX_KVCACHE_GIB}], or None to derive it")
@@ -282,8 +282,8 @@ class Config:
         self.max_model_len = min(self.max_model_len or supported, supported)
         self._require(
             "max_num_seqs",
-            self.max_num_seqs * self.max_model_len < _MAX_SLOTS,
-            f"less than {-(-_MAX_SLOTS // self.max_model_len)} with max_model_len={self.max_model_len}: a step counts "
+            self.max_num_seqs * self.max_model_len < MAX_SLOTS,
+            f"less than {-(-MAX_SLOTS // self.max_model_len)} with max_model_len={self.max_model_len}: a step counts "
             "the tokens of all its sequences in 32 bits",
         )
         if self.max_num_batched_tokens is None:

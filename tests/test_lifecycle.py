@@ -105,7 +105,7 @@ def test_no_room_for_a_block(path):
         make_llm(path, num_kvcache_blocks=-1, kvcache_gib=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"num_kvcache_blocks": 10**9}, {"num_kvcache_blocks": -1, "kvcache_gib": 1e9}])
+@pytest.mark.parametrize("options", [{"num_kvcache_blocks": 2**27}, {"num_kvcache_blocks": -1, "kvcache_gib": 65536}])
 def test_a_cache_larger_than_the_machine(path, options):
     with pytest.raises(MemoryError, match=r"GiB, and this machine has .* lower num_kvcache_blocks or kvcache_gib"):
         make_llm(path, **options)

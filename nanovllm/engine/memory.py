@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.config import CPU_KVCACHE_GIB, Config
+from nanovllm.config import CPU_KVCACHE_GIB, MAX_SLOTS, Config
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.qwen3 import get_head_dim
 from nanovllm.utils.context import Context
@@ -112,7 +112,7 @@ def allocate_kv_cache(
         budget = kv_cache_budget(config, device, free_at_start)
         limit = budget.limit
         counts = tp.all_gather(torch.tensor(budget.num_bytes // block_bytes, device=device)).tolist()
-        blocks = min(counts)
+        blocks = min(*counts, MAX_SLOTS // config.kvcache_block_size)
         if blocks < 1:
             where = "" if counts[tp.rank] == blocks else f" on rank {counts.index(blocks)}; on rank {tp.rank}"
             raise MemoryError(

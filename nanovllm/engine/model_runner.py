@@ -36,8 +36,8 @@ from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.decode_plan import rows_a_piece
 from nanovllm.utils.loader import load_dummy, load_model, num_checkpoint_params
 from nanovllm.utils.parallel import TensorParallel
-from nanovllm.utils.progress import Progress
 from nanovllm.utils.side_branch import SideBranch
+from nanovllm.utils.start_progress import StartProgress
 from nanovllm.utils.threads import threads_for
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class ModelRunner(RankCalls):
         try:
             # The caller's current GPU may be another one.
             on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-            with on_device, Progress(config.use_tqdm and rank == 0) as progress:
+            with on_device, StartProgress(config.use_tqdm and rank == 0) as progress:
                 if link is not None:
                     self.tp, self.calls, self.steps = link.tp, link.calls, StepDecoder()
                 elif config.tensor_parallel_size > 1:
@@ -85,7 +85,7 @@ class ModelRunner(RankCalls):
         except BaseException as error:
             self._end_after(error)
 
-    def _build(self, progress: Progress) -> None:
+    def _build(self, progress: StartProgress) -> None:
         config = self.config
         head_dim = get_head_dim(config.hf_config)
         backend = select_backend(config.attention_backend, config.device, config.dtype, head_dim, self.block_size)
@@ -110,7 +110,7 @@ class ModelRunner(RankCalls):
     def _has_graphs(self, backend: AttentionBackend) -> bool:
         return self.config.device == "cuda" and not self.config.enforce_eager and backend.supports_cuda_graphs
 
-    def _build_model(self, backend: AttentionBackend, packages: PackageKernels, progress: Progress) -> None:
+    def _build_model(self, backend: AttentionBackend, packages: PackageKernels, progress: StartProgress) -> None:
         """The model with its weights, and every kernel that it will launch."""
         config, head_dim, has_graphs = self.config, get_head_dim(self.config.hf_config), self._has_graphs(backend)
         self.model = make_model(config.hf_config, config.dtype, self.device, config.max_model_len, backend, self.tp)

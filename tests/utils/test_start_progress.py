@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from nanovllm.utils import progress as progress_module
-from nanovllm.utils.progress import Progress
+from nanovllm.utils import start_progress as progress_module
+from nanovllm.utils.start_progress import StartProgress
 
 
 class Terminal(io.StringIO):
@@ -21,7 +21,7 @@ def at_once(monkeypatch):
 
 def show(stream, monkeypatch, **options) -> str:
     monkeypatch.setattr("sys.stderr", stream)
-    with Progress(**options) as progress:
+    with StartProgress(**options) as progress:
         progress.count("compiling kernels")(7, 31)
         if progress._thread is not None:
             while "7/31" not in stream.getvalue():
@@ -42,6 +42,6 @@ def test_nobody_else_is(stream, is_wanted, at_once, monkeypatch):
 
 def test_a_start_of_less_than_two_seconds_says_nothing(monkeypatch):
     monkeypatch.setattr("sys.stderr", stream := Terminal())
-    with Progress() as progress:
+    with StartProgress() as progress:
         progress.tell("loading weights")
     assert stream.getvalue() == ""

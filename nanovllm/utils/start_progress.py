@@ -11,7 +11,7 @@ _SILENT_SECONDS = 2.0
 _REFRESH_SECONDS = 0.2
 
 
-class Progress:
+class StartProgress:
     """One line of standard error, which is gone in the end. Without a terminal there is none.
 
     Use as a context manager.
