@@ -15,7 +15,14 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.call_channel import CallWriter
 from nanovllm.engine.interrupts import HeldInterrupt
-from nanovllm.engine.process_group import abort_group, join_group, open_store, share_memory
+from nanovllm.engine.process_group import (
+    abort_group,
+    join_group,
+    make_store_folder,
+    open_store,
+    remove_store_folder,
+    share_memory,
+)
 from nanovllm.engine.worker import MAIN_GUARD, Report, WorkerSeat, check_may_spawn, worker_main
 from nanovllm.utils.parallel import CollectiveError, TensorParallel
 
@@ -59,8 +66,8 @@ class Workers:
         self._reports: dict[int, Connection] = {}
         self._group: TensorParallel | None = None
         self._has_ended = False
-        self._store = open_store()
         self._channel = CallWriter(self._size - 1, self.check)
+        self._store_folder = make_store_folder()
         self._wake_up, self._woken = multiprocessing.Pipe(duplex=False)
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
         try:
@@ -86,7 +93,7 @@ class Workers:
                     rank=rank,
                     device=self._device_of(rank),
                     num_threads=_threads_per_rank(self._size),
-                    store_port=self._store.port,
+                    store_folder=self._store_folder,
                     segment=self._channel.name,
                     event=self._channel.worker_event(rank - 1),
                     reports=reports,
@@ -112,7 +119,7 @@ class Workers:
 
         def join() -> None:
             try:
-                self._group = join_group(self._store, 0, self._size, self._device)
+                self._group = join_group(open_store(self._store_folder), 0, self._size, self._device)
                 outcome.append(share_memory(self._group, self._config, self._device))
             except BaseException as error:
                 outcome.append(error)
@@ -132,6 +139,7 @@ class Workers:
     def wait_ready(self) -> None:
         """Until all of them wait for calls. Raises WorkerError."""
         self._wait_for("ready")
+        remove_store_folder(self._store_folder)  # It outlives no crash from here on.
 
     def _wait_for(self, stage: str) -> None:
         with self._condition:
@@ -179,9 +187,10 @@ class Workers:
             if not is_asked and self._group is not None:
                 abort_group(self._group)
             self._channel.close()
+            remove_store_folder(self._store_folder)
             for connection in (*self._reports.values(), self._wake_up, self._woken):
                 connection.close()
-            self._group = self._store = None
+            self._group = None
 
     def _ask(self, farewell: bytes) -> bool:
         try:
