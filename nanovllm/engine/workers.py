@@ -25,6 +25,7 @@ from nanovllm.engine.process_group import (
 )
 from nanovllm.engine.worker import MAIN_GUARD, Report, WorkerSeat, check_may_spawn, worker_main
 from nanovllm.utils.parallel import CollectiveError, TensorParallel
+from nanovllm.utils.threads import threads_per_rank
 
 BLAME_SECONDS = 2.0  # How long a failed collective waits for the failure that caused it.
 EXIT_SECONDS = 10.0  # For workers that have been told to exit, then twice as short for those that have been killed.
@@ -92,7 +93,7 @@ class Workers:
                     config=config,
                     rank=rank,
                     device=self._device_of(rank),
-                    num_threads=_threads_per_rank(self._size),
+                    num_threads=threads_per_rank(self._size),
                     store_folder=self._store_folder,
                     segment=self._channel.name,
                     event=self._channel.worker_event(rank - 1),
@@ -291,9 +292,3 @@ def _without_transformers(config: Config) -> Config:
     config, hf_config = copy(config), config.hf_config
     config.hf_config = SimpleNamespace(**vars(hf_config) | {"model_type": hf_config.model_type})
     return config
-
-
-def _threads_per_rank(size: int) -> int:
-    """A worker's share of this process's cores, and no more threads than the caller allows itself."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores // size, torch.get_num_threads()))
