@@ -7,6 +7,7 @@ Microseconds a call in a CUDA graph, of rank 0. NCCL: all_reduce, then an additi
 
 import argparse
 import json
+import tempfile
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ import torch.multiprocessing
 from gpus import require_gpus
 from graph_timing import time_graph
 
-from nanovllm.engine.process_group import connect_store, join_group, open_store
+from nanovllm.engine.process_group import join_group, open_store
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.utils.peer_memory import make_peers
 from nanovllm.utils.residual_reducer import make_reducer
@@ -34,11 +35,11 @@ def time_calls(call, num_calls: int) -> float:
     return time_graph(run, num_calls, num_replays=9, num_warm_replays=20)
 
 
-def measure(index: int, size: int, port: int, hidden: int, results: list) -> None:
+def measure(index: int, size: int, store_folder: str, hidden: int, results: list) -> None:
     """One rank's part; rank 0 fills `results`."""
     rank, device = index, torch.device("cuda", index)
     torch.cuda.set_device(device)
-    store = connect_store(port)
+    store = open_store(store_folder)
     tp = join_group(store, rank, size, device)
     reducer = make_reducer(make_peers(rank, size, store, device), max(TOKENS), hidden, torch.bfloat16)
     weight = torch.ones(hidden, dtype=torch.bfloat16, device=device)
@@ -66,10 +67,10 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     require_gpus(parser, 2)
-    size, store = torch.cuda.device_count(), open_store()
-    with torch.multiprocessing.Manager() as manager:
+    size = torch.cuda.device_count()
+    with torch.multiprocessing.Manager() as manager, tempfile.TemporaryDirectory() as store_folder:
         results = manager.list()
-        torch.multiprocessing.spawn(measure, (size, store.port, args.hidden, results), nprocs=size)
+        torch.multiprocessing.spawn(measure, (size, store_folder, args.hidden, results), nprocs=size)
         if args.json:
             Path(args.json).write_text(json.dumps({"gpus": size, "hidden": args.hidden, "rows": list(results)}))
 

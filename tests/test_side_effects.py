@@ -13,6 +13,8 @@ import pytest
 import torch
 from checkpoints import complete, edit_tensors, greedy, make_checkpoint, make_llm
 
+from nanovllm import StructuredOutputsParams
+from nanovllm.layers.sampler import Sampler
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils import threads
 
@@ -144,28 +146,59 @@ def test_a_process_that_never_calls_exit_ends_in_silence(path):
         assert word not in result.stderr
 
 
-def test_little_work_is_one_threads_and_the_others_come_back(path, monkeypatch):
-    """Where another program has a core, threads that wait for each other after every operation wait for it as well."""
-    forward, seen = Qwen3ForCausalLM.forward, []
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_step_takes_the_threads_that_pay_and_the_others_come_back(path, monkeypatch, is_busy):
+    """Where other programs want the cores, threads that wait for each other wait for those too."""
+    seen, trials = [], []
 
-    def record(self, input_ids, positions):
-        seen.append((len(input_ids), torch.get_num_threads()))
-        if len(seen) == 4:
-            raise RuntimeError("no more")
-        return forward(self, input_ids, positions)
+    def try_out(num_threads):
+        trials.append(num_threads)
+        return -num_threads if is_busy else num_threads
 
+    def record(cls):
+        forward = cls.forward
+
+        def recording(self, *args, **kwargs):
+            seen.append((cls, torch.get_num_threads()))
+            return forward(self, *args, **kwargs)
+
+        monkeypatch.setattr(cls, "forward", recording)
+
+    def used(prompt, params):
+        seen.clear()
+        complete(llm, [prompt], params)
+        assert [cls for cls, _ in seen] == [Qwen3ForCausalLM, Sampler] * params.max_tokens
+        return [num_threads for _, num_threads in seen[::2]], [num_threads for _, num_threads in seen[1::2]]
+
+    monkeypatch.setattr(threads, "_products_per_second", try_out)
+    monkeypatch.setattr(threads, "_TRIAL_SHARE", 1e-9)
+    record(Qwen3ForCausalLM)
+    record(Sampler)
+    form = StructuredOutputsParams(regex="[a-z]{9}")  # Drawn in a call of its own.
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with make_llm(path) as llm:
+        with make_llm(path, skip_tokenizer_init=False) as llm:
             monkeypatch.setattr(threads, "_MIN_WORK", 20 * llm.model_runner.model.num_layer_params)
-            monkeypatch.setattr(Qwen3ForCausalLM, "forward", record)
-            complete(llm, [list(range(1, 21))], greedy(2))
-            complete(llm, [list(range(21, 40))], greedy(1))
-            assert seen == [(20, 3), (1, 1), (19, 1)]
+            num = 1 if is_busy else 3
+            assert used(list(range(1, 21)), greedy(2)) == ([num, 1], [num, 1])
+            assert used(list(range(21, 41)), greedy(2, structured_outputs=form)) == ([num, 1], [num, 1])
+            assert used(list(range(41, 60)), greedy(1)) == ([1], [1])
+            assert trials == [3, 1], "one trial is enough for a while"
             assert torch.get_num_threads() == 3
-            with pytest.raises(RuntimeError, match="no more"):
+            monkeypatch.setattr(Sampler, "forward", lambda *args, **kwargs: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
                 complete(llm, [[1]], greedy(1))
             assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_trial_of_threads_leaves_the_callers():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert threads._products_per_second(1) > 0
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

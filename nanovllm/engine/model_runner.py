@@ -4,7 +4,7 @@ import gc
 import logging
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 
 import torch
@@ -38,7 +38,7 @@ from nanovllm.utils.loader import load_dummy, load_model, num_checkpoint_params
 from nanovllm.utils.parallel import TensorParallel
 from nanovllm.utils.side_branch import SideBranch
 from nanovllm.utils.start_progress import StartProgress
-from nanovllm.utils.threads import threads_for
+from nanovllm.utils.threads import StepThreads
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ class ModelRunner(RankCalls):
         self.tp = TensorParallel()
         self.workers: Workers | None = None
         self.device = link.device if link else _first_device(config)
+        self._threads = StepThreads(config.tensor_parallel_size)
         self._free_at_start = free_memory(self.device)  # Before the ranks meet, who share memory from then on.
         try:
             # The caller's current GPU may be another one.
@@ -240,10 +241,14 @@ class ModelRunner(RankCalls):
         A step with a grammar in it comes back half-way, for launch_sampling: which tokens are allowed depends on the
         tokens of the step before, and the device has work until these are read. A worker gets nothing back from a
         step whose tokens rank 0 draws."""
-        if self.device.type == "cpu":
-            with threads_for(sum(seq.num_scheduled_tokens for seq in seqs) * self.model.num_layer_params):
-                return self._launch(seqs, is_prefill)
-        return self._launch(seqs, is_prefill)
+        with self._computing(seqs):
+            return self._launch(seqs, is_prefill)
+
+    def _computing(self, seqs: list[Sequence]) -> AbstractContextManager:
+        """What all that is computed for a step of these sequences runs in."""
+        if self.device.type != "cpu":
+            return nullcontext()
+        return self._threads.computing(sum(seq.num_scheduled_tokens for seq in seqs) * self.model.num_layer_params)
 
     def _launch(self, seqs: list[Sequence], is_prefill: bool) -> SampledTokens | Forward | None:
         if needs_logits(seqs):
@@ -277,7 +282,8 @@ class ModelRunner(RankCalls):
     @torch.inference_mode()
     def launch_sampling(self, forward: Forward | None = None) -> SampledTokens | None:
         """The second half of a step that came back half-way; a worker has nothing to draw from."""
-        return self.logit_steps.sample(forward)
+        with self._computing(forward.seqs if forward else []):
+            return self.logit_steps.sample(forward)
 
     def prepare_prefill(self, seqs: list[Sequence]) -> tuple[tuple[torch.Tensor, ...], Context]:
         """The flat batch of the sequences' scheduled tokens: (input_ids, positions, temperatures, seeds, sample

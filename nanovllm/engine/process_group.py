@@ -1,10 +1,11 @@
 """How the ranks of one engine find each other, beside whatever else its process does with torch.distributed."""
 
 import os
-import socket
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -22,28 +23,38 @@ MEET_TIMEOUT = timedelta(seconds=60)  # All ranks are up when they begin to meet
 COLLECTIVE_TIMEOUT = timedelta(minutes=20)
 ABORT_SECONDS = 10.0  # that giving back a group may take
 
-# NCCL's watchdog thread would end the process, which on rank 0 is the caller's, when a peer has gone, and would tell
-# about it at length. Workers reports a dead rank, by name, and aborts the communicator. Settings of the caller's own
-# are left alone.
+# Where the caller has set none of its own.
 _NCCL_SETTINGS = {
+    # NCCL's watchdog thread would end the process, which on rank 0 is the caller's, when a peer has gone, and would
+    # tell about it at length. Workers reports a dead rank, by name, and aborts the communicator.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # The ranks are on one host, and NCCL would listen where other hosts can reach it.
+    "NCCL_SOCKET_IFNAME": "lo",
 }
 
 
-def open_store() -> dist.TCPStore:
-    """Rank 0's: a store on a free port of the loopback interface, and nowhere else; its `port` says which."""
-    server = socket.create_server((HOST, 0))
-    port = server.getsockname()[1]
-    return dist.TCPStore(
-        HOST, port, is_master=True, wait_for_workers=False, timeout=MEET_TIMEOUT, master_listen_fd=server.detach()
-    )
+def make_store_folder() -> str:
+    """Rank 0's: a new folder that only this user may enter, for the ranks' store. Remove it once they are connected."""
+    return tempfile.mkdtemp(prefix="nanovllm-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
 
-def connect_store(port: int) -> dist.TCPStore:
-    """A worker's: the store that rank 0 opened."""
-    return dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=MEET_TIMEOUT)
+def open_store(folder: str) -> dist.FileStore:
+    """The store in rank 0's folder, through which the ranks find each other. No other user can read or write it, as
+    they could if it listened on a port."""
+    store = dist.FileStore(os.path.join(folder, "store"))
+    store.set_timeout(MEET_TIMEOUT)
+    return store
+
+
+def remove_store_folder(folder: str) -> None:
+    """Harmless when called again. Who still waits for a key fails within MEET_TIMEOUT."""
+    # Renamed first: a thread that still writes to the store would make the file anew while the folder is emptied.
+    removed = folder + ".removed"
+    with suppress(FileNotFoundError):
+        os.rename(folder, removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def join_group(store: dist.Store, rank: int, size: int, device: torch.device) -> TensorParallel:
@@ -52,19 +63,19 @@ def join_group(store: dist.Store, rank: int, size: int, device: torch.device) ->
     Returns once all are connected, so that a rank that dies later breaks a connection, and is not waited for.
     """
     prefixed = dist.PrefixStore("tensor_parallel", store)
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = COLLECTIVE_TIMEOUT
-        with torch.cuda.device(device), _environment_defaults(_NCCL_SETTINGS):
+    is_cuda = device.type == "cuda"
+    with torch.cuda.device(device) if is_cuda else nullcontext(), _environment_defaults(_NCCL_SETTINGS):
+        if is_cuda:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = COLLECTIVE_TIMEOUT
             group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
-    else:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
-        options._timeout = COLLECTIVE_TIMEOUT
-        group = dist.ProcessGroupGloo(prefixed, rank, size, options)
-    tp = TensorParallel(rank, size, group, store)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        tp.all_reduce(torch.zeros(1, device=device)).item()
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+            options._timeout = COLLECTIVE_TIMEOUT
+            group = dist.ProcessGroupGloo(prefixed, rank, size, options)
+        tp = TensorParallel(rank, size, group, store)
+        tp.all_reduce(torch.zeros(1, device=device)).item()  # NCCL connects here, gloo above.
     return tp
 
 

@@ -15,7 +15,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.call_channel import CallReader, Event
-from nanovllm.engine.process_group import connect_store, join_group, share_memory
+from nanovllm.engine.process_group import join_group, open_store, remove_store_folder, share_memory
 from nanovllm.utils.parallel import CollectiveError, TensorParallel
 
 MAIN_GUARD = (
@@ -46,7 +46,7 @@ class WorkerSeat(NamedTuple):
     rank: int
     device: torch.device
     num_threads: int
-    store_port: int
+    store_folder: str
     segment: str
     event: Event
     reports: Connection
@@ -83,7 +83,7 @@ def worker_main(seat: WorkerSeat) -> None:
     Says nothing to the terminal: Ctrl-C is rank 0's to answer, and so is a failure, which is reported to it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="nanovllm-parent", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(seat.store_folder,), name="nanovllm-parent", daemon=True).start()
     try:
         calls = CallReader(seat.segment, seat.event)
         seat.reports.send(Report("attached"))
@@ -102,8 +102,7 @@ def _run(seat: WorkerSeat, calls: CallReader) -> None:
         torch.cuda.set_device(seat.device)
     else:
         torch.set_num_threads(seat.num_threads)
-    store = connect_store(seat.store_port)
-    tp = join_group(store, seat.rank, seat.config.tensor_parallel_size, seat.device)
+    tp = join_group(open_store(seat.store_folder), seat.rank, seat.config.tensor_parallel_size, seat.device)
     tp = share_memory(tp, seat.config, seat.device)
     runner = ModelRunner(seat.config, seat.rank, WorkerLink(seat.device, tp, calls))
     gc.freeze()  # What is here now is here to stay, and all ranks would wait while a collection looks at it.
@@ -117,11 +116,14 @@ def _report_failure(seat: WorkerSeat, error: BaseException) -> None:
         seat.reports.send(Report("failed", text, isinstance(error, CollectiveError | EOFError)))
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(store_folder: str) -> None:
     """End this process within seconds of its parent, however that ended, and whatever this one is waiting for. A parent
-    that ends earlier than this begins, while the process imports the parent's script, is noticed after that."""
+    that ends earlier than this begins, while the process imports the parent's script, is noticed after that.
+
+    store_folder: removed where a parent that was killed has left it behind."""
     parent = multiprocessing.parent_process()
     # The sentinel alone would not do: a process that the parent forked may keep it open.
     while not wait([parent.sentinel], PARENT_CHECK_SECONDS) and os.getppid() == parent.pid:
         pass
+    remove_store_folder(store_folder)
     os._exit(1)

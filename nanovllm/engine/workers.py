@@ -15,9 +15,17 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.call_channel import CallWriter
 from nanovllm.engine.interrupts import HeldInterrupt
-from nanovllm.engine.process_group import abort_group, join_group, open_store, share_memory
+from nanovllm.engine.process_group import (
+    abort_group,
+    join_group,
+    make_store_folder,
+    open_store,
+    remove_store_folder,
+    share_memory,
+)
 from nanovllm.engine.worker import MAIN_GUARD, Report, WorkerSeat, check_may_spawn, worker_main
 from nanovllm.utils.parallel import CollectiveError, TensorParallel
+from nanovllm.utils.threads import threads_per_rank
 
 BLAME_SECONDS = 2.0  # How long a failed collective waits for the failure that caused it.
 EXIT_SECONDS = 10.0  # For workers that have been told to exit, then twice as short for those that have been killed.
@@ -59,8 +67,8 @@ class Workers:
         self._reports: dict[int, Connection] = {}
         self._group: TensorParallel | None = None
         self._has_ended = False
-        self._store = open_store()
         self._channel = CallWriter(self._size - 1, self.check)
+        self._store_folder = make_store_folder()
         self._wake_up, self._woken = multiprocessing.Pipe(duplex=False)
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
         try:
@@ -85,8 +93,8 @@ class Workers:
                     config=config,
                     rank=rank,
                     device=self._device_of(rank),
-                    num_threads=_threads_per_rank(self._size),
-                    store_port=self._store.port,
+                    num_threads=threads_per_rank(self._size),
+                    store_folder=self._store_folder,
                     segment=self._channel.name,
                     event=self._channel.worker_event(rank - 1),
                     reports=reports,
@@ -112,7 +120,7 @@ class Workers:
 
         def join() -> None:
             try:
-                self._group = join_group(self._store, 0, self._size, self._device)
+                self._group = join_group(open_store(self._store_folder), 0, self._size, self._device)
                 outcome.append(share_memory(self._group, self._config, self._device))
             except BaseException as error:
                 outcome.append(error)
@@ -132,6 +140,7 @@ class Workers:
     def wait_ready(self) -> None:
         """Until all of them wait for calls. Raises WorkerError."""
         self._wait_for("ready")
+        remove_store_folder(self._store_folder)  # It outlives no crash from here on.
 
     def _wait_for(self, stage: str) -> None:
         with self._condition:
@@ -179,9 +188,10 @@ class Workers:
             if not is_asked and self._group is not None:
                 abort_group(self._group)
             self._channel.close()
+            remove_store_folder(self._store_folder)
             for connection in (*self._reports.values(), self._wake_up, self._woken):
                 connection.close()
-            self._group = self._store = None
+            self._group = None
 
     def _ask(self, farewell: bytes) -> bool:
         try:
@@ -282,9 +292,3 @@ def _without_transformers(config: Config) -> Config:
     config, hf_config = copy(config), config.hf_config
     config.hf_config = SimpleNamespace(**vars(hf_config) | {"model_type": hf_config.model_type})
     return config
-
-
-def _threads_per_rank(size: int) -> int:
-    """A worker's share of this process's cores, and no more threads than the caller allows itself."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores // size, torch.get_num_threads()))

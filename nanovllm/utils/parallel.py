@@ -25,7 +25,7 @@ class TensorParallel:
         rank: 0 <= rank < size.
         size: ranks that share the model; 1 needs no group and communicates nothing.
         group: the engine's own ProcessGroupNCCL or ProcessGroupGloo, known to no registry.
-        store: where the ranks met, for whatever else they have to agree on.
+        store: where the ranks met, for whatever else they have to agree on while they start; gone after that.
         peers: memory that the GPUs map of each other; None where they cannot.
         reducer: adds to the residual stream over such memory; None where there is none.
     """

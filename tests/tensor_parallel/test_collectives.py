@@ -1,12 +1,13 @@
 """What ranks do together, over gloo between threads."""
 
+import tempfile
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from nanovllm.engine.process_group import connect_store, join_group, open_store
+from nanovllm.engine.process_group import join_group, open_store
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.parallel import CollectiveError, TensorParallel
@@ -16,17 +17,17 @@ CPU = torch.device("cpu")
 
 def on_ranks(size, work):
     """[work(tp)] of each rank."""
-    store = open_store()
     results = [None] * size
+    with tempfile.TemporaryDirectory() as folder:
 
-    def run(rank):
-        results[rank] = work(join_group(store if rank == 0 else connect_store(store.port), rank, size, CPU))
+        def run(rank):
+            results[rank] = work(join_group(open_store(folder), rank, size, CPU))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert not dist.is_initialized()
     return results
 

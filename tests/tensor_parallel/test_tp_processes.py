@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm
+
+from nanovllm.engine.workers import Workers
 
 TESTS = Path(__file__).parents[1]
 PREAMBLE = """
@@ -67,15 +70,23 @@ def start(tmp_path, path):
 
     yield start
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):
+        with process, contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 def worker_pids(process) -> list[int]:
     name, *pids = process.stdout.readline().split()
-    assert name == "workers", process.communicate(timeout=60)
+    assert name == "workers", rest(process)
     return [int(pid) for pid in pids]
+
+
+def rest(process) -> tuple[str, str]:
+    """What the process still says until it ends: (stdout, stderr). Not by `communicate`, which passes over what
+    `readline` has read ahead."""
+    process.stdin.close()
+    said = process.stdout.read(), process.stderr.read()
+    process.wait()
+    return said
 
 
 def is_running(pid: int) -> bool:
@@ -160,7 +171,7 @@ def test_ctrl_c_leaves_a_usable_engine(start, reference):
         assert process.stdout.readline().split() == expected
         process.stdin.write(answer)
         process.stdin.flush()
-    assert process.communicate(timeout=60) == ("exited\n", "")
+    assert rest(process) == ("exited\n", "")
     assert process.returncode == 0
     wait_until_gone(pids, 1)
 
@@ -176,7 +187,7 @@ if __name__ == "__main__":
     pids = worker_pids(process)
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = rest(process)
     assert process.returncode == -signal.SIGINT
     assert err.count("Traceback") == err.count("KeyboardInterrupt") == 1
     wait_until_gone(pids, 1)
@@ -184,7 +195,7 @@ if __name__ == "__main__":
 
 def test_a_script_without_a_main_guard_is_told_so(start):
     process = start("make_llm(2)\n")
-    out, err = process.communicate(timeout=100)
+    out, err = rest(process)
     assert process.returncode == 1
     assert out == ""
     last = err.strip().splitlines()[-1]
@@ -207,7 +218,7 @@ def test_a_script_from_standard_input_is_told_to_become_a_file(path):
 
 
 def test_one_rank_needs_no_main_guard(start):
-    assert start("print(len(run(make_llm(1), [1, 2, 3], 5)))\n").communicate(timeout=60) == ("5\n", "")
+    assert rest(start("print(len(run(make_llm(1), [1, 2, 3], 5)))\n")) == ("5\n", "")
 
 
 def test_two_engines_in_each_of_two_programs(start, path, reference):
@@ -236,6 +247,42 @@ if __name__ == "__main__":
     # The other program never calls exit, and ends in silence all the same.
     pids = worker_pids(process)
     tokens = " ".join(map(str, reference.greedy([[1, 2, 3]], 200)[0]))
-    assert process.communicate(timeout=100) == (f"{tokens}\n", "")
+    assert rest(process) == (f"{tokens}\n", "")
     assert process.returncode == 0
     wait_until_gone(pids, 1)
+
+
+def listening_addresses(pid: int) -> list[str]:
+    """The hexadecimal IP address of each TCP port that a process listens on."""
+    inodes, addresses = set(), []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if inode in inodes and state == "0A":
+                addresses.append(local.partition(":")[0])
+    return addresses
+
+
+def test_the_ranks_meet_where_no_other_user_and_no_other_host_can_reach_them(path, monkeypatch):
+    meet, folders, before = Workers.meet, [], listening_addresses(os.getpid())
+
+    def look(self):
+        tp = meet(self)
+        folders.append(self._store_folder)
+        assert stat.S_IMODE(os.stat(self._store_folder).st_mode) == 0o700
+        assert os.listdir(self._store_folder) == ["store"]
+        return tp
+
+    monkeypatch.setattr(Workers, "meet", look)
+    with make_llm(path, tensor_parallel_size=2) as llm:
+        complete(llm, [[1, 2, 3]], greedy(2))
+        pids = [os.getpid(), *(process.pid for process in llm.model_runner.workers._processes.values())]
+        addresses = [address for pid in pids for address in listening_addresses(pid)]
+    for address in before:
+        addresses.remove(address)
+    assert addresses == ["0100007F"] * 2, "gloo's, one a rank, on 127.0.0.1"
+    assert len(folders) == 1
+    assert not os.path.exists(folders[0])
