@@ -1,4 +1,4 @@
-"""examples/quickstart.ipynb runs from top to bottom, and its figures are there."""
+"""examples/quickstart.ipynb runs from top to bottom, and its outputs are stored (scripts/run_notebook.py)."""
 
 import base64
 import io
@@ -19,7 +19,7 @@ def executed():
     """Its code cells after a run in a fresh kernel, started where its file is."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     resources = {"metadata": {"path": str(NOTEBOOK.parent)}}
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources)
+    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources, coalesce_streams=True)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     client.execute(env=env)
@@ -35,27 +35,45 @@ def find(cells, source: str):
     return cell
 
 
-def test_it_is_kept_without_outputs():
+@pytest.fixture(scope="module")
+def stored():
+    """Its code cells as they are in the repository."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
-    for cell in notebook.cells:
-        assert not cell.get("outputs")
-        assert cell.get("execution_count") is None
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def test_it_shows_what_it_says(executed):
-    assert "return a" in printed(find(executed, "fibonacci"))
-    assert "class" in find(executed, "llm.stream(").source
-    assert "def" in printed(find(executed, "llm.stream("))
-    first, *others = [line for line in printed(find(executed, "reset_prefix_cache")).splitlines() if "cached" in line]
+@pytest.fixture(params=["stored", "executed"])
+def cells(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_its_outputs_are_stored(stored, executed):
+    """All of them, by one run from top to bottom. What is random or takes time may differ."""
+    assert [cell.execution_count for cell in stored] == [cell.execution_count for cell in executed]
+    for before, after in zip(stored, executed, strict=True):
+        assert [output.output_type for output in before.outputs] == [output.output_type for output in after.outputs]
+
+
+def test_nothing_goes_wrong_and_nobody_is_warned(cells):
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
+    assert {output.name for output in outputs if output.output_type == "stream"} == {"stdout"}
+
+
+def test_it_shows_what_it_says(cells):
+    assert "return a" in printed(find(cells, "fibonacci"))
+    assert "class" in find(cells, "llm.stream(").source
+    assert "def" in printed(find(cells, "llm.stream("))
+    first, *others = [line for line in printed(find(cells, "reset_prefix_cache")).splitlines() if "cached" in line]
     assert " 0 of" in first
     assert len(others) == 2
     assert not any(" 0 of" in line for line in others)
-    assert printed(find(executed, "as again")).startswith("[")
+    assert printed(find(cells, "as again")).startswith("[")
 
 
-def test_both_figures_are_drawn(executed):
-    outputs = [output.get("data", {}) for cell in executed for output in cell.outputs]
+def test_both_figures_are_drawn(cells):
+    outputs = [output.get("data", {}) for cell in cells for output in cell.outputs]
     figures = [data["image/png"] for data in outputs if "image/png" in data]
     assert len(figures) == 2
     for figure in figures:

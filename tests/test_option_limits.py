@@ -1,11 +1,13 @@
 """The smallest and the largest value of every engine option: the engine starts, and generates what it should."""
 
 import pytest
+import torch
 from checkpoints import assert_idle, complete, greedy, make_llm
 from configs import OPTION_LIMITS
 
 # Of each prompt. One goes on for longer, so that others may be computed beside its decode steps.
 MAX_TOKENS = (16, 3, 6, 3)
+GPU = {"device": "cuda", "dtype": "float32", "attention_backend": "triton"}
 
 
 @pytest.fixture(scope="module")
@@ -14,8 +16,7 @@ def prompts(reference):
     return reference.draw_prompts((1, 30, 4, 1), max(MAX_TOKENS))
 
 
-@pytest.mark.parametrize("options", OPTION_LIMITS, ids=str)
-def test_an_engine_at_its_limits(path, reference, prompts, options):
+def check(path, reference, prompts, **options) -> None:
     with make_llm(path, **options) as llm:
         longest = llm.scheduler.max_seq_len
         requests = [(prompt, n) for prompt, n in zip(prompts, MAX_TOKENS, strict=True) if len(prompt) < longest]
@@ -27,6 +28,24 @@ def test_an_engine_at_its_limits(path, reference, prompts, options):
             params = [greedy(n, **fields) for _, n in requests]
             assert complete(llm, [prompt for prompt, _ in requests], params) == expected
             assert_idle(llm)
+
+
+@pytest.mark.parametrize("options", OPTION_LIMITS, ids=str)
+def test_an_engine_at_its_limits(path, reference, prompts, options):
+    check(path, reference, prompts, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTION_LIMITS, ids=str)
+def test_an_engine_on_a_gpu_at_its_limits(path, reference, prompts, options):
+    check(path, reference, prompts, **GPU | options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("options", [each for each in OPTION_LIMITS if not each.get("mixed_step_rows")], ids=str)
+def test_an_engine_on_two_gpus_at_its_limits(path, reference, prompts, options):
+    check(path, reference, prompts, **GPU | options, tensor_parallel_size=2)
 
 
 def test_every_option_with_a_limit_is_tried():
