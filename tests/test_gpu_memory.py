@@ -140,8 +140,8 @@ def test_more_blocks_than_the_gpu_holds(base, before):
 
 def test_no_room_for_a_block(base, before):
     path, _ = base
-    with pytest.raises(MemoryError, match=r"this engine's limit is .*gpu_memory_utilization=0\.001, .*uses"):
-        gpu_llm(path, num_kvcache_blocks=-1, gpu_memory_utilization=0.001)
+    with pytest.raises(MemoryError, match=r"this engine's limit is .*gpu_memory_utilization=1e-06, .*uses"):
+        gpu_llm(path, num_kvcache_blocks=-1, gpu_memory_utilization=1e-6)
     assert_given_back(before)
 
 

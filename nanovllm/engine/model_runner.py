@@ -128,20 +128,20 @@ class ModelRunner(RankCalls):
         self._make_decode_inputs(heads, side_branch)
         max_rows = self.decode_inputs.max_rows
         backend.prepare(max_rows, num_heads, num_kv_heads, head_dim, self.device, self.mixed_step_rows)
+        backend.use_flash_attn4(
+            config.dtype,
+            head_dim,
+            layer_params=self.model.num_layer_params,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+        )
+        shape = AttentionShape(num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device)
+        packages.want(quack, backend.flash_attn4, shape)
         progress.tell("compiling kernels")
         with compiling_kernels(self, progress.count("compiling kernels")):
-            backend.use_flash_attn4(
-                config.dtype,
-                head_dim,
-                layer_params=self.model.num_layer_params,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=config.max_model_len,
-            )
-            shape = AttentionShape(num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device)
-            packages.want(quack, backend.flash_attn4, shape)
             progress.tell("loading weights")
             self.load_weights()
-        packages.load(self.tp, self.device, progress.count("compiling kernels of packages"))
+        packages.load(self.tp, progress.count("compiling kernels of packages"))
         if quack is not None and not quack.works:  # Nothing is padded for it then.
             self.model.use_quack(None)
             self._make_decode_inputs(heads)

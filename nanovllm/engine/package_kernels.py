@@ -10,7 +10,7 @@ from xxhash import xxh64_hexdigest
 
 from nanovllm.config import Config
 from nanovllm.layers.flash_attn4 import AttentionShape, FlashAttn4, load_kernel
-from nanovllm.layers.quack import Quack, load_product
+from nanovllm.layers.quack import Product, Quack, load_product
 from nanovllm.utils.compile_processes import CompileProcesses
 from nanovllm.utils.optional_packages import keep_kernels, kernel_cache
 from nanovllm.utils.parallel import TensorParallel
@@ -38,7 +38,9 @@ class PackageKernels:
         self._stack = ExitStack()
         self._processes: CompileProcesses | None = None
         self._note: Path | None = None
-        self._loads: list[Callable[[], object]] = []
+        self._quack: Quack | None = None
+        self._flash_attn4: FlashAttn4 | None = None
+        self._shape: AttentionShape | None = None
         versions = _versions(*_PACKAGES, _COMPILER, "torch")
         if rank or device.type != "cuda" or versions.keys().isdisjoint(_PACKAGES):
             return
@@ -61,30 +63,36 @@ class PackageKernels:
         self._stack.close()
 
     def want(self, quack: Quack | None, flash_attn4: FlashAttn4 | None, shape: AttentionShape) -> None:
-        """Compile the products that quack was asked for, and flash-attn-4's kernels for this shape."""
-        tasks: list[tuple] = []
-        if flash_attn4 is not None:  # They take the longest.
-            kernels = range(flash_attn4.NUM_KERNELS)
-            tasks += [(load_kernel, shape, kernel) for kernel in kernels]
-            self._loads += [lambda kernel=kernel: flash_attn4.load(shape, kernel) for kernel in kernels]
+        """Have compiled: flash-attn-4's kernels for this shape, and from here on each product that quack is asked for
+        within `compile_ahead`."""
+        self._quack, self._flash_attn4, self._shape = quack, flash_attn4, shape
+        if self._processes is None:
+            return
+        if flash_attn4 is not None:
+            for kernel in range(flash_attn4.NUM_KERNELS):
+                self._processes.submit(load_kernel, shape, kernel)
         if quack is not None:
-            products = list(quack.wanted.values())
-            tasks += [(load_product, product, shape.device) for product in products]
-            self._loads += [lambda product=product: quack.load(product, shape.device) for product in products]
-        if self._processes is not None:
-            for task in tasks:
-                self._processes.submit(*task)
+            quack.on_wanted = self._compile_product
 
-    def load(self, tp: TensorParallel, device: torch.device, tell: Callable[[int, int], None]) -> None:
+    def _compile_product(self, product: Product) -> None:
+        self._processes.submit(load_product, product, self._shape.device)
+
+    def load(self, tp: TensorParallel, tell: Callable[[int, int], None]) -> None:
         """Wait until all are compiled, then have this process launch each once. What could not be compiled elsewhere
         is compiled here. tell: called with how many are compiled, and how many there are."""
         if self._processes is not None:
             self._processes.wait(tell)
             self._stack.close()  # Their memory is free from here on.
-        if tp.size > 1 and self._loads:
+        device = self._shape.device
+        if tp.size > 1:
             tp.all_reduce(torch.zeros(1, device=device))  # The other ranks wait for rank 0's processes.
-        for load in self._loads:
-            load()
+        if self._flash_attn4 is not None:
+            for kernel in range(self._flash_attn4.NUM_KERNELS):
+                self._flash_attn4.load(self._shape, kernel)
+        if self._quack is not None:
+            self._quack.on_wanted = None
+            for product in self._quack.wanted.values():
+                self._quack.load(product, device)
         if self._note is not None:
             with suppress(OSError):  # Without the note the next start compiles again.
                 self._note.parent.mkdir(parents=True, exist_ok=True)

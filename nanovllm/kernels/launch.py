@@ -8,12 +8,13 @@ ptxas's, which run without the interpreter's lock, so threads do it side by side
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
 
 import triton
 from torch import Tensor
+from triton.runtime import driver
 
 _MAX_THREADS = 16
 
@@ -49,7 +50,7 @@ def compile_ahead(tell: Callable[[int, int], None] | None = None) -> Iterator[No
     """
     token = _variants.set(set())
     try:
-        with _CountingPool(min(_MAX_THREADS, os.cpu_count() or 1)) as pool, _compiling_in(pool):
+        with _CompilingPool(min(_MAX_THREADS, os.cpu_count() or 1)) as pool, _compiling_in(pool):
             try:
                 yield
                 pool.await_all(tell)
@@ -62,15 +63,15 @@ def compile_ahead(tell: Callable[[int, int], None] | None = None) -> Iterator[No
         _variants.reset(token)
 
 
-class _CountingPool(ThreadPoolExecutor):
-    """Knows how many of its tasks have ended."""
+class _CompilingPool(ThreadPoolExecutor):
+    """Compiles kernels, and the C functions that launch them, and knows how many it has done."""
 
     def __init__(self, max_workers: int):
         super().__init__(max_workers)
         self._futures: list[Future] = []
 
-    def submit(self, *args, **kwargs) -> Future:
-        self._futures.append(future := super().submit(*args, **kwargs))
+    def submit(self, compile_kernel: Callable) -> Future:
+        self._futures.append(future := super().submit(_compile_with_launcher, compile_kernel))
         return future
 
     def await_all(self, tell: Callable[[int, int], None] | None) -> None:
@@ -78,6 +79,15 @@ class _CountingPool(ThreadPoolExecutor):
             if tell is not None:
                 tell(i, len(self._futures))
             wait([future])
+
+
+def _compile_with_launcher(compile_kernel: Callable):
+    """The kernel. Triton 3.6 has a C compiler make a function for its arguments, a tenth of a second and more, only
+    when it is launched for the first time. It keeps that on the disk, where the launch finds it."""
+    kernel = compile_kernel()
+    with suppress(Exception):  # What could not be made here is made there.
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
+    return kernel
 
 
 def _compiling_in(pool: ThreadPoolExecutor):

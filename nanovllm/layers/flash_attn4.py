@@ -11,9 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.kernels import HAS_TRITON
 from nanovllm.utils.context import Context
 from nanovllm.utils.light_imports import import_without_torch_compile
 from nanovllm.utils.optional_packages import OptionalPackage, keep_kernels
+
+if HAS_TRITON:
+    from nanovllm.kernels.launch import is_compiling_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +71,7 @@ class FlashAttn4(OptionalPackage):
         they come from the batch: an infinite or NaN value of the next sequence spoils this one's result as well.
         """
         num_seqs, length = context.cu_seqlens_q.numel() - 1, context.max_seqlen_q
-        if num_seqs > MAX_SEQS:
+        if num_seqs > MAX_SEQS or (HAS_TRITON and is_compiling_ahead()):  # What stands in for it is to be compiled.
             return None
         if context.block_tables is None and length >= _MIN_EQUAL_LENGTH and num_seqs * length == len(q):
             parts = [x.unflatten(0, (num_seqs, length)) for x in (q, k, v)]

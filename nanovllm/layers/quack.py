@@ -63,6 +63,7 @@ class Quack(OptionalPackage):
         decodes: whether it is for decode steps too. Those are short: a launch, 0.1 ms of the host's, pays where it is
             captured in a CUDA graph.
         wanted: the products, one a kernel, that were asked for within `compile_ahead`. There none is launched.
+        on_wanted: called with each of them when it is asked for; None for nobody.
     """
 
     name = "quack-kernels"
@@ -73,6 +74,7 @@ class Quack(OptionalPackage):
         self.num_multiprocessors = num_multiprocessors
         self.decodes = decodes
         self.wanted: dict[tuple[str, Tile], Product] = {}
+        self.on_wanted: Callable[[Product], None] | None = None
         self._gemm_act = gemm_act
         self._make_config = make_config
 
@@ -111,7 +113,10 @@ class Quack(OptionalPackage):
 
     def _launch(self, method: str, x: Tensor, weight: Tensor, tile: Tile, out: Tensor, **options) -> Tensor | None:
         if HAS_TRITON and is_compiling_ahead():
-            self.wanted.setdefault((method, tile), Product(method, tile, len(x), *weight.shape, x.dtype))
+            if (method, tile) not in self.wanted:
+                product = self.wanted[method, tile] = Product(method, tile, len(x), *weight.shape, x.dtype)
+                if self.on_wanted is not None:
+                    self.on_wanted(product)
             return out
 
         def multiply() -> Tensor:
