@@ -44,6 +44,8 @@ class PackageKernels:
         versions = _versions(*_PACKAGES, _COMPILER, "torch")
         if rank or device.type != "cuda" or versions.keys().isdisjoint(_PACKAGES):
             return
+        if config.dtype not in Quack.DTYPES:  # Which are flash-attn-4's too.
+            return
         if torch.cuda.get_device_capability(device)[0] < 9:  # Neither package is used there.
             return
         shape = [getattr(config.hf_config, name, None) for name in _SHAPE]

@@ -53,7 +53,7 @@ def hopper(monkeypatch, tmp_path):
 
 def start(quack=None, flash_attn4=None, rank=0, **options) -> Processes | None:
     """The processes of an engine's start that asks for a product twice and for another one; None without any."""
-    config = dummy(device="cpu", **options)
+    config = dummy(**{"device": "cpu", "dtype": "bfloat16"} | options)
     with PackageKernels(config, rank, torch.device("cuda", 0)) as packages:
         processes = packages._processes
         packages.want(quack, flash_attn4, SHAPE)
@@ -96,7 +96,7 @@ def test_a_second_engine_of_this_shape_needs_no_processes(hopper):
 
 def test_a_start_that_fails_is_made_once_more(hopper):
     def fail():
-        with PackageKernels(dummy(device="cpu"), 0, torch.device("cuda", 0)):
+        with PackageKernels(dummy(device="cpu", dtype="bfloat16"), 0, torch.device("cuda", 0)):
             raise MemoryError
 
     with pytest.raises(MemoryError):
@@ -108,7 +108,8 @@ def test_none_where_the_packages_are_not_used(hopper, monkeypatch):
     def missing(name):
         raise package_kernels.PackageNotFoundError
 
-    assert PackageKernels(dummy(device="cpu"), 0, CPU).__enter__()._processes is None
+    assert PackageKernels(dummy(device="cpu", dtype="bfloat16"), 0, CPU).__enter__()._processes is None
+    assert start(dtype="float32") is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert start() is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
