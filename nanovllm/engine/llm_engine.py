@@ -220,8 +220,8 @@ class LLMEngine:
             on_step: called with stats() after every step, to watch the engine at work; it may call abort_request.
 
         Returns:
-            One RequestOutput a prompt, in the order of the prompts. Whatever on_error says, one has finish_reason "error"
-            where the model's logits are NaN or infinite, or no token is left to draw.
+            One RequestOutput a prompt, in the order of the prompts. Whatever on_error says, its finish_reason is
+            "error" where the model's logits are NaN or infinite, or no token is left to draw.
 
         Raises:
             ValueError, TypeError: a wrong argument, before any work: the message names the argument and the
