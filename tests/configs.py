@@ -1,6 +1,12 @@
 """What a model's config.json says, in both of its styles, and a Config that needs no such file."""
 
+import pytest
+import transformers
+
 from nanovllm.config import Config
+
+# For what older releases do not look at.
+needs_transformers_5 = pytest.mark.skipif(transformers.__version__.startswith("4."), reason="needs transformers 5")
 
 # A model directory as current transformers writes it, and as transformers 4 did.
 NEW_STYLE = {
