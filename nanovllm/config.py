@@ -155,7 +155,7 @@ class Config:
     def _check_values(self) -> None:
         self._require_int("max_num_seqs", 1, MAX_NUM_SEQS)
         self._require_int("max_model_len", 2, MAX_MODEL_LEN, none="the model's own")
-        self._require_int("max_num_batched_tokens", 1, MAX_NUM_BATCHED_TOKENS, none="derive it")
+        self._require_int("max_num_batched_tokens", 1, MAX_NUM_BATCHED_TOKENS, none="one that suits the GPU")
         self._require_int("tensor_parallel_size", 1, 8)
         self._require("gpu_memory_utilization", _is_number(self.gpu_memory_utilization, 0, 1), "a number in (0, 1]")
         size = self.kvcache_block_size
