@@ -3,10 +3,14 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import threading
 import time
 from pathlib import Path
+
+# Of the processes that tests start as well: threads of several processes that wait busily keep each other from working.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
@@ -20,10 +24,17 @@ from checkpoints import Reference, assert_idle, make_checkpoint, make_llm
 from configs import NEW_STYLE
 
 from nanovllm.layers import attention_backend
+from nanovllm.utils.threads import available_cores
 
 # By default an example of more than 200 ms is a failure, on whatever machine and beside whatever else it runs.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """A process a core; on a GPU this one alone, for tests of its memory would see each other's."""
+    return 0 if torch.cuda.is_available() else min(available_cores(), 8)
 
 
 def pytest_collection_modifyitems(items):
@@ -42,6 +53,14 @@ def flash_attn4_takes_small_models():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_backend, "_MIN_LAYER_WORK", 0)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_interrupts():
+    """A runner in the background of a shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +130,7 @@ def four_threads():
     assert torch.get_num_threads() == 4
     torch.set_num_threads(before)
     # One that has done its work may take a moment to end.
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while set(threading.enumerate()) != running and time.monotonic() < deadline:
         time.sleep(0.01)
     assert set(threading.enumerate()) == running

@@ -122,7 +122,7 @@ def test_tools_are_the_templates(llm):
         ({"continue_last_message": True}, TypeError, "did you mean 'continue_final_message'"),
         ({"lora_request": 1}, TypeError, "LoRA is not supported"),
     ],
-    ids=lambda value: f"{value!r:.40}" if isinstance(value, dict) else "",
+    ids=lambda value: f"{value:.40}" if isinstance(value, str) else "",  # A function's repr changes with each process.
 )
 def test_a_wrong_argument_is_named(llm, options, error, says):
     with pytest.raises(error, match=says):

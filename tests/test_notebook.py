@@ -19,7 +19,8 @@ def executed():
     """Its code cells after a run in a fresh kernel, started where its file is."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     resources = {"metadata": {"path": str(NOTEBOOK.parent)}}
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources, coalesce_streams=True)
+    options = {"timeout": None, "startup_timeout": 600, "coalesce_streams": True}
+    client = NotebookClient(notebook, kernel_name="python3", resources=resources, **options)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     client.execute(env=env)

@@ -1,7 +1,5 @@
 """LLM.stream: its deltas, read to the end, left half-way or aborted."""
 
-import gc
-
 import pytest
 from checkpoints import assert_idle, both_ways, complete, greedy, make_llm, random_prompt
 from leaving import LEAVING, leave_by_close
@@ -116,7 +114,6 @@ def test_a_stream_left_half_way_frees_its_blocks(llm, reference, leave, num_read
         next(stream)
     leave(stream)
     del stream
-    gc.collect()
     assert_idle(llm)
     assert complete(llm, prompts, greedy(12)) == reference.greedy(prompts, 12)
 

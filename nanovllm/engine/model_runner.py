@@ -177,12 +177,16 @@ class ModelRunner(RankCalls):
         if self.model is not None:
             for layer in self._attention_layers():
                 layer.k_cache = layer.v_cache = None
+            # A parameter and its loader's layer refer to each other: their memory would wait for the collector.
+            for parameter in self.model.parameters():
+                vars(parameter).pop("weight_loader", None)
         self.model = self.sampler = self.kv_cache = self.graphs = self.mixed_graphs = None
         self.decode_inputs = self.logit_steps = None
-        # Parameters and their loaders refer to each other, so their memory waits for the collector, which has to look
-        # at them once more where requests were under way (`collector.old_objects_set_aside`).
-        gc.unfreeze()
-        gc.collect()
+        if self.device.type == "cuda":
+            # CUDA graphs and the functions that they were captured from refer to each other. The collector has to look
+            # at them once more where requests were under way (`collector.old_objects_set_aside`).
+            gc.unfreeze()
+            gc.collect()
         if self.tp.size > 1:
             thread = abort_group(self.tp)
             if thread is not None:

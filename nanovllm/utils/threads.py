@@ -61,8 +61,12 @@ def threads_per_rank(num_ranks: int) -> int:
     allowed = torch.get_num_threads()
     if num_ranks == 1:
         return allowed
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores // num_ranks, allowed))
+    return max(1, min(available_cores() // num_ranks, allowed))
+
+
+def available_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _products_per_second(num_threads: int) -> float:

@@ -4,7 +4,7 @@ from array import array
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
@@ -54,6 +54,7 @@ def test_checked_prompts_are_what_they_were(at_once, prompts):
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+@settings(max_examples=20)
 @given(before=st.lists(GOOD, max_size=6), after=st.lists(GOOD, max_size=6), start=st.integers(0, 100))
 def test_a_fault_is_found_where_it_is_and_nowhere_else(fault, before, after, start):
     prompts = [*before, fault, *after]

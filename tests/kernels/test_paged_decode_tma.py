@@ -13,20 +13,22 @@ from nanovllm.utils.decode_plan import make_plan
 pytestmark = needs_tma
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16 if torch.cuda.is_available() else torch.float32])
+OTHER_DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
+
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "block_size", "config"),
+    ("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "config"),
     [
-        (4, 2, 128, 256, DecodeConfig(32, 1, 3, tma=True)),
-        (4, 2, 128, 256, DecodeConfig(64, 2, 3, tma=True)),
-        (8, 2, 64, 64, DecodeConfig(64, 2, 3, tma=True)),
-        (5, 1, 64, 32, DecodeConfig(32, 1, 4, tma=True)),
-        (16, 1, 128, 64, DecodeConfig(32, 1, 4, tma=True)),
+        (4, 2, 128, 256, torch.float16, DecodeConfig(32, 1, 3, tma=True)),
+        (4, 2, 128, 256, OTHER_DTYPE, DecodeConfig(64, 2, 3, tma=True)),
+        (8, 2, 64, 64, torch.float16, DecodeConfig(64, 2, 3, tma=True)),
+        (5, 1, 64, 32, OTHER_DTYPE, DecodeConfig(32, 1, 4, tma=True)),
+        (16, 1, 128, 64, torch.float16, DecodeConfig(32, 1, 4, tma=True)),
     ],
 )
 @pytest.mark.parametrize("spare", [1, 30])
 def test_whole_tiles_by_the_memory_accelerator(
-    num_heads, num_kv_heads, head_dim, block_size, config, spare, dtype, device
+    num_heads, num_kv_heads, head_dim, block_size, dtype, config, spare, device
 ):
     lens = [0, 1, 31, 32, 33, 63, 64, 65, 0, 130, 320, 351]
     case = make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed=head_dim + spare)

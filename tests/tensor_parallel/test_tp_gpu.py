@@ -2,13 +2,12 @@
 
 import os
 import signal
-import threading
-import time
 
 import pytest
 import torch
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
 from gpu_engines import DEMO_MODEL, DEMO_PROMPTS, REGRET, needs_demo_model
+from listeners import LOOPBACK, listening_addresses
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, WorkerError
 from nanovllm.models.presets import preset_config
@@ -153,21 +152,30 @@ def test_a_worker_killed_in_the_middle_of_a_batch(shared, work):
         options |= {"max_num_batched_tokens": 8192, "enable_prefix_caching": False}
     llm = make_llm(path, **options)
     (process,) = llm.model_runner.workers._processes.values()
-    killed_at = []
 
-    def kill():
-        killed_at.append(time.monotonic())
-        os.kill(process.pid, signal.SIGKILL)
+    def kill(stats):
+        if stats["steps"] == 20:
+            os.kill(process.pid, signal.SIGKILL)
 
-    threading.Timer(0.5, kill).start()
     with pytest.raises(WorkerError, match=r"rank 1 of 2 .* was killed by SIGKILL"):
-        llm.generate(prompts, params, use_tqdm=False)
-    assert time.monotonic() - killed_at[0] < 10
+        llm.generate(prompts, params, use_tqdm=False, on_step=kill)
     # The process and its GPU are none the worse for it.
     torch.cuda.synchronize()
     prompts = reference.draw_prompts((5, 20), 8)
     with make_llm(path, tensor_parallel_size=2, dtype="float32", **GPU) as llm:
         assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
+
+
+def test_no_other_host_can_reach_a_rank(shared):
+    path, _ = shared
+    before = listening_addresses(os.getpid())
+    with make_llm(path, tensor_parallel_size=2, **GPU) as llm:
+        complete(llm, [[1, 2, 3]], greedy(2))
+        pids = [os.getpid(), *(process.pid for process in llm.model_runner.workers._processes.values())]
+        addresses = [address for pid in pids for address in listening_addresses(pid)]
+    for address in before:
+        addresses.remove(address)
+    assert set(addresses) <= set(LOOPBACK)
 
 
 @pytest.mark.skipif(NUM_GPUS < 3, reason="needs three CUDA devices")

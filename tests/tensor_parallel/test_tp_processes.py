@@ -9,11 +9,13 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm
+from listeners import LOOPBACK, listening_addresses
 
 from nanovllm.engine.workers import Workers
 
@@ -56,7 +58,7 @@ def start(tmp_path, path):
         script.write_text(PREAMBLE + code)
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(script), str(path), *map(str, args)],
-            env=os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": str(TESTS.parent)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -101,11 +103,16 @@ def child_pids(pid: int) -> list[int]:
     return []
 
 
-def wait_until_gone(pids: list[int], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline, "a worker is still there"
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """At once on a quiet machine; on a busy one a process may first have to import torch."""
+    deadline = time.monotonic() + 200
+    while not condition():
+        assert time.monotonic() < deadline, what
         time.sleep(0.05)
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    wait_until(lambda: not any(map(is_running, pids)), "a worker is still there")
 
 
 def shared_memory() -> set[str]:
@@ -120,7 +127,8 @@ def test_workers_end_with_a_caller_that_is_killed(start, moment):
 if __name__ == "__main__":
     print("main", os.getpid(), flush=True)
     llm = make_llm(2)
-    run(llm, [1, 2, 3], 900)
+    while True:
+        run(llm, [1, 2, 3], 900)
 """
     )
     process.stdout.readline()
@@ -134,21 +142,18 @@ if __name__ == "__main__":
         pids = worker_pids(process)
         time.sleep(0.3)
     process.kill()
-    wait_until_gone(pids, 10)
-    deadline = time.monotonic() + 5
-    while shared_memory() - before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert shared_memory() <= before
+    left = shared_memory() - before  # some of it perhaps another test's, which goes as well
+    wait_until_gone(pids)
+    wait_until(lambda: not left & shared_memory(), "shared memory is still there")
 
 
 INTERRUPTED = """
 if __name__ == "__main__":
     llm = make_llm(2)
-    run(llm, [1, 2, 3], 12)
-    print("ready", flush=True)
     answer = "on\\n"
     while answer == "on\\n":
         try:
+            print("running", flush=True)
             while True:
                 run(llm, [4] * 40, 300)
         except KeyboardInterrupt:
@@ -162,10 +167,10 @@ if __name__ == "__main__":
 def test_ctrl_c_leaves_a_usable_engine(start, reference):
     process = start(INTERRUPTED)
     pids = worker_pids(process)
-    assert process.stdout.readline() == "ready\n"
     expected = ["interrupted", *map(str, reference.greedy([[1, 2, 3]], 12)[0])]
     rng = random.Random(0)
     for answer in ["on\n"] * 11 + ["off\n"]:
+        assert process.stdout.readline() == "running\n"
         time.sleep(rng.uniform(0.0, 0.25))
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers as well
         assert process.stdout.readline().split() == expected
@@ -173,7 +178,7 @@ def test_ctrl_c_leaves_a_usable_engine(start, reference):
         process.stdin.flush()
     assert rest(process) == ("exited\n", "")
     assert process.returncode == 0
-    wait_until_gone(pids, 1)
+    wait_until_gone(pids)
 
 
 def test_ctrl_c_in_a_script_is_said_once(start):
@@ -181,7 +186,8 @@ def test_ctrl_c_in_a_script_is_said_once(start):
         """
 if __name__ == "__main__":
     llm = make_llm(2)
-    run(llm, [1, 2, 3], 1000)
+    while True:
+        run(llm, [1, 2, 3], 900)
 """
     )
     pids = worker_pids(process)
@@ -190,7 +196,7 @@ if __name__ == "__main__":
     _, err = rest(process)
     assert process.returncode == -signal.SIGINT
     assert err.count("Traceback") == err.count("KeyboardInterrupt") == 1
-    wait_until_gone(pids, 1)
+    wait_until_gone(pids)
 
 
 def test_a_script_without_a_main_guard_is_told_so(start):
@@ -211,14 +217,9 @@ def test_a_script_from_standard_input_is_told_to_become_a_file(path):
         input=code,
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert process.returncode == 1
     assert re.search(r"RuntimeError: .*<stdin> is no file: save the script as one", process.stderr.splitlines()[-1])
-
-
-def test_one_rank_needs_no_main_guard(start):
-    assert rest(start("print(len(run(make_llm(1), [1, 2, 3], 5)))\n")) == ("5\n", "")
 
 
 def test_two_engines_in_each_of_two_programs(start, path, reference):
@@ -249,21 +250,7 @@ if __name__ == "__main__":
     tokens = " ".join(map(str, reference.greedy([[1, 2, 3]], 200)[0]))
     assert rest(process) == (f"{tokens}\n", "")
     assert process.returncode == 0
-    wait_until_gone(pids, 1)
-
-
-def listening_addresses(pid: int) -> list[str]:
-    """The hexadecimal IP address of each TCP port that a process listens on."""
-    inodes, addresses = set(), []
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            if inode in inodes and state == "0A":
-                addresses.append(local.partition(":")[0])
-    return addresses
+    wait_until_gone(pids)
 
 
 def test_the_ranks_meet_where_no_other_user_and_no_other_host_can_reach_them(path, monkeypatch):
@@ -283,6 +270,6 @@ def test_the_ranks_meet_where_no_other_user_and_no_other_host_can_reach_them(pat
         addresses = [address for pid in pids for address in listening_addresses(pid)]
     for address in before:
         addresses.remove(address)
-    assert addresses == ["0100007F"] * 2, "gloo's, one a rank, on 127.0.0.1"
+    assert addresses == [LOOPBACK[0]] * 2, "gloo's, one a rank"
     assert len(folders) == 1
     assert not os.path.exists(folders[0])
