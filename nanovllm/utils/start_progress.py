@@ -47,9 +47,8 @@ class StartProgress:
         """In a thread of its own, for what is told may take long."""
         if self._has_ended.wait(_SILENT_SECONDS):
             return
-        # The delay is for the first line, which would come without a text.
-        options = {"leave": False, "dynamic_ncols": True, "delay": _REFRESH_SECONDS}
-        with tqdm(bar_format="nanovllm: {desc} [{elapsed}]", **options) as line:
+        bar_format = "nanovllm: {desc} [{elapsed}]"
+        with tqdm(desc=self._text, bar_format=bar_format, leave=False, dynamic_ncols=True) as line:
             line.start_t = self._start
             while not self._has_ended.wait(_REFRESH_SECONDS):
                 line.set_description_str(self._text)
