@@ -1,9 +1,11 @@
 """How the ranks of one engine find each other, beside whatever else its process does with torch.distributed."""
 
 import os
+import secrets
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -35,9 +37,25 @@ _NCCL_SETTINGS = {
 }
 
 
-def make_store_folder() -> str:
-    """Rank 0's: a new folder that only this user may enter, for the ranks' store. Remove it once they are connected."""
-    return tempfile.mkdtemp(prefix="nanovllm-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+def choose_store_folder() -> str:
+    """Rank 0's: the path of a folder, which is not there yet, for the ranks' store."""
+    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    return os.path.join(parent, f"nanovllm-{secrets.token_hex(8)}")
+
+
+def make_store_folder(folder: str) -> None:
+    """Rank 0's: make the folder, which only this user may enter, once there are workers that would remove it if this
+    process were killed. Remove it once all ranks are connected."""
+    os.mkdir(folder, 0o700)
+
+
+def await_store_folder(folder: str) -> None:
+    """A worker's: wait until rank 0 has made the folder. Raises TimeoutError."""
+    deadline = time.monotonic() + MEET_TIMEOUT.total_seconds()
+    while not os.path.isdir(folder):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank 0 has not made {folder} within {MEET_TIMEOUT.total_seconds():.0f} s")
+        time.sleep(0.005)
 
 
 def open_store(folder: str) -> dist.FileStore:

@@ -15,7 +15,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.call_channel import CallReader, Event
-from nanovllm.engine.process_group import join_group, open_store, remove_store_folder, share_memory
+from nanovllm.engine.process_group import await_store_folder, join_group, open_store, remove_store_folder, share_memory
 from nanovllm.utils.parallel import CollectiveError, TensorParallel
 
 MAIN_GUARD = (
@@ -102,6 +102,7 @@ def _run(seat: WorkerSeat, calls: CallReader) -> None:
         torch.cuda.set_device(seat.device)
     else:
         torch.set_num_threads(seat.num_threads)
+    await_store_folder(seat.store_folder)
     tp = join_group(open_store(seat.store_folder), seat.rank, seat.config.tensor_parallel_size, seat.device)
     tp = share_memory(tp, seat.config, seat.device)
     runner = ModelRunner(seat.config, seat.rank, WorkerLink(seat.device, tp, calls))

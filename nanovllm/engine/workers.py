@@ -17,6 +17,7 @@ from nanovllm.engine.call_channel import CallWriter
 from nanovllm.engine.interrupts import HeldInterrupt
 from nanovllm.engine.process_group import (
     abort_group,
+    choose_store_folder,
     join_group,
     make_store_folder,
     open_store,
@@ -68,7 +69,7 @@ class Workers:
         self._group: TensorParallel | None = None
         self._has_ended = False
         self._channel = CallWriter(self._size - 1, self.check)
-        self._store_folder = make_store_folder()
+        self._store_folder = choose_store_folder()
         self._wake_up, self._woken = multiprocessing.Pipe(duplex=False)
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
         try:
@@ -77,6 +78,7 @@ class Workers:
             self._watcher.start()
             self._wait_for("attached")
             self._channel.unlink()
+            make_store_folder(self._store_folder)
         except BaseException:
             self.end()
             raise
