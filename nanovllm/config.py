@@ -30,11 +30,11 @@ MAX_MIXED_STEP_ROWS = 1024  # Attention's sums of a row take 64 KB for 8B.
 # A CUDA grid has at most 65,535 programs on its second axis, on which attention has one a sequence and some hundreds
 # of spare ones.
 MAX_NUM_SEQS = 2**15
-# The MLP's activations of a longer step take 12 GiB and more, even those of Qwen3-0.6B.
+# The MLP's activations of a longer step take 12 GiB and more, even of the smallest Qwen3.
 MAX_NUM_BATCHED_TOKENS = 2**20
 # RoPE's table takes 8 GiB then, at a head_dim of 128. No published model is longer.
 MAX_MODEL_LEN = 2**24
-# Every sequence takes whole blocks, and one of Qwen3-0.6B takes 7 GiB then.
+# Every sequence takes whole blocks, and one of the smallest Qwen3 takes 7 GiB then.
 MAX_KVCACHE_BLOCK_SIZE = 2**16
 MAX_KVCACHE_GIB = 2**16  # More than one machine has.
 # Kernels count the KV cache's slots, and the keys of all sequences of a step, in int32.

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 
 # Share of a GPU's memory that the KV cache leaves free in any case, for what is allocated after it: CUDA graphs,
-# workspaces of libraries, and logits where requests ask for more than a temperature. On an H200 Qwen3-0.6B and 8B used
-# 0.3 and 0.6 GiB, 0.2 and 0.4 %.
+# workspaces of libraries, and logits where requests ask for more than a temperature. Measured: 0.2 and 0.4 %
+# (docs/performance.md, start-up).
 RESERVED_SHARE = 0.02
 
 

@@ -33,7 +33,7 @@ def without_generated_docstrings() -> Iterator[None]:
 
     Their docstrings are written when they are defined. To find the names that these mention, transformers 5.17 imports
     its own generation code and scikit-learn for a configuration class: 4.5 of the 6 seconds that reading a
-    configuration took (H200 machine, Python 3.12).
+    configuration took (docs/performance.md, start-up).
     """
     from transformers import utils
 
@@ -46,7 +46,7 @@ def without_torch_compile() -> Iterator[None]:
     """A block that imports packages which decorate functions for torch.compile.
 
     Such a decorator imports torch's compiler, which takes longer than the package itself: quack-kernels took 10 seconds
-    to import with it (H200 machine). In the block `torch.compile` waits for the first call of its function, and the
+    to import with it. In the block `torch.compile` waits for the first call of its function, and the
     decorators that hide a function from the compiler do nothing. So functions that are imported here are no use within
     a caller's own torch.compile. Where the compiler is imported already, nothing changes.
     """

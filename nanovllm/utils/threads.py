@@ -19,9 +19,9 @@ class StepThreads:
 
     Every operation ends with all threads waiting for the last one. They wait busily, so where other programs want the
     cores as well, that last one waits for its turn: beside four busy programs on two cores the demo model generates
-    29 tokens a second in a batch of 64 with two threads and 576 with one; Qwen3-0.6B 1.1 and 3.6 in a batch of 8. On
-    a quiet machine several threads are faster, unless an operation is so short that starting them takes longer. So
-    steps of little work always take one thread, and the others what has just been faster in a trial.
+    29 tokens a second in a batch of 64 with two threads, and 576 with one. On a quiet machine several threads are
+    faster, unless an operation is so short that starting them takes longer. So steps of little work always take one
+    thread, and the others what has just been faster in a trial.
     """
 
     def __init__(self, num_ranks: int = 1):
