@@ -16,7 +16,7 @@ from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine import scheduler as scheduler_module
 from nanovllm.engine.admission import Admission
-from nanovllm.engine.request_order import longest_first
+from nanovllm.engine.requests.request_order import longest_first
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 

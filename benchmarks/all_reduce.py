@@ -15,7 +15,7 @@ import torch.multiprocessing
 from gpus import require_gpus
 from graph_timing import time_graph
 
-from nanovllm.engine.process_group import join_group, open_store
+from nanovllm.engine.ranks.process_group import join_group, open_store
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.utils.peer_memory import make_peers
 from nanovllm.utils.residual_reducer import make_reducer

@@ -114,7 +114,9 @@ def flash_attn4() -> Callable[[Batch], torch.Tensor] | None:
     if package is None:
         return None
     loaded = time.perf_counter()
-    package.warm_up(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.bfloat16, torch.device("cuda"))
+    shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.bfloat16, torch.device("cuda"))
+    for kernel in range(package.NUM_KERNELS):
+        package.load(shape, kernel)
     torch.cuda.synchronize()
     print(f"flash-attn-4: import {loaded - start:.1f} s, first calls {time.perf_counter() - loaded:.1f} s")
     return lambda batch: run_flash_attn4(package, batch)

@@ -27,7 +27,7 @@ from quack_products import by_engine, the_package
 from workloads import TEMPERATURE, WORKLOADS
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.cuda_graphs import MAX_GRAPH_BATCH_SIZE
+from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE
 from nanovllm.kernels.decode_config import choose_config
 from nanovllm.layers.quack_tiles import padded_batch
 from nanovllm.utils.context import Context, step_context

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.engine.inputs import DecodeInputs
+from nanovllm.engine.runner.inputs import DecodeInputs
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 

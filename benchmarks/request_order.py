@@ -12,7 +12,7 @@ from workloads import VOCABULARY, WORKLOADS
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
-from nanovllm.engine.request_order import longest_first
+from nanovllm.engine.requests.request_order import longest_first
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 

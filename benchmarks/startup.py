@@ -65,8 +65,9 @@ def measure(phases: Phases, model: str, options: dict) -> float:
         import torch
     with phases.phase("import nanovllm"):
         from nanovllm import LLM
-        from nanovllm.engine import kernel_compilation, llm_engine, model_runner
-        from nanovllm.engine.package_kernels import PackageKernels
+        from nanovllm.engine import llm_engine, model_runner
+        from nanovllm.engine.runner import kernel_compilation
+        from nanovllm.engine.runner.package_kernels import PackageKernels
         from nanovllm.layers.attention_backend import AttentionBackend
     imported = sum(phases.seconds.values())
 

@@ -1,7 +1,7 @@
 """Offline batch inference for Qwen3: `from nanovllm import LLM, SamplingParams`."""
 
-from nanovllm.engine.outputs import EngineStats, RequestOutput, Score, StreamDelta
-from nanovllm.engine.workers import WorkerError
+from nanovllm.engine.ranks.workers import WorkerError
+from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, Score, StreamDelta
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 

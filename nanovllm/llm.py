@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from nanovllm.engine.chat import (
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.requests.chat import (
     Conversation,
     Tool,
     as_conversations,
@@ -13,12 +14,11 @@ from nanovllm.engine.chat import (
     misplaced_option,
     render_chat,
 )
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.outputs import RequestOutput, Score, StreamDelta
-from nanovllm.engine.requests import Prompt, check_choice, pair_lazily, params_per_prompt
+from nanovllm.engine.requests.outputs import RequestOutput, Score, StreamDelta
+from nanovllm.engine.requests.request_checker import Prompt, check_choice, pair_lazily, params_per_prompt
+from nanovllm.engine.requests.streaming import DeltaReader, PromptFeed
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_loop import User
-from nanovllm.engine.streaming import DeltaReader, PromptFeed
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.option_hints import CHAT_HINTS, explains_unknown_options
 

@@ -9,7 +9,7 @@ from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoin
 from sampling_reference import complete_alone, completions, run
 
 from nanovllm import SamplingParams, StructuredOutputsParams
-from nanovllm.engine.sampling_pipeline import Forward, SamplingPipeline
+from nanovllm.engine.sampling.sampling_pipeline import Forward, SamplingPipeline
 from nanovllm.engine.sequence import Sequence
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from checkpoints import VOCAB_SIZE, Reference, assert_idle, greedy, make_llm
 from sampling_reference import completions, run
 
 from nanovllm import SamplingParams, StructuredOutputsParams
-from nanovllm.engine.structured import Grammars, fill_masks
+from nanovllm.engine.sampling.structured import Grammars, fill_masks
 from nanovllm.layers.sampler import sample_torch
 from nanovllm.layers.token_masks import num_mask_words
 

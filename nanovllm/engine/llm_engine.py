@@ -12,12 +12,11 @@ from typing import NoReturn
 from xxhash import xxh64_intdigest
 
 from nanovllm.config import Config
-from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.outputs import EngineStats, RequestOutput
-from nanovllm.engine.progress import check_use_tqdm, progress_bar
-from nanovllm.engine.request_order import longest_first
-from nanovllm.engine.requests import (
+from nanovllm.engine.requests.detokenizer import Detokenizer
+from nanovllm.engine.requests.outputs import EngineStats, RequestOutput
+from nanovllm.engine.requests.progress import check_use_tqdm, progress_bar
+from nanovllm.engine.requests.request_checker import (
     Prompt,
     Request,
     RequestChecker,
@@ -26,11 +25,12 @@ from nanovllm.engine.requests import (
     load_tokenizer,
     params_per_prompt,
 )
+from nanovllm.engine.requests.request_order import longest_first
+from nanovllm.engine.requests.streaming import Results
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_lock import StepLock
 from nanovllm.engine.step_loop import StepLoop, User
-from nanovllm.engine.streaming import Results
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.collector import old_objects_set_aside
 

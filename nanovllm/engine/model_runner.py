@@ -10,21 +10,21 @@ from functools import partial
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes, mixed_batch_sizes
-from nanovllm.engine.inputs import DecodeInputs, prefill_inputs
-from nanovllm.engine.kernel_compilation import compiling_kernels, warmup_kernels
-from nanovllm.engine.logit_steps import LogitSteps, needs_logits
-from nanovllm.engine.memory import allocate_kv_cache, free_memory, largest_prefill
 from nanovllm.engine.mixed_steps import choose_num_rows
-from nanovllm.engine.package_kernels import PackageKernels
-from nanovllm.engine.process_group import ABORT_SECONDS, abort_group
-from nanovllm.engine.rank_calls import RankCalls
-from nanovllm.engine.sampled_tokens import SampledTokens
-from nanovllm.engine.sampling_pipeline import Forward
+from nanovllm.engine.ranks.process_group import ABORT_SECONDS, abort_group
+from nanovllm.engine.ranks.rank_calls import RankCalls
+from nanovllm.engine.ranks.step_messages import StepDecoder, StepEncoder
+from nanovllm.engine.ranks.worker import WorkerLink
+from nanovllm.engine.ranks.workers import Workers
+from nanovllm.engine.runner.cuda_graphs import DecodeGraphs, graph_batch_sizes, mixed_batch_sizes
+from nanovllm.engine.runner.inputs import DecodeInputs, prefill_inputs
+from nanovllm.engine.runner.kernel_compilation import compiling_kernels, warmup_kernels
+from nanovllm.engine.runner.memory import allocate_kv_cache, free_memory, largest_prefill
+from nanovllm.engine.runner.package_kernels import PackageKernels
+from nanovllm.engine.runner.sampled_tokens import SampledTokens
+from nanovllm.engine.sampling.logit_steps import LogitSteps, needs_logits
+from nanovllm.engine.sampling.sampling_pipeline import Forward
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_messages import StepDecoder, StepEncoder
-from nanovllm.engine.worker import WorkerLink
-from nanovllm.engine.workers import Workers
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import AttentionBackend, select_backend
 from nanovllm.layers.flash_attn4 import AttentionShape

@@ -55,7 +55,7 @@ class Sequence:
             whatever the prefix cache holds.
         grammar: what it must follow, as far as it has got; None without, and once the sequence has finished.
         logit_edits: what logit_bias, allowed_token_ids and bad_words make of its logits; None without them.
-        text_stream: its text as its tokens come (engine/detokenizer.py), where somebody asks for that.
+        text_stream: its text as its tokens come (engine/requests/detokenizer.py), where somebody asks for that.
         text: the completion's text, once finished, where there is a tokenizer.
         logprobs: {token id: log-probability} for each completion token, the sampled one first; None unless asked for.
         prompt_logprobs: the same for each prompt token, None for the first; None unless asked for.
@@ -113,9 +113,9 @@ class Sequence:
         grammar=None,
         logit_edits=None,
     ):
-        """token_ids: the prompt, at least one token. seed: used where sampling_params names none. grammar,
-        logit_edits: an `engine.structured.Grammar` and an `engine.logit_edits.LogitEdits`, where sampling_params ask
-        for them."""
+        """token_ids: the prompt, at least one token. seed: used where sampling_params names none. grammar, logit_edits:
+        an `engine.sampling.structured.Grammar` and an `engine.sampling.logit_edits.LogitEdits`, where sampling_params
+        ask for them."""
         self.params = sampling_params = sampling_params or SamplingParams()
         self.seq_id = seq_id
         self.block_size = block_size

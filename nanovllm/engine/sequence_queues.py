@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.logprobs import StepLogprobs
+from nanovllm.engine.sampling.logprobs import StepLogprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.layers.sampler import NON_FINITE
 

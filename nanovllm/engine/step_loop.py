@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from nanovllm.engine.detokenizer import read_new_tokens
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.outputs import EngineStats
-from nanovllm.engine.sampled_tokens import SampledTokens
-from nanovllm.engine.sampling_pipeline import Forward
+from nanovllm.engine.requests.detokenizer import read_new_tokens
+from nanovllm.engine.requests.outputs import EngineStats
+from nanovllm.engine.runner.sampled_tokens import SampledTokens
+from nanovllm.engine.sampling.sampling_pipeline import Forward
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_lock import StepLock

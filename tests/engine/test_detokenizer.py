@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.requests.detokenizer import Detokenizer
 from nanovllm.sampling_params import SamplingParams
 
 DEMO_MODEL = Path(__file__).parents[2] / "assets" / "demo-model"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine.inputs import DecodeInputs, prefill_inputs
+from nanovllm.engine.runner.inputs import DecodeInputs, prefill_inputs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
 from nanovllm.utils.context import Context

@@ -6,8 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanovllm.engine import memory
-from nanovllm.engine.memory import GIB, RESERVED_SHARE, allocate_kv_cache, free_memory, kv_cache_budget, largest_prefill
+from nanovllm.engine.runner import memory
+from nanovllm.engine.runner.memory import (
+    GIB,
+    RESERVED_SHARE,
+    allocate_kv_cache,
+    free_memory,
+    kv_cache_budget,
+    largest_prefill,
+)
 from nanovllm.utils.parallel import TensorParallel
 
 

@@ -10,8 +10,8 @@ from fake_quack import H200, Package, make_config, tensors
 
 pytest.importorskip("triton")
 
-from nanovllm.engine import package_kernels
-from nanovllm.engine.package_kernels import PackageKernels
+from nanovllm.engine.runner import package_kernels
+from nanovllm.engine.runner.package_kernels import PackageKernels
 from nanovllm.kernels.launch import compile_ahead
 from nanovllm.layers.flash_attn4 import AttentionShape, FlashAttn4, load_kernel
 from nanovllm.layers.quack import Quack, Tile, load_product

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine import requests
-from nanovllm.engine.requests import RequestChecker
+from nanovllm.engine.requests import request_checker as requests
+from nanovllm.engine.requests.request_checker import RequestChecker
 
 VOCAB_SIZE, LONGEST = 1000, 40
 GOOD = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=LONGEST)

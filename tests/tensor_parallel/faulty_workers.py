@@ -3,8 +3,9 @@
 import os
 import signal
 
-from nanovllm.engine import model_runner, worker
+from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.ranks import worker
 
 KIND, RANK = "NANOVLLM_TEST_FAULT", "NANOVLLM_TEST_FAULT_RANK"
 LAUNCHES_BEFORE = 4

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.engine.call_channel import SEGMENT_BYTES, CallReader, CallWriter
+from nanovllm.engine.ranks.call_channel import SEGMENT_BYTES, CallReader, CallWriter
 
 
 class DeadError(Exception):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanovllm.engine.process_group import join_group, open_store
+from nanovllm.engine.ranks.process_group import join_group, open_store
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.parallel import CollectiveError, TensorParallel

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine.inputs import DecodeInputs, prefill_inputs
-from nanovllm.engine.prompt_logprobs import num_prompt_targets
+from nanovllm.engine.ranks.step_messages import StepDecoder, StepEncoder
+from nanovllm.engine.runner.inputs import DecodeInputs, prefill_inputs
+from nanovllm.engine.sampling.prompt_logprobs import num_prompt_targets
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_messages import StepDecoder, StepEncoder
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ import pytest
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm
 from listeners import LOOPBACK, listening_addresses
 
-from nanovllm.engine.workers import Workers
+from nanovllm.engine.ranks.workers import Workers
 
 TESTS = Path(__file__).parents[1]
 PREAMBLE = """

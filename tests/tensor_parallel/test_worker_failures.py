@@ -10,9 +10,9 @@ import pytest
 from checkpoints import Reference, complete, edit_tensors, greedy, make_checkpoint, make_llm
 
 from nanovllm import SamplingParams, StructuredOutputsParams, WorkerError
-from nanovllm.engine import workers as workers_module
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.workers import Workers
+from nanovllm.engine.ranks import workers as workers_module
+from nanovllm.engine.ranks.workers import Workers
 
 PROMPTS = [[1, 2, 3], [4, 5], [6] * 20]
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from nanovllm.engine.outputs import RequestOutput, StreamDelta, error_output, request_output
+from nanovllm.engine.requests.outputs import RequestOutput, StreamDelta, error_output, request_output
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 

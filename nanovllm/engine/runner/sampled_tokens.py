@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.engine.logprobs import StepLogprobs
+from nanovllm.engine.sampling.logprobs import StepLogprobs
 from nanovllm.kernels import HAS_TRITON, use_kernels
 
 if HAS_TRITON:

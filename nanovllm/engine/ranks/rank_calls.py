@@ -8,10 +8,10 @@ from typing import NoReturn
 
 import torch
 
-from nanovllm.engine.call_channel import CallReader
-from nanovllm.engine.interrupts import HeldInterrupt
-from nanovllm.engine.step_messages import StepDecoder, StepEncoder
-from nanovllm.engine.workers import WorkerError, Workers
+from nanovllm.engine.ranks.call_channel import CallReader
+from nanovllm.engine.ranks.interrupts import HeldInterrupt
+from nanovllm.engine.ranks.step_messages import StepDecoder, StepEncoder
+from nanovllm.engine.ranks.workers import WorkerError, Workers
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from nanovllm.engine.logprobs import LogprobRows
-from nanovllm.engine.packed_arrays import send_arrays
+from nanovllm.engine.runner.packed_arrays import send_arrays
+from nanovllm.engine.sampling.logprobs import LogprobRows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logprobs import token_logprobs
 

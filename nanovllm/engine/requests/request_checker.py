@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.engine.logit_edits import LogitEdits, tokenize_bad_words
-from nanovllm.engine.prompts import Prompt, as_prompts, read_prompt
-from nanovllm.engine.structured import Grammar, Grammars
+from nanovllm.engine.requests.prompts import Prompt, as_prompts, read_prompt
+from nanovllm.engine.sampling.logit_edits import LogitEdits, tokenize_bad_words
+from nanovllm.engine.sampling.structured import Grammar, Grammars
 from nanovllm.layers.token_masks import unpack_mask
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.model_files import one_line, read_json

@@ -14,8 +14,14 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.call_channel import CallReader, Event
-from nanovllm.engine.process_group import await_store_folder, join_group, open_store, remove_store_folder, share_memory
+from nanovllm.engine.ranks.call_channel import CallReader, Event
+from nanovllm.engine.ranks.process_group import (
+    await_store_folder,
+    join_group,
+    open_store,
+    remove_store_folder,
+    share_memory,
+)
 from nanovllm.utils.parallel import CollectiveError, TensorParallel
 
 MAIN_GUARD = (

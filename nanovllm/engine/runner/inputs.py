@@ -6,7 +6,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from nanovllm.engine.packed_arrays import Layout, PackedArrays, packed_size
+from nanovllm.engine.runner.packed_arrays import Layout, PackedArrays, packed_size
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import HAS_TRITON, use_kernels
 from nanovllm.utils.context import Context

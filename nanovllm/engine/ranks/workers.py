@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.call_channel import CallWriter
-from nanovllm.engine.interrupts import HeldInterrupt
-from nanovllm.engine.process_group import (
+from nanovllm.engine.ranks.call_channel import CallWriter
+from nanovllm.engine.ranks.interrupts import HeldInterrupt
+from nanovllm.engine.ranks.process_group import (
     abort_group,
     choose_store_folder,
     join_group,
@@ -24,7 +24,7 @@ from nanovllm.engine.process_group import (
     remove_store_folder,
     share_memory,
 )
-from nanovllm.engine.worker import MAIN_GUARD, Report, WorkerSeat, check_may_spawn, worker_main
+from nanovllm.engine.ranks.worker import MAIN_GUARD, Report, WorkerSeat, check_may_spawn, worker_main
 from nanovllm.utils.parallel import CollectiveError, TensorParallel
 from nanovllm.utils.threads import threads_per_rank
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-from nanovllm.engine.cuda_graphs import graph_batch_sizes
-from nanovllm.engine.memory import warmup_batches
+from nanovllm.engine.runner.cuda_graphs import graph_batch_sizes
+from nanovllm.engine.runner.memory import warmup_batches
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import HAS_TRITON
 from nanovllm.layers.quack_tiles import TOKENS_OF_THREE

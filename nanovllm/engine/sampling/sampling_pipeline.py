@@ -5,11 +5,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.engine.logprobs import LogprobRows, StepLogprobs
-from nanovllm.engine.packed_arrays import send_arrays
+from nanovllm.engine.runner.packed_arrays import send_arrays
+from nanovllm.engine.sampling.logprobs import LogprobRows, StepLogprobs
+from nanovllm.engine.sampling.structured import fill_masks
+from nanovllm.engine.sampling.token_counts import TokenCounts
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.structured import fill_masks
-from nanovllm.engine.token_counts import TokenCounts
 from nanovllm.layers.logprobs import token_logprobs
 from nanovllm.layers.penalties import apply_penalties
 from nanovllm.layers.sampler import Sampler
