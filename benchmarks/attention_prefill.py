@@ -22,7 +22,7 @@ from gpus import require_gpus
 
 from nanovllm.kernels import paged_prefill as kernel
 from nanovllm.kernels.paged_prefill import PrefillTiles, paged_prefill
-from nanovllm.layers.flash_attn4 import FlashAttn4, load_flash_attn4
+from nanovllm.layers.flash_attn4 import AttentionShape, FlashAttn4, load_flash_attn4
 from nanovllm.utils.context import Context
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 256
@@ -115,8 +115,8 @@ def flash_attn4() -> Callable[[Batch], torch.Tensor] | None:
         return None
     loaded = time.perf_counter()
     shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.bfloat16, torch.device("cuda"))
-    for kernel in range(package.NUM_KERNELS):
-        package.load(shape, kernel)
+    for i in range(package.NUM_KERNELS):
+        package.load(shape, i)
     torch.cuda.synchronize()
     print(f"flash-attn-4: import {loaded - start:.1f} s, first calls {time.perf_counter() - loaded:.1f} s")
     return lambda batch: run_flash_attn4(package, batch)
