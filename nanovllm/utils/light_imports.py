@@ -45,10 +45,10 @@ def without_generated_docstrings() -> Iterator[None]:
 def without_torch_compile() -> Iterator[None]:
     """A block that imports packages which decorate functions for torch.compile.
 
-    Such a decorator imports torch's compiler, which takes longer than the package itself: quack-kernels took 10 seconds
-    to import with it. In the block `torch.compile` waits for the first call of its function, and the
-    decorators that hide a function from the compiler do nothing. So functions that are imported here are no use within
-    a caller's own torch.compile. Where the compiler is imported already, nothing changes.
+    Such a decorator imports torch's compiler, which takes longer than the package itself (docs/performance.md,
+    start-up). In the block `torch.compile` waits for the first call of its function, and decorators that hide a
+    function from the compiler do nothing. A caller who compiles such a function within one of their own would notice.
+    Where the compiler is imported already, nothing changes.
     """
     if "torch._dynamo" in sys.modules:
         yield

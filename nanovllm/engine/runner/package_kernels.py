@@ -19,8 +19,17 @@ _PACKAGES = ("quack-kernels", "flash-attn-4")
 _MODULES = ["nanovllm.layers.quack_early", "flash_attn.cute"]
 _COMPILER = "nvidia-cutlass-dsl"
 # What decides which kernels an engine asks for, and in which shapes.
-_OPTIONS = ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "tensor_parallel_size", "enforce_eager")
-_OPTIONS += ("kvcache_block_size", "dtype", "attention_backend", "mixed_step_rows")
+_OPTIONS = (
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "max_model_len",
+    "tensor_parallel_size",
+    "enforce_eager",
+    "kvcache_block_size",
+    "dtype",
+    "attention_backend",
+    "mixed_step_rows",
+)
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
