@@ -52,6 +52,7 @@ WORKLOADS = {
     "prefix": Workload(256, (64, 64), (64, 64), "the prefix cache", shared=2048),
     "prefill": Workload(128, (2000, 2000), (1, 1), "prompt processing"),
     "long": Workload(128, (2000, 3500), (100, 500), "long contexts"),
+    "batch16": Workload(16, (512, 512), (256, 256), "small batches: latency and bandwidth"),
     "queue": Workload(2048, (100, 1024), (100, 1024), "far more requests than run at once"),
     "laptop": Workload(8, (16, 64), (16, 32), "a machine without a GPU, in a minute"),
 }
