@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nanovllm import SamplingParams
 from nanovllm.engine.ranks.step_messages import StepDecoder, StepEncoder
 from nanovllm.engine.runner.inputs import DecodeInputs, prefill_inputs
-from nanovllm.engine.sampling.prompt_logprobs import num_prompt_targets
+from nanovllm.engine.sampling.logprobs import num_prompt_targets
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 

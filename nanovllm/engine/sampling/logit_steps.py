@@ -11,7 +11,7 @@ from nanovllm.config import Config
 from nanovllm.engine.runner.cuda_graphs import DecodeGraphs
 from nanovllm.engine.runner.inputs import DecodeInputs, prefill_inputs
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
-from nanovllm.engine.sampling.prompt_logprobs import num_prompt_targets, prompt_logprobs
+from nanovllm.engine.sampling.logprobs import num_prompt_targets, prompt_logprobs
 from nanovllm.engine.sampling.sampling_pipeline import Forward, SamplingPipeline
 from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.context import Context, step_context
