@@ -62,6 +62,7 @@ def run(admission: type, seqs: list[Sequence], num_blocks: int) -> str:
             prefills, prefilled, small = prefills + 1, prefilled + num_tokens, small + (num_tokens < SMALL_STEP)
         else:
             steps, rows = steps + 1, rows + len(scheduled)
+        scheduler.advance(scheduled)
         scheduler.postprocess(scheduled, [0] * len(scheduled))
     preemptions = scheduler.num_preemptions
     return f"{steps:6} {rows / steps:5.0f} {prefills:9} {small:5} {prefilled:11,} {preemptions:11}"

@@ -52,7 +52,7 @@ def measure(batch: int, waiting: int) -> dict:
         marks.append(time.perf_counter())
         scheduler.advance(seqs)
         marks.append(time.perf_counter())
-        scheduler.collect(seqs, tokens[: len(seqs)])
+        scheduler.postprocess(seqs, tokens[: len(seqs)])
         marks.append(time.perf_counter())
         if not is_prefill:
             decoded += 1

@@ -50,6 +50,7 @@ def run(seqs: list[Sequence], num_blocks: int) -> str:
         if is_prefill:
             prefilled += sum(seq.num_scheduled_tokens for seq in scheduled)
         steps += not is_prefill
+        scheduler.advance(scheduled)
         scheduler.postprocess(scheduled, [0] * len(scheduled))
     return f"{steps:>6} {prefilled:>10,} {scheduler.num_preemptions:>6}"
 
