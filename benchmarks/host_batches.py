@@ -1,9 +1,9 @@
-"""Host time of a whole batch while the device has nothing to do: before the first launch, after the last token.
+"""How long does the GPU wait for the host before a batch's first step and after its last one? Needs no GPU.
 
     python benchmarks/host_batches.py --workload prefill prefix many
 
-Runs LLM.generate with the model left out: a step's inputs are prepared, and its tokens made up. No GPU needed. What it
-costs to launch a step's kernels is not in it.
+Runs LLM.generate without the model: a step's inputs are prepared, and its tokens are made up. The time to launch
+kernels is not included.
 """
 
 import argparse
