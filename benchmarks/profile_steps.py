@@ -2,8 +2,7 @@
 
     python benchmarks/profile_steps.py --model Qwen3-0.6B --shapes 256x600 1x600 --prefill 8x2000 --json out.json
 
-Also prints the wall-clock time of a step and how long the GPU was busy. Steps run one at a time here, while generate()
-launches the next one ahead.
+Also prints the wall-clock time of a step and how long the GPU was busy.
 """
 
 import argparse
