@@ -1,9 +1,9 @@
-"""Host time of a decode step, and memory of a waiting request: neither may grow with the queue. No GPU needed.
+"""Does the host time of a decode step, or the memory of a waiting request, grow with the queue? Needs no GPU.
 
     python benchmarks/host_overhead.py --json out.json
 
-Drives the real Scheduler and DecodeInputs with made-up tokens in place of a model; the host arrays are written, and
-nothing is sent anywhere.
+Runs the real Scheduler and DecodeInputs with made-up tokens instead of a model. The host's arrays are written, but not
+sent to a device.
 """
 
 import argparse
