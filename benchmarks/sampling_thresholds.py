@@ -1,11 +1,11 @@
-"""Thresholds of top-k, top-p and min-p over Qwen3's vocabulary: bf16 logits, several tensors of them in turn.
+"""How long do the thresholds of top-k, top-p and min-p take over Qwen3's vocabulary?
 
     python benchmarks/sampling_thresholds.py --json out.json [--batches 1,256] [--settings k20p95,p95]
         [--sweep settle_warps=4,8,16 --sweep tiles_at_once=16,32]
 
-Prints microseconds a call in a CUDA graph for each batch and setting, beside those of `logits.amax(-1)`, which like
-the thresholds must read all logits once. --sweep adds a row for every combination of the constants of
-`ThresholdConfig` that it names.
+Prints microseconds a call in a CUDA graph for each batch size and setting. Beside them are those of `logits.amax(-1)`,
+which also has to read all logits once. --sweep adds a row for every combination of the given constants of
+`ThresholdConfig`.
 """
 
 import argparse

@@ -57,7 +57,7 @@ def _trace(runner) -> None:
     do: those between them launch what the first one launches."""
     config, block_size = runner.config, runner.block_size
     num_tokens = min(_LONG_PREFILL, config.max_num_batched_tokens, config.max_model_len)
-    runner.run([_sequence(num_tokens, block_size)], True)  # Without a cache, as warmup_model does.
+    runner.run(runner.prepare([_sequence(num_tokens, block_size)], True))  # Without a cache, as warmup_model does.
     if runner.tp.size == 1:  # quack-kernels, which is for one rank, has tiles for the longest steps.
         runner.warmup_model()
     shape = (-(-_NUM_SLOTS // block_size), block_size, runner.num_kv_heads, get_head_dim(config.hf_config))
@@ -65,11 +65,11 @@ def _trace(runner) -> None:
     runner.use_kv_cache(kv_cache.expand(2, len(runner.model.model.layers), *shape))
     seq = _decoding_sequence(block_size)
     for size in telling_batch_sizes(config.max_num_seqs):
-        runner.run([seq] * size, False)
+        runner.run(runner.prepare([seq] * size, False))
         _trace_truncation(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
     num_tokens = min(runner.mixed_step_rows, config.max_model_len, _NUM_SLOTS) - 1
     if num_tokens > 0:
-        runner.run([seq, _sequence(num_tokens, block_size)], False)
+        runner.run(runner.prepare([seq, _sequence(num_tokens, block_size)], False))
     warmup_kernels(runner)
     runner.use_kv_cache(None)
 
@@ -89,8 +89,8 @@ def warmup_kernels(runner) -> None:
     middle of a batch: short and long, with a cached prefix and without. They write to the cache's first slots, which
     nobody has been given yet."""
     for seqs in warmup_batches(runner.config, runner.num_kvcache_blocks):
-        runner.run(seqs, True)
-    runner.run([_decoding_sequence(runner.block_size)], False)
+        runner.run(runner.prepare(seqs, True))
+    runner.run(runner.prepare([_decoding_sequence(runner.block_size)], False))
 
 
 def _sequence(num_tokens: int, block_size: int) -> Sequence:
