@@ -33,7 +33,6 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models import make_model
 from nanovllm.models.qwen3 import get_head_dim
 from nanovllm.utils.context import Context, step_context
-from nanovllm.utils.decode_plan import rows_a_piece
 from nanovllm.utils.loader import load_dummy, load_model, num_checkpoint_params
 from nanovllm.utils.parallel import TensorParallel
 from nanovllm.utils.start_progress import StartProgress
@@ -121,11 +120,10 @@ class ModelRunner(RankCalls):
         # Over two GPUs it gained nothing.
         quack = load_quack(config.dtype, self.device, decodes=has_graphs) if self.tp.size == 1 else None
         self.model.use_quack(quack)
-        heads = (num_heads, num_kv_heads) if backend.wants_plan else None
         self.mixed_step_rows = choose_num_rows(config, has_graphs, self.model.num_layer_params)
-        self._make_decode_inputs(heads)
-        max_rows = self.decode_inputs.max_rows
-        backend.prepare(max_rows, num_heads, num_kv_heads, head_dim, self.device, self.mixed_step_rows)
+        plan_heads = num_kv_heads if backend.wants_plan else None
+        self._make_decode_inputs(plan_heads)
+        backend.prepare(self.decode_inputs.max_rows, num_heads, num_kv_heads, head_dim, self.device)
         backend.use_flash_attn4(
             config.dtype,
             head_dim,
@@ -142,15 +140,14 @@ class ModelRunner(RankCalls):
         packages.load(self.tp, progress.count("compiling kernels of packages"))
         if quack is not None and not quack.works:  # Nothing is padded for it then.
             self.model.use_quack(None)
-            self._make_decode_inputs(heads)
+            self._make_decode_inputs(plan_heads)
 
-    def _make_decode_inputs(self, heads: tuple[int, int] | None) -> None:
-        """heads: query and KV heads, for a back end that wants a plan."""
+    def _make_decode_inputs(self, num_kv_heads: int | None) -> None:
+        """num_kv_heads: to plan attention's work for; None makes no plan."""
         max_num_seqs, max_blocks = self.config.max_num_seqs, -(-self.config.max_model_len // self.block_size)
         padded = [self.model.padded_batch(n) for n in range(max_num_seqs + 1)]
-        num_kv_heads, most_rows = (heads[1], rows_a_piece(*heads)) if heads else (None, 1)
-        sizes, mixed = (max_num_seqs, max_blocks, self.block_size), (self.mixed_step_rows, most_rows)
-        self.decode_inputs = DecodeInputs(*sizes, self.device, num_kv_heads, padded, *mixed)
+        sizes = max_num_seqs, max_blocks, self.block_size
+        self.decode_inputs = DecodeInputs(*sizes, self.device, num_kv_heads, padded, self.mixed_step_rows)
 
     def load_weights(self) -> None:
         """Fill the model's parameters as load_format says."""

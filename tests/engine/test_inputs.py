@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nanovllm import SamplingParams
 from nanovllm.engine.runner.inputs import DecodeInputs, prefill_inputs
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels.decode_workspace import DecodeWorkspace
+from nanovllm.kernels.decode_plan import DecodeWorkspace
 from nanovllm.utils.context import Context
 
 
@@ -62,12 +62,11 @@ def test_prefill_inputs(drawn):
 @given(
     steps=st.lists(st.tuples(scheduled(), st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=3),
     num_kv_heads=st.sampled_from([None, 2]),
-    most_rows=st.integers(1, 8),
 )
-def test_mixed_inputs(steps, num_kv_heads, most_rows):
+def test_mixed_inputs(steps, num_kv_heads):
     """Several steps, as a row may have had another sequence's table before, or the same; all of one block size."""
     tables = [[16 * row + i for i in range(12)] for row in range(4)]
-    inputs = DecodeInputs(4, 12, 4, torch.device("cpu"), num_kv_heads, mixed_step_rows=60, most_rows=most_rows)
+    inputs = DecodeInputs(4, 12, 4, torch.device("cpu"), num_kv_heads, mixed_step_rows=60)
     for (seqs, _), num_running, num_padding in steps:
         for row, seq in enumerate(seqs):
             seq.is_prefilling = row >= num_running
@@ -92,23 +91,18 @@ def test_mixed_inputs(steps, num_kv_heads, most_rows):
             assert slot == table[position // 4] * 4 + position % 4
             (owner,) = (seq for row, seq in enumerate(seqs) if slot // 64 == row)
             assert table == owner.block_table
-        assert (context.most_rows, context.num_drawn) == (most_rows, len(seqs))
+        assert context.num_drawn == len(seqs)
         if num_kv_heads is not None:
-            check_plan(context.decode_plan.numpy(), context, most_rows)
+            check_plan(context.decode_plan.numpy(), context)
 
 
-def check_plan(plan: np.ndarray, context: Context, most_rows: int) -> None:
-    """Every row has its keys, in pieces that it shares with rows of the same sequence alone."""
+def check_plan(plan: np.ndarray, context: Context) -> None:
+    """Every row has its keys."""
     keys = [set() for _ in context.context_lens]
-    for first_row, _, _, first, end, num_rows, first_len in plan[plan[:, 0] >= 0].tolist():
-        assert 1 <= num_rows <= most_rows
-        for i in range(num_rows):
-            row = first_row + i
-            assert context.context_lens[row] == first_len + i
-            assert torch.equal(context.block_tables[row], context.block_tables[first_row]) or first_len == 0
-            own = set(range(first, min(end, first_len + i)))
-            assert not own & keys[row]
-            keys[row] |= own
+    for row, _, _, first, end in plan[plan[:, 0] >= 0].tolist():
+        own = set(range(first, end))
+        assert not own & keys[row]
+        keys[row] |= own
     assert keys == [set(range(context_len)) for context_len in context.context_lens.tolist()]
 
 

@@ -9,8 +9,8 @@ import torch
 from nanovllm.engine.runner.packed_arrays import Layout, PackedArrays, packed_size
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import HAS_TRITON, use_kernels
+from nanovllm.kernels.decode_plan import PIECE_FIELDS, num_work_items, plan_decode
 from nanovllm.utils.context import Context
-from nanovllm.utils.decode_plan import PIECE_FIELDS, first_shared_rows, num_work_items, plan_decode
 
 if HAS_TRITON:
     from nanovllm.kernels.step_copies import receive_step
@@ -76,14 +76,12 @@ class DecodeInputs:
         num_kv_heads: int | None,
         padded: list[int] | None = None,
         mixed_step_rows: int = 0,
-        most_rows: int = 1,
     ):
         """num_kv_heads: to plan attention's work for; None makes no plan. padded: never less for more sequences; None
-        pads nothing. mixed_step_rows: most of a mixed step. most_rows: of its rows to share a piece of the plan."""
+        pads nothing. mixed_step_rows: most of a mixed step."""
         self.padded = padded or list(range(max_num_seqs + 1))
         n = self.max_rows = max(self.padded[max_num_seqs], mixed_step_rows)
         self.num_kv_heads = num_kv_heads
-        self.most_rows = most_rows
         num_items = num_work_items(n, num_kv_heads) if num_kv_heads else 0
         layout: Layout = {
             "tokens": ((n,), np.int64),
@@ -130,11 +128,7 @@ class DecodeInputs:
         rows = {name: tensor[:num_rows] for name, tensor in self.rows.items()}
         tensors = {name: rows[name] for name in ("slot_mapping", "context_lens", "block_tables")}
         tensors["decode_plan"] = self.plan(num_rows)
-        if num_drawn is None:
-            context = Context(**tensors)
-        else:
-            context = Context(**tensors, most_rows=self.most_rows, num_drawn=num_drawn)
-        return self.input_ids[:num_rows], rows["positions"], context
+        return self.input_ids[:num_rows], rows["positions"], Context(**tensors, num_drawn=num_drawn)
 
     def pad(self, batch_size: int) -> None:
         """Send a decode step of this size that is padding alone."""
@@ -150,7 +144,6 @@ class DecodeInputs:
             tables.write(row, seq.block_table)
         context_lens = [seq.num_tokens for seq in seqs]
         tokens = [seq.last_token for seq in seqs]
-        owners = None
         if seqs and seqs[-1].is_prefilling:
             owners = _append_prompts(seqs, context_lens, tokens)
             tables.repeat(slice(n, len(tokens)), owners)
@@ -171,11 +164,7 @@ class DecodeInputs:
         host["context_lens"][num_tokens:num_rows] = 0
         if self.num_kv_heads is not None:
             items = host["work_items"][: num_work_items(num_rows, self.num_kv_heads)]
-            firsts = None
-            if owners is not None and self.most_rows > 1:
-                shared = n + first_shared_rows(owners, positions[n:], self.most_rows)
-                firsts = np.concatenate((np.arange(n), shared, np.arange(num_tokens, num_rows)))
-            plan_decode(host["context_lens"][:num_rows], items, firsts)
+            plan_decode(host["context_lens"][:num_rows], items)
         self._send(num_rows)
 
     def _send(self, num_rows: int) -> None:
