@@ -19,9 +19,8 @@ from gpus import require_gpus
 from graph_timing import time_graph
 
 from nanovllm.kernels.decode_config import DecodeConfig
-from nanovllm.kernels.decode_workspace import DecodeWorkspace
+from nanovllm.kernels.decode_plan import DecodeWorkspace, make_plan, num_work_items
 from nanovllm.kernels.paged_decode import paged_decode
-from nanovllm.utils.decode_plan import make_plan, num_work_items
 
 HEAD_DIM, BLOCK_SIZE = 128, 256
 HEADS, KV_HEADS = 16, 8  # Qwen3-0.6B's

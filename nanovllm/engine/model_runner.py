@@ -113,9 +113,9 @@ class ModelRunner:
         quack = load_quack(config.dtype, self.device, decodes=has_graphs) if self.tp.size == 1 else None
         self.model.use_quack(quack)
         self.mixed_step_rows = choose_num_rows(config, has_graphs, self.model.num_layer_params)
-        self._make_decode_inputs(num_kv_heads if backend.wants_plan else None)
-        max_rows = self.decode_inputs.max_rows
-        backend.prepare(max_rows, num_heads, num_kv_heads, head_dim, self.device, self.mixed_step_rows)
+        plan_heads = num_kv_heads if backend.wants_plan else None
+        self._make_decode_inputs(plan_heads)
+        backend.prepare(self.decode_inputs.max_rows, num_heads, num_kv_heads, head_dim, self.device)
         backend.use_flash_attn4(
             config.dtype,
             head_dim,
@@ -132,19 +132,19 @@ class ModelRunner:
         packages.load(self.tp, progress.count("compiling kernels of packages"))
         if quack is not None and not quack.works:  # Nothing is padded for it then.
             self.model.use_quack(None)
-            self._make_decode_inputs(num_kv_heads if backend.wants_plan else None)
+            self._make_decode_inputs(plan_heads)
 
     def _make_decode_inputs(self, num_kv_heads: int | None) -> None:
-        """num_kv_heads: for a back end that wants a plan."""
+        """num_kv_heads: to plan attention's work for; None makes no plan."""
         max_num_seqs, max_blocks = self.config.max_num_seqs, -(-self.config.max_model_len // self.block_size)
         padded = [self.model.padded_batch(n) for n in range(max_num_seqs + 1)]
-        sizes = (max_num_seqs, max_blocks, self.block_size)
+        sizes = max_num_seqs, max_blocks, self.block_size
         self.decode_inputs = DecodeInputs(*sizes, self.device, num_kv_heads, padded, self.mixed_step_rows)
 
     def load_weights(self) -> None:
         """Fill the model's parameters as load_format says."""
         if self.config.load_format == "dummy":
-            load_dummy(self.model, (self.config.seed or 0) + self.tp.rank)
+            load_dummy(self.model, self.config.seed or 0, self.rank)
         else:
             load_model(self.model, self.config.model)
 

@@ -100,15 +100,18 @@ def num_checkpoint_params(model: nn.Module) -> int:
     return sum(math.prod(shape) for _, _, shape in _wanted_tensors(model).values())
 
 
-def load_dummy(model: nn.Module, seed: int) -> None:
-    """Fill every parameter with random numbers of a usual scale: norms with ones, the rest N(0, 0.02^2)."""
+def load_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
+    """Fill every parameter with random numbers of a usual scale: norms with ones, the rest N(0, 0.02^2).
+
+    A parameter that every rank holds whole is the same on all of them."""
     device = next(model.parameters()).device
-    generator = torch.Generator(device=device).manual_seed(seed)
+    of_all, of_rank = (torch.Generator(device=device).manual_seed(s) for s in (seed, seed + 1 + rank))
     for name, param in model.named_parameters():
         if name.endswith("norm.weight"):
             param.data.fill_(1.0)
         else:
-            param.data.normal_(std=0.02, generator=generator)
+            is_whole = tuple(param.shape) == getattr(param, "shards", {None: tuple(param.shape)}).get(None)
+            param.data.normal_(std=0.02, generator=of_all if is_whole else of_rank)
 
 
 def _copy_whole(param: nn.Parameter, loaded: Any, shard_id: object) -> None:
@@ -153,10 +156,8 @@ def _checkpoint_files(directory: Path) -> list[Path]:
 def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) -> dict[str, tuple[nn.Parameter, object]]:
     """{checkpoint name: (parameter, shard id)}, complete and with the right shapes and dtypes, or ValueError."""
     wanted = _wanted_tensors(model)
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    # Older checkpoints store RoPE's frequencies, which follow from the configuration.
-    unused = ("rotary_emb.inv_freq", "lm_head.weight") if tied else ("rotary_emb.inv_freq",)
-    extra = [name for name in tensors if name not in wanted and not name.endswith(unused)]
+    # A checkpoint with a tied embedding may hold the head as well, and older ones the frequencies of RoPE.
+    extra = [n for n in tensors if n not in wanted and n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq")]
     # The dtypes first, because quantised checkpoints also have other names.
     for name in (*wanted, *extra):
         if name in tensors and (dtype := tensors[name].content.get_dtype()) not in _FLOATS:

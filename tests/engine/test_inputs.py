@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nanovllm import SamplingParams
 from nanovllm.engine.runner.inputs import DecodeInputs, prefill_batch, send_prefill
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels.decode_workspace import DecodeWorkspace
+from nanovllm.kernels.decode_plan import DecodeWorkspace
 from nanovllm.utils.context import Context
 
 
@@ -148,7 +148,7 @@ def test_mixed_inputs(steps, num_kv_heads):
 def check_plan(plan: np.ndarray, context: Context) -> None:
     """Every row has its keys, each once."""
     keys = [set() for _ in context.context_lens]
-    for row, _, _, first, end, *_ in plan[plan[:, 0] >= 0].tolist():
+    for row, _, _, first, end in plan[plan[:, 0] >= 0].tolist():
         own = set(range(first, end))
         assert not own & keys[row]
         keys[row] |= own

@@ -10,8 +10,8 @@ import torch
 from nanovllm.engine.runner.packed_arrays import Layout, PackedArrays, packed_size, send_arrays
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import HAS_TRITON, use_kernels
+from nanovllm.kernels.decode_plan import PIECE_FIELDS, num_work_items, plan_decode
 from nanovllm.utils.context import Context
-from nanovllm.utils.decode_plan import PIECE_FIELDS, num_work_items, plan_decode
 
 if HAS_TRITON:
     from nanovllm.kernels.step_copies import receive_step

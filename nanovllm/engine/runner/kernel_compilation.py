@@ -79,9 +79,8 @@ def _trace_truncation(logits: torch.Tensor) -> None:
     first that does."""
     floats = torch.zeros(len(logits), device=logits.device)
     numbers = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    for has_lone_top_p in (False, True):
-        thresholds = sampling_thresholds(logits, floats, numbers.int(), floats, floats, has_lone_top_p)
-        Sampler()(logits, floats, numbers, numbers, thresholds)
+    thresholds = sampling_thresholds(logits, floats, numbers.int(), floats, floats)
+    Sampler()(logits, floats, numbers, numbers, thresholds)
 
 
 def warmup_kernels(runner) -> None:

@@ -67,8 +67,7 @@ class SamplingPipeline:
         logits, thresholds = self._edited(forward, device), None
         if "top_k" in device:
             truncation = (device[name] for name in ("top_k", "top_p", "min_p"))
-            has_lone_top_p = bool(((arrays["top_p"] < 1) & (arrays["top_k"] == 0)).any())
-            thresholds = sampling_thresholds(logits, forward.temperatures, *truncation, has_lone_top_p)
+            thresholds = sampling_thresholds(logits, forward.temperatures, *truncation)
         tokens = self.sampler(logits, forward.temperatures, forward.seeds, forward.positions, thresholds)
         if "reported" not in device:
             return tokens, StepLogprobs(prompts=forward.prompts) if forward.prompts else None
