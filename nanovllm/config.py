@@ -118,7 +118,7 @@ class Config:
     eos: tuple[int, ...] = ()
 
     @classmethod
-    def create(cls, model: str | os.PathLike[str], **options: Any) -> "Config":
+    def create(cls, model: Any, **options: Any) -> "Config":
         return cls(model, **options)
 
     def __post_init__(self) -> None:
@@ -137,15 +137,15 @@ class Config:
             download(self._hub_id, "model", WEIGHT_FILES, self.revision)
 
     def _unwrap_numpy(self) -> None:
-        """Make Python's values of numpy's, and a list of eos."""
+        """Turn numpy's values into Python's, and eos into a tuple."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, np.generic | np.ndarray):
                 setattr(self, field.name, value.tolist())
-        if isinstance(self.eos, tuple | list | set | frozenset):
-            self.eos = [token.item() if isinstance(token, np.generic) else token for token in self.eos]
-        elif is_int(self.eos, 0):
-            self.eos = [self.eos]
+        eos: Any = [self.eos] if is_int(self.eos, 0) else self.eos
+        if isinstance(eos, tuple | list | set | frozenset):
+            eos = tuple(token.item() if isinstance(token, np.generic) else token for token in eos)
+        self.eos = eos
 
     def _check_values(self) -> None:
         self._require_int("max_num_seqs", 1, MAX_NUM_SEQS)
@@ -187,7 +187,7 @@ class Config:
         self._require_one_of("dtype", ("auto", *DTYPES, *_DTYPE_ALIASES))
         self.dtype = _DTYPE_ALIASES.get(self.dtype, self.dtype)
         self._require("seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), "None or in 0..2**63 - 1")
-        are_tokens = isinstance(self.eos, list) and all(is_int(token, 0) for token in self.eos)
+        are_tokens = isinstance(self.eos, tuple) and all(is_int(token, 0) for token in self.eos)
         self._require("eos", are_tokens, "token ids >= 0")
         for name, kinds in (("tokenizer", str | os.PathLike), ("revision", str)):
             value = getattr(self, name)

@@ -103,8 +103,9 @@ class SamplingPipeline:
 
     def _host_arrays(self, forward: Forward) -> dict[str, np.ndarray]:
         """Rows are those of the step; biased and forbidden are places in the flat logits."""
-        seqs, rows = forward.seqs, {"truncated": [], "penalized": [], "masked": [], "reported": []}
-        flat = {"biased": [], "biases": [], "forbidden": []}
+        seqs = forward.seqs
+        rows: dict[str, list[int]] = {"truncated": [], "penalized": [], "masked": [], "reported": []}
+        flat: dict[str, list[np.ndarray]] = {"biased": [], "biases": [], "forbidden": []}
         for row, seq in enumerate(seqs):
             # No token is sampled for a prefill that goes on, or for a sequence that has ended meanwhile.
             if seq.is_plain or seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens:
