@@ -137,14 +137,14 @@ class Config:
             download(self._hub_id, "model", WEIGHT_FILES, self.revision)
 
     def _unwrap_numpy(self) -> None:
-        """Turn numpy's values into Python's, and eos into a tuple."""
+        """Turn numpy's values into Python's, and eos into a list."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, np.generic | np.ndarray):
                 setattr(self, field.name, value.tolist())
         eos: Any = [self.eos] if is_int(self.eos, 0) else self.eos
         if isinstance(eos, tuple | list | set | frozenset):
-            eos = tuple(token.item() if isinstance(token, np.generic) else token for token in eos)
+            eos = [token.item() if isinstance(token, np.generic) else token for token in eos]
         self.eos = eos
 
     def _check_values(self) -> None:
@@ -187,7 +187,7 @@ class Config:
         self._require_one_of("dtype", ("auto", *DTYPES, *_DTYPE_ALIASES))
         self.dtype = _DTYPE_ALIASES.get(self.dtype, self.dtype)
         self._require("seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), "None or in 0..2**63 - 1")
-        are_tokens = isinstance(self.eos, tuple) and all(is_int(token, 0) for token in self.eos)
+        are_tokens = isinstance(self.eos, list) and all(is_int(token, 0) for token in self.eos)
         self._require("eos", are_tokens, "token ids >= 0")
         for name, kinds in (("tokenizer", str | os.PathLike), ("revision", str)):
             value = getattr(self, name)
