@@ -11,7 +11,7 @@ from nanovllm.engine.sampling.logprobs import LogprobRows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logprobs import token_logprobs
 
-# Positions that the head works on at a time: the logits of a whole prompt would take more memory than the model.
+# Positions for which logits are computed at a time: those of a whole prompt would take more memory than the model.
 _POSITIONS_AT_ONCE = 128
 
 
@@ -27,10 +27,10 @@ def prompt_rows(seqs: list[Sequence]) -> list[tuple[int, int]]:
 
 
 def _num_targets(seq: Sequence) -> int:
-    """Prompt tokens that the scheduled ones predict and whose log-probabilities are wanted; 0 or less is none."""
+    """Prompt tokens that the scheduled tokens predict and whose log-probabilities are wanted; 0 or less is none."""
     if not seq.needs_prompt_logits:
         return 0
-    # The last prompt token predicts one of the completion.
+    # The last prompt token predicts the first one of the completion.
     return min(seq.num_scheduled_tokens, seq.num_prompt_tokens - 1 - seq.num_cached_tokens)
 
 
@@ -52,22 +52,17 @@ def prompt_logprobs(
             pass
         return None
     owners: dict[int, tuple[int, int]] = {}
-    num_entries = 0
+    targets = []
+    num_entries = num_top = 0
     for row, seq in enumerate(batch.seqs):
         count = _num_targets(seq)
         if count > 0:
             owners[row] = num_entries, num_entries + count
             num_entries += count
-    num_top = max(batch.seqs[row].params.prompt_logprobs for row in owners)
-    targets = np.concatenate([_targets(batch.seqs[row]) for row in owners]).astype(np.int64)
-    tokens = send_arrays({"targets": targets}, hidden_states.device)["targets"]
-    found = [
-        token_logprobs(some, token, num_top)
-        for some, token in zip(logits, tokens.split(_POSITIONS_AT_ONCE), strict=True)
-    ]
+            first = seq.num_cached_tokens + 1
+            targets.append(np.frombuffer(seq.tokens, np.int32)[first : first + count])
+            num_top = max(num_top, seq.params.prompt_logprobs)
+    arrays = {"targets": np.concatenate(targets).astype(np.int64)}
+    tokens = send_arrays(arrays, hidden_states.device)["targets"].split(_POSITIONS_AT_ONCE)
+    found = [token_logprobs(some, token, num_top) for some, token in zip(logits, tokens, strict=True)]
     return LogprobRows(owners, *(torch.cat(parts) for parts in zip(*found, strict=True)))
-
-
-def _targets(seq: Sequence) -> np.ndarray:
-    first = seq.num_cached_tokens + 1
-    return np.frombuffer(seq.tokens, np.int32)[first : first + _num_targets(seq)]
