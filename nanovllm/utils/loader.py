@@ -156,8 +156,7 @@ def _checkpoint_files(directory: Path) -> list[Path]:
 def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) -> dict[str, tuple[nn.Parameter, object]]:
     """{checkpoint name: (parameter, shard id)}, complete and with the right shapes and dtypes, or ValueError."""
     wanted = _wanted_tensors(model)
-    # Checkpoints with a tied embedding may hold the head too. Older ones hold RoPE's frequencies, which the configuration
-    # gives.
+    # Checkpoints with a tied embedding may hold the head too, and older ones RoPE's frequencies.
     unused = ("rotary_emb.inv_freq", "lm_head.weight")
     extra = [name for name in tensors if name not in wanted and not name.endswith(unused)]
     # The dtypes first, because quantised checkpoints also have other names.
