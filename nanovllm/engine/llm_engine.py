@@ -1,6 +1,5 @@
 """LLMEngine: add_request, step, generate, exit; the loop that stays one step ahead of the tokens it reads."""
 
-import dataclasses
 import logging
 import secrets
 import time
@@ -11,8 +10,6 @@ from itertools import count, takewhile
 from operator import attrgetter
 from typing import NamedTuple, NoReturn
 
-from xxhash import xxh64_intdigest
-
 from nanovllm.config import Config
 from nanovllm.engine.engine_lock import Call, EngineLock
 from nanovllm.engine.ranks.executor import Executor
@@ -21,7 +18,6 @@ from nanovllm.engine.requests.outputs import EngineStats, RequestOutput
 from nanovllm.engine.requests.progress import check_use_tqdm, progress_bar
 from nanovllm.engine.requests.request_checker import (
     Prompt,
-    Request,
     RequestChecker,
     check_choice,
     check_params,
@@ -29,6 +25,7 @@ from nanovllm.engine.requests.request_checker import (
     params_per_prompt,
 )
 from nanovllm.engine.requests.request_order import longest_first
+from nanovllm.engine.requests.sequence_maker import SequenceMaker
 from nanovllm.engine.requests.streaming import Results
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling.sampling_pipeline import Forward
@@ -95,6 +92,9 @@ class LLMEngine:
             config.add_eos([self.tokenizer.eos_token_id], "tokenizer")
         self.executor = executor = Executor(config)
         self.model_runner = executor.model_runner
+        self._lock = EngineLock(executor.exit, self._is_busy, executor.workers and executor.check_workers)
+        # Runs once: at exit(), when the engine is collected, or when the interpreter ends.
+        self._finalizer = weakref.finalize(self, self._lock.exit)
         self.scheduler = Scheduler(
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -107,18 +107,14 @@ class LLMEngine:
             config.supported_model_len,
         )
         self._checker = RequestChecker(self.tokenizer, config.hf_config.vocab_size, config.eos, self.scheduler.check)
-        self._seed = secrets.randbits(63) if config.seed is None else config.seed
-        self._num_requests = 0  # so far, which is the next one's id
-        self._seq_ids = count()
+        seed = secrets.randbits(63) if config.seed is None else config.seed
+        self._sequences = SequenceMaker(config.kvcache_block_size, seed, self._detokenizer)
         self._calls = count(1)
         self._num_steps = 0  # launched so far
         self._seconds = 0.0  # wall-clock time in which there was work
         self._in_flight: Step | None = None  # launched, its tokens not read yet
         self._aborted: list[Sequence] = []  # to report with the next step
         self._watches_text = False
-        self._lock = EngineLock(executor.exit, self._is_busy, executor.workers and executor.check_workers)
-        # Runs once: at exit(), when the engine is collected, or when the interpreter ends.
-        self._finalizer = weakref.finalize(self, self._lock.exit)
         logger.info("ready in %.1f s", time.perf_counter() - start)
 
     def __enter__(self):
@@ -159,7 +155,7 @@ class LLMEngine:
         """
         with self._lock.turn(_BY_HAND):
             params = check_params(SamplingParams() if sampling_params is None else sampling_params)
-            seqs = self._make_sequences(self._checker.check_one(prompt, params), params)
+            seqs = self._sequences.make(self._checker.check_one(prompt, params), params)
             self._queue(_BY_HAND, [seqs])
             return seqs[0].request_id
 
@@ -188,7 +184,7 @@ class LLMEngine:
     def _check_request_id(self, request_id) -> None:
         if isinstance(request_id, bool) or not isinstance(request_id, int):
             raise TypeError(f"request_id={request_id!r}: must be an id from add_request() or a StreamDelta, or None")
-        if not 0 <= request_id < self._num_requests:
+        if not 0 <= request_id < self._sequences.num_requests:
             queued = sorted({seq.request_id for seq in (*self.scheduler.waiting, *self.scheduler.running)})
             ids = ", ".join(map(str, queued[:10])) + (", ..." if len(queued) > 10 else "")
             raise ValueError(f"request_id={request_id}: there is no such request; unfinished are: {ids or 'none'}")
@@ -464,34 +460,4 @@ class LLMEngine:
         streams: bool = False,
     ) -> list[list[Sequence] | Exception]:
         """The samples of each prompt, or with on_error "return" what is wrong with it. start: the first one's index."""
-        checked = self._checker.check_all(prompts, params, on_error, start)
-        return [
-            request if isinstance(request, Exception) else self._make_sequences(request, p, streams)
-            for request, p in zip(checked, params, strict=True)
-        ]
-
-    def _make_sequences(self, request: Request, params: SamplingParams, streams: bool = False) -> list[Sequence]:
-        """The n samples of a request. Each draws from a seed of its own, the first one from the request's."""
-        request_id = self._num_requests
-        self._num_requests += 1
-        # Neighbouring requests must not draw from related streams, hence a hash and no sum.
-        seed = _hash_seed(request_id, self._seed) if params.seed is None else params.seed
-        seqs = []
-        for sample in range(params.n):
-            grammar = request.grammar and request.grammar.fresh()
-            block_size = self.config.kvcache_block_size
-            edits = request.logit_edits
-            seq = Sequence(next(self._seq_ids), request.token_ids, params, block_size, seed, grammar, edits)
-            seq.request_id = request_id
-            if sample:
-                seq.seed = _hash_seed(sample, seed)
-            if self._detokenizer is not None and (streams or params.stop):
-                seq.text_stream = self._detokenizer.stream(params)
-            seqs.append(seq)
-            if params.prompt_logprobs is not None and params.n > 1:
-                params = dataclasses.replace(params, prompt_logprobs=None)  # One sample's are all the others'.
-        return seqs
-
-
-def _hash_seed(number: int, seed: int) -> int:
-    return xxh64_intdigest(number.to_bytes(8, "little"), seed) >> 1
+        return self._sequences.make_all(self._checker.check_all(prompts, params, on_error, start), params, streams)

@@ -144,7 +144,7 @@ class ModelRunner:
     def load_weights(self) -> None:
         """Fill the model's parameters as load_format says."""
         if self.config.load_format == "dummy":
-            load_dummy(self.model, self.config.seed or 0, self.rank)
+            load_dummy(self.model, self.config.seed or 0, self.tp.rank)
         else:
             load_model(self.model, self.config.model)
 

@@ -157,8 +157,9 @@ def _checkpoint_files(directory: Path) -> list[Path]:
 def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) -> dict[str, tuple[nn.Parameter, object]]:
     """{checkpoint name: (parameter, shard id)}, complete and with the right shapes and dtypes, or ValueError."""
     wanted = _wanted_tensors(model)
-    # A checkpoint with a tied embedding may hold the head as well, and older ones the frequencies of RoPE.
-    extra = [n for n in tensors if n not in wanted and n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq")]
+    # Checkpoints with a tied embedding may hold the head too, and older ones RoPE's frequencies.
+    unused = ("rotary_emb.inv_freq", "lm_head.weight")
+    extra = [name for name in tensors if name not in wanted and not name.endswith(unused)]
     # The dtypes first, because quantised checkpoints also have other names.
     for name in (*wanted, *extra):
         if name in tensors and (dtype := tensors[name].content.get_dtype()) not in _FLOATS:

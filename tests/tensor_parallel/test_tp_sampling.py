@@ -41,7 +41,7 @@ def assert_same_logprobs(found: list | None, expected: list | None) -> None:
 def assert_same(engines, prompts, params) -> None:
     """Both engines give the same for the batch, and nothing is left of it."""
     for llm in engines:
-        llm._num_requests = 0
+        llm._sequences.num_requests = 0
     expected, found = (llm.generate(prompts, params, use_tqdm=False) for llm in engines)
     for ours, theirs in zip(found, expected, strict=True):
         assert_same_logprobs(ours["prompt_logprobs"], theirs["prompt_logprobs"])
