@@ -186,7 +186,7 @@ class TextStream:
 def read_new_tokens(seq: Sequence) -> bool:
     """Let a sequence's text stream read the new tokens. True if they complete a stop string, which the sequence then
     has as its stop_reason, whatever else has ended it."""
-    stream: TextStream = seq.text_stream
+    stream = seq.text_stream
     if stream.stop_reason is None:
         for token_id in seq.tokens[seq.num_prompt_tokens + stream.num_tokens : seq.num_known_tokens]:
             if stream.push(token_id):
