@@ -133,19 +133,18 @@ class Scheduler:
         mixed = MixedSteps(self.running, self.waiting, self.mixed_step_rows, self.max_num_seqs, self.max_seq_len)
         is_mixed = bool(self.waiting) and mixed.takes(self.waiting[0])
         if not is_mixed:
-            seqs = self._schedule_prefill(self.max_num_batched_tokens, mixed)
+            seqs = self._schedule_prefill(self.max_num_batched_tokens)
             if seqs:
                 return seqs, True
         num_preemptions = self.num_preemptions
         seqs = self._schedule_decode()
         # Nothing begins in the step that preempts: the cache is full, and the victim's last token may still be pending.
         if is_mixed and self.num_preemptions == num_preemptions:
-            seqs += self._schedule_prefill(self.mixed_step_rows - len(seqs), mixed, beside=True)
+            seqs += self._schedule_prefill(self.mixed_step_rows - len(seqs), mixed)
         return seqs, False
 
-    def _schedule_prefill(self, budget: int, mixed: MixedSteps, beside: bool = False) -> list[Sequence]:
-        """Waiting sequences with up to `budget` tokens. beside: those for the rows of a decode step. A prefill step of
-        its own leaves the prompts that can go beside a decode step to one, once it has enough tokens."""
+    def _schedule_prefill(self, budget: int, mixed: MixedSteps | None = None) -> list[Sequence]:
+        """Waiting sequences with up to `budget` tokens. mixed: decides which ones, for the rows of a decode step."""
         if not self.waiting:
             return []
         manager = self.block_manager
@@ -153,12 +152,11 @@ class Scheduler:
         seqs: list[Sequence] = []
         scheduled: set[int] = set()  # hashes of the blocks that this step computes
         deferred: list[Sequence] = []
-        min_chunk = 0 if beside else self._min_chunk
-        enough = budget - min_chunk  # A step with no more than this left has tokens enough.
+        min_chunk = 0 if mixed else self._min_chunk
         while self.waiting and len(seqs) < self.max_num_seqs and budget > 0:
             seq = self.waiting[0]
             if not seq.block_table:  # A sequence with blocks continues a chunk, and nobody else gets these blocks.
-                if not admission.is_open or (budget <= enough and mixed.takes(seq) != beside):
+                if not admission.is_open or (mixed and not mixed.takes(seq)):
                     break
                 if manager.is_worth_waiting(seq, scheduled):
                     if len(deferred) == MAX_DEFERRED:
@@ -183,7 +181,8 @@ class Scheduler:
             seq.status = SequenceStatus.RUNNING
             self.running.append(self.waiting.popleft())
             admission.began(seq)
-            mixed.began(seq)
+            if mixed:
+                mixed.began(seq)
         self.waiting.extendleft(reversed(deferred))
         return seqs
 

@@ -33,16 +33,6 @@ def test_a_prompt_enters_in_the_rows_that_are_free():
     assert (scheduler.num_prompt_tokens, scheduler.num_generated_tokens) == (4 + 17, 7)
 
 
-def test_a_prefill_step_leaves_prompts_to_them():
-    scheduler = make_scheduler(mixed_step_rows=8)  # An eighth of 64 tokens is enough for a prefill step.
-    a, b, c = (add(scheduler, n, max_tokens) for n, max_tokens in ((3, 40), (6, 40), (5, 20)))
-    assert step(scheduler)[:2] == ([a, b], True)
-    assert step(scheduler)[:2] == ([a, b, c], False)
-    scheduler = make_scheduler(mixed_step_rows=8)
-    seqs = [add(scheduler, n, 40) for n in (3, 6, 5, 7)]  # of which none ends before the others
-    assert step(scheduler)[:2] == (seqs, True)
-
-
 def test_several_prompts_enter_in_one_step_and_the_last_is_cut():
     scheduler, running = one_running()
     a, b, c = (add(scheduler, 3, 10) for _ in range(3))

@@ -108,7 +108,7 @@ class EngineStats(TypedDict):
     generated_tokens: completion tokens.
     steps: prefill and decode steps.
     preemptions: times that a sequence had to give its blocks back and be computed again.
-    seconds: wall-clock time in which there was work.
+    seconds: time that steps have taken, with the waits for the device.
     tokens_per_second: generated_tokens / seconds. For a rate over some time, subtract two readings.
     """
 
