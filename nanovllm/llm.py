@@ -169,7 +169,7 @@ class LLM(LLMEngine):
                     with self._lock.turn(call):
                         finished, _ = self._step()
                         self._set_texts(finished)
-                        feed.book(finished)
+                        feed.record(finished)
                         self._refill(call, feed, on_error)
                     yield from feed.results()
                 yield from feed.results()

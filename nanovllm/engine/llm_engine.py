@@ -301,7 +301,7 @@ class LLMEngine:
         tokens: Any = step.tokens
         token_ids, logprobs = tokens.wait(), tokens.logprobs
         if logprobs is not None:
-            logprobs.book_prompts(step.seqs)
+            logprobs.record_prompts(step.seqs)
         finished = self.scheduler.postprocess(step.seqs, token_ids, logprobs)
         if self._watches_text:
             finished += self._stop_at_texts(step.seqs)
@@ -436,7 +436,7 @@ class LLMEngine:
             while self._has_work(call):
                 finished, step = self._step()
                 self._set_texts(finished)  # while the GPU works on the step that follows
-                results.book(finished)
+                results.record(finished)
                 if on_step is not None:
                     on_step(self.stats())
                 if not is_shown:

@@ -153,28 +153,24 @@ class SamplingPipeline:
         if self._counts is None:
             self._counts = TokenCounts(self.vocab_size, self.max_num_seqs, self.device)
         penalized = [seqs[row] for row in rows]
-        state_rows, is_current = self._counts.assign({seq.seq_id: seq.num_tokens for seq in penalized})
-        stale_rows, advanced, advanced_state_rows = [], [], []
+        assigned, current = self._counts.assign({seq.seq_id: seq.num_tokens for seq in penalized})
+        penalized_rows, state_rows = np.array(rows, np.int64), np.array(assigned, np.int64)
+        is_current = np.array(current) & (not is_prefill)
         prompt_tokens, completion_tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        for row, seq, state_row, current in zip(rows, penalized, state_rows, is_current, strict=True):
-            if current and not is_prefill:
-                advanced.append(row)
-                advanced_state_rows.append(state_row)
-                continue
-            tokens = np.frombuffer(seq.tokens, np.int32) + np.int64(state_row * self.vocab_size)
-            stale_rows.append(state_row)
-            prompt_tokens.append(tokens[: seq.num_prompt_tokens])
-            completion_tokens.append(tokens[seq.num_prompt_tokens :])
+        for i in np.flatnonzero(~is_current).tolist():
+            tokens = np.frombuffer(penalized[i].tokens, np.int32) + state_rows[i] * self.vocab_size
+            prompt_tokens.append(tokens[: penalized[i].num_prompt_tokens])
+            completion_tokens.append(tokens[penalized[i].num_prompt_tokens :])
         params = [seq.params for seq in penalized]
         strengths = [(p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for p in params]
         return {
-            "penalized": np.array(rows, np.int64),
-            "state_rows": np.array(state_rows, np.int64),
-            "stale_rows": np.array(stale_rows, np.int64),
+            "penalized": penalized_rows,
+            "state_rows": state_rows,
+            "stale_rows": state_rows[~is_current],
             "prompt_tokens": np.concatenate(prompt_tokens),
             "completion_tokens": np.concatenate(completion_tokens),
-            "advanced": np.array(advanced, np.int64),
-            "advanced_state_rows": np.array(advanced_state_rows, np.int64),
+            "advanced": penalized_rows[is_current],
+            "advanced_state_rows": state_rows[is_current],
             "strengths": np.array(strengths, np.float32).T,
         }
 
