@@ -1,5 +1,6 @@
 """SamplingPipeline: from a step's logits to its tokens, where a request asks for more than a temperature."""
 
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -104,7 +105,10 @@ class SamplingPipeline:
     def _host_arrays(self, forward: Forward) -> dict[str, np.ndarray]:
         """Rows are those of the step; biased and forbidden are places in the flat logits."""
         seqs = forward.seqs
-        rows: dict[str, list[int]] = {"truncated": [], "penalized": [], "masked": [], "reported": []}
+        truncated: list[int] = []
+        penalized: list[int] = []
+        masked: list[int] = []
+        reported: list[int] = []
         flat: dict[str, list[np.ndarray]] = {"biased": [], "biases": [], "forbidden": []}
         for row, seq in enumerate(seqs):
             # No token is sampled for a prefill that goes on, or for a sequence that has ended meanwhile.
@@ -112,16 +116,16 @@ class SamplingPipeline:
                 continue
             params, edits, first = seq.params, seq.logit_edits, row * self.vocab_size
             if params.truncates:
-                rows["truncated"].append(row)
+                truncated.append(row)
             if params.penalizes:
-                rows["penalized"].append(row)
+                penalized.append(row)
             if params.logprobs is not None:
-                rows["reported"].append(row)
+                reported.append(row)
             if edits is not None and len(edits.biases):
                 flat["biased"].append(edits.bias_tokens + first)
                 flat["biases"].append(edits.biases)
             if seq.grammar is not None or (edits is not None and edits.needs_mask):
-                rows["masked"].append(row)
+                masked.append(row)
                 continue
             if edits is not None:
                 flat["forbidden"].append(edits.banned + first)
@@ -130,22 +134,26 @@ class SamplingPipeline:
             if _is_too_short(seq):
                 flat["forbidden"].append(np.array(self._ends(seq), np.int64) + first)
         arrays = {name: np.concatenate(values) for name, values in flat.items() if values}
-        if rows["reported"]:
-            arrays["reported"] = np.array(rows["reported"], np.int64)
-        if rows["truncated"]:
-            arrays |= self._truncation_arrays(seqs, rows["truncated"])
-        if rows["penalized"]:
-            arrays |= self._penalty_arrays(seqs, rows["penalized"], forward.is_prefill)
-        if rows["masked"]:
-            arrays |= self._mask_arrays(seqs, rows["masked"])
+        if reported:
+            arrays["reported"] = np.array(reported, np.int64)
+        if truncated:
+            arrays |= self._truncation_arrays(seqs, truncated)
+        if penalized:
+            arrays |= self._penalty_arrays(seqs, penalized, forward.is_prefill)
+        if masked:
+            arrays |= self._mask_arrays(seqs, masked)
         return arrays
 
     @staticmethod
     def _truncation_arrays(seqs: list[Sequence], rows: list[int]) -> dict[str, np.ndarray]:
-        arrays = {}
-        for name, neutral, dtype in (("top_k", 0, np.int32), ("top_p", 1, np.float32), ("min_p", 0, np.float32)):
-            arrays[name] = np.full(len(seqs), neutral, dtype)
-            arrays[name][rows] = [getattr(seqs[row].params, name) for row in rows]
+        arrays = {
+            "top_k": np.zeros(len(seqs), np.int32),
+            "top_p": np.ones(len(seqs), np.float32),
+            "min_p": np.zeros(len(seqs), np.float32),
+        }
+        params = [seqs[row].params for row in rows]
+        for name, values in arrays.items():
+            values[rows] = list(map(attrgetter(name), params))
         return arrays
 
     def _penalty_arrays(self, seqs: list[Sequence], rows: list[int], is_prefill: bool) -> dict[str, np.ndarray]:
