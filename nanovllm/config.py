@@ -211,7 +211,7 @@ class Config:
         directory = find_directory(self.model, "model")
         if directory is not None:
             self.model = str(directory)
-        elif not (self.load_format == "dummy" and self._use_preset()):
+        elif self.load_format != "dummy" or not self._has_shape():
             # Without the weights, which can take hours: first all else is checked.
             self._hub_id, self.model = self.model, download(self.model, "model", OTHER_FILES, self.revision)
         if self._hub_id is None:
@@ -220,8 +220,8 @@ class Config:
             where, self.hf_config = str(Path(self.model, "config.json")), read_hf_config(self.model)
         check_hf_config(self.hf_config, where)
 
-    def _use_preset(self) -> bool:
-        """Take the configuration of a published shape; False if the name has none, and no configuration is given."""
+    def _has_shape(self) -> bool:
+        """Whether there is a configuration without files: the given one, or that of a published shape."""
         from nanovllm.models.presets import PRESET_NAMES, preset_config
 
         name = self.model.removeprefix("Qwen/")
