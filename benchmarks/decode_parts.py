@@ -25,11 +25,9 @@ from nanovllm.utils.context import get_context
 SHAPES = ["64x600", "128x600", "256x600", "512x100"]
 ROUNDS, REPLAYS = 5, 20
 ROPE, NORM, ATTENTION = "norm, RoPE and cache write", "other norms", "attention"
-AHEAD = "asking for keys and values ahead"
-LEFT_OUT = [(), (AHEAD,), (ROPE,), (NORM,), (ROPE, NORM), (ATTENTION, AHEAD), (ROPE, NORM, ATTENTION, AHEAD)]
+LEFT_OUT = [(), (ROPE,), (NORM,), (ROPE, NORM), (ATTENTION,), (ROPE, NORM, ATTENTION)]
 
 _rope, _norm, _attend = qwen3.qk_norm_rope_store, norms.rms_norm, Attention.forward
-_leaves_memory_idle = qwen3.leaves_memory_idle
 
 
 def leave_out(parts: tuple[str, ...]) -> None:
@@ -48,7 +46,6 @@ def leave_out(parts: tuple[str, ...]) -> None:
     qwen3.qk_norm_rope_store = rope if ROPE in parts else _rope
     norms.rms_norm = norm if NORM in parts else _norm
     Attention.forward = attend if ATTENTION in parts else _attend
-    qwen3.leaves_memory_idle = (lambda *args: False) if AHEAD in parts else _leaves_memory_idle
 
 
 def step_micros(llm: LLM, batch: int, context: int) -> float:

@@ -12,7 +12,6 @@ from gpu_engines import REGRET, gpu_llm
 from nanovllm.kernels import decode_linear_kernel
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers import product, quack_tiles
-from nanovllm.layers.attention_backend import TritonBackend
 from nanovllm.layers.quack import Quack, Tile, load_quack
 from nanovllm.layers.quack_tiles import Kind, decode_tile, prefill_tile
 
@@ -191,26 +190,3 @@ def test_engines(quack, checkpoint, launches, monkeypatch, eager):
         assert max(map(reference.regret, prompts[:90], outputs)) < REGRET["bfloat16"]
         assert {n for _, n in launches if n < 2048} == decoded - {64}, "graphs that end at the logits"
         assert_idle(llm)
-
-
-def test_the_cache_is_fetched_ahead(quack, checkpoint, monkeypatch):
-    """Beside the layers of a graph, and with the same results as without."""
-    asked, prefetch = [], TritonBackend.prefetch
-
-    def recorded(self, k_cache, v_cache, context):
-        asked.append((torch.cuda.is_current_stream_capturing(), len(context.context_lens)))
-        prefetch(self, k_cache, v_cache, context)
-
-    monkeypatch.setattr(TritonBackend, "prefetch", recorded)
-    path, _ = checkpoint
-    prompts = [random_prompt(21 + i % 40, seed=i) for i in range(100)]
-    outputs = []
-    for is_idle in (True, False):
-        with monkeypatch.context() as patch:
-            if not is_idle:
-                patch.setattr("nanovllm.models.qwen3.leaves_memory_idle", lambda *args: False)
-            asked.clear()
-            with gpu_llm(path, dtype="bfloat16", num_kvcache_blocks=128, max_num_seqs=300) as llm:
-                outputs.append(complete(llm, prompts, greedy(20)))
-        assert {size for captured, size in asked if captured} == ({64, 128, 192, 256} if is_idle else set())
-    assert outputs[0] == outputs[1]

@@ -1,6 +1,5 @@
 """What the model computes beyond what parity with transformers shows: which rows it returns, and in-place sums."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -67,45 +66,6 @@ def test_rows_that_are_drawn_from_come_out_as_among_all(model, num_drawn):
     torch.testing.assert_close(drawn, everything[:num_drawn])
     torch.testing.assert_close(written, written_alike)
     assert not torch.equal(written, caches)
-
-
-class Branch:
-    """A side branch that notes what becomes of it."""
-
-    def __init__(self):
-        self.events = []
-
-    @contextmanager
-    def fork(self):
-        self.events.append("fork")
-        yield
-
-    def join(self):
-        self.events.append("join")
-
-
-@pytest.mark.parametrize("is_idle", [True, False])
-def test_the_next_layers_cache_is_fetched_on_the_side_branch(model, monkeypatch, is_idle):
-    branch, attn = Branch(), [layer.self_attn.attn for layer in model.model.layers]
-    numbers = {}
-    for i, layer in enumerate(attn):
-        monkeypatch.setattr(layer, "k_cache", torch.zeros(1, 4, 2, 8))
-        monkeypatch.setattr(layer, "v_cache", torch.zeros(1, 4, 2, 8))
-        numbers[id(layer.k_cache), id(layer.v_cache)] = i
-
-    def prefetch(self, k_cache, v_cache, context):
-        branch.events.append(numbers[id(k_cache), id(v_cache)])
-
-    monkeypatch.setattr(TorchBackend, "prefetch", prefetch)
-    monkeypatch.setattr("nanovllm.models.qwen3.leaves_memory_idle", lambda num_tokens, N, K: is_idle)
-    row = torch.zeros(1, dtype=torch.int32)
-    context = Context(slot_mapping=row, context_lens=row + 1, block_tables=row[None])
-    outputs = []
-    for side_branch in (None, branch):
-        with step_context(replace(context, side_branch=side_branch)):
-            outputs.append(model(torch.tensor([3]), torch.tensor([0])))
-    assert torch.equal(*outputs)
-    assert branch.events == (["fork", 1, "fork", 2, "join"] if is_idle else [])
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -36,7 +36,6 @@ from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.decode_plan import rows_a_piece
 from nanovllm.utils.loader import load_dummy, load_model, num_checkpoint_params
 from nanovllm.utils.parallel import TensorParallel
-from nanovllm.utils.side_branch import SideBranch
 from nanovllm.utils.start_progress import StartProgress
 from nanovllm.utils.threads import StepThreads
 
@@ -124,8 +123,7 @@ class ModelRunner(RankCalls):
         self.model.use_quack(quack)
         heads = (num_heads, num_kv_heads) if backend.wants_plan else None
         self.mixed_step_rows = choose_num_rows(config, has_graphs, self.model.num_layer_params)
-        side_branch = SideBranch(self.device) if quack is not None and quack.decodes and backend.wants_plan else None
-        self._make_decode_inputs(heads, side_branch)
+        self._make_decode_inputs(heads)
         max_rows = self.decode_inputs.max_rows
         backend.prepare(max_rows, num_heads, num_kv_heads, head_dim, self.device, self.mixed_step_rows)
         backend.use_flash_attn4(
@@ -146,13 +144,13 @@ class ModelRunner(RankCalls):
             self.model.use_quack(None)
             self._make_decode_inputs(heads)
 
-    def _make_decode_inputs(self, heads: tuple[int, int] | None, side_branch: SideBranch | None = None) -> None:
-        """heads: query and KV heads, for a back end that wants a plan. side_branch: as `DecodeInputs` takes it."""
+    def _make_decode_inputs(self, heads: tuple[int, int] | None) -> None:
+        """heads: query and KV heads, for a back end that wants a plan."""
         max_num_seqs, max_blocks = self.config.max_num_seqs, -(-self.config.max_model_len // self.block_size)
         padded = [self.model.padded_batch(n) for n in range(max_num_seqs + 1)]
         num_kv_heads, most_rows = (heads[1], rows_a_piece(*heads)) if heads else (None, 1)
         sizes, mixed = (max_num_seqs, max_blocks, self.block_size), (self.mixed_step_rows, most_rows)
-        self.decode_inputs = DecodeInputs(*sizes, self.device, num_kv_heads, padded, *mixed, side_branch)
+        self.decode_inputs = DecodeInputs(*sizes, self.device, num_kv_heads, padded, *mixed)
 
     def load_weights(self) -> None:
         """Fill the model's parameters as load_format says."""

@@ -40,20 +40,6 @@ def prefetch_lines(pointers):
 
 
 @triton.jit
-def prefetch_lasting_lines(pointers):
-    """The same, to be kept longer than what is loaded otherwise: what streams through L2 in between does not drive it
-    out."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2::evict_last [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def await_previous(PDL: tl.constexpr):
     """Let the next kernel in, and wait for the one before: the beginning of a kernel that reads nothing early."""
     if PDL:

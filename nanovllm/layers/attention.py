@@ -32,9 +32,3 @@ class Attention(nn.Module):
         if context.is_prefill:
             return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale)
         return self.backend.decode(q, self.k_cache, self.v_cache, context, self.scale)
-
-    def prefetch(self, context: Context) -> None:
-        """Ask for some of what a decode step's `forward` will read, beside what is launched from now on, on the step's
-        side branch, which it must have."""
-        with context.side_branch.fork():
-            self.backend.prefetch(self.k_cache, self.v_cache, context)

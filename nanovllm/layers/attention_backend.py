@@ -12,7 +12,6 @@ from nanovllm.utils.context import Context
 from nanovllm.utils.decode_plan import num_work_items, rows_a_piece
 
 if HAS_TRITON:
-    from nanovllm.kernels.cache_prefetch import prefetch_cache
     from nanovllm.kernels.decode_workspace import DecodeWorkspace
     from nanovllm.kernels.paged_decode import paged_decode
     from nanovllm.kernels.paged_prefill import paged_prefill
@@ -85,10 +84,6 @@ class AttentionBackend(ABC):
     def decode(self, q, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor:
         """Attention of one token a row over its context_lens keys; zeros where that is 0."""
 
-    def prefetch(self, k_cache, v_cache, context: Context) -> None:
-        """Have the device's cache hold some of what `decode` will read of these; by default none."""
-        return None
-
 
 class TorchBackend(AttentionBackend):
     """Plain torch, on any device: the CPU's back end, and the twin of the others."""
@@ -140,9 +135,6 @@ class TritonBackend(AttentionBackend):
         plan, workspace = c.decode_plan, self.workspace
         lens, tables = c.context_lens, c.block_tables
         return paged_decode(q, k_cache, v_cache, lens, tables, scale, plan, workspace, pdl=True, most_rows=c.most_rows)
-
-    def prefetch(self, k_cache, v_cache, context):
-        prefetch_cache(k_cache, v_cache, context.block_tables, context.decode_plan)
 
 
 class FlashAttnBackend(AttentionBackend):

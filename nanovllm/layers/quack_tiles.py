@@ -141,13 +141,6 @@ def padded_batch(num_seqs: int, N: int, K: int, num_multiprocessors: int) -> int
     return whole if tile is not None and num_seqs >= fewest else num_seqs
 
 
-def leaves_memory_idle(num_tokens: int, N: int, K: int) -> bool:
-    """Whether what a decode step of so many rows multiplies, by quack-kernels, leaves memory time to fetch keys and
-    values meanwhile, in a model whose gate and up are a weight `[N, K]`. Steps of 0.6B of 64 to 256 sequences take 0.7
-    to 1.9 % less so, one of 512 sequences more, and ones of 1.7B and 8B as long or longer."""
-    return _is_small(N, K) and _MIN_SMALL_BATCH <= num_tokens <= 256
-
-
 def _is_small(N: int, K: int) -> bool:
     """Whether `decode_linear` takes the weight for up to 64 tokens."""
     return N * K < decode_linear.MAX_WEIGHTS

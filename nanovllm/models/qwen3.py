@@ -23,12 +23,10 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.product import batch_with_padding, product_silu
 from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.quack import Quack
-from nanovllm.layers.quack_tiles import leaves_memory_idle
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_parameters
 from nanovllm.layers.skinny_linear import is_skinny, is_worth_it, norm_linear, norm_linear_silu
 from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import TensorParallel
-from nanovllm.utils.side_branch import SideBranch
 
 Rows = torch.Tensor | slice  # of a flat batch of tokens
 
@@ -137,7 +135,6 @@ class Qwen3DecoderLayer(nn.Module):
         residual: torch.Tensor,
         next_norm: RMSNorm,
         rows: Rows | None = None,
-        next_attn: Attention | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
@@ -146,7 +143,6 @@ class Qwen3DecoderLayer(nn.Module):
             residual: the stream, likewise; overwritten.
             next_norm: the next layer's first norm, or the final one, which comes with this layer's last sum.
             rows: the tokens whose stream goes on, all by default.
-            next_attn: the next layer's, to fetch some of its cache beside the last product; None fetches nothing.
 
         Returns:
             The next hidden_states and residual.
@@ -157,8 +153,6 @@ class Qwen3DecoderLayer(nn.Module):
             residual = residual[rows]
         hidden_states = self.self_attn.o_proj.add_norm(residual, attended, self.post_attention_layernorm)
         hidden_states = self.mlp(hidden_states)
-        if next_attn is not None:
-            next_attn.prefetch(get_context())
         return self.mlp.down_proj.add_norm(residual, hidden_states, next_norm), residual
 
     def forward_parts(
@@ -214,7 +208,6 @@ class Qwen3Model(nn.Module):
             return self.norm(residual[: get_context().num_drawn])
         residual = self.embed_tokens(input_ids)
         hidden_states = self.layers[0].input_layernorm(residual)
-        side_branch = self._prefetch_branch(len(residual))
         if is_prefill and reducer is not None and reducer.takes_parts(len(residual)):
             parts = hidden_states.chunk(2)
             for layer, next_layer in pairwise(self.layers):
@@ -222,12 +215,8 @@ class Qwen3Model(nn.Module):
             hidden_states = torch.cat(list(parts))
         else:
             for layer, next_layer in pairwise(self.layers):
-                next_norm = next_layer.input_layernorm
-                next_attn = next_layer.self_attn.attn if side_branch is not None else None
-                hidden_states, residual = layer(positions, hidden_states, residual, next_norm, next_attn=next_attn)
+                hidden_states, residual = layer(positions, hidden_states, residual, next_layer.input_layernorm)
         hidden_states, _ = self.layers[-1](positions, hidden_states, residual, self.norm, _rows_wanted())
-        if side_branch is not None:
-            side_branch.join()
         return hidden_states
 
     def _takes_skinny(self, num_tokens: int) -> bool:
@@ -238,11 +227,6 @@ class Qwen3Model(nn.Module):
         if not is_worth_it(num_tokens, weight):
             return False
         return self.tp.reducer is not None if self.tp.size > 1 else not is_small_batch(num_tokens, weight)
-
-    def _prefetch_branch(self, num_tokens: int) -> SideBranch | None:
-        """Where to fetch some of the layers' caches ahead; None in steps that take longer so."""
-        side_branch, gate_up = get_context().side_branch, self.layers[0].mlp.gate_up_proj.weight
-        return side_branch if leaves_memory_idle(num_tokens, *gate_up.shape) else None
 
 
 class Qwen3ForCausalLM(nn.Module):

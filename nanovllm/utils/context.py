@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanovllm.utils.side_branch import SideBranch
-
 
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -29,7 +27,6 @@ class Context:
         decode_plan: decode: int32 [num_items, PIECE_FIELDS], the pieces that attention is cut into, for back ends that
             want a plan (see the module of that name).
         most_rows: decode: that share one of these pieces.
-        side_branch: decode: for launches that the step's others need not wait for; None where there are to be none.
         num_drawn: decode: of how many of the first rows tokens are drawn; the model returns the hidden states of these
             alone. None: of all rows.
     """
@@ -45,7 +42,6 @@ class Context:
     last_tokens: torch.Tensor | None = None
     decode_plan: torch.Tensor | None = None
     most_rows: int = 1
-    side_branch: SideBranch | None = None
     num_drawn: int | None = None
 
     def of_last_tokens(self) -> "Context":

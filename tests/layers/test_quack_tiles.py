@@ -9,7 +9,6 @@ from nanovllm.layers.quack_tiles import (
     PREFILL_TILE,
     Kind,
     decode_tile,
-    leaves_memory_idle,
     padded_batch,
     prefill_tile,
 )
@@ -66,11 +65,6 @@ def test_padding(num_seqs, shape):
 )
 def test_batches_that_are_padded(model, batches):
     assert {n: padded_batch(n, *GATE_UP[model], H200) for n in batches} == batches
-
-
-def test_the_cache_is_fetched_ahead_where_that_gained():
-    assert [n for n in range(600) if leaves_memory_idle(n, *GATE_UP["0.6B"])] == list(range(33, 257))
-    assert not any(leaves_memory_idle(n, *GATE_UP[model]) for n in range(600) for model in ("1.7B", "4B", "8B"))
 
 
 def test_sums_are_for_it_where_rows_are_few_or_short():

@@ -11,7 +11,6 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import HAS_TRITON, use_kernels
 from nanovllm.utils.context import Context
 from nanovllm.utils.decode_plan import PIECE_FIELDS, first_shared_rows, num_work_items, plan_decode
-from nanovllm.utils.side_branch import SideBranch
 
 if HAS_TRITON:
     from nanovllm.kernels.step_copies import receive_step
@@ -78,16 +77,13 @@ class DecodeInputs:
         padded: list[int] | None = None,
         mixed_step_rows: int = 0,
         most_rows: int = 1,
-        side_branch: SideBranch | None = None,
     ):
         """num_kv_heads: to plan attention's work for; None makes no plan. padded: never less for more sequences; None
-        pads nothing. mixed_step_rows: most of a mixed step. most_rows: of its rows to share a piece of the plan.
-        side_branch: for the layers of the steps that are not mixed."""
+        pads nothing. mixed_step_rows: most of a mixed step. most_rows: of its rows to share a piece of the plan."""
         self.padded = padded or list(range(max_num_seqs + 1))
         n = self.max_rows = max(self.padded[max_num_seqs], mixed_step_rows)
         self.num_kv_heads = num_kv_heads
         self.most_rows = most_rows
-        self.side_branch = side_branch
         num_items = num_work_items(n, num_kv_heads) if num_kv_heads else 0
         layout: Layout = {
             "tokens": ((n,), np.int64),
@@ -135,7 +131,7 @@ class DecodeInputs:
         tensors = {name: rows[name] for name in ("slot_mapping", "context_lens", "block_tables")}
         tensors["decode_plan"] = self.plan(num_rows)
         if num_drawn is None:
-            context = Context(**tensors, side_branch=self.side_branch)
+            context = Context(**tensors)
         else:
             context = Context(**tensors, most_rows=self.most_rows, num_drawn=num_drawn)
         return self.input_ids[:num_rows], rows["positions"], context
