@@ -10,10 +10,12 @@ of x don't influence each other. Equal calls give equal bits; another number of 
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.decode_linear_kernel import MAX_TOKENS, DecodeLinearConfig, launch
+from nanovllm.kernels.decode_linear_kernel import MAX_ROWS, MAX_TOKENS, DecodeLinearConfig, launch
 from nanovllm.kernels.linear_checks import check_layer, check_result
 
 DTYPES = (torch.bfloat16, torch.float16)
+ALIGNMENT = 16  # columns; other rows are read two bytes at a time
+__all__ = ["ALIGNMENT", "DTYPES", "MAX_ROWS", "MAX_TOKENS", "linear", "linear_add", "linear_silu"]
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -26,8 +26,11 @@ _NUM_WARPS = 4
 _MIN_PROGRAMS = 128
 # Columns that are worth a split.
 _MIN_SPLIT_K = 512
-# Tiles of a launch with splits: as many would keep every multiprocessor busy without.
-_MAX_SPLIT_TILES = 256
+# Counters for launches with splits, one a tile of results.
+_MAX_SPLIT_TILES = 1024
+_MIN_TILE_ROWS = 16
+# So many rows of a weight have counters at every number of tokens and in the smallest tiles.
+MAX_ROWS = _MAX_SPLIT_TILES * _MIN_TILE_ROWS * TILE_TOKENS // MAX_TOKENS
 
 
 class DecodeLinearConfig(NamedTuple):

@@ -260,6 +260,8 @@ def launch(
     size = 1 if inboxes is None else len(inboxes.addresses)
     config = config or choose_config(M, num_rows, K, x.element_size(), norm_weight is not None)
     rows, k_tile, num_warps, tensor_cores, prefetch = config
+    if tensor_cores:
+        rows = max(rows, _MIN_DOT_ROWS)
     launcher(skinny_linear_kernel, (triton.cdiv(num_rows, rows),), pdl and has_pdl(x.device))(
         x,
         norm_weight,

@@ -10,7 +10,7 @@ import math
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +21,6 @@ _TABLES = Path(__file__).parent / "tables"
 _DEFAULT_GPU = "NVIDIA H200"
 # Both 16-bit dtypes take the same time.
 _SAME_SPEED = {"float16": "bfloat16"}
-# How far a shape may be from one that was measured, in powers of two of N and of K, to take its rows.
-_MAX_DISTANCE = 1.0
 
 
 class Key(NamedTuple):
@@ -79,12 +77,9 @@ class Table:
         self.versions = dict(versions or {})
 
     def find(self, key: Key) -> Row | None:
-        """The row of this key, or of the nearest shape that was measured; None where none is near."""
-        if key in self.rows:
-            return self.rows[key]
-        near = [(_distance(key, other), other) for other in self.rows if other[:2] == key[:2] and other[4] == key[4]]
-        distance, other = min(near, default=(math.inf, key))
-        return self.rows[other] if distance <= _MAX_DISTANCE else None
+        """The row of this key, otherwise of the nearest shape; None if this operation has none in this phase."""
+        others = (other for other in self.rows if other[:2] == key[:2] and other.dtype == key.dtype)
+        return self.rows.get(key) or self.rows.get(min(others, key=partial(_distance, key), default=key))
 
     def setting(self, name: str, key: str) -> Any:
         """A number that is no product's. Raises KeyError for one that the table does not have."""
@@ -96,19 +91,23 @@ class Table:
 
 
 def _distance(key: Key, other: Key) -> float:
-    return max(abs(math.log2(key.N / other.N)), abs(math.log2(key.K / other.K)))
+    return abs(math.log2(key.N / other.N)) + abs(math.log2(key.K / other.K))
 
 
-def load_table(gpu: str) -> Table:
-    """The package's table for a GPU of this name (`torch.cuda.get_device_name`), with the rows that `nanovllm tune` has
-    left in the user's cache."""
-    table = _package_table(gpu)
+def load_table(device: torch.device) -> Table:
+    """The package's table for this GPU, with the rows that `nanovllm tune` has left in the user's cache. A CPU has an
+    empty one."""
+    if device.type != "cuda":
+        return Table()
+    gpu = torch.cuda.get_device_name(device)
+    table = package_table(gpu)
     path = user_path(gpu)
     return table.updated(read_table(path)) if path.is_file() else table
 
 
 @cache
-def _package_table(gpu: str) -> Table:
+def package_table(gpu: str) -> Table:
+    """The table in the package for a GPU of this name (`torch.cuda.get_device_name`)."""
     path = package_path(gpu)
     return read_table(path if path.is_file() else package_path(_DEFAULT_GPU))
 
@@ -138,9 +137,9 @@ def read_table(path: Path) -> Table:
 
 
 def _choice(items: list) -> Choice:
+    if not isinstance(items, list) or not items or not isinstance(items[0], str):
+        raise ValueError(f"a choice must be a list of a candidate's name and its constants, not {items!r}")
     name, *constants = items
-    if not isinstance(name, str):
-        raise ValueError(f"a choice begins with a candidate's name, not with {name!r}")
     return Choice(name, tuple(tuple(value) if isinstance(value, list) else value for value in constants))
 
 

@@ -21,8 +21,7 @@ from nanovllm.kernels.decode_linear_kernel import (
 )
 from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.layers.decode_linear import linear_silu_torch
-from nanovllm.layers.skinny_linear import linear_add_torch, linear_torch
+from nanovllm.layers.matmul_torch import linear_add_torch, linear_silu_torch, linear_torch
 
 # Of results of order one; the activation's factors may come to lie one rounding apart.
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -9,7 +9,7 @@ from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.posted_sums import MAX_TOKENS, Inboxes, collect
 from nanovllm.kernels.skinny_kernel import SkinnyConfig
 from nanovllm.kernels.skinny_linear import linear_post
-from nanovllm.layers.skinny_linear import linear_torch
+from nanovllm.layers.matmul_torch import linear_torch
 
 FLOAT16 = torch.float16
 # Triton's interpreter multiplies bfloat16 wrongly, and truncates to it where the hardware rounds.

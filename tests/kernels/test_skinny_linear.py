@@ -12,8 +12,7 @@ from linear_inputs import make_linear, make_rows
 from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.skinny_kernel import MAX_TOKENS, SkinnyConfig, choose_config
 from nanovllm.kernels.skinny_linear import linear_add, norm_linear, norm_linear_silu
-from nanovllm.layers import skinny_linear as layers
-from nanovllm.layers.skinny_linear import linear_add_torch, norm_linear_silu_torch, norm_linear_torch
+from nanovllm.layers.matmul_torch import linear_add_torch, norm_linear_silu_torch, norm_linear_torch
 
 EPS = 1e-6
 # Of results of order one. In 16 bits, the input of the product may come to lie one rounding apart here and there.
@@ -24,7 +23,6 @@ BFLOAT16 = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 
 KERNELS = norm_linear, norm_linear_silu, linear_add
 TWINS = norm_linear_torch, norm_linear_silu_torch, linear_add_torch
-DISPATCHERS = layers.norm_linear, layers.norm_linear_silu, layers.linear_add
 
 # A GPU takes a second to compile a kernel, and each M, K, dtype, config, presence of a bias and divisibility of N and
 # the strides makes three: so there are few cases, which differ in as much as they can.
@@ -191,14 +189,6 @@ def test_twins_equal_float64(dtype):
     assert_close(norm_linear_silu_torch(x, norm_weight, EPS, weight), silu.to(dtype))
     total = residual.double() + double @ weight.double().t() + bias.double()
     assert_close(linear_add_torch(x, weight, residual.clone(), bias), total.to(dtype))
-
-
-def test_dispatch(device):
-    M, N, K, dtype = SHAPES[3]
-    x = torch.zeros(M, K, device=device, dtype=dtype)
-    assert layers.is_skinny(x) == (device == "cuda")
-    assert not layers.is_skinny(x.new_zeros(17, K))
-    check_all(M, N, K, dtype, device, DISPATCHERS)
 
 
 @pytest.mark.gpu
