@@ -27,12 +27,12 @@ from nanovllm.tuning.table import Key, Row, Table
 from nanovllm.utils.context import get_context
 
 if HAS_TRITON:
-    from nanovllm.kernels import decode_linear as split_k_kernels
+    from nanovllm.kernels import gemv as gemv_kernels
     from nanovllm.kernels import linear_silu as fused_silu_kernel
-    from nanovllm.kernels import skinny_linear as gemv_kernels
-    from nanovllm.kernels.decode_linear_kernel import DecodeLinearConfig, make_arrivals
+    from nanovllm.kernels import split_k as split_k_kernels
     from nanovllm.kernels.dependent_launch import has_pdl
-    from nanovllm.kernels.skinny_kernel import SkinnyConfig
+    from nanovllm.kernels.gemv_kernel import GemvConfig
+    from nanovllm.kernels.split_k_kernel import MAX_ROWS, SplitKConfig, make_arrivals
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class Gemv(Candidate):
     """Our kernel for 1 to 16 tokens, which reads the weights at the speed of memory, the norm inside."""
 
     name = "gemv"
-    constants = SkinnyConfig if HAS_TRITON else None
+    constants = GemvConfig if HAS_TRITON else None
 
     def supports(self, problem: Problem) -> bool:
         if not use_kernels(problem.weight) or len(problem.x) > gemv_kernels.MAX_TOKENS:
@@ -145,7 +145,7 @@ class Gemv(Candidate):
         is_small = problem.has_norm and problem.weight.shape[1] <= gemv_kernels.MAX_NORM_SIZE
         return is_small and problem.out is None and problem.operation in ("linear", "linear_silu")
 
-    def launch(self, problem: Problem, constants: "SkinnyConfig") -> Tensor:
+    def launch(self, problem: Problem, constants: "GemvConfig") -> Tensor:
         operation, x, weight, bias, out = problem
         if operation == "linear_add":
             return gemv_kernels.linear_add(problem.input, weight, out, bias, constants, pdl=True)
@@ -160,7 +160,7 @@ class SplitK(Candidate):
     kernel before it still runs."""
 
     name = "split-k"
-    constants = DecodeLinearConfig if HAS_TRITON else None
+    constants = SplitKConfig if HAS_TRITON else None
 
     def __init__(self, device: torch.device):
         # All launches of an engine share them: each waits for the one before.
@@ -172,12 +172,12 @@ class SplitK(Candidate):
             use_kernels(weight)
             and weight.dtype in split_k_kernels.DTYPES
             and weight.shape[1] % split_k_kernels.ALIGNMENT == 0
-            and len(weight) <= split_k_kernels.MAX_ROWS
+            and len(weight) <= MAX_ROWS
             and len(problem.x) <= split_k_kernels.MAX_TOKENS
             and _is_hopper(weight.device)
         )
 
-    def launch(self, problem: Problem, constants: "DecodeLinearConfig") -> Tensor:
+    def launch(self, problem: Problem, constants: "SplitKConfig") -> Tensor:
         x, weight, bias, out = problem.input, problem.weight, problem.bias, problem.out
         options = {"config": constants, "arrivals": self.arrivals, "pdl": True}
         if problem.operation == "linear_silu":
@@ -299,7 +299,7 @@ class Matmul:
                 *(key.operation, key.N, key.K, self._model),
             )
 
-    def posted_constants(self, weight: Tensor, num_tokens: int) -> "SkinnyConfig | None":
+    def posted_constants(self, weight: Tensor, num_tokens: int) -> "GemvConfig | None":
         """The GEMV kernel's constants where it shall post this linear_sum to the other ranks itself, otherwise None."""
         for candidate, constants in self.choices("linear_sum", weight, num_tokens)[:1]:
             if isinstance(candidate, Gemv):

@@ -8,13 +8,13 @@ from nanovllm.layers.layernorm import rms_norm_torch
 
 
 def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Twin of `kernels.decode_linear.linear`."""
+    """Twin of `kernels.split_k.linear`."""
     product = F.linear(x.float(), weight.float())
     return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
 def linear_silu_torch(x: Tensor, weight: Tensor) -> Tensor:
-    """Twin of `kernels.decode_linear.linear_silu`."""
+    """Twin of `kernels.split_k.linear_silu`."""
     return silu_and_mul_torch(linear_torch(x, weight))
 
 
@@ -25,10 +25,10 @@ def linear_add_torch(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor |
 
 
 def norm_linear_torch(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Twin of `kernels.skinny_linear.norm_linear`."""
+    """Twin of `kernels.gemv.norm_linear`."""
     return linear_torch(rms_norm_torch(x, norm_weight, eps), weight, bias)
 
 
 def norm_linear_silu_torch(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
-    """Twin of `kernels.skinny_linear.norm_linear_silu`."""
+    """Twin of `kernels.gemv.norm_linear_silu`."""
     return linear_silu_torch(rms_norm_torch(x, norm_weight, eps), weight)

@@ -10,9 +10,9 @@ from nanovllm.utils.peer_memory import Peers
 if HAS_TRITON:
     from nanovllm.kernels import all_reduce as kernels
     from nanovllm.kernels import posted_sums
+    from nanovllm.kernels.gemv import linear_post
+    from nanovllm.kernels.gemv_kernel import GemvConfig
     from nanovllm.kernels.posted_sums import Inboxes, collect
-    from nanovllm.kernels.skinny_kernel import SkinnyConfig
-    from nanovllm.kernels.skinny_linear import linear_post
 
 # With more than two ranks one shot moves more than NCCL does, which pays while latency counts and not bandwidth.
 _MAX_TOKENS_OF_MANY_RANKS = 512
@@ -82,7 +82,7 @@ class ResidualReducer:
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        config: "SkinnyConfig | None" = None,
+        config: "GemvConfig | None" = None,
     ) -> None:
         """residual += the sum of all ranks' `x W^T + bias`, by dependent launches, for up to 16 tokens."""
         linear_post(x, weight, self._posts, self._index, bias, config, pdl=True)

@@ -9,10 +9,10 @@ pytest.importorskip("triton")
 from nanovllm.kernels.decode_config import DecodeConfig, has_tma
 from nanovllm.kernels.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.dependent_launch import has_pdl
+from nanovllm.kernels.gemv import linear_add, norm_linear
 from nanovllm.kernels.paged_decode import paged_decode
 from nanovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.kernels.skinny_linear import linear_add, norm_linear
 from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding
 from nanovllm.utils.decode_plan import make_plan
 

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import decode_linear as split_k_kernels
-from nanovllm.kernels import skinny_linear as gemv_kernels
+from nanovllm.kernels import gemv as gemv_kernels
+from nanovllm.kernels import split_k as split_k_kernels
 from nanovllm.layers import matmul as matmul_module
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import TorchBackend
