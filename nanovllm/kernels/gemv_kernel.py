@@ -231,7 +231,7 @@ def launch(
     rows, k_tile, num_warps, tensor_cores, prefetch = config
     if tensor_cores:
         # Of more rows two tiles do not fit in the shared memory of the smallest GPUs.
-        rows = max(_MIN_DOT_ROWS, rows if K <= k_tile else min(rows, 16))
+        rows = max(_MIN_DOT_ROWS, rows if k_tile >= K else min(rows, 16))
     launcher(gemv_kernel, (triton.cdiv(num_rows, rows),), pdl and has_pdl(x.device))(
         x,
         norm_weight,
