@@ -10,8 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.models.hf_config import check_hf_config, check_token_ids, read_hf_config, supported_length
-from nanovllm.models.qwen3 import get_head_dim
+from nanovllm.models.hf_config import (
+    check_hf_config,
+    check_token_ids,
+    get_head_dim,
+    read_hf_config,
+    supported_length,
+)
 from nanovllm.utils.checks import is_int, is_number, require
 from nanovllm.utils.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
 from nanovllm.utils.option_hints import ENGINE_HINTS, explains_unknown_options
