@@ -26,10 +26,12 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import AttentionBackend, select_backend
 from nanovllm.layers.flash_attn4 import AttentionShape
+from nanovllm.layers.matmul import Matmul, our_candidates
 from nanovllm.layers.quack import load_quack
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import make_model
-from nanovllm.models.qwen3 import get_head_dim
+from nanovllm.models.hf_config import get_head_dim
+from nanovllm.tuning.table import load_table
 from nanovllm.utils.context import step_context
 from nanovllm.utils.loader import load_dummy, load_model, num_checkpoint_params
 from nanovllm.utils.parallel import TensorParallel
@@ -117,8 +119,10 @@ class ModelRunner:
         self.num_kv_heads = num_kv_heads
         # Over two GPUs it gained nothing.
         quack = load_quack(config.dtype, self.device, decodes=has_graphs) if self.tp.size == 1 else None
-        self.model.use_quack(quack)
-        self.mixed_step_rows = choose_num_rows(config, has_graphs, self.model.num_layer_params)
+        table = load_table(self.device)
+        candidates = our_candidates(self.device) + ([] if quack is None else [quack])
+        self.model.use_matmul(Matmul(table, candidates, config.model))
+        self.mixed_step_rows = choose_num_rows(config, has_graphs, self.model.num_layer_params, table)
         plan_heads = num_kv_heads if backend.wants_plan else None
         self._make_decode_inputs(plan_heads)
         backend.prepare(self.decode_inputs.max_rows, num_heads, num_kv_heads, head_dim, self.device)
@@ -137,7 +141,6 @@ class ModelRunner:
             self.load_weights()
         packages.load(self.tp, progress.count("compiling kernels of packages"))
         if quack is not None and not quack.works:  # Nothing is padded for it then.
-            self.model.use_quack(None)
             self._make_decode_inputs(plan_heads)
 
     def _make_decode_inputs(self, num_kv_heads: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Sums over tensor-parallel GPUs of a few tokens, posted by the product itself: the programs of `skinny_linear` write
+"""Sums over tensor-parallel GPUs of a few tokens, posted by the product itself: the programs of `gemv` write
 what they have computed straight into every rank's inbox (see `messages`), and `collect` adds it up.
 
 `collect` is there before the product has ended, as a dependent launch, and waits for messages instead of for launches:

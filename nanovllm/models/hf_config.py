@@ -84,6 +84,11 @@ def supported_length(hf_config: Any) -> int:
     return limit
 
 
+def get_head_dim(hf_config: Any) -> int:
+    """Qwen2's configuration names no head_dim: there it is hidden_size / num_attention_heads."""
+    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+
+
 def check_token_ids(value: Any, where: str, name: str) -> list[int]:
     """The token ids of a field that holds one, a list of them, or None. Raises ValueError for anything else."""
     token_ids = [] if value is None else value if isinstance(value, list) else [value]

@@ -10,8 +10,9 @@ from nanovllm.utils.peer_memory import Peers
 if HAS_TRITON:
     from nanovllm.kernels import all_reduce as kernels
     from nanovllm.kernels import posted_sums
+    from nanovllm.kernels.gemv import linear_post
+    from nanovllm.kernels.gemv_kernel import GemvConfig
     from nanovllm.kernels.posted_sums import Inboxes, collect
-    from nanovllm.kernels.skinny_linear import linear_post
 
 # With more than two ranks one shot moves more than NCCL does, which pays while latency counts and not bandwidth.
 _MAX_TOKENS_OF_MANY_RANKS = 512
@@ -25,6 +26,7 @@ class ResidualReducer:
 
     Attributes:
         long_sums: for steps of thousands of tokens over two ranks; None where there are none.
+        is_posting: whether all sums of this forward pass go through `add_linear`.
     """
 
     def __init__(self, peers: Peers, max_tokens: int, hidden_size: int, dtype: torch.dtype):
@@ -45,6 +47,7 @@ class ResidualReducer:
         self._posted = share("posted", (2, self.size, posted_sums.MAX_TOKENS, hidden_size // 2), torch.int64)
         self._step = torch.zeros(1, dtype=torch.int32, device=peers.device)
         self._index = 0
+        self.is_posting = False
         own, addresses = self._posted.tensor, self._posted.address_table
         self._posts = Inboxes(own, addresses, self._step, peers.abort_flag, self.rank)
         torch.cuda.synchronize(peers.device)
@@ -66,16 +69,23 @@ class ResidualReducer:
         return buffer[:num_tokens] if num_tokens > kernels.MAX_PUSH_TOKENS else torch.empty_like(buffer[:num_tokens])
 
     def begin_step(self, num_sums: int) -> None:
-        """Before the first `add_linear` of a forward pass that calls it num_sums times, an even number. An ordinary
-        launch must follow before that."""
-        self._step += num_sums
-        self._index = 0
+        """At the beginning of every forward pass: how often it calls `add_linear`, an even number, or 0. An ordinary
+        launch must follow before the first call."""
+        self.is_posting = num_sums > 0
+        if self.is_posting:
+            self._step += num_sums
+            self._index = 0
 
     def add_linear(
-        self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        residual: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        config: "GemvConfig | None" = None,
     ) -> None:
-        """residual += the sum of all ranks' `x W^T + bias`, by dependent launches, for the tokens of `is_skinny`."""
-        linear_post(x, weight, self._posts, self._index, bias, pdl=True)
+        """residual += the sum of all ranks' `x W^T + bias`, by dependent launches, for up to 16 tokens."""
+        linear_post(x, weight, self._posts, self._index, bias, config, pdl=True)
         collect(self._posts, self._index, residual, pdl=True)
         self._index += 1
 

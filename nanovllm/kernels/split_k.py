@@ -1,7 +1,6 @@
 """Linear layers of a decode batch of up to 128 tokens, with the activation or the residual addition that follows.
 
-Made for 9 tokens and more; `skinny_linear` has kernels for fewer. Every function takes `config`, launch
-constants instead of those that `choose_config` picks, `arrivals`, the counters that launches with splits of K share
+Every function accepts `config`, launch constants, `arrivals`, the counters that launches with splits of K share
 (`make_arrivals`; made for the call if None, which costs a launch), and `pdl`: programmatic dependent launch (see
 `dependent_launch`; no effect where the device or Triton lacks it). Weights and biases are read before the wait. Rows
 of x don't influence each other. Equal calls give equal bits; another number of tokens may round differently.
@@ -10,10 +9,11 @@ of x don't influence each other. Equal calls give equal bits; another number of 
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.decode_linear_kernel import MAX_TOKENS, DecodeLinearConfig, launch
 from nanovllm.kernels.linear_checks import check_layer, check_result
+from nanovllm.kernels.split_k_kernel import MAX_TOKENS, SplitKConfig, launch
 
 DTYPES = (torch.bfloat16, torch.float16)
+ALIGNMENT = 16  # columns; other rows are read two bytes at a time
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -27,7 +27,7 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     out: Tensor | None = None,
-    config: DecodeLinearConfig | None = None,
+    config: SplitKConfig | None = None,
     arrivals: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -60,7 +60,7 @@ def linear(
 def linear_silu(
     x: Tensor,
     weight: Tensor,
-    config: DecodeLinearConfig | None = None,
+    config: SplitKConfig | None = None,
     arrivals: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -89,7 +89,7 @@ def linear_add(
     weight: Tensor,
     residual: Tensor,
     bias: Tensor | None = None,
-    config: DecodeLinearConfig | None = None,
+    config: SplitKConfig | None = None,
     arrivals: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:

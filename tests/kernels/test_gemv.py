@@ -10,10 +10,10 @@ pytest.importorskip("triton")
 from linear_inputs import make_linear, make_rows
 
 from nanovllm.kernels.dependent_launch import has_pdl
-from nanovllm.kernels.skinny_kernel import MAX_TOKENS, SkinnyConfig, choose_config
-from nanovllm.kernels.skinny_linear import linear_add, norm_linear, norm_linear_silu
-from nanovllm.layers import skinny_linear as layers
-from nanovllm.layers.skinny_linear import linear_add_torch, norm_linear_silu_torch, norm_linear_torch
+from nanovllm.kernels.gemv import linear_add, norm_linear, norm_linear_silu
+from nanovllm.kernels.gemv_kernel import MAX_TOKENS, GemvConfig, default_config
+from nanovllm.layers.matmul_torch import linear_add_torch, norm_linear_silu_torch, norm_linear_torch
+from nanovllm.tuning.table import package_table
 
 EPS = 1e-6
 # Of results of order one. In 16 bits, the input of the product may come to lie one rounding apart here and there.
@@ -24,7 +24,6 @@ BFLOAT16 = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 
 KERNELS = norm_linear, norm_linear_silu, linear_add
 TWINS = norm_linear_torch, norm_linear_silu_torch, linear_add_torch
-DISPATCHERS = layers.norm_linear, layers.norm_linear_silu, layers.linear_add
 
 # A GPU takes a second to compile a kernel, and each M, K, dtype, config, presence of a bias and divisibility of N and
 # the strides makes three: so there are few cases, which differ in as much as they can.
@@ -40,24 +39,23 @@ SHAPES = [
 ]
 # config, M, N, dtype at K = 201: rows in one tile and in several, plain and tensor cores.
 CONFIGS = [
-    (SkinnyConfig(4, 64, 1), 8, 17, FLOAT16),
-    (SkinnyConfig(8, 256, 2), 3, 18, BFLOAT16),
-    (SkinnyConfig(8, 1024, 8, tensor_cores=True, prefetch=1024), 5, 17, BFLOAT16),
-    (SkinnyConfig(16, 128, 4, tensor_cores=True, prefetch=128), 16, 18, FLOAT16),
+    (GemvConfig(4, 64, 1), 8, 17, FLOAT16),
+    (GemvConfig(8, 256, 2), 3, 18, BFLOAT16),
+    (GemvConfig(8, 1024, 8, tensor_cores=True, prefetch=1024), 5, 17, BFLOAT16),
+    (GemvConfig(16, 128, 4, tensor_cores=True, prefetch=128), 16, 18, FLOAT16),
 ]
 configs = pytest.mark.parametrize(("config", "M", "N", "dtype"), CONFIGS)
-# M, N, K of published models, for which choose_config has constants of their own; the interpreter would take minutes.
-MODEL_SHAPES = [
-    (1, 4096, 2048),
-    (1, 1024, 3072),
-    (2, 4096, 1024),
-    (2, 6144, 2560),
-    (2, 4096, 6144),
-    (4, 6144, 1024),
-    (4, 1024, 3072),
-    (8, 2048, 1024),
-    (8, 4096, 1024),
-]
+
+
+def table_cases() -> dict[GemvConfig, tuple[int, int, int]]:
+    """The constants of the H200's table, each with the largest M, and N and K, that it is for."""
+    cases = {}
+    for key, row in package_table("NVIDIA H200").rows.items():
+        for bound, choices in zip(row.bounds, row.choices, strict=True):
+            for name, constants in choices:
+                if name == "gemv":
+                    cases[GemvConfig(*constants)] = (min(bound, MAX_TOKENS), key.N, key.K)
+    return cases
 
 
 @pytest.fixture(autouse=True)
@@ -110,9 +108,10 @@ def test_kernels_equal_twins(M, N, K, dtype, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("M", "N", "K"), MODEL_SHAPES)
-def test_shapes_of_models(M, N, K, device):
-    check_all(M, N, K, torch.bfloat16, device)
+@pytest.mark.parametrize(("config", "shape"), table_cases().items())
+def test_constants_of_the_table(config, shape, device):
+    M, N, K = shape
+    check_all(M, min(N, 8192), K, torch.bfloat16, device, config=config)
 
 
 @configs
@@ -134,19 +133,20 @@ def test_rows_are_independent(config, M, N, dtype, device):
 
 
 def test_every_config_is_launchable():
-    for M in range(1, MAX_TOKENS + 1):
-        for N in (1, 1024, 2048, 4096, 6144, 24576, 51200):
-            for K in (1, 96, 1024, 2048, 2560, 3072, 4096, 8192, 9728, 12288, 25600):
-                for itemsize, has_norm in product((2, 4), (False, True)):
-                    rows, k_tile, num_warps, tensor_cores, prefetch = choose_config(M, N, K, itemsize, has_norm)
-                    powers = (rows, k_tile, num_warps, prefetch or 1)
-                    assert all(value > 0 and value & (value - 1) == 0 for value in powers)
-                    assert k_tile >= 16
-                    assert num_warps <= 8
-                    assert not tensor_cores or (itemsize == 2 and rows >= 8 and k_tile // num_warps >= 16)
-                    # Of shared memory, 99 KiB on the smallest: a tile of weights, and of 16 tokens two in a pipeline.
-                    pipeline = 1 if k_tile >= K else 2
-                    assert not tensor_cores or 2 * k_tile * (rows + 16 * pipeline) <= 99 * 1024
+    columns = (1, 96, 1024, 2048, 2560, 3072, 4096, 8192, 9728, 12288, 25600)
+    cases = [
+        (default_config(M, K, itemsize), itemsize, K) for M, K, itemsize in product((1, 4, 5, 16), columns, (2, 4))
+    ]
+    cases += [(config, 2, K) for config, (_, _, K) in table_cases().items()]
+    for (rows, k_tile, num_warps, tensor_cores, prefetch), itemsize, K in cases:
+        powers = (rows, k_tile, num_warps, prefetch or 1)
+        assert all(value > 0 and value & (value - 1) == 0 for value in powers)
+        assert k_tile >= 16
+        assert num_warps <= 8
+        assert not tensor_cores or (itemsize == 2 and rows >= 8 and k_tile // num_warps >= 16)
+        # Of shared memory, 99 KiB on the smallest: a tile of weights, and of 16 tokens two in a pipeline.
+        pipeline = 1 if k_tile >= K else 2
+        assert not tensor_cores or 2 * k_tile * (rows + 16 * pipeline) <= 99 * 1024
 
 
 def test_wrong_arguments_are_refused(device):
@@ -191,14 +191,6 @@ def test_twins_equal_float64(dtype):
     assert_close(norm_linear_silu_torch(x, norm_weight, EPS, weight), silu.to(dtype))
     total = residual.double() + double @ weight.double().t() + bias.double()
     assert_close(linear_add_torch(x, weight, residual.clone(), bias), total.to(dtype))
-
-
-def test_dispatch(device):
-    M, N, K, dtype = SHAPES[3]
-    x = torch.zeros(M, K, device=device, dtype=dtype)
-    assert layers.is_skinny(x) == (device == "cuda")
-    assert not layers.is_skinny(x.new_zeros(17, K))
-    check_all(M, N, K, dtype, device, DISPATCHERS)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The kernel behind `skinny_linear`: y = x W^T for 1..16 tokens, at the speed at which W can be read.
+"""The kernel behind `gemv`: y = x W^T for 1..16 tokens, at the speed at which W can be read.
 
 A program owns a few output columns, which are rows of W, and reads them over the whole of K: nothing is combined
 between programs, so results are deterministic and a residual can be updated in place. A tile's loads are independent
@@ -31,12 +31,12 @@ _MIN_DOT_ROWS = 8 if HAS_GDC else 16  # what the compiler's tensor-core products
 _MAX_PLAIN_TOKENS = 4
 
 
-class SkinnyConfig(NamedTuple):
+class GemvConfig(NamedTuple):
     """Launch constants, all powers of two or 0.
 
     Attributes:
         rows_per_program: weight rows of a program; two make one output column of `norm_linear_silu`. With tensor
-            cores at least 8, or 16 in Triton 3.2.
+            cores at least 8; Triton 3.2 makes it 16.
         k_tile: columns of a weight tile, at least 16. Two tiles are on their way in each program, or one that spans K.
         num_warps: warps a program; with tensor cores also the slices of a tile, at least 16 columns each.
         tensor_cores: whether they multiply; for 16-bit dtypes.
@@ -51,44 +51,13 @@ class SkinnyConfig(NamedTuple):
     prefetch: int = 0
 
 
-def choose_config(M: int, N: int, K: int, itemsize: int, has_norm: bool) -> SkinnyConfig:
-    """The launch constants for M tokens and a weight [N, K] of `itemsize` bytes an element; has_norm: behind a norm.
-    The best, or close to it, of benchmarks/skinny_linear.py on an H200: for Qwen3-0.6B's shapes at M = 1, 2, 4 and 16,
-    for 1.7B's, 4B's and 8B's at 1 and 2, for 14B's and for 8B's over two GPUs at 1."""
-    padded_k = max(16, triton.next_power_of_2(K))
-    many_rows = N > 4096
-    if itemsize == 2 and (M > _MAX_PLAIN_TOKENS or (M > 2 and padded_k <= 1024)):
-        k_tile = min(padded_k, 1024)
-        num_warps = max(1, min(4, k_tile // 128))
-        # 8 rows spread even 1024 of them over the SMs; where rows are plenty, 16 halve the reading of x, and 32 the
-        # norm's repetition.
-        if has_norm and padded_k <= 1024 and N >= 4096:
-            return SkinnyConfig(32, k_tile, num_warps, True)
-        rows = 16 if many_rows or padded_k <= 1024 else _MIN_DOT_ROWS
-        # Registers can't hold as much as ought to be on its way: L2 takes the rest, for rows that fit there together.
-        prefetch = max(padded_k, CACHE_LINE) if N * padded_k <= 2**24 else 0
-        return SkinnyConfig(rows, k_tile, num_warps, True, prefetch)
-    # Rows of up to 8 KiB arrive as one tile: then all weights of a small layer are on their way at once.
-    k_tile = min(padded_k, 8192 // itemsize)
-    if itemsize == 4:
-        return SkinnyConfig(4, k_tile, max(1, min(8, k_tile * itemsize // 512)))
-    if M == 1:
-        if k_tile <= 1024:
-            return SkinnyConfig(8 if many_rows else 4, k_tile, 1)
-        # A row of 4096 in one tile is read once for its norm and its product. Of 2048, short tiles of more rows were
-        # faster all the same.
-        if has_norm and padded_k != 4096:
-            return SkinnyConfig(8, 1024, 2)
-        return SkinnyConfig(2 if N <= 1024 and k_tile == 4096 else 4, k_tile, 4)
-    # The inputs of several tokens take registers too; behind a norm its weights and a row of float32 do as well.
-    if has_norm:
-        k_tile = min(k_tile, 1024)
-        return SkinnyConfig(8 if many_rows else 4, k_tile, min(2, max(1, k_tile // 256)))
-    if N >= 4096 and padded_k > 2048:
-        return SkinnyConfig(4, 1024, 4)
-    if M > 2:
-        k_tile = min(k_tile, 2048)
-    return SkinnyConfig(4, k_tile, max(1, min(8, k_tile // 256)))
+def default_config(M: int, K: int, itemsize: int) -> GemvConfig:
+    """Launch constants that work for M tokens and rows of K elements of `itemsize` bytes; those of the tuned table are
+    faster."""
+    k_tile = min(1024, max(16, triton.next_power_of_2(K)))
+    if itemsize == 2 and M > _MAX_PLAIN_TOKENS:
+        return GemvConfig(16, k_tile, max(1, min(4, k_tile // 128)), True)
+    return GemvConfig(4, k_tile, max(1, min(4, k_tile // 256)))
 
 
 @triton.jit
@@ -101,7 +70,7 @@ def _prefetch(weight, row, inside, K: tl.constexpr, COLUMNS: tl.constexpr, LINE:
 
 
 @triton.jit(do_not_specialize=["index"])
-def skinny_linear_kernel(
+def gemv_kernel(
     x,
     norm_weight,
     weight,
@@ -243,7 +212,7 @@ def launch(
     x: Tensor,
     weight: Tensor,
     y: Tensor | None,
-    config: SkinnyConfig | None,
+    config: GemvConfig | None,
     pdl: bool,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
@@ -253,14 +222,17 @@ def launch(
     inboxes: Inboxes | None = None,
     index: int = 0,
 ) -> None:
-    """Run the kernel on arguments that have been checked; what each means is said in `skinny_linear`. y: None with
+    """Run the kernel on arguments that have been checked; what each means is said in `gemv`. y: None with
     inboxes."""
     M, (num_rows, K) = len(x), weight.shape
     N = num_rows if y is None else y.shape[1]
     size = 1 if inboxes is None else len(inboxes.addresses)
-    config = config or choose_config(M, num_rows, K, x.element_size(), norm_weight is not None)
+    config = config or default_config(M, K, x.element_size())
     rows, k_tile, num_warps, tensor_cores, prefetch = config
-    launcher(skinny_linear_kernel, (triton.cdiv(num_rows, rows),), pdl and has_pdl(x.device))(
+    if tensor_cores:
+        # Of more rows two tiles do not fit in the shared memory of the smallest GPUs.
+        rows = max(_MIN_DOT_ROWS, rows if k_tile >= K else min(rows, 16))
+    launcher(gemv_kernel, (triton.cdiv(num_rows, rows),), pdl and has_pdl(x.device))(
         x,
         norm_weight,
         weight,
@@ -281,7 +253,7 @@ def launch(
         K_TILE=k_tile,
         SLICES=num_warps if tensor_cores else 1,
         VECTOR=16 // x.element_size(),
-        PREFETCH=prefetch if isinstance(skinny_linear_kernel, triton.JITFunction) else 0,
+        PREFETCH=prefetch if isinstance(gemv_kernel, triton.JITFunction) else 0,
         LINE=CACHE_LINE // x.element_size(),
         TENSOR_CORES=tensor_cores,
         SILU_OUTPUT=silu_output,

@@ -1,18 +1,17 @@
 """Linear layers of a small decode batch (1..16 tokens), each fused with what stands before and after it.
 
-A layer of such a batch costs the time in which its weights are read; see `skinny_kernel` for how. Every function
-takes `config`, launch constants instead of those that `choose_config` picks, and `pdl`: programmatic dependent launch
-(see `dependent_launch`; no effect where the device or Triton lacks it). Weights, norm weights and biases are read
-before the wait. Rows of x don't influence each other. Equal calls give equal bits; another number of tokens may round
-differently.
+Such a layer takes as long as reading its weights; see `gemv_kernel`. Every function accepts `config`, launch constants,
+and `pdl`: programmatic dependent launch (see `dependent_launch`; no effect where the device or Triton lacks it).
+Weights, norm weights and biases are read before the wait. Rows of x don't influence each other. Equal calls give equal
+bits; another number of tokens may round differently.
 """
 
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.gemv_kernel import MAX_TOKENS, GemvConfig, launch
 from nanovllm.kernels.linear_checks import check_layer, check_result
 from nanovllm.kernels.posted_sums import Inboxes
-from nanovllm.kernels.skinny_kernel import MAX_TOKENS, SkinnyConfig, launch
 
 MAX_NORM_SIZE = 8192
 
@@ -30,7 +29,7 @@ def norm_linear(
     eps: float,
     weight: Tensor,
     bias: Tensor | None = None,
-    config: SkinnyConfig | None = None,
+    config: GemvConfig | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """`rms_norm(x) W^T + bias`, the norm (Zhang & Sennrich 2019) rounded to x's dtype, the sum in float32.
@@ -62,7 +61,7 @@ def norm_linear_silu(
     norm_weight: Tensor,
     eps: float,
     weight: Tensor,
-    config: SkinnyConfig | None = None,
+    config: GemvConfig | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """`silu(gate) * up` (Shazeer 2020) of `gate, up = norm_linear(x, ...)`, which is rounded to x's dtype in between.
@@ -92,7 +91,7 @@ def linear_post(
     inboxes: Inboxes,
     index: int,
     bias: Tensor | None = None,
-    config: SkinnyConfig | None = None,
+    config: GemvConfig | None = None,
     pdl: bool = False,
 ) -> None:
     """`x W^T + bias`, summed in float32, rounded to x's dtype and posted to all ranks, each of which has to `collect`
@@ -119,7 +118,7 @@ def linear_add(
     weight: Tensor,
     residual: Tensor,
     bias: Tensor | None = None,
-    config: SkinnyConfig | None = None,
+    config: GemvConfig | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """`residual += x W^T + bias` in place, summed in float32 and rounded once.

@@ -1,7 +1,5 @@
 """The linear kernels of decode batches against their plain-torch twins."""
 
-from itertools import product
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,18 +9,19 @@ pytest.importorskip("triton")
 
 from linear_inputs import make_linear, make_rows
 
-from nanovllm.kernels.decode_linear import linear, linear_add, linear_silu
-from nanovllm.kernels.decode_linear_kernel import (
-    MAX_TOKENS,
-    TILE_TOKENS,
-    DecodeLinearConfig,
-    choose_config,
-    make_arrivals,
-)
 from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.layers.decode_linear import linear_silu_torch
-from nanovllm.layers.skinny_linear import linear_add_torch, linear_torch
+from nanovllm.kernels.split_k import linear, linear_add, linear_silu
+from nanovllm.kernels.split_k_kernel import (
+    MAX_ROWS,
+    MAX_TOKENS,
+    TILE_TOKENS,
+    SplitKConfig,
+    default_config,
+    make_arrivals,
+)
+from nanovllm.layers.matmul_torch import linear_add_torch, linear_silu_torch, linear_torch
+from nanovllm.tuning.table import package_table
 
 # Of results of order one; the activation's factors may come to lie one rounding apart.
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -33,17 +32,18 @@ BFLOAT16 = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 # A GPU takes a second or more to compile each: M, N, K, dtype, config.
 CASES = [
     (17, 48, 96, FLOAT16, None),
-    (33, 304, 1024, BFLOAT16, None),
+    (33, 304, 1024, BFLOAT16, SplitKConfig(splits=2)),
+    (64, 80, 1040, FLOAT16, SplitKConfig(splits=2)),
     (64, 80, 1040, FLOAT16, None),
     (1, 2, 3, FLOAT16, None),
-    (33, 50, 210, BFLOAT16, DecodeLinearConfig(32, 64)),
-    (40, 64, 384, FLOAT16, DecodeLinearConfig(64, 128, splits=2, num_stages=3, prefetch=128)),
-    (50, 112, 256, BFLOAT16, DecodeLinearConfig(16, 64, splits=4, num_stages=4, prefetch=0)),
+    (33, 50, 210, BFLOAT16, SplitKConfig(32, 64)),
+    (40, 64, 384, FLOAT16, SplitKConfig(64, 128, splits=2, num_stages=3, prefetch=128)),
+    (50, 112, 256, BFLOAT16, SplitKConfig(16, 64, splits=4, num_stages=4, prefetch=0)),
     # Two tiles of tokens, with splits and without.
     (128, 80, 256, BFLOAT16, None),
-    (65, 48, 256, FLOAT16, DecodeLinearConfig(16, 64, splits=2)),
+    (65, 48, 256, FLOAT16, SplitKConfig(16, 64, splits=2)),
     # The last two splits have nothing to add up.
-    (20, 33, 112, FLOAT16, DecodeLinearConfig(16, 64, splits=4)),
+    (20, 33, 112, FLOAT16, SplitKConfig(16, 64, splits=4)),
 ]
 cases = pytest.mark.parametrize(("M", "N", "K", "dtype", "config"), CASES)
 
@@ -96,7 +96,7 @@ def test_kernels_equal_twins(M, N, K, dtype, config, device):
     N=st.integers(1, 5).map(lambda n: 16 * n),
     K=st.integers(1, 24).map(lambda n: 16 * n),
     config=st.builds(
-        DecodeLinearConfig,
+        SplitKConfig,
         tile_rows=st.sampled_from([16, 32, 64]),
         tile_k=st.sampled_from([16, 64, 128]),
         splits=st.sampled_from([1, 2, 4]),
@@ -110,7 +110,7 @@ def test_any_shape_and_config(M, N, K, config):
 @pytest.mark.parametrize("M", [40, 100])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_rows_are_independent_and_calls_equal(splits, M, device):
-    options = {"config": DecodeLinearConfig(16, 64, splits), "arrivals": make_arrivals(device)}
+    options = {"config": SplitKConfig(16, 64, splits), "arrivals": make_arrivals(device)}
     inputs = make_inputs(M, 48, 256, BFLOAT16, device)
     before, again = run(KERNELS, inputs, **options), run(KERNELS, inputs, **options)
     others = [row for row in range(M) if row != M // 2]
@@ -124,14 +124,16 @@ def test_rows_are_independent_and_calls_equal(splits, M, device):
 
 
 def test_every_config_is_launchable():
-    rows = (16, 1024, 2048, 4096, 6144, 24576, 51200)
-    columns = (16, 96, 1024, 2048, 2560, 3072, 4096, 9728, 12288, 25600)
-    for N, K, token_tiles in product(rows, columns, (1, 2)):
-        config = choose_config(N, K, token_tiles)
+    cases = [(MAX_ROWS, default_config(K)) for K in (16, 96, 1024, 2560, 25600)]
+    for key, row in package_table("NVIDIA H200").rows.items():
+        choices = set().union(*row.choices)
+        cases += [(key.N, SplitKConfig(*constants)) for name, constants in choices if name == "split-k"]
+    assert len(cases) > 20
+    for N, config in cases:
         assert all(value & (value - 1) == 0 for value in config[:3])
         assert min(config[:2]) >= 16
         assert 2 * config.num_stages * config.tile_k * (TILE_TOKENS + config.tile_rows) <= 227 * 1024
-        assert config.splits == 1 or -(-N // config.tile_rows) * token_tiles <= len(make_arrivals())
+        assert -(-N // config.tile_rows) * (MAX_TOKENS // TILE_TOKENS) <= len(make_arrivals())
 
 
 def test_a_result_goes_where_it_is_wanted(device):
@@ -166,7 +168,7 @@ def test_wrong_arguments_are_refused(device):
             linear(x, weight, out=bad)
     with pytest.raises(ValueError, match=r"^bias must be"):
         linear(x, weight, x[0])
-    config, arrivals = DecodeLinearConfig(16, 16, splits=2), make_arrivals(device)[:1]
+    config, arrivals = SplitKConfig(16, 16, splits=2), make_arrivals(device)[:1]
     with pytest.raises(ValueError, match=r"^arrivals must hold the counters of 2 tiles, not 1"):
         linear(x, weight.new_zeros(20, 32), config=config, arrivals=arrivals)
 
@@ -181,7 +183,7 @@ def test_dependent_launches_in_a_graph(M, prefetch, splits, device):
     if not has_pdl(torch.device(device)):
         pytest.skip("no programmatic dependent launch here")
     hidden, intermediate, num_layers = 1024, 3072, 8
-    dtype, config = torch.bfloat16, DecodeLinearConfig(splits=splits, prefetch=prefetch)
+    dtype, config = torch.bfloat16, SplitKConfig(splits=splits, prefetch=prefetch)
     shapes = (intermediate, hidden), (hidden, intermediate), (2 * intermediate, hidden), (hidden, intermediate)
     layers = [[make_linear(*shape, dtype, device)[0] for shape in shapes] for _ in range(num_layers)]
     norm_weight = 1 + 0.1 * torch.randn(hidden, device=device, dtype=dtype)

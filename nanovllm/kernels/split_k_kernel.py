@@ -1,4 +1,4 @@
-"""The kernel behind `decode_linear`: y = x W^T for the tokens of a decode batch, up to 128.
+"""The kernel behind `split_k`: y = x W^T for the tokens of a decode batch, up to 128.
 
 Such a product is short: reading the weights takes one to three microseconds, so what counts is how soon they are asked
 for and how evenly the multiprocessors share the reading. A program takes up to 64 tokens, some rows of the weight and,
@@ -22,15 +22,14 @@ from nanovllm.kernels.launch import launcher
 TILE_TOKENS = 64
 MAX_TOKENS = 2 * TILE_TOKENS
 _NUM_WARPS = 4
-# For an H200's 132 multiprocessors: of the products whose rows make fewer programs, all did best with 128.
-_MIN_PROGRAMS = 128
-# Columns that are worth a split.
-_MIN_SPLIT_K = 512
-# Tiles of a launch with splits: as many would keep every multiprocessor busy without.
-_MAX_SPLIT_TILES = 256
+# Counters for launches with splits, one a tile of results.
+_MAX_SPLIT_TILES = 1024
+_MIN_TILE_ROWS = 16
+# So many rows of a weight have counters at every number of tokens and in the smallest tiles.
+MAX_ROWS = _MAX_SPLIT_TILES * _MIN_TILE_ROWS * TILE_TOKENS // MAX_TOKENS
 
 
-class DecodeLinearConfig(NamedTuple):
+class SplitKConfig(NamedTuple):
     """Launch constants, the first three powers of two.
 
     Attributes:
@@ -49,17 +48,9 @@ class DecodeLinearConfig(NamedTuple):
     prefetch: int = 1024
 
 
-def choose_config(N: int, K: int, token_tiles: int = 1) -> DecodeLinearConfig:
-    """The launch constants for a weight [N, K] and so many tiles of tokens: for Qwen3-0.6B's shapes the best, or close
-    to it, of benchmarks/decode_linear.py on an H200."""
-    config = DecodeLinearConfig(tile_k=min(128, max(16, triton.next_power_of_2(K))))
-    tiles, splits = triton.cdiv(N, config.tile_rows) * token_tiles, 1
-    while tiles * splits < _MIN_PROGRAMS and 2 * splits * _MIN_SPLIT_K <= K:
-        splits *= 2
-    if tiles * splits > _MIN_PROGRAMS:
-        # Two programs a multiprocessor have enough on their way: a deeper pipeline would leave room for one alone.
-        return config._replace(splits=splits, num_stages=4, prefetch=0)
-    return config._replace(splits=splits)
+def default_config(K: int) -> SplitKConfig:
+    """Launch constants that work for rows of K elements; those of the tuned table are faster."""
+    return SplitKConfig(tile_k=min(128, max(16, triton.next_power_of_2(K))), num_stages=4, prefetch=0)
 
 
 def make_arrivals(device: torch.device | str | None = None) -> Tensor:
@@ -83,7 +74,7 @@ def _prefetch(weight, row, inside, first_row, first_k, K: tl.constexpr, COLUMNS:
 
 # Every batch has another number of tokens; specialising on it would compile the kernel again.
 @triton.jit(do_not_specialize=["M"])
-def decode_linear_kernel(
+def split_k_kernel(
     x,
     weight,
     bias,
@@ -186,17 +177,17 @@ def launch(
     x: Tensor,
     weight: Tensor,
     y: Tensor,
-    config: DecodeLinearConfig | None,
+    config: SplitKConfig | None,
     arrivals: Tensor | None,
     pdl: bool,
     bias: Tensor | None = None,
     silu: bool = False,
     add: bool = False,
 ) -> None:
-    """Run the kernel on arguments that have been checked; what each means is said in `decode_linear`."""
+    """Run the kernel on arguments that have been checked; what each means is said in `split_k`."""
     (M, N), (num_rows, K) = y.shape, weight.shape
     token_tiles = triton.cdiv(M, TILE_TOKENS)
-    rows, k_tile, splits, num_stages, prefetch = config or choose_config(num_rows, K, token_tiles)
+    rows, k_tile, splits, num_stages, prefetch = config or default_config(K)
     row_tiles, partial = triton.cdiv(num_rows, rows), None
     tiles = row_tiles * token_tiles
     if splits > 1:
@@ -207,7 +198,7 @@ def launch(
         partial = torch.empty(tiles * splits * TILE_TOKENS * rows, dtype=torch.float32, device=x.device)
     split_k = triton.cdiv(triton.cdiv(K, k_tile), splits) * k_tile
     line = CACHE_LINE // x.element_size()
-    launcher(decode_linear_kernel, (row_tiles, splits, token_tiles), pdl and has_pdl(x.device))(
+    launcher(split_k_kernel, (row_tiles, splits, token_tiles), pdl and has_pdl(x.device))(
         x,
         weight,
         bias,
