@@ -112,10 +112,6 @@ class Config:
     hf_config: Any = None
     eos: tuple[int, ...] = ()
 
-    @classmethod
-    def create(cls, model: Any, **options: Any) -> "Config":
-        return cls(model, **options)
-
     def __post_init__(self) -> None:
         self._unwrap_numpy()
         self._check_values()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count, takewhile
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 from typing_extensions import Self
 
@@ -88,7 +88,7 @@ class LLMEngine:
             MemoryError: no room for a single KV cache block.
         """
         start = time.perf_counter()
-        self.config = config = Config.create(model, **options)
+        self.config = config = Config(cast(str, model), **options)  # It makes a text of a path.
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config)
         self._detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer)
         if self.tokenizer is not None and "eos" not in options and self.tokenizer.eos_token_id is not None:
