@@ -50,9 +50,24 @@ def test_rope_scaling_stretches_what_the_model_supports(model_dir, style):
     assert Config(directory, max_model_len=4096).max_model_len == 2048
 
 
-def test_prefill_steps_have_16384_tokens_unless_given():
-    assert dummy().max_num_batched_tokens == dummy(max_num_batched_tokens=None).max_num_batched_tokens == 16384
-    assert dummy(max_num_batched_tokens=40000).max_num_batched_tokens == 40000
+@pytest.mark.parametrize(
+    ("model", "memory_gib", "options", "expected"),
+    [
+        ("Qwen3-0.6B", 141, {}, 32768),
+        ("Qwen3-0.6B", 79, {}, 32768),
+        ("Qwen3-0.6B", 24, {}, 16384),
+        ("Qwen3-8B", 141, {}, 32768),
+        ("Qwen3-8B", 79, {}, 16384),
+        ("Qwen3-32B", 141, {}, 16384),
+        ("Qwen3-0.6B", 141, {"device": "cpu"}, 16384),
+        ("Qwen3-0.6B", 141, {"tensor_parallel_size": 2}, 16384),
+        ("Qwen3-0.6B", 141, {"max_num_batched_tokens": 100}, 100),
+        ("Qwen3-0.6B", 24, {"max_num_batched_tokens": 40000}, 40000),
+    ],
+)
+def test_prefill_steps_are_longer_where_there_is_much_memory(monkeypatch, model, memory_gib, options, expected):
+    use_gpu(monkeypatch, memory_gib)
+    assert dummy(model=model, **options).max_num_batched_tokens == expected
 
 
 # End-of-sequence tokens
@@ -180,6 +195,13 @@ def test_the_current_gpu_is_the_first_unless_another_is_chosen(a_gpu, monkeypatc
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert dummy(device="cuda").device_index == 1
     assert dummy(device="cuda:0").device_index == 0
+
+
+def test_the_chosen_gpus_memory_counts(a_gpu, monkeypatch):
+    sizes = [SimpleNamespace(total_memory=gib * 2**30) for gib in (24, 141)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes[device])
+    assert dummy(device="cuda:0").max_num_batched_tokens == 16384
+    assert dummy(device="cuda:1").max_num_batched_tokens == 32768
 
 
 @pytest.mark.parametrize("device", ["cuda:2", "cuda:99999999999999999999"])
