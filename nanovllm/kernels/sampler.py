@@ -144,32 +144,15 @@ def _race(
 
 
 @triton.jit
-def best_split(scores, columns, mask):
-    """The best of some scores of `_race`, and its column: the lowest of those that tie."""
-    score = tl.load(scores, mask=mask, other=float("-inf"))
-    column = tl.load(columns, mask=mask, other=_NO_COLUMN)
-    highest = tl.max(score, axis=0)
-    return highest, tl.min(tl.where(score == highest, column, _NO_COLUMN), axis=0)
-
-
-@triton.jit
-def token_of(score, column):
-    """The column, but NON_FINITE where the score is infinite."""
-    return tl.where(tl.abs(score) < float("inf"), column, _NON_FINITE).to(tl.int64)
-
-
-@triton.jit
 def _race_kernel(
     logits,
     temperatures,
     seeds,
     positions,
     thresholds,
-    best_scores,
-    best_columns,
+    candidates,
     vocab_size,
     row_stride,
-    num_splits,
     FIRST_COLUMN: tl.constexpr,
     TRUNCATED: tl.constexpr,
     TILES: tl.constexpr,
@@ -221,18 +204,23 @@ def _race_kernel(
             GROUPS=GROUPS,
             FAST_LOG2=FAST_LOG2,
         )
-    tl.store(best_scores + row * num_splits + split, score)
-    tl.store(best_columns + row * num_splits + split, column)
+    candidate = candidates + (row * tl.num_programs(1) + split) * 2
+    tl.store(candidate, score.to(tl.int32, bitcast=True))
+    tl.store(candidate + 1, column + FIRST_COLUMN)
 
 
-@triton.jit
-def _combine_kernel(best_scores, best_columns, tokens, num_splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["batch"])
+def _pick_kernel(candidates, tokens, batch, num_splits, num_candidates, BLOCK: tl.constexpr, PDL: tl.constexpr):
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK)
-    at = row * num_splits + split
-    score, column = best_split(best_scores + at, best_columns + at, split < num_splits)
-    tl.store(tokens + row, token_of(score, column))
+    i = tl.arange(0, BLOCK)
+    at = (((i // num_splits) * batch + row) * num_splits + i % num_splits) * 2
+    scores = candidates.to(tl.pointer_type(tl.float32))  # of the same bits
+    score = tl.load(scores + at, mask=i < num_candidates, other=float("-inf"))
+    column = tl.load(candidates + at + 1, mask=i < num_candidates, other=_NO_COLUMN)
+    best = tl.max(score, axis=0)
+    winner = tl.min(tl.where(score == best, column, _NO_COLUMN), axis=0)
+    tl.store(tokens + row, tl.where(tl.abs(best) < float("inf"), winner, _NON_FINITE).to(tl.int64))
 
 
 def sample(
@@ -245,8 +233,8 @@ def sample(
 ) -> Tensor:
     """Draws one token a row from softmax(logits / temperature); see `layers.sampler.Sampler`.
 
-    Two launches, no host synchronization, nothing as large as the logits allocated: fit for CUDA graph
-    capture. A group's score does not depend on how the vocabulary is split, so neither does the result.
+    Two launches without host synchronization, and little memory: fit for CUDA graph capture. A group's score does not
+    depend on how the vocabulary is split, so neither does the result.
 
     Args:
         logits: `[batch, vocab_size]`, any float dtype and row stride, contiguous in its last dimension.
@@ -262,15 +250,9 @@ def sample(
     Raises:
         ValueError: if logits are strided in the vocabulary, or the vocabulary is empty.
     """
-    batch = check_logits(logits)
-    tokens = torch.empty(batch, dtype=torch.int64, device=logits.device) if out is None else out
-    if batch == 0:
-        return tokens
-    scores, columns = race_splits(logits, temperatures, seeds, positions, thresholds, 0)
-    num_splits = scores.shape[1]
-    launch = launcher(_combine_kernel, (batch,), has_pdl(logits.device))
-    launch(scores, columns, tokens, num_splits, BLOCK=triton.next_power_of_2(num_splits), num_warps=1)
-    return tokens
+    check_logits(logits)
+    best = best_of_shard(logits, temperatures, seeds, positions, thresholds)
+    return pick_best(best.unsqueeze(0), out, pdl=True)
 
 
 def check_logits(logits: Tensor) -> int:
@@ -281,35 +263,73 @@ def check_logits(logits: Tensor) -> int:
     return batch
 
 
-def race_splits(logits, temperatures, seeds, positions, thresholds, first_column: int) -> tuple[Tensor, Tensor]:
-    """The best score and its column in each split of each row: float32 and int32 `[batch, num_splits]`."""
-    batch, vocab_size = logits.shape
-    tiles, groups = _split_size(batch)
-    num_splits = triton.cdiv(vocab_size, tiles * groups * _GROUP.value)
-    best_scores = torch.empty(batch, num_splits, dtype=torch.float32, device=logits.device)
-    best_columns = torch.empty(batch, num_splits, dtype=torch.int32, device=logits.device)
+def best_of_shard(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    thresholds: Tensor | None = None,
+    first_column: int = 0,
+    shard_size: int | None = None,
+) -> Tensor:
+    """The first half of `sample` over some columns of the vocabulary: the best of each split of them.
+
+    Args:
+        logits: `[batch, num_columns]`, as for `sample`; maybe no columns.
+        temperatures, seeds, positions, thresholds: as for `sample`.
+        first_column: the first of the columns in the whole vocabulary, a multiple of `layers.sampler.GROUP`.
+        shard_size: what num_columns is on the rank with the most; None for num_columns.
+
+    Returns:
+        int32 `[batch, num_splits, 2]`, where num_splits follows from batch and shard_size: the bits of the float32
+        score, and the winner's column in the whole vocabulary. The score is +inf for a split with a NaN or +inf, and
+        -inf for one of nothing else; the column then means nothing.
+    """
+    batch, num_columns = logits.shape
+    # Few rows: small splits, so that they reach every multiprocessor. Many: larger ones, which reduce less often.
+    tiles, groups = (1, 64) if batch <= 8 else (4, 128)
+    num_splits = triton.cdiv(shard_size or num_columns, tiles * groups * _GROUP.value)
+    candidates = torch.empty(batch, num_splits, 2, dtype=torch.int32, device=logits.device)
+    if batch == 0:
+        return candidates
     launcher(_race_kernel, (batch, num_splits), has_pdl(logits.device))(
         logits,
         temperatures.contiguous(),
         seeds.contiguous(),
         positions.contiguous(),
         (temperatures if thresholds is None else thresholds).contiguous(),  # without TRUNCATED, nobody reads it
-        best_scores,
-        best_columns,
-        vocab_size,
+        candidates,
+        num_columns,
         logits.stride(0),
-        num_splits,
         FIRST_COLUMN=first_column,
         TRUNCATED=thresholds is not None,
         TILES=tiles,
-        GROUPS=groups,
+        GROUPS=groups,  # one a thread
         FAST_LOG2=isinstance(_race_kernel, triton.JITFunction),
         num_warps=groups // 32,
     )
-    return best_scores, best_columns
+    return candidates
 
 
-def _split_size(batch: int) -> tuple[int, int]:
-    """A split's tiles, and the groups of a tile, one a thread. Few rows: small splits, so that they reach every SM.
-    Many: larger ones, which reduce less often."""
-    return (1, 64) if batch <= 8 else (4, 128)
+def pick_best(candidates: Tensor, out: Tensor | None = None, pdl: bool = False) -> Tensor:
+    """The second half: each row's winner.
+
+    Args:
+        candidates: int32 `[num_shards, batch, num_splits, 2]`, contiguous: what `best_of_shard` returned for each shard
+            of the vocabulary.
+        out: int64 `[batch]`, contiguous, to write to.
+        pdl: programmatic dependent launch (see `dependent_launch`).
+
+    Returns:
+        int64 `[batch]`, or `out`; the lowest column on a tie. `layers.sampler.NON_FINITE` for a row that has no token.
+    """
+    num_shards, batch, num_splits, _ = candidates.shape
+    tokens = torch.empty(batch, dtype=torch.int64, device=candidates.device) if out is None else out
+    if batch == 0:
+        return tokens
+    num_candidates = num_shards * num_splits
+    block = triton.next_power_of_2(num_candidates)
+    launcher(_pick_kernel, (batch,), pdl and has_pdl(candidates.device))(
+        candidates, tokens, batch, num_splits, num_candidates, BLOCK=block, num_warps=1
+    )
+    return tokens

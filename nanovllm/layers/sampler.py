@@ -10,8 +10,7 @@ from nanovllm.kernels import HAS_TRITON, use_kernels
 from nanovllm.utils.parallel import TensorParallel
 
 if HAS_TRITON:
-    from nanovllm.kernels.sampler import sample
-    from nanovllm.kernels.shard_sampler import best_of_shard, pick_best
+    from nanovllm.kernels.sampler import best_of_shard, pick_best, sample
 
 # The "token" of a row that has none to draw: its logits hold a NaN or +inf, or are all -inf.
 NON_FINITE = -1
@@ -20,7 +19,6 @@ NON_FINITE = -1
 GROUP = 16
 
 _WORD = 0xFFFFFFFF
-_NO_COLUMN = 2**31 - 1
 _MAX = torch.finfo(torch.float32).max
 _MIN_SCALE, _MAX_SCALE = 1e-30, 1e30
 _COLUMNS_AT_ONCE = 2**19
@@ -140,8 +138,8 @@ def sample_torch(
     out: Tensor | None = None,
 ) -> Tensor:
     """Twin of `kernels.sampler.sample`."""
-    tokens = _tokens(*_best_torch(logits, temperatures, seeds, positions, 0, thresholds))
-    return tokens if out is None else out.copy_(tokens)
+    best = best_of_shard_torch(logits, temperatures, seeds, positions, thresholds)
+    return pick_best_torch(best.unsqueeze(0), out)
 
 
 def best_of_shard_torch(
@@ -149,24 +147,13 @@ def best_of_shard_torch(
     temperatures: Tensor,
     seeds: Tensor,
     positions: Tensor,
-    first_column: int,
     thresholds: Tensor | None = None,
+    first_column: int = 0,
+    shard_size: int | None = None,
 ) -> Tensor:
-    """Twin of `kernels.shard_sampler.best_of_shard`."""
-    best, columns = _best_torch(logits, temperatures, seeds, positions, first_column, thresholds)
-    return torch.stack((best.view(torch.int32), (first_column + columns).int()), dim=-1)
-
-
-def _best_torch(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    first_column: int,
-    thresholds: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Each row's best score and its column among these, float32 and int64 `[batch]`. The score is +inf where a logit is
-    NaN or +inf, -inf where all are -inf, and finite else."""
+    """Twin of `kernels.sampler.best_of_shard`, with one split."""
+    if shard_size is not None and logits.shape[1] < shard_size:  # There may be none.
+        logits = F.pad(logits, (0, shard_size - logits.shape[1]), value=-math.inf)
     if thresholds is not None:
         logits = logits.masked_fill(logits.float() < thresholds.unsqueeze(1), -math.inf)  # A NaN stays.
     highest, columns = logits.max(dim=1)  # NaN, if any is.
@@ -180,52 +167,49 @@ def _best_torch(
         members = _in_groups(chosen)[torch.arange(len(rows), device=logits.device), groups]
         within = race_scores(members, *draw, first_column + groups * GROUP).argmax(dim=1)
         columns[rows] = groups * GROUP + within
-    # A score may have left the finite numbers where no logit has: a tiny temperature does that.
+    # A tiny temperature makes scores infinite where the logits are finite.
     best = best.clamp(-_MAX, _MAX).where(highest > -math.inf, -math.inf)
-    return best.where(highest < math.inf, math.inf), columns
-
-
-def _tokens(scores: Tensor, columns: Tensor) -> Tensor:
-    """The columns, but NON_FINITE where the score is infinite."""
-    return columns.where(scores.isfinite(), NON_FINITE)
+    best = best.where(highest < math.inf, math.inf)
+    return torch.stack((best.view(torch.int32), (first_column + columns).int()), dim=-1).unsqueeze(1)
 
 
 def pick_best_torch(candidates: Tensor, out: Tensor | None = None) -> Tensor:
-    """Twin of `kernels.shard_sampler.pick_best`."""
-    bits, columns = candidates.unbind(-1)
-    scores, winner = bits.contiguous().view(torch.float32).max(dim=0)  # The first of equals: the lowest column.
-    tokens = _tokens(scores, columns.gather(0, winner.unsqueeze(0)).squeeze(0)).long()
+    """Twin of `kernels.sampler.pick_best`."""
+    bits, columns = candidates.transpose(0, 1).flatten(1, 2).unbind(-1)
+    scores, winner = bits.contiguous().view(torch.float32).max(dim=1)  # The first of equals: the lowest column.
+    tokens = columns.gather(1, winner.unsqueeze(1)).squeeze(1).where(scores.isfinite(), NON_FINITE).long()
     return tokens if out is None else out.copy_(tokens)
 
 
 class Sampler(nn.Module):
     """Draws from softmax(logits / T) by an exponential race, on the device, without a softmax.
 
-    With independent E ~ Exponential(1) for every token, argmax(p / E) is distributed as p (the race of
-    exponential clocks, known in its logarithm as the Gumbel-max trick), and it is argmax(logit / T - log E):
-    no normalization, and one pass over the logits but for the group that wins.
+    With independent E ~ Exponential(1) for every token, argmax(p / E) is distributed as p (the race of exponential
+    clocks, known in its logarithm as the Gumbel-max trick). It equals argmax(logit / T - log E), which needs no
+    normalization and one pass over the logits.
 
     An E for each of 150,000 tokens takes longer than reading their logits. The first of several clocks to ring is
-    a clock itself, whose rate is the sum of theirs, and which of them rings does not depend on when. So groups of
+    itself a clock, whose rate is the sum of theirs, and which of them rings does not depend on when. So groups of
     GROUP neighbouring tokens race, with the sums of their weights, and then the tokens of the group that won.
 
-    The noise is Philox4x32-10 with the request's seed as key. Of its counter, word 0 is column // 4 or the group's
-    number, word 1 is 0 for columns and 1 for groups, and the position is the rest. So a request's token at a
-    position depends on its logits, temperature and seed alone, never on the batch, its order, or a preemption in
-    between.
+    The noise is Philox4x32-10 with the request's seed as key. Word 0 of its counter is column // 4 or the group's
+    number, word 1 is 0 for columns and 1 for groups, and the position is the rest. So a request's token at a position
+    depends on its logits, temperature and seed alone, never on the batch, its order, or a preemption in between.
 
-    With several ranks each finds the best of its columns, only that is gathered, and every rank takes the same
-    winner. Scores do not depend on how the columns are shared out.
+    With several ranks each finds the best of its columns, only these are gathered, and every rank picks the same
+    winner. Scores do not depend on how the columns are divided.
 
     Args:
         tp: this rank's place.
-        first_column: of this rank's logits, in the whole vocabulary.
+        first_column: the first column of this rank's logits, in the whole vocabulary.
+        shard_size: the most columns that a rank has; needed with several ranks.
     """
 
-    def __init__(self, tp: TensorParallel | None = None, first_column: int = 0):
+    def __init__(self, tp: TensorParallel | None = None, first_column: int = 0, shard_size: int | None = None):
         super().__init__()
         self.tp = tp or TensorParallel()
         self.first_column = first_column
+        self.shard_size = shard_size
 
     def forward(
         self,
@@ -256,17 +240,6 @@ class Sampler(nn.Module):
         on_gpu = use_kernels(logits)
         if self.tp.size == 1:
             return (sample if on_gpu else sample_torch)(logits, temperatures, seeds, positions, thresholds, out)
-        if logits.shape[1] == 0:
-            best = _no_candidates(logits)
-        else:
-            reduce = best_of_shard if on_gpu else best_of_shard_torch
-            best = reduce(logits, temperatures, seeds, positions, self.first_column, thresholds)
-        return (pick_best if on_gpu else pick_best_torch)(self.tp.all_gather(best), out)
-
-
-def _no_candidates(logits: Tensor) -> Tensor:
-    """What a rank without columns brings: int32 [batch, 2], (the bits of -inf, no column)."""
-    best = torch.empty(len(logits), 2, dtype=torch.int32, device=logits.device)
-    best[:, 0].view(torch.float32).fill_(-math.inf)
-    best[:, 1].fill_(_NO_COLUMN)
-    return best
+        reduce, pick = (best_of_shard, pick_best) if on_gpu else (best_of_shard_torch, pick_best_torch)
+        draw = logits, temperatures, seeds, positions, thresholds
+        return pick(self.tp.all_gather(reduce(*draw, self.first_column, self.shard_size)), out)
