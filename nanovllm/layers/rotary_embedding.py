@@ -21,14 +21,12 @@ class RopeParameters:
         base: theta of the paper; dimension pair i turns at `base ** (-2i / head_dim)` radians a position.
         type: "default", "linear" (Chen et al. 2023, position interpolation) or "yarn" (Peng et al. 2023).
         factor: how many times longer than the trained context positions may get (linear and yarn).
-        original_max_position_embeddings: the trained context in tokens (yarn).
-        beta_fast: yarn leaves alone the pairs that turn more often than this within the trained context.
-        beta_slow: yarn interpolates fully the pairs that turn less often than this within the trained
-            context.
-        attention_factor: multiplies cos and sin; None derives it from factor and the mscales (yarn).
-        mscale: numerator weight of the derived attention factor; used only together with mscale_all_dim.
-        mscale_all_dim: its denominator weight.
-        truncate: whether yarn rounds the ends of its ramp outwards to whole pairs.
+        original_max_position_embeddings: the trained context in tokens (yarn, as all that follows).
+        beta_fast: pairs that turn more often than this within the trained context stay as they are.
+        beta_slow: pairs that turn less often than this within the trained context are fully interpolated.
+        attention_factor: multiplies cos and sin; None derives it from factor and the mscales.
+        mscale, mscale_all_dim: weights of the numerator and the denominator of the derived attention factor.
+        truncate: whether the ends of the ramp are rounded outwards to whole pairs.
     """
 
     base: float = 10000.0
@@ -140,7 +138,7 @@ def rope_parameters(hf_config: Any) -> RopeParameters:
     )
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the pairs (i, i + head_dim / 2) of each head, in float32, rounded once.
 
     Args:
@@ -191,4 +189,10 @@ class RotaryEmbedding(nn.Module):
             q and k rotated, in new tensors.
         """
         cos, sin = self.cos_sin_cache[positions].chunk(2, dim=-1)
-        return rotate(q, cos, sin), rotate(k, cos, sin)
+        return apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
+
+
+def get_rope(head_dim: int, max_position: int, hf_config: Any) -> RotaryEmbedding:
+    """The rotary embedding that a transformers configuration asks for, over `max_position` positions. Raises ValueError
+    as `rope_parameters` and `RotaryEmbedding`."""
+    return RotaryEmbedding(head_dim, max_position, rope_parameters(hf_config))

@@ -23,7 +23,7 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.product import batch_with_padding, product_silu
 from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.quack import Quack
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_parameters
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanovllm.layers.skinny_linear import is_skinny, is_worth_it, norm_linear, norm_linear_silu
 from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import TensorParallel
@@ -190,7 +190,7 @@ class Qwen3Model(nn.Module):
         super().__init__()
         self.tp = tp
         self.embed_tokens = ReplicatedEmbedding(config.vocab_size, config.hidden_size)
-        rotary_emb = RotaryEmbedding(get_head_dim(config), max_position, rope_parameters(config))
+        rotary_emb = get_rope(get_head_dim(config), max_position, config)
         self.layers = nn.ModuleList(
             Qwen3DecoderLayer(config, tp, rotary_emb=rotary_emb, **attention) for _ in range(config.num_hidden_layers)
         )
