@@ -1,4 +1,4 @@
-"""Two partial sums and the residual, added up once the second has arrived, and the RMS norm of that."""
+"""Adds two partial sums to the residual once the second one has arrived, and computes the RMS norm of the result."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanovllm.kernels.launch import launcher
 
-# Programs at most: each asks once whether the second sum is there.
+# The most programs: each one checks for itself whether the second sum has arrived.
 MAX_PROGRAMS = 1056
 
 
@@ -58,7 +58,7 @@ def add_norm_arrived(
     abort: Tensor,
 ) -> Tensor:
     """`residual += first + second`, then `residual / sqrt(mean(residual^2) + eps) * weight`, in float32, each rounded
-    once, as soon as `arrival` is `number`.
+    once. Waits until `arrival` is `number`.
 
     Args:
         residual: `[num_tokens, hidden]`, contiguous, any float dtype; overwritten.
@@ -66,8 +66,8 @@ def add_norm_arrived(
         weight: `[hidden]`.
         eps: added to the mean square.
         arrival: int32, a scalar, which another device sets.
-        number: what it is set to, below 2^31.
-        abort: int32 `[1]`; other than 0, it ends the waiting, and the results mean nothing.
+        number: the value that it is set to, below 2^31.
+        abort: int32 `[1]`; a value other than 0 ends the waiting, and the results mean nothing.
 
     Returns:
         The norm, like residual.

@@ -1,13 +1,13 @@
 """Sum over tensor-parallel GPUs, residual addition and RMS norm in one launch, over memory that all GPUs map.
 
-Both ways are "one shot": every rank gets all partial sums and adds them up itself, in float32 and in the order of
-ranks, so that all come to the same bits.
+Both functions are "one shot": every rank reads all partial sums and adds them up itself, in float32 and in the order of
+ranks. So all ranks get the same bits.
 
-`push_add_norm`, for few tokens, has the least latency that two GPUs can have: a rank writes its partial sums into the
-others' inboxes (see `messages`), and waits for theirs.
+`push_add_norm` is for few tokens and has the least latency. A rank writes its partial sums into the others' inboxes
+(see `messages`) and waits for theirs.
 
-`pull_add_norm`, for many, has the least traffic that one step allows: ranks meet, program by program, then read their
-rows from each other's memory.
+`pull_add_norm` is for many tokens and has the least traffic. The programs of all ranks wait for each other, then read
+their rows from each other's memory.
 """
 
 import torch
@@ -19,9 +19,9 @@ from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.messages import await_messages, high_half, low_half, to_messages, to_words
 
-# Programs of a pull at most: more would pay for more meetings, fewer leave NVLink waiting.
+# The most programs of a pull. Each one waits for its peers once, and fewer do not use all of NVLink.
 MAX_PULL_PROGRAMS = 256
-# Tokens of a push at most: its stores are twice as large as what they carry.
+# The most tokens of a push, whose stores are twice as large as their content.
 MAX_PUSH_TOKENS = 64
 
 
@@ -49,11 +49,12 @@ def _push_kernel(
     mask = word < WORDS
     scale = tl.load(weight + word, mask=mask, other=0)
     epoch = tl.load(epochs + token) + 1
-    # Once aborted, the others' memory may be gone with them.
+    # After an abort the other ranks' memory may be gone.
     reachable = word < tl.where(tl.load(abort, volatile=True) == 0, WORDS, 0)
     own = tl.load(partial + token * WORDS + word, mask=mask, other=0)
     messages = to_messages(own, epoch)
-    # Two inboxes in turn: nobody sends again before having heard from the reader, who then has read the last but one.
+    # Two inboxes take turns. A rank sends again only after it has received the reader's message, and the reader sent
+    # that after it had read the inbox before.
     first_row = (epoch % 2) * SIZE * MAX_TOKENS + token
     for i in tl.static_range(1, SIZE):
         inbox = tl.load(inboxes + (RANK + i) % SIZE).to(tl.pointer_type(tl.int64))
@@ -92,10 +93,10 @@ def push_add_norm(
 
     Args:
         inboxes: int64 `[size]`, addresses of the ranks' inboxes, int64 `[2, size, MAX_PUSH_TOKENS, hidden / 2]` each,
-            zero to begin with.
-        epochs: int32 `[MAX_PUSH_TOKENS]`, zero to begin with, this rank's alone.
-        abort: int32 `[1]`; other than 0, it ends all waiting, and the results mean nothing.
-        rank: this one's.
+            zero at first.
+        epochs: int32 `[MAX_PUSH_TOKENS]`, zero at first, this rank's alone.
+        abort: int32 `[1]`; a value other than 0 ends all waiting, and the results mean nothing.
+        rank: this rank.
         partial: `[num_tokens, hidden]`, contiguous, bfloat16 or float16, up to MAX_PUSH_TOKENS tokens.
         residual: like partial, the same on all ranks; overwritten.
         weight: `[hidden]`.
@@ -129,7 +130,7 @@ def push_add_norm(
 
 @triton.jit
 def _signal(flag, abort):
-    """Raise a flag of another rank, once its owner has taken down the last one."""
+    """Set a flag of another rank, after its owner has cleared it."""
     old = 1
     while (old != 0) & (tl.load(abort, volatile=True) == 0):
         old = tl.atomic_cas(flag, 0, 1, sem="release", scope="sys")
@@ -137,7 +138,7 @@ def _signal(flag, abort):
 
 @triton.jit
 def _await(flag, abort):
-    """Wait for an own flag, and take it down."""
+    """Wait for a flag of this rank, and clear it."""
     old = tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys")
     while (old != 1) & (tl.load(abort, volatile=True) == 0):
         old = tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys")
@@ -173,7 +174,7 @@ def _pull_kernel(
 
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
-    # Once aborted, the others' memory may be gone with them.
+    # After an abort the other ranks' memory may be gone.
     reachable = column < tl.where(tl.load(abort, volatile=True) == 0, HIDDEN, 0)
     scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     stride = tl.full([1], HIDDEN, tl.int64)
@@ -182,7 +183,7 @@ def _pull_kernel(
         total = tl.load(residual + row, mask=mask, other=0.0).to(tl.float32)
         for rank in tl.static_range(SIZE):
             buffer = tl.load(buffers + rank).to(tl.pointer_type(residual.dtype.element_ty))
-            # An address from memory could be odd, as far as the compiler knows: it would load two bytes at a time.
+            # The compiler does not know that an address from memory is aligned, and would load two bytes at a time.
             buffer = tl.multiple_of(buffer, 16)
             total += tl.load(buffer + row, mask=reachable, other=0.0).to(tl.float32)
         rounded = total.to(residual.dtype.element_ty)
@@ -197,14 +198,14 @@ def pull_add_norm(
 ) -> Tensor:
     """`residual += sum of the ranks' buffers`, then `residual / sqrt(mean(residual^2) + eps) * weight`.
 
-    A buffer may be written again once another pull has begun on all ranks, because then all have ended this one: two
-    buffers in turn are enough.
+    A buffer may be written again once another pull has begun on all ranks, because all ranks have then finished this
+    one. So two buffers that take turns are enough.
 
     Args:
         buffers: int64 `[size]`, addresses of the ranks' partial sums, each like residual, contiguous.
         flags: int64 `[size]`, addresses of the ranks' flags, int32 `[MAX_PULL_PROGRAMS, size]` each, zero at first.
-        abort: int32 `[1]`; other than 0, it ends all waiting, and the results mean nothing.
-        rank: this one's.
+        abort: int32 `[1]`; a value other than 0 ends all waiting, and the results mean nothing.
+        rank: this rank.
         residual: `[num_tokens, hidden]`, contiguous, the same on all ranks; overwritten.
         weight: `[hidden]`.
         eps: added to the mean square.

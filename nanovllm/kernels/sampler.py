@@ -1,4 +1,4 @@
-"""Drawing tokens from softmax(logits / temperature) in one pass, with noise that belongs to the request."""
+"""Samples tokens from softmax(logits / temperature) in one pass, with noise that belongs to the request."""
 
 import torch
 import triton
@@ -19,8 +19,8 @@ _NON_FINITE = tl.constexpr(-1)  # layers.sampler.NON_FINITE
 
 @triton.jit
 def scale_of(temperature):
-    """What makes of a logit the exponent of 2 of its weight: log2 e / temperature, neither infinite nor 0."""
-    # A tensor at the left: in Triton 3.7's interpreter a constant's quotient is a constant, whatever it is divided by.
+    """log2(e) / temperature, kept from being infinite or 0: a logit times this is the exponent of 2 of its weight."""
+    # The left operand is a tensor because Triton 3.7's interpreter takes a constant's quotient for a constant.
     return tl.minimum(tl.maximum(tl.full([], _LOG2_E, tl.float32) / temperature, 1e-30), 1e30)
 
 
@@ -28,8 +28,7 @@ def scale_of(temperature):
 def philox4x32(c0, c1, c2, c3, k0, k1):
     """Ten rounds of Philox4x32 (Salmon et al. 2011) on uint32 counter words c0..c3 under the key k0, k1."""
     for _ in tl.range(10, loop_unroll_factor=10):
-        # One 64-bit product yields both halves: a single wide multiplication where umulhi and mul would be
-        # two.
+        # One 64-bit product yields both halves; umulhi and mul would be two multiplications.
         product0 = c0.to(tl.uint64) * 0xD2511F53
         product2 = c2.to(tl.uint64) * 0xCD9E8D57
         c0 = (product2 >> 32).to(tl.uint32) ^ c1 ^ k0
@@ -43,8 +42,8 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def _log2(x, FAST: tl.constexpr):
-    # The hardware's instruction is right to about 2^-22 and takes a tenth of tl.log2's instructions, which
-    # would be most of the kernel. Triton's interpreter has no libdevice.
+    # The hardware's instruction is accurate to about 2^-22. tl.log2 has ten times as many instructions, which would be
+    # most of the kernel. Triton's interpreter has no libdevice.
     return libdevice.fast_log2f(x) if FAST else tl.log2(x)
 
 
@@ -72,7 +71,7 @@ def _words(index, PURPOSE: tl.constexpr, seed, position):
 
 @triton.jit
 def _load(logits_row, columns, vocab_size, threshold, TRUNCATED: tl.constexpr):
-    """Logits in float32, -inf for what is never to be drawn: past the vocabulary, below the threshold. NaN stays."""
+    """Logits in float32, with -inf past the vocabulary and below the threshold. NaN stays."""
     logit = tl.load(logits_row + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
     return tl.where(logit < threshold, float("-inf"), logit) if TRUNCATED else logit
 
@@ -93,38 +92,38 @@ def _race(
     GROUPS: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """The best score among TILES * GROUPS groups of columns, and the column that has it. The score is +inf where a
-    logit is NaN or +inf, -inf where all are -inf, and finite else."""
+    """The best score among TILES * GROUPS groups of columns, and its column. The score is +inf if a logit is NaN or
+    +inf, -inf if all are -inf, and finite otherwise."""
     lane = tl.arange(0, GROUPS)
     best = tl.full([GROUPS], float("-inf"), tl.float32)
     highest_logit = tl.full([GROUPS], float("-inf"), tl.float32)
     has_nan = tl.zeros([GROUPS], tl.int1)
     best_group = first_group + lane
-    # Unrolled by the compiler, not by Python as static_range would be: the same PTX, a start that is sooner there.
+    # The compiler unrolls this to the same PTX as static_range, which Python would unroll, more slowly.
     for tile in tl.range(TILES, loop_unroll_factor=TILES):
         group = first_group + tile * GROUPS + lane
-        # A thread has a group of 16-bit logits, which it loads in two wide loads.
+        # A thread loads its group of 16-bit logits in two wide loads.
         columns = group[:, None] * _GROUP + tl.arange(0, _GROUP // 2)[None, :]
         left = _load(logits_row, columns, vocab_size, threshold, TRUNCATED)
         right = _load(logits_row, columns + _GROUP // 2, vocab_size, threshold, TRUNCATED)
-        score = tl.maximum(tl.max(left, axis=1), tl.max(right, axis=1))  # Which drops a NaN, or does not.
+        score = tl.maximum(tl.max(left, axis=1), tl.max(right, axis=1))  # This may drop a NaN or keep it.
         highest_logit = tl.maximum(highest_logit, score)
         if NOISY:
-            # Within what is finite, so that one infinity does not meet another.
+            # Finite, so that no infinity is subtracted from another.
             highest = tl.minimum(tl.maximum(score * scale, -MAX_FLOAT), MAX_FLOAT)
             weights = tl.exp2(left * scale - highest[:, None]) + tl.exp2(right * scale - highest[:, None])
             weight = tl.sum(weights, axis=1)
-            has_nan |= weight != weight  # One logit is NaN; nothing else makes it so.
+            has_nan |= weight != weight  # only if a logit is NaN
             bits, _, _, _ = _words(group + FIRST_COLUMN // _GROUP, 1, seed, position)
             score = highest + _log2(weight, FAST_LOG2) - log2_exponential(bits, FAST_LOG2)
         else:
-            # Scaled, so that no finite logits overflow: NaN if one of them is, or where +inf meets -inf.
+            # Scaled so that finite logits do not overflow. NaN if a logit is, or for +inf and -inf.
             total = tl.sum(left * 0.03125 + right * 0.03125, axis=1)
             has_nan |= total != total
         take = score > best
         best = tl.where(take, score, best)
         best_group = tl.where(take, group, best_group)
-    # A score may have left the finite numbers where no logit has: a tiny temperature does that.
+    # A tiny temperature makes scores infinite where the logits are finite.
     best = tl.minimum(tl.maximum(best, -MAX_FLOAT), MAX_FLOAT)
     best = tl.where(highest_logit > float("-inf"), best, float("-inf"))
     best = tl.where(has_nan | (highest_logit == float("inf")), float("inf"), best)
@@ -231,24 +230,12 @@ def sample(
     thresholds: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Draws one token a row from softmax(logits / temperature); see `layers.sampler.Sampler`.
+    """`layers.sampler.Sampler.forward` on a GPU, for logits of the whole vocabulary.
 
-    Two launches without host synchronization, and little memory: fit for CUDA graph capture. A group's score does not
-    depend on how the vocabulary is split, so neither does the result.
+    Two launches without host synchronization, and little memory: fit for CUDA graph capture. The result does not depend
+    on how the vocabulary is split over programs.
 
-    Args:
-        logits: `[batch, vocab_size]`, any float dtype and row stride, contiguous in its last dimension.
-        temperatures: float32 `[batch]`; 0 takes the lowest of the highest logits.
-        seeds: int64 `[batch]`.
-        positions: int64 `[batch]`.
-        thresholds: float32 `[batch]`; None costs nothing.
-        out: int64 `[batch]`, contiguous, to write to.
-
-    Returns:
-        int64 `[batch]`; `out`, if that is given. `layers.sampler.NON_FINITE` for a row that has no token.
-
-    Raises:
-        ValueError: if logits are strided in the vocabulary, or the vocabulary is empty.
+    Raises ValueError if logits are strided in the vocabulary, or the vocabulary is empty.
     """
     check_logits(logits)
     best = best_of_shard(logits, temperatures, seeds, positions, thresholds)
@@ -275,10 +262,10 @@ def best_of_shard(
     """The first half of `sample` over some columns of the vocabulary: the best of each split of them.
 
     Args:
-        logits: `[batch, num_columns]`, as for `sample`; maybe no columns.
+        logits: `[batch, num_columns]`, as for `sample`; there may be no columns.
         temperatures, seeds, positions, thresholds: as for `sample`.
         first_column: the first of the columns in the whole vocabulary, a multiple of `layers.sampler.GROUP`.
-        shard_size: what num_columns is on the rank with the most; None for num_columns.
+        shard_size: the most columns that a rank has; None for num_columns.
 
     Returns:
         int32 `[batch, num_splits, 2]`, where num_splits follows from batch and shard_size: the bits of the float32
@@ -297,7 +284,7 @@ def best_of_shard(
         temperatures.contiguous(),
         seeds.contiguous(),
         positions.contiguous(),
-        (temperatures if thresholds is None else thresholds).contiguous(),  # without TRUNCATED, nobody reads it
+        (temperatures if thresholds is None else thresholds).contiguous(),  # not read without TRUNCATED
         candidates,
         num_columns,
         logits.stride(0),

@@ -1,4 +1,4 @@
-"""Sampler: an exact draw from softmax(logits / temperature), its noise the request's and not the batch's."""
+"""Sampler: an exact draw from softmax(logits / temperature), with noise that belongs to the request, not the batch."""
 
 import math
 
@@ -12,10 +12,10 @@ from nanovllm.utils.parallel import TensorParallel
 if HAS_TRITON:
     from nanovllm.kernels.sampler import best_of_shard, pick_best, sample
 
-# The "token" of a row that has none to draw: its logits hold a NaN or +inf, or are all -inf.
+# The "token" of a row without one: its logits hold a NaN or +inf, or are all -inf.
 NON_FINITE = -1
 
-# Neighbouring columns that race as one, and then among themselves. Shards of the vocabulary are whole groups.
+# Neighbouring columns race as a group first, and then among themselves. Shards of the vocabulary are whole groups.
 GROUP = 16
 
 _WORD = 0xFFFFFFFF
@@ -41,9 +41,8 @@ def philox4x32(
         Four int64 tensors of unsigned 32-bit words.
     """
     for _ in range(10):
-        # The product of two words wraps into int64's sign bit, but its bits are right. c1 and c3 keep their
-        # high halves, which only ever meet an xor and fall to the mask after it: this saves a third of the
-        # passes.
+        # The product of two words may set int64's sign bit, but its bits are right. c1 and c3 keep their high halves,
+        # because the mask after the next xor removes them. This saves a third of the passes.
         product0, product2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1 = ((product2 >> 32) ^ c1 ^ k0) & _WORD, product2
         c2, c3 = ((product0 >> 32) ^ c3 ^ k1) & _WORD, product0
@@ -54,9 +53,8 @@ def philox4x32(
 def log2_exponential(bits: Tensor) -> Tensor:
     """log2(E) of the Exponential(1) draw E = -log(1 - u), u = (bits + 0.5) / 2^32, in float32.
 
-    Among 150,000 tokens the winner's E is near 1e-5, where 1 - u has lost most of u's digits: below 1/32 the
-    logarithm's series in u itself takes over (its fifth term is under 2e-7 of the sum there). u stays below
-    1, so E stays finite.
+    Among 150,000 tokens the winner's E is near 1e-5, where 1 - u has lost most of u's digits. So below 1/32 this uses
+    the logarithm's series in u (whose fifth term is under 2e-7 of the sum there). u stays below 1, so E is finite.
 
     Args:
         bits: int64, unsigned 32-bit words.
@@ -69,16 +67,16 @@ def log2_exponential(bits: Tensor) -> Tensor:
 def race_scores(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_column: int | Tensor = 0
 ) -> Tensor:
-    """What columns race with: logit / T - log E, in units of log 2, each with an E of its own.
+    """The scores of columns: (logit / T - log E) / log 2, each with an E of its own.
 
     Args:
         logits: `[batch, num_columns]`, any float dtype.
         temperatures: float32 `[batch]`, positive.
         seeds: int64 `[batch]`: the Philox keys.
-        positions: int64 `[batch]`: words 2 and 3 of the Philox counter, whose word 0 is column // 4 and whose
-            word 1 is 0; column % 4 picks one of the four outputs.
-        first_column: the first of these columns in the whole vocabulary, or that of each row, int64 `[batch]`;
-            multiples of 4.
+        positions: int64 `[batch]`: words 2 and 3 of the Philox counter. Word 0 is column // 4, word 1 is 0, and
+            column % 4 selects one of the four outputs.
+        first_column: the first of these columns in the whole vocabulary, of all rows or of each, int64 `[batch]`; a
+            multiple of 4.
 
     Returns:
         float32 `[batch, num_columns]`; NaN for a NaN logit.
@@ -93,16 +91,16 @@ def race_scores(
 def group_scores(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_column: int = 0
 ) -> Tensor:
-    """What groups of GROUP columns race with: log2 of the sum of their weights 2^(logit / T * log2 e), less log2 E.
+    """The scores of groups of GROUP columns: log2 of the sum of their weights 2^(logit / T * log2 e), less log2 E.
 
-    Arguments as for `race_scores`, first_column a multiple of GROUP. E is of the first output of the Philox block
-    whose counter has the group's number in word 0 and 1 in word 1.
+    The arguments are those of `race_scores`, with first_column a multiple of GROUP. E comes from the first output of
+    the Philox block whose counter has the group's number in word 0 and 1 in word 1.
 
     Returns:
-        float32 `[batch, num_groups]`; -inf for a group of which every logit is, NaN for one that holds a NaN.
+        float32 `[batch, num_groups]`; -inf for a group whose logits are all -inf, NaN for one that holds a NaN.
     """
     exponents = _in_groups(logits.float()) * _scale(temperatures).unsqueeze(2)
-    # The highest one, within what is finite, so that one infinity does not meet another.
+    # Finite, so that no infinity is subtracted from another.
     highest = exponents.amax(dim=2).clamp_(-_MAX, _MAX)
     scores = (exponents - highest.unsqueeze(2)).exp2_().sum(dim=2).log2_() + highest
     groups = first_column // GROUP + torch.arange(exponents.shape[1], device=logits.device).unsqueeze(0)
@@ -110,22 +108,21 @@ def group_scores(
 
 
 def _random_words(index: Tensor, purpose: int, seeds: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-    """The Philox blocks of a draw whose counters begin with `index` `[1 or batch, n]` and `purpose`: four words
-    `[batch, n]`."""
+    """The Philox blocks whose counters begin with `index` `[1 or batch, n]` and `purpose`: four words `[batch, n]`."""
     seeds, positions = seeds.unsqueeze(1), positions.unsqueeze(1)
     counter = (index, torch.full_like(index, purpose), positions & _WORD, positions >> 32 & _WORD)
     return philox4x32(*counter, seeds & _WORD, seeds >> 32 & _WORD)
 
 
 def _scale(temperatures: Tensor) -> Tensor:
-    # Neither infinite nor 0, or a logit of 0 or -inf would have no product with it.
+    # Neither infinite nor 0, because 0 * inf is NaN.
     return (math.log2(math.e) / temperatures).clamp(_MIN_SCALE, _MAX_SCALE).unsqueeze(1)
 
 
 def _in_groups(logits: Tensor) -> Tensor:
-    """`[batch, num_groups, GROUP]`, the last group's missing columns -inf."""
+    """`[batch, num_groups, GROUP]`, padded with -inf."""
     missing = -logits.shape[1] % GROUP
-    whole = F.pad(logits, (0, missing), value=-math.inf) if missing else logits  # A pad of nothing copies.
+    whole = F.pad(logits, (0, missing), value=-math.inf) if missing else logits  # A pad of nothing would copy.
     return whole.unflatten(1, (-1, GROUP))
 
 
@@ -159,7 +156,7 @@ def best_of_shard_torch(
     highest, columns = logits.max(dim=1)  # NaN, if any is.
     highest = highest.float()
     best = highest.clone()
-    # A few rows at a time, so that what lies between the passes stays within a CPU's cache.
+    # A few rows at a time, so that intermediate results stay in a CPU's cache.
     rows_at_once = max(1, _COLUMNS_AT_ONCE // logits.shape[1])
     for rows in (temperatures > 0).nonzero().squeeze(1).split(rows_at_once):
         chosen, *draw = (x[rows] for x in (logits, temperatures, seeds, positions))
@@ -222,15 +219,15 @@ class Sampler(nn.Module):
     ) -> Tensor:
         """Draws one token a row.
 
-        A logit of -inf is never drawn. A row has no token where a logit is NaN or +inf, whatever the threshold, or
-        where all that the threshold leaves are -inf.
+        A logit of -inf is never drawn. A row has no token if a logit is NaN or +inf, whatever the threshold, or if all
+        logits that the threshold leaves are -inf.
 
         Args:
-            logits: `[batch, vocab_size]`, any float dtype; with several ranks this rank's columns of it, maybe none.
+            logits: `[batch, vocab_size]`, any float dtype, rows contiguous; with several ranks this rank's columns,
+                of which there may be none.
             temperatures: float32 `[batch]`; 0 is greedy: the highest logit, the lowest token id on ties.
             seeds: int64 `[batch]`, all 64 bits used.
-            positions: int64 `[batch]`: the position of the token to be drawn (any number that is new to the
-                seed).
+            positions: int64 `[batch]`: the token's position (or any number that the seed was not used with).
             thresholds: float32 `[batch]`: lower logits are never drawn, see `sampling_thresholds`; None for -inf.
             out: int64 `[batch]`, contiguous, to write the tokens to.
 
