@@ -43,7 +43,7 @@ def measure_attention(card: Card) -> list[dict]:
     rows = []
     for batch, low, high, num_heads in SHAPES:
         case = Case(batch, low, high, num_heads, KV_HEADS)
-        without = choose_config(batch * KV_HEADS, HEAD_DIM, 2, case.q.device)
+        without = choose_config(batch * KV_HEADS, HEAD_DIM, 2)
         for name, config in (("in use", None), ("without the memory accelerator", without)):
             attend = ours(case, None, config)
 

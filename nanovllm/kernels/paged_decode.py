@@ -365,7 +365,7 @@ def paged_decode(
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     if config is None:
         tma = has_tma(head_dim, block_size, q.element_size(), q.device)
-        config = choose_config(batch_size * num_kv_heads, padded_dim, q.element_size(), q.device, tma)
+        config = choose_config(batch_size * num_kv_heads, padded_dim, q.element_size(), tma)
     descriptors = _descriptors(k_cache, v_cache, config.tile) if config.tma else (None, None)
     group = num_heads // num_kv_heads
     launcher(_paged_decode_kernel, (num_kv_heads, num_items), pdl)(
