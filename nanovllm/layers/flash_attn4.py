@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from inspect import signature
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -24,10 +23,6 @@ logger = logging.getLogger(__name__)
 # For more sequences flash-attn-4 compiles one more kernel of each kind, which takes seconds. Prompts of such batches
 # are too short to gain from it.
 MAX_SEQS = 256
-
-# If all prompts have the same length, of at least so many tokens, a kernel that need not look for their ends is faster.
-# For less than a tile of tokens it would be compiled once more.
-_MIN_EQUAL_LENGTH = 256
 
 # Tiles of queries and keys for Hopper with head_dim 128. By default the package uses 128 x 128 and keeps probabilities
 # in registers, which takes up to 11 % longer on an H200.
@@ -53,16 +48,12 @@ class FlashAttn4(OptionalPackage):
     """
 
     name = "flash-attn-4"
-    NUM_KERNELS = 3
+    NUM_KERNELS = 2
 
-    def __init__(self, varlen_func: Callable, equal_func: Callable, paged_func: Callable | None = None):
-        """Functions like those of flash_attn.cute.
-
-        varlen_func: like its flash_attn_varlen_func. equal_func: like its flash_attn_func, for sequences of one length.
-        paged_func: like varlen_func, for keys in pages; None for varlen_func.
-        """
+    def __init__(self, varlen_func: Callable, paged_func: Callable | None = None):
+        """varlen_func: like flash_attn.cute.flash_attn_varlen_func. paged_func: the same for keys in pages; None for
+        varlen_func."""
         self.varlen_func = varlen_func
-        self.equal_func = equal_func
         self.paged_func = paged_func or varlen_func
 
     def prefill(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor | None:
@@ -72,13 +63,9 @@ class FlashAttn4(OptionalPackage):
         In a sequence's last tile of 96 or 128 keys, values past its end are multiplied by 0, not skipped. Without a
         block table these belong to the next sequence: if they are infinite or NaN, they spoil this one's result too.
         """
-        num_seqs, length = context.cu_seqlens_q.numel() - 1, context.max_seqlen_q
+        num_seqs = context.cu_seqlens_q.numel() - 1
         if num_seqs > MAX_SEQS or (HAS_TRITON and is_compiling_ahead()):  # Compile the fallback.
             return None
-        if context.block_tables is None and length >= _MIN_EQUAL_LENGTH and num_seqs * length == len(q):
-            parts = [x.unflatten(0, (num_seqs, length)) for x in (q, k, v)]
-            out = self.attempt(lambda: self.equal_func(*parts, softmax_scale=scale, causal=True)[0])
-            return None if out is None else out.flatten(0, 1)
         attend = self.varlen_func
         if context.block_tables is None:
             keys = {"cu_seqlens_k": context.cu_seqlens_k}
@@ -90,19 +77,17 @@ class FlashAttn4(OptionalPackage):
         return self.attempt(lambda: attend(q, k, v, **options)[0])
 
     def load(self, shape: AttentionShape, kernel: int) -> None:
-        """Compile one of the NUM_KERNELS kernels of `prefill` by calling it: for equal lengths, for ragged ones, and
-        with a block table. Takes seconds, or milliseconds if a process has left the kernel on the disk."""
+        """Compile one of the NUM_KERNELS kernels of `prefill` by calling it, without or with a block table. Takes
+        seconds, or milliseconds if a process has left the kernel on the disk."""
         num_heads, num_kv_heads, head_dim, block_size, dtype, device = shape
-        length = _MIN_EQUAL_LENGTH
-        qkv = torch.zeros(2 * length, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
+        length = 512
+        qkv = torch.zeros(length, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
         q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         k_cache, v_cache = torch.zeros(2, 2, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
         tables = torch.zeros(2, -(-length // block_size), dtype=torch.int32, device=device)
-        equal, ragged = ([0, length, 2 * length], [0, 2, 2 * length])
-        ends, block_tables = ((equal, None), (ragged, None), (equal, tables))[kernel]
-        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
-        longest = max(b - a for a, b in pairwise(ends))
-        context = Context(True, cu_seqlens, cu_seqlens, longest, longest, block_tables=block_tables)
+        cu_seqlens = torch.tensor([0, 2, length], dtype=torch.int32, device=device)
+        block_tables = (None, tables)[kernel]
+        context = Context(True, cu_seqlens, cu_seqlens, length - 2, length - 2, block_tables=block_tables)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Its compiler warns about the package's own code.
             self.prefill(q, k, v, k_cache, v_cache, context, head_dim**-0.5)
@@ -130,22 +115,20 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
         return None
     keep_kernels()
     try:
-        flash_attn_varlen_func, flash_attn_func = import_without_torch_compile(_import_package)
+        flash_attn_varlen_func = import_without_torch_compile(_import_package)
     except Exception as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name in ("flash_attn", "flash_attn.cute")
         if not is_missing:
             logger.warning("flash-attn-4 cannot be imported: %s: %s", type(error).__name__, error)
         return None
     in_tiles = _in_our_tiles() if capability == 9 and head_dim == 128 else None
-    if in_tiles is None:
-        return FlashAttn4(flash_attn_varlen_func, flash_attn_func)
-    return FlashAttn4(in_tiles, in_tiles, flash_attn_varlen_func)
+    return FlashAttn4(in_tiles or flash_attn_varlen_func, flash_attn_varlen_func)
 
 
-def _import_package() -> tuple[Callable, Callable]:
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+def _import_package() -> Callable:
+    from flash_attn.cute import flash_attn_varlen_func
 
-    return flash_attn_varlen_func, flash_attn_func
+    return flash_attn_varlen_func
 
 
 def _in_our_tiles() -> Callable | None:
