@@ -1,6 +1,6 @@
 """Sum over tensor-parallel GPUs, residual addition and RMS norm in one launch, over memory that all GPUs map.
 
-Both functions are "one shot": every rank reads all partial sums and adds them up itself, in float32 and in the order of
+All functions are "one shot": every rank reads all partial sums and adds them up itself, in float32 and in the order of
 ranks. So all ranks get the same bits.
 
 `push_add_norm` is for few tokens and has the least latency. A rank writes its partial sums into the others' inboxes
@@ -8,6 +8,8 @@ ranks. So all ranks get the same bits.
 
 `pull_add_norm` is for many tokens and has the least traffic. The programs of all ranks wait for each other, then read
 their rows from each other's memory.
+
+`add_norm_arrived` is for long prefills over two ranks, whose sums a copy engine brings (see `utils.long_sums`).
 """
 
 import torch
@@ -21,6 +23,8 @@ from nanovllm.kernels.messages import await_messages, high_half, low_half, to_me
 
 # The most programs of a pull. Each one waits for its peers once, and fewer do not use all of NVLink.
 MAX_PULL_PROGRAMS = 256
+# The most programs of `add_norm_arrived`. Each one checks for itself whether the second sum has arrived.
+MAX_ADD_NORM_PROGRAMS = 1056
 # The most tokens of a push, whose stores are twice as large as their content.
 MAX_PUSH_TOKENS = 64
 
@@ -144,6 +148,16 @@ def _await(flag, abort):
         old = tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys")
 
 
+@triton.jit
+def _store_sum_and_norm(total, residual, y, row, mask, scale, eps, HIDDEN: tl.constexpr):
+    """Round the sum into the residual stream, and store its RMS norm."""
+    rounded = total.to(residual.dtype.element_ty)
+    tl.store(residual + row, rounded, mask=mask)
+    value = rounded.to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(value * value, axis=0) / HIDDEN + eps)
+    tl.store(y + row, (value * inverse_rms * scale).to(y.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _pull_kernel(
     buffers,
@@ -186,11 +200,7 @@ def _pull_kernel(
             # The compiler does not know that an address from memory is aligned, and would load two bytes at a time.
             buffer = tl.multiple_of(buffer, 16)
             total += tl.load(buffer + row, mask=reachable, other=0.0).to(tl.float32)
-        rounded = total.to(residual.dtype.element_ty)
-        tl.store(residual + row, rounded, mask=mask)
-        value = rounded.to(tl.float32)
-        inverse_rms = tl.rsqrt(tl.sum(value * value, axis=0) / HIDDEN + eps)
-        tl.store(y + row, (value * inverse_rms * scale).to(y.dtype.element_ty), mask=mask)
+        _store_sum_and_norm(total, residual, y, row, mask, scale, eps, HIDDEN)
 
 
 def pull_add_norm(
@@ -227,6 +237,84 @@ def pull_add_norm(
         eps,
         RANK=rank,
         SIZE=len(buffers),
+        HIDDEN=hidden,
+        BLOCK=block,
+        num_warps=min(max(block // 256, 1), 16),
+    )
+    return y
+
+
+@triton.jit(do_not_specialize=["num_tokens", "number"])
+def _add_norm_kernel(
+    residual,
+    first,
+    second,
+    weight,
+    y,
+    arrival,
+    number,
+    abort,
+    num_tokens,
+    eps,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    mask = column < HIDDEN
+    scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    seen = tl.atomic_add(arrival, 0, sem="acquire", scope="sys")
+    while (seen != number) & (tl.load(abort, volatile=True) == 0):
+        seen = tl.atomic_add(arrival, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()
+    stride = tl.full([1], HIDDEN, tl.int64)
+    for token in range(program, num_tokens, tl.num_programs(0)):
+        row = token * stride + column
+        total = tl.load(residual + row, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(first + row, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(second + row, mask=mask, other=0.0).to(tl.float32)
+        _store_sum_and_norm(total, residual, y, row, mask, scale, eps, HIDDEN)
+
+
+def add_norm_arrived(
+    residual: Tensor,
+    first: Tensor,
+    second: Tensor,
+    weight: Tensor,
+    eps: float,
+    arrival: Tensor,
+    number: int,
+    abort: Tensor,
+) -> Tensor:
+    """`residual += first + second`, then `residual / sqrt(mean(residual^2) + eps) * weight`, in float32, each rounded
+    once. Waits until `arrival` is `number`.
+
+    Args:
+        residual: `[num_tokens, hidden]`, contiguous, any float dtype; overwritten.
+        first, second: like residual; added in this order.
+        weight: `[hidden]`.
+        eps: added to the mean square.
+        arrival: int32, a scalar, which another device sets.
+        number: the value that it is set to, below 2^31.
+        abort: int32 `[1]`; a value other than 0 ends the waiting, and the results mean nothing.
+
+    Returns:
+        The norm, like residual.
+    """
+    num_tokens, hidden = residual.shape
+    y = torch.empty_like(residual)
+    block = triton.next_power_of_2(hidden)
+    launcher(_add_norm_kernel, (min(num_tokens, MAX_ADD_NORM_PROGRAMS),))(
+        residual,
+        first,
+        second,
+        weight,
+        y,
+        arrival,
+        number,
+        abort,
+        num_tokens,
+        eps,
         HIDDEN=hidden,
         BLOCK=block,
         num_warps=min(max(block // 256, 1), 16),

@@ -12,7 +12,7 @@ from nanovllm.kernels import HAS_TRITON
 from nanovllm.utils.peer_memory import Peers, copy_bytes
 
 if HAS_TRITON:
-    from nanovllm.kernels.add_norm import add_norm_arrived
+    from nanovllm.kernels.all_reduce import add_norm_arrived
 
 MIN_TOKENS = 2048  # of a step; for fewer the transfer is too short to be hidden behind half of a product
 # A rank that sends part k has finished part k - 2 (see Qwen3DecoderLayer.forward_parts for the order). It therefore
