@@ -1,4 +1,4 @@
-"""Thresholds of top-k, top-p and min-p over Qwen3's vocabulary: bf16 logits, several tensors of them in turn.
+"""How long do the thresholds of top-k, top-p and min-p take over Qwen3's vocabulary?
 
     python benchmarks/sampling_thresholds.py --json out.json [--batches 1,256] [--settings k20p95,p95]
 

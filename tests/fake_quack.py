@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-H200 = 132  # multiprocessors
+from nanovllm.layers.matmul import Problem
 
 
 class Package:
@@ -34,3 +34,7 @@ def make_config(**options) -> SimpleNamespace:
 def tensors(num_tokens: int, N: int, K: int):
     torch.manual_seed(num_tokens)
     return torch.randn(num_tokens, K), torch.randn(N, K) * K**-0.5, torch.randn(num_tokens, N)
+
+
+def problem(operation: str, x, weight, residual=None) -> Problem:
+    return Problem(operation, x, weight, out=residual if operation == "linear_add" else None)

@@ -8,8 +8,11 @@ import pytest
 import torch
 from checkpoints import make_llm
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoConfig
 
 from nanovllm import LLM
+from nanovllm.engine import model_runner
+from nanovllm.tuning.table import Key, Table, load_table
 
 HAS_FLASH_ATTN = find_spec("flash_attn_2_cuda") is not None
 DEMO_MODEL = Path(__file__).parents[1] / "assets" / "demo-model"
@@ -69,6 +72,22 @@ def flash_attn_has_float16() -> bool:
     q, k, v = torch.randn(3, 1, 40, 2, 64, device="cuda", dtype=torch.float16)
     expected = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
     return torch.allclose(flash_attn_func(q, k, v, causal=True), expected, atol=1e-2)
+
+
+def keys_of(path) -> list[Key]:
+    """What a table has rows for, of a checkpoint's model on one GPU."""
+    config = AutoConfig.from_pretrained(path)
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    q, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    gate_up = (2 * intermediate, hidden)
+    shapes = [("linear", q + 2 * kv, hidden), ("linear_add", hidden, q), ("linear_add", hidden, intermediate)]
+    shapes += [("linear_silu", *gate_up), ("padding", *gate_up)]
+    return [Key(name, phase, N, K, "bfloat16") for name, N, K in shapes for phase in ("decode", "prefill")]
+
+
+def use_table(monkeypatch, table: Table) -> None:
+    """Have engines find these rows before all others."""
+    monkeypatch.setattr(model_runner, "load_table", lambda device: load_table(device).updated(table))
 
 
 def gpu_llm(path, **options) -> LLM:

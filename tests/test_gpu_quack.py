@@ -1,29 +1,22 @@
 """quack-kernels' products against float32, alone and in engines, on a Hopper GPU that has the package."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, random_prompt
-from gpu_engines import REGRET, gpu_llm
+from fake_quack import problem
+from gpu_engines import REGRET, gpu_llm, keys_of, use_table
 
-from nanovllm.kernels import decode_linear_kernel
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.layers import product, quack_tiles
+from nanovllm.layers.matmul import Matmul, our_candidates
 from nanovllm.layers.quack import Quack, Tile, load_quack
-from nanovllm.layers.quack_tiles import Kind, decode_tile, prefill_tile
+from nanovllm.tuning.table import Choice, Key, Row, Table, package_table
 
 pytestmark = pytest.mark.gpu
 
-H200_MULTIPROCESSORS = 132
-# Weights [N, K] of Qwen3-0.6B, 1.7B, 4B and 8B.
-SHAPES = {
-    Kind.LINEAR: [(4096, 1024), (4096, 2048), (6144, 2560), (6144, 4096)],
-    Kind.SILU: [(6144, 1024), (12288, 2048), (19456, 2560), (24576, 4096)],
-    Kind.ADD: [(1024, 2048), (1024, 3072), (2048, 2048), (2560, 9728), (4096, 12288)],
-}
+H200 = "NVIDIA H200"
 
 
 @pytest.fixture
@@ -34,51 +27,51 @@ def quack() -> Quack:
     return quack
 
 
-def tiles() -> list[tuple[Kind, int, tuple[int, int], Tile]]:
-    """Every tile that these weights take, at the batch sizes where it begins and ends."""
-    found: dict[tuple[Kind, Tile], list[tuple[int, tuple[int, int]]]] = {}
-    for kind, shapes in SHAPES.items():
-        for N, K in shapes:
-            for num_tokens in range(1, 513):
-                tile = decode_tile(kind, num_tokens, N, K, H200_MULTIPROCESSORS)
-                if tile is not None:
-                    found.setdefault((kind, tile), []).append((num_tokens, (N, K)))
-    for kind, shape in itertools.product((Kind.LINEAR, Kind.SILU), ((6144, 1024), (6144, 4096))):
-        for num_tokens in (9001, 16384):
-            found.setdefault((kind, prefill_tile(kind, num_tokens, *shape)), []).append((num_tokens, shape))
-    return [(kind, *case, tile) for (kind, tile), cases in found.items() for case in sorted({cases[0], cases[-1]})]
-
-
-def launch(quack: Quack, kind: Kind, tile: Tile, x, weight, residual) -> torch.Tensor:
-    if kind is Kind.ADD:
-        return quack.linear_add(x, weight, residual, tile)
-    return (quack.linear_silu if kind is Kind.SILU else quack.linear)(x, weight, tile)
+def tiles() -> list[tuple[str, int, tuple[int, int], Tile]]:
+    """Every tile of the H200's table, at the batch sizes where it begins and ends. A prefill has no end: then at 9,001
+    tokens and at 16,384."""
+    found: dict[tuple[str, Tile], list[tuple[int, tuple[int, int]]]] = {}
+    for key, row in package_table(H200).rows.items():
+        if key.operation == "padding":
+            continue
+        for first, last, choices in zip([0, *row.bounds], row.bounds, row.choices, strict=False):
+            for name, constants in choices:
+                if name == Quack.name:
+                    counts = (9001, 16384) if key.phase == "prefill" else (first + 1, last)
+                    cases = found.setdefault((key.operation, Tile(*constants)), [])
+                    cases.extend((count, (key.N, key.K)) for count in counts)
+    return [
+        (operation, *case, tile)
+        for (operation, tile), cases in found.items()
+        for case in sorted({min(cases), max(cases)})
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("kind", "num_tokens", "shape", "tile"), tiles())
-def test_products_are_right_and_captured(quack, kind, num_tokens, shape, tile, dtype):
+@pytest.mark.parametrize(("operation", "num_tokens", "shape", "tile"), tiles())
+def test_products_are_right_and_captured(quack, operation, num_tokens, shape, tile, dtype):
     torch.manual_seed(num_tokens)
     N, K = shape
     x = torch.randn(num_tokens, K + 64, device="cuda", dtype=dtype)[:, :K]
     weight = torch.randn(N, K, device="cuda", dtype=dtype) * K**-0.5
     before = torch.randn(num_tokens, N, device="cuda", dtype=dtype)
     expected = exact = F.linear(x.float(), weight.float())
-    if kind is Kind.SILU:
+    if operation == "linear_silu":
         gate, up = exact.chunk(2, dim=-1)
         expected = F.silu(gate) * up
-    elif kind is Kind.ADD:
+    elif operation == "linear_add":
         expected = exact + before.float()
     residual = before.clone()
-    assert quack.takes(x, weight)
-    y = launch(quack, kind, tile, x, weight, residual).clone()
+    asked = problem(operation, x, weight, residual)
+    assert quack.supports(asked)
+    y = quack.launch(asked, tile).clone()
     # Each rounding is off by half an ulp at most: a result's, of a sum the product's too. Float32 sums in another order
     # differ by the rest.
-    rounded = expected.abs() + exact.abs() if kind is Kind.ADD else expected.abs()
+    rounded = expected.abs() + exact.abs() if operation == "linear_add" else expected.abs()
     assert ((y.float() - expected).abs() <= torch.finfo(dtype).eps / 2 * rounded + 1e-3).all()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        again = launch(quack, kind, tile, x, weight, residual)
+        again = quack.launch(asked, tile)
     residual.copy_(before)
     graph.replay()
     assert torch.equal(again, y)
@@ -92,21 +85,22 @@ def test_launches_that_depend_on_each_other_give_the_bits_of_one_at_a_time(quack
     shapes = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
     layers = [[torch.randn(N, K, **half) * K**-0.5 for N, K in shapes] for _ in range(6)]
     scale, start = 1 + 0.1 * torch.randn(1024, **half), torch.randn(num_tokens, 1024, **half)
-    residual, counters = start.clone(), [decode_linear_kernel.make_arrivals("cuda") for _ in layers]
+    residual = start.clone()
+    matmul = Matmul(package_table(H200), [*our_candidates(torch.device("cuda", 0)), quack])
 
     def run(wait=lambda: None) -> None:
-        for (qkv, out, gate_up, down), arrivals in zip(layers, counters, strict=True):
+        for qkv, out, gate_up, down in layers:
             y = rms_norm(residual, scale, 1e-6)
             wait()
-            y = product.product(y, qkv, arrivals=arrivals, quack=quack)
+            y = matmul.linear(y, qkv)
             wait()
-            product.add_product(residual, y[:, :2048], out, arrivals=arrivals, quack=quack)
+            matmul.linear_add(residual, y[:, :2048], out)
             wait()
             y = rms_norm(residual, scale, 1e-6)
             wait()
-            y = product.product_silu(y, gate_up, arrivals, quack)
+            y = matmul.linear_silu(y, gate_up)
             wait()
-            product.add_product(residual, y, down, arrivals=arrivals, quack=quack)
+            matmul.linear_add(residual, y, down)
             wait()
 
     run(torch.cuda.synchronize)
@@ -127,17 +121,20 @@ def test_products_let_the_next_kernel_in_early(quack):
 
 
 def test_tensors_that_it_does_not_take(quack):
+    def takes(x, weight):
+        return quack.supports(problem("linear", x, weight))
+
     x, weight = (torch.zeros(128, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    assert quack.takes(x, weight)
-    assert quack.takes(x[:, 64:], weight[:, 64:]), "rows further apart than they are long"
-    assert not quack.takes(x.half(), weight), "dtypes differ"
-    assert not quack.takes(x.float(), weight.float())
-    assert not quack.takes(x[:, :100].contiguous(), weight[:, :100]), "100 columns"
-    assert not quack.takes(x, weight[:100]), "100 rows"
+    assert takes(x, weight)
+    assert takes(x[:, 64:], weight[:, 64:]), "rows further apart than they are long"
+    assert not takes(x.half(), weight), "dtypes differ"
+    assert not takes(x.float(), weight.float())
+    assert not takes(x[:, :100].contiguous(), weight[:, :100]), "100 columns"
+    assert not takes(x, weight[:100]), "100 rows"
     wide = torch.zeros(128, 200, device="cuda", dtype=torch.bfloat16)
-    assert not quack.takes(wide[:, :128], weight), "rows 200 elements apart"
-    assert not quack.takes(wide.view(-1)[1 : 1 + 128 * 128].view(128, 128), weight), "an odd address"
-    assert not quack.takes(x.t(), weight), "columns packed"
+    assert not takes(wide[:, :128], weight), "rows 200 elements apart"
+    assert not takes(wide.view(-1)[1 : 1 + 128 * 128].view(128, 128), weight), "an odd address"
+    assert not takes(x.t(), weight), "columns packed"
 
 
 @pytest.fixture(scope="module")
@@ -149,29 +146,40 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def launches(monkeypatch) -> list[tuple[str, int]]:
-    """What is launched of quack-kernels from now on: (name, number of tokens)."""
-    launches = []
+    """What is launched of quack-kernels from now on: (operation, number of tokens)."""
+    launches, launch = [], Quack.launch
 
-    def record(name: str):
-        launch = getattr(Quack, name)
+    def recorded(self, problem, tile):
+        launches.append((problem.operation, len(problem.x)))
+        return launch(self, problem, tile)
 
-        def recorded(self, x, *args):
-            launches.append((name, len(x)))
-            return launch(self, x, *args)
-
-        return recorded
-
-    for name in ("linear", "linear_silu", "linear_add"):
-        monkeypatch.setattr(Quack, name, record(name))
+    monkeypatch.setattr(Quack, "launch", recorded)
     return launches
+
+
+def make_table(path) -> Table:
+    """For the checkpoint: the package in decode steps of 64 and 128 tokens, to which 17 to 127 are padded, and in
+    prefills of 2,048 and more."""
+
+    def row(key: Key) -> Row:
+        if key.operation == "padding":
+            return Row({16: [], 64: [Choice(Quack.name, (64,))], 128: [Choice(Quack.name, (128,))], 129: []})
+        if key.phase == "prefill":
+            tile = Tile(128, 128, (1, 2), pingpong=True)
+            return Row({2047: [], 2048: [] if key.operation == "linear_add" else [Choice(Quack.name, tuple(tile))]})
+        columns = 32 if key.operation == "linear_add" else 64
+        decode = {n: [Choice(Quack.name, (n if columns > 32 else 64, columns))] for n in (64, 128)}
+        return Row({63: [], 127: [], 129: [], **decode})
+
+    return Table({key: row(key) for key in keys_of(path)})
 
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_engines(quack, checkpoint, launches, monkeypatch, eager):
     """Long prefills; decode steps of a hundred sequences, which the layers get as 128, tokens drawn in the graph and
     after it."""
-    monkeypatch.setattr(quack_tiles, "_MIN_PREFILL_WORK", 0)
     path, reference = checkpoint
+    use_table(monkeypatch, make_table(path))
     prompts = [random_prompt(21 + i % 9, seed=i) for i in range(100)]
     options = {"dtype": "bfloat16", "num_kvcache_blocks": 128, "max_num_seqs": 100, "max_num_batched_tokens": 4096}
     with gpu_llm(path, enforce_eager=eager, **options) as llm:

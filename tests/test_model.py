@@ -82,11 +82,16 @@ def test_a_product_is_added_to_the_residual_in_place(bias):
 class SumsInTurns:
     """Stands in for a ResidualReducer whose rank is alone; takes note of the order in which sums begin and end."""
 
-    def __init__(self):
-        self.long_sums, self.log = self, []
+    is_posting = False
+
+    def __init__(self, min_tokens):
+        self.long_sums, self.log, self.min_tokens = self, [], min_tokens
+
+    def begin_step(self, num_sums):
+        assert num_sums == 0
 
     def takes_parts(self, num_tokens):
-        return num_tokens >= 2
+        return num_tokens >= self.min_tokens
 
     def takes(self, num_tokens):
         return False
@@ -109,7 +114,7 @@ def test_a_prefill_in_parts_is_the_same_prefill(model, lens, has_bias):
     cu_seqlens = ends.int()
     input_ids = torch.randint(50, (sum(lens),))
     positions = torch.cat([torch.arange(n) for n in lens])
-    reducer = SumsInTurns()
+    reducer = SumsInTurns(sum(lens))
     config = preset_config("Qwen3-0.6B")
     config.update({"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 50})
     config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "attention_bias": has_bias})
@@ -123,7 +128,7 @@ def test_a_prefill_in_parts_is_the_same_prefill(model, lens, has_bias):
             outputs.append(model(input_ids, positions))
     torch.testing.assert_close(*outputs)
     # None of a layer's four sums is finished right after it was sent, but for the last, which the next layer's product
-    # goes beside. (The last layer has few tokens.)
+    # goes beside. (The last layer's sums are of few tokens.)
     assert reducer.log == ["send", "send", "finish", "send", "finish", "send", "finish", "finish"] * 2
 
 

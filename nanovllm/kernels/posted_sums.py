@@ -1,6 +1,6 @@
 """Sums over tensor-parallel GPUs of a few tokens, posted by the matrix product itself.
 
-The programs of `skinny_linear` write their results straight into every rank's inbox (see `messages`), and `collect`
+The programs of `gemv` write their results straight into every rank's inbox (see `messages`), and `collect`
 adds them up. `collect` is a dependent launch: it starts before the product has ended, and waits for messages instead of
 for launches. So the sum costs about the time of one store over NVLink.
 """

@@ -35,3 +35,31 @@ class RMSNorm(nn.Module):
         """`[num_tokens, hidden_size]`, any float dtype, to the same shape and dtype."""
         norm = rms_norm if use_kernels(x) else rms_norm_torch
         return norm(x, self.weight, self.eps)
+
+
+class Normed:
+    """The RMS norm of the residual stream, not computed yet: the product that reads it computes it as a part of itself,
+    or asks for its value first.
+
+    Attributes:
+        residual: `[num_tokens, hidden_size]`. It must not change before the norm has been read.
+        weight, eps: as in RMSNorm.
+    """
+
+    def __init__(self, residual: Tensor, norm: RMSNorm, value: Tensor | None = None):
+        """value: the norm, where it has been computed."""
+        self.residual, self.weight, self.eps = residual, norm.weight, norm.eps
+        self._norm, self._value = norm, value
+
+    def __len__(self) -> int:
+        return len(self.residual)
+
+    @property
+    def is_computed(self) -> bool:
+        return self._value is not None
+
+    def value(self) -> Tensor:
+        """`[num_tokens, hidden_size]` of the residual's dtype; computed once."""
+        if self._value is None:
+            self._value = self._norm(self.residual)
+        return self._value

@@ -11,11 +11,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from nanovllm.layers import decode_linear
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.product import add_product, product
-from nanovllm.layers.quack import Quack
-from nanovllm.layers.skinny_linear import linear_add
+from nanovllm.layers.layernorm import Normed, RMSNorm
+from nanovllm.layers.matmul import Matmul
+from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import TensorParallel
 
 
@@ -27,7 +25,53 @@ def make_parameter(shape: tuple[int, ...], shards: dict, weight_loader) -> nn.Pa
     return parameter
 
 
-class ColumnParallelLinear(nn.Module):
+class NormedParts:
+    """A `Normed` of a long prefill over two GPUs, in parts that follow each other: while the sum over the ranks of one
+    part travels, another one is multiplied. A part is computed when it is asked for.
+
+    Attributes:
+        residual: `[num_tokens, hidden_size]`.
+        parts: the parts' norms, once.
+    """
+
+    def __init__(self, residual: torch.Tensor, parts: Iterator[torch.Tensor]):
+        self.residual, self.parts = residual, parts
+
+    def value(self) -> torch.Tensor:
+        return torch.cat(list(self.parts))
+
+
+class LinearBase(nn.Module):
+    """A weight, perhaps a bias, and what multiplies them.
+
+    Args:
+        weight_shape: of this rank's part, `[N, K]`.
+        shards: {shard id: full shape} of the checkpoint tensors that make up the weight.
+        bias: whether there is one, of as many rows.
+        tp: this rank's place.
+
+    Attributes:
+        matmul: the engine's; before the model has one, cuBLAS alone.
+    """
+
+    def __init__(self, weight_shape: tuple[int, int], shards: dict, bias: bool, tp: TensorParallel):
+        super().__init__()
+        self.tp = tp
+        self.matmul = Matmul()
+        self.weight = make_parameter(weight_shape, shards, self.weight_loader)
+        self.bias = None
+        if bias:
+            bias_shards = {key: shape[:1] for key, shape in shards.items()}
+            self.bias = make_parameter(weight_shape[:1], bias_shards, self.bias_loader)
+
+    def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
+        raise NotImplementedError
+
+    def bias_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
+        raise NotImplementedError
+
+
+class ColumnParallelLinear(LinearBase):
     """y = x W^T + b with W's output rows over the ranks; several matrices may be stacked into one.
 
     Args:
@@ -36,22 +80,15 @@ class ColumnParallelLinear(nn.Module):
         bias: whether there is one.
         tp: this rank's place.
 
-    forward: [num_tokens, input_size] -> [num_tokens, sum of this rank's parts].
+    forward: [num_tokens, input_size], or the norm that makes it -> [num_tokens, sum of this rank's parts].
     """
 
     def __init__(self, input_size: int, output_sizes: dict, bias: bool, tp: TensorParallel):
-        super().__init__()
         self.output_sizes = output_sizes
         self.parts = {key: self.part(key, tp) for key in output_sizes}
         rows = sum(num_rows for _, num_rows in self.parts.values())
-        shapes = {key: (size, input_size) for key, size in output_sizes.items()}
-        self.weight = make_parameter((rows, input_size), shapes, self.weight_loader)
-        self.bias = None
-        if bias:
-            shapes = {key: (size,) for key, size in output_sizes.items()}
-            self.bias = make_parameter((rows,), shapes, self.weight_loader)
-        self.register_buffer("arrivals", decode_linear.make_arrivals(), persistent=False)
-        self.quack: Quack | None = None
+        shards = {key: (size, input_size) for key, size in output_sizes.items()}
+        super().__init__((rows, input_size), shards, bias, tp)
 
     def part(self, shard_id, tp: TensorParallel) -> tuple[int, int]:
         """First row and number of rows that this rank takes of a checkpoint matrix."""
@@ -67,17 +104,14 @@ class ColumnParallelLinear(nn.Module):
             offset += num_rows
         raise KeyError(shard_id)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return product(x, self.weight, self.bias, arrivals=self.arrivals, quack=self.quack)
+    bias_loader = weight_loader
 
-    def of_parts(self, parts: Iterable[torch.Tensor], num_tokens: int) -> torch.Tensor:
-        """`forward` of parts that follow each other, num_tokens in all; each is asked for once the product of the one
-        before has been launched."""
-        y = None
-        for part in parts:
-            if y is None:
-                y, start = part.new_empty(num_tokens, len(self.weight)), 0
-            product(part, self.weight, self.bias, out=y[start : start + len(part)])
+    def forward(self, x: torch.Tensor | Normed | NormedParts) -> torch.Tensor:
+        if not isinstance(x, NormedParts):
+            return self.matmul.linear(x, self.weight, self.bias)
+        y, start = x.residual.new_empty(len(x.residual), len(self.weight)), 0
+        for part in x.parts:
+            self.matmul.linear(part, self.weight, self.bias, out=y[start : start + len(part)])
             start += len(part)
         return y
 
@@ -87,6 +121,11 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_sizes: list[int], bias: bool, tp: TensorParallel):
         super().__init__(input_size, dict(enumerate(output_sizes)), bias, tp)
+
+    def silu(self, x: torch.Tensor | Normed) -> torch.Tensor:
+        """SwiGLU (Shazeer 2020): `silu(gate) * up` of `gate, up = forward(x)`, for a layer without a bias:
+        [num_tokens, this rank's rows of the gate]."""
+        return self.matmul.linear_silu(x, self.weight)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -112,20 +151,19 @@ class QKVParallelLinear(ColumnParallelLinear):
         return self.first_kv_head * self.head_dim, self.num_kv_heads * self.head_dim
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(LinearBase):
     """y = x W^T + b with W's input columns over the ranks, and the sum over the ranks after it: always added to the
     residual stream, so that the addition needs no pass over memory of its own. x: [num_tokens, this rank's part of
     input_size]; residual: [num_tokens, output_size], the same on all ranks.
+
+    Attributes:
+        operation: its product's, in the terms of `matmul`.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):
-        super().__init__()
-        self.tp = tp
+        self.operation = "linear_add" if tp.size == 1 else "linear_sum"
         shape = (output_size, tp.shard(input_size, "input size of a row-parallel layer"))
-        self.weight = make_parameter(shape, {None: (output_size, input_size)}, self.weight_loader)
-        self.bias = make_parameter((output_size,), {None: (output_size,)}, self.bias_loader) if bias else None
-        self.register_buffer("arrivals", decode_linear.make_arrivals(), persistent=False)
-        self.quack: Quack | None = None
+        super().__init__(shape, {None: (output_size, input_size)}, bias, tp)
 
     def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
         num_columns = param.shape[1]
@@ -138,8 +176,8 @@ class RowParallelLinear(nn.Module):
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + y, overwriting residual."""
         if self.tp.size == 1:
-            return add_product(residual, x, self.weight, self.bias, self.arrivals, self.quack)
-        if self.tp.rank == 0:  # which brings the residual into the sum as well
+            return self.matmul.linear_add(residual, x, self.weight, self.bias)
+        if self.tp.rank == 0:  # It brings the residual into the sum as well.
             residual.addmm_(x, self.weight.t())
             if self.bias is not None:
                 residual += self.bias
@@ -147,37 +185,46 @@ class RowParallelLinear(nn.Module):
             torch.mm(x, self.weight.t(), out=residual)
         return self.tp.all_reduce(residual)
 
-    def add_norm(self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """norm(residual + y), overwriting residual with the sum."""
+    def add(
+        self, residual: torch.Tensor, x: torch.Tensor | Iterable[torch.Tensor], norm: RMSNorm
+    ) -> Normed | NormedParts:
+        """norm(residual + y), overwriting residual with the sum. x may come in parts that follow each other: then the
+        result does too."""
         reducer = self.tp.reducer
-        if reducer is None or not reducer.takes(len(x)):
-            return norm(self.add_to(residual, x))
-        partial, bias = reducer.partial(len(x)), self._bias_of_rank()
-        product(x, self.weight, bias, partial, self.arrivals)
-        return reducer.add_norm(residual, partial, norm.weight, norm.eps)
+        if reducer is None:
+            return Normed(self.add_to(residual, x), norm)
+        if isinstance(x, torch.Tensor) and reducer.takes_parts(len(x)) and get_context().is_prefill:
+            x = x.chunk(2)
+        if not isinstance(x, torch.Tensor):
+            return NormedParts(residual, self._add_parts(residual, x, norm))
+        if reducer.is_posting:
+            constants = self.matmul.posted_constants(self.weight, len(x))
+            reducer.add_linear(residual, x, self.weight, self._bias_of_rank(), constants)
+            return Normed(residual, norm)
+        if not reducer.takes(len(x)):
+            return Normed(self.add_to(residual, x), norm)
+        partial = reducer.partial(len(x))
+        self.matmul.linear_sum(x, self.weight, self._bias_of_rank(), partial)
+        return Normed(residual, norm, reducer.add_norm(residual, partial, norm.weight, norm.eps))
 
-    def add_norm_parts(
+    def _add_parts(
         self, residual: torch.Tensor, parts: Iterable[torch.Tensor], norm: RMSNorm
     ) -> Iterator[torch.Tensor]:
-        """`add_norm` of parts that follow each other, through the reducer's long_sums. The parts are asked for when the
-        first result is; the last sum travels while the caller is at work on the first result."""
+        """The parts are asked for when the first result is; the last sum travels while the caller is at work on the
+        first result."""
         sums = self.tp.reducer.long_sums
         under_way, start = [], 0
         for x in parts:
             partial = x.new_empty(len(x), len(self.weight))
-            product(x, self.weight, self._bias_of_rank(), out=partial)
+            self.matmul.linear_sum(x, self.weight, self._bias_of_rank(), partial)
             under_way.append((residual[start : start + len(x)], sums.send(partial)))
             start += len(x)
         for residual_part, sent in under_way:
             yield sums.finish(residual_part, sent, norm.weight, norm.eps)
 
-    def skinny_add(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        """`add_to` for the few tokens of `is_skinny`, by kernels that start while the one before still runs."""
-        bias = self._bias_of_rank()
-        if self.tp.size == 1:
-            linear_add(x, self.weight, residual, bias, pdl=True)
-        else:
-            self.tp.reducer.add_linear(residual, x, self.weight, bias)
+    def posts(self, num_tokens: int) -> bool:
+        """Whether the product of a step of so many tokens posts its part of the sum to the other ranks itself."""
+        return self.matmul.posted_constants(self.weight, num_tokens) is not None
 
     def _bias_of_rank(self) -> torch.Tensor | None:
         """One rank brings the bias into the sum, which would hold it once a rank otherwise."""

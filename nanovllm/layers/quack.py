@@ -1,4 +1,4 @@
-"""Products by the quack-kernels package (GEMMs in CuTe), for the layers to prefer where they are the fastest."""
+"""Products by the quack-kernels package (GEMMs in CuTe): a candidate of `matmul`."""
 
 import logging
 from collections.abc import Callable
@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON
+from nanovllm.layers.layernorm import Normed
+from nanovllm.layers.matmul import Candidate, Problem
+from nanovllm.utils.context import get_context
 from nanovllm.utils.light_imports import import_without_torch_compile
 from nanovllm.utils.optional_packages import OptionalPackage, keep_kernels
 
@@ -40,9 +43,9 @@ class Tile(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A product that a step will ask for: the method of `Quack`, the tile, x `[num_tokens, K]`, weight `[N, K]`."""
+    """A product that a step will ask for: operation, tile, x `[num_tokens, K]`, weight `[N, K]`."""
 
-    method: str
+    operation: str
     tile: Tile
     num_tokens: int
     N: int
@@ -50,73 +53,65 @@ class Product(NamedTuple):
     dtype: torch.dtype
 
 
-class Quack(OptionalPackage):
+class Quack(OptionalPackage, Candidate):
     """Products of bfloat16 and float16 on Hopper, in float32, rounded once, in a sum twice.
 
     All launches are dependent ones under the rule that `kernels.dependent_launch` states. A tile's first launch waits
     for a compiler, seconds, or less than one where an earlier process left its work on the disk. The package keeps 3 KB
-    for every shape that it has seen, so as many for every number of tokens that a prefill has had. An error of the
-    package is logged once and ends its use: every later call returns None.
+    for every shape that it has seen, so also for every number of tokens that a prefill has had. An error of the package
+    is logged once and ends its use: every later `launch` returns None.
 
     Attributes:
-        num_multiprocessors: of the device.
-        decodes: whether it is for decode steps too. Those are short: a launch, 0.1 ms of the host's, pays where it is
-            captured in a CUDA graph.
+        decodes: whether it is for decode steps too. Those are short: a launch costs the host 0.1 ms, which pays only
+            where it is captured in a CUDA graph.
         wanted: the products, one a kernel, that were asked for within `compile_ahead`. There none is launched.
         on_wanted: called with each of them when it is asked for; None for nobody.
     """
 
     name = "quack-kernels"
+    constants = Tile
+    suits_one_shape = True  # A decode step wants about one tile a multiprocessor.
     DTYPES = (torch.bfloat16, torch.float16)
 
-    def __init__(self, gemm_act: Callable, make_config: Callable, num_multiprocessors: int, decodes: bool = True):
+    def __init__(self, gemm_act: Callable, make_config: Callable, decodes: bool = True):
         """gemm_act, make_config: `quack_early`'s function, and the package's GemmConfig."""
-        self.num_multiprocessors = num_multiprocessors
         self.decodes = decodes
         self.wanted: dict[tuple[str, Tile], Product] = {}
         self.on_wanted: Callable[[Product], None] | None = None
         self._gemm_act = gemm_act
         self._make_config = make_config
 
-    def takes_weight(self, weight: Tensor) -> bool:
-        """Whether products with it can be computed here: 16-bit floats, whole multiples of 64 rows and columns."""
+    def serves(self, weight: Tensor) -> bool:
+        return self.works and self.decodes and self._takes(weight)
+
+    def supports(self, problem: Problem) -> bool:
+        """16-bit floats, whole multiples of 64 rows and columns, no bias, and `out` only for a sum. Rows of x are
+        packed and whole multiples of 64 elements apart, from an address that is a multiple of 16 bytes."""
+        operation, x, weight, bias, out = problem
+        is_here = self.works and (self.decodes or get_context().is_prefill)
+        if not is_here or bias is not None or (out is None) == (operation == "linear_add") or not self._takes(weight):
+            return False
+        return isinstance(x, Normed) or self._takes_rows(x, weight)
+
+    def _takes(self, weight: Tensor) -> bool:
         shape_fits = not (weight.shape[0] % _ALIGNMENT or weight.shape[1] % _ALIGNMENT)
         return weight.is_cuda and weight.dtype in self.DTYPES and shape_fits
 
-    def takes(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether `x weight^T` can be: with x of the same dtype, its rows packed and whole multiples of 64 elements
-        apart, from an address that is a multiple of 16 bytes."""
-        x_fits = x.dtype == weight.dtype and x.stride(1) == 1 and not (x.stride(0) % _ALIGNMENT or x.data_ptr() % 16)
-        return self.works and self.takes_weight(weight) and x_fits
+    def _takes_rows(self, x: Tensor, weight: Tensor) -> bool:
+        return x.dtype == weight.dtype and x.stride(1) == 1 and not (x.stride(0) % _ALIGNMENT or x.data_ptr() % 16)
 
-    def linear(self, x: Tensor, weight: Tensor, tile: Tile) -> Tensor | None:
-        """`x W^T`, x `[num_tokens, K]` and weight `[N, K]`: `[num_tokens, N]`, or None where the caller has to compute
-        it. Raises torch.OutOfMemoryError alone."""
-        return self._launch("linear", x, weight, tile, x.new_empty(len(x), len(weight)))
-
-    def linear_silu(self, x: Tensor, weight: Tensor, tile: Tile) -> Tensor | None:
-        """`silu(x Wg^T) * (x Wu^T)` (Shazeer 2020), the products kept in float32; weight `[2 * intermediate, K]`, the
-        gate's rows and then the up's: `[num_tokens, intermediate]`, or None as for `linear`."""
-        out = x.new_empty(len(x), len(weight) // 2)
-        return self._launch("linear_silu", x, weight, tile, out, activation="swiglu", concat_layout=("B",))
-
-    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor, tile: Tile) -> Tensor | None:
-        """`residual += x W^T`, which is returned, or None as for `linear`: then residual is as it was."""
-        return self._launch("linear_add", x, weight, tile, residual, C=residual)
-
-    def load(self, product: Product, device: torch.device) -> None:
-        """Launch a product once, on numbers that mean nothing, so that its kernel is there for steps to come."""
-        x = torch.empty(product.num_tokens, product.K, dtype=product.dtype, device=device)
-        weight = torch.empty(product.N, product.K, dtype=product.dtype, device=device)
-        out = (x.new_empty(product.num_tokens, product.N),) if product.method == "linear_add" else ()
-        getattr(self, product.method)(x, weight, *out, product.tile)
-
-    def _launch(self, method: str, x: Tensor, weight: Tensor, tile: Tile, out: Tensor, **options) -> Tensor | None:
+    def launch(self, problem: Problem, tile: Tile) -> Tensor | None:
+        """The result, or None where the caller has to compute it: then a residual is as it was. Raises
+        torch.OutOfMemoryError alone."""
+        operation, x, weight, out = problem.operation, problem.input, problem.weight, problem.out
+        options = {"C": out} if operation == "linear_add" else {}
+        if operation == "linear":
+            out = x.new_empty(len(x), len(weight))
+        elif operation == "linear_silu":
+            out = x.new_empty(len(x), len(weight) // 2)
+            options = {"activation": "swiglu", "concat_layout": ("B",)}
         if HAS_TRITON and is_compiling_ahead():
-            if (method, tile) not in self.wanted:
-                product = self.wanted[method, tile] = Product(method, tile, len(x), *weight.shape, x.dtype)
-                if self.on_wanted is not None:
-                    self.on_wanted(product)
+            self._want(Product(operation, tile, len(x), *weight.shape, x.dtype))
             return out
 
         def multiply() -> Tensor:
@@ -125,6 +120,20 @@ class Quack(OptionalPackage):
             return out
 
         return self.attempt(multiply)
+
+    def _want(self, product: Product) -> None:
+        if (product.operation, product.tile) in self.wanted:
+            return
+        self.wanted[product.operation, product.tile] = product
+        if self.on_wanted is not None:
+            self.on_wanted(product)
+
+    def load(self, product: Product, device: torch.device) -> None:
+        """Launch a product once, on numbers that mean nothing, so that its kernel is there for steps to come."""
+        x = torch.empty(product.num_tokens, product.K, dtype=product.dtype, device=device)
+        weight = torch.empty(product.N, product.K, dtype=product.dtype, device=device)
+        out = x.new_empty(product.num_tokens, product.N) if product.operation == "linear_add" else None
+        self.launch(Problem(product.operation, x, weight, out=out), product.tile)
 
 
 @cache
@@ -147,8 +156,7 @@ def load_quack(dtype: torch.dtype, device: torch.device, decodes: bool) -> Quack
     decodes: see `Quack`."""
     if device.type != "cuda" or dtype not in Quack.DTYPES:
         return None
-    properties = torch.cuda.get_device_properties(device)
-    if properties.major != 9:
+    if torch.cuda.get_device_properties(device).major != 9:
         return None
     try:
         installed = version("quack-kernels")
@@ -161,7 +169,7 @@ def load_quack(dtype: torch.dtype, device: torch.device, decodes: bool) -> Quack
         reason = f"{type(error).__name__}: {error}"
         logger.warning("quack-kernels %s is not used (0.6.5 would be): it cannot be imported: %s", installed, reason)
         return None
-    return Quack(gemm_act, make_config, properties.multi_processor_count, decodes)
+    return Quack(gemm_act, make_config, decodes)
 
 
 def _import_package() -> tuple[Callable, Callable]:

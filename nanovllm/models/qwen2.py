@@ -1,11 +1,16 @@
-"""Qwen2 (arXiv:2407.10671): Qwen3's decoder with two switches."""
+"""Qwen2 and Qwen2.5 (arXiv:2407.10671)."""
 
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderSpec
 
 
-class Qwen2ForCausalLM(Qwen3ForCausalLM):
-    """Qwen2 and Qwen2.5: biases on q, k and v alone, no norm on their heads."""
+class Qwen2ForCausalLM(DecoderForCausalLM):
+    """Biases on q, k and v alone, no norm on their heads."""
+
+    packed_modules_mapping = {  # noqa: RUF012
+        "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
+        "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
+    }
 
     @staticmethod
-    def attention_switches(config) -> dict[str, bool]:
-        return {"qkv_bias": True, "o_bias": False, "qk_norm": False}
+    def spec(config) -> DecoderSpec:
+        return DecoderSpec(qkv_bias=True)

@@ -9,8 +9,9 @@ from nanovllm.utils.peer_memory import Peers
 if HAS_TRITON:
     from nanovllm.kernels import all_reduce as kernels
     from nanovllm.kernels import posted_sums
+    from nanovllm.kernels.gemv import linear_post
+    from nanovllm.kernels.gemv_kernel import GemvConfig
     from nanovllm.kernels.posted_sums import Inboxes, collect
-    from nanovllm.kernels.skinny_linear import linear_post
 
 # With more than two ranks a one-shot sum moves more bytes than NCCL does, so it pays only for few tokens.
 _MAX_TOKENS_OF_MANY_RANKS = 512
@@ -24,6 +25,7 @@ class ResidualReducer:
 
     Attributes:
         long_sums: for prefills of thousands of tokens over two ranks, else None.
+        is_posting: whether all sums of this forward pass go through `add_linear`.
     """
 
     def __init__(self, peers: Peers, max_tokens: int, hidden_size: int, dtype: torch.dtype):
@@ -44,6 +46,7 @@ class ResidualReducer:
         self._posted = share("posted", (2, self.size, posted_sums.MAX_TOKENS, hidden_size // 2), torch.int64)
         self._step = torch.zeros(1, dtype=torch.int32, device=peers.device)
         self._index = 0
+        self.is_posting = False
         own, addresses = self._posted.tensor, self._posted.address_table
         self._posts = Inboxes(own, addresses, self._step, peers.abort_flag, self.rank)
         torch.cuda.synchronize(peers.device)
@@ -65,17 +68,23 @@ class ResidualReducer:
         return buffer[:num_tokens] if num_tokens > kernels.MAX_PUSH_TOKENS else torch.empty_like(buffer[:num_tokens])
 
     def begin_step(self, num_sums: int) -> None:
-        """Call this before the first `add_linear` of a forward pass, which calls it num_sums times, an even number. At
-        least one ordinary launch must come in between."""
-        self._step += num_sums
-        self._index = 0
+        """Call this at the beginning of every forward pass. num_sums: how often the pass calls `add_linear`, an even
+        number, or 0. At least one ordinary launch must come before the first call."""
+        self.is_posting = num_sums > 0
+        if self.is_posting:
+            self._step += num_sums
+            self._index = 0
 
     def add_linear(
-        self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        residual: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        config: "GemvConfig | None" = None,
     ) -> None:
-        """residual += the sum of all ranks' `x W^T + bias`, by dependent launches, for as few tokens as `is_skinny`
-        allows."""
-        linear_post(x, weight, self._posts, self._index, bias, pdl=True)
+        """residual += the sum of all ranks' `x W^T + bias`, by dependent launches, for up to 16 tokens."""
+        linear_post(x, weight, self._posts, self._index, bias, config, pdl=True)
         collect(self._posts, self._index, residual, pdl=True)
         self._index += 1
 

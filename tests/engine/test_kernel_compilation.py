@@ -3,17 +3,24 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from checkpoints import complete, greedy, make_checkpoint, make_llm, random_prompt
 
 pytest.importorskip("triton")
 
 from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE, graph_batch_sizes
-from nanovllm.engine.runner.kernel_compilation import _trace, telling_batch_sizes, warmup_kernels
+from nanovllm.engine.runner.kernel_compilation import _trace, telling_batch_sizes, trace_products, warmup_kernels
 from nanovllm.engine.runner.memory import largest_prefill, warmup_batches
 from nanovllm.kernels.decode_config import choose_config
 from nanovllm.kernels.paged_prefill import choose_tiles
-from nanovllm.layers.quack_tiles import Kind, decode_tile, padded_batch
+from nanovllm.layers.attention_backend import TorchBackend
+from nanovllm.layers.matmul import Matmul
+from nanovllm.layers.quack import Quack
 from nanovllm.models.presets import PRESET_NAMES, preset_config
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.tuning.table import package_table
+from nanovllm.utils.context import Context, step_context
+from nanovllm.utils.parallel import TensorParallel
 
 
 @pytest.mark.parametrize("tma", [False, True])
@@ -30,24 +37,45 @@ def test_every_variant_of_decode_attention_is_among_them(max_num_seqs, num_kv_he
     assert len(sizes) <= 13
 
 
-@pytest.mark.parametrize("model", PRESET_NAMES)
+class RecordingQuack(Quack):
+    """Says which kernels it would be asked for: (operation, tile)."""
+
+    def __init__(self):
+        super().__init__(None, None)
+        self.asked = set()
+
+    def _takes(self, weight):
+        return True
+
+    def _takes_rows(self, x, weight):
+        return True
+
+    def launch(self, problem, tile):
+        self.asked.add((problem.operation, tile))
+        return problem.out if problem.operation == "linear_add" else problem.x
+
+
+@pytest.mark.parametrize("name", PRESET_NAMES)
 @pytest.mark.parametrize("max_num_seqs", [1, 20, 33, 64, 100, 129, 193, 209, 256, 257, 300, 385, 500, 512, 800])
-def test_every_tile_of_quack_kernels_is_among_them(max_num_seqs, model):
+def test_every_tile_of_quack_kernels_is_compiled_at_the_start(max_num_seqs, name):
     """A tile that the first step of its size had to compile would hold that one up for seconds."""
-    config = preset_config(model)
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    q, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-    gate_up, sums = (2 * intermediate, hidden), ((hidden, q), (hidden, intermediate))
-    weights = [(Kind.LINEAR, (q + 2 * kv, hidden)), (Kind.SILU, gate_up), *((Kind.ADD, weight) for weight in sums)]
-
-    def tiles(batch_sizes):
-        rows = {padded_batch(n, *gate_up, 132) for n in batch_sizes}
-        found = {(kind, decode_tile(kind, n, *weight, 132)) for kind, weight in weights for n in rows}
-        return {(kind, tile) for kind, tile in found if tile is not None}
-
-    captured = tiles(graph_batch_sizes(max_num_seqs))
-    assert tiles(telling_batch_sizes(max_num_seqs)) >= captured
-    assert captured or max_num_seqs < 64
+    config, quack = preset_config(name), RecordingQuack()
+    config.update({"num_hidden_layers": 1, "vocab_size": 64, "dtype": "bfloat16"})
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config, 64, TorchBackend(), TensorParallel()).bfloat16()
+    model.use_matmul(matmul := Matmul(package_table("NVIDIA H200"), [quack]))
+    padded = [model.padded_batch(n) for n in range(max_num_seqs + 1)]
+    trace_products(model, padded[-1], 16384)
+    compiled, quack.asked = quack.asked, set()
+    # The table's "prefill" rows begin at 2,048 tokens.
+    steps = [(False, padded[n]) for n in graph_batch_sizes(max_num_seqs)]
+    steps += [(True, n) for n in (1, 2047, 2048, 5000, 9000, 16384)]
+    for is_prefill, num_tokens in steps:
+        with step_context(Context(is_prefill=is_prefill)):
+            for product in model.model.layers[0].products():
+                matmul.run(product.problem(num_tokens))
+    assert compiled >= quack.asked
+    assert len(quack.asked) > 1
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 512])
@@ -105,20 +133,20 @@ def test_no_step_of_the_start_is_larger_than_a_later_one(path, options):
     of it may be in the way of a request."""
     with make_llm(path, seed=0, **options) as llm:
         runner, config = llm.model_runner, llm.config
-        launch, launched = runner.launch, []
+        prepare, launched = runner.prepare, []
 
         def watch(seqs, is_prefill):
             num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
             kind = "prefill" if is_prefill else "mixed" if seqs[-1].is_prefilling else "decode"
             launched.append((kind, len(seqs), num_tokens))
-            return launch(seqs, is_prefill)
+            return prepare(seqs, is_prefill)
 
-        runner.launch, kv_cache = watch, runner.kv_cache
+        runner.prepare, kv_cache = watch, runner.kv_cache
         runner.use_kv_cache(None)
         _trace(runner)
         runner.use_kv_cache(kv_cache)
         warmup_kernels(runner)
-        runner.launch = launch
+        runner.prepare = prepare
         limits = {"prefill": config.max_num_batched_tokens, "decode": config.max_num_seqs}
         limits["mixed"] = min(config.max_num_batched_tokens, runner.mixed_step_rows)
         for kind, num_seqs, num_tokens in launched:

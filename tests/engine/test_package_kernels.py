@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from configs import dummy
-from fake_quack import H200, Package, make_config, tensors
+from fake_quack import Package, make_config, problem, tensors
 
 pytest.importorskip("triton")
 
@@ -62,7 +62,7 @@ def start(quack=None, flash_attn4=None, rank=0, **options) -> Processes | None:
         with compile_ahead():
             for tile in (Tile(128, 32), Tile(128, 32), Tile(64, 32)):
                 if quack is not None:
-                    quack.linear(x, weight, tile)
+                    quack.launch(problem("linear", x, weight), tile)
         if processes is not None and quack is not None:
             assert len(processes) == num_before + 2, "while the trace goes on"
         packages.load(TensorParallel(), lambda done, total: None)
@@ -71,7 +71,7 @@ def start(quack=None, flash_attn4=None, rank=0, **options) -> Processes | None:
 
 def test_what_is_asked_for_is_compiled_in_processes_and_loaded(hopper):
     package, attention = Package(), []
-    quack = Quack(package, make_config, H200)
+    quack = Quack(package, make_config)
     flash_attn4 = FlashAttn4(None)
     flash_attn4.load = lambda shape, kernel: attention.append((shape, kernel))
     processes = start(quack, flash_attn4)
@@ -86,8 +86,8 @@ def test_what_is_asked_for_is_compiled_in_processes_and_loaded(hopper):
 
 
 def test_a_second_engine_of_this_shape_needs_no_processes(hopper):
-    assert start(Quack(Package(), make_config, H200)) is not None
-    quack = Quack(package := Package(), make_config, H200)
+    assert start(Quack(Package(), make_config)) is not None
+    quack = Quack(package := Package(), make_config)
     assert start(quack) is None
     assert len(package.calls) == 2, "loaded all the same"
     assert start(max_num_seqs=7) is not None, "other options, other kernels"

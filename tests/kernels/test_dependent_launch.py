@@ -9,10 +9,10 @@ pytest.importorskip("triton")
 from nanovllm.kernels.decode_config import DecodeConfig
 from nanovllm.kernels.decode_plan import DecodeWorkspace, make_plan
 from nanovllm.kernels.dependent_launch import has_pdl
+from nanovllm.kernels.gemv import linear_add, norm_linear
 from nanovllm.kernels.paged_decode import has_tma, paged_decode
 from nanovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.kernels.skinny_linear import linear_add, norm_linear
 from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, EPS = 512, 8, 4, 64, 64, 1e-6

@@ -6,10 +6,10 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.kernels.dependent_launch import has_pdl
+from nanovllm.kernels.gemv import linear_post
+from nanovllm.kernels.gemv_kernel import GemvConfig
 from nanovllm.kernels.posted_sums import MAX_TOKENS, Inboxes, collect
-from nanovllm.kernels.skinny_kernel import SkinnyConfig
-from nanovllm.kernels.skinny_linear import linear_post
-from nanovllm.layers.skinny_linear import linear_torch
+from nanovllm.layers.matmul_torch import linear_torch
 
 FLOAT16 = torch.float16
 # Triton's interpreter multiplies bfloat16 wrongly, and truncates to it where the hardware rounds.
@@ -32,10 +32,10 @@ def random(*shape, dtype, device):
     ("size", "num_tokens", "hidden", "K", "dtype", "config", "has_bias"),
     [
         (2, 1, 64, 48, FLOAT16, None, True),
-        (2, 3, 100, 33, BFLOAT16, SkinnyConfig(4, 64, 1), False),
-        (3, 16, 38, 64, FLOAT16, SkinnyConfig(8, 32, 2, tensor_cores=True), True),
-        (4, 5, 2, 17, BFLOAT16, SkinnyConfig(2, 32, 1), False),
-        (8, 2, 26, 40, FLOAT16, SkinnyConfig(4, 64, 2), True),
+        (2, 3, 100, 33, BFLOAT16, GemvConfig(4, 64, 1), False),
+        (3, 16, 38, 64, FLOAT16, GemvConfig(8, 32, 2, tensor_cores=True), True),
+        (4, 5, 2, 17, BFLOAT16, GemvConfig(2, 32, 1), False),
+        (8, 2, 26, 40, FLOAT16, GemvConfig(4, 64, 2), True),
     ],
 )
 def test_posted_sums(size, num_tokens, hidden, K, dtype, config, has_bias, device):

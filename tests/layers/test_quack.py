@@ -7,24 +7,44 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm
-from fake_quack import H200, Package, make_config, tensors
+from fake_quack import Package, make_config, problem, tensors
 
 from nanovllm.engine import model_runner
-from nanovllm.layers import decode_linear, quack_tiles
-from nanovllm.layers.product import add_product, batch_with_padding, product, product_silu
+from nanovllm.layers.matmul import Matmul
 from nanovllm.layers.quack import Product, Quack, Tile
-from nanovllm.layers.quack_tiles import PREFILL_TILE
+from nanovllm.tuning.table import Choice, Key, Row, Table
 from nanovllm.utils.context import Context, step_context
+
+PREFILL_TILE = Tile(128, 128, (1, 2), pingpong=True)
 
 
 class CpuQuack(Quack):
     """Takes what a test has: float32, on a CPU, of any shape."""
 
-    def takes_weight(self, weight):
+    def _takes(self, weight):
         return True
 
-    def takes(self, x, weight):
-        return self.works
+    def _takes_rows(self, x, weight):
+        return True
+
+
+def make_table(*shapes: tuple[int, int]) -> Table:
+    """For these weights: the package in decode steps of 64 and 128 tokens and in prefills of 2048 and more, except for
+    sums. Batches of 33 and more are padded to these."""
+
+    def choices(tile: Tile) -> list[Choice]:
+        return [Choice("quack-kernels", tuple(tile))]
+
+    rows = {}
+    for N, K in shapes:
+        for operation in ("linear", "linear_silu", "linear_add"):
+            decode = {63: [], 64: choices(Tile(64, 32)), 127: [], 128: choices(Tile(128, 32)), 129: []}
+            rows[Key(operation, "decode", N, K, "float32")] = Row(decode)
+            prefill = {2047: [], 2048: choices(PREFILL_TILE)}
+            rows[Key(operation, "prefill", N, K, "float32")] = Row({1: []} if operation == "linear_add" else prefill)
+        padding = {32: [], 64: [Choice("quack-kernels", (64,))], 128: [Choice("quack-kernels", (128,))], 129: []}
+        rows[Key("padding", "decode", N, K, "float32")] = Row(padding)
+    return Table(rows)
 
 
 @pytest.fixture
@@ -33,9 +53,13 @@ def package() -> Package:
 
 
 @pytest.fixture
-def quack(package, monkeypatch) -> Quack:
-    monkeypatch.setattr(quack_tiles, "_MIN_PREFILL_WORK", 1 << 20)
-    return CpuQuack(package, make_config, H200)
+def quack(package) -> Quack:
+    return CpuQuack(package, make_config)
+
+
+@pytest.fixture
+def matmul(quack) -> Matmul:
+    return Matmul(make_table((96, 32), (128, 32)), [quack])
 
 
 PREFILL, DECODE = Context(is_prefill=True), Context()
@@ -45,11 +69,11 @@ PREFILL, DECODE = Context(is_prefill=True), Context()
     ("context", "num_tokens", "called"),
     [(PREFILL, 2047, []), (PREFILL, 2048, [PREFILL_TILE]), (DECODE, 16, []), (DECODE, 128, [Tile(128, 32)])],
 )
-def test_products(quack, package, context, num_tokens, called):
+def test_products(matmul, package, context, num_tokens, called):
     x, weight, _ = tensors(num_tokens, 96, 32)
     with step_context(context):
         for _ in range(2):
-            y = product(x, weight, quack=quack)
+            y = matmul.linear(x, weight)
         torch.testing.assert_close(y, F.linear(x, weight), rtol=1e-4, atol=1e-4)
     tiles = [Tile(c.tile_m, c.tile_n, (c.cluster_m, c.cluster_n), c.pingpong) for c in package.calls]
     assert tiles == called * 2
@@ -57,65 +81,65 @@ def test_products(quack, package, context, num_tokens, called):
     assert len(set(map(id, package.calls))) <= 1
 
 
-def test_a_bias_and_a_place_for_the_result_are_cublas_business(quack, package):
+def test_a_bias_and_a_place_for_the_result_are_cublas_business(matmul, package):
     x, weight, residual = tensors(2048, 96, 32)
     bias, out = torch.randn(96), torch.empty(2048, 96)
     with step_context(PREFILL):
-        torch.testing.assert_close(product(x, weight, bias, quack=quack), F.linear(x, weight, bias))
-        assert product(x, weight, out=out, quack=quack) is out
+        torch.testing.assert_close(matmul.linear(x, weight, bias), F.linear(x, weight, bias))
+        assert matmul.linear(x, weight, out=out) is out
         torch.testing.assert_close(out, F.linear(x, weight))
+    x, residual = x[:128], residual[:128]
+    with step_context(DECODE):
         expected = residual + F.linear(x, weight, bias)
-        assert add_product(residual, x, weight, bias, quack=quack) is residual
+        assert matmul.linear_add(residual, x, weight, bias) is residual
     torch.testing.assert_close(residual, expected)
     assert not package.calls
 
 
-def test_steps_without_graphs_prefill_alone(quack, package):
+def test_steps_without_graphs_prefill_alone(quack, matmul, package):
     """Launches cost the host more than small products last."""
     quack.decodes = False
     x, weight, residual = tensors(128, 128, 32)
     with step_context(DECODE):
-        product(x, weight, quack=quack)
-        assert product_silu(x, weight, quack=quack) is None
-        add_product(residual, x, weight, quack=quack)
+        matmul.linear(x, weight)
+        matmul.linear_silu(x, weight)
+        matmul.linear_add(residual, x, weight)
     assert not package.calls
-    assert batch_with_padding(100, torch.zeros(6144, 1024, device="meta"), quack) == 100
+    assert matmul.padded_batch(100, weight) == 100
     with step_context(PREFILL):
-        product(*tensors(2048, 128, 32)[:2], quack=quack)
+        matmul.linear(*tensors(2048, 128, 32)[:2])
     assert len(package.calls) == 1
 
 
-@pytest.mark.parametrize(("context", "num_tokens"), [(PREFILL, 2048), (DECODE, 128), (DECODE, 3)])
-def test_swiglu(quack, package, context, num_tokens):
+@pytest.mark.parametrize(("context", "num_tokens", "count"), [(PREFILL, 2048, 1), (DECODE, 128, 1), (DECODE, 3, 0)])
+def test_swiglu(matmul, package, context, num_tokens, count):
     x, weight, _ = tensors(num_tokens, 128, 32)
     with step_context(context):
-        y = product_silu(x, weight, quack=quack)
-    if num_tokens == 3:
-        assert y is None
-        return
+        y = matmul.linear_silu(x, weight)
     gate, up = F.linear(x, weight).chunk(2, dim=-1)
     torch.testing.assert_close(y, F.silu(gate) * up, rtol=1e-4, atol=1e-4)
-    assert len(package.calls) == 1
+    assert len(package.calls) == count
 
 
 @pytest.mark.parametrize(("context", "num_tokens", "count"), [(PREFILL, 2048, 0), (DECODE, 128, 1), (DECODE, 512, 0)])
-def test_sums(quack, package, context, num_tokens, count):
+def test_sums(matmul, package, context, num_tokens, count):
     x, weight, residual = tensors(num_tokens, 96, 32)
     expected = residual + F.linear(x, weight)
     with step_context(context):
-        assert add_product(residual, x, weight, quack=quack) is residual
+        assert matmul.linear_add(residual, x, weight) is residual
     torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
     assert len(package.calls) == count
 
 
-def test_a_failure_is_logged_once_and_costs_no_result(quack, package, caplog):
+def test_a_failure_is_logged_once_and_costs_no_result(matmul, package, caplog):
     package.error = TypeError("no such layout")
     x, weight, residual = tensors(128, 128, 32)
     expected = residual + F.linear(x, weight)
+    gate, up = F.linear(x, weight).chunk(2, dim=-1)
     with step_context(DECODE), caplog.at_level(logging.WARNING):
-        torch.testing.assert_close(product(x, weight, quack=quack), F.linear(x, weight))
-        assert product_silu(x, weight, quack=quack) is None
-        add_product(residual, x, weight, quack=quack)
+        torch.testing.assert_close(matmul.linear(x, weight), F.linear(x, weight))
+        torch.testing.assert_close(matmul.linear_silu(x, weight), F.silu(gate) * up)
+        matmul.linear_add(residual, x, weight)
     torch.testing.assert_close(residual, expected)
     assert len(package.calls) == 1
     (record,) = caplog.records
@@ -126,38 +150,47 @@ def test_a_tile_that_the_package_does_not_know_costs_no_result(package, caplog):
     def make_config(**options):
         raise TypeError("GemmConfig() got an unexpected keyword argument 'tile_m'")
 
-    quack = CpuQuack(package, make_config, H200)
+    quack = CpuQuack(package, make_config)
     x, weight, _ = tensors(128, 128, 32)
     with step_context(DECODE), caplog.at_level(logging.WARNING):
-        torch.testing.assert_close(product(x, weight, quack=quack), F.linear(x, weight))
+        y = Matmul(make_table((128, 32)), [quack]).linear(x, weight)
+    torch.testing.assert_close(y, F.linear(x, weight))
     assert not quack.works
     assert "unexpected keyword" in caplog.text
 
 
-def test_exhausted_memory_is_not_the_packages_failure(quack, package):
+def test_exhausted_memory_is_not_the_packages_failure(matmul, package):
     package.error = torch.OutOfMemoryError("full")
     x, weight, _ = tensors(128, 128, 32)
     with step_context(DECODE):
         for _ in range(2):
             with pytest.raises(torch.OutOfMemoryError, match="full"):
-                product(x, weight, quack=quack)
+                matmul.linear(x, weight)
     assert len(package.calls) == 2
 
 
 def test_tensors_that_it_does_not_take():
-    quack = Quack(Package(), make_config, H200)
-    assert not quack.takes_weight(torch.zeros(64, 64).half()), "not on a GPU"
+    quack = Quack(Package(), make_config)
+    assert not quack.serves(torch.zeros(64, 64).half()), "not on a GPU"
 
 
-def test_an_engine_by_the_package(tmp_path, monkeypatch, quack, package):
-    """Long prefills, and decode steps whose batches are padded, while the package works and when it stops to."""
+@pytest.fixture
+def engine_options(monkeypatch, tmp_path, quack) -> dict:
+    """Of an engine on a CPU that has the package, and a table for its model."""
     path = make_checkpoint(tmp_path)
-    reference = Reference(path)
+    with make_llm(path) as llm:
+        shapes = {tuple(product.weight.shape) for product in llm.model_runner.model.model.layers[0].products()}
+    monkeypatch.setattr(model_runner, "load_quack", lambda dtype, device, decodes: quack)
+    monkeypatch.setattr(model_runner, "load_table", lambda device: make_table(*shapes))
+    return {"path": path, "num_kvcache_blocks": 300, "max_num_seqs": 50, "max_num_batched_tokens": 4096}
+
+
+def test_an_engine_by_the_package(engine_options, package):
+    """Long prefills, and decode steps whose batches are padded, while the package works and when it stops to."""
+    reference = Reference(engine_options["path"])
     prompts = reference.draw_prompts([50] * 42, 6)
     expected = reference.greedy(prompts, 6)
-    monkeypatch.setattr(model_runner, "load_quack", lambda dtype, device, decodes: quack)
-    monkeypatch.setattr(decode_linear, "MAX_WEIGHTS", 1)  # a weight this small has no other kernel on a GPU
-    with make_llm(path, num_kvcache_blocks=300, max_num_seqs=50, max_num_batched_tokens=4096) as llm:
+    with make_llm(**engine_options) as llm:
         assert llm.model_runner.decode_inputs.padded[40:] == [64] * 11
         for num_seqs in (42, 17, 3):
             assert complete(llm, prompts[:num_seqs], greedy(6)) == expected[:num_seqs]
@@ -170,16 +203,13 @@ def test_an_engine_by_the_package(tmp_path, monkeypatch, quack, package):
         assert_idle(llm)
 
 
-def test_an_engine_whose_package_fails_at_the_start_pads_nothing(tmp_path, monkeypatch, quack, package):
+def test_an_engine_whose_package_fails_at_the_start_pads_nothing(engine_options, quack, package):
     tile = Tile(128, 32)
     quack.wanted["linear", tile] = Product("linear", tile, 128, 96, 32, torch.float32)
     package.error = RuntimeError("no compiler")
-    monkeypatch.setattr(model_runner, "load_quack", lambda dtype, device, decodes: quack)
-    monkeypatch.setattr(decode_linear, "MAX_WEIGHTS", 1)
-    path = make_checkpoint(tmp_path)
-    reference = Reference(path)
+    reference = Reference(engine_options["path"])
     prompts = reference.draw_prompts([5] * 40, 4)
-    with make_llm(path, num_kvcache_blocks=100, max_num_seqs=50) as llm:
+    with make_llm(**engine_options) as llm:
         assert llm.model_runner.decode_inputs.padded == list(range(51))
         assert complete(llm, prompts, greedy(4)) == reference.greedy(prompts, 4)
         assert_idle(llm)
@@ -193,16 +223,33 @@ def test_what_is_traced_is_loaded_later_a_launch_a_kernel(quack, package):
     x, weight, residual = tensors(128, 96, 32)
     with compile_ahead():
         for _ in range(2):
-            assert quack.linear(x, weight, Tile(128, 32)).shape == (128, 96)
-        assert quack.linear_silu(x, weight, Tile(128, 64)).shape == (128, 48)
-        assert quack.linear_add(x, weight, residual, Tile(64, 32)) is residual
+            assert quack.launch(problem("linear", x, weight), Tile(128, 32)).shape == (128, 96)
+        assert quack.launch(problem("linear_silu", x, weight), Tile(128, 64)).shape == (128, 48)
+        assert quack.launch(problem("linear_add", x, weight, residual), Tile(64, 32)) is residual
     assert package.calls == []
     for wanted in quack.wanted.values():
         quack.load(wanted, torch.device("cpu"))
     assert [(config.tile_m, config.tile_n) for config in package.calls] == [(128, 32), (128, 64), (64, 32)]
 
 
-def test_no_padding_without_the_package(quack):
-    gate_up = torch.zeros(6144, 1024, device="meta")
-    assert batch_with_padding(100, gate_up, None) == 100
-    assert batch_with_padding(100, gate_up, quack) == 128
+def test_no_padding_without_the_package(matmul):
+    weight = torch.zeros(128, 32)
+    assert Matmul(make_table((128, 32))).padded_batch(100, weight) == 100
+    assert matmul.padded_batch(100, weight) == 128
+
+
+def test_its_decode_tiles_are_for_their_own_shape(matmul, package, caplog):
+    """Those of long prefills are for all. What is not measured is logged once."""
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            for context, num_tokens in ((DECODE, 128), (PREFILL, 2048)):
+                x, weight, _ = tensors(num_tokens, 112, 32)
+                with step_context(context):
+                    torch.testing.assert_close(matmul.linear(x, weight), F.linear(x, weight), rtol=1e-4, atol=1e-4)
+    assert {config.tile_m for config in package.calls} == {PREFILL_TILE.tokens}
+    assert matmul.padded_batch(100, weight) == 100
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "no measured choices for linear with a weight [112, 32]: using those of the nearest shape; to measure: "
+        "nanovllm tune MODEL"
+    )

@@ -1,25 +1,25 @@
-"""Decode steps of 9 to 128 sequences: who takes them, and that the model computes the same with the kernels."""
-
-from types import SimpleNamespace
+"""Decode steps of few sequences: who supports their products, and that the model computes the same with the kernels."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import decode_linear as kernels
-from nanovllm.layers import decode_linear, skinny_linear
+from nanovllm.kernels import gemv as gemv_kernels
+from nanovllm.kernels import split_k as split_k_kernels
+from nanovllm.layers import matmul as matmul_module
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import TorchBackend
-from nanovllm.layers.layernorm import rms_norm_torch
+from nanovllm.layers.layernorm import Normed, RMSNorm, rms_norm_torch
+from nanovllm.layers.matmul import Gemv, Matmul, Problem, SplitK
 from nanovllm.models.presets import preset_config
-from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3Model
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.tuning.table import Choice, Key, Row, Table
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.loader import load_dummy
 from nanovllm.utils.parallel import TensorParallel
 
 BLOCK_SIZE, CONTEXT = 16, 5
-DECODE, PREFILL = Context(), Context(is_prefill=True)
 
 
 @pytest.fixture
@@ -27,53 +27,61 @@ def kernels_everywhere(monkeypatch):
     """CPU tensors count as a Hopper's: Triton's interpreter runs the kernels."""
     if torch.cuda.is_available():
         pytest.skip("the kernels would be compiled for a GPU")
-    monkeypatch.setattr(decode_linear, "use_kernels", lambda x: True)
-    monkeypatch.setattr(decode_linear, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(matmul_module, "use_kernels", lambda x: True)
+    monkeypatch.setattr(matmul_module, "_is_hopper", lambda device: True)
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "K", "dtype", "context", "taken"),
+    ("num_tokens", "N", "K", "dtype", "is_supported"),
     [
-        (8, 32, torch.float16, DECODE, False),
-        (9, 32, torch.float16, DECODE, True),
-        (64, 32, torch.bfloat16, DECODE, True),
-        (128, 32, torch.float16, DECODE, True),
-        (129, 32, torch.float16, DECODE, False),
-        (40, 32, torch.float32, DECODE, False),
-        (40, 36, torch.float16, DECODE, False),
-        (40, 32, torch.float16, PREFILL, False),
+        (1, 8, 32, torch.float16, True),
+        (64, 8, 32, torch.bfloat16, True),
+        (128, 8192, 32, torch.float16, True),
+        (129, 8, 32, torch.float16, False),
+        (40, 8208, 32, torch.float16, False),
+        (40, 8, 32, torch.float32, False),
+        (40, 8, 36, torch.float16, False),
     ],
 )
-def test_who_is_a_small_batch(kernels_everywhere, num_tokens, K, dtype, context, taken):
-    with step_context(context):
-        assert decode_linear.is_small_batch(num_tokens, torch.zeros(8, K, dtype=dtype)) == taken
+def test_what_the_split_k_kernel_supports(kernels_everywhere, num_tokens, N, K, dtype, is_supported):
+    x, weight = torch.zeros(num_tokens, K, dtype=dtype), torch.zeros(N, K, dtype=dtype)
+    for operation in ("linear", "linear_silu", "linear_add", "linear_sum"):
+        assert SplitK(weight.device).supports(Problem(operation, x, weight)) == is_supported
 
 
-@pytest.mark.parametrize(("num_rows", "num_tokens"), [(1024, 128), (1025, 64), (4096, 64)])
-def test_batches_may_be_larger_where_rows_are_few(kernels_everywhere, num_rows, num_tokens):
-    weight = torch.zeros(1).half().expand(num_rows, 32)
-    assert decode_linear.is_small_batch(num_tokens, weight)
-    assert not decode_linear.is_small_batch(num_tokens + 1, weight)
+def test_what_the_gemv_kernel_supports(kernels_everywhere):
+    def supports(operation, num_tokens=1, K=32, has_norm=True, out=None):
+        x, weight = torch.zeros(num_tokens, K), torch.zeros(8, K)
+        return Gemv().supports(Problem(operation, Normed(x, RMSNorm(K)) if has_norm else x, weight, out=out))
+
+    assert supports("linear", 16)
+    assert supports("linear_silu", 16)
+    assert supports("linear_add", 16, has_norm=False, out=torch.zeros(16, 8))
+    assert not supports("linear", 17)
+    assert not supports("linear_add", 17, has_norm=False, out=torch.zeros(17, 8))
+    assert not supports("linear", K=8208), "a norm so wide does not fit"
+    assert not supports("linear", has_norm=False)
+    assert not supports("linear", out=torch.zeros(1, 8))
+    assert not supports("linear_sum", has_norm=False, out=torch.zeros(1, 8)), "the reducer launches it"
 
 
-@pytest.mark.parametrize(("num_rows", "taken"), [(6144, True), (8192, False)])
-def test_large_weights_are_cublas_s(kernels_everywhere, num_rows, taken):
-    """By benchmarks/decode_linear.py: Qwen3-0.6B's largest, and one of Qwen3-8B's smallest over two GPUs."""
-    weight = torch.zeros(1).half().expand(num_rows, 1024)
-    assert decode_linear.is_small_batch(40, weight) == taken
-
-
-def test_a_cpu_has_no_small_batches():
-    assert not decode_linear.is_small_batch(40, torch.zeros(8, 32).half())
+def test_a_cpu_has_no_kernels():
+    problem = Problem("linear_add", torch.zeros(4, 32).half(), torch.zeros(8, 32).half(), out=torch.zeros(4, 8).half())
+    assert not Gemv().supports(problem)
+    assert not SplitK(problem.weight.device).supports(problem)
 
 
 class AloneReducer:
     """Stands in for a ResidualReducer whose rank is alone."""
 
-    long_sums = None
+    is_posting = False
+
+    def __init__(self):
+        self.num_posted = []
 
     def begin_step(self, num_sums):
-        pass
+        self.is_posting = num_sums > 0
+        self.num_posted.append(0)
 
     def takes(self, num_tokens):
         return True
@@ -87,6 +95,10 @@ class AloneReducer:
     def add_norm(self, residual, partial, weight, eps):
         residual += partial
         return rms_norm_torch(residual, weight, eps)
+
+    def add_linear(self, residual, x, weight, bias, config):
+        self.num_posted[-1] += 1
+        gemv_kernels.linear_add(x, weight, residual, bias, config)
 
 
 @pytest.fixture(params=["alone", "reducer"])
@@ -122,82 +134,79 @@ def decode(model, num_seqs: int) -> torch.Tensor:
         return model(input_ids, torch.full((num_seqs,), CONTEXT - 1))
 
 
-@pytest.mark.parametrize("num_seqs", [9, 17, 64, 100])
-def test_a_step_by_kernels_is_the_same_step(kernels_everywhere, monkeypatch, model, num_seqs):
-    # What a GPU says: nine are few enough for the skinny kernels too.
-    monkeypatch.setattr("nanovllm.models.qwen3.is_skinny", lambda x: len(x) <= 16)
+def make_matmul(model, candidate: str, *constants, operations=("linear", "linear_silu", "linear_add", "linear_sum")):
+    """Every product of the model by that candidate."""
+    shapes = [product.weight.shape for product in model.model.layers[0].products()]
+    rows = {
+        Key(operation, "decode", N, K, "bfloat16"): Row({1: [Choice(candidate, constants)]})
+        for operation in operations
+        for N, K in shapes
+    }
+    return Matmul(Table(rows), [Gemv(), SplitK(torch.device("cpu"))])
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[str, dict]]:
+    """What is launched of the kernels: (name, options)."""
     calls = []
 
-    def counted(name):
-        function = getattr(kernels, name)
-        return lambda *args, **options: calls.append((name, options)) or function(*args, **options)
+    def count(module, name):
+        function = getattr(module, name)
+        record = lambda *args, **options: calls.append((name, options)) or function(*args, **options)  # noqa: E731
+        monkeypatch.setattr(module, name, record)
 
     for name in ("linear", "linear_silu", "linear_add"):
-        monkeypatch.setattr(kernels, name, counted(name))
-    found = decode(model, num_seqs)
-    # After the q, k, v product and the gate, up one; a residual that others add to as well is the reducer's.
-    after_attention = "linear_add" if model.model.tp.reducer is None else "linear"
-    # The gate and up projection alone has more rows than a large batch may have.
-    gate_up = ["linear_silu"] if num_seqs <= 64 else []
-    assert [name for name, _ in calls] == ["linear", after_attention, *gate_up, after_attention] * 2
-    assert all(options["pdl"] for _, options in calls)
-    arrivals = [options["arrivals"] for _, options in calls]
-    assert len({each.data_ptr() for each in arrivals}) == len(calls), "layers share their counters"
-    assert not any(each.any() for each in arrivals)
-    calls.clear()
-    monkeypatch.setattr(decode_linear, "use_kernels", lambda x: False)
-    monkeypatch.setattr("nanovllm.models.qwen3.is_skinny", lambda x: False)
+        count(split_k_kernels, name)
+    for name in ("norm_linear", "norm_linear_silu"):
+        count(gemv_kernels, name)
+    return calls
+
+
+@pytest.mark.parametrize("num_seqs", [9, 17, 64, 100])
+def test_a_step_by_the_split_k_kernel_is_the_same_step(kernels_everywhere, model, calls, num_seqs):
     expected = decode(model, num_seqs)
     assert not calls
+    model.use_matmul(make_matmul(model, "split-k", 64, 128, 2, 3, 0))
+    found = decode(model, num_seqs)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
-    # By the twins too, which nothing else runs.
-    monkeypatch.setattr(decode_linear, "is_small_batch", lambda num_tokens, weight: True)
-    monkeypatch.setattr("nanovllm.models.qwen3.is_small_batch", lambda num_tokens, weight: True)
-    torch.testing.assert_close(decode(model, num_seqs), expected, rtol=2e-2, atol=2e-2)
+    # A residual that others add to as well is the reducer's.
+    add = "linear_add" if model.model.tp.reducer is None else "linear"
+    assert [name for name, _ in calls] == ["linear", add, "linear_silu", add] * 2
+    assert all(options["pdl"] for _, options in calls)
+    assert not any(options["arrivals"].any() for _, options in calls)
 
 
-WEIGHT = 2080 * 32  # the model's largest
+@pytest.mark.parametrize("num_seqs", [1, 2, 5, 16])
+def test_a_step_by_the_gemv_kernel_is_the_same_step(kernels_everywhere, model, calls, num_seqs):
+    """The norms are computed inside the products, and the sums over ranks are posted."""
+    expected = decode(model, num_seqs)
+    model.use_matmul(make_matmul(model, "gemv", 64, 512, 4))
+    found = decode(model, num_seqs)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert [name for name, _ in calls] == ["norm_linear", "norm_linear_silu"] * 2
+    reducer = model.model.tp.reducer
+    assert reducer is None or reducer.num_posted == [0, 4]
 
 
-@pytest.mark.parametrize(
-    ("num_seqs", "limit", "max_columns", "skinny"),
-    [
-        (8, WEIGHT + 1, 32, True),
-        (9, WEIGHT + 1, 32, False),
-        (16, WEIGHT, 32, True),
-        (17, 1, 32, False),
-        (2, 1, 31, True),
-        (3, 1, 31, False),
-    ],
-)
-def test_who_is_skinny(kernels_everywhere, monkeypatch, model, num_seqs, limit, max_columns, skinny):
-    """Up to 8 sequences; 16 where the layers' weight is too large for these kernels, and 2 where the model is wide."""
-    taken = []
-    monkeypatch.setattr(skinny_linear, "_MAX_COLUMNS", max_columns)
-    monkeypatch.setattr("nanovllm.models.qwen3.is_skinny", lambda x: len(x) <= 16)
-    monkeypatch.setattr(decode_linear, "MAX_WEIGHTS", limit)
-    monkeypatch.setattr(Qwen3DecoderLayer, "forward_skinny", lambda *args: taken.append(args))
-    decode(model, num_seqs)
-    assert bool(taken) == skinny
+def test_sums_are_posted_all_or_none(kernels_everywhere, model, calls):
+    """Two inboxes take turns, so a step with an odd number of sums would write to one that is still read."""
+    if model.model.tp.reducer is None:
+        pytest.skip("no ranks")
+    matmul = make_matmul(model, "gemv", 64, 512, 4)
+    attention, down = (model.model.layers[0].products()[i].weight for i in (1, 3))
+    matmul._table.rows[Key.of("linear_sum", False, down)] = Row({1: []})
+    model.use_matmul(matmul)
+    assert matmul.posted_constants(attention, 1) is not None
+    decode(model, 1)
+    assert model.model.tp.reducer.num_posted == [0]
 
 
-@pytest.mark.parametrize(
-    ("model", "size", "reducer", "most_tokens"),
-    [
-        ("Qwen3-0.6B", 1, None, 16),
-        ("Qwen3-1.7B", 1, None, 2),
-        ("Qwen3-8B", 1, None, 2),
-        ("Qwen3-0.6B", 2, AloneReducer(), 16),
-        ("Qwen3-1.7B", 2, AloneReducer(), 2),
-        ("Qwen3-8B", 8, AloneReducer(), 2),
-        ("Qwen3-0.6B", 2, None, 0),  # Nobody posts the sums.
-    ],
-)
-def test_up_to_how_many_sequences_a_model_is_skinny(model, size, reducer, most_tokens):
-    """Without the kernels for small batches, which Hopper alone has."""
-    config = preset_config(model)
-    weight = torch.empty(2 * config.intermediate_size // size, config.hidden_size, device="meta")
-    mlp = SimpleNamespace(gate_up_proj=SimpleNamespace(weight=weight))
-    qwen = SimpleNamespace(tp=SimpleNamespace(size=size, reducer=reducer), layers=[SimpleNamespace(mlp=mlp)])
-    taken = [n for n in range(1, 17) if Qwen3Model._takes_skinny(qwen, n)]
-    assert taken == list(range(1, most_tokens + 1))
+def test_a_norm_is_computed_once_and_late():
+    norm, residual = RMSNorm(32), torch.randn(3, 32)
+    normed = Normed(residual, norm)
+    assert not normed.is_computed
+    assert len(normed) == 3
+    value = normed.value()
+    assert normed.is_computed
+    assert normed.value() is value
+    torch.testing.assert_close(value, rms_norm_torch(residual, norm.weight, norm.eps))

@@ -9,10 +9,10 @@ from nanovllm.engine.runner.cuda_graphs import graph_batch_sizes
 from nanovllm.engine.runner.memory import warmup_batches
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import HAS_TRITON
-from nanovllm.layers.quack_tiles import TOKENS_OF_THREE
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.sampling_thresholds import sampling_thresholds
-from nanovllm.models.qwen3 import get_head_dim
+from nanovllm.models.hf_config import get_head_dim
+from nanovllm.utils.context import Context, step_context
 
 if HAS_TRITON:
     from nanovllm.kernels.launch import compile_ahead
@@ -39,15 +39,12 @@ def compiling_kernels(runner, tell: Callable[[int, int], None] | None = None) ->
 
 
 def telling_batch_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes of decode steps that take every variant of a kernel that any does. What follows the batch size in a
-    variant keeps to ranges that have a power of two in them, or the largest batch, with a graph or at all, or
-    quack-kernels' tiles of three warp groups. (Without graphs, batches of up to 16 that are no power of two have linear
-    kernels of their own, and compile them when they come.)"""
+    """Batch sizes of decode steps that launch every variant of a kernel that any batch size does, except those of the
+    table. What follows the batch size in a variant keeps to ranges that have a power of two in them, or the largest
+    batch, with a graph or at all. (Without graphs, batches of up to 16 that are no power of two have linear kernels of
+    their own, and compile them when they come.)"""
     sizes = {1 << i for i in range(max_num_seqs.bit_length())}
-    sizes |= {max_num_seqs, graph_batch_sizes(max_num_seqs)[-1]}
-    if max_num_seqs > TOKENS_OF_THREE:
-        sizes.add(TOKENS_OF_THREE)
-    return sorted(sizes)
+    return sorted(sizes | {max_num_seqs, graph_batch_sizes(max_num_seqs)[-1]})
 
 
 @torch.inference_mode()
@@ -57,21 +54,29 @@ def _trace(runner) -> None:
     do: those between them launch what the first one launches."""
     config, block_size = runner.config, runner.block_size
     num_tokens = min(_LONG_PREFILL, config.max_num_batched_tokens, config.max_model_len)
-    runner.run([_sequence(num_tokens, block_size)], True)  # Without a cache, as warmup_model does.
-    if runner.tp.size == 1:  # quack-kernels, which is for one rank, has tiles for the longest steps.
-        runner.warmup_model()
+    runner.run(runner.prepare([_sequence(num_tokens, block_size)], True))  # Without a cache, as warmup_model does.
+    trace_products(runner.model, runner.decode_inputs.max_rows, config.max_num_batched_tokens)
     shape = (-(-_NUM_SLOTS // block_size), block_size, runner.num_kv_heads, get_head_dim(config.hf_config))
     kv_cache = torch.zeros(2, 1, *shape, dtype=config.dtype, device=runner.device)
     runner.use_kv_cache(kv_cache.expand(2, len(runner.model.model.layers), *shape))
     seq = _decoding_sequence(block_size)
     for size in telling_batch_sizes(config.max_num_seqs):
-        runner.run([seq] * size, False)
+        runner.run(runner.prepare([seq] * size, False))
         _trace_truncation(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
     num_tokens = min(runner.mixed_step_rows, config.max_model_len, _NUM_SLOTS) - 1
     if num_tokens > 0:
-        runner.run([seq, _sequence(num_tokens, block_size)], False)
+        runner.run(runner.prepare([seq, _sequence(num_tokens, block_size)], False))
     warmup_kernels(runner)
     runner.use_kv_cache(None)
+
+
+def trace_products(model, most_decode_tokens: int, most_prefill_tokens: int) -> None:
+    """Launch what the table names for a layer's products, at every number of tokens that a step may have."""
+    for is_prefill, most_tokens in ((False, most_decode_tokens), (True, most_prefill_tokens)):
+        with step_context(Context(is_prefill=is_prefill)):
+            for product in model.model.layers[0].products():
+                for num_tokens in model.matmul.token_counts(product.operation, product.weight, most_tokens):
+                    model.matmul.run(product.problem(num_tokens))
 
 
 def _trace_truncation(logits: torch.Tensor) -> None:
@@ -88,8 +93,8 @@ def warmup_kernels(runner) -> None:
     middle of a batch: short and long, with a cached prefix and without. They write to the cache's first slots, which
     nobody has been given yet."""
     for seqs in warmup_batches(runner.config, runner.num_kvcache_blocks):
-        runner.run(seqs, True)
-    runner.run([_decoding_sequence(runner.block_size)], False)
+        runner.run(runner.prepare(seqs, True))
+    runner.run(runner.prepare([_decoding_sequence(runner.block_size)], False))
 
 
 def _sequence(num_tokens: int, block_size: int) -> Sequence:

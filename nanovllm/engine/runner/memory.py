@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.config import CPU_KVCACHE_GIB, MAX_SLOTS, Config
 from nanovllm.engine.sequence import Sequence
-from nanovllm.models.qwen3 import get_head_dim
+from nanovllm.models.hf_config import get_head_dim
 from nanovllm.utils.context import Context
 from nanovllm.utils.parallel import TensorParallel
 

@@ -1,0 +1,265 @@
+"""The kernel behind `gemv`: y = x W^T for 1..16 tokens, at the speed at which W can be read.
+
+A program owns a few output columns, which are rows of W, and reads them over the whole of K: nothing is combined
+between programs, so results are deterministic and a residual can be updated in place. A tile's loads are independent
+16-byte ones, all issued before the first is used, and the next tile's before this one's product. The norm of the
+input is repeated by every program: x is small and in L2.
+
+For few tokens the plain cores multiply, with the weights in registers just as they were loaded. For more, the tensor
+cores do: tokens padded to 16, K cut into one slice a warp, the slices added at the end.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.dependent_launch import (
+    CACHE_LINE,
+    HAS_GDC,
+    gdc_launch_dependents,
+    gdc_wait,
+    has_pdl,
+    prefetch_lines,
+)
+from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.posted_sums import MAX_TOKENS, Inboxes, post
+
+_MIN_DOT_ROWS = 8 if HAS_GDC else 16  # what the compiler's tensor-core products take
+# Up to here the plain cores keep pace with memory.
+_MAX_PLAIN_TOKENS = 4
+
+
+class GemvConfig(NamedTuple):
+    """Launch constants, all powers of two or 0.
+
+    Attributes:
+        rows_per_program: weight rows of a program; two make one output column of `norm_linear_silu`. With tensor
+            cores at least 8; Triton 3.2 makes it 16.
+        k_tile: columns of a weight tile, at least 16. Two tiles are on their way in each program, or one that spans K.
+        num_warps: warps a program; with tensor cores also the slices of a tile, at least 16 columns each.
+        tensor_cores: whether they multiply; for 16-bit dtypes.
+        prefetch: leading columns of a program's rows that it asks into L2 before anything else, a cache line or more; 0
+            for none.
+    """
+
+    rows_per_program: int
+    k_tile: int
+    num_warps: int
+    tensor_cores: bool = False
+    prefetch: int = 0
+
+
+def default_config(M: int, K: int, itemsize: int) -> GemvConfig:
+    """Launch constants that work for M tokens and rows of K elements of `itemsize` bytes; those of the tuned table are
+    faster."""
+    k_tile = min(1024, max(16, triton.next_power_of_2(K)))
+    if itemsize == 2 and M > _MAX_PLAIN_TOKENS:
+        return GemvConfig(16, k_tile, max(1, min(4, k_tile // 128)), True)
+    return GemvConfig(4, k_tile, max(1, min(4, k_tile // 256)))
+
+
+@triton.jit
+def _prefetch(weight, row, inside, K: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr):
+    """Ask the first COLUMNS of the given rows into L2, a cache line of LINE elements at a time."""
+    column = tl.arange(0, COLUMNS // LINE) * LINE
+    offset = row.to(tl.int64)[:, None] * K + column[None, :]
+    # The instruction has no mask: instead of what lies outside, the first line is asked for.
+    prefetch_lines(weight + tl.where(inside[:, None] & (column < K)[None, :], offset, 0))
+
+
+@triton.jit(do_not_specialize=["index"])
+def gemv_kernel(
+    x,
+    norm_weight,
+    weight,
+    bias,
+    y,
+    x_stride,
+    y_stride,
+    N,
+    eps,
+    inboxes,
+    step,
+    abort,
+    index,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    PADDED_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    K_TILE: tl.constexpr,
+    SLICES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    LINE: tl.constexpr,
+    TENSOR_CORES: tl.constexpr,
+    SILU_OUTPUT: tl.constexpr,
+    ADD: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y [M, N] = f(x) W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU_OUTPUT; f: norm or none. With
+    inboxes it is posted to them and there is no y."""
+    row = tl.arange(0, ROWS)
+    if SILU_OUTPUT:
+        # Even rows of the tile are gates, from the weight's first N rows, odd ones the ups that belong to them.
+        OUTPUTS: tl.constexpr = ROWS // 2
+        column = tl.program_id(0) * OUTPUTS + row // 2
+        weight_row = column + row % 2 * N
+    else:
+        OUTPUTS: tl.constexpr = ROWS
+        column = tl.program_id(0) * OUTPUTS + row
+        weight_row = column
+    if PDL:
+        # The next kernel begins with its weights too: its programs are welcome as soon as there is room for them.
+        gdc_launch_dependents()
+    if PREFETCH > 0:
+        _prefetch(weight, weight_row, column < N, K, PREFETCH, LINE)
+
+    SLICE: tl.constexpr = K_TILE // SLICES
+    first_k = tl.arange(0, SLICES)[:, None, None] * SLICE
+    k = first_k + tl.arange(0, SLICE)[None, None, :]
+    if TENSOR_CORES:
+        # x is [slice, token, k], the weights [slice, k, row].
+        weight_k = first_k + tl.arange(0, SLICE)[None, :, None]
+        weight += weight_row.to(tl.int64)[None, None, :] * K + weight_k
+        inside_rows = (column < N)[None, None, :]
+    else:
+        # x is [token, 1, k], the weights [1, row, k].
+        weight_k = k
+        weight += weight_row.to(tl.int64)[None, :, None] * K + k
+        inside_rows = (column < N)[None, :, None]
+    w = tl.load(weight, mask=inside_rows & (weight_k < K), other=0.0)
+    if norm_weight is not None:
+        scale = tl.load(norm_weight + k, mask=k < K, other=0.0)
+    if bias is not None:
+        shift = tl.load(bias + weight_row, mask=column < N, other=0.0).to(tl.float32)
+    if inboxes is not None:
+        ranks = tl.arange(0, PADDED_SIZE)
+        addresses = tl.load(inboxes + ranks, mask=ranks < SIZE, other=0)
+        number = tl.load(step) + index
+    # Above this line nothing may be read that a launch under way writes, and nothing written (see dependent_launch).
+    if PDL:
+        gdc_wait()
+
+    tokens = tl.arange(0, PADDED_M)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside_y = (tokens < M)[:, None] & (outputs < N)[None, :]
+    if inboxes is not None:
+        # Once aborted, the others' memory may be gone with them.
+        num_words = tl.where(tl.load(abort, volatile=True) == 0, N // 2, 0)
+    else:
+        y += tokens[:, None] * y_stride + outputs[None, :]
+    if ADD:
+        total = tl.load(y, mask=inside_y, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros([PADDED_M, OUTPUTS], dtype=tl.float32)
+
+    token = tokens[None, :, None] if TENSOR_CORES else tokens[:, None, None]
+    x += token * x_stride + k
+    # A single tile's x is loaded once: the compiler finds both loads below to be the same.
+    if norm_weight is not None:
+        if TENSOR_CORES:
+            squares = tl.zeros([SLICES, PADDED_M, SLICE], dtype=tl.float32)
+        else:
+            squares = tl.zeros([PADDED_M, 1, SLICE], dtype=tl.float32)
+        for start in range(0, K, K_TILE):
+            value = tl.load(x + start, mask=(token < M) & (k < K - start), other=0.0).to(tl.float32)
+            squares += value * value
+        square_sum = tl.sum(squares, axis=2, keep_dims=True)
+        if TENSOR_CORES:
+            square_sum = tl.sum(square_sum, axis=0, keep_dims=True)
+        inverse_rms = tl.rsqrt(square_sum / K + eps)
+
+    if TENSOR_CORES:
+        acc = tl.zeros([SLICES, PADDED_M, ROWS], dtype=tl.float32)
+    else:
+        acc = tl.zeros([PADDED_M, ROWS, K_TILE // VECTOR], dtype=tl.float32)
+    for start in range(0, K, K_TILE):
+        value = tl.load(x + start, mask=(token < M) & (k < K - start), other=0.0)
+        left = K - K_TILE - start
+        next_w = tl.load(weight + K_TILE + start, mask=inside_rows & (weight_k < left), other=0.0)
+        if norm_weight is not None:
+            value = (value.to(tl.float32) * inverse_rms * scale.to(tl.float32)).to(value.dtype)
+            scale = tl.load(norm_weight + K_TILE + start + k, mask=k < left, other=0.0)
+        if TENSOR_CORES:
+            acc = tl.dot(value, w, acc)
+        else:
+            # A vector is what one thread loaded at once, so this sum needs no other thread.
+            product = value.to(tl.float32) * w.to(tl.float32)
+            acc += tl.sum(tl.reshape(product, (PADDED_M, ROWS, K_TILE // VECTOR, VECTOR)), axis=3)
+        w = next_w
+
+    result = tl.sum(acc, axis=0) if TENSOR_CORES else tl.sum(acc, axis=2)
+    if bias is not None:
+        result += shift[None, :]
+    if SILU_OUTPUT:
+        # Rounded, as it would be between two kernels.
+        result = result.to(y.dtype.element_ty).to(tl.float32)
+        gate, up = tl.split(tl.reshape(result, (PADDED_M, OUTPUTS, 2)))
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    if inboxes is not None:
+        DTYPE: tl.constexpr = x.dtype.element_ty
+        post(result, tl.program_id(0), addresses, number, index, num_words, M, N, PADDED_M, OUTPUTS, RANK, SIZE, DTYPE)
+    else:
+        tl.store(y, (total + result).to(y.dtype.element_ty), mask=inside_y)
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor | None,
+    config: GemvConfig | None,
+    pdl: bool,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    silu_output: bool = False,
+    add: bool = False,
+    inboxes: Inboxes | None = None,
+    index: int = 0,
+) -> None:
+    """Run the kernel on arguments that have been checked; what each means is said in `gemv`. y: None with
+    inboxes."""
+    M, (num_rows, K) = len(x), weight.shape
+    N = num_rows if y is None else y.shape[1]
+    size = 1 if inboxes is None else len(inboxes.addresses)
+    config = config or default_config(M, K, x.element_size())
+    rows, k_tile, num_warps, tensor_cores, prefetch = config
+    if tensor_cores:
+        # Of more rows two tiles do not fit in the shared memory of the smallest GPUs.
+        rows = max(_MIN_DOT_ROWS, rows if k_tile >= K else min(rows, 16))
+    launcher(gemv_kernel, (triton.cdiv(num_rows, rows),), pdl and has_pdl(x.device))(
+        x,
+        norm_weight,
+        weight,
+        bias,
+        y,
+        x.stride(0),
+        0 if y is None else y.stride(0),
+        N,
+        eps,
+        inboxes and inboxes.addresses,
+        inboxes and inboxes.step,
+        inboxes and inboxes.abort,
+        index,
+        M=M,
+        K=K,
+        PADDED_M=MAX_TOKENS if tensor_cores else triton.next_power_of_2(M),
+        ROWS=rows,
+        K_TILE=k_tile,
+        SLICES=num_warps if tensor_cores else 1,
+        VECTOR=16 // x.element_size(),
+        PREFETCH=prefetch if isinstance(gemv_kernel, triton.JITFunction) else 0,
+        LINE=CACHE_LINE // x.element_size(),
+        TENSOR_CORES=tensor_cores,
+        SILU_OUTPUT=silu_output,
+        ADD=add,
+        RANK=inboxes.rank if inboxes else 0,
+        SIZE=size,
+        PADDED_SIZE=triton.next_power_of_2(size),
+        num_warps=num_warps,
+    )

@@ -1,0 +1,166 @@
+"""The table of measured choices: which candidate computes a product, with which constants.
+
+A table is a JSON file for one GPU. A row belongs to an operation, a phase and a weight `[N, K]` of a dtype. It maps a
+number of tokens to the candidates that compute such a product, in order of preference, each with its constants. A key
+of `tokens` is the largest count that it holds for; the last key holds for all larger counts too.
+"""
+
+import json
+import math
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+_TABLES = Path(__file__).parent / "tables"
+# A GPU without a table of its own uses this one's, as far as its candidates run there.
+_DEFAULT_GPU = "NVIDIA H200"
+# Both 16-bit dtypes take the same time.
+_SAME_SPEED = {"float16": "bfloat16"}
+
+
+class Key(NamedTuple):
+    """What a row is for: an operation of `layers.matmul` (or "padding"), "decode" or "prefill", and a weight."""
+
+    operation: str
+    phase: str
+    N: int
+    K: int
+    dtype: str
+
+    @classmethod
+    def of(cls, operation: str, is_prefill: bool, weight: torch.Tensor) -> "Key":
+        dtype = str(weight.dtype).removeprefix("torch.")
+        return cls(operation, "prefill" if is_prefill else "decode", *weight.shape, _SAME_SPEED.get(dtype, dtype))
+
+
+class Choice(NamedTuple):
+    """A candidate's name, and its constants, which it knows the meaning of."""
+
+    candidate: str
+    constants: tuple = ()
+
+
+class Row:
+    """Choices by the number of tokens."""
+
+    def __init__(self, buckets: Mapping[int, Iterable[Choice]]):
+        """buckets: the largest number of tokens -> choices, the best first."""
+        self.bounds = sorted(buckets)
+        self.choices = [tuple(buckets[bound]) for bound in self.bounds]
+
+    def __getitem__(self, num_tokens: int) -> tuple[Choice, ...]:
+        return self.choices[min(bisect_left(self.bounds, num_tokens), len(self.bounds) - 1)]
+
+
+class Table:
+    """The rows of one GPU.
+
+    Attributes:
+        rows: Key -> Row.
+        settings: other measured numbers: name -> key -> value.
+        versions: the packages that they were measured with.
+    """
+
+    def __init__(
+        self,
+        rows: Mapping[Key, Row] | None = None,
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+        versions: Mapping[str, str] | None = None,
+    ):
+        self.rows = dict(rows or {})
+        self.settings = dict(settings or {})
+        self.versions = dict(versions or {})
+
+    def find(self, key: Key) -> Row | None:
+        """The row of this key, otherwise of the nearest shape; None if this operation has none in this phase."""
+        others = (other for other in self.rows if other[:2] == key[:2] and other.dtype == key.dtype)
+        return self.rows.get(key) or self.rows.get(min(others, key=partial(_distance, key), default=key))
+
+    def setting(self, name: str, key: str) -> Any:
+        """A number that is no product's. Raises KeyError for one that the table does not have."""
+        return self.settings[name][key]
+
+    def updated(self, other: "Table") -> "Table":
+        """This table with the other's rows and settings, which take precedence."""
+        return Table(self.rows | other.rows, self.settings | other.settings, self.versions | other.versions)
+
+
+def _distance(key: Key, other: Key) -> float:
+    return abs(math.log2(key.N / other.N)) + abs(math.log2(key.K / other.K))
+
+
+def load_table(device: torch.device) -> Table:
+    """The package's table for this GPU, with the rows that `nanovllm tune` has left in the user's cache. A CPU has an
+    empty one."""
+    if device.type != "cuda":
+        return Table()
+    gpu = torch.cuda.get_device_name(device)
+    table = package_table(gpu)
+    path = user_path(gpu)
+    return table.updated(read_table(path)) if path.is_file() else table
+
+
+@cache
+def package_table(gpu: str) -> Table:
+    """The table in the package for a GPU of this name (`torch.cuda.get_device_name`)."""
+    path = package_path(gpu)
+    return read_table(path if path.is_file() else package_path(_DEFAULT_GPU))
+
+
+def package_path(gpu: str) -> Path:
+    return _TABLES / f"{gpu.replace(' ', '_')}.json"
+
+
+def user_path(gpu: str) -> Path:
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    return cache_home / "nanovllm" / "tuned" / package_path(gpu).name
+
+
+def read_table(path: Path) -> Table:
+    """A table from its file. Raises ValueError, naming the file, for anything else."""
+    try:
+        content = json.loads(path.read_text())
+        rows = {}
+        for row in content["rows"]:
+            key = Key(*(row[field] for field in Key._fields))
+            rows[key] = Row({int(bound): map(_choice, choices) for bound, choices in row["tokens"].items()})
+            if not rows[key].bounds:
+                raise ValueError(f"no tokens in the row of {key}")
+        return Table(rows, content.get("settings"), content.get("versions"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no table of `nanovllm tune`: {type(error).__name__}: {error}") from error
+
+
+def _choice(items: list) -> Choice:
+    if not isinstance(items, list) or not items or not isinstance(items[0], str):
+        raise ValueError(f"a choice must be a list of a candidate's name and its constants, not {items!r}")
+    name, *constants = items
+    return Choice(name, tuple(tuple(value) if isinstance(value, list) else value for value in constants))
+
+
+def write_table(path: Path, gpu: str, table: Table) -> None:
+    """One line a row."""
+    rows = []
+    for key, row in sorted(table.rows.items()):
+        tokens = {
+            str(bound): [[name, *constants] for name, constants in choices]
+            for bound, choices in zip(row.bounds, row.choices, strict=True)
+        }
+        rows.append(json.dumps({**key._asdict(), "tokens": tokens}))
+    lines = [
+        "{",
+        f'"gpu": {json.dumps(gpu)},',
+        f'"versions": {json.dumps(table.versions)},',
+        f'"settings": {json.dumps(table.settings)},',
+        '"rows": [',
+        ",\n".join(rows),
+        "]",
+        "}",
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")

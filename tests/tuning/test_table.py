@@ -1,0 +1,164 @@
+"""The table of measured choices: its files, and what is found in it."""
+
+import json
+
+import pytest
+import torch
+
+from nanovllm.models.presets import PRESET_NAMES, preset_config
+from nanovllm.tuning import table as table_module
+from nanovllm.tuning.table import (
+    Choice,
+    Key,
+    Row,
+    Table,
+    load_table,
+    package_path,
+    package_table,
+    read_table,
+    user_path,
+    write_table,
+)
+
+H200 = "NVIDIA H200"
+KEY = Key("linear", "decode", 4096, 1024, "bfloat16")
+
+
+def choices(*names: str) -> list[Choice]:
+    return [Choice(name) for name in names]
+
+
+def test_a_count_takes_the_next_bucket_and_larger_ones_the_last():
+    row = Row({4: choices("a"), 64: choices("b", "c"), 65: []})
+    names = {n: [choice.candidate for choice in row[n]] for n in (1, 4, 5, 64, 65, 1000)}
+    assert names == {1: ["a"], 4: ["a"], 5: ["b", "c"], 64: ["b", "c"], 65: [], 1000: []}
+
+
+def test_a_shape_takes_the_rows_of_the_nearest():
+    small, large = Row({1: choices("small")}), Row({1: choices("large")})
+    table = Table({KEY: small, KEY._replace(N=6144): large})
+    assert table.find(KEY) is small
+    assert table.find(KEY._replace(N=4097, K=1023)) is small
+    assert table.find(KEY._replace(N=64, K=64)) is small
+    assert table.find(KEY._replace(N=6000)) is large
+    assert table.find(KEY._replace(N=100_000, K=9000)) is large
+    for other in ({"operation": "linear_add"}, {"phase": "prefill"}, {"dtype": "float32"}):
+        assert table.find(KEY._replace(**other)) is None
+
+
+def test_both_16_bit_dtypes_share_rows():
+    weight = torch.empty(4096, 1024, device="meta", dtype=torch.bfloat16)
+    assert Key.of("linear", False, weight) == KEY
+    assert Key.of("linear", False, weight.half()) == KEY
+    assert Key.of("linear", True, weight.float()) == KEY._replace(phase="prefill", dtype="float32")
+
+
+def test_a_file_holds_all_of_a_table(tmp_path):
+    row = Row(
+        {1: [Choice("gemv", (4, 1024, 1, False, 0))], 64: [Choice("quack-kernels", (64, 48, (2, 1), True))], 65: []}
+    )
+    table = Table({KEY: row, KEY._replace(N=1): Row({1: []})}, {"mixed_steps": {"rows": 256}}, {"torch": "2.11.0"})
+    path = tmp_path / "cache" / "table.json"
+    write_table(path, "some GPU", table)
+    again = read_table(path)
+    assert {key: (row.bounds, row.choices) for key, row in again.rows.items()} == {
+        key: (row.bounds, row.choices) for key, row in table.rows.items()
+    }
+    assert (again.settings, again.versions) == (table.settings, table.versions)
+    assert json.loads(path.read_text())["gpu"] == "some GPU"
+    assert sum("operation" in line for line in path.read_text().splitlines()) == 2, "a line a row"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": [{"operation": "linear"}]}'])
+def test_a_file_that_is_no_table_is_named(tmp_path, content):
+    path = tmp_path / "table.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"table\.json is no table of `nanovllm tune`"):
+        read_table(path)
+
+
+@pytest.mark.parametrize("tokens", [{}, {"x": []}, {"1": [[]]}, {"1": [[1]]}, {"1": ["gemv"]}, {"1": None}, None])
+def test_a_file_with_a_wrong_row_is_named(tmp_path, tokens):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"rows": [{**KEY._asdict(), "tokens": tokens}]}))
+    with pytest.raises(ValueError, match=r"table\.json is no table of `nanovllm tune`"):
+        read_table(path)
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """Says which GPU there is; the user's cache is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def become(name: str) -> torch.device:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        return torch.device("cuda", 0)
+
+    return become
+
+
+def test_the_users_rows_take_precedence(gpu):
+    device = gpu(H200)
+    table = load_table(device)
+    assert table.find(KEY) is package_table(H200).rows[KEY]
+    own = Row({1: choices("cublas")})
+    write_table(user_path(H200), H200, Table({KEY: own, KEY._replace(N=8): own}, {"mixed_steps": {"rows": 1}}))
+    tuned = load_table(device)
+    assert tuned.find(KEY).choices == own.choices
+    assert tuned.find(KEY._replace(N=8)).choices == own.choices
+    assert len(tuned.rows) == len(table.rows) + 1
+    assert tuned.setting("mixed_steps", "rows") == 1
+    assert package_table(H200).rows[KEY] is table.rows[KEY], "the package's table has changed"
+
+
+def test_a_gpu_without_a_table_takes_the_h200s(gpu):
+    assert load_table(gpu("NVIDIA H100 80GB HBM3")).rows.keys() == package_table(H200).rows.keys()
+    assert load_table(torch.device("cpu")).rows == {}
+
+
+def test_a_setting_that_is_not_there_is_an_error():
+    with pytest.raises(KeyError):
+        Table().setting("mixed_steps", "rows")
+
+
+def published_products(name: str, size: int) -> list[tuple[str, int, int]]:
+    """(operation, N, K) of a layer's products over so many GPUs."""
+    config = preset_config(name)
+    hidden, intermediate = config.hidden_size, config.intermediate_size // size
+    q, kv = (n * config.head_dim // size for n in (config.num_attention_heads, config.num_key_value_heads))
+    add = "linear_add" if size == 1 else "linear_sum"
+    gate_up = ("linear_silu", 2 * intermediate, hidden)
+    return [("linear", q + 2 * kv, hidden), (add, hidden, q), gate_up, (add, hidden, intermediate)]
+
+
+@pytest.mark.parametrize("path", sorted(package_path(H200).parent.glob("*.json")), ids=lambda path: path.stem)
+def test_tables_of_the_package(path):
+    """They have every published size on one GPU and on two, and their candidates take the constants."""
+    pytest.importorskip("triton")
+    from nanovllm.layers.matmul import OPERATIONS, Cublas, FusedSilu, Gemv, SplitK
+    from nanovllm.layers.quack import Quack
+
+    candidates = {each.name: each for each in (Cublas, Gemv, SplitK, FusedSilu, Quack)}
+    table = read_table(path)
+    assert path == package_path(json.loads(path.read_text())["gpu"])
+    for name in PRESET_NAMES:
+        for size in (1, 2):
+            for operation, N, K in published_products(name, size):
+                assert Key(operation, "decode", N, K, "bfloat16") in table.rows
+    for key, row in table.rows.items():
+        assert key.operation in (*OPERATIONS, "padding")
+        for bound, listed in zip(row.bounds, row.choices, strict=True):
+            for name, constants in listed:
+                candidate = candidates[name]
+                if key.operation == "padding":
+                    assert constants[0] >= bound
+                    assert row[constants[0]] == listed or not row[constants[0]], "padding is padded again"
+                elif candidate.constants:
+                    candidate.constants(*constants)
+                else:
+                    assert constants == ()
+    assert {"torch", "triton"} <= table.versions.keys()
+    assert table.setting("mixed_steps", "rows") > 0
+    assert table.setting("mixed_steps", "min_layer_params") > 0
+    assert table.setting("flash_attn4", "min_layer_work") > 0
+    assert table_module.package_table(json.loads(path.read_text())["gpu"]).rows.keys() == table.rows.keys()
