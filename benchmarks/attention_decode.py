@@ -18,8 +18,7 @@ import torch
 from gpus import require_gpus
 from graph_timing import time_graph
 
-from nanovllm.kernels.decode_config import DecodeConfig
-from nanovllm.kernels.decode_plan import DecodeWorkspace, make_plan, num_work_items
+from nanovllm.kernels.decode_plan import DecodeConfig, DecodeWorkspace, make_plan, num_work_items
 from nanovllm.kernels.paged_decode import paged_decode
 
 HEAD_DIM, BLOCK_SIZE = 128, 256
@@ -75,7 +74,7 @@ def ours(case: Case, spare: int | None, config: DecodeConfig | None):
     workspace = DecodeWorkspace(batch, num_heads, num_kv_heads, HEAD_DIM, "cuda", num_items)
 
     def attend(k, v):
-        paged_decode(case.q, k, v, case.context_lens, case.tables, HEAD_DIM**-0.5, plan, workspace, config)
+        paged_decode(case.q, k, v, case.tables, HEAD_DIM**-0.5, plan, workspace, config)
 
     return attend
 

@@ -5,7 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from nanovllm.kernels.paged_decode import TensorDescriptor, has_tma, paged_decode
+from nanovllm.kernels import paged_decode as kernel
+from nanovllm.kernels.decode_plan import DecodeWorkspace, make_plan
+from nanovllm.kernels.paged_decode import TensorDescriptor, has_tma
 from nanovllm.layers.attention_torch import decode_attention_torch
 
 # Largest error against float64 that a dtype's rounding of inputs, weights and outputs explains.
@@ -45,6 +47,18 @@ def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device
         "block_tables": tables.to(device),
         "scale": head_dim**-0.5,
     }
+
+
+def paged_decode(
+    q, k_cache, v_cache, context_lens, block_tables, scale, plan=None, workspace=None, config=None, pdl=False
+):
+    """The kernel, with a plan and a workspace made for the batch by default."""
+    (batch_size, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
+    if batch_size == 0:
+        return kernel.paged_decode(q, k_cache, v_cache, block_tables, scale, plan, workspace)
+    plan = make_plan(context_lens, num_kv_heads) if plan is None else plan
+    workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, len(plan))
+    return kernel.paged_decode(q, k_cache, v_cache, block_tables, scale, plan, workspace, config, pdl)
 
 
 def dense_decode(q, k_cache, v_cache, context_lens, block_tables, scale):

@@ -127,8 +127,7 @@ class TritonBackend(AttentionBackend):
 
     def decode(self, q, k_cache, v_cache, context, scale):
         c = context
-        arguments = q, k_cache, v_cache, c.context_lens, c.block_tables, scale
-        return paged_decode(*arguments, c.decode_plan, self.workspace, pdl=True)
+        return paged_decode(q, k_cache, v_cache, c.block_tables, scale, c.decode_plan, self.workspace, pdl=True)
 
 
 class FlashAttnBackend(AttentionBackend):

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE, graph_batch_sizes
 from nanovllm.engine.runner.kernel_compilation import _trace, telling_batch_sizes, trace_products, warmup_kernels
 from nanovllm.engine.runner.memory import largest_prefill, warmup_batches
-from nanovllm.kernels.decode_config import choose_config
+from nanovllm.kernels.decode_plan import choose_config
 from nanovllm.kernels.paged_prefill import choose_tiles
 from nanovllm.layers.attention_backend import TorchBackend
 from nanovllm.layers.matmul import Matmul
