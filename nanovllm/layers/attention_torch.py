@@ -3,6 +3,24 @@
 import torch
 import torch.nn.functional as F
 
+from nanovllm.layers.attention import AttentionBackend
+
+
+class TorchBackend(AttentionBackend):
+    """Plain torch, on any device: the back end for CPUs, and the twin of the others."""
+
+    name = "torch"
+    supports_cuda_graphs = False  # It reads lengths on the host.
+
+    def prefill(self, q, k, v, k_cache, v_cache, context, scale):
+        c = context
+        return prefill_attention_torch(
+            q, k, v, k_cache, v_cache, c.cu_seqlens_q, c.cu_seqlens_k, c.max_seqlen_q, c.block_tables, scale
+        )
+
+    def decode(self, q, k_cache, v_cache, context, scale):
+        return decode_attention_torch(q, k_cache, v_cache, context.context_lens, context.block_tables, scale)
+
 
 def store_kvcache(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor

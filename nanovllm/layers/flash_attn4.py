@@ -115,7 +115,8 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
         return None
     keep_kernels()
     try:
-        flash_attn_varlen_func = import_without_torch_compile(_import_package)
+        package = import_without_torch_compile(lambda: import_module("flash_attn.cute"))
+        flash_attn_varlen_func = package.flash_attn_varlen_func
     except Exception as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name in ("flash_attn", "flash_attn.cute")
         if not is_missing:
@@ -123,12 +124,6 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
         return None
     in_tiles = _in_our_tiles() if capability == 9 and head_dim == 128 else None
     return FlashAttn4(in_tiles or flash_attn_varlen_func, flash_attn_varlen_func)
-
-
-def _import_package() -> Callable:
-    from flash_attn.cute import flash_attn_varlen_func
-
-    return flash_attn_varlen_func
 
 
 def _in_our_tiles() -> Callable | None:
