@@ -4,7 +4,7 @@ All functions are "one shot": every rank reads all partial sums and adds them up
 ranks. So all ranks get the same bits.
 
 `push_add_norm` is for few tokens and has the least latency. A rank writes its partial sums into the others' inboxes
-(see `messages`) and waits for theirs.
+(see `posted_sums`) and waits for theirs.
 
 `pull_add_norm` is for many tokens and has the least traffic. The programs of all ranks wait for each other, then read
 their rows from each other's memory.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.messages import await_messages, high_half, low_half, to_messages, to_words
+from nanovllm.kernels.posted_sums import await_messages, high_half, low_half, to_messages, to_words
 
 # The most programs of a pull. Each one waits for its peers once, and fewer do not use all of NVLink.
 MAX_PULL_PROGRAMS = 256
@@ -31,22 +31,10 @@ MAX_PUSH_TOKENS = 64
 
 @triton.jit
 def _push_kernel(
-    inboxes,
-    epochs,
-    abort,
-    partial,
-    residual,
-    weight,
-    y,
-    eps,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    MAX_TOKENS: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    inboxes, epochs, abort, partial, residual, weight, y, eps,
+    RANK: tl.constexpr, SIZE: tl.constexpr, MAX_TOKENS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0)
     word = tl.arange(0, BLOCK)
@@ -112,23 +100,13 @@ def push_add_norm(
     num_tokens, hidden = residual.shape
     y = torch.empty_like(residual)
     block = triton.next_power_of_2(hidden // 2)
+    words = (x.view(torch.int32) for x in (partial, residual, weight, y))
     launcher(_push_kernel, (num_tokens,), has_pdl(residual.device))(
-        inboxes,
-        epochs,
-        abort,
-        partial.view(torch.int32),
-        residual.view(torch.int32),
-        weight.view(torch.int32),
-        y.view(torch.int32),
-        eps,
-        RANK=rank,
-        SIZE=len(inboxes),
-        MAX_TOKENS=MAX_PUSH_TOKENS,
-        WORDS=hidden // 2,
-        BLOCK=block,
+        inboxes, epochs, abort, *words, eps,
+        RANK=rank, SIZE=len(inboxes), MAX_TOKENS=MAX_PUSH_TOKENS, WORDS=hidden // 2, BLOCK=block,
         DTYPE=tl.bfloat16 if residual.dtype == torch.bfloat16 else tl.float16,
         num_warps=min(max(block // 128, 1), 16),
-    )
+    )  # fmt: skip
     return y
 
 
@@ -160,20 +138,9 @@ def _store_sum_and_norm(total, residual, y, row, mask, scale, eps, HIDDEN: tl.co
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _pull_kernel(
-    buffers,
-    flags,
-    abort,
-    residual,
-    weight,
-    y,
-    num_tokens,
-    eps,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    buffers, flags, abort, residual, weight, y, num_tokens, eps,
+    RANK: tl.constexpr, SIZE: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     await_previous(PDL)
     for peer in tl.static_range(SIZE):
@@ -227,38 +194,17 @@ def pull_add_norm(
     y = torch.empty_like(residual)
     block = triton.next_power_of_2(hidden)
     launcher(_pull_kernel, (min(num_tokens, MAX_PULL_PROGRAMS),), has_pdl(residual.device))(
-        buffers,
-        flags,
-        abort,
-        residual,
-        weight,
-        y,
-        num_tokens,
-        eps,
-        RANK=rank,
-        SIZE=len(buffers),
-        HIDDEN=hidden,
-        BLOCK=block,
-        num_warps=min(max(block // 256, 1), 16),
-    )
+        buffers, flags, abort, residual, weight, y, num_tokens, eps,
+        RANK=rank, SIZE=len(buffers), HIDDEN=hidden, BLOCK=block, num_warps=min(max(block // 256, 1), 16),
+    )  # fmt: skip
     return y
 
 
 @triton.jit(do_not_specialize=["num_tokens", "number"])
 def _add_norm_kernel(
-    residual,
-    first,
-    second,
-    weight,
-    y,
-    arrival,
-    number,
-    abort,
-    num_tokens,
-    eps,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    residual, first, second, weight, y, arrival, number, abort, num_tokens, eps,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
@@ -305,18 +251,7 @@ def add_norm_arrived(
     y = torch.empty_like(residual)
     block = triton.next_power_of_2(hidden)
     launcher(_add_norm_kernel, (min(num_tokens, MAX_ADD_NORM_PROGRAMS),))(
-        residual,
-        first,
-        second,
-        weight,
-        y,
-        arrival,
-        number,
-        abort,
-        num_tokens,
-        eps,
-        HIDDEN=hidden,
-        BLOCK=block,
-        num_warps=min(max(block // 256, 1), 16),
-    )
+        residual, first, second, weight, y, arrival, number, abort, num_tokens, eps,
+        HIDDEN=hidden, BLOCK=block, num_warps=min(max(block // 256, 1), 16),
+    )  # fmt: skip
     return y
