@@ -7,7 +7,6 @@ of `tokens` is the largest count that it holds for; the last key holds for all l
 
 import json
 import math
-import os
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from functools import cache, partial
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from nanovllm.utils.optional_packages import kernel_cache
 
 _TABLES = Path(__file__).parent / "tables"
 # A GPU without a table of its own uses this one's, as far as its candidates run there.
@@ -117,8 +118,7 @@ def package_path(gpu: str) -> Path:
 
 
 def user_path(gpu: str) -> Path:
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    return cache_home / "nanovllm" / "tuned" / package_path(gpu).name
+    return Path(kernel_cache("tuned"), package_path(gpu).name)
 
 
 def read_table(path: Path) -> Table:

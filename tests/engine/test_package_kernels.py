@@ -15,6 +15,7 @@ from nanovllm.engine.runner.package_kernels import PackageKernels
 from nanovllm.kernels.launch import compile_ahead
 from nanovllm.layers.flash_attn4 import AttentionShape, FlashAttn4, load_kernel
 from nanovllm.layers.quack import Quack, Tile, load_product
+from nanovllm.tuning.table import Table, user_path, write_table
 from nanovllm.utils.parallel import TensorParallel
 
 CPU = torch.device("cpu")
@@ -92,6 +93,8 @@ def test_a_second_engine_of_this_shape_needs_no_processes(hopper):
     assert len(package.calls) == 2, "loaded all the same"
     assert start(max_num_seqs=7) is not None, "other options, other kernels"
     assert start(rank=1, max_num_seqs=8) is None, "rank 0's compile for all"
+    write_table(user_path("a GPU"), "a GPU", Table())
+    assert start() is not None, "another table, other kernels"
 
 
 def test_a_start_that_fails_is_made_once_more(hopper):

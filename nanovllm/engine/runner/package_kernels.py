@@ -11,6 +11,7 @@ from xxhash import xxh64_hexdigest
 from nanovllm.config import Config
 from nanovllm.layers.flash_attn4 import AttentionShape, FlashAttn4, load_kernel
 from nanovllm.layers.quack import Product, Quack, load_product
+from nanovllm.tuning.table import package_path, user_path
 from nanovllm.utils.compile_processes import CompileProcesses
 from nanovllm.utils.optional_packages import keep_kernels, kernel_cache
 from nanovllm.utils.parallel import TensorParallel
@@ -59,7 +60,9 @@ class PackageKernels:
             return
         shape = [getattr(config.hf_config, name, None) for name in _SHAPE]
         options = [getattr(config, name) for name in _OPTIONS]
-        facts = repr((shape, options, versions, torch.cuda.get_device_name(device)))
+        gpu = torch.cuda.get_device_name(device)
+        tables = [path.read_bytes() for path in (package_path(gpu), user_path(gpu)) if path.is_file()]
+        facts = repr((shape, options, versions, gpu, tables))
         note = Path(kernel_cache("starts"), xxh64_hexdigest(facts.encode()))
         if not note.exists():
             self._note = note
