@@ -28,7 +28,8 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import AttentionBackend, select_backend
 from nanovllm.layers.flash_attn4 import AttentionShape
-from nanovllm.layers.matmul import Matmul, our_candidates
+from nanovllm.layers.kernel_matmul import our_candidates
+from nanovllm.layers.matmul import Matmul
 from nanovllm.layers.quack import load_quack
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import make_model

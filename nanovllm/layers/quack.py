@@ -69,7 +69,6 @@ class Quack(OptionalPackage, Candidate):
     """
 
     name = "quack-kernels"
-    constants = Tile
     suits_one_shape = True  # A decode step wants about one tile a multiprocessor.
     DTYPES = (torch.bfloat16, torch.float16)
 
@@ -100,9 +99,10 @@ class Quack(OptionalPackage, Candidate):
     def _takes_rows(self, x: Tensor, weight: Tensor) -> bool:
         return x.dtype == weight.dtype and x.stride(1) == 1 and not (x.stride(0) % _ALIGNMENT or x.data_ptr() % 16)
 
-    def launch(self, problem: Problem, tile: Tile) -> Tensor | None:
-        """The result, or None where the caller has to compute it: then a residual is as it was. Raises
-        torch.OutOfMemoryError alone."""
+    def launch(self, problem: Problem, constants: tuple) -> Tensor | None:
+        """The result, or None where the caller has to compute it: then a residual is as it was. constants: a Tile's.
+        Raises torch.OutOfMemoryError alone."""
+        tile = Tile(*constants)
         operation, x, weight, out = problem.operation, problem.input, problem.weight, problem.out
         options = {"C": out} if operation == "linear_add" else {}
         if operation == "linear":

@@ -7,8 +7,9 @@ from statistics import median
 import torch
 
 from nanovllm.kernels.launch import compile_ahead
+from nanovllm.layers.kernel_matmul import our_candidates
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul import Candidate, Cublas, Problem, our_candidates
+from nanovllm.layers.matmul import Candidate, Cublas, Problem
 from nanovllm.layers.quack import Quack, load_product, load_quack
 from nanovllm.tuning.table import Choice
 from nanovllm.tuning.tuner import CUBLAS, Picks, Shape
@@ -83,9 +84,8 @@ class LayerTimer:
 
     def _launch(self, phase: str, problem: Problem, choice: Choice) -> torch.Tensor | None:
         candidate = self.candidates[choice.candidate]
-        constants = candidate.constants(*choice.constants) if candidate.constants else None
         with step_context(Context(is_prefill=phase == "prefill")):
-            return candidate.launch(problem, constants) if candidate.supports(problem) else None
+            return candidate.launch(problem, choice.constants) if candidate.supports(problem) else None
 
     def _problem(self, i: int, num_tokens: int) -> Problem:
         """On numbers of order one."""
