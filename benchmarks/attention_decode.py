@@ -1,9 +1,10 @@
-"""Decode attention of one layer: head_dim 128, bf16, pages of 256, three caches in turn.
+"""How fast does decode attention read the KV cache, and which launch constants are best?
 
     python benchmarks/attention_decode.py --json out.json [--sweep] [--heads 16 --kv-heads 8]
 
-Prints achieved TB/s (keys and values read once, over the time of a call in a CUDA graph) for flash-attn 2, where it
-is installed, and for our kernel; with --sweep also for other launch constants and numbers of programs.
+One layer with head_dim 128 in bfloat16 and blocks of 256 tokens. Prints TB/s: the bytes of all keys and values over
+the time of a call in a CUDA graph. Compares our kernel with flash-attn 2, where that is installed. With --sweep it
+also times other launch constants and numbers of programs.
 """
 
 import argparse
@@ -18,9 +19,8 @@ from gpus import require_gpus
 from graph_timing import time_graph
 
 from nanovllm.kernels.decode_config import DecodeConfig
-from nanovllm.kernels.decode_workspace import DecodeWorkspace
+from nanovllm.kernels.decode_plan import DecodeWorkspace, make_plan, num_work_items
 from nanovllm.kernels.paged_decode import paged_decode
-from nanovllm.utils.decode_plan import make_plan, num_work_items
 
 HEAD_DIM, BLOCK_SIZE = 128, 256
 HEADS, KV_HEADS = 16, 8  # Qwen3-0.6B's

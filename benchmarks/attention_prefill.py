@@ -1,9 +1,9 @@
-"""Causal prefill attention on a GPU: flash-attn 2, flash-attn-4 and our Triton kernel, and that kernel's tiles.
+"""How fast is prefill attention by flash-attn 2, flash-attn-4 and our kernel, and which of its tiles are best?
 
-python benchmarks/attention_prefill.py --json out.json
+    python benchmarks/attention_prefill.py --json out.json
 
-16 query heads, 8 KV heads, head_dim 128, bfloat16, as in Qwen3-0.6B. FLOPs of a sequence of n keys, `cached` of them
-in the cache already: 2 * heads * head_dim * (n^2 - cached^2).
+Qwen3-0.6B's heads: 16 query heads, 8 KV heads, head_dim 128, bfloat16. Prints TFLOP/s. A sequence of n keys, `cached`
+of which are in the cache already, counts 2 * heads * head_dim * (n^2 - cached^2) FLOPs.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The floor: the time that no engine of this kind can beat, from two measured ceilings of the machine."""
+"""What time can no engine of this kind beat? Computed from two measured ceilings of the machine."""
 
 import time
 from dataclasses import dataclass

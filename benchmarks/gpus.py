@@ -1,4 +1,4 @@
-"""What a benchmark asks of the machine."""
+"""Does the machine have the GPUs that a script needs? Shared by the other scripts."""
 
 from argparse import ArgumentParser
 

@@ -1,4 +1,4 @@
-"""Timing what is launched in a CUDA graph, where the host costs nothing."""
+"""How long does a launch take in a CUDA graph, where the host costs nothing? Shared by the other scripts."""
 
 from collections.abc import Callable
 from statistics import median

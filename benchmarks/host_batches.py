@@ -1,9 +1,9 @@
-"""Host time of a whole batch while the device has nothing to do: before the first launch, after the last token.
+"""How long does the GPU wait for the host before a batch's first step and after its last one? Needs no GPU.
 
     python benchmarks/host_batches.py --workload prefill prefix many
 
-Runs LLM.generate with the model left out: a step's inputs are prepared, and its tokens made up. No GPU needed. What it
-costs to launch a step's kernels is not in it.
+Runs LLM.generate without the model: a step's inputs are prepared, and its tokens are made up. The time to launch
+kernels is not included.
 """
 
 import argparse
@@ -35,7 +35,7 @@ SHAPE = {
 
 
 class NoModel:
-    """Stands in for ModelRunner.call, and notes when it was first called and when the last tokens were asked for."""
+    """Stands in for Executor.run, and notes when it was first called and when the last tokens were asked for."""
 
     logprobs = None
 
@@ -44,11 +44,8 @@ class NoModel:
         self.first_launch = self.last_wait = 0.0
         self.sizes: list[int] = []
 
-    def __call__(self, method: str, seqs: list[Sequence], is_prefill: bool) -> "NoModel":
-        if is_prefill:
-            self.runner.prepare_prefill(seqs)
-        else:
-            self.runner.prepare_decode(seqs, len(seqs))
+    def __call__(self, seqs: list[Sequence], is_prefill: bool) -> "NoModel":
+        self.runner.prepare(seqs, is_prefill)
         self.first_launch = self.first_launch or time.perf_counter()
         self.sizes.append(len(seqs))
         return self
@@ -62,7 +59,7 @@ def measure(llm: LLM, name: str, index: int) -> tuple[float, float]:
     """Milliseconds before the first launch, its inputs included, and after the last tokens."""
     prompts, outputs = WORKLOADS[name].draw(index)
     params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n) for n in outputs]
-    llm.model_runner.call = call = NoModel(llm.model_runner)
+    llm.executor.run = call = NoModel(llm.model_runner)
     gc.collect()
     start = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)

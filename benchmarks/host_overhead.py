@@ -1,9 +1,9 @@
-"""Host time of a decode step, and memory of a waiting request: neither may grow with the queue. No GPU needed.
+"""Does the host time of a decode step, or the memory of a waiting request, grow with the queue? Needs no GPU.
 
     python benchmarks/host_overhead.py --json out.json
 
-Drives the real Scheduler and DecodeInputs with made-up tokens in place of a model; the host arrays are written, and
-nothing is sent anywhere.
+Runs the real Scheduler and DecodeInputs with made-up tokens instead of a model. The host's arrays are written, but not
+sent to a device.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def measure(batch: int, waiting: int) -> dict:
         marks.append(time.perf_counter())
         scheduler.advance(seqs)
         marks.append(time.perf_counter())
-        scheduler.collect(seqs, tokens[: len(seqs)])
+        scheduler.postprocess(seqs, tokens[: len(seqs)])
         marks.append(time.perf_counter())
         if not is_prefill:
             decoded += 1

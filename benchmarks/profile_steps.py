@@ -1,6 +1,8 @@
-"""Where a step's time goes: wall clock, GPU busy, and GPU time by kernel, at given batch sizes and contexts.
+"""Where does the time of a step go? GPU time by kernel, for given batch sizes and context lengths.
 
-python benchmarks/profile_steps.py --model Qwen3-0.6B --shapes 256x600 1x600 --prefill 8x2000 --json out.json
+    python benchmarks/profile_steps.py --model Qwen3-0.6B --shapes 256x600 1x600 --prefill 8x2000 --json out.json
+
+Also prints the wall-clock time of a step and how long the GPU was busy.
 """
 
 import argparse

@@ -1,23 +1,20 @@
-"""Thresholds of top-k, top-p and min-p over Qwen3's vocabulary: bf16 logits, several tensors of them in turn.
+"""How long do the thresholds of top-k, top-p and min-p take over Qwen3's vocabulary?
 
     python benchmarks/sampling_thresholds.py --json out.json [--batches 1,256] [--settings k20p95,p95]
-        [--sweep settle_warps=4,8,16 --sweep tiles_at_once=16,32]
 
 Prints microseconds a call in a CUDA graph for each batch and setting, beside those of `logits.amax(-1)`, which like
-the thresholds must read all logits once. --sweep adds a row for every combination of the constants of
-`ThresholdConfig` that it names.
+the thresholds must read all logits once.
 """
 
 import argparse
 import json
-from itertools import product
 from pathlib import Path
 from statistics import median
 
 import torch
 from gpus import require_gpus
 
-from nanovllm.kernels.sampling_thresholds import ThresholdConfig, default_config, sampling_thresholds
+from nanovllm.kernels.sampling_thresholds import sampling_thresholds
 
 VOCAB_SIZE = 151_936
 BATCHES = (1, 16, 64, 256, 512)
@@ -70,27 +67,10 @@ def seconds_a_call(call, tensors: list[torch.Tensor]) -> float:
     return median(seconds)
 
 
-def variants(batch: int, sweeps: dict[str, list[int]]) -> dict[str, ThresholdConfig]:
-    base = default_config(batch, torch.bfloat16)
-    configs = {"default": base}
-    for values in product(*sweeps.values()) if sweeps else ():
-        changed = dict(zip(sweeps, values, strict=True))
-        configs[" ".join(f"{name}={value}" for name, value in changed.items())] = base._replace(**changed)
-    return configs
-
-
-def parse_sweep(text: str) -> tuple[str, list[int]]:
-    name, _, values = text.partition("=")
-    if name not in ThresholdConfig._fields:
-        raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(ThresholdConfig._fields)}")
-    return name, [int(value) for value in values.split(",")]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     parser.add_argument("--settings", default=",".join(SETTINGS))
-    parser.add_argument("--sweep", action="append", type=parse_sweep, default=[])
     parser.add_argument("--json")
     args = parser.parse_args()
     require_gpus(parser)
@@ -111,24 +91,12 @@ def main() -> None:
                     torch.full((batch,), p, device="cuda"),
                     torch.full((batch,), min_p, device="cuda"),
                 )
-                row = {"batch": batch, "setting": name, "amax": read, "seconds": {}}
+                row = {"batch": batch, "setting": name, "amax": read}
                 row["kept"] = (
                     (tensors[0] >= sampling_thresholds(tensors[0], *rest).unsqueeze(1)).sum(1).float().mean().item()
                 )
-                for variant, config in variants(batch, dict(args.sweep)).items():
-                    try:
-                        row["seconds"][variant] = seconds_a_call(
-                            lambda logits, rest=rest, config=config: sampling_thresholds(logits, *rest, config=config),
-                            tensors,
-                        )
-                    except Exception as error:  # one that does not fit must not end the sweep
-                        print(variant, type(error).__name__, str(error)[:80])
-                best = sorted(row["seconds"], key=row["seconds"].get)
-                for variant in dict.fromkeys(["default", *best[:6]]):
-                    if variant in row["seconds"]:
-                        print(
-                            f"  {name:12} {row['seconds'][variant] * 1e6:8.1f} us  keeps {row['kept']:.0f}  {variant}"
-                        )
+                row["seconds"] = seconds_a_call(lambda logits, rest=rest: sampling_thresholds(logits, *rest), tensors)
+                print(f"  {name:12} {row['seconds'] * 1e6:8.1f} us  keeps {row['kept']:.0f}")
                 results.append(row)
             del tensors
     if args.json:

@@ -1,12 +1,12 @@
-"""Where the start of `LLM(...)` spends its time.
+"""Where does the start of `LLM(...)` spend its time?
 
     python benchmarks/startup.py --model Qwen3-0.6B --load-format dummy --json out.json
     python benchmarks/startup.py --model Qwen3-0.6B --make-checkpoint /tmp/qwen3 --shards 2 --fresh-caches
 
-Every phase ends with the device idle, so that it pays for its own work. One that runs inside another counts for that.
-"rest" is what no phase covers. Kernels of ours compile in the background while weights are read: "wait for kernels" is
-what that takes longer. "package kernels" is the wait for quack-kernels and flash-attn-4. Files are read from the page
-cache where they fit: a checkpoint just made is in it.
+Every phase ends with the device idle, so that it pays for its own work. A phase inside another one counts for the outer
+one. "rest" is what no phase covers. Our kernels compile in the background while weights are read; "wait for kernels" is
+the time that compiling takes longer. "package kernels" is the wait for quack-kernels and flash-attn-4. A checkpoint
+that was just made is read from the page cache.
 """
 
 import argparse

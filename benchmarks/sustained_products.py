@@ -1,9 +1,9 @@
-"""How fast the GPU multiplies matrices for a second, not just for a moment, and what holds it back.
+"""How fast does the GPU multiply matrices for a second instead of a moment, and does the power limit hold it back?
 
-python benchmarks/sustained_products.py --json out.json
+    python benchmarks/sustained_products.py --json out.json
 
-The floor's matrix rate is that of products with a pause after each. A prefill is many in a row, and there a card may
-reach its power limit and lower its clock: nvidia-smi, asked every 20 ms meanwhile, says whether it did.
+The floor's matrix rate is measured with a pause after each product. A prefill is many products in a row. There a card
+may reach its power limit and lower its clock; nvidia-smi, asked every 20 ms, says whether it did.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The benchmark's workloads: how many requests, how long, what they share."""
+"""What are the workloads of bench.py? Number of requests, their lengths, and what they share."""
 
 from dataclasses import dataclass
 from random import Random

@@ -1,7 +1,6 @@
 """Config: every option of the engine, checked in one place."""
 
 import logging
-import math
 import os
 import re
 from dataclasses import dataclass, fields
@@ -18,8 +17,9 @@ from nanovllm.models.hf_config import (
     read_hf_config,
     supported_length,
 )
+from nanovllm.utils.checks import is_int, is_number, require
 from nanovllm.utils.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
-from nanovllm.utils.option_hints import ENGINE_HINTS, unknown_option
+from nanovllm.utils.option_hints import ENGINE_HINTS, explains_unknown_options
 from nanovllm.utils.parallel import check_shardable
 
 logger = logging.getLogger(__name__)
@@ -31,71 +31,68 @@ CPU_KVCACHE_GIB = 2.0
 # the KV cache then has not: they may take this share of the GPU's.
 _STEP_TOKENS, _LONG_STEP_TOKENS = 16384, 32768
 _LONG_STEP_SHARE = 1 / 40
-MAX_MIXED_STEP_ROWS = 1024  # Attention's sums of a row take 64 KB for 8B.
-# A CUDA grid has at most 65,535 programs on its second axis, on which attention has one a sequence and some hundreds
-# of spare ones.
+MAX_MIXED_STEP_ROWS = 1024  # Attention's partial sums for one row take 64 KB (Qwen3-8B).
+# A CUDA grid has at most 65,535 programs on its second axis, where attention has one a sequence and a few hundred more.
 MAX_NUM_SEQS = 2**15
-# The MLP's activations of a longer step take 12 GiB and more, even of the smallest Qwen3.
-MAX_NUM_BATCHED_TOKENS = 2**20
-# RoPE's table takes 8 GiB then, at a head_dim of 128. No published model is longer.
-MAX_MODEL_LEN = 2**24
-# Every sequence takes whole blocks, and one of the smallest Qwen3 takes 7 GiB then.
-MAX_KVCACHE_BLOCK_SIZE = 2**16
-MAX_KVCACHE_GIB = 2**16  # More than one machine has.
-# Kernels count the KV cache's slots, and the keys of all sequences of a step, in int32.
-MAX_SLOTS = 2**31
+MAX_NUM_BATCHED_TOKENS = 2**20  # The MLP's activations already take 12 GiB, even for Qwen3-0.6B.
+MAX_MODEL_LEN = 2**24  # RoPE's table takes 8 GiB at a head_dim of 128. No published model is longer.
+MAX_KVCACHE_BLOCK_SIZE = 2**16  # One block takes 7 GiB, even for Qwen3-0.6B.
+MAX_KVCACHE_GIB = 2**16  # more than one machine has
+MAX_SLOTS = 2**31  # Kernels count KV cache slots, and the keys of all sequences of a step, in int32.
 
 
+@explains_unknown_options(ENGINE_HINTS)
 @dataclass
 class Config:
-    """Options of one engine. Made through `Config.create`, which names unknown keywords.
+    """Options of one engine.
 
     Attributes:
-        model: a directory (~ expands), a hub id that is downloaded, or with load_format "dummy" also the name
-            of a published shape ("Qwen3-0.6B", ...). After the checks: the directory, or that name.
-        max_num_batched_tokens: tokens that one prefill step computes at most, up to 1,048,576; None for 16,384, or
-            32,768 on one GPU of which a layer's activations of so many take a fortieth at most. After the checks: the
+        model: a directory (~ expands), a hub id to download, or with load_format "dummy" also the name of a published
+            shape ("Qwen3-0.6B", ...). After the checks: the directory, or that name.
+        max_num_batched_tokens: most tokens that one prefill step computes, up to 1,048,576. None: 32,768 on one GPU
+            where a layer's activations then take at most a fortieth of its memory, else 16,384. After the checks: the
             number.
-        max_num_seqs: sequences that one step computes at most, up to 32,768.
+        max_num_seqs: most sequences that one step computes, up to 32,768.
         max_model_len: longest sequence, prompt and completion, up to 16,777,216 tokens; lowered to what the model
-            supports. None for all that it supports. After the checks: the number.
-        gpu_memory_utilization: share of the GPU's memory that this engine may use, in (0, 1], whatever others use;
-            where less is free, the KV cache is as large as that allows.
-        tensor_parallel_size: GPUs to split the model over, from device's on; on a CPU, processes. It must divide
-            the attention heads and the intermediate size, and divide the KV heads or be a multiple of them.
+            supports. None: all that the model supports. After the checks: the number.
+        gpu_memory_utilization: share of the GPU's memory that this engine may use, in (0, 1], whatever other processes
+            use. If less is free, the KV cache is smaller.
+        tensor_parallel_size: GPUs to split the model over, from `device` on; on a CPU, processes. It must divide the
+            attention heads and the intermediate size, and divide the KV heads or be a multiple of them.
         enforce_eager: no CUDA graphs.
-        kvcache_block_size: tokens a KV cache block, a power of two in 16..65,536.
-        num_kvcache_blocks: blocks of the KV cache, of up to 2**31 tokens together; -1 derives them from the memory.
-        kvcache_gib: GiB of KV cache, instead of what gpu_memory_utilization leaves; on a CPU 2 unless given. Without
-            effect where num_kvcache_blocks is given.
-        device: "auto" (CUDA where there is a GPU), "cpu", "cuda" (the current GPU) or "cuda:N", or a torch.device.
-            After the checks: "cuda" or "cpu".
-        dtype: "auto" (on a GPU the checkpoint's, float32 becoming bfloat16; on a CPU float32), "bfloat16",
-            "float16" or "half", "float32" or "float". After the checks: the torch.dtype.
-        load_format: "auto" reads safetensors; "dummy" draws random weights of the model's shapes.
+        kvcache_block_size: tokens in one KV cache block, a power of two in 16..65,536.
+        num_kvcache_blocks: blocks of the KV cache, together up to 2**31 tokens; -1 derives them from the memory.
+        kvcache_gib: size of the KV cache in GiB, instead of what gpu_memory_utilization leaves; on a CPU 2 unless
+            given. Without effect if num_kvcache_blocks is given.
+        device: "auto" (CUDA if there is a GPU), "cpu", "cuda" (the current GPU), "cuda:N", or a torch.device. After the
+            checks: "cuda" or "cpu".
+        dtype: "auto" (on a GPU the checkpoint's, or bfloat16 for float32; on a CPU float32), "bfloat16", "float16" or
+            "half", "float32" or "float". After the checks: the torch.dtype.
+        load_format: "auto" reads safetensors; "dummy" makes random weights of the model's shapes.
         attention_backend: "auto", "flash_attn", "triton" or "torch".
         enable_prefix_caching: share the KV cache blocks of equal beginnings.
-        mixed_step_rows: tokens that a decode step computes, up to 1,024, where prompts are to be computed beside it, in
-            the rows that none of its sequences takes; 0 for no such steps; None for 256, or max_num_batched_tokens
-            where that is less, where they pay: layers of 150 million parameters or more, on one GPU, with CUDA graphs.
-        overlap_steps: prepare and launch a step before the one ahead of it is read, so that the GPU never waits.
-        seed: of everything that requests without a seed of their own draw; None takes a fresh one.
-        skip_tokenizer_init: prompts are token ids alone, and results carry no text.
-        use_tqdm: say on the terminal what the start is doing, where it takes longer than two seconds.
+        mixed_step_rows: tokens that a decode step may compute when prompts wait, up to 1,024: the rows without a
+            sequence compute prompt tokens. 0: no such steps. None: 256, or max_num_batched_tokens if that is less,
+            where they pay: on one GPU, with CUDA graphs, for layers of at least 150 million parameters.
+        overlap_steps: launch a step before the tokens of the previous one are read, so that the GPU never waits.
+        seed: of every request without a seed of its own. None: a fresh one.
+        skip_tokenizer_init: prompts are token ids only, and results carry no text.
+        use_tqdm: show on the terminal what the start is doing, if it takes longer than two seconds.
         tokenizer: a directory or hub id of another tokenizer than the model's. After the checks: the directory, or
-            None where there is none: with skip_tokenizer_init, and with a published shape alone.
-        revision: branch, tag or commit of the model's hub id; None for its main branch.
-        hf_config: the model's transformers configuration; read from `model` unless given.
-        eos: end-of-sequence token ids; () takes the model's, from generation_config.json and config.json. Of these,
-            ids outside the vocabulary are logged and ignored: the model never generates them.
+            None if there is none: with skip_tokenizer_init, or for a published shape.
+        revision: branch, tag or commit of the model's hub id. None: its main branch.
+        hf_config: the model's transformers configuration. None: read from `model`.
+        eos: end-of-sequence token ids. (): the model's, from generation_config.json or config.json. Of these, ids
+            outside the vocabulary are logged and ignored: the model never generates them.
 
     No options, but set by the checks:
-        generation_config: what the model's generation_config.json says; {} where there is none.
+        generation_config: the content of the model's generation_config.json; {} if there is none.
         supported_model_len: tokens of the longest sequence that the model supports.
-        device_index: of the first GPU; None on a CPU.
+        device_index: the first GPU; None on a CPU.
 
     Raises:
-        ValueError: a wrong value, with the field, the value and what is allowed; a file of the model that cannot be
+        TypeError: an unknown option; the message says what to use instead.
+        ValueError: a wrong value, with the field, the value and what is allowed; or a file of the model that cannot be
             used, with its name.
         FileNotFoundError: no such model, or no config.json in it.
     """
@@ -126,15 +123,10 @@ class Config:
     eos: tuple[int, ...] = ()
 
     @classmethod
-    def create(cls, model: str, **options) -> "Config":
-        """A checked Config. Raises TypeError for an unknown option, naming the nearest one."""
-        names = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in names:
-                raise unknown_option(name, names, ENGINE_HINTS)
+    def create(cls, model: str | os.PathLike[str], **options: Any) -> "Config":
         return cls(model, **options)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._unwrap_numpy()
         self._check_values()
         self._resolve_model()
@@ -142,89 +134,84 @@ class Config:
         self._resolve_device()
         self._resolve_dtype()
         self._resolve_limits()
-        self.generation_config = _read_generation_config(self.model)
+        file = Path(self.model, "generation_config.json")
+        self.generation_config: dict[str, Any] = read_json(file) if os.path.lexists(file) else {}
         self._resolve_eos()
         self._resolve_tokenizer()
         if self._hub_id is not None and self.load_format == "auto":
             download(self._hub_id, "model", WEIGHT_FILES, self.revision)
 
     def _unwrap_numpy(self) -> None:
-        """numpy's numbers and flags count as Python's."""
+        """Make Python's values of numpy's, and a list of eos."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, np.generic | np.ndarray):
                 setattr(self, field.name, value.tolist())
         if isinstance(self.eos, tuple | list | set | frozenset):
             self.eos = [token.item() if isinstance(token, np.generic) else token for token in self.eos]
+        elif is_int(self.eos, 0):
+            self.eos = [self.eos]
 
     def _check_values(self) -> None:
         self._require_int("max_num_seqs", 1, MAX_NUM_SEQS)
         self._require_int("max_model_len", 2, MAX_MODEL_LEN, none="the model's own")
         self._require_int("max_num_batched_tokens", 1, MAX_NUM_BATCHED_TOKENS, none="one that suits the GPU")
         self._require_int("tensor_parallel_size", 1, 8)
-        self._require("gpu_memory_utilization", _is_number(self.gpu_memory_utilization, 0, 1), "a number in (0, 1]")
-        size = self.kvcache_block_size
-        size_ok = _is_int(size, 16, MAX_KVCACHE_BLOCK_SIZE) and size & (size - 1) == 0
-        self._require("kvcache_block_size", size_ok, f"a power of two in 16..{MAX_KVCACHE_BLOCK_SIZE}")
+        share, size, num_blocks, gib = (
+            getattr(self, name)
+            for name in ("gpu_memory_utilization", "kvcache_block_size", "num_kvcache_blocks", "kvcache_gib")
+        )
+        self._require("gpu_memory_utilization", is_number(share) and 0 < share <= 1, "a number in (0, 1]")
+        is_size = is_int(size, 16, MAX_KVCACHE_BLOCK_SIZE) and size & (size - 1) == 0
+        self._require("kvcache_block_size", is_size, f"a power of two in 16..{MAX_KVCACHE_BLOCK_SIZE}")
         most = MAX_SLOTS // size
         self._require(
             "num_kvcache_blocks",
-            _is_int(self.num_kvcache_blocks, 1, most) or (_is_int(self.num_kvcache_blocks, -1, -1)),
+            is_int(num_blocks, 1, most) or is_int(num_blocks, -1, -1),
             f"an integer in 1..{most} ({MAX_SLOTS} tokens in blocks of {size}), or -1 to derive it",
         )
-        gib_ok = self.kvcache_gib is None or _is_number(self.kvcache_gib, 0, MAX_KVCACHE_GIB)
-        self._require("kvcache_gib", gib_ok, f"a number in (0, {MAX_KVCACHE_GIB}], or None to derive it")
+        is_gib = gib is None or (is_number(gib) and 0 < gib <= MAX_KVCACHE_GIB)
+        self._require("kvcache_gib", is_gib, f"a number in (0, {MAX_KVCACHE_GIB}], or None to derive it")
         rows, most = self.mixed_step_rows, min(MAX_MIXED_STEP_ROWS, self.max_num_batched_tokens or _STEP_TOKENS)
-        self._require(
-            "mixed_step_rows",
-            rows is None or _is_int(rows, 0, most),
-            f"None, or in 0..{most} (the smaller of 1024 and max_num_batched_tokens)",
-        )
+        allowed = f"None, or in 0..{most} (the smaller of 1024 and max_num_batched_tokens)"
+        self._require("mixed_step_rows", rows is None or is_int(rows, 0, most), allowed)
         one_rank = not rows or self.tensor_parallel_size == 1
         self._require("mixed_step_rows", one_rank, f"0 or None with tensor_parallel_size={self.tensor_parallel_size}")
         for name in ("enforce_eager", "enable_prefix_caching", "overlap_steps", "skip_tokenizer_init", "use_tqdm"):
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
-        self._require(
-            "hf_config",
-            self.hf_config is None or hasattr(self.hf_config, "max_position_embeddings"),
-            "a transformers configuration, or None to read the model's",
-        )
+        is_config = self.hf_config is None or hasattr(self.hf_config, "max_position_embeddings")
+        self._require("hf_config", is_config, "a transformers configuration, or None to read the model's")
         if isinstance(self.device, torch.device):
             self.device = str(self.device)
-        device_ok = isinstance(self.device, str) and re.fullmatch("auto|cpu|cuda(:[0-9]+)?", self.device)
-        self._require("device", bool(device_ok), "one of auto, cuda, cpu, or cuda:N for the GPU number N")
+        is_device = isinstance(self.device, str) and re.fullmatch("auto|cpu|cuda(:[0-9]+)?", self.device)
+        self._require("device", bool(is_device), "one of auto, cuda, cpu, or cuda:N for the GPU number N")
         self._require_one_of("load_format", ("auto", "dummy"))
         self._require_one_of("attention_backend", ("auto", "flash_attn", "triton", "torch"))
         if self.dtype in DTYPES.values():
             self.dtype = str(self.dtype).removeprefix("torch.")
         self._require_one_of("dtype", ("auto", *DTYPES, *_DTYPE_ALIASES))
         self.dtype = _DTYPE_ALIASES.get(self.dtype, self.dtype)
-        self._require("seed", self.seed is None or _is_int(self.seed, 0, 2**63 - 1), "None or in 0..2**63 - 1")
-        if _is_int(self.eos, 0):
-            self.eos = [self.eos]
-        eos_ok = isinstance(self.eos, list) and all(_is_int(token, 0) for token in self.eos)
-        self._require("eos", eos_ok, "token ids >= 0")
-        for name in ("tokenizer", "revision"):
+        self._require("seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), "None or in 0..2**63 - 1")
+        are_tokens = isinstance(self.eos, list) and all(is_int(token, 0) for token in self.eos)
+        self._require("eos", are_tokens, "token ids >= 0")
+        for name, kinds in (("tokenizer", str | os.PathLike), ("revision", str)):
             value = getattr(self, name)
-            kinds = str if name == "revision" else str | os.PathLike
-            ok = value is None or (isinstance(value, kinds) and str(value) != "")
-            self._require(name, ok, "a name, or None")
-        is_idle = self.tokenizer is not None and self.skip_tokenizer_init
-        self._require("tokenizer", not is_idle, "None with skip_tokenizer_init=True, which loads no tokenizer")
+            self._require(name, value is None or (isinstance(value, kinds) and str(value) != ""), "a name, or None")
+        is_used = self.tokenizer is None or not self.skip_tokenizer_init
+        self._require("tokenizer", is_used, "None with skip_tokenizer_init=True, which loads no tokenizer")
 
     def _require_int(self, name: str, low: int, high: int, none: str = "") -> None:
-        """none: what None stands for, where it is allowed."""
+        """none: what None stands for, if it is allowed."""
         value = getattr(self, name)
-        ok = _is_int(value, low, high) or (value is None and bool(none))
+        ok = is_int(value, low, high) or (value is None and none != "")
         self._require(name, ok, f"an integer in {low}..{high}" + (f", or None for {none}" if none else ""))
-
-    def _require(self, name: str, ok: bool, allowed: str) -> None:
-        if not ok:
-            raise ValueError(f"{name}={getattr(self, name)!r}: must be {allowed}")
 
     def _require_one_of(self, name: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, name)
         self._require(name, isinstance(value, str) and value in allowed, f"one of {', '.join(allowed)}")
+
+    def _require(self, name: str, ok: bool, allowed: str) -> None:
+        require(name, getattr(self, name), ok, allowed)
 
     def _resolve_model(self) -> None:
         ok = isinstance(self.model, str | os.PathLike) and str(self.model) != ""
@@ -235,7 +222,7 @@ class Config:
         if directory is not None:
             self.model = str(directory)
         elif not (self.load_format == "dummy" and self._use_preset()):
-            # The weights come last, when nothing else has been refused: they can take hours.
+            # Without the weights, which can take hours: first all else is checked.
             self._hub_id, self.model = self.model, download(self.model, "model", OTHER_FILES, self.revision)
         if self._hub_id is None:
             self._require("revision", self.revision is None, f"None: model={self.model!r} is not downloaded")
@@ -244,6 +231,7 @@ class Config:
         check_hf_config(self.hf_config, where)
 
     def _use_preset(self) -> bool:
+        """Take the configuration of a published shape; False if the name has none, and no configuration is given."""
         from nanovllm.models.presets import PRESET_NAMES, preset_config
 
         name = self.model.removeprefix("Qwen/")
@@ -320,8 +308,7 @@ class Config:
         self.add_eos(found, str(file))
 
     def add_eos(self, token_ids: list[int], source: str) -> None:
-        """Let sequences end at these tokens too, as far as the vocabulary has them. source: whose they are, for the
-        log."""
+        """Let sequences end at these tokens too; log and ignore those outside the vocabulary. source: for the log."""
         size = self.hf_config.vocab_size
         outside = [token for token in token_ids if token >= size]
         if outside:
@@ -337,17 +324,3 @@ class Config:
         name = str(self.tokenizer)
         directory = find_directory(name, "tokenizer")
         self.tokenizer = download(name, "tokenizer", OTHER_FILES) if directory is None else str(directory)
-
-
-def _is_int(value, low: int, high: float = math.inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _is_number(value, above: float, up_to: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and above < value <= up_to
-
-
-def _read_generation_config(directory: str) -> dict[str, Any]:
-    """The model's generation_config.json, {} without one. Raises ValueError or FileNotFoundError, naming the file."""
-    file = Path(directory, "generation_config.json")
-    return read_json(file) if os.path.lexists(file) else {}

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from nanovllm.engine.engine_lock import Call
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.requests.chat import (
     Conversation,
@@ -18,8 +19,8 @@ from nanovllm.engine.requests.outputs import RequestOutput, Score, StreamDelta
 from nanovllm.engine.requests.request_checker import Prompt, check_choice, pair_lazily, params_per_prompt
 from nanovllm.engine.requests.streaming import DeltaReader, PromptFeed
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_loop import User
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.collector import old_objects_set_aside
 from nanovllm.utils.option_hints import CHAT_HINTS, explains_unknown_options
 
 # In order, generate_iter takes prompts this many batches of max_num_seqs ahead of the result that comes next: results
@@ -69,7 +70,8 @@ class LLM(LLMEngine):
             ValueError: no template, or a malformed message; names the conversation and the message. Also as generate.
             TypeError: an unknown keyword, with where it belongs, or an argument of another type.
         """
-        self._loop.claim(User("chat()"))
+        with self._lock.turn(self._new_call("chat()")):
+            pass  # Refused at once where generate would be.
         if self.tokenizer is None:
             raise ValueError("chat() needs the model's tokenizer, but skip_tokenizer_init is set")
         if add_generation_prompt and continue_final_message:
@@ -109,19 +111,19 @@ class LLM(LLMEngine):
         Raises:
             ValueError, TypeError, RuntimeError: as generate.
         """
-        with self._loop.turn(user := User("stream()")):
+        with self._lock.turn(call := self._new_call("stream()")):
             prompts = list(self._checker.as_prompts(prompts))
             params = params_per_prompt(sampling_params, len(prompts))
-            return self._stream(user, self._make_requests(prompts, params, streams=True))
+            return self._stream(call, self._make_requests(prompts, params, streams=True))
 
-    def _stream(self, user: User, requests: list[list[Sequence]]) -> Iterator[StreamDelta]:
-        reader, steps = DeltaReader(requests), self._loop.steps(user)
-        with self._loop.driving(user):
-            with self._loop.turn(user):
-                self._queue(user, requests)
-            while self._loop.has_work(user):
-                with self._loop.turn(user):  # Between two steps the stream may go on in another thread.
-                    finished, step = next(steps)
+    def _stream(self, call: Call, requests: list[list[Sequence]]) -> Iterator[StreamDelta]:
+        reader = DeltaReader(requests)
+        with self._driving(call), old_objects_set_aside():
+            with self._lock.turn(call):
+                self._queue(call, requests)
+            while self._has_work(call):
+                with self._lock.turn(call):  # Between two steps the stream may go on in another thread.
+                    finished, step = self._step()
                     self._set_texts(finished)
                     deltas = list(reader.read(step.seqs, finished))
                 yield from deltas
@@ -154,26 +156,25 @@ class LLM(LLMEngine):
             ValueError, TypeError: a wrong argument at once; a wrong prompt when it is taken, naming its index.
             RuntimeError: as generate.
         """
-        with self._loop.turn(user := User("generate_iter()")):
+        with self._lock.turn(call := self._new_call("generate_iter()")):
             check_choice("on_error", on_error, ("raise", "return"))
             pairs = pair_lazily(self._checker.as_prompts(prompts), sampling_params)
             max_ahead = BATCHES_AHEAD * self.config.max_num_seqs if ordered else None
-            return self._generate_iter(user, PromptFeed(pairs, max_ahead), on_error)
+            return self._generate_iter(call, PromptFeed(pairs, max_ahead), on_error)
 
-    def _generate_iter(self, user: User, feed: PromptFeed, on_error: str) -> Iterator[tuple[int, RequestOutput]]:
-        with self._loop.driving(user):
-            while self._refill(user, feed, on_error):
-                steps = self._loop.steps(user)
-                while self._loop.has_work(user):
-                    with self._loop.turn(user):
-                        finished, _ = next(steps)
+    def _generate_iter(self, call: Call, feed: PromptFeed, on_error: str) -> Iterator[tuple[int, RequestOutput]]:
+        with self._driving(call), old_objects_set_aside():
+            while self._refill(call, feed, on_error):
+                while self._has_work(call):
+                    with self._lock.turn(call):
+                        finished, _ = self._step()
                         self._set_texts(finished)
                         feed.book(finished)
-                        self._refill(user, feed, on_error)
+                        self._refill(call, feed, on_error)
                     yield from feed.results()
                 yield from feed.results()
 
-    def _refill(self, user: User, feed: PromptFeed, on_error: str) -> bool:
+    def _refill(self, call: Call, feed: PromptFeed, on_error: str) -> bool:
         """Queue prompts until twice what a step computes is under way; whether there were any. So many at a time that
         a prefill is worth it, and so few that tokenizing them holds up no step."""
         scheduler, max_num_seqs = self.scheduler, self.config.max_num_seqs
@@ -181,10 +182,10 @@ class LLM(LLMEngine):
         before = feed.num_taken
         while len(scheduler.waiting) + len(scheduler.running) + num <= 2 * max_num_seqs and (batch := feed.take(num)):
             prompts, params = zip(*batch, strict=True)
-            with self._loop.turn(user):
+            with self._lock.turn(call):
                 requests = self._make_requests(list(prompts), list(params), on_error, feed.num_taken - len(batch))
                 feed.admit(requests)
-                if not self._queue(user, requests):
+                if not self._queue(call, requests):
                     break  # Nothing but faults: they go out before more are taken.
         return feed.num_taken > before
 
@@ -210,7 +211,7 @@ class LLM(LLMEngine):
                 a pair than the engine's longest sequence less one.
             RuntimeError: the model's logits for a pair are NaN or infinite; or as generate.
         """
-        with self._loop.turn(User("score()")):
+        with self._lock.turn(self._new_call("score()")):
             prompts = list(self._checker.as_prompts(prompts))
             completions = list(self._checker.as_prompts(completions, "completions"))
             if len(prompts) != len(completions):

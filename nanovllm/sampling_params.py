@@ -1,17 +1,18 @@
-"""SamplingParams: everything a request may ask for, checked where it is made."""
+"""SamplingParams: every option of a request, checked where it is made."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from operator import index
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from nanovllm.utils.checks import is_int, require
 from nanovllm.utils.option_hints import FORM_HINTS, SAMPLING_HINTS, explains_unknown_options
 
-MAX_INT32 = 2**31 - 1  # token ids, and counts of them
+MAX_INT32 = 2**31 - 1  # token ids, and counts of tokens
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
 MAX_N = 16384
@@ -20,74 +21,62 @@ MAX_BIAS = 100
 # The device computes in float32: beyond these a number would become infinity, or 0.
 MIN_FLOAT, MAX_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
-Params = TypeVar("Params", bound=type)
 
-
-def _names_unknown_options(hints: Mapping[str, str]):
-    def decorate(cls: Params) -> Params:
-        cls.__init__ = explains_unknown_options(hints)(cls.__init__)
-        return cls
-
-    return decorate
-
-
-@_names_unknown_options(FORM_HINTS)
+@explains_unknown_options(FORM_HINTS)
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """What a completion has to look like; exactly one of json, regex and choice.
+    """The form that a completion must have: exactly one of json, regex and choice.
 
     Attributes:
-        json: a JSON schema, as a dict, as its text, or as a pydantic model class; it becomes the text. The completion
-            is compact JSON, without whitespace between its parts.
+        json: a JSON schema: a dict, its text, or a pydantic model class. Kept as text. The completion is compact JSON,
+            without whitespace between its parts.
         regex: a regular expression that the whole completion matches. \\d is 0-9; \\w and \\s are Unicode's.
-        choice: the texts that it may be.
-        whitespace_pattern: a regular expression of what may stand between two parts of the JSON, such as " ?". Bound
-            its length: a model that has begun to draw blanks may never stop.
+        choice: texts; the completion is one of them. Kept as a tuple.
+        whitespace_pattern: with json: a regular expression for the whitespace that may stand between two parts, such
+            as " ?". Bound its length: a model that begins to generate blanks may never stop.
 
     Raises:
-        ValueError: none of the three or several, or a value of the wrong kind. Whether the schema or the expression
-            itself can be used is checked when the request is added, by the library that enforces it.
-        TypeError: an unknown keyword, with the nearest known one.
+        ValueError: none or several of json, regex and choice, or a value of the wrong kind. Whether the schema or the
+            expression can be enforced is checked when the request is added.
+        TypeError: an unknown keyword; the message names the nearest known one.
     """
 
     json: str | dict[str, Any] | type | None = None
     regex: str | None = None
-    choice: tuple[str, ...] | None = None
+    choice: Collection[str] | None = None
     whitespace_pattern: str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         given = [name for name in ("json", "regex", "choice") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"structured_outputs: give exactly one of json, regex and choice, not {given or 'none'}")
         if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))  # hashable, as all of a SamplingParams is
+            object.__setattr__(self, "json", _schema_text(self.json))  # Text, so that it can be hashed.
         if self.regex is not None:
-            _require("regex", self.regex, isinstance(self.regex, str) and self.regex != "", "a regular expression")
+            require("regex", self.regex, isinstance(self.regex, str) and self.regex != "", "a regular expression")
             _require_encodable("regex", self.regex)
         if self.choice is not None:
             texts = _as_tuple(self.choice)
-            ok = isinstance(texts, tuple) and texts != () and all(isinstance(t, str) and t for t in texts)
-            ok = ok and not isinstance(self.choice, str)
-            _require("choice", self.choice, ok, "a list of one or more texts, none of them empty")
+            ok = not isinstance(self.choice, str) and texts != () and _are_texts(texts)
+            require("choice", self.choice, ok, "a list of one or more texts, none of them empty")
             _require_encodable("choice", *texts)
             object.__setattr__(self, "choice", texts)
         pattern = self.whitespace_pattern
         if pattern is not None:
-            _require("whitespace_pattern", pattern, isinstance(pattern, str), "a regular expression, or None")
-            _require("whitespace_pattern", pattern, self.json is not None, "None where json is not given")
+            require("whitespace_pattern", pattern, isinstance(pattern, str), "a regular expression, or None")
+            require("whitespace_pattern", pattern, self.json is not None, "None where json is not given")
             _require_encodable("whitespace_pattern", pattern)
 
 
-def _schema_text(schema) -> str:
+def _schema_text(schema: Any) -> str:
     """A JSON schema's text. Raises ValueError, naming json."""
     given = schema
     if hasattr(schema, "model_json_schema"):  # a pydantic model
         try:
             schema = schema.model_json_schema()
-        except Exception as error:  # of pydantic's own, which is not imported here
+        except Exception as error:  # pydantic's own classes, and pydantic is not imported here
             raise ValueError(f"json={given!r}: has no JSON schema: {error}") from error
-    allowed = "a JSON schema, as a dict, a string or a pydantic model"
-    _require("json", given, isinstance(schema, str | dict), allowed)
+    require("json", given, isinstance(schema, str | dict), "a JSON schema, as a dict, a string or a pydantic model")
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         content = json.loads(text, parse_constant=_refuse_constant)
@@ -97,54 +86,52 @@ def _schema_text(schema) -> str:
     return text
 
 
-def _refuse_constant(name: str):
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-@_names_unknown_options(SAMPLING_HINTS)
+@explains_unknown_options(SAMPLING_HINTS)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request is sampled and when it ends. Names and meanings are vLLM's.
 
-    Immutable, so that one object can serve many requests; `dataclasses.replace` makes a changed copy. Numbers may be
-    numpy's, or arrays and tensors of no dimension; they become Python's.
+    Immutable, so that one object can serve many requests; `dataclasses.replace` makes a changed copy. Numbers of numpy
+    and arrays or tensors without a dimension become Python's numbers. Collections become tuples.
 
     Logits pass through logit_bias, the penalties, the masks (allowed_token_ids, bad_words, min_tokens and
     structured_outputs), then temperature, top_k, top_p and min_p, each as transformers defines it.
 
     Attributes:
-        temperature: divides the logits before the softmax; 0 is greedy. Like every number here that is no integer, it
-            must be 0 or of a size that float32 can hold, 1.2e-38 to 3.4e38.
-        top_k: draw among the k likeliest tokens; 0 or -1 is all of them.
-        top_p: draw among the likeliest tokens whose probabilities together reach top_p, the one that crosses it
-            included, in (0, 1].
+        temperature: divides the logits before the softmax; 0 is greedy. This and every other number that is not an
+            integer must be 0 or within float32's range, 1.2e-38 to 3.4e38.
+        max_tokens: most completion tokens, in 1..2**31 - 1. None: up to the longest sequence that the engine can hold,
+            which ends a completion in any case.
+        ignore_eos: do not stop at end-of-sequence tokens. For benchmarks.
+        seed: makes this request's tokens reproducible whatever else is in the batch, in 0..2**63 - 1. None: derived
+            from the engine's seed.
+        top_k: sample from the k likeliest tokens; 0 or -1 is all tokens.
+        top_p: sample from the likeliest tokens whose probabilities together reach top_p, including the one that
+            crosses it, in (0, 1].
         min_p: leave out tokens less likely than min_p times the likeliest, in 0..1.
-        max_tokens: completion tokens at most, in 1..2**31 - 1; None goes on to the engine's longest sequence, which may
-            end a completion earlier in any case.
-        min_tokens: completion tokens before an end-of-sequence token or one of stop_token_ids may be drawn, or one of
-            stop be completed, in 0..max_tokens. Where structured_outputs are complete before, the request is an error.
-        seed: makes this request's draws reproducible, whatever else is in the batch, in 0..2**63 - 1; None draws from
-            the engine's own seed.
-        stop: texts that end the completion where they first appear; one text, or a list of them.
-        include_stop_str_in_output: keep that text at the end of the completion's.
-        stop_token_ids: tokens of the vocabulary that end the completion, besides the model's end-of-sequence tokens.
-        ignore_eos: go on past end-of-sequence tokens (benchmarks use this).
-        n: completions of the prompt, each drawn on its own, in 1..16384. Their prompt's full KV cache blocks are
-            shared.
-        logprobs: for each completion token its log-probability and those of the k likeliest, 0..20; None for none. They
-            are the model's own: before biases, penalties, masks, temperature and truncation.
-        prompt_logprobs: the same for each prompt token but the first.
-        presence_penalty: subtracted from the logits of tokens that the completion holds already, in -2..2.
-        frequency_penalty: the same, times how often it holds them, in -2..2.
-        repetition_penalty: divides the positive and multiplies the negative logits of tokens that prompt or completion
-            hold already, > 0; 1 is none (arXiv:1909.05858).
+        min_tokens: completion tokens before an end-of-sequence token or one of stop_token_ids may be sampled, or one
+            of stop be completed, in 0..max_tokens. If structured_outputs are complete earlier, the request fails.
+        stop: texts that end the completion where they first appear; one text, or several.
+        include_stop_str_in_output: keep that text at the end of the completion.
+        stop_token_ids: tokens that end the completion, besides the model's end-of-sequence tokens.
+        n: completions of the prompt, sampled independently, in 1..16384. They share the prompt's full KV cache blocks.
+        logprobs: return each completion token's log-probability, and those of the k likeliest tokens, k in 0..20. None
+            returns none. They are the model's own: before biases, penalties, masks, temperature and truncation.
+        prompt_logprobs: the same for each prompt token except the first.
+        presence_penalty: subtracted from the logits of tokens that the completion already contains, in -2..2.
+        frequency_penalty: the same, times the number of occurrences, in -2..2.
+        repetition_penalty: divides the positive and multiplies the negative logits of tokens that the prompt or the
+            completion already contains, > 0; 1 changes nothing (arXiv:1909.05858).
         skip_special_tokens: leave special tokens out of the text.
-        structured_outputs: a form that the completion has to follow.
+        structured_outputs: the form that the completion must have.
         logit_bias: {token id: number in -100..100}, added to these tokens' logits. Kept as pairs.
-        allowed_token_ids: the only tokens that may be drawn, end-of-sequence tokens included; None allows all.
-        bad_words: texts that may not be generated. Each is tokenized as it is and after a space, and the last token of
-            it is kept away wherever the completion ends with those before it. The same text made of other tokens can
-            still appear.
+        allowed_token_ids: the only tokens that may be sampled; include an end-of-sequence token. None allows all.
+        bad_words: texts that must not be generated. Each is tokenized as it is and after a space. Its last token is
+            forbidden after its other tokens. The same text made of other tokens can still appear.
 
     Raises:
         ValueError: a value out of range, with the field, the value and what is allowed.
@@ -159,9 +146,9 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()
+    stop: Collection[str] = ()
     include_stop_str_in_output: bool = False
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Collection[int] = ()
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -170,66 +157,27 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: Collection[int] | None = None
+    bad_words: Collection[str] = ()
 
-    def __post_init__(self):
-        self._normalize()
-        check = self._check
-        fraction = f"{MIN_FLOAT:.2g}"
-        ok = _is_number(self.temperature, 0, MAX_FLOAT)
-        check("temperature", ok, f"0 (greedy), or a finite number in {fraction}..{MAX_FLOAT:.2g}, as float32 can hold")
-        ok = self.max_tokens is None or _is_int(self.max_tokens, 1, MAX_INT32)
-        check("max_tokens", ok, "an integer in 1..2**31 - 1, or None")
-        check("seed", self.seed is None or _is_int(self.seed, 0, MAX_SEED), "None or an integer in 0..2**63 - 1")
-        check("top_k", _is_int(self.top_k, 0, MAX_INT32), "an integer in 1..2**31 - 1, or 0 or -1 for all tokens")
-        check("top_p", _is_number(self.top_p, MIN_FLOAT, 1), f"a number in {fraction}..1")
-        check("min_p", _is_number(self.min_p, 0, 1), "a number in 0..1 that float32 can hold")
-        check("min_tokens", _is_int(self.min_tokens, 0, MAX_INT32), "an integer in 0..2**31 - 1")
+    def __post_init__(self) -> None:
+        for name, rule in _RULES.items():
+            value = rule.convert(getattr(self, name))
+            require(name, value, rule.is_right(value), rule.allowed)
+            object.__setattr__(self, name, value)
         if self.max_tokens is not None:
-            check("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens, {self.max_tokens}")
-        for name in ("stop", "bad_words"):
-            texts = getattr(self, name)
-            ok = isinstance(texts, tuple) and all(isinstance(text, str) and text for text in texts)
-            check(name, ok, "a text or a list of texts, none of them empty")
-            _require_encodable(name, *texts)
-        check("stop_token_ids", _are_token_ids(self.stop_token_ids), "a list of token ids >= 0")
-        ok = self.allowed_token_ids is None or (self.allowed_token_ids and _are_token_ids(self.allowed_token_ids))
-        check("allowed_token_ids", ok, "a list of one or more token ids >= 0, or None")
-        self._check_logit_bias()
-        check("n", _is_int(self.n, 1, MAX_N), f"an integer in 1..{MAX_N}")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            check(name, value is None or _is_int(value, 0, MAX_LOGPROBS), f"None or an integer in 0..{MAX_LOGPROBS}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            check(name, _is_number(getattr(self, name), -2, 2), "a number in -2..2 that float32 can hold")
-        ok = _is_number(self.repetition_penalty, MIN_FLOAT, MAX_FLOAT)
-        check("repetition_penalty", ok, f"a finite number in {fraction}..{MAX_FLOAT:.2g} (1 is none)")
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            check(name, isinstance(getattr(self, name), bool), "True or False")
-        form = self.structured_outputs
-        check(
-            "structured_outputs", form is None or isinstance(form, StructuredOutputsParams), "StructuredOutputsParams"
-        )
-
-    def _check_logit_bias(self) -> None:
-        allowed = f"a dict of token ids >= 0 to numbers in -{MAX_BIAS}..{MAX_BIAS}"
-        pairs = self.logit_bias
-        ok = isinstance(pairs, tuple) and all(
-            isinstance(pair, tuple)
-            and len(pair) == 2
-            and _is_int(pair[0], 0, MAX_INT32)
-            and _is_number(pair[1], -MAX_BIAS, MAX_BIAS)
-            for pair in pairs
-        )
-        self._check("logit_bias", ok, allowed)
-        self._check("logit_bias", len(dict(pairs)) == len(pairs), f"{allowed}, each token once")
+            ok = self.min_tokens <= self.max_tokens
+            require("min_tokens", self.min_tokens, ok, f"at most max_tokens, {self.max_tokens}")
+        _require_encodable("stop", *self.stop)
+        _require_encodable("bad_words", *self.bad_words)
+        is_once = len(dict(self.logit_bias)) == len(self.logit_bias)
+        require("logit_bias", self.logit_bias, is_once, f"{_RULES['logit_bias'].allowed}, each token once")
 
     @classmethod
-    def from_generation_config(cls, config: dict[str, Any]) -> "SamplingParams":
-        """What a model's generation_config.json recommends; do_sample false is greedy. Raises ValueError where a
-        value of it cannot be used."""
+    def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingParams":
+        """The settings that a model's generation_config.json recommends; do_sample false is greedy. Raises ValueError
+        for a value that cannot be used."""
         names = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
         names["max_tokens"] = "max_new_tokens"
         given = {field: config[name] for field, name in names.items() if config.get(name) is not None}
@@ -242,22 +190,22 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether top_k, top_p or min_p leave tokens out; a greedy choice never notices."""
+        """True if top_k, top_p or min_p can exclude tokens. Greedy sampling is the same with and without them."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens that are there already are drawn less readily, or more."""
+        """True if logits depend on the tokens so far."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @property
     def edits_logits(self) -> bool:
-        """Whether single tokens are made likelier, or kept away."""
+        """True if single tokens are made likelier or forbidden."""
         return bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None
 
     @property
     def is_plain(self) -> bool:
-        """Whether drawing takes the logits, the temperature and the seed alone."""
+        """True if sampling needs only the logits, the temperature and the seed."""
         return not (
             self.truncates
             or self.penalizes
@@ -268,36 +216,27 @@ class SamplingParams:
             or self.structured_outputs is not None
         )
 
-    def _normalize(self) -> None:
-        """One spelling of what has several, so that nobody else needs to know them all."""
-        for name in _INTEGERS:
-            object.__setattr__(self, name, _as_int(getattr(self, name)))
-        for name in _FRACTIONS:
-            object.__setattr__(self, name, _as_float(getattr(self, name)))
-        for name in _BOOLEANS:
-            object.__setattr__(self, name, _as_python(getattr(self, name)))
-        if self.top_k == -1 and _is_int(self.top_k):
-            object.__setattr__(self, "top_k", 0)
-        for name in ("stop", "bad_words"):
-            texts = _as_python(getattr(self, name))
-            object.__setattr__(self, name, (texts,) if isinstance(texts, str) else _as_tuple(texts))
-        object.__setattr__(self, "stop_token_ids", _as_ids(self.stop_token_ids))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _as_ids(self.allowed_token_ids))
-        object.__setattr__(self, "logit_bias", _as_pairs(self.logit_bias))
 
-    def _check(self, name: str, ok: bool, allowed: str) -> None:
-        _require(name, getattr(self, name), ok, allowed)
+class _Rule(NamedTuple):
+    """What one option accepts.
+
+    Attributes:
+        convert: value -> the one spelling of it that is kept. A value of a wrong kind stays as it is, for the message.
+        is_right: converted value -> whether it is accepted.
+        allowed: what is accepted, for the message.
+    """
+
+    convert: Callable[[Any], Any]
+    is_right: Callable[[Any], bool]
+    allowed: str
 
 
-_INTEGERS = ("max_tokens", "seed", "top_k", "min_tokens", "n", "logprobs", "prompt_logprobs")
-_FRACTIONS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-_BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+def _integer(low: int, high: int, allowed: str, optional: bool = False) -> _Rule:
+    return _Rule(_as_int, lambda value: is_int(value, low, high) or (optional and value is None), allowed)
 
 
-def _require(name: str, value, ok: bool, allowed: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}={value!r}: must be {allowed}")
+def _number(low: float, high: float, allowed: str) -> _Rule:
+    return _Rule(_as_float, lambda value: _is_float32(value, low, high), allowed)
 
 
 def _require_encodable(name: str, *texts: str) -> None:
@@ -308,14 +247,14 @@ def _require_encodable(name: str, *texts: str) -> None:
             raise ValueError(f"{name}={text!r}: cannot be encoded: {error}") from None
 
 
-def _as_python(value):
-    """Python's scalar for one of numpy's or torch's; what is neither stays what it is, for the checks to name."""
+def _as_python(value: Any) -> Any:
+    """Python's scalar for one of numpy or torch."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
-def _as_int(value):
+def _as_int(value: Any) -> Any:
     value = _as_python(value)
-    if type(value) in (int, bool):  # not only for speed: to index(), a bool is an integer
+    if isinstance(value, bool):  # To index(), a bool is an integer.
         return value
     try:
         return index(value)
@@ -323,7 +262,12 @@ def _as_int(value):
         return value
 
 
-def _as_float(value):
+def _as_top_k(value: Any) -> Any:
+    value = _as_int(value)
+    return 0 if is_int(value, -1, -1) else value
+
+
+def _as_float(value: Any) -> Any:
     value = _as_python(value)
     try:
         return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
@@ -331,21 +275,24 @@ def _as_float(value):
         return value
 
 
-def _as_tuple(values):
-    """Its items, as Python's scalars. None is empty; what is not iterable stays what it is, for the checks to name."""
+def _as_tuple(values: Any, convert: Callable[[Any], Any] = _as_python) -> Any:
     try:
-        return () if values is None else tuple(map(_as_python, values))
+        return () if values is None else tuple(map(convert, values))
     except TypeError:
         return values
 
 
-def _as_ids(values):
-    values = _as_tuple(values)
-    return tuple(map(_as_int, values)) if isinstance(values, tuple) else values
+def _as_texts(texts: Any) -> Any:
+    texts = _as_python(texts)
+    return (texts,) if isinstance(texts, str) else _as_tuple(texts)
 
 
-def _as_pairs(biases):
-    """(token id, bias) pairs of a dict, whose keys may be digits, as JSON's have to be."""
+def _as_ids(values: Any) -> Any:
+    return _as_tuple(values, _as_int)
+
+
+def _as_pairs(biases: Any) -> Any:
+    """(token id, bias) pairs. A dict's keys may be digits, as in JSON."""
     if isinstance(biases, Mapping):
         biases = biases.items()
     try:
@@ -354,18 +301,70 @@ def _as_pairs(biases):
         return biases
 
 
-def _as_token_id(key):
+def _as_token_id(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.isdecimal() else _as_int(key)
 
 
-def _are_token_ids(values) -> bool:
-    return isinstance(values, tuple) and all(_is_int(value, 0, MAX_INT32) for value in values)
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, tuple) and all(isinstance(text, str) and text for text in values)
 
 
-def _is_int(value, low: int = -(2**63), high: int = MAX_SEED) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+def _are_token_ids(values: Any) -> bool:
+    return isinstance(values, tuple) and all(is_int(value, 0, MAX_INT32) for value in values)
 
 
-def _is_number(value, low: float, high: float) -> bool:
-    """Whether it is in the range, and float32 can hold it: 0, or not so small that it would become 0."""
+def _are_biases(pairs: Any) -> bool:
+    return isinstance(pairs, tuple) and all(
+        isinstance(pair, tuple)
+        and len(pair) == 2
+        and is_int(pair[0], 0, MAX_INT32)
+        and _is_float32(pair[1], -MAX_BIAS, MAX_BIAS)
+        for pair in pairs
+    )
+
+
+def _is_float32(value: Any, low: float, high: float) -> bool:
+    """Whether the number is in the range, and neither zero nor infinity only because it is rounded to float32."""
     return isinstance(value, float) and low <= value <= high and (value == 0 or abs(value) >= MIN_FLOAT)
+
+
+_LOW, _HIGH = f"{MIN_FLOAT:.2g}", f"{MAX_FLOAT:.2g}"
+_FLAG = _Rule(_as_python, lambda value: isinstance(value, bool), "True or False")
+_PENALTY = _number(-2, 2, "a number in -2..2 that float32 can hold")
+_LOGPROBS = _integer(0, MAX_LOGPROBS, f"None or an integer in 0..{MAX_LOGPROBS}", optional=True)
+_TEXTS = _Rule(_as_texts, _are_texts, "a text or a list of texts, none of them empty")
+
+_RULES = {
+    "temperature": _number(0, MAX_FLOAT, f"0 (greedy), or a finite number in {_LOW}..{_HIGH}, as float32 can hold"),
+    "max_tokens": _integer(1, MAX_INT32, "an integer in 1..2**31 - 1, or None", optional=True),
+    "ignore_eos": _FLAG,
+    "seed": _integer(0, MAX_SEED, "None or an integer in 0..2**63 - 1", optional=True),
+    "top_k": _integer(0, MAX_INT32, "an integer in 1..2**31 - 1, or 0 or -1 for all tokens")._replace(
+        convert=_as_top_k
+    ),
+    "top_p": _number(MIN_FLOAT, 1, f"a number in {_LOW}..1"),
+    "min_p": _number(0, 1, "a number in 0..1 that float32 can hold"),
+    "min_tokens": _integer(0, MAX_INT32, "an integer in 0..2**31 - 1"),
+    "stop": _TEXTS,
+    "include_stop_str_in_output": _FLAG,
+    "stop_token_ids": _Rule(_as_ids, _are_token_ids, "a list of token ids >= 0"),
+    "n": _integer(1, MAX_N, f"an integer in 1..{MAX_N}"),
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": _number(MIN_FLOAT, MAX_FLOAT, f"a finite number in {_LOW}..{_HIGH} (1 is none)"),
+    "skip_special_tokens": _FLAG,
+    "structured_outputs": _Rule(
+        lambda form: form,
+        lambda form: form is None or isinstance(form, StructuredOutputsParams),
+        "StructuredOutputsParams",
+    ),
+    "logit_bias": _Rule(_as_pairs, _are_biases, f"a dict of token ids >= 0 to numbers in -{MAX_BIAS}..{MAX_BIAS}"),
+    "allowed_token_ids": _Rule(
+        lambda ids: ids if ids is None else _as_ids(ids),
+        lambda ids: ids is None or (ids != () and _are_token_ids(ids)),
+        "a list of one or more token ids >= 0, or None",
+    ),
+    "bad_words": _TEXTS,
+}

@@ -2,21 +2,16 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
-from nanovllm.kernels.decode_config import has_tma
-from nanovllm.kernels.decode_workspace import DecodeWorkspace
-from nanovllm.kernels.paged_decode import paged_decode
-from nanovllm.kernels.paged_decode_tma import TensorDescriptor
+from nanovllm.kernels.paged_decode import TensorDescriptor, has_tma, paged_decode
 from nanovllm.layers.attention_torch import decode_attention_torch
-from nanovllm.utils.decode_plan import first_shared_rows, make_plan, rows_a_piece
 
 # Largest error against float64 that a dtype's rounding of inputs, weights and outputs explains.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
-# What `paged_decode_tma` is for; in the interpreter, wherever Triton has descriptors.
+# Whether the kernel for Hopper runs: in the interpreter, wherever Triton has descriptors.
 HAS_TMA = TensorDescriptor is not None
 if HAS_TMA and torch.cuda.is_available():
     HAS_TMA = has_tma(128, 256, 2, torch.device("cuda", torch.cuda.current_device()))
@@ -50,41 +45,6 @@ def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device
         "block_tables": tables.to(device),
         "scale": head_dim**-0.5,
     }
-
-
-def make_prompt_rows(prompts, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed):
-    """Arguments of a mixed step, and the rows that begin a piece: of each prompt (tokens before, tokens of the step) a
-    row for each of the latter."""
-    lens = [cached + n for cached, n in prompts]
-    case = make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed)
-    owners = np.repeat(np.arange(len(prompts)), [n for _, n in prompts])
-    positions = np.concatenate([np.arange(cached, cached + n) for cached, n in prompts])
-    generator = torch.Generator().manual_seed(seed)
-    case["q"] = torch.randn(len(owners), num_heads, head_dim, generator=generator).to(device, dtype)
-    case["context_lens"] = torch.from_numpy(positions + 1).to(device, torch.int32)
-    case["block_tables"] = case["block_tables"][torch.from_numpy(owners).to(device)]
-    return case, first_shared_rows(owners, positions, rows_a_piece(num_heads, num_kv_heads))
-
-
-def check_prompt_rows(prompts, num_heads, num_kv_heads, *options, spare, config=None):
-    """Hold shared pieces to the definition, splits and all."""
-    case, firsts = make_prompt_rows(prompts, num_heads, num_kv_heads, *options)
-    num_rows, _, head_dim = case["q"].shape
-    most_rows = rows_a_piece(num_heads, num_kv_heads)
-    plan = make_plan(case["context_lens"], num_kv_heads, num_rows + spare, firsts)
-    assert (plan[:, 5] > 1).any()
-    room = len(plan) * most_rows
-    workspace = DecodeWorkspace(num_rows, num_heads, num_kv_heads, head_dim, case["q"].device, room)
-    workspace.partial.fill_(float("nan"))
-    workspace.lse.fill_(float("nan"))
-    options = {"plan": plan, "workspace": workspace, "most_rows": most_rows, "config": config}
-    first = check(case, **options)
-    assert (workspace.arrivals == 0).all()
-    assert torch.equal(first, paged_decode(**case, **options))
-
-
-# Runs that begin, end and lie within tiles, blocks and splits, and rows of their own.
-PROMPTS = [(0, 4), (130, 1), (60, 6), (0, 1), (63, 2), (64, 3), (320, 2), (29, 5)]
 
 
 def dense_decode(q, k_cache, v_cache, context_lens, block_tables, scale):

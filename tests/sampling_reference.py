@@ -23,8 +23,8 @@ def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[Sampli
     for prompt, each in zip(prompts, params, strict=True):
         llm.add_request(prompt, each)
     seqs = list(llm.scheduler.waiting)
-    for _ in llm._loop.steps(llm._by_hand):
-        pass
+    while not llm.is_finished():
+        llm.step()
     return seqs
 
 

@@ -8,7 +8,7 @@ import torch
 from configs import NEW_STYLE, OLD_STYLE, dummy
 
 from nanovllm.config import Config
-from nanovllm.engine.model_runner import _first_device
+from nanovllm.engine.ranks.executor import _first_device
 from nanovllm.layers.rotary_embedding import rope_parameters
 
 pytestmark = pytest.mark.usefixtures("no_network")

@@ -57,18 +57,18 @@ def test_an_endless_iterable_is_taken_as_there_is_room(llm, ordered):
 
 def test_the_engine_is_kept_full(llm):
     batch_sizes = []
-    call = llm.model_runner.call
+    run = llm.executor.run
 
-    def spy(method, seqs, is_prefill):
+    def spy(seqs, is_prefill):
         if not is_prefill:
             batch_sizes.append(len(seqs))
-        return call(method, seqs, is_prefill)
+        return run(seqs, is_prefill)
 
-    llm.model_runner.call = spy
+    llm.executor.run = spy
     try:
         list(llm.generate_iter(([1 + i] for i in range(60)), (greedy(2 + i % 5) for i in range(60))))
     finally:
-        del llm.model_runner.call
+        del llm.executor.run
     assert batch_sizes.count(4) > 0.9 * len(batch_sizes)
 
 

@@ -163,14 +163,14 @@ def all_of(llm, name):
 def in_step(monkeypatch):
     """An Event that is set in the middle of a step, and one that lets the step go on."""
     entered, proceed = threading.Event(), threading.Event()
-    launch = ModelRunner.launch
+    run = ModelRunner.run
 
     def waiting(self, *args):
         entered.set()
         assert proceed.wait(60)
-        return launch(self, *args)
+        return run(self, *args)
 
-    monkeypatch.setattr(ModelRunner, "launch", waiting)
+    monkeypatch.setattr(ModelRunner, "run", waiting)
     return entered, proceed
 
 
@@ -238,12 +238,12 @@ def test_exit_between_two_steps(path, thread):
 def test_exit_from_a_signal_handler_in_the_middle_of_a_step(path, monkeypatch, by_hand):
     """The step still has its tensors, and then they are given back, also where the handler raises."""
     llm = make_llm(path)
-    tensors, seen, launch = big_tensors(llm), [], ModelRunner.launch
+    tensors, seen, run = big_tensors(llm), [], ModelRunner.run
 
     def interrupted(self, *args):
         signal.raise_signal(signal.SIGTERM)
         seen.append(alive(tensors))
-        return launch(self, *args)
+        return run(self, *args)
 
     def leave(signum, frame):
         llm.exit()
@@ -252,15 +252,13 @@ def test_exit_from_a_signal_handler_in_the_middle_of_a_step(path, monkeypatch, b
         if seen:
             raise SystemExit
 
-    monkeypatch.setattr(ModelRunner, "launch", interrupted)
+    monkeypatch.setattr(ModelRunner, "run", interrupted)
     before = signal.signal(signal.SIGTERM, leave)
     try:
         if by_hand:
             llm.add_request([1, 2], greedy(9))
-            llm.step()
-        else:
-            with pytest.raises(RuntimeError, match="this engine has exited"):
-                llm.generate([[1, 2]], greedy(9), use_tqdm=False)
+        with pytest.raises(RuntimeError, match="this engine has exited"):
+            llm.step() if by_hand else llm.generate([[1, 2]], greedy(9), use_tqdm=False)
         assert seen == [len(tensors)]
         assert alive(tensors) == 0
         llm = make_llm(path)
@@ -273,11 +271,11 @@ def test_exit_from_a_signal_handler_in_the_middle_of_a_step(path, monkeypatch, b
 
 
 def test_a_signal_handler_cannot_step_in_the_middle_of_a_step(path, monkeypatch, reference):
-    prompts, launch, refused = reference.draw_prompts((5,), 4), ModelRunner.launch, []
+    prompts, run, refused = reference.draw_prompts((5,), 4), ModelRunner.run, []
 
     def interrupted(self, *args):
         signal.raise_signal(signal.SIGTERM)
-        return launch(self, *args)
+        return run(self, *args)
 
     def use(signum, frame):
         for call in (llm.step, lambda: llm.generate([[1]], greedy(1))):
@@ -286,7 +284,7 @@ def test_a_signal_handler_cannot_step_in_the_middle_of_a_step(path, monkeypatch,
             refused.append(str(error.value))
 
     with make_llm(path) as llm:
-        monkeypatch.setattr(ModelRunner, "launch", interrupted)
+        monkeypatch.setattr(ModelRunner, "run", interrupted)
         before = signal.signal(signal.SIGTERM, use)
         try:
             request = llm.add_request(prompts[0], greedy(4))

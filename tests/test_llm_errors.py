@@ -148,7 +148,7 @@ def test_exception_half_way(path, reference, monkeypatch, error, at):
 class CtrlC:
     """Counts the lines that the engine's own files run, and raises KeyboardInterrupt before one of them."""
 
-    files = ("llm_engine.py", "step_loop.py", "scheduler.py", "block_manager.py", "sequence.py")
+    files = ("llm_engine.py", "scheduler.py", "block_manager.py", "sequence.py")
 
     def __init__(self, at: int | None = None):
         self.at = at

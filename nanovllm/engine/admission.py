@@ -2,7 +2,7 @@
 
 Prefill comes first, but only for as long as decode can use what it brings. Once max_num_seqs sequences run, or the
 cache is as good as full, those that wait do so without blocks: whoever takes the last ones is the first to be
-preempted, and is computed again (`benchmarks/admission.py`).
+preempted, and is computed again.
 """
 
 from collections.abc import Collection

@@ -1,24 +1,23 @@
-"""LLMEngine: tokenizer, scheduler and rank-0 model runner, and the loop that drives them."""
+"""LLMEngine: add_request, step, generate, exit; the loop that stays one step ahead of the tokens it reads."""
 
-import dataclasses
 import logging
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from itertools import count
-from typing import NoReturn
-
-from xxhash import xxh64_intdigest
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count, takewhile
+from operator import attrgetter
+from typing import NamedTuple, NoReturn
 
 from nanovllm.config import Config
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.requests.detokenizer import Detokenizer
+from nanovllm.engine.engine_lock import Call, EngineLock
+from nanovllm.engine.ranks.executor import Executor
+from nanovllm.engine.requests.detokenizer import Detokenizer, read_new_tokens
 from nanovllm.engine.requests.outputs import EngineStats, RequestOutput
 from nanovllm.engine.requests.progress import check_use_tqdm, progress_bar
 from nanovllm.engine.requests.request_checker import (
     Prompt,
-    Request,
     RequestChecker,
     check_choice,
     check_params,
@@ -26,15 +25,36 @@ from nanovllm.engine.requests.request_checker import (
     params_per_prompt,
 )
 from nanovllm.engine.requests.request_order import longest_first
+from nanovllm.engine.requests.sequence_maker import SequenceMaker
 from nanovllm.engine.requests.streaming import Results
+from nanovllm.engine.runner.sampled_tokens import SampledTokens
+from nanovllm.engine.sampling.sampling_pipeline import Forward
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_lock import StepLock
-from nanovllm.engine.step_loop import StepLoop, User
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.collector import old_objects_set_aside
 
 logger = logging.getLogger(__name__)
+
+_BY_HAND = Call("add_request() or step()")
+_IS_PREFILLING = attrgetter("is_prefilling")
+
+
+class Step(NamedTuple):
+    """A step that has been launched.
+
+    Attributes:
+        seqs: its sequences.
+        prefilled: those of them that it prefills.
+        num_tokens: tokens that a prefill computes, or minus the number of sequences that a decode step advances (in a
+            mixed step without the tokens of prompts beside them).
+        tokens: its tokens to be; a Forward where they are still to be sampled; None where there is no step.
+    """
+
+    seqs: list[Sequence]
+    prefilled: list[Sequence]
+    num_tokens: int
+    tokens: SampledTokens | Forward | None
 
 
 class LLMEngine:
@@ -52,7 +72,7 @@ class LLMEngine:
     Attributes:
         config: the checked options.
         tokenizer: the model's transformers tokenizer; None with skip_tokenizer_init.
-        scheduler, model_runner: the parts that a step goes through.
+        scheduler, executor, model_runner: what a step goes through.
     """
 
     def __init__(self, model: str, **options):
@@ -70,10 +90,11 @@ class LLMEngine:
         self._detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer)
         if self.tokenizer is not None and "eos" not in options and self.tokenizer.eos_token_id is not None:
             config.add_eos([self.tokenizer.eos_token_id], "tokenizer")
-        self.model_runner = ModelRunner(config)
-        step_lock = StepLock(self.model_runner.exit)
+        self.executor = executor = Executor(config)
+        self.model_runner = executor.model_runner
+        self._lock = EngineLock(executor.exit, self._is_busy, executor.workers and executor.check_workers)
         # Runs once: at exit(), when the engine is collected, or when the interpreter ends.
-        self._finalizer = weakref.finalize(self, step_lock.exit)
+        self._finalizer = weakref.finalize(self, self._lock.exit)
         self.scheduler = Scheduler(
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -86,11 +107,14 @@ class LLMEngine:
             config.supported_model_len,
         )
         self._checker = RequestChecker(self.tokenizer, config.hf_config.vocab_size, config.eos, self.scheduler.check)
-        self._seed = secrets.randbits(63) if config.seed is None else config.seed
-        self._num_requests = 0  # so far, which is the next one's id
-        self._seq_ids = count()
-        self._loop = StepLoop(self.scheduler, self.model_runner, config.overlap_steps, step_lock)
-        self._by_hand = User("add_request() or step()", hears_of_aborts=False)
+        seed = secrets.randbits(63) if config.seed is None else config.seed
+        self._sequences = SequenceMaker(config.kvcache_block_size, seed, self._detokenizer)
+        self._calls = count(1)
+        self._num_steps = 0  # launched so far
+        self._seconds = 0.0  # wall-clock time in which there was work
+        self._in_flight: Step | None = None  # launched, its tokens not read yet
+        self._aborted: list[Sequence] = []  # to report with the next step
+        self._watches_text = False
         logger.info("ready in %.1f s", time.perf_counter() - start)
 
     def __enter__(self):
@@ -129,10 +153,10 @@ class LLMEngine:
         Raises ValueError (or TypeError) where generate would, and RuntimeError after exit() or while a generate(),
         stream() or generate_iter() is under way.
         """
-        with self._loop.turn(self._by_hand):
+        with self._lock.turn(_BY_HAND):
             params = check_params(SamplingParams() if sampling_params is None else sampling_params)
-            seqs = self._make_sequences(self._checker.check_one(prompt, params), params)
-            self._loop.queue(self._by_hand, seqs)
+            seqs = self._sequences.make(self._checker.check_one(prompt, params), params)
+            self._queue(_BY_HAND, [seqs])
             return seqs[0].request_id
 
     def abort_request(self, request_id: int | None = None) -> None:
@@ -147,15 +171,20 @@ class LLMEngine:
             TypeError: this is no id.
             RuntimeError: another thread is inside generate() or another call.
         """
-        with self._loop.no_other_thread("abort_request()"):
+        with self._lock.no_other_thread("abort_request()"):
             if request_id is not None:
                 self._check_request_id(request_id)
-            self._loop.abort(request_id)
+            aborted = self.scheduler.abort(None if request_id is None else [request_id])
+            now = time.perf_counter()
+            for seq in aborted:
+                seq.finish_time = now
+            if self._lock.owner != _BY_HAND:
+                self._aborted += aborted
 
     def _check_request_id(self, request_id) -> None:
         if isinstance(request_id, bool) or not isinstance(request_id, int):
             raise TypeError(f"request_id={request_id!r}: must be an id from add_request() or a StreamDelta, or None")
-        if not 0 <= request_id < self._num_requests:
+        if not 0 <= request_id < self._sequences.num_requests:
             queued = sorted({seq.request_id for seq in (*self.scheduler.waiting, *self.scheduler.running)})
             ids = ", ".join(map(str, queued[:10])) + (", ..." if len(queued) > 10 else "")
             raise ValueError(f"request_id={request_id}: there is no such request; unfinished are: {ids or 'none'}")
@@ -163,16 +192,35 @@ class LLMEngine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests keep their blocks. Raises RuntimeError while another thread is
         inside a call."""
-        with self._loop.no_other_thread("reset_prefix_cache()"):
+        with self._lock.no_other_thread("reset_prefix_cache()"):
             self.scheduler.block_manager.reset_prefix_cache()
 
     def is_finished(self) -> bool:
         """Whether no request is left to work on."""
-        return self.scheduler.is_finished()
+        return not self._is_busy()
 
     def stats(self) -> EngineStats:
         """The engine's state now, and what it has done so far. It only reads counters."""
-        return self._loop.stats()
+        scheduler, manager = self.scheduler, self.scheduler.block_manager
+        queries, hits = scheduler.num_prefix_queries, scheduler.num_prefix_hits
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_blocks_total=len(manager.blocks),
+            kv_blocks_used=len(manager.used_block_ids),
+            kv_blocks_free=len(manager.free_block_ids),
+            prefix_cache_queries=queries,
+            prefix_cache_hits=hits,
+            prefix_cache_hit_rate=hits / queries if queries else 0.0,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            generated_tokens=scheduler.num_generated_tokens,
+            steps=self._num_steps,
+            preemptions=scheduler.num_preemptions,
+            seconds=self._seconds,
+            tokens_per_second=scheduler.num_generated_tokens / self._seconds if self._seconds else 0.0,
+        )
+
+    # -- one step --------------------------------------------------------------------------------------------------
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Compute one step.
@@ -188,11 +236,136 @@ class LLMEngine:
 
         After any other exception, from the model or from Ctrl-C, every request is dropped and the engine is usable.
         """
-        with self._loop.turn(self._by_hand):
+        with self._lock.turn(_BY_HAND):
             if self.is_finished():
                 raise RuntimeError("step() with no request queued: call add_request() first")
-            finished, step = self._loop.step()
+            finished, step = self._step()
         return [(seq.request_id, seq.completion_token_ids) for seq in finished], step.num_tokens
+
+    def _step(self) -> tuple[list[Sequence], Step]:
+        """Launch the next step, then read the one before it: the sequences that it completed, and that step.
+
+        So the device has work while the host reads tokens, prepares results and schedules. The next step takes the
+        tokens that are not read yet from the device. What they mean is known one step late: a sequence that ends with
+        one is computed once more, and that surplus token is dropped.
+        """
+        start = time.perf_counter()
+        if self._in_flight is None and not self.scheduler.is_finished():
+            with self._computing():
+                self._in_flight = self._advance(self._launch())
+        with self._computing():
+            self.executor.check_workers()
+            step, following = self._in_flight, None
+            if self.config.overlap_steps and not self.scheduler.is_finished():
+                following = self._launch()
+            finished = self._read(step) if step else []
+            self._in_flight = self._advance(following) if following else None
+        self._seconds += time.perf_counter() - start
+        finished += self._aborted
+        self._aborted = []
+        return finished, step or Step([], [], 0, None)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """A block that `exit` waits for. Where it fails, all requests are dropped: sequences count as computed where
+        they were not, and to go on would give wrong tokens."""
+        with self._lock.step():
+            try:
+                yield
+            except BaseException:
+                self._drop_all(self.scheduler.reset)
+                raise
+
+    def _launch(self) -> Step:
+        """Schedule a step and start it."""
+        seqs, is_prefill = self.scheduler.schedule()
+        prefilled = list(takewhile(_IS_PREFILLING, reversed(seqs)))
+        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs) if is_prefill else len(prefilled) - len(seqs)
+        self._num_steps += 1
+        return Step(seqs, prefilled, num_tokens, self.executor.run(seqs, is_prefill))
+
+    def _advance(self, step: Step) -> Step:
+        """Record the launched step, so that another can be scheduled. Where its tokens depend on those before them (a
+        grammar), they have been read by now, and its own are sampled here."""
+        if isinstance(step.tokens, Forward):
+            step = step._replace(tokens=self.executor.sample(step.tokens))
+        self.scheduler.advance(step.seqs)
+        return step
+
+    def _read(self, step: Step) -> list[Sequence]:
+        """Wait for a step's tokens and record them; the sequences that they complete."""
+        token_ids, logprobs = step.tokens.wait(), step.tokens.logprobs
+        if logprobs is not None:
+            logprobs.book_prompts(step.seqs)
+        finished = self.scheduler.postprocess(step.seqs, token_ids, logprobs)
+        if self._watches_text:
+            finished += self._stop_at_texts(step.seqs)
+        now = time.perf_counter()
+        for seq in step.prefilled:
+            if seq.first_token_time is None and seq.num_completion_tokens:
+                seq.first_token_time = now
+        for seq in finished:
+            seq.finish_time = now
+        return finished
+
+    def _stop_at_texts(self, seqs: list[Sequence]) -> list[Sequence]:
+        """End the sequences whose newest token completes a stop string; those that had not ended anyway."""
+        stopped = [seq for seq in seqs if seq.text_stream is not None and read_new_tokens(seq)]
+        ended = [seq for seq in stopped if not seq.is_finished]
+        self.scheduler.stop(ended)
+        return ended
+
+    # -- who steps -------------------------------------------------------------------------------------------------
+
+    def _is_busy(self) -> bool:
+        """Whether requests are unfinished, or results not delivered."""
+        return bool(self._in_flight or self._aborted) or not self.scheduler.is_finished()
+
+    def _has_work(self, call: Call) -> bool:
+        """Whether `_step` has something to give to this call. Another call's turn comes only after nothing of this
+        one's is left."""
+        return call == self._lock.owner and self._is_busy()
+
+    @contextmanager
+    def _driving(self, call: Call) -> Iterator[None]:
+        """A block that computes steps for a call. Where it raises, all requests are dropped."""
+        self._lock.own(call)
+        try:
+            yield
+        except GeneratorExit:
+            # Nobody reads on. That happens between two steps, where everything is in order and the cache worth keeping.
+            self._drop(call, self.scheduler.abort)
+            raise
+        except BaseException:
+            self._drop(call, self.scheduler.reset)
+            raise
+
+    def _drop(self, call: Call, drop: Callable[[], object]) -> None:
+        """Drop all sequences, unless another call's turn has come: a stream may be closed late, and in any thread."""
+        with self._lock.if_owner(call) as is_owner:
+            if is_owner:
+                self._drop_all(drop)
+
+    def _drop_all(self, drop: Callable[[], object]) -> None:
+        drop()
+        self._in_flight, self._aborted = None, []
+
+    def _queue(self, call: Call, requests: list[list[Sequence] | Exception], reorder: bool = False) -> int:
+        """Queue the requests that can be served; the number of sequences. reorder: see `request_order`."""
+        seqs = [seq for request in requests if isinstance(request, list) for seq in request]
+        if reorder:
+            manager = self.scheduler.block_manager
+            capacity = len(manager.blocks) * manager.block_size
+            seqs = longest_first(seqs, self.scheduler.max_seq_len, capacity, manager.enable_prefix_caching)
+        self._lock.own(call)  # Once more: the iterable that gave the prompts may have used the engine itself.
+        if self.scheduler.is_finished():
+            self._watches_text = False
+        now = time.perf_counter()
+        for seq in seqs:
+            seq.arrival_time = now
+            self._watches_text |= seq.text_stream is not None
+            self.scheduler.add(seq)
+        return len(seqs)
 
     # -- whole batches -----------------------------------------------------------------------------------------------
 
@@ -230,7 +403,7 @@ class LLMEngine:
             RuntimeError: after exit(), which another thread may call meanwhile; while requests of add_request(), a
                 stream() or a generate_iter() are unfinished; and while another thread is inside a call.
         """
-        with self._loop.turn(user := User("generate()")):
+        with self._lock.turn(call := self._new_call("generate()")):
             check_choice("on_error", on_error, ("raise", "return"))
             check_use_tqdm(use_tqdm)
             if on_step is not None and not callable(on_step):
@@ -241,21 +414,22 @@ class LLMEngine:
             with old_objects_set_aside():  # Thousands of requests are enough new objects for a look at all old ones.
                 requests = self._make_requests(prompts, params, on_error)
             results.admit(requests)
-            with self._loop.driving(user):
-                num_seqs = self._queue(user, requests, reorder=True)
+            with self._driving(call), old_objects_set_aside():
+                num_seqs = self._queue(call, requests, reorder=True)
                 del requests  # A sequence goes when its result is there, and not all of them after the last step.
-                self._run_all(user, num_seqs, results, use_tqdm, on_step)
+                self._run_all(call, num_seqs, results, use_tqdm, on_step)
             return [results.ready[i] for i in range(len(prompts))]
 
     def _run_all(
-        self, user: User, num_seqs: int, results: Results, use_tqdm: bool | Callable, on_step: Callable | None
+        self, call: Call, num_seqs: int, results: Results, use_tqdm: bool | Callable, on_step: Callable | None
     ) -> None:
         """Step until nothing is left and every request has its result."""
         with progress_bar(use_tqdm, num_seqs) as bar:
             is_shown = not getattr(bar, "disable", False)
             tokens, seconds = {"prefill": 0, "decode": 0}, {"prefill": 0.0, "decode": 0.0}
             start = time.perf_counter()
-            for finished, step in self._loop.steps(user):
+            while self._has_work(call):
+                finished, step = self._step()
                 self._set_texts(finished)  # while the GPU works on the step that follows
                 results.book(finished)
                 if on_step is not None:
@@ -274,6 +448,9 @@ class LLMEngine:
         if finished and self._detokenizer is not None:
             self._detokenizer.set_texts(finished)
 
+    def _new_call(self, name: str) -> Call:
+        return Call(name, next(self._calls))
+
     def _make_requests(
         self,
         prompts: list[Prompt],
@@ -283,44 +460,4 @@ class LLMEngine:
         streams: bool = False,
     ) -> list[list[Sequence] | Exception]:
         """The samples of each prompt, or with on_error "return" what is wrong with it. start: the first one's index."""
-        checked = self._checker.check_all(prompts, params, on_error, start)
-        return [
-            request if isinstance(request, Exception) else self._make_sequences(request, p, streams)
-            for request, p in zip(checked, params, strict=True)
-        ]
-
-    def _queue(self, user: User, requests: list[list[Sequence] | Exception], reorder: bool = False) -> int:
-        """Queue what can be served; the number of sequences. reorder: see `request_order`."""
-        seqs = [seq for request in requests if isinstance(request, list) for seq in request]
-        if reorder:
-            manager = self.scheduler.block_manager
-            capacity = len(manager.blocks) * manager.block_size
-            seqs = longest_first(seqs, self.scheduler.max_seq_len, capacity, manager.enable_prefix_caching)
-        self._loop.queue(user, seqs)
-        return len(seqs)
-
-    def _make_sequences(self, request: Request, params: SamplingParams, streams: bool = False) -> list[Sequence]:
-        """The n samples of a request. Each draws from a seed of its own, the first one from the request's."""
-        request_id = self._num_requests
-        self._num_requests += 1
-        # Neighbouring requests must not draw from related streams, hence a hash and no sum.
-        seed = _hash_seed(request_id, self._seed) if params.seed is None else params.seed
-        seqs = []
-        for sample in range(params.n):
-            grammar = request.grammar and request.grammar.fresh()
-            block_size = self.config.kvcache_block_size
-            edits = request.logit_edits
-            seq = Sequence(next(self._seq_ids), request.token_ids, params, block_size, seed, grammar, edits)
-            seq.request_id = request_id
-            if sample:
-                seq.seed = _hash_seed(sample, seed)
-            if self._detokenizer is not None and (streams or params.stop):
-                seq.text_stream = self._detokenizer.stream(params)
-            seqs.append(seq)
-            if params.prompt_logprobs is not None and params.n > 1:
-                params = dataclasses.replace(params, prompt_logprobs=None)  # One sample's are all the others'.
-        return seqs
-
-
-def _hash_seed(number: int, seed: int) -> int:
-    return xxh64_intdigest(number.to_bytes(8, "little"), seed) >> 1
+        return self._sequences.make_all(self._checker.check_all(prompts, params, on_error, start), params, streams)

@@ -1,28 +1,25 @@
-"""ModelRunner: the model on one device, its memory, its inputs, its CUDA graphs."""
+"""ModelRunner: one rank's model on its device: load it, find out how much memory there is, run steps."""
 
 import gc
 import logging
-import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from operator import attrgetter
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.mixed_steps import choose_num_rows
 from nanovllm.engine.ranks.process_group import ABORT_SECONDS, abort_group
-from nanovllm.engine.ranks.rank_calls import RankCalls
-from nanovllm.engine.ranks.step_messages import StepDecoder, StepEncoder
-from nanovllm.engine.ranks.worker import WorkerLink
-from nanovllm.engine.ranks.workers import Workers
 from nanovllm.engine.runner.cuda_graphs import DecodeGraphs, graph_batch_sizes, mixed_batch_sizes
-from nanovllm.engine.runner.inputs import DecodeInputs, prefill_inputs
+from nanovllm.engine.runner.inputs import Batch, DecodeInputs, prefill_batch, send_prefill
 from nanovllm.engine.runner.kernel_compilation import compiling_kernels, warmup_kernels
-from nanovllm.engine.runner.memory import allocate_kv_cache, free_memory, largest_prefill
+from nanovllm.engine.runner.memory import allocate_kv_cache, largest_prefill
 from nanovllm.engine.runner.package_kernels import PackageKernels
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
-from nanovllm.engine.sampling.logit_steps import LogitSteps, needs_logits
+from nanovllm.engine.sampling.logit_steps import LogitSteps
+from nanovllm.engine.sampling.prompt_logprobs import prompt_rows
 from nanovllm.engine.sampling.sampling_pipeline import Forward
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
@@ -35,8 +32,7 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models import make_model
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.tuning.table import load_table
-from nanovllm.utils.context import Context, step_context
-from nanovllm.utils.decode_plan import rows_a_piece
+from nanovllm.utils.context import step_context
 from nanovllm.utils.loader import load_dummy, load_model, num_checkpoint_params
 from nanovllm.utils.parallel import TensorParallel
 from nanovllm.utils.start_progress import StartProgress
@@ -44,55 +40,51 @@ from nanovllm.utils.threads import StepThreads
 
 logger = logging.getLogger(__name__)
 
+_IS_PLAIN = attrgetter("is_plain")
 
-class ModelRunner(RankCalls):
-    """Runs steps of the model on one rank's device.
 
-    With several ranks, rank 0's in the caller's process has the workers' by `call`.
+class ModelRunner:
+    """Holds a model and runs its steps, on one rank.
 
     Attributes:
         config: the engine's options.
+        device: this rank's.
         tp: what this rank does together with the others.
         num_kvcache_blocks: blocks of the KV cache.
         kv_cache: [2, layers, blocks, block_size, kv_heads, head_dim]; 0 = keys, 1 = values.
         mixed_step_rows: tokens that a mixed step computes at most; 0 where there are to be none.
+        graphs, mixed_graphs: CUDA graphs of decode steps and of mixed steps; None without.
     """
 
-    def __init__(self, config: Config, rank: int = 0, link: WorkerLink | None = None):
-        """Build everything, ready for `run`. What was allocated is given back where a part of it fails.
-
-        link: a worker's, to rank 0, which is building the same; rank 0 starts the workers.
-        """
+    def __init__(self, config: Config, device: torch.device, free_at_start: int = 0):
+        """free_at_start: bytes of the device's memory that were free when this engine began."""
         self.config = config
-        self.rank = rank
+        self.device = device
         self.block_size = config.kvcache_block_size
         self.model = self.sampler = self.kv_cache = self.graphs = self.mixed_graphs = self.decode_inputs = None
         self.logit_steps: LogitSteps | None = None
         self.tp = TensorParallel()
-        self.workers: Workers | None = None
-        self.device = link.device if link else _first_device(config)
+        self.mixed_step_rows = 0
+        self._check: Callable[[], None] | None = None
         self._threads = StepThreads(config.tensor_parallel_size)
-        self._free_at_start = free_memory(self.device)  # Before the ranks meet, who share memory from then on.
-        try:
-            # The caller's current GPU may be another one.
-            on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-            with on_device, StartProgress(config.use_tqdm and rank == 0) as progress:
-                if link is not None:
-                    self.tp, self.calls, self.steps = link.tp, link.calls, StepDecoder()
-                elif config.tensor_parallel_size > 1:
-                    self.workers, self.steps = Workers(config, self.device), StepEncoder()
-                    self.tp = self.workers.meet()
-                self._build(progress)
-                if self.workers is not None:
-                    self.workers.wait_ready()
-        except BaseException as error:
-            self._end_after(error)
+        self._free_at_start = free_at_start
+
+    def start(self, tp: TensorParallel, progress: StartProgress, check: Callable[[], None] | None = None) -> None:
+        """Build everything, ready for `run`. All ranks do so at the same time.
+
+        Args:
+            tp: this rank's place among them.
+            progress: told what is going on.
+            check: rank 0's with several ranks: raises where another rank has gone, for which the device would wait.
+        """
+        self.tp, self._check = tp, check
+        self._build(progress)
 
     def _build(self, progress: StartProgress) -> None:
         config = self.config
         head_dim = get_head_dim(config.hf_config)
         backend = select_backend(config.attention_backend, config.device, config.dtype, head_dim, self.block_size)
-        with PackageKernels(config, self.rank, self.device) as packages:
+        with PackageKernels(config, self.tp.rank, self.device) as packages:
             self._build_model(backend, packages, progress)
         billions = num_checkpoint_params(self.model) / 1e9
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
@@ -105,8 +97,7 @@ class ModelRunner(RankCalls):
             self.capture_cudagraph(progress.count("capturing CUDA graphs"))
         else:
             logger.info("CUDA graphs: none")
-        check = self.workers and self.check_workers
-        self.logit_steps = LogitSteps(config, self.model, self.tp, self.decode_inputs, self.graphs, check)
+        self.logit_steps = LogitSteps(config, self.model, self.tp, self.decode_inputs, self.graphs, self._check)
         if config.device == "cuda":
             warmup_kernels(self)
 
@@ -126,11 +117,10 @@ class ModelRunner(RankCalls):
         table = load_table(self.device)
         candidates = our_candidates(self.device) + ([] if quack is None else [quack])
         self.model.use_matmul(Matmul(table, candidates, config.model))
-        heads = (num_heads, num_kv_heads) if backend.wants_plan else None
         self.mixed_step_rows = choose_num_rows(config, has_graphs, self.model.num_layer_params, table)
-        self._make_decode_inputs(heads)
-        max_rows = self.decode_inputs.max_rows
-        backend.prepare(max_rows, num_heads, num_kv_heads, head_dim, self.device, self.mixed_step_rows)
+        plan_heads = num_kv_heads if backend.wants_plan else None
+        self._make_decode_inputs(plan_heads)
+        backend.prepare(self.decode_inputs.max_rows, num_heads, num_kv_heads, head_dim, self.device)
         backend.use_flash_attn4(
             config.dtype,
             head_dim,
@@ -146,20 +136,19 @@ class ModelRunner(RankCalls):
             self.load_weights()
         packages.load(self.tp, progress.count("compiling kernels of packages"))
         if quack is not None and not quack.works:  # Nothing is padded for it then.
-            self._make_decode_inputs(heads)
+            self._make_decode_inputs(plan_heads)
 
-    def _make_decode_inputs(self, heads: tuple[int, int] | None) -> None:
-        """heads: query and KV heads, for a back end that wants a plan."""
+    def _make_decode_inputs(self, num_kv_heads: int | None) -> None:
+        """num_kv_heads: to plan attention's work for; None makes no plan."""
         max_num_seqs, max_blocks = self.config.max_num_seqs, -(-self.config.max_model_len // self.block_size)
         padded = [self.model.padded_batch(n) for n in range(max_num_seqs + 1)]
-        num_kv_heads, most_rows = (heads[1], rows_a_piece(*heads)) if heads else (None, 1)
-        sizes, mixed = (max_num_seqs, max_blocks, self.block_size), (self.mixed_step_rows, most_rows)
-        self.decode_inputs = DecodeInputs(*sizes, self.device, num_kv_heads, padded, *mixed)
+        sizes = max_num_seqs, max_blocks, self.block_size
+        self.decode_inputs = DecodeInputs(*sizes, self.device, num_kv_heads, padded, self.mixed_step_rows)
 
     def load_weights(self) -> None:
         """Fill the model's parameters as load_format says."""
         if self.config.load_format == "dummy":
-            load_dummy(self.model, (self.config.seed or 0) + self.rank)
+            load_dummy(self.model, self.config.seed or 0, self.tp.rank)
         else:
             load_model(self.model, self.config.model)
 
@@ -168,14 +157,16 @@ class ModelRunner(RankCalls):
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         return name if self.tp.size == 1 else f"{self.tp.size} x {name}"
 
-    def exit(self) -> None:
-        """Give all memory back and end the workers. Harmless when called again."""
+    def synchronize(self) -> None:
+        """Wait for the steps in flight, which need every rank and the host's memory. A device that has failed says so
+        at the next call."""
         if self.device.type == "cuda":
-            # A step in flight waits for every rank, and uses the host's memory. A failed device shows at the next call.
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self.device)
-        if self.workers is not None:
-            self.workers.end(farewell=pickle.dumps(["exit"]))
+
+    def exit(self) -> None:
+        """Give all memory back. Harmless when called again."""
+        self.synchronize()
         if self.model is not None:
             for layer in self._attention_layers():
                 layer.k_cache = layer.v_cache = None
@@ -209,7 +200,7 @@ class ModelRunner(RankCalls):
         torch.cuda.reset_peak_memory_stats(self.device)
         inputs, context = largest_prefill(self.config, self.device)
         with step_context(context):
-            self._forward(*inputs)
+            self.run_model(*inputs)
         torch.cuda.synchronize(self.device)
 
     def allocate_kv_cache(self) -> None:
@@ -233,73 +224,77 @@ class ModelRunner(RankCalls):
 
     # -- one step ----------------------------------------------------------------------------------------------
 
-    def run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
-        """Compute one step and sample: one token a sequence, in order (that of a sequence whose prefill goes on
-        with the next chunk means nothing)."""
-        step = self.launch(seqs, is_prefill)
-        return (self.launch_sampling(step) if isinstance(step, Forward) else step).wait()
+    def prepare(self, seqs: list[Sequence], is_prefill: bool) -> Batch:
+        """The inputs of a step of these sequences, on the host."""
+        batch = self.prepare_prefill(seqs) if is_prefill else self.prepare_decode(seqs)
+        if not all(map(_IS_PLAIN, seqs)):
+            batch.needs_logits = True
+            batch.waits_for_tokens = any(seq.is_constrained for seq in seqs)
+            batch.prompt_rows = prompt_rows(seqs) if is_prefill else []
+        return batch
 
-    @torch.inference_mode()
-    def launch(self, seqs: list[Sequence], is_prefill: bool) -> SampledTokens | Forward | None:
-        """Start one step, as `run` does, without waiting for it. One more step may be launched before its tokens
-        are read; sequences whose last token is pending then take it from the device.
+    def prepare_prefill(self, seqs: list[Sequence]) -> Batch:
+        """The flat batch of the sequences' scheduled tokens."""
+        return prefill_batch(seqs, self.block_size, self.device)
 
-        A step with a grammar in it comes back half-way, for launch_sampling: which tokens are allowed depends on the
-        tokens of the step before, and the device has work until these are read. A worker gets nothing back from a
-        step whose tokens rank 0 draws."""
-        with self._computing(seqs):
-            return self._launch(seqs, is_prefill)
-
-    def _computing(self, seqs: list[Sequence]) -> AbstractContextManager:
-        """What all that is computed for a step of these sequences runs in."""
-        if self.device.type != "cpu":
-            return nullcontext()
-        return self._threads.computing(sum(seq.num_scheduled_tokens for seq in seqs) * self.model.num_layer_params)
-
-    def _launch(self, seqs: list[Sequence], is_prefill: bool) -> SampledTokens | Forward | None:
-        if needs_logits(seqs):
-            forward = self.logit_steps.forward(seqs, is_prefill)
-            return forward if any(seq.is_constrained for seq in seqs) else self.logit_steps.sample(forward)
-        sampled, check = self.decode_inputs.sampled[: len(seqs)], self.workers and self.check_workers
-        if is_prefill:
-            inputs, context = self.prepare_prefill(seqs)
-            with step_context(context):
-                self._forward(*inputs)
-            return SampledTokens(sampled, check=check)
-        self._launch_decode(seqs)
-        return SampledTokens(sampled, check=check, host=self.decode_inputs.tokens_on_host(len(seqs)))
-
-    def _launch_decode(self, seqs: list[Sequence]) -> None:
-        """A decode step, or a mixed one, in which the last of the sequences are prefilled."""
-        is_mixed, batch_size = seqs[-1].is_prefilling, len(seqs)
+    def prepare_decode(self, seqs: list[Sequence]) -> Batch:
+        """A row for each sequence's last token; in a mixed step, in which the last sequences are prefilled, also rows
+        for the other tokens of prompts. Padded to the next batch size that has a CUDA graph."""
+        is_mixed, num_seqs = seqs[-1].is_prefilling, len(seqs)
         graphs = self.mixed_graphs if is_mixed else self.graphs
-        if graphs is not None and batch_size <= graphs.max_batch_size:
-            batch_size = graphs.padded(batch_size)
-            num_rows = self.mixed_step_rows if is_mixed else self.decode_inputs.padded[batch_size]
-            self.prepare_decode(seqs, num_rows)
-            graphs.replay(batch_size)
+        graph_size = graphs.padded(num_seqs) if graphs is not None and num_seqs <= graphs.max_batch_size else 0
+        if is_mixed:
+            num_rows = self.mixed_step_rows if graph_size else sum(seq.num_scheduled_tokens for seq in seqs)
         else:
-            num_rows = self.decode_inputs.padded[batch_size]
-            if is_mixed:
-                num_rows = sum(seq.num_scheduled_tokens for seq in seqs)
-            self.prepare_decode(seqs, num_rows)
-            self._decode(batch_size, num_rows, is_mixed)
+            num_rows = self.decode_inputs.padded[graph_size or num_seqs]
+        batch = self.decode_inputs.write(seqs, num_rows)
+        batch.graph_size = graph_size
+        return batch
 
     @torch.inference_mode()
-    def launch_sampling(self, forward: Forward | None = None) -> SampledTokens | None:
-        """The second half of a step that came back half-way; a worker has nothing to draw from."""
-        with self._computing(forward.seqs if forward else []):
+    def run(self, batch: Batch) -> SampledTokens | Forward | None:
+        """Start one step, without waiting for it. One more step may be started before its tokens are read; sequences
+        whose last token is not known yet then take it from the device.
+
+        Returns:
+            The tokens to be: one per sequence, in order (that of a sequence whose prefill goes on means nothing). A
+            step that waits for the tokens of the step before gives a Forward, for `sample`. None on a worker where
+            rank 0 samples.
+        """
+        with self._computing(batch.num_rows):
+            if batch.needs_logits:
+                forward = self.logit_steps.forward(batch)
+                return forward if batch.waits_for_tokens else self.logit_steps.sample(forward)
+            sampled, host = self.decode_inputs.sampled[: batch.num_seqs], None
+            if batch.is_prefill:
+                inputs, context = send_prefill(batch, self.device)
+                with step_context(context):
+                    self.run_model(*inputs)
+            else:
+                self._run_decode(batch)
+                host = self.decode_inputs.tokens_on_host(batch.num_seqs)
+            return SampledTokens(sampled, check=self._check, host=host)
+
+    def _run_decode(self, batch: Batch) -> None:
+        self.decode_inputs.send(batch)
+        if batch.graph_size:
+            graphs = self.mixed_graphs if batch.is_mixed else self.graphs
+            graphs.replay(batch.graph_size)
+        else:
+            self._decode(batch.num_seqs, batch.num_rows, batch.is_mixed)
+
+    @torch.inference_mode()
+    def sample(self, forward: Forward | None = None) -> SampledTokens | None:
+        """Sample the tokens of a step that had to wait with it. A worker receives them from rank 0."""
+        num_tokens = sum(seq.num_scheduled_tokens for seq in forward.seqs) if forward else 0
+        with self._computing(num_tokens):
             return self.logit_steps.sample(forward)
 
-    def prepare_prefill(self, seqs: list[Sequence]) -> tuple[tuple[torch.Tensor, ...], Context]:
-        """The flat batch of the sequences' scheduled tokens: (input_ids, positions, temperatures, seeds, sample
-        positions), and the context."""
-        return prefill_inputs(seqs, self.block_size, self.device)
-
-    def prepare_decode(self, seqs: list[Sequence], num_rows: int) -> None:
-        """Each sequence's last token, its position, its slot and its block table, into decode_inputs; behind them the
-        other tokens of prompts, and padding in the rows from there to num_rows."""
-        self.decode_inputs.write(seqs, num_rows)
+    def _computing(self, num_tokens: int) -> AbstractContextManager:
+        """On a CPU, a block with as many threads as suit a step of so many tokens."""
+        if self.device.type != "cpu":
+            return nullcontext()
+        return self._threads.computing(num_tokens * self.model.num_layer_params)
 
     def _decode(self, batch_size: int, num_rows: int | None = None, is_mixed: bool = False) -> None:
         """Compute the first num_rows rows of decode_inputs, by default what this batch is padded to, and draw from the
@@ -309,9 +304,9 @@ class ModelRunner(RankCalls):
         names = ("temperatures", "seeds", "positions")
         sampling = (self.decode_inputs.rows[name][:batch_size] for name in names)
         with step_context(context):
-            self._forward(input_ids, positions, *sampling)
+            self.run_model(input_ids, positions, *sampling)
 
-    def _forward(self, input_ids, positions, temperatures, seeds, sample_positions) -> None:
+    def run_model(self, input_ids, positions, temperatures, seeds, sample_positions) -> None:
         """Model, head and sampler: one token a sequence, into decode_inputs.sampled; rows after those of the
         temperatures are padding. A token is drawn with the noise of the position that it follows."""
         logits = self.model.compute_logits(self.model(input_ids, positions)[: len(temperatures)])
@@ -336,11 +331,6 @@ class ModelRunner(RankCalls):
 
     def _run_padding(self, batch_size: int, num_rows: int | None = None, is_mixed: bool = False) -> None:
         """`_decode` of padding alone, through two layers: these launch whatever kernel all of them do."""
-        self.decode_inputs.write([], num_rows or self.decode_inputs.padded[batch_size])
+        self.decode_inputs.pad(num_rows or self.decode_inputs.padded[batch_size])
         with self.model.first_and_last_layer():
             self._decode(batch_size, num_rows, is_mixed)
-
-
-def _first_device(config: Config) -> torch.device:
-    """Rank 0's."""
-    return torch.device("cpu") if config.device_index is None else torch.device(config.device, config.device_index)

@@ -1,33 +1,55 @@
-"""Scheduler: which sequences the next step computes."""
+"""Scheduler: which sequences the next step computes, and what its tokens mean for them."""
 
+import logging
+import time
+from collections import deque
 from collections.abc import Iterable
+from functools import partial
 
 from nanovllm.engine.admission import Admission
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.mixed_steps import MixedSteps
+from nanovllm.engine.sampling.logprobs import StepLogprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.sequence_queues import SequenceQueues
+from nanovllm.layers.sampler import NON_FINITE
 
-# Prompts that one step looks past because they had better wait for it. Looking hashes them, and the device waits for
-# the first step of a batch.
+logger = logging.getLogger(__name__)
+
+# Prompts that one step passes over because a prompt of the step computes their beginning. Each costs the host a hash
+# of its prompt while the device waits for the batch's first step.
 MAX_DEFERRED = 32
 
-# No prompt is cut to fill the last max_num_batched_tokens // MIN_CHUNK_SHARE tokens of a step. The step that goes on
-# with a chunk reads the cache, and then attention takes its paged kernel for all of its sequences: 308 us a layer
-# instead of 271 for prompts of 2,000 tokens (H200, flash-attn-4).
+# No prompt is cut to fill the last max_num_batched_tokens // MIN_CHUNK_SHARE tokens of a step. The step that continues
+# a chunk reads the cache, which makes attention slower for all sequences of that step.
 MIN_CHUNK_SHARE = 8
 
+_NO_TOKEN = frozenset({NON_FINITE})  # Ends every sequence, so that postprocess finds it at no extra cost.
 
-class Scheduler(SequenceQueues):
-    """Prefill first, as far as `Admission` lets sequences begin, or beside decode steps, where `mixed_steps` says so,
-    in the rows of sequences that can spare the step; preemption last in, first out.
+
+class Scheduler:
+    """Waiting and running sequences over one BlockManager.
+
+    Prefill comes first, as far as `Admission` lets sequences begin. Where `MixedSteps` says so, prompts are computed
+    beside a decode step instead. When the cache is full, the sequence that began last is preempted.
 
     Args:
-        max_num_seqs: sequences a step at most.
-        max_num_batched_tokens: tokens that one prefill step computes at most.
-        max_model_len, num_kvcache_blocks, kvcache_block_size, eos, enable_prefix_caching: see `SequenceQueues`.
-        mixed_step_rows: tokens that a decode step may compute, its sequences' and those of prompts; 0 takes no prompts
-            along.
-        supported_model_len: see `SequenceQueues`.
+        max_num_seqs: most sequences of a step.
+        max_num_batched_tokens: most tokens of a prefill step.
+        max_model_len: longest sequence, prompt and completion, that the model may see.
+        num_kvcache_blocks, kvcache_block_size: the KV cache's blocks, and token slots per block.
+        eos: end-of-sequence token ids.
+        enable_prefix_caching: whether equal beginnings share blocks.
+        mixed_step_rows: most tokens of a decode step that computes prompts too; 0 for no such steps.
+        supported_model_len: longest sequence that the model supports, for messages; None where it is unknown.
+
+    Attributes:
+        waiting, running: the sequences, in order.
+        max_seq_len: longest sequence that the engine can hold.
+        num_preemptions: sequences that had to give their blocks back. This and the following count since the
+            beginning, and survive `reset`.
+        num_prompt_tokens: prompt tokens of the sequences that were started.
+        num_prefix_queries, num_prefix_hits: those that were looked up in the prefix cache, and those found.
+        num_generated_tokens: completion tokens.
     """
 
     def __init__(
@@ -42,41 +64,87 @@ class Scheduler(SequenceQueues):
         mixed_step_rows: int = 0,
         supported_model_len: int | None = None,
     ):
-        sizes = (max_model_len, num_kvcache_blocks, kvcache_block_size)
-        super().__init__(*sizes, eos, enable_prefix_caching, supported_model_len)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.mixed_step_rows = mixed_step_rows
+        self.max_seq_len = min(max_model_len, num_kvcache_blocks * kvcache_block_size)
+        self.eos = frozenset(eos)
+        self._ends = self.eos | _NO_TOKEN
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+        self.num_generated_tokens = 0
+        self._max_model_len, self._supported_model_len = max_model_len, supported_model_len
         self._min_chunk = max_num_batched_tokens // MIN_CHUNK_SHARE
+        self._has_warned = False
+        self._make_block_manager = partial(BlockManager, num_kvcache_blocks, kvcache_block_size, enable_prefix_caching)
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop every sequence and start over with free blocks. For after an exception: Ctrl-C can strike between
+        any two lines, so a half-way state is not worth repairing."""
+        self.block_manager = self._make_block_manager()
+        self.waiting: deque[Sequence] = deque()
+        self.running: deque[Sequence] = deque()
+
+    def is_finished(self) -> bool:
+        return not self.waiting and not self.running
+
+    # -- new sequences ---------------------------------------------------------------------------------------------
+
+    def check(self, num_prompt_tokens: int) -> None:
+        """Raises ValueError where a prompt of this length leaves no room for one completion token."""
+        if num_prompt_tokens >= self.max_seq_len:
+            raise ValueError(
+                f"the prompt has {num_prompt_tokens} tokens, and with one token of completion it is longer than the "
+                f"longest sequence of {self.max_seq_len} tokens, {self._explain_limit()}"
+            )
+
+    def _explain_limit(self) -> str:
+        """What sets max_seq_len, and how to raise it."""
+        blocks, size = len(self.block_manager.blocks), self.block_manager.block_size
+        if self.max_seq_len < self._max_model_len:
+            return (
+                f"which is all that the KV cache holds ({blocks} blocks x {size} tokens): shorten the prompt, or raise "
+                "num_kvcache_blocks, kvcache_gib or gpu_memory_utilization"
+            )
+        if self._max_model_len == self._supported_model_len:
+            return "which is all that the model supports (max_position_embeddings): shorten the prompt"
+        most = f", to at most {self._supported_model_len}" if self._supported_model_len is not None else ""
+        return f"which is max_model_len: shorten the prompt, or raise max_model_len{most}"
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. Raises ValueError where it could never run."""
+        self.check(seq.num_tokens)
+        stop = seq.params.stop_token_ids
+        ends = _NO_TOKEN if seq.ignore_eos else self._ends
+        seq.end_token_ids = ends.union(stop) if stop else ends
+        self.waiting.append(seq)
+
+    # -- the next step ---------------------------------------------------------------------------------------------
 
     def schedule(self) -> tuple[list[Sequence], bool]:
         """The next step's sequences, and whether they are prefilled; never empty while work is left.
 
         Each sequence's num_scheduled_tokens says how many tokens the step computes for it, and its block_table has
-        slots for them. Of a step that is no prefill the last ones may be prefilled beside the others: a mixed step,
-        which may leave out running sequences.
+        slots for them. In a mixed step, which counts as a decode step, the last sequences are prefilled.
         """
-        limits = (self.mixed_step_rows, self.max_num_seqs, self.max_seq_len)
-        mixed = MixedSteps(self.running, self.waiting, self.block_manager, *limits)
+        mixed = MixedSteps(self.running, self.waiting, self.mixed_step_rows, self.max_num_seqs, self.max_seq_len)
         is_mixed = bool(self.waiting) and mixed.takes(self.waiting[0])
         if not is_mixed:
-            seqs = self._schedule_prefill(self.max_num_batched_tokens, mixed)
+            seqs = self._schedule_prefill(self.max_num_batched_tokens)
             if seqs:
                 return seqs, True
         num_preemptions = self.num_preemptions
-        seqs, resting = self._schedule_decode(mixed if is_mixed else None)
-        # Nothing begins in the step that preempts: the cache is full, and a token of the victim's may still be pending.
+        seqs = self._schedule_decode()
+        # Nothing begins in the step that preempts: the cache is full, and the victim's last token may still be pending.
         if is_mixed and self.num_preemptions == num_preemptions:
-            num_free = self.mixed_step_rows - len(seqs)
-            prompts = self._schedule_prefill(num_free, mixed, beside=True)
-            num_free -= sum(seq.num_scheduled_tokens for seq in prompts)
-            seqs += self._schedule_resting(resting, num_free if prompts else len(resting))
-            seqs += prompts
+            seqs += self._schedule_prefill(self.mixed_step_rows - len(seqs), mixed)
         return seqs, False
 
-    def _schedule_prefill(self, budget: int, mixed: MixedSteps, beside: bool = False) -> list[Sequence]:
-        """Sequences that wait, with up to `budget` tokens: those to compute beside a decode step, or for a step of
-        their own, which leaves the others to mixed steps once it has some tokens."""
+    def _schedule_prefill(self, budget: int, mixed: MixedSteps | None = None) -> list[Sequence]:
+        """Waiting sequences with up to `budget` tokens. mixed: decides which ones, for the rows of a decode step."""
         if not self.waiting:
             return []
         manager = self.block_manager
@@ -84,12 +152,11 @@ class Scheduler(SequenceQueues):
         seqs: list[Sequence] = []
         scheduled: set[int] = set()  # hashes of the blocks that this step computes
         deferred: list[Sequence] = []
-        min_chunk = 0 if beside else self._min_chunk
-        enough = budget - min_chunk  # A step with no more than this left has tokens enough.
+        min_chunk = 0 if mixed else self._min_chunk
         while self.waiting and len(seqs) < self.max_num_seqs and budget > 0:
             seq = self.waiting[0]
-            if not seq.block_table:  # Of one that has blocks a chunk is computed, and nobody else gets these.
-                if not admission.is_open or (budget <= enough and mixed.takes(seq) != beside):
+            if not seq.block_table:  # A sequence with blocks continues a chunk, and nobody else gets these blocks.
+                if not admission.is_open or (mixed and not mixed.takes(seq)):
                     break
                 if manager.is_worth_waiting(seq, scheduled):
                     if len(deferred) == MAX_DEFERRED:
@@ -106,64 +173,51 @@ class Scheduler(SequenceQueues):
             scheduled.update(manager.hashes_scheduled(seq))
             seqs.append(seq)
             if seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens:
-                # A chunk: it stays at the head of the queue, with its blocks, for the next step. At the very head,
-                # because whoever came before it and found no free block would wait for those that it holds.
+                # A chunk: the sequence keeps its blocks and goes to the very head of the queue. Behind a sequence that
+                # finds no free block it would wait for ever.
                 self.waiting.popleft()
                 deferred.insert(0, seq)
                 break
             seq.status = SequenceStatus.RUNNING
             self.running.append(self.waiting.popleft())
             admission.began(seq)
-            mixed.began(seq)
+            if mixed:
+                mixed.began(seq)
         self.waiting.extendleft(reversed(deferred))
         return seqs
 
     def _exceeds(self, seq: Sequence, budget: int) -> bool:
-        """Whether a waiting sequence has more tokens to compute than these; most answers need no look at the cache."""
+        """Whether a waiting sequence has more tokens to compute than these. Most answers need no look at the cache."""
         return seq.num_tokens > budget and seq.num_tokens - self.block_manager.num_findable_tokens(seq) > budget
 
     def _allocate(self, seq: Sequence) -> None:
         is_new = seq.num_shared_tokens < 0
         self.block_manager.allocate(seq)
         if is_new:
+            seq.scheduled_time = time.perf_counter()
             self.num_prompt_tokens += seq.num_prompt_tokens
             if self.block_manager.enable_prefix_caching and not seq.needs_prompt_logits:
                 self.num_prefix_queries += seq.num_prompt_tokens
                 self.num_prefix_hits += seq.num_shared_tokens
 
-    def _schedule_decode(self, mixed: MixedSteps | None) -> tuple[list[Sequence], list[Sequence]]:
-        """The running sequences; of a mixed step those that do not rest, and those that do."""
+    def _schedule_decode(self) -> list[Sequence]:
+        """The running sequences, one token each."""
         seqs: list[Sequence] = []
-        resting: list[Sequence] = []
-        seen: list[Sequence] = []
         block_size = self.block_manager.block_size
         while self.running and len(seqs) < self.max_num_seqs:
             seq = self.running.popleft()
-            if mixed is not None and mixed.rests(seq):
-                resting.append(seq)
-                seen.append(seq)
-                continue
-            # The common case without a call: at batch 512 this loop is what the host does between two steps.
+            # The common case without a call: with 512 sequences this loop is what the host does between two steps.
             if seq.num_tokens > len(seq.block_table) * block_size and not self._make_room(seq):
                 continue
             seq.num_scheduled_tokens = 1
             seqs.append(seq)
-            seen.append(seq)
-        self.running.extendleft(reversed(seen))
-        return seqs, resting
-
-    def _schedule_resting(self, resting: list[Sequence], num_free: int) -> list[Sequence]:
-        """The first of them, as many as the prompts have left rows for. There are blocks, or nobody would rest."""
-        seqs = resting[:num_free]
-        for seq in seqs:
-            self.block_manager.may_append(seq)
-            seq.num_scheduled_tokens = 1
+        self.running.extendleft(reversed(seqs))
         return seqs
 
     def _make_room(self, seq: Sequence) -> bool:
-        """Give the sequence the block that its last token opens. Where none is free, preempt: last in, first out,
-        beginning with the prompt that is computed in chunks, and the sequence itself where nobody younger is left
-        (False). Once alone it always fits, because no sequence grows past max_seq_len."""
+        """Give the sequence the block that its last token opens. Where none is free, preempt: first a prompt that is
+        computed in chunks, then the sequence that began last, and at last this one (False). A sequence that is alone
+        always fits, because none grows past max_seq_len."""
         while not self.block_manager.can_append(seq):
             if self.waiting and self.waiting[0].block_table:
                 victim = self.waiting.popleft()
@@ -176,9 +230,150 @@ class Scheduler(SequenceQueues):
         return True
 
     def preempt(self, seq: Sequence) -> None:
-        """Take the blocks back of a sequence that is out of its queue; it is prefilled again, completion and all."""
+        """Take the blocks of a sequence that is out of its queue. It is prefilled again, completion and all."""
         self.num_preemptions += 1
         seq.status = SequenceStatus.WAITING
         seq.is_prefilling = True
         self.block_manager.deallocate(seq)
         self.waiting.appendleft(seq)
+
+    # -- after a step ----------------------------------------------------------------------------------------------
+
+    def advance(self, seqs: list[Sequence]) -> None:
+        """Record what a launched step does, before its tokens are known, so that the next one can be scheduled:
+        register full blocks, append a placeholder for each new token, end what reaches its length.
+
+        The step may still read blocks that are given back here. Whoever gets them next writes them in a later step of
+        the same stream.
+        """
+        block_size, max_seq_len = self.block_manager.block_size, self.max_seq_len
+        ended = False
+        for row, seq in enumerate(seqs):
+            if seq.is_finished:
+                continue  # The tokens of the step before ended it after this step was launched.
+            before = seq.num_cached_tokens
+            seq.num_cached_tokens = after = before + seq.num_scheduled_tokens
+            seq.num_scheduled_tokens = 0
+            if before // block_size != after // block_size:
+                self.block_manager.hash_blocks(seq, before)
+            if after < seq.num_tokens:
+                continue
+            seq.is_prefilling = False
+            seq.append_pending(row)
+            if seq.num_completion_tokens >= seq.max_tokens or seq.num_tokens >= max_seq_len:
+                self._end(seq, "length")
+                ended = True
+        if ended:
+            self._drop_finished()
+
+    def postprocess(
+        self, seqs: list[Sequence], token_ids: list[int], logprobs: StepLogprobs | None = None
+    ) -> list[Sequence]:
+        """Record the tokens of a step after `advance`: fill the placeholders, find the ends of sequence.
+
+        With another step in flight, that one's token of a sequence that ends here is dropped later.
+
+        Args:
+            seqs: what schedule() returned.
+            token_ids: one sampled token per sequence. That of a sequence whose prefill goes on is ignored; NON_FINITE
+                ends a sequence with finish reason "error".
+            logprobs: the step's log-probabilities, where a sequence asks for them.
+
+        Returns:
+            The sequences that finished, their blocks given back.
+        """
+        finished = []
+        dropped = False
+        num_ignored = 0
+        for row, (seq, token_id) in enumerate(zip(seqs, token_ids, strict=True)):
+            if seq.pending_row != row:
+                num_ignored += 1
+                continue  # Its prefill goes on, or it had ended before.
+            is_end = token_id in seq.end_token_ids
+            if is_end and token_id == NON_FINITE:
+                self._fail_without_token(seq)
+                finished.append(seq)
+                dropped = True
+                num_ignored += 1
+                continue
+            seq.resolve_pending(token_id)
+            if logprobs is not None:
+                logprobs.book(row, seq)
+            if is_end:
+                if not seq.is_finished:
+                    self._end(seq, "stop")
+                    dropped = True
+                seq.finish_reason = "stop"
+                seq.stop_reason = token_id if seq.ignore_eos or token_id not in self.eos else None
+            if seq.is_finished:
+                finished.append(seq)
+        if dropped:
+            self._drop_finished()
+        self.num_generated_tokens += len(seqs) - num_ignored
+        return finished
+
+    def stop(self, seqs: list[Sequence]) -> None:
+        """End sequences at the token that postprocess() has just recorded: their text has reached a stop string."""
+        for seq in seqs:
+            self._end(seq, "stop")
+        self._drop_finished()
+
+    def fail(self, seqs: list[Sequence], error: str) -> None:
+        """End sequences with finish reason "error", wherever they are. They keep the tokens that they have; the token
+        of a step in flight is dropped."""
+        for seq in seqs:
+            self._fail(seq, error)
+        self._drop_finished()
+
+    def _fail(self, seq: Sequence, error: str) -> None:
+        seq.drop_pending()
+        if not seq.is_finished:
+            self._end(seq, "error")
+        seq.finish_reason, seq.stop_reason, seq.error = "error", None, error
+
+    def _fail_without_token(self, seq: Sequence) -> None:
+        """End a sequence for which the sampler found no token."""
+        if seq.error is not None:  # Masks have left none.
+            self._fail(seq, seq.error)
+            return
+        error = (
+            f"the model's logits for the token at position {seq.num_tokens - 1} hold NaN or infinity: its weights are "
+            "damaged, or overflow in this dtype; check the checkpoint's files, or try dtype='float32'"
+        )
+        self._fail(seq, error)
+        self.block_manager.forget_blocks(seq)  # Their keys and values are likely to be NaN too.
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("request %d: %s (results say so; this is logged once)", seq.request_id, error)
+
+    def _end(self, seq: Sequence, finish_reason: str) -> None:
+        was_preempted = seq.status is SequenceStatus.WAITING
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = finish_reason
+        seq.grammar = None  # It takes more memory than the tokens, and results wait for the whole batch.
+        self.block_manager.deallocate(seq)
+        if was_preempted:
+            self.waiting.remove(seq)
+
+    def _drop_finished(self) -> None:
+        self.running = deque(seq for seq in self.running if seq.status is not SequenceStatus.FINISHED)
+
+    def abort(self, request_ids: Iterable[int] | None = None) -> list[Sequence]:
+        """Drop the sequences of these requests, or all, wherever they are, and return them. The token of a step in
+        flight is dropped as well."""
+        request_ids = None if request_ids is None else set(request_ids)
+        aborted = [
+            seq
+            for queue in (self.waiting, self.running)
+            for seq in queue
+            if request_ids is None or seq.request_id in request_ids
+        ]
+        for seq in aborted:
+            seq.status = SequenceStatus.FINISHED
+            seq.finish_reason = "abort"
+            seq.grammar = None
+            seq.drop_pending()
+            self.block_manager.deallocate(seq)
+        self.waiting = deque(seq for seq in self.waiting if not seq.is_finished)
+        self._drop_finished()
+        return aborted

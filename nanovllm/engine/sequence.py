@@ -28,8 +28,7 @@ class Sequence:
         status: see SequenceStatus.
         is_prefilling: whether the next step prefills it. State of its own, not derived from the number of
             completion tokens: a preempted sequence is prefilled again, completion and all.
-        tokens: array("i") of prompt and completion; in a worker's copy those up to the end of the chunk that is
-            prefilled, or none.
+        tokens: array("i") of prompt and completion.
         last_token: the newest token, the one that a decode step feeds to the model.
         num_tokens: prompt and completion tokens.
         num_prompt_tokens: prompt tokens.
@@ -46,7 +45,7 @@ class Sequence:
         error: what went wrong, where finish_reason is "error", or will be: there is no token to draw. Else None.
         end_token_ids: tokens that end it, and NON_FINITE; the scheduler's.
         request_id: what its request is known by; the samples of one prompt share it.
-        params: the request's SamplingParams; rank 0's alone, as are the rest but for the next three.
+        params: the request's SamplingParams.
         is_plain: whether temperature and seed are all that its draws need. A step of plain sequences alone is
             sampled within the model's CUDA graph.
         is_constrained: whether the tokens that it may draw depend on those before: it must follow a grammar, or not
@@ -232,56 +231,3 @@ class Sequence:
             self.last_token = self.tokens[-1]
             self.num_tokens -= 1
             self.pending_row = -1
-
-    def __getstate__(self) -> tuple:
-        """What a worker needs for one step and no more: of the tokens, those that a prefill computes, and in a decode
-        step the last one alone."""
-        first, end = self.num_cached_tokens, self.num_cached_tokens + self.num_scheduled_tokens
-        return (
-            self.seq_id,
-            self.block_size,
-            self.is_prefilling,
-            self.is_plain,
-            self.is_constrained,
-            self.needs_prompt_logits,
-            self.num_tokens,
-            self.num_prompt_tokens,
-            self.num_cached_tokens,
-            self.num_scheduled_tokens,
-            self.pending_row,
-            self.block_table,
-            self.temperature,
-            self.seed,
-            self.tokens[first:end].tobytes() if self.is_prefilling else self.last_token,
-        )
-
-    def __setstate__(self, state: tuple) -> None:
-        (
-            self.seq_id,
-            self.block_size,
-            self.is_prefilling,
-            self.is_plain,
-            self.is_constrained,
-            self.needs_prompt_logits,
-            self.num_tokens,
-            self.num_prompt_tokens,
-            self.num_cached_tokens,
-            self.num_scheduled_tokens,
-            self.pending_row,
-            self.block_table,
-            self.temperature,
-            self.seed,
-            tokens,
-        ) = state
-        self.tokens = array("i")
-        if self.is_prefilling:
-            self.set_scheduled_tokens(tokens)
-        else:
-            self.last_token = tokens
-
-    def set_scheduled_tokens(self, tokens: bytes) -> None:
-        """In a worker's copy: the tokens of the chunk that is to be prefilled, int32; placeholders stand for those
-        before it, which are in the KV cache."""
-        self.tokens = array("i", bytes(4 * self.num_cached_tokens))
-        self.tokens.frombytes(tokens)
-        self.last_token = self.tokens[-1] if self.tokens else PLACEHOLDER

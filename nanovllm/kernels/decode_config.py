@@ -1,26 +1,25 @@
-"""Launch constants of decode attention."""
+"""Launch constants of decode attention, measured on an H200 (benchmarks/attention_decode.py --sweep, whole workloads).
+
+They are keyed by the number of sequences x KV heads and by the bytes of a key. Plain Python: importable without Triton.
+"""
 
 from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 
-from nanovllm.utils.decode_plan import SPLIT_UNIT
-
-_TILE_BYTES = 16 * 1024  # of keys, and as much of values
+SPLIT_UNIT = 64  # keys; a split is a whole multiple, so a kernel may load tiles of 16, 32 or 64 keys
 
 
 class DecodeConfig(NamedTuple):
-    """Launch constants.
+    """Launch constants of one kernel.
 
     Attributes:
-        tile: keys a step of the loop, a power of two from 16 up to SPLIT_UNIT.
-        num_warps: a program.
-        num_stages: of the load pipeline; all but one have a tile of keys and one of values in shared memory.
-        prefetch: whether the programs of a dependent launch ask for their keys and values while they wait; not with
-            `tma`, where that gained nothing.
-        tma: whether whole tiles come by the tensor memory accelerator (`paged_decode_tma`).
+        tile: keys of one step of the loop, a power of two from 16 to SPLIT_UNIT.
+        num_warps: warps of a program.
+        num_stages: of the load pipeline. All but one hold a tile of keys and a tile of values in shared memory.
+        prefetch: request all keys and values into L2 while a dependent launch waits. Not with `tma`.
+        tma: load whole tiles with Hopper's tensor memory accelerator.
     """
 
     tile: int
@@ -30,45 +29,53 @@ class DecodeConfig(NamedTuple):
     tma: bool = False
 
 
-@cache
-def _has_much_shared_memory(device: torch.device) -> bool:
-    """Whether a multiprocessor has room for two programs of four stages, as Hopper's, with 228 KiB, has."""
-    if device.type != "cuda":
-        return False
-    # Some versions of torch may not say.
-    found = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_multiprocessor", 0)
-    return found >= 14 * _TILE_BYTES
+# Each table: (largest number of sequences x KV heads, value).
+# Programs beyond one a sequence and KV head. More balance the load better, but each costs its start and a partial
+# result.
+SPARE_PROGRAMS = ((256, 165), (1536, 264), (float("inf"), 660))
+_TMA_CONFIGS = (
+    # With more stages this kernel is as fast, but whole steps are slower: shared memory then takes the place of the L1
+    # cache that the matrix products of small batches read through.
+    (16, DecodeConfig(64, 4, 2, prefetch=True)),
+    (32, DecodeConfig(32, 1, 3, tma=True)),
+    (512, DecodeConfig(64, 2, 3, tma=True)),
+    (1536, DecodeConfig(32, 1, 4, tma=True)),
+    (float("inf"), DecodeConfig(32, 1, 3, tma=True)),
+)
+# For keys of 256 bytes; larger ones get smaller tiles.
+_CONFIGS = (
+    (32, DecodeConfig(64, 4, 2, prefetch=True)),
+    (256, DecodeConfig(64, 4, 3)),
+    (1536, DecodeConfig(64, 4, 4)),
+    (2048, DecodeConfig(32, 1, 4)),
+    (float("inf"), DecodeConfig(32, 2, 3)),
+)
+_TABLE_KEY_BYTES = 256
 
 
-@cache
-def has_tma(head_dim: int, block_size: int, itemsize: int, device: torch.device) -> bool:
-    """Whether `paged_decode_tma` can be taken: on Hopper, where it was measured, in half precision, for the head_dims
-    of published models. Triton before 3.6, with which it was written, may not have products of eight columns."""
-    is_new = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
-    fits = itemsize == 2 and head_dim in (64, 128) and block_size >= SPLIT_UNIT
-    return is_new and fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+def look_up(table: tuple, num_rows: int):
+    """The value of the first entry whose limit is at least num_rows."""
+    return next(value for limit, value in table if num_rows <= limit)
 
 
 def choose_config(
     num_rows: int, padded_dim: int, itemsize: int, device: torch.device, tma: bool = False
 ) -> DecodeConfig:
-    """The best, or close to it, of benchmarks/attention_decode.py --sweep and of whole workloads on an H200, for
-    num_rows = sequences x KV heads, of `padded_dim` elements of `itemsize` bytes. tma: whether `has_tma`."""
-    tile = max(16, min(SPLIT_UNIT, _TILE_BYTES // (padded_dim * itemsize)))
-    half = max(16, tile // 2)
-    if num_rows <= (16 if tma else 32):
-        # With three stages, or at one or two sequences of eight KV heads by the memory accelerator, the kernel is as
-        # fast, but a step of Qwen3-8B is 5 to 10 % slower: the multiprocessors give up L1 for more shared memory,
-        # through which, it seems, the skinny kernels around want to read.
-        return DecodeConfig(tile, 4, 2, prefetch=True)
+    """The constants for `num_rows` = sequences x KV heads, with keys of `padded_dim` elements of `itemsize` bytes.
+    tma: whether the tensor memory accelerator may be used."""
     if tma:
-        if 32 < num_rows <= 512:
-            return DecodeConfig(64, 2, 3, tma=True)
-        return DecodeConfig(32, 1, 4 if 512 < num_rows <= 1536 else 3, tma=True)
-    if num_rows <= 256:
-        return DecodeConfig(tile, 4, 3)
-    if num_rows <= 1536:
-        return DecodeConfig(tile, 4, 4 if _has_much_shared_memory(device) else 3)
-    if num_rows <= 2048:
-        return DecodeConfig(half, 1, 4 if half < tile else 3)
-    return DecodeConfig(half, 2, 3)
+        return look_up(_TMA_CONFIGS, num_rows)
+    config, key_bytes = look_up(_CONFIGS, num_rows), padded_dim * itemsize
+    tile = max(16, config.tile * _TABLE_KEY_BYTES // max(key_bytes, _TABLE_KEY_BYTES))
+    num_stages = min(config.num_stages, 1 + _pipeline_bytes(device) // (2 * tile * key_bytes))
+    return config._replace(tile=tile, num_stages=num_stages)
+
+
+@cache
+def _pipeline_bytes(device: torch.device) -> int:
+    """Shared memory for the tiles of one program: on Hopper, with 228 KiB, two programs with 96 KiB fit."""
+    if device.type != "cuda":
+        return 64 * 1024
+    # Some versions of torch do not have the attribute.
+    found = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_multiprocessor", 0)
+    return (96 if found >= 224 * 1024 else 64) * 1024

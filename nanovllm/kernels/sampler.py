@@ -8,12 +8,20 @@ from triton.language.extra import libdevice
 
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.threshold_search import MAX_FLOAT, scale_of
 
+MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
 _GROUP = tl.constexpr(16)  # layers.sampler.GROUP
 _NON_FINITE = tl.constexpr(-1)  # layers.sampler.NON_FINITE
+
+
+@triton.jit
+def scale_of(temperature):
+    """What makes of a logit the exponent of 2 of its weight: log2 e / temperature, neither infinite nor 0."""
+    # A tensor at the left: in Triton 3.7's interpreter a constant's quotient is a constant, whatever it is divided by.
+    return tl.minimum(tl.maximum(tl.full([], _LOG2_E, tl.float32) / temperature, 1e-30), 1e30)
 
 
 @triton.jit

@@ -1,197 +1,203 @@
 """What top-k, top-p and min-p leave of every row, as one number: the lowest logit that may still be drawn.
 
-Top-k and top-p both ask for the lowest value v such that the logits strictly above v weigh less than a target: top-k
-weighs every logit 1 and has k for its target, top-p weighs it exp(logit / T) and has p of the mass. `threshold_search`
-says how that is found. The kernels:
+Top-k and top-p both ask for the lowest value v such that the logits strictly above v weigh less than a target. Top-k
+weighs every logit 1, and its target is k. Top-p weighs it exp(logit / T), and its target is p of the mass. The values
+that a dtype can hold are numbered in their order, and a bracket of these keys is narrowed by weighing above a few of
+them at a time, so the result is exact.
 
-1. `tiles_kernel` reads all logits once, for the maximum of every tile of a row (and its mass, for top-p alone).
-2. `narrow_kernel`, for rows with top-p alone in a small batch, weighs above many pivots with each row spread over
-   the GPU. The next launch adds up, in a fixed order, what the programs of this one found: nothing is atomic, so equal
-   inputs give equal bits on every run and rank.
-3. `settle_kernel`, one program a row, finishes. The k-th highest maximum of a tile bounds the k-th highest logit from
-   below, and (1 - p) / V of the mass bounds what top-p keeps. Mostly that leaves a few hundred candidates in a few
-   tiles, which are gathered and searched in registers. Where it leaves more, the whole row is weighed until what
-   remains fits.
+One program serves a row. It first finds the maximum of every lane (a lane is every LANES-th column). The k-th highest
+maximum bounds the k-th highest logit from below, and (1 - p) / V of the mass bounds what top-p keeps. Mostly a few
+lanes then hold all candidates. These are copied, and the search reads only them; else it reads the whole row each time.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.dependent_launch import has_pdl
+from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.threshold_kernels import narrow_kernel, settle_kernel, tiles_kernel
+from nanovllm.kernels.sampler import MAX_FLOAT, check_logits, scale_of
 
+LANES = 4096
+CAPACITY = 16384  # logits of a row's candidates
+BLOCK = 2048  # logits that are weighed at a time
+_PIVOTS = tl.constexpr(4)  # A whole row is bound by arithmetic, and four narrow the most for each instruction.
+_NEG_INF = tl.constexpr(float("-inf"))
 # Low bits of a float32 that are 0 whatever value of the dtype it holds.
 _SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-# Rounds of 16 pivots that tell all such values apart: 17^4 > 2^16, 17^5 > 2^19, 17^8 > 2^32.
-_ROUNDS = {torch.float32: 8, torch.float16: 5, torch.bfloat16: 4}
 
 
-class ThresholdConfig(NamedTuple):
-    """Launch constants. They change thresholds by no more than the rounding of sums, whose order they set.
-
-    Args:
-        tile: columns that share a maximum. 256 16-bit logits are one 16-byte load of each lane of a warp, so that
-            their maximum needs no other warp.
-        tiles_at_once: tiles of a program of the first kernel.
-        narrow_rounds: launches of the second kernel; 0 leaves it out.
-        narrow_columns: columns of one of its programs.
-        narrow_pivots: pivots of one round of it.
-        settle_columns: columns that a program of the third kernel weighs, or looks for candidates, at a time.
-        capacity: candidates that it keeps in registers.
-        tiles_warps: warps of a program of the first kernel.
-        narrow_warps: of the second.
-        settle_warps: of the third.
-    """
-
-    tile: int = 256
-    tiles_at_once: int = 16
-    narrow_rounds: int = 0
-    narrow_columns: int = 2048
-    narrow_pivots: int = 16
-    settle_columns: int = 2048
-    capacity: int = 1024
-    tiles_warps: int = 4
-    narrow_warps: int = 4
-    settle_warps: int = 8
+@triton.jit
+def _key_of(value, SHIFT: tl.constexpr):
+    """The number of a float32 in the order of the dtype's values, as int64."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # + 0.0 leaves one zero of the two
+    return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT).to(tl.int64)
 
 
-def default_config(batch: int, dtype: torch.dtype) -> ThresholdConfig:
-    """The constants for a batch of `batch` rows."""
-    # With a program a row, over half the SMs of an H200 are busy from here on. In fewer rows a program would be alone
-    # with flat logits for longer than these launches take.
-    if batch > 64:
-        return ThresholdConfig()
-    return ThresholdConfig(tiles_at_once=4 if batch <= 8 else 16, narrow_rounds=_ROUNDS[dtype])
+@triton.jit
+def _value_of(key, SHIFT: tl.constexpr):
+    """The float32 that a key stands for."""
+    bits = (key << SHIFT).to(tl.int32)
+    return tl.where(bits < 0, bits ^ (0x7FFFFFFF >> SHIFT << SHIFT), bits).to(tl.float32, bitcast=True)
 
 
-def sampling_thresholds(
-    logits: Tensor,
-    temperatures: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    has_lone_top_p: bool = True,
-    config: ThresholdConfig | None = None,
-) -> Tensor:
-    """The lowest logit of each row that top-k, top-p and min-p, in this order, leave to be drawn.
+@triton.jit
+def _weigh_above(source, count, values, peak, scale, BLOCK: tl.constexpr):
+    """The sum of exp2((x - peak) * scale) over the x of source [count] above each of values [_PIVOTS]."""
+    above = tl.zeros([BLOCK, _PIVOTS], tl.float32)
+    for start in tl.range(0, count, BLOCK, loop_unroll_factor=2):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(source + at, mask=at < count, other=_NEG_INF).to(tl.float32)
+        weights = tl.exp2(tl.minimum(x - peak, 0.0) * scale)  # NaN for NaN and -inf, which are above no value
+        above += tl.where(x[:, None] > values[None, :], weights[:, None], 0.0)
+    return tl.sum(above, axis=0)
 
-    Top-k keeps the k highest logits and all that tie with the k-th. Top-p keeps, of the softmax of what is left at the
-    row's temperature, every token above which there is less than p of the mass: the one that crosses p stays, and so
-    do its equals. Min-p keeps tokens with at least min_p times the highest probability. The highest logit always
-    stays. NaN counts as -inf.
 
-    No host synchronization and the same launches whatever the arguments hold: fit for CUDA graph capture. Equal
-    arguments give equal bits. Scratch is a few per cent of the logits' size.
+@triton.jit
+def _search(source, count, peak, scale, target, low, high, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """The lowest key in [low, high] above whose value the source weighs less than the target; high if there is none."""
+    while low < high:
+        step = (high - low + _PIVOTS) // (_PIVOTS + 1)
+        # None of the pivots is `high`, so each of them narrows the bracket.
+        pivots = tl.minimum(low + step * (tl.arange(0, _PIVOTS).to(tl.int64) + 1), high) - 1
+        is_under = _weigh_above(source, count, _value_of(pivots, SHIFT), peak, scale, BLOCK) < target
+        low = tl.maximum(low, tl.max(tl.where(is_under, low, pivots + 1), axis=0))
+        high = tl.minimum(high, tl.min(tl.where(is_under, pivots, high), axis=0))
+    return low
 
-    Args:
-        logits: `[batch, vocab_size]`, float32, float16 or bfloat16, any row stride, contiguous in its last dimension.
-        temperatures: float32 `[batch]`; a row of 0 is greedy, and nothing is cut from it.
-        top_k: int32 `[batch]`; 0 is off.
-        top_p: float32 `[batch]`; 1 is off.
-        min_p: float32 `[batch]`; 0 is off.
-        has_lone_top_p: whether a row may have top_p without top_k; where none has, launches are left out that only
-            such rows need.
-        config: launch constants, for tests and benchmarks.
 
-    Returns:
-        float32 `[batch]`, in the logits' own units, before temperature: tokens with logit >= threshold stay. -inf for
-        rows that nothing is cut from.
+@triton.jit
+def _cut(source, count, peak, temperature, top_k, top_p, low, total, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """The key at which top-k and then top-p cut a source that holds all logits from the key `low` on. top_k 0 and top_p
+    1 are off. total: the mass of the row; with top-k nobody reads it."""
+    least = _key_of(tl.full([], float("-inf"), tl.float32), SHIFT)
+    high = _key_of(peak, SHIFT)
+    if top_k > 0:
+        low = _search(source, count, peak, 0.0, top_k.to(tl.float32), low, high, SHIFT, BLOCK)
+    if top_p < 1.0:
+        scale = scale_of(temperature)
+        if top_k > 0:
+            below = _value_of(tl.maximum(low - 1, least), SHIFT) + tl.zeros([_PIVOTS], tl.float32)
+            total = tl.max(_weigh_above(source, count, below, peak, scale, BLOCK), axis=0)
+        low = _search(source, count, peak, scale, top_p * total, low, high, SHIFT, BLOCK)
+    return low
+
+
+@triton.jit
+def _thresholds_kernel(
+    logits,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    maxima,
+    live_lanes,
+    candidates,
+    thresholds,
+    vocab_size,
+    row_stride,
+    SHIFT: tl.constexpr,
+    LANES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    top_k = tl.load(top_ks + row)
+    top_p = tl.load(top_ps + row)
+    min_p = tl.load(min_ps + row)
+    top_k = tl.where(top_k < vocab_size, top_k, 0)
+    threshold = _NEG_INF
+    if (temperature > 0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0)):
+        logits_row = logits + row * row_stride
+        lanes = tl.arange(0, LANES)
+        maximum = tl.full([LANES], float("-inf"), tl.float32)
+        for start in tl.range(0, vocab_size, LANES, loop_unroll_factor=4):
+            x = tl.load(logits_row + start + lanes, mask=start + lanes < vocab_size, other=_NEG_INF).to(tl.float32)
+            maximum = tl.maximum(maximum, tl.where(x > _NEG_INF, x, _NEG_INF))  # no NaN
+        peak = tl.minimum(tl.max(maximum, axis=0), MAX_FLOAT)
+        if peak > _NEG_INF:
+            if (top_k > 0) | (top_p < 1.0):
+                top = _key_of(peak, SHIFT)
+                low = _key_of(tl.full([], float("-inf"), tl.float32), SHIFT)
+                total = 0.0
+                if top_k > 0:
+                    if top_k <= LANES:
+                        tl.store(maxima + row * LANES + lanes, maximum)
+                        tl.debug_barrier()  # until all threads have stored theirs
+                        low = _key_of(tl.min(maximum, axis=0), SHIFT)
+                        target = top_k.to(tl.float32)
+                        low = _search(maxima + row * LANES, LANES, peak, 0.0, target, low, top, SHIFT, BLOCK)
+                else:
+                    scale = scale_of(temperature)
+                    all_values = tl.full([_PIVOTS], float("-inf"), tl.float32)
+                    total = tl.max(_weigh_above(logits_row, vocab_size, all_values, peak, scale, BLOCK), axis=0)
+                    # If every logit were at most this high, all of them together would weigh less than what may be
+                    # left out. 0.999 is more than all rounding.
+                    share = tl.maximum(1.0 - top_p, 0.0) * total / vocab_size * 0.999
+                    low = tl.minimum(_key_of(peak + tl.log2(share) / scale, SHIFT), top)
+                is_live = (maximum >= _value_of(low, SHIFT)) & (maximum > _NEG_INF)
+                num_live = tl.sum(is_live.to(tl.int32), axis=0)
+                count = num_live * tl.cdiv(vocab_size, LANES)
+                if count <= CAPACITY:
+                    live_row = live_lanes + row * LANES
+                    candidates_row = candidates + row * CAPACITY
+                    tl.store(live_row + tl.cumsum(is_live.to(tl.int32), axis=0) - 1, lanes, mask=is_live)
+                    tl.debug_barrier()
+                    for start in range(0, count, BLOCK):
+                        at = start + tl.arange(0, BLOCK)
+                        column = tl.load(live_row + at % num_live, mask=at < count, other=0) + at // num_live * LANES
+                        x = tl.load(logits_row + column, mask=(at < count) & (column < vocab_size), other=_NEG_INF)
+                        tl.store(candidates_row + at, x, mask=at < count)
+                    tl.debug_barrier()
+                    key = _cut(candidates_row, count, peak, temperature, top_k, top_p, low, total, SHIFT, BLOCK)
+                else:
+                    key = _cut(logits_row, vocab_size, peak, temperature, top_k, top_p, low, total, SHIFT, BLOCK)
+                threshold = _value_of(key, SHIFT)
+            if min_p > 0:
+                threshold = tl.maximum(threshold, peak + tl.log(tl.minimum(min_p, 1.0)) * temperature)
+    tl.store(thresholds + row, threshold)
+
+
+def sampling_thresholds(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """`layers.sampling_thresholds.sampling_thresholds`, which describes arguments and result, on a GPU.
+
+    One launch without host synchronization: fit for CUDA graph capture. Equal arguments give equal bits. `logits` is
+    float32, float16 or bfloat16, of any row stride, contiguous in its last dimension.
 
     Raises:
         ValueError: if logits are of another dtype or strided in the vocabulary, or the vocabulary is empty.
     """
-    batch, vocab_size = logits.shape
-    if vocab_size == 0 or (vocab_size > 1 and logits.stride(1) != 1):
-        raise ValueError(f"logits must be [batch, vocab_size > 0] with contiguous rows, not {list(logits.shape)}")
+    batch = check_logits(logits)
     if logits.dtype not in _SHIFTS:
         raise ValueError(f"logits must be float32, float16 or bfloat16, not {logits.dtype}")
-    if batch == 0:
-        return torch.empty(0, device=logits.device)
-    config = config or default_config(batch, logits.dtype)
-    if not has_lone_top_p:
-        config = config._replace(narrow_rounds=0)
-    num_tiles = triton.cdiv(vocab_size, config.tile)
-    num_splits = triton.cdiv(vocab_size, config.narrow_columns)
-    # One tensor each: as halves of one, every odd batch would have another alignment, and so other kernels to compile.
-    maxima, masses = (torch.empty(batch, num_tiles, device=logits.device) for _ in range(2))
-    live_tiles = torch.empty(batch, num_tiles, dtype=torch.int32, device=logits.device)
-    candidates = torch.empty(batch, config.capacity, device=logits.device)
-    brackets = torch.empty(config.narrow_rounds, batch, 2, dtype=torch.int64, device=logits.device)
-    partials = torch.empty(config.narrow_rounds, batch, num_splits, config.narrow_pivots, device=logits.device)
     thresholds = torch.empty(batch, device=logits.device)
-    shift = _SHIFTS[logits.dtype]
-    padded = {"TILES": triton.next_power_of_2(num_tiles), "SPLITS": triton.next_power_of_2(num_splits)}
-    pdl = has_pdl(logits.device)
-    launcher(tiles_kernel, (batch, triton.cdiv(num_tiles, config.tiles_at_once)), pdl)(
+    if batch == 0:
+        return thresholds
+    # One tensor each: as parts of one, odd batches would have other alignments, and so other kernels to compile.
+    maxima = torch.empty(batch, LANES, device=logits.device)
+    live_lanes = torch.empty(batch, LANES, dtype=torch.int32, device=logits.device)
+    candidates = torch.empty(batch, CAPACITY, dtype=logits.dtype, device=logits.device)
+    launcher(_thresholds_kernel, (batch,), has_pdl(logits.device))(
         logits,
         temperatures,
         top_k,
         top_p,
         min_p,
         maxima,
-        masses,
-        vocab_size,
-        logits.stride(0),
-        num_tiles,
-        TILE=config.tile,
-        TILES_AT_ONCE=config.tiles_at_once,
-        num_warps=config.tiles_warps,
-    )
-    last_brackets = last_partials = None
-    for i in range(config.narrow_rounds):
-        launcher(narrow_kernel, (batch, num_splits), pdl)(
-            logits,
-            temperatures,
-            top_k,
-            top_p,
-            maxima,
-            masses,
-            last_brackets,
-            last_partials,
-            brackets[i],
-            partials[i],
-            vocab_size,
-            logits.stride(0),
-            num_tiles,
-            num_splits,
-            **padded,
-            SHIFT=shift,
-            COLUMNS=config.narrow_columns,
-            PIVOTS=config.narrow_pivots,
-            FIRST=i == 0,
-            num_warps=config.narrow_warps,
-        )
-        last_brackets, last_partials = brackets[i], partials[i]
-    launcher(settle_kernel, (batch,), pdl)(
-        logits,
-        temperatures,
-        top_k,
-        top_p,
-        min_p,
-        maxima,
-        masses,
-        last_brackets,
-        last_partials,
-        live_tiles,
+        live_lanes,
         candidates,
         thresholds,
-        vocab_size,
+        logits.shape[1],
         logits.stride(0),
-        num_tiles,
-        num_splits,
-        **padded,
-        SHIFT=shift,
-        TILE=config.tile,
-        PIVOTS=config.narrow_pivots,
-        NARROWED=config.narrow_rounds > 0,
-        COLUMNS=config.settle_columns,
-        CAPACITY=config.capacity,
-        num_warps=config.settle_warps,
-        # Two programs fit an SM, so that 264 rows are served at once; left alone it takes 165.
-        maxnreg=128,
+        SHIFT=_SHIFTS[logits.dtype],
+        LANES=LANES,
+        CAPACITY=CAPACITY,
+        BLOCK=BLOCK,
+        num_warps=8,
+        maxnreg=128,  # so that two programs fit a multiprocessor
     )
     return thresholds

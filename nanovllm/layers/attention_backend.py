@@ -6,13 +6,12 @@ from importlib.util import find_spec
 import torch
 
 from nanovllm.kernels import HAS_TRITON
+from nanovllm.kernels.decode_plan import DecodeWorkspace
 from nanovllm.layers.attention_torch import decode_attention_torch, prefill_attention_torch
 from nanovllm.layers.flash_attn4 import FlashAttn4, load_flash_attn4
 from nanovllm.utils.context import Context
-from nanovllm.utils.decode_plan import num_work_items, rows_a_piece
 
 if HAS_TRITON:
-    from nanovllm.kernels.decode_workspace import DecodeWorkspace
     from nanovllm.kernels.paged_decode import paged_decode
     from nanovllm.kernels.paged_prefill import paged_prefill
 
@@ -45,15 +44,9 @@ class AttentionBackend(ABC):
         return f"{self.name} (prefill: flash-attn-4, in steps of {self.flash_attn4_min_tokens} tokens or more)"
 
     def prepare(
-        self,
-        max_batch_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        device: torch.device,
-        mixed_step_rows: int = 0,
+        self, max_batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
     ) -> None:
-        """Allocate what decode steps of up to max_batch_size rows share, and mixed steps, before the first of them."""
+        """Allocate what decode steps of up to max_batch_size rows share, before the first of them."""
         return None
 
     def use_flash_attn4(
@@ -114,12 +107,8 @@ class TritonBackend(AttentionBackend):
     def __init__(self):
         self.workspace = None
 
-    def prepare(self, max_batch_size, num_heads, num_kv_heads, head_dim, device, mixed_step_rows=0):
-        num_items = num_work_items(max_batch_size, num_kv_heads)
-        if mixed_step_rows:
-            most_rows = rows_a_piece(num_heads, num_kv_heads)
-            num_items = max(num_items, most_rows * num_work_items(mixed_step_rows, num_kv_heads))
-        self.workspace = DecodeWorkspace(max_batch_size, num_heads, num_kv_heads, head_dim, device, num_items)
+    def prepare(self, max_batch_size, num_heads, num_kv_heads, head_dim, device):
+        self.workspace = DecodeWorkspace(max_batch_size, num_heads, num_kv_heads, head_dim, device)
 
     def prefill(self, q, k, v, k_cache, v_cache, context, scale):
         out = self.prefill_by_flash_attn4(q, k, v, k_cache, v_cache, context, scale)
@@ -132,9 +121,8 @@ class TritonBackend(AttentionBackend):
 
     def decode(self, q, k_cache, v_cache, context, scale):
         c = context
-        plan, workspace = c.decode_plan, self.workspace
-        lens, tables = c.context_lens, c.block_tables
-        return paged_decode(q, k_cache, v_cache, lens, tables, scale, plan, workspace, pdl=True, most_rows=c.most_rows)
+        arguments = q, k_cache, v_cache, c.context_lens, c.block_tables, scale
+        return paged_decode(*arguments, c.decode_plan, self.workspace, pdl=True)
 
 
 class FlashAttnBackend(AttentionBackend):

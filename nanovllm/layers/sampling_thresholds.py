@@ -9,15 +9,13 @@ if HAS_TRITON:
     from nanovllm.kernels import sampling_thresholds as kernels
 
 
-def sampling_thresholds(
-    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, has_lone_top_p: bool = True
-) -> Tensor:
-    """The lowest logit that truncation keeps, for each row: {logit >= threshold} is what may be drawn.
+def sampling_thresholds(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The lowest logit of each row that truncation keeps: tokens with logit >= threshold may be drawn.
 
-    In transformers' order, and with its definitions: logits / temperature; of these the k highest; of their
-    softmax the likeliest whose probabilities reach p, the one that crosses p included; and no token less likely
-    than min_p times the likeliest. All tokens that tie with the last one kept are kept as well. The three are one
-    threshold because each of them keeps the highest logits and no others.
+    The order and the definitions are transformers'. Logits are divided by the temperature. Top-k keeps the k highest.
+    Top-p keeps the likeliest of these whose probabilities reach p, the one that crosses p included. Min-p keeps no
+    token less likely than min_p times the likeliest. All tokens that tie with the last one kept are kept as well. One
+    threshold can express all three because each keeps the highest logits and no others.
 
     Args:
         logits: `[batch, vocab_size]`, any float dtype, not divided by the temperature. NaN counts as -inf.
@@ -25,13 +23,12 @@ def sampling_thresholds(
         top_k: int32 `[batch]`; 0 is off.
         top_p: float32 `[batch]`, in (0, 1]; 1 is off.
         min_p: float32 `[batch]`, in 0..1; 0 is off.
-        has_lone_top_p: whether a row may have top_p without top_k; if not, the kernels are fewer.
 
     Returns:
         float32 `[batch]`, in units of `logits`; -inf where nothing is truncated.
     """
     if use_kernels(logits):
-        return kernels.sampling_thresholds(logits, temperatures, top_k, top_p, min_p, has_lone_top_p)
+        return kernels.sampling_thresholds(logits, temperatures, top_k, top_p, min_p)
     return sampling_thresholds_torch(logits, temperatures, top_k, top_p, min_p)
 
 
@@ -50,7 +47,7 @@ def sampling_thresholds_torch(
     cut = best + temperatures * min_p.log()  # probability >= min_p * the highest, in logits
     if ((top_k > 0) | (top_p < 1)).any():
         cut = cut.maximum(_rank_thresholds(logits, best, temperatures, top_k, top_p))
-    # A best logit of +inf leaves no choice; one of -inf, none that would be worth a threshold.
+    # A best logit of +inf leaves no choice. One of -inf means that there is no token at all.
     thresholds[rows] = cut.where(best.isfinite(), best)
     return thresholds
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import AttentionBackend
-from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import (
     LinearBase,
@@ -165,7 +165,7 @@ class DecoderModel(nn.Module):
     def __init__(self, config, max_position: int, tp: TensorParallel, **attention):
         super().__init__()
         self.tp = tp
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
+        self.embed_tokens = ReplicatedEmbedding(config.vocab_size, config.hidden_size)
         rotary_emb = RotaryEmbedding(get_head_dim(config), max_position, rope_parameters(config))
         self.layers = nn.ModuleList(
             DecoderLayer(config, tp, rotary_emb=rotary_emb, **attention) for _ in range(config.num_hidden_layers)
@@ -217,9 +217,8 @@ class DecoderForCausalLM(nn.Module):
         if getattr(config, "use_sliding_window", False):
             raise ValueError("use_sliding_window=true in config.json: sliding windows are not supported")
         self.model = DecoderModel(config, max_position, tp, spec=self.spec(config), backend=backend)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
 
     @staticmethod
     def spec(config) -> DecoderSpec:

@@ -1,7 +1,9 @@
-"""Published shapes of Qwen3's dense models, for `load_format="dummy"`: no file is read and none is needed.
+"""Published shapes of Qwen3's dense models, for `load_format="dummy"`, which reads no file.
 
 Source: the config.json files of the Qwen3 model cards (Qwen3 Technical Report, arXiv:2505.09388, table 1).
 """
+
+from typing import Any
 
 from nanovllm.utils.light_imports import without_generated_docstrings
 
@@ -18,7 +20,7 @@ _SHAPES = {
 PRESET_NAMES = tuple(_SHAPES)
 
 
-def preset_config(name: str):
+def preset_config(name: str) -> Any:
     """The published transformers configuration of one of PRESET_NAMES. Raises KeyError for another name."""
     with without_generated_docstrings():
         from transformers import Qwen3Config

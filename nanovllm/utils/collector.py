@@ -7,12 +7,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def old_objects_set_aside() -> Iterator[None]:
-    """A block in which automatic collections look only at what has been made since it began.
+    """A block in which automatic collections look only at objects made since it began.
 
-    What torch, transformers and compilers leave takes a full collection a third of a second (on an H200's host), in
-    which the GPU runs out of work; 8,000 requests had one. Old objects are counted by reference as ever; a cycle among
-    them that is dropped meanwhile goes after the block. Blocks may nest or overlap: then the first that ends ends it
-    for all, and for what the caller may have frozen.
+    A full collection looks at all objects of torch, transformers and compilers. That takes a third of a second, in
+    which the GPU runs out of work. In the block, cycles among old objects are not collected.
+    Blocks may nest or overlap: the first one that ends, ends it for all, also for objects that the caller has frozen.
     """
     gc.freeze()
     try:

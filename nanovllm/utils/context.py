@@ -26,7 +26,6 @@ class Context:
             returns the hidden states of these alone; None makes it return all.
         decode_plan: decode: int32 [num_items, PIECE_FIELDS], the pieces that attention is cut into, for back ends that
             want a plan (see the module of that name).
-        most_rows: decode: that share one of these pieces.
         num_drawn: decode: of how many of the first rows tokens are drawn; the model returns the hidden states of these
             alone. None: of all rows.
     """
@@ -41,7 +40,6 @@ class Context:
     block_tables: torch.Tensor | None = None
     last_tokens: torch.Tensor | None = None
     decode_plan: torch.Tensor | None = None
-    most_rows: int = 1
     num_drawn: int | None = None
 
     def of_last_tokens(self) -> "Context":

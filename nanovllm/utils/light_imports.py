@@ -1,11 +1,11 @@
-"""Imports of large packages without parts of them that this library never runs."""
+"""Imports of large packages without parts of them that this library never runs (docs/performance.md, start-up)."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import ModuleType, SimpleNamespace
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -14,27 +14,23 @@ Result = TypeVar("Result")
 
 
 def import_without_torch_compile(load: Callable[[], Result]) -> Result:
-    """What `load` returns, which imports packages: within `without_torch_compile` if that can be done."""
+    """Call `load`, which imports packages, within `without_torch_compile` if that works."""
     try:
         with without_torch_compile():
             return load()
-    except (ImportError, AttributeError, TypeError):  # They may want more of the compiler than stands in for it.
+    except (ImportError, AttributeError, TypeError):  # They need more of the compiler than the stand-in has.
         return load()
 
 
-def _unchanged(function=None, *_args, **_options):
+def _unchanged(function: Any = None, *_args: Any, **_options: Any) -> Any:
     """A decorator, with or without arguments, that does nothing."""
     return _unchanged if function is None else function
 
 
 @contextmanager
 def without_generated_docstrings() -> Iterator[None]:
-    """A block that imports classes of transformers.
-
-    Their docstrings are written when they are defined. To find the names that these mention, transformers 5.17 imports
-    its own generation code and scikit-learn for a configuration class: 4.5 of the 6 seconds that reading a
-    configuration took (docs/performance.md, start-up).
-    """
+    """A block that imports classes of transformers, which generates their docstrings when they are defined. For the
+    names in these, transformers 5.17 imports its generation code and scikit-learn for 4.5 s."""
     from transformers import utils
 
     with patch.object(utils, "auto_docstring", _unchanged, create=True):
@@ -45,15 +41,15 @@ def without_generated_docstrings() -> Iterator[None]:
 def without_torch_compile() -> Iterator[None]:
     """A block that imports packages which decorate functions for torch.compile.
 
-    Such a decorator imports torch's compiler, which takes longer than the package itself (docs/performance.md,
-    start-up). In the block `torch.compile` waits for the first call of its function, and decorators that hide a
-    function from the compiler do nothing. A caller who compiles such a function within one of their own would notice.
-    Where the compiler is imported already, nothing changes.
+    Such decorators import torch's compiler, which takes longer than the package itself. In the block `torch.compile`
+    waits for the first call of its function, and decorators that hide a function from the compiler do nothing. Only a
+    caller who compiles such a function within another one would notice. If the compiler is imported already, nothing
+    changes.
     """
     if "torch._dynamo" in sys.modules:
         yield
         return
-    stand_in = ModuleType("torch._dynamo")
+    stand_in: Any = ModuleType("torch._dynamo")
     stand_in.disable = stand_in.assume_constant_result = _unchanged
     stand_in.config = SimpleNamespace(recompile_limit=0)
     sys.modules["torch._dynamo"] = stand_in
@@ -68,12 +64,12 @@ def without_torch_compile() -> Iterator[None]:
 
 
 @wraps(torch.compile)  # Its signature tells callers which options there are.
-def _compile_when_called(function=None, **options):
+def _compile_when_called(function: Any = None, **options: Any) -> Any:
     if function is None:
         return lambda later: _compile_when_called(later, **options)
     compiled = None
 
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal compiled
         compiled = compiled or torch.compile(function, **options)
         return compiled(*args, **kwargs)

@@ -1,12 +1,12 @@
-"""Weights: from safetensors files, or drawn at random, straight into the model's parameters."""
+"""Weights: from safetensors files, or random ones, straight into the model's parameters."""
 
 import math
 import os
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,6 @@ from torch import nn
 from nanovllm.utils.model_files import check_readable, read_json
 from nanovllm.utils.staging import Staging
 
-# Older checkpoints store RoPE's frequencies, which follow from the configuration.
-_DERIVED = ("rotary_emb.inv_freq",)
 _FLOATS = ("BF16", "F16", "F32", "F64")  # safetensors' names
 _INDEX = "model.safetensors.index.json"
 _HINT = "is config.json the same model's?"
@@ -26,7 +24,7 @@ _MAX_THREADS = 8
 
 
 class _Tensor(NamedTuple):
-    """One tensor of a checkpoint: a safetensors slice, of which nothing has been read, and the file that holds it."""
+    """One tensor of a checkpoint: a safetensors slice, not read yet, and the file that holds it."""
 
     content: Any
     file: Path
@@ -36,12 +34,12 @@ def load_model(model: nn.Module, directory: str) -> None:
     """Fill every parameter from the safetensors files of a model directory.
 
     All names, shapes and dtypes are checked in the files' headers before the first byte is copied. A parameter's
-    weight_loader reads from the memory-mapped file only what its rank needs; several threads, at most as many as torch
-    computes with, each take one parameter after the other. An error ends them all, as Ctrl-C does.
+    weight_loader reads only what its rank needs from the memory-mapped file. Several threads, at most as many as torch
+    computes with, load one parameter after the other. An error or Ctrl-C ends them all.
 
     Raises:
-        FileNotFoundError: no safetensors, or a file that the index names is not there.
-        ValueError: a damaged file; a missing or an extra tensor, or one of a wrong shape or dtype; the message names
+        FileNotFoundError: no safetensors, or a file that the index names is missing.
+        ValueError: a damaged file; or a missing or extra tensor, or one of a wrong shape or dtype: the message names
             the tensor and its file.
     """
     with ExitStack() as stack:
@@ -52,15 +50,15 @@ def load_model(model: nn.Module, directory: str) -> None:
         _load_all([(tensors[name].content, *plan[name]) for name in names], next(model.parameters()).device)
 
 
-def _load_all(tasks: list[tuple], device: torch.device) -> None:
-    """Load every (safetensors slice, parameter, shard id), in parallel; raises the first error once all threads have
+def _load_all(tasks: list[tuple[Any, nn.Parameter, object]], device: torch.device) -> None:
+    """Load every (safetensors slice, parameter, shard id), in parallel. Raises the first error when all threads have
     stopped."""
-    todo, at_work = deque(tasks), deque()
+    todo, at_work, errors = deque(tasks), deque(), []
 
     def work() -> None:
         at_work.append(None)
         try:
-            if not todo:  # It was late, and nobody may wait for it any more.
+            if not todo:  # It started late, and nobody may wait for it any more.
                 return
             torch.set_num_threads(1)
             with Staging(device) as staging:
@@ -71,47 +69,52 @@ def _load_all(tasks: list[tuple], device: torch.device) -> None:
                         return
                     load = getattr(param, "weight_loader", _copy_whole)
                     load(param, staging.reader(loaded), shard_id)
+        except BaseException as error:
+            todo.clear()
+            errors.append(error)
         finally:
             at_work.pop()
 
+    # One copy by several OpenMP threads, as torch would make it, is slower than several copies by one thread each: no
+    # thread waits for another after every tensor.
     num_torch_threads = torch.get_num_threads()
-    num_threads = min(_MAX_THREADS, num_torch_threads)
-    # One copy by several OpenMP threads, as torch would make it, is slower than several copies by one each: no thread
-    # waits for another after every tensor (1.2 GB on 2 busy cores: 0.5 s instead of 1 to 3 s).
-    with ThreadPoolExecutor(num_threads) as pool:
+    try:
+        for _ in range(min(_MAX_THREADS, num_torch_threads)):
+            Thread(target=work, daemon=True).start()
+        while todo or at_work:  # Ctrl-C would leave a join() with a wrong idea of which threads are alive.
+            time.sleep(0.001)
+    finally:
+        todo.clear()
         try:
-            for future in as_completed([pool.submit(work) for _ in range(num_threads)]):
-                future.result()
-        except BaseException:
-            todo.clear()
-            raise
+            while at_work:
+                time.sleep(0.001)
         finally:
-            try:
-                # The pool knows nothing of a thread that Ctrl-C came upon while it was being started.
-                while at_work:
-                    time.sleep(0.001)
-            finally:
-                # A thread's choice is what new threads of the process begin with.
-                torch.set_num_threads(num_torch_threads)
+            # A thread's choice is what new threads of the process begin with.
+            torch.set_num_threads(num_torch_threads)
+    if errors:
+        raise errors[0]
 
 
 def num_checkpoint_params(model: nn.Module) -> int:
-    """Numbers that the whole model has, however many of them are this rank's."""
+    """Numbers in the whole model, on all ranks."""
     return sum(math.prod(shape) for _, _, shape in _wanted_tensors(model).values())
 
 
-def load_dummy(model: nn.Module, seed: int) -> None:
-    """Fill every parameter with random numbers of a usual scale: norms with ones, the rest N(0, 0.02^2)."""
+def load_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
+    """Fill every parameter with random numbers of a usual scale: norms with ones, the rest N(0, 0.02^2).
+
+    A parameter that every rank holds whole is the same on all of them."""
     device = next(model.parameters()).device
-    generator = torch.Generator(device=device).manual_seed(seed)
+    of_all, of_rank = (torch.Generator(device=device).manual_seed(s) for s in (seed, seed + 1 + rank))
     for name, param in model.named_parameters():
         if name.endswith("norm.weight"):
             param.data.fill_(1.0)
         else:
-            param.data.normal_(std=0.02, generator=generator)
+            is_whole = tuple(param.shape) == getattr(param, "shards", {None: tuple(param.shape)}).get(None)
+            param.data.normal_(std=0.02, generator=of_all if is_whole else of_rank)
 
 
-def _copy_whole(param: nn.Parameter, loaded, shard_id) -> None:
+def _copy_whole(param: nn.Parameter, loaded: Any, shard_id: object) -> None:
     param.data.copy_(loaded[...])
 
 
@@ -153,11 +156,10 @@ def _checkpoint_files(directory: Path) -> list[Path]:
 def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) -> dict[str, tuple[nn.Parameter, object]]:
     """{checkpoint name: (parameter, shard id)}, complete and with the right shapes and dtypes, or ValueError."""
     wanted = _wanted_tensors(model)
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    extra = [n for n in tensors if n not in wanted and not n.endswith(_DERIVED)]
-    if tied:
-        extra = [n for n in extra if n != "lm_head.weight"]
-    # First, because quantised checkpoints have other names as well.
+    # Checkpoints with a tied embedding may hold the head too, and older ones RoPE's frequencies.
+    unused = ("rotary_emb.inv_freq", "lm_head.weight")
+    extra = [name for name in tensors if name not in wanted and not name.endswith(unused)]
+    # The dtypes first, because quantised checkpoints also have other names.
     for name in (*wanted, *extra):
         if name in tensors and (dtype := tensors[name].content.get_dtype()) not in _FLOATS:
             raise ValueError(
@@ -165,7 +167,7 @@ def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) ->
                 f"{', '.join(_FLOATS)}; use the unquantised checkpoint"
             )
     files_of_extra = [f"{name!r} in {tensors[name].file.name}" for name in extra]
-    missing = [n for n in wanted if n not in tensors]
+    missing = [name for name in wanted if name not in tensors]
     if missing:
         index = Path(directory, _INDEX)
         named = read_json(index)["weight_map"] if index.is_file() else {}
@@ -188,7 +190,7 @@ def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) ->
 
 
 def _wanted_tensors(model: nn.Module) -> dict[str, tuple[nn.Parameter, object, tuple[int, ...]]]:
-    """{checkpoint name: (parameter, shard id, full shape)}: exactly what the model must be given, once each."""
+    """{checkpoint name: (parameter, shard id, full shape)}: everything that the model needs, once each."""
     wanted = {}
     for name, param in model.named_parameters():
         shards = getattr(param, "shards", {None: tuple(param.shape)})

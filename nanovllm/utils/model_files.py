@@ -1,4 +1,4 @@
-"""A model's files: where they are, what is wrong with one, and how to repair it."""
+"""A model's files: find, download and read them, and say what is wrong with one."""
 
 import json
 import os
@@ -13,14 +13,8 @@ OTHER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # configurations and to
 
 
 def find_directory(name: str, option: str) -> Path | None:
-    """The directory of this name (~ expands), or None where nothing has this name.
-
-    Args:
-        option: the option that gave the name, for messages.
-
-    Raises:
-        ValueError: a file, or a name that no directory can have or that may not be looked up.
-    """
+    """The directory of this name (~ expands), or None if nothing has this name. Raises ValueError, naming the option,
+    for a file, and for a name that cannot be looked up."""
     if "\0" in name:
         raise ValueError(f"{option}={_shorten(name)}: holds a NUL byte; must be a directory or a hub id")
     path = Path(os.path.expanduser(name))
@@ -38,8 +32,8 @@ def find_directory(name: str, option: str) -> Path | None:
 
 
 def download(name: str, option: str, patterns: tuple[str, ...], revision: str | None = None) -> str:
-    """The local directory of a hub id, with the files of these patterns. Raises FileNotFoundError where there is
-    neither a directory nor a hub model of this name."""
+    """Download the files of a hub id that match the patterns; returns the local directory. Raises FileNotFoundError if
+    the hub has no such model."""
     from huggingface_hub import snapshot_download
 
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
@@ -67,7 +61,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check_readable(file: Path) -> None:
-    """Raises FileNotFoundError or ValueError, with the remedy, for what is not a readable file with content."""
+    """Raises FileNotFoundError or ValueError, with the remedy, unless this is a readable file with content."""
     if not os.path.lexists(file):
         raise FileNotFoundError(f"{file}: is not there")
     try:
@@ -90,7 +84,7 @@ def check_readable(file: Path) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """An error of another library, for a message of ours."""
+    """Another library's error, for a message of ours."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 

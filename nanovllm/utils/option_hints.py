@@ -83,33 +83,30 @@ CHAT_HINTS = {
 
 
 def unknown_option(name: str, known: Iterable[str], hints: Mapping[str, str], otherwise: str = "") -> TypeError:
-    """The error that names an unknown option and what to use instead.
+    """The error for an unknown option, which says what to use instead.
 
     Args:
-        name: what was given.
+        name: the unknown option.
         known: the options that there are.
-        hints: {an option of vLLM or transformers: what to use instead}; it comes before the nearest known name.
-        otherwise: the advice where neither says anything; by default the list of known names.
+        hints: {option of vLLM or transformers: what to use instead}. It comes before the nearest known name.
+        otherwise: the advice if there is neither; "" lists the known names.
     """
     known = list(known)
-    if name in hints:
-        hint = hints[name]
-    elif near := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
-        hint = f"did you mean {near[0]!r}?"
-    else:
-        hint = otherwise or f"known: {', '.join(known)}"
-    return TypeError(f"unknown option {name!r}: {hint}")
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    nearest = f"did you mean {near[0]!r}?" if near else otherwise or f"known: {', '.join(known)}"
+    return TypeError(f"unknown option {name!r}: {hints.get(name, nearest)}")
 
 
 def explains_unknown_options(
     hints: Mapping[str, str], otherwise: Callable[[str, object], str] = lambda name, value: ""
 ) -> Callable[[Function], Function]:
-    """A decorator: an unknown keyword of the function raises `unknown_option`'s TypeError. The signature stays.
+    """A decorator: an unknown keyword of the function or class raises `unknown_option`'s TypeError. The signature
+    stays. otherwise: (keyword, value) -> unknown_option's `otherwise`."""
 
-    otherwise: gives the advice of that name for a keyword and its value.
-    """
-
-    def decorate(function: Function) -> Function:
+    def decorate(function):
+        if isinstance(function, type):
+            function.__init__ = decorate(function.__init__)
+            return function
         kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
         known = {name: None for name, p in signature(function).parameters.items() if p.kind in kinds and name != "self"}
 

@@ -1,4 +1,4 @@
-"""What the optional packages of kernels have in common: they may fail, and they keep what they compile on the disk."""
+"""The optional packages of kernels: they may fail, and they keep compiled kernels on the disk."""
 
 import logging
 import os
@@ -14,19 +14,19 @@ Result = TypeVar("Result")
 
 
 class OptionalPackage:
-    """A package that is used until it fails, and that others stand in for.
+    """A package that is used until it fails for the first time.
 
     Attributes:
-        name: of the package, as pip knows it.
-        works: whether it has not failed yet.
+        name: pip's name of the package.
+        works: False once it has failed.
     """
 
     name: str
     works = True
 
     def attempt(self, run: Callable[[], Result]) -> Result | None:
-        """What `run` returns; None where the caller has to do without, from its first error on, which is logged. Raises
-        torch.OutOfMemoryError alone."""
+        """The result of `run`, or None if the caller must do without the package. The first error is logged, and only
+        torch.OutOfMemoryError is raised."""
         if not self.works:
             return None
         try:
@@ -40,14 +40,13 @@ class OptionalPackage:
 
 
 def keep_kernels() -> None:
-    """Have both packages keep what they compile in this library's cache. Their own defaults are temporary files, and
-    for flash-attn-4 nothing. They read these variables when they are imported, and processes inherit them."""
+    """Have both packages keep compiled kernels in this library's cache. By default quack-kernels uses temporary files,
+    and flash-attn-4 keeps nothing. They read these variables when they are imported; child processes inherit them."""
     os.environ.setdefault("QUACK_CACHE_DIR", kernel_cache("quack"))
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", kernel_cache("flash-attn-4"))
 
 
 def kernel_cache(name: str) -> str:
-    """The directory in which a package keeps what it compiles: `name` in this library's cache, `XDG_CACHE_HOME` or
-    ~/.cache."""
+    """The directory for a package's compiled kernels: `name` in this library's part of `XDG_CACHE_HOME` or ~/.cache."""
     return str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "nanovllm" / name)

@@ -1,9 +1,10 @@
-"""What a start is doing, on a terminal, where it takes longer than two seconds."""
+"""A line on the terminal that says what a start is doing, if it takes longer than two seconds."""
 
 import sys
 import time
 from collections.abc import Callable
 from threading import Event, Thread
+from typing import Any
 
 from tqdm import tqdm
 
@@ -12,39 +13,35 @@ _REFRESH_SECONDS = 0.2
 
 
 class StartProgress:
-    """One line of standard error, which is gone in the end. Without a terminal there is none.
-
-    Use as a context manager.
-    """
+    """One line of standard error, which is erased in the end; nothing without a terminal. Use as a context manager."""
 
     def __init__(self, is_wanted: bool = True):
         self._text = ""
         self._start = time.time()
         self._has_ended = Event()
-        self._thread = None
+        self._thread: Thread | None = None
         if is_wanted and sys.stderr is not None and sys.stderr.isatty():
             self._thread = Thread(target=self._show, name="nanovllm-progress", daemon=True)
 
-    def __enter__(self):
+    def __enter__(self) -> "StartProgress":
         if self._thread is not None:
             self._thread.start()
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         self._has_ended.set()
         if self._thread is not None:
             self._thread.join()
 
     def tell(self, text: str) -> None:
-        """What goes on from here."""
+        """What begins now."""
         self._text = text
 
     def count(self, text: str) -> Callable[[int, int], None]:
-        """The same with a count: a function that takes how many are done, and of how many."""
+        """The same with a count: a function of how many are done, and of how many."""
         return lambda done, total: self.tell(f"{text} {done}/{total}")
 
     def _show(self) -> None:
-        """In a thread of its own, for what is told may take long."""
         if self._has_ended.wait(_SILENT_SECONDS):
             return
         bar_format = "nanovllm: {desc} [{elapsed}]"

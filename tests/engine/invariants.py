@@ -5,7 +5,6 @@ tokens before it, a slot holds the tuple of all tokens up to and including its o
 sequence, too early, or after it was reused shows at once.
 """
 
-import pickle
 import zlib
 from collections import Counter
 from collections.abc import Iterable
@@ -100,7 +99,7 @@ class SimulatedCache:
 
 
 class FakeModel:
-    """Computes steps as a ModelRunner would, from pickled sequences and the simulated cache alone.
+    """Computes steps as a ModelRunner would, from the sequences' counts and tables and the simulated cache alone.
 
     The next token is a function of what the cache holds for the sequence, so that a wrong slot is a wrong output.
     """
@@ -122,7 +121,7 @@ class FakeModel:
         else:  # A mixed step has the prompts at its end.
             assert not prefilled[0]
             assert prefilled == sorted(prefilled)
-        self.sampled = [self._run_one(pickle.loads(pickle.dumps(seq))) for seq in seqs]
+        self.sampled = [self._run_one(seq) for seq in seqs]
         return self.sampled
 
     def _run_one(self, seq: Sequence) -> int:

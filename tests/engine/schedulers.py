@@ -37,10 +37,16 @@ def add(scheduler: Scheduler, prompt: int | list[int], max_tokens: int = 100, **
 seq_ids = itertools.count(1)
 
 
+def postprocess(scheduler: Scheduler, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
+    """Without a step in between: the sequences that finished."""
+    scheduler.advance(seqs)
+    return scheduler.postprocess(seqs, token_ids)
+
+
 def step(scheduler: Scheduler, token: int = 900) -> tuple[list[Sequence], bool, list[Sequence]]:
     """One step in which every sequence samples `token`: its sequences, whether it is a prefill, the finished."""
     seqs, is_prefill = scheduler.schedule()
     assert seqs
-    finished = scheduler.postprocess(seqs, [token] * len(seqs))
+    finished = postprocess(scheduler, seqs, [token] * len(seqs))
     check_scheduler(scheduler)
     return seqs, is_prefill, finished

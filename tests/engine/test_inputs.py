@@ -1,5 +1,8 @@
 """The tensors of prefill, decode and mixed steps, against what the design says of each."""
 
+import pickle
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine.runner.inputs import DecodeInputs, prefill_inputs
+from nanovllm.engine.runner.inputs import DecodeInputs, prefill_batch, send_prefill
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels.decode_workspace import DecodeWorkspace
+from nanovllm.kernels.decode_plan import DecodeWorkspace
 from nanovllm.utils.context import Context
 
 
@@ -34,7 +37,7 @@ def scheduled(draw):
 @given(scheduled())
 def test_prefill_inputs(drawn):
     seqs, block_size = drawn
-    inputs, context = prefill_inputs(seqs, block_size, torch.device("cpu"))
+    inputs, context = send_prefill(prefill_batch(seqs, block_size, torch.device("cpu")), torch.device("cpu"))
     input_ids, positions, temperatures, seeds, sample_positions = (tensor.tolist() for tensor in inputs)
     spans = [range(seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens) for seq in seqs]
     computed = [(seq, p) for seq, span in zip(seqs, spans, strict=True) for p in span]
@@ -59,15 +62,60 @@ def test_prefill_inputs(drawn):
     assert context.block_tables.tolist() == [seq.block_table + [-1] * (width - seq.num_blocks) for seq in seqs]
 
 
+@given(scheduled())
+def test_a_worker_has_the_same_tensors_of_a_pickled_prefill(drawn):
+    batch = prefill_batch(*drawn, torch.device("cpu"))
+    received = pickle.loads(pickle.dumps(batch))
+    assert received.seqs is None
+    for ours, theirs in zip(
+        *(_flat(*send_prefill(each, torch.device("cpu"))) for each in (batch, received)), strict=True
+    ):
+        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+
+
+@given(steps=st.lists(st.tuples(scheduled(), st.integers(0, 3)), min_size=1, max_size=4))
+def test_a_worker_has_the_same_tensors_of_pickled_decode_steps(steps):
+    """Also those that it takes from its own last step, and after a step of its own that rank 0 has not written."""
+    ours, theirs = (DecodeInputs(4, 12, 4, torch.device("cpu"), 2) for _ in range(2))
+    for inputs in (ours, theirs):
+        inputs.sampled.copy_(torch.arange(100, 100 + len(inputs.sampled)))
+    theirs.pad(3)
+    for (seqs, _), num_padding in steps:
+        for row, seq in enumerate(seqs):
+            seq.is_prefilling, seq.pending_row = False, (row - 1) % 3 - 1
+            seq.block_table = [12 * row + i for i in range(12)]
+        num_rows = min(len(seqs) + num_padding, 4)
+        batch = ours.write(seqs, num_rows)
+        ours.send(batch)
+        theirs.send(pickle.loads(pickle.dumps(batch)))
+        for one, other in zip(*(_flat(*inputs.for_layers(num_rows)) for inputs in (ours, theirs)), strict=True):
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_what_a_worker_gets_of_a_decode_step_does_not_grow_with_the_tokens_of_its_sequences():
+    inputs, sizes = DecodeInputs(512, 200, 256, torch.device("cpu"), 8), []
+    for num_tokens in (300, 30_000):
+        seq = Sequence(0, [7] * num_tokens)
+        seq.block_table, seq.is_prefilling = list(range(seq.num_blocks)), False
+        sizes.append(len(pickle.dumps(inputs.write([seq], 1), pickle.HIGHEST_PROTOCOL)))
+    assert sizes[0] == sizes[1] < 20_000
+
+
+def _flat(inputs, *rest) -> list:
+    tensors = list(inputs) if isinstance(inputs, tuple) else [inputs]
+    for each in rest:
+        tensors += [getattr(each, f.name) for f in fields(each)] if isinstance(each, Context) else [each]
+    return tensors
+
+
 @given(
     steps=st.lists(st.tuples(scheduled(), st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=3),
     num_kv_heads=st.sampled_from([None, 2]),
-    most_rows=st.integers(1, 8),
 )
-def test_mixed_inputs(steps, num_kv_heads, most_rows):
+def test_mixed_inputs(steps, num_kv_heads):
     """Several steps, as a row may have had another sequence's table before, or the same; all of one block size."""
     tables = [[16 * row + i for i in range(12)] for row in range(4)]
-    inputs = DecodeInputs(4, 12, 4, torch.device("cpu"), num_kv_heads, mixed_step_rows=60, most_rows=most_rows)
+    inputs = DecodeInputs(4, 12, 4, torch.device("cpu"), num_kv_heads, mixed_step_rows=60)
     for (seqs, _), num_running, num_padding in steps:
         for row, seq in enumerate(seqs):
             seq.is_prefilling = row >= num_running
@@ -76,7 +124,7 @@ def test_mixed_inputs(steps, num_kv_heads, most_rows):
             seq.block_table = tables[row]
         spans = [range(seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens) for seq in seqs]
         num_tokens = sum(map(len, spans))
-        inputs.write(seqs, num_tokens + num_padding)
+        inputs.send(inputs.write(seqs, num_tokens + num_padding))
         input_ids, positions, context = inputs.for_layers(num_tokens + num_padding, num_drawn=len(seqs))
         computed = list(zip(input_ids.tolist(), positions.tolist(), context.slot_mapping.tolist(), strict=True))
         # Tokens are drawn from the first rows, one a sequence.
@@ -92,23 +140,18 @@ def test_mixed_inputs(steps, num_kv_heads, most_rows):
             assert slot == table[position // 4] * 4 + position % 4
             (owner,) = (seq for row, seq in enumerate(seqs) if slot // 64 == row)
             assert table == owner.block_table
-        assert (context.most_rows, context.num_drawn) == (most_rows, len(seqs))
+        assert context.num_drawn == len(seqs)
         if num_kv_heads is not None:
-            check_plan(context.decode_plan.numpy(), context, most_rows)
+            check_plan(context.decode_plan.numpy(), context)
 
 
-def check_plan(plan: np.ndarray, context: Context, most_rows: int) -> None:
-    """Every row has its keys, in pieces that it shares with rows of the same sequence alone."""
+def check_plan(plan: np.ndarray, context: Context) -> None:
+    """Every row has its keys, each once."""
     keys = [set() for _ in context.context_lens]
-    for first_row, _, _, first, end, num_rows, first_len in plan[plan[:, 0] >= 0].tolist():
-        assert 1 <= num_rows <= most_rows
-        for i in range(num_rows):
-            row = first_row + i
-            assert context.context_lens[row] == first_len + i
-            assert torch.equal(context.block_tables[row], context.block_tables[first_row]) or first_len == 0
-            own = set(range(first, min(end, first_len + i)))
-            assert not own & keys[row]
-            keys[row] |= own
+    for row, _, _, first, end in plan[plan[:, 0] >= 0].tolist():
+        own = set(range(first, end))
+        assert not own & keys[row]
+        keys[row] |= own
     assert keys == [set(range(context_len)) for context_len in context.context_lens.tolist()]
 
 
@@ -130,7 +173,7 @@ def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
         seqs.append(seq)
     for batch_size in {1, (max_num_seqs + 1) // 2, max_num_seqs}:
         for num_seqs in {1, batch_size}:
-            inputs.write(seqs[:num_seqs], batch_size)
+            inputs.send(inputs.write(seqs[:num_seqs], batch_size))
             plan = inputs.plan(batch_size)
             workspace.check_room(batch_size, 16, num_kv_heads, 16, len(plan))
             row, _, _, first, end, *_ = plan[plan[:, 0] >= 0].T.numpy()
@@ -149,7 +192,7 @@ def test_padding_rows_read_and_write_nothing():
         seqs.append(seq)
     for num_seqs, batch_size, num_rows in ((5, 5, 8), (3, 5, 8), (3, 4, 4), (1, 1, 4)):
         assert inputs.padded[batch_size] == num_rows
-        inputs.write(seqs[:num_seqs], num_rows)
+        inputs.send(inputs.write(seqs[:num_seqs], num_rows))
         input_ids, positions, context = inputs.for_layers(num_rows)
         assert len(input_ids) == len(positions) == len(context.block_tables) == num_rows
         assert input_ids[:num_seqs].tolist() == [10 * i for i in range(num_seqs)]
@@ -170,10 +213,10 @@ def test_rows_feed_what_the_last_step_drew_where_the_host_has_not_read_it():
         seq = Sequence(i, [10 + i, 20 + i], SamplingParams(), 256, seed=i)
         seq.block_table, seq.is_prefilling, seq.pending_row = [i], False, pending_row
         seqs.append(seq)
-    inputs.write(seqs, 6)
+    inputs.send(inputs.write(seqs, 6))
     assert inputs.for_layers(6)[0][:5].tolist() == [103, 21, 100, 105, 24]
     seqs[3].pending_row = -1
-    inputs.write(seqs[2:4], 4)
+    inputs.send(inputs.write(seqs[2:4], 4))
     assert inputs.for_layers(4)[0][:2].tolist() == [100, 23]
 
 

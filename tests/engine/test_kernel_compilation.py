@@ -133,20 +133,20 @@ def test_no_step_of_the_start_is_larger_than_a_later_one(path, options):
     of it may be in the way of a request."""
     with make_llm(path, seed=0, **options) as llm:
         runner, config = llm.model_runner, llm.config
-        launch, launched = runner.launch, []
+        prepare, launched = runner.prepare, []
 
         def watch(seqs, is_prefill):
             num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
             kind = "prefill" if is_prefill else "mixed" if seqs[-1].is_prefilling else "decode"
             launched.append((kind, len(seqs), num_tokens))
-            return launch(seqs, is_prefill)
+            return prepare(seqs, is_prefill)
 
-        runner.launch, kv_cache = watch, runner.kv_cache
+        runner.prepare, kv_cache = watch, runner.kv_cache
         runner.use_kv_cache(None)
         _trace(runner)
         runner.use_kv_cache(kv_cache)
         warmup_kernels(runner)
-        runner.launch = launch
+        runner.prepare = prepare
         limits = {"prefill": config.max_num_batched_tokens, "decode": config.max_num_seqs}
         limits["mixed"] = min(config.max_num_batched_tokens, runner.mixed_step_rows)
         for kind, num_seqs, num_tokens in launched:

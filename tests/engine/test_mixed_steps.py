@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from invariants import check_scheduler
-from schedulers import SIZE, add, make_scheduler, step
+from schedulers import SIZE, add, make_scheduler, postprocess, step
 
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -26,21 +26,11 @@ def test_a_prompt_enters_in_the_rows_that_are_free():
         assert (seqs, is_prefill) == ([running, prompt], False)
         assert [seq.num_scheduled_tokens for seq in seqs] == [1, scheduled]
         assert prompt.num_completion_tokens == 0
-        scheduler.postprocess(seqs, [900, 901])
+        postprocess(scheduler, seqs, [900, 901])
     assert prompt.completion_token_ids == [901]
     assert running.completion_token_ids == [900] * 4
     assert step(scheduler)[:2] == ([running, prompt], False)
     assert (scheduler.num_prompt_tokens, scheduler.num_generated_tokens) == (4 + 17, 7)
-
-
-def test_a_prefill_step_leaves_prompts_to_them():
-    scheduler = make_scheduler(mixed_step_rows=8)  # An eighth of 64 tokens is enough for a prefill step.
-    a, b, c = (add(scheduler, n, max_tokens) for n, max_tokens in ((3, 40), (6, 40), (5, 20)))
-    assert step(scheduler)[:2] == ([a, b], True)
-    assert step(scheduler)[:2] == ([a, b, c], False)
-    scheduler = make_scheduler(mixed_step_rows=8)
-    seqs = [add(scheduler, n, 40) for n in (3, 6, 5, 7)]  # of which none ends before the others
-    assert step(scheduler)[:2] == (seqs, True)
 
 
 def test_several_prompts_enter_in_one_step_and_the_last_is_cut():
@@ -49,7 +39,7 @@ def test_several_prompts_enter_in_one_step_and_the_last_is_cut():
     seqs, is_prefill = scheduler.schedule()
     assert (seqs, is_prefill) == ([running, a, b, c], False)
     assert [seq.num_scheduled_tokens for seq in seqs] == [1, 3, 3, 1]
-    scheduler.postprocess(seqs, [900] * 4)
+    postprocess(scheduler, seqs, [900] * 4)
     assert list(scheduler.running) == [running, a, b]
     assert list(scheduler.waiting) == [c]
 
@@ -108,91 +98,6 @@ def test_a_full_decode_step_takes_nothing_along():
     assert step(scheduler)[:2] == (seqs, True)
     late = add(scheduler, 5, 3)
     assert step(scheduler)[:2] == ([late], True)
-
-
-def test_who_would_end_before_the_longest_leaves_its_row_to_prompts():
-    scheduler, longest = one_running()
-    short = add(scheduler, 2, 10)
-    assert step(scheduler)[:2] == ([longest, short], False)
-    prompt = add(scheduler, 16, 20)
-    for num_scheduled in (7, 7):
-        seqs, is_prefill = scheduler.schedule()
-        assert (seqs, is_prefill) == ([longest, prompt], False)
-        assert prompt.num_scheduled_tokens == num_scheduled
-        scheduler.postprocess(seqs, [900, 901])
-    # The prompt's last two tokens leave rows.
-    assert step(scheduler)[:2] == ([longest, short, prompt], False)
-    assert short.num_completion_tokens == 2
-    assert list(scheduler.running) == [longest, short, prompt]
-    assert step(scheduler)[:2] == ([longest, short, prompt], False)
-
-
-def test_nobody_rests_whom_the_batch_would_wait_for():
-    scheduler, longest = one_running(max_tokens=12)
-    short = add(scheduler, 2, 10)
-    step(scheduler)
-    assert [seq.max_tokens - seq.num_completion_tokens for seq in (longest, short)] == [10, 9]
-    prompt = add(scheduler, 30, 5)
-    assert step(scheduler)[0] == [longest, prompt]
-    # Now the short one has as many left.
-    for _ in range(3):
-        assert step(scheduler)[0] == [longest, short, prompt]
-
-
-def test_a_token_that_the_host_has_not_read_is_known_when_its_sequence_goes_on():
-    scheduler, longest = one_running()
-    short = add(scheduler, 2, 10)
-    first, _ = scheduler.schedule()
-    scheduler.advance(first)
-    prompt = add(scheduler, 9, 20)
-    second, _ = scheduler.schedule()
-    assert second == [longest, prompt]
-    scheduler.collect(first, [900, 901])
-    scheduler.advance(second)
-    third, _ = scheduler.schedule()
-    assert third == [longest, short, prompt]
-    assert [seq.pending_row for seq in third] == [0, -1, -1]
-    assert short.last_token == 901
-
-
-def test_the_first_go_on_where_prompts_leave_rows():
-    scheduler, longest = one_running()
-    first, second = add(scheduler, 2, 10), add(scheduler, 2, 10)
-    assert step(scheduler)[0] == [longest, first, second]
-    prompt = add(scheduler, 6, 20)
-    assert step(scheduler)[0] == [longest, first, prompt]
-    assert list(scheduler.running) == [longest, first, second, prompt]
-
-
-def test_rows_are_those_that_the_longest_leaves_also_where_it_came_last():
-    scheduler, short = one_running(max_tokens=5, mixed_step_rows=2)
-    longest = add(scheduler, 3, 50)
-    assert step(scheduler)[:2] == ([longest], True)
-    prompt = add(scheduler, 2, 8)
-    assert list(scheduler.running) == [short, longest]
-    assert step(scheduler)[0] == [longest, prompt]
-
-
-@pytest.mark.parametrize(("num_blocks", "rests"), [(21, False), (22, True)])
-def test_nobody_rests_where_the_cache_cannot_hold_the_batch(num_blocks, rests):
-    """Who rests keeps blocks that a waiting one needs."""
-    scheduler, longest = one_running(num_blocks=num_blocks)  # in the end 54 tokens, 14 blocks
-    short = add(scheduler, 1, 3)  # one block
-    step(scheduler)
-    prompt = add(scheduler, 20, 8)  # seven
-    seqs, _ = scheduler.schedule()
-    assert seqs == ([longest, prompt] if rests else [longest, short, prompt])
-
-
-def test_nobody_rests_for_a_prompt_that_may_not_begin():
-    """Blocks for all there are, but fewer than `Admission` wants to be free."""
-    scheduler = make_scheduler(mixed_step_rows=2, max_num_batched_tokens=400)
-    short, other, longest = add(scheduler, 1, 3), add(scheduler, 1, 3), add(scheduler, 352, 30)
-    assert step(scheduler)[:2] == ([short, other, longest], True)
-    prompt = add(scheduler, 4, 4)
-    assert len(scheduler.block_manager.free_block_ids) == 10
-    assert step(scheduler)[:2] == ([longest, short, other], False)
-    assert list(scheduler.waiting) == [prompt]
 
 
 @given(
@@ -269,7 +174,7 @@ def test_nothing_begins_in_the_step_that_preempts(num_blocks):
     while not scheduler.is_finished():
         scheduled, _ = scheduler.schedule()
         assert all(seq.pending_row < 0 for seq in scheduled if seq.is_prefilling)
-        scheduler.collect(flying, [900] * len(flying))
+        scheduler.postprocess(flying, [900] * len(flying))
         scheduler.advance(scheduled)
         flying = scheduled
         check_scheduler(scheduler)

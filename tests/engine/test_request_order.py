@@ -70,6 +70,7 @@ def num_steps(seqs: list[Sequence], num_blocks: int) -> int:
     count = 0
     while not scheduler.is_finished():
         scheduled, _ = scheduler.schedule()
+        scheduler.advance(scheduled)
         scheduler.postprocess(scheduled, [0] * len(scheduled))
         count += 1
     return count

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine.requests import request_checker as requests
 from nanovllm.engine.requests.request_checker import RequestChecker
 
 VOCAB_SIZE, LONGEST = 1000, 40
@@ -43,12 +42,9 @@ def check(prompts: list, **options) -> list:
     return checker.check_all(prompts, [SamplingParams()] * len(prompts), **options)
 
 
-@pytest.mark.parametrize("at_once", [1, 50, requests.TOKENS_AT_ONCE])
 @given(prompts=st.lists(GOOD | st.sampled_from([(1, 2), range(3), array("i", [4]), np.array([5, 6])]), max_size=12))
-def test_checked_prompts_are_what_they_were(at_once, prompts):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(requests, "TOKENS_AT_ONCE", at_once)
-        checked = check(prompts)
+def test_checked_prompts_are_what_they_were(prompts):
+    checked = check(prompts)
     assert [request.token_ids.tolist() for request in checked] == [list(prompt) for prompt in prompts]
     assert all(request.token_ids.typecode == "i" for request in checked)
 

@@ -2,7 +2,7 @@
 
 import pytest
 from invariants import check_scheduler
-from schedulers import EOS, add, make_scheduler, step
+from schedulers import EOS, add, make_scheduler, postprocess, step
 
 from nanovllm.engine.sequence import SequenceStatus
 
@@ -17,13 +17,13 @@ def test_a_sequences_way_through_the_queues():
     seqs, is_prefill = scheduler.schedule()
     assert (seqs, is_prefill, seq.num_scheduled_tokens) == ([seq], True, 3)
     assert seq.status is SequenceStatus.RUNNING
-    assert scheduler.postprocess(seqs, [900]) == []
+    assert postprocess(scheduler, seqs, [900]) == []
     assert (list(scheduler.waiting), list(scheduler.running)) == ([], [seq])
     assert (seq.completion_token_ids, seq.num_cached_tokens, seq.is_prefilling) == ([900], 3, False)
 
     seqs, is_prefill = scheduler.schedule()
     assert (seqs, is_prefill, seq.num_scheduled_tokens) == ([seq], False, 1)
-    assert scheduler.postprocess(seqs, [901]) == [seq]
+    assert postprocess(scheduler, seqs, [901]) == [seq]
     assert seq.status is SequenceStatus.FINISHED
     assert (seq.completion_token_ids, seq.finish_reason) == ([900, 901], "length")
     assert scheduler.is_finished()
@@ -71,7 +71,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_and_only_the_last_yields_a_token()
         chunks.append((seq.num_cached_tokens, seq.num_scheduled_tokens))
         assert seq.num_completion_tokens == 0
         # EOS from a chunk that goes on must be ignored as any other token.
-        finished = scheduler.postprocess(seqs, [EOS if len(chunks) < 3 else 900])
+        finished = postprocess(scheduler, seqs, [EOS if len(chunks) < 3 else 900])
         assert finished == []
         check_scheduler(scheduler)
     assert chunks == [(0, 6), (6, 6), (12, 3)]
@@ -109,7 +109,7 @@ def test_no_prompt_is_cut_to_fill_a_small_rest_of_a_step(budget, scheduled):
         seqs, is_prefill = scheduler.schedule()
         assert is_prefill
         assert [seq.num_scheduled_tokens for seq in seqs] == expected
-        scheduler.postprocess(seqs, [900] * len(seqs))
+        postprocess(scheduler, seqs, [900] * len(seqs))
         check_scheduler(scheduler)
     assert scheduler.is_finished()
 
@@ -155,7 +155,7 @@ def test_a_prompt_longer_than_a_step_is_cut_and_its_chunks_go_on_first():
         seqs, is_prefill = scheduler.schedule()
         assert is_prefill
         assert [(seq, seq.num_scheduled_tokens) for seq in seqs] == scheduled
-        scheduler.postprocess(seqs, [900] * len(seqs))
+        postprocess(scheduler, seqs, [900] * len(seqs))
         check_scheduler(scheduler)
 
 
@@ -177,7 +177,7 @@ def test_a_prompt_waits_a_step_for_the_beginning_that_another_one_computes():
     seqs, _ = scheduler.schedule()
     assert seqs == [first, other]  # those behind the waiting ones lose nothing
     assert list(scheduler.waiting) == [same, longer]
-    scheduler.postprocess(seqs, [900, 901])
+    postprocess(scheduler, seqs, [900, 901])
     seqs, is_prefill = scheduler.schedule()
     assert (seqs, is_prefill) == ([same, longer], True)
     assert [seq.num_shared_tokens for seq in seqs] == [8, 8]
@@ -217,4 +217,4 @@ def test_without_prefix_caching_every_prompt_is_computed_in_full():
         seq = add(scheduler, [1] * 9, max_tokens=1)
         seqs, _ = scheduler.schedule()
         assert (seq.num_cached_tokens, seq.num_scheduled_tokens) == (0, 9)
-        scheduler.postprocess(seqs, [900])
+        postprocess(scheduler, seqs, [900])

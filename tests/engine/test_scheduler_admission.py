@@ -2,7 +2,7 @@
 
 from random import Random
 
-from schedulers import add, make_scheduler, step
+from schedulers import add, make_scheduler, postprocess, step
 
 from nanovllm.engine.admission import SPARE_SHARE
 
@@ -105,6 +105,6 @@ def test_a_queue_longer_than_what_runs_is_computed_once():
         scheduled, is_prefill = scheduler.schedule()
         if is_prefill:
             prefilled += sum(seq.num_scheduled_tokens for seq in scheduled)
-        scheduler.postprocess(scheduled, [900] * len(scheduled))
+        postprocess(scheduler, scheduled, [900] * len(scheduled))
     assert scheduler.num_preemptions == 0
     assert prefilled == num_prompt_tokens

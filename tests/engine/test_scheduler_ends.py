@@ -2,7 +2,7 @@
 
 import pytest
 from invariants import check_scheduler
-from schedulers import EOS, SIZE, add, make_scheduler, step
+from schedulers import EOS, SIZE, add, make_scheduler, postprocess, step
 
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -17,7 +17,7 @@ def test_any_of_the_end_of_sequence_tokens_ends_it(eos):
     ends, goes_on = add(scheduler, 3), add(scheduler, 3)
     step(scheduler)
     seqs, _ = scheduler.schedule()
-    assert scheduler.postprocess(seqs, [eos, 6]) == [ends]
+    assert postprocess(scheduler, seqs, [eos, 6]) == [ends]
     assert (ends.status, ends.finish_reason) == (SequenceStatus.FINISHED, "stop")
     assert ends.completion_token_ids == [900, eos]
     assert ends.block_table == []
@@ -37,7 +37,7 @@ def test_the_first_token_can_be_the_last():
     scheduler = make_scheduler()
     stops, reaches_its_length = add(scheduler, 3), add(scheduler, 3, max_tokens=1)
     seqs, _ = scheduler.schedule()
-    assert scheduler.postprocess(seqs, [EOS, 900]) == [stops, reaches_its_length]
+    assert postprocess(scheduler, seqs, [EOS, 900]) == [stops, reaches_its_length]
     assert (stops.finish_reason, reaches_its_length.finish_reason) == ("stop", "length")
     assert scheduler.is_finished()
     check_scheduler(scheduler)
@@ -109,7 +109,7 @@ def test_postprocess_wants_one_token_a_sequence():
     add(scheduler, 3)
     seqs, _ = scheduler.schedule()
     with pytest.raises(ValueError, match="zip"):
-        scheduler.postprocess(seqs, [900])
+        postprocess(scheduler, seqs, [900])
 
 
 # Overlapped steps: the next one is scheduled and launched between advance() and collect()
@@ -128,9 +128,9 @@ def test_a_step_can_be_scheduled_before_the_tokens_of_the_last_one_are_read():
     second, is_prefill = scheduler.schedule()
     assert (second, is_prefill) == ([a, b], False)
     assert [seq.pending_row for seq in second] == [0, 1]
-    assert scheduler.collect(first, [901, 902]) == []
+    assert scheduler.postprocess(first, [901, 902]) == []
     scheduler.advance(second)
-    assert scheduler.collect(second, [903, 904]) == []
+    assert scheduler.postprocess(second, [903, 904]) == []
     assert (a.completion_token_ids, b.completion_token_ids) == ([901, 903], [902, 904])
     check_scheduler(scheduler)
 
@@ -141,12 +141,12 @@ def test_the_surplus_token_after_an_end_of_sequence_is_dropped():
     first = launch_ahead(scheduler)
     scheduler.advance(first)
     second = launch_ahead(scheduler)
-    assert scheduler.collect(first, [EOS, 902]) == [a]
+    assert scheduler.postprocess(first, [EOS, 902]) == [a]
     assert a.block_table == []
     scheduler.advance(second)
     third = launch_ahead(scheduler)
     assert third == [b]
-    assert scheduler.collect(second, [999, 904]) == []
+    assert scheduler.postprocess(second, [999, 904]) == []
     assert (a.completion_token_ids, a.finish_reason) == ([EOS], "stop")
     assert b.completion_token_ids == [902, 904]
 
@@ -159,7 +159,7 @@ def test_an_end_by_length_is_known_before_the_token_is():
     scheduler.advance(second)
     assert a.block_table == []
     assert launch_ahead(scheduler) == [b]
-    assert scheduler.collect(second, [901, 902]) == [a]
+    assert scheduler.postprocess(second, [901, 902]) == [a]
     assert (a.completion_token_ids, a.finish_reason) == ([900, 901], "length")
 
 
@@ -169,7 +169,7 @@ def test_an_end_of_sequence_at_the_last_token_is_a_stop_also_when_overlapped():
     seqs = launch_ahead(scheduler)
     scheduler.advance(seqs)
     assert scheduler.is_finished()
-    assert scheduler.collect(seqs, [EOS]) == [seq]
+    assert scheduler.postprocess(seqs, [EOS]) == [seq]
     assert seq.finish_reason == "stop"
 
 
@@ -183,7 +183,7 @@ def test_a_sequence_preempted_while_its_token_is_sampled(token):
     # b's fifth token, which nobody knows yet, opens a block, and there is none.
     third = launch_ahead(scheduler)
     assert (third, list(scheduler.waiting)) == ([a], [b])
-    finished = scheduler.collect(second, [902, token])
+    finished = scheduler.postprocess(second, [902, token])
     scheduler.advance(third)
     check_scheduler(scheduler)
     assert b.completion_token_ids == [901, token]
@@ -202,13 +202,13 @@ def test_a_sequence_stopped_by_its_text_while_the_next_step_flies(preempted):
     scheduler.advance(second)
     third = launch_ahead(scheduler)
     assert list(scheduler.waiting) == ([b] if preempted else [])
-    assert scheduler.collect(second, [902, 903]) == []
+    assert scheduler.postprocess(second, [902, 903]) == []
     scheduler.stop([b])
     assert (b.finish_reason, b.block_table, b.completion_token_ids) == ("stop", [], [901, 903])
     scheduler.advance(third)
     check_scheduler(scheduler)
     assert launch_ahead(scheduler) == [a]
-    assert scheduler.collect(third, [904, 999][: len(third)]) == []
+    assert scheduler.postprocess(third, [904, 999][: len(third)]) == []
     assert b.completion_token_ids == [901, 903]
     assert a.completion_token_ids[:3] == [901, 902, 904]
 
@@ -222,11 +222,11 @@ def test_abort_drops_the_token_that_is_being_sampled():
     first = launch_ahead(scheduler)
     scheduler.advance(first)
     second = launch_ahead(scheduler)
-    scheduler.collect(first, [901, 902])
+    scheduler.postprocess(first, [901, 902])
     scheduler.advance(second)
     assert scheduler.abort([a.request_id]) == [a]
     assert launch_ahead(scheduler) == [b]
-    assert scheduler.collect(second, [EOS, 904]) == []
+    assert scheduler.postprocess(second, [EOS, 904]) == []
     assert (a.completion_token_ids, a.finish_reason) == ([901], "abort")
     assert b.completion_token_ids == [902, 904]
     assert scheduler.num_generated_tokens == 3
@@ -288,7 +288,7 @@ def test_a_row_without_a_token_ends_its_sequence_as_an_error(params):
     bad, good = add(scheduler, 3, **params), add(scheduler, 4)
     step(scheduler)
     seqs, _ = scheduler.schedule()
-    assert scheduler.postprocess(seqs, [NON_FINITE, 901]) == [bad]
+    assert postprocess(scheduler, seqs, [NON_FINITE, 901]) == [bad]
     check_scheduler(scheduler)
     assert_failed(bad, [900])
     assert f"position {bad.num_tokens} " in bad.error
@@ -303,10 +303,10 @@ def test_an_error_that_comes_to_light_a_step_late():
     first = launch_ahead(scheduler)
     scheduler.advance(first)
     second = launch_ahead(scheduler)
-    assert scheduler.collect(first, [NON_FINITE, 902]) == [a]
+    assert scheduler.postprocess(first, [NON_FINITE, 902]) == [a]
     scheduler.advance(second)
     assert launch_ahead(scheduler) == [b]
-    assert scheduler.collect(second, [NON_FINITE, 904]) == []
+    assert scheduler.postprocess(second, [NON_FINITE, 904]) == []
     assert_failed(a, [])
     assert b.completion_token_ids == [902, 904]
     assert scheduler.num_generated_tokens == 2
@@ -323,7 +323,7 @@ def test_blocks_of_an_error_are_found_by_nobody(max_tokens):
     bad = add(scheduler, prompt, max_tokens)
     seqs, _ = scheduler.schedule()
     assert (seqs, bad.num_cached_tokens) == ([bad], SIZE)
-    scheduler.postprocess(seqs, [NON_FINITE])
+    postprocess(scheduler, seqs, [NON_FINITE])
     check_scheduler(scheduler)
     again = add(scheduler, prompt)
     scheduler.schedule()
@@ -363,6 +363,6 @@ def test_the_token_of_a_failed_sequence_is_dropped():
     first = launch_ahead(scheduler)
     scheduler.advance(first)
     scheduler.fail([a], "NaN")
-    assert scheduler.collect(first, [EOS, 902]) == []
+    assert scheduler.postprocess(first, [EOS, 902]) == []
     assert_failed(a, [])
     assert b.completion_token_ids == [902]

@@ -3,7 +3,7 @@
 import itertools
 
 from invariants import check_scheduler
-from schedulers import SIZE, add, make_scheduler, step
+from schedulers import SIZE, add, make_scheduler, postprocess, step
 
 from nanovllm.engine.sequence import SequenceStatus
 
@@ -31,7 +31,7 @@ def test_the_youngest_is_preempted_and_goes_to_the_head_of_the_queue():
     assert list(scheduler.waiting) == [c, late]
     assert (c.status, c.is_prefilling, c.block_table, c.num_cached_tokens) == (SequenceStatus.WAITING, True, [], 0)
     assert c.num_completion_tokens == 2
-    scheduler.postprocess(seqs, [900, 900])
+    postprocess(scheduler, seqs, [900, 900])
     check_scheduler(scheduler)
 
 
@@ -57,7 +57,7 @@ def test_with_nobody_younger_a_sequence_preempts_itself():
     assert (seqs, is_prefill, scheduler.num_preemptions) == ([a], False, 1)
     assert list(scheduler.waiting) == [b]
     assert list(scheduler.running) == [a]
-    scheduler.postprocess(seqs, [900])
+    postprocess(scheduler, seqs, [900])
     check_scheduler(scheduler)
 
 
@@ -72,13 +72,13 @@ def test_a_preempted_sequence_finds_its_own_blocks_again():
     full_blocks = b.block_table[:2]
     seqs, _ = scheduler.schedule()
     assert (seqs, scheduler.num_preemptions) == ([a], 1)
-    assert scheduler.postprocess(seqs, [903]) == [a]
+    assert postprocess(scheduler, seqs, [903]) == [a]
 
     seqs, is_prefill = scheduler.schedule()
     assert (seqs, is_prefill) == ([b], True)
     assert b.block_table[:2] == full_blocks
     assert (b.num_cached_tokens, b.num_scheduled_tokens) == (8, 4)
-    scheduler.postprocess(seqs, [904])
+    postprocess(scheduler, seqs, [904])
     # It goes on where it was: nothing of its completion is lost or repeated, and what it was given at first stays.
     assert b.token_ids == [*b_tokens, 901, 902, 904]
     assert (b.status, b.is_prefilling, b.num_shared_tokens) == (SequenceStatus.RUNNING, False, 0)
@@ -100,7 +100,7 @@ def test_a_preempted_sequence_longer_than_the_budget_is_prefilled_in_chunks():
         if is_prefill:
             assert seqs == [b]
             chunks.append(b.num_scheduled_tokens)
-        scheduler.postprocess(seqs, [next(tokens)] * len(seqs))
+        postprocess(scheduler, seqs, [next(tokens)] * len(seqs))
     assert a.is_finished
     assert chunks == [7, len(before) - 7]
     assert b.token_ids[:-1] == before

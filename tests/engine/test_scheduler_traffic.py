@@ -7,7 +7,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from invariants import FakeModel, check_scheduler, run_alone
-from schedulers import EOS, SIZE, make_scheduler
+from schedulers import EOS, SIZE, make_scheduler, postprocess
 
 from nanovllm.engine.scheduler import MIN_CHUNK_SHARE, Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -50,12 +50,12 @@ def drive(
         if not scheduler.is_finished():
             launched = launch(scheduler, model, seen)
         if overlap:
-            finished = scheduler.collect(*flying) if flying else []
+            finished = scheduler.postprocess(*flying) if flying else []
             if launched:
                 scheduler.advance(launched[0])
             ended, flying = flying[0] if flying else [], launched
         elif launched:
-            finished = scheduler.postprocess(*launched)
+            finished = postprocess(scheduler, *launched)
             ended = launched[0]
         else:
             finished = ended = []

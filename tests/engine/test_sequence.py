@@ -1,24 +1,11 @@
 """Sequence: its arithmetic, and what of it crosses to a worker process."""
 
-import pickle
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
-
-
-def decoding(num_tokens: int, num_blocks: int = 1, token: int = 7) -> Sequence:
-    """A sequence in the middle of its decoding."""
-    seq = Sequence(3, [token] * num_tokens, block_size=16)
-    seq.append_token(token)
-    seq.is_prefilling = False
-    seq.num_cached_tokens = num_tokens
-    seq.num_scheduled_tokens = 1
-    seq.block_table = [5] * num_blocks
-    return seq
 
 
 def test_a_new_sequence_waits_for_its_prefill():
@@ -100,82 +87,6 @@ def test_token_lists_are_copies():
         handed_out.append(99)
         handed_out[0] = 99
     assert seq.token_ids == [1, 2, 3]
-
-
-@given(
-    prompt=st.lists(st.integers(0, 200_000), min_size=1, max_size=40),
-    completion=st.lists(st.integers(0, 200_000), max_size=10),
-    is_prefilling=st.booleans(),
-    counts=st.tuples(st.integers(0, 50), st.integers(0, 50)),
-    block_table=st.lists(st.integers(0, 1 << 20), max_size=8),
-    pending_row=st.integers(-1, 511),
-    protocol=st.sampled_from([2, pickle.DEFAULT_PROTOCOL, pickle.HIGHEST_PROTOCOL]),
-)
-def test_a_pickle_carries_what_a_step_needs(
-    prompt, completion, is_prefilling, counts, block_table, pending_row, protocol
-):
-    seq = Sequence(12, prompt, block_size=16)
-    for token in completion:
-        seq.append_token(token)
-    seq.is_prefilling = is_prefilling
-    seq.num_cached_tokens, seq.num_scheduled_tokens = counts
-    seq.block_table = block_table
-    seq.pending_row = pending_row
-    copy = pickle.loads(pickle.dumps(seq, protocol))
-    # A sequence that was preempted has a completion and is prefilled all the same: then its tokens must cross.
-    chunk = slice(counts[0], sum(counts))
-    assert copy.token_ids[chunk] == (seq.token_ids[chunk] if is_prefilling else [])
-    assert is_prefilling or copy.last_token == seq.last_token
-    for name in (
-        "seq_id",
-        "block_size",
-        "is_prefilling",
-        "temperature",
-        "seed",
-        "num_tokens",
-        "num_prompt_tokens",
-        "num_completion_tokens",
-        "num_cached_tokens",
-        "num_scheduled_tokens",
-        "pending_row",
-        "block_table",
-        "num_blocks",
-        "last_block_num_tokens",
-    ):
-        assert getattr(copy, name) == getattr(seq, name), name
-
-
-def test_the_pickle_of_a_decoding_sequence_does_not_grow_with_its_tokens():
-    # 300 and 30,000 take the same number of bytes as integers, so that sizes compare exactly.
-    short, long = decoding(300), decoding(30_000)
-    assert len(pickle.dumps(long)) == len(pickle.dumps(short)) < 250
-    with_table = len(pickle.dumps(decoding(300, num_blocks=101))) - len(pickle.dumps(short))
-    assert 100 <= with_table <= 1000
-
-
-def test_the_pickle_of_a_prefilling_sequence_takes_four_bytes_a_token_that_is_computed():
-    sizes = []
-    for num_cached, num_scheduled in ((0, 300), (0, 30_000), (20_000, 300)):
-        seq = Sequence(0, [150_000] * 30_000)
-        seq.num_cached_tokens, seq.num_scheduled_tokens = num_cached, num_scheduled
-        sizes.append(len(pickle.dumps(seq)))
-    assert 4 * 29_700 <= sizes[1] - sizes[0] <= 4 * 29_700 + 64
-    assert sizes[2] - sizes[0] <= 8
-
-
-def test_a_preempted_sequence_crosses_with_its_completion():
-    seq = decoding(20, token=9)
-    assert pickle.loads(pickle.dumps(seq)).token_ids == []
-    seq.is_prefilling, seq.num_cached_tokens, seq.num_scheduled_tokens = True, 0, 21
-    assert seq.num_completion_tokens == 1
-    assert pickle.loads(pickle.dumps(seq)).token_ids == [9] * 21
-
-
-def test_pickling_leaves_the_sequence_as_it_is():
-    seq = decoding(20, token=9)
-    pickle.dumps(seq)
-    assert seq.token_ids == [9] * 21
-    assert seq.block_table == [5]
 
 
 def test_repr_names_the_sequence_and_its_state():

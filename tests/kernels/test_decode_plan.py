@@ -8,16 +8,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import decode_config
-from nanovllm.kernels.decode_config import choose_config
-from nanovllm.utils.decode_plan import (
-    MAX_SPLITS,
-    PIECE_FIELDS,
-    SPLIT_UNIT,
-    first_shared_rows,
-    num_work_items,
-    plan_decode,
-)
+from nanovllm.kernels import decode_config, paged_decode
+from nanovllm.kernels.decode_config import SPLIT_UNIT, choose_config
+from nanovllm.kernels.decode_plan import MAX_SPLITS, PIECE_FIELDS, num_work_items, plan_decode
 
 
 @settings(max_examples=200)
@@ -33,9 +26,7 @@ def test_plan_covers_every_key_once_and_takes_the_longest_first(lens, spare):
     for row, context_len in enumerate(lens):
         places = np.flatnonzero(used[:, 0] == row)
         assert (np.diff(places) == 1).all()
-        _, splits, num_splits, first, end, num_rows, first_len = used[places].T
-        assert (num_rows == 1).all()
-        assert (first_len == context_len).all()
+        _, splits, num_splits, first, end = used[places].T
         assert splits.tolist() == list(range(len(places)))
         assert (num_splits == len(places)).all()
         assert 1 <= len(places) <= MAX_SPLITS
@@ -46,44 +37,8 @@ def test_plan_covers_every_key_once_and_takes_the_longest_first(lens, spare):
         assert context_len == 0 or (first < end).all()
         assert len(set((end - first)[:-1])) <= 1  # equal but for the last, which is not longer
         assert end[-1] - first[-1] <= end[0] - first[0]
-    lengths = [-(-(end - first) // SPLIT_UNIT) for _, split, _, first, end, *_ in used.tolist() if split == 0]
+    lengths = [-(-(end - first) // SPLIT_UNIT) for _, split, _, first, end in used.tolist() if split == 0]
     assert lengths == sorted(lengths, reverse=True)
-
-
-@settings(max_examples=200)
-@given(
-    prompts=st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 60)), min_size=1, max_size=8),
-    num_running=st.integers(0, 3),
-    most_rows=st.integers(1, 16),
-    spare=st.integers(1, 100),
-)
-def test_consecutive_tokens_of_a_prompt_share_pieces(prompts, num_running, most_rows, spare):
-    """prompts: tokens before, and tokens of the step."""
-    owners = np.repeat(np.arange(len(prompts)), [n for _, n in prompts])
-    positions = np.concatenate([np.arange(cached, cached + n) for cached, n in prompts])
-    firsts = first_shared_rows(owners, positions, most_rows)
-    context_lens = np.concatenate((np.full(num_running, 500), positions + 1))
-    items = np.empty((len(context_lens) + spare, PIECE_FIELDS), np.int32)
-    plan_decode(context_lens, items, np.concatenate((np.arange(num_running), num_running + firsts)))
-    used = items[items[:, 0] >= 0]
-    rows_of = {}
-    for first_row, split, num_splits, first, end, num_rows, first_len in used.tolist():
-        rows_of[first_row] = num_rows
-        last_len = first_len + num_rows - 1
-        assert context_lens[first_row : first_row + num_rows].tolist() == list(range(first_len, last_len + 1))
-        is_last = split == num_splits - 1
-        assert end == last_len if is_last else end <= first_len, "only the last split has keys that are not all rows'"
-        # These lie in one tile with the last key of the first row, whatever the size of tiles.
-        assert not is_last or (first_len - 1) // 16 == (last_len - 1) // 16
-        assert first < first_len
-    assert sum(rows_of.values()) == len(context_lens)
-    for first_row, num_rows in rows_of.items():
-        assert 1 <= num_rows <= most_rows
-        prompt_rows = first_row - num_running + np.arange(num_rows)
-        assert first_row < num_running or len(set(owners[prompt_rows])) == 1
-    if most_rows in (1, 2, 4, 8, 16):  # and no more pieces than it takes: a run may begin and end within one
-        num_pieces = len(rows_of) - num_running
-        assert num_pieces == sum((cached + n - 1) // most_rows - cached // most_rows + 1 for cached, n in prompts)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 8, 16])
@@ -96,7 +51,7 @@ def test_a_larger_batch_never_has_fewer_pieces(num_kv_heads):
 def test_more_work_than_programs_makes_longer_splits():
     items = np.empty((4, PIECE_FIELDS), np.int32)
     plan_decode(np.array([640, 64]), items)
-    assert items[:3, :5].tolist() == [[0, 0, 2, 0, 320], [0, 1, 2, 320, 640], [1, 0, 1, 0, 64]]
+    assert items[:3].tolist() == [[0, 0, 2, 0, 320], [0, 1, 2, 320, 640], [1, 0, 1, 0, 64]]
     assert items[3, 0] == -1
     items = np.empty((num_work_items(2, 8), PIECE_FIELDS), np.int32)  # many
     plan_decode(np.array([640, 64]), items)
@@ -121,8 +76,8 @@ def test_memory_accelerator_is_for_hopper_and_half_precision(monkeypatch):
     gpu = torch.device("cuda", 0)
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
-    monkeypatch.setattr(decode_config.triton, "__version__", "3.6.0")
-    has_tma = decode_config.has_tma.__wrapped__
+    monkeypatch.setattr(paged_decode.triton, "__version__", "3.6.0")
+    has_tma = paged_decode.has_tma.__wrapped__
     assert has_tma(128, 256, 2, gpu)
     assert has_tma(64, 64, 2, gpu)
     refused = [(128, 256, 4, gpu), (80, 256, 2, gpu), (256, 256, 2, gpu), (128, 32, 2, gpu)]
@@ -131,7 +86,7 @@ def test_memory_accelerator_is_for_hopper_and_half_precision(monkeypatch):
         capability[0] = other
         assert not has_tma(128, 256, 2, gpu)
     capability[0] = (9, 0)
-    monkeypatch.setattr(decode_config.triton, "__version__", "3.5.1")
+    monkeypatch.setattr(paged_decode.triton, "__version__", "3.5.1")
     assert not has_tma(128, 256, 2, gpu)
 
 
@@ -140,5 +95,5 @@ def test_large_cards_have_more_on_its_way(monkeypatch):
         return choose_config(num_rows, 128, 2, torch.device("cpu")).num_stages
 
     assert stages(512) == 3
-    monkeypatch.setattr(decode_config, "_has_much_shared_memory", lambda device: True)
+    monkeypatch.setattr(decode_config, "_pipeline_bytes", lambda device: 96 * 1024)
     assert stages(512) == 4

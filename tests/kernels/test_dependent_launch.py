@@ -6,15 +6,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.decode_config import DecodeConfig, has_tma
-from nanovllm.kernels.decode_workspace import DecodeWorkspace
+from nanovllm.kernels.decode_config import DecodeConfig
+from nanovllm.kernels.decode_plan import DecodeWorkspace, make_plan
 from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.gemv import linear_add, norm_linear
-from nanovllm.kernels.paged_decode import paged_decode
+from nanovllm.kernels.paged_decode import has_tma, paged_decode
 from nanovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding
-from nanovllm.utils.decode_plan import make_plan
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, EPS = 512, 8, 4, 64, 64, 1e-6
 NUM_LAYERS = 8

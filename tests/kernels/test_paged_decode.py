@@ -2,24 +2,14 @@
 
 import pytest
 import torch
-from decode_cases import (
-    HAS_TMA,
-    PROMPTS,
-    TOLERANCE,
-    check,
-    check_prompt_rows,
-    dense_decode,
-    make_case,
-    needs_tma,
-)
+from decode_cases import HAS_TMA, TOLERANCE, check, dense_decode, make_case, needs_tma
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.kernels.decode_config import DecodeConfig, choose_config
-from nanovllm.kernels.decode_workspace import DecodeWorkspace
+from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeWorkspace, make_plan
 from nanovllm.kernels.paged_decode import paged_decode
 from nanovllm.layers.attention_torch import decode_attention_torch
-from nanovllm.utils.decode_plan import PIECE_FIELDS, make_plan
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -57,20 +47,6 @@ def test_any_number_of_pieces(num_items, device):
     assert (workspace.arrivals == 0).all()
     again = paged_decode(**case, plan=plan, workspace=workspace)
     assert torch.equal(first, again)
-
-
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "block_size"),
-    [
-        (8, 2, 16),
-        (2, 2, 64),
-        (5, 1, 32),
-    ],  # four rows share a piece, sixteen, and three, of whose pairs sixteen have room
-)
-@pytest.mark.parametrize("spare", [1, 60])
-def test_consecutive_tokens_share_pieces(num_heads, num_kv_heads, block_size, spare, device):
-    sizes, config = (num_heads, num_kv_heads, 64, block_size), DecodeConfig(32, 4, 2)
-    check_prompt_rows(PROMPTS, *sizes, torch.float32, device, 3, spare=spare, config=config)
 
 
 def test_shared_block(device):
@@ -132,9 +108,6 @@ def test_no_sequences(device):
         ({"scale": -1.0}, "scale must be positive"),
         ({"q": torch.zeros(2, 3, 32)}, "whole number of query heads"),
         ({"q": torch.zeros(2, 4, 32, dtype=torch.float16)}, "one dtype"),
-        ({"most_rows": 0}, "most_rows must be"),
-        ({"most_rows": 9}, "most_rows must be"),
-        ({"workspace": DecodeWorkspace(2, 4, 2, 32, "cpu"), "most_rows": 8}, "workspace too small"),
         ({"workspace": DecodeWorkspace(1, 4, 2, 32, "cpu")}, "workspace too small"),
         ({"workspace": DecodeWorkspace(2, 4, 2, 32, "cpu", num_items=3)}, "workspace too small"),
         ({"plan": torch.zeros(3, PIECE_FIELDS, dtype=torch.int64)}, "plan must be"),

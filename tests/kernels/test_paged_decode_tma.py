@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from decode_cases import PROMPTS, check, check_prompt_rows, make_case, needs_tma
+from decode_cases import check, make_case, needs_tma
 
 import nanovllm.kernels.paged_decode as paged_decode_module
 from nanovllm.kernels.decode_config import DecodeConfig
-from nanovllm.kernels.decode_workspace import DecodeWorkspace
+from nanovllm.kernels.decode_plan import DecodeWorkspace, make_plan
 from nanovllm.kernels.paged_decode import paged_decode
-from nanovllm.utils.decode_plan import make_plan
 
 pytestmark = needs_tma
 
@@ -41,28 +40,11 @@ def test_whole_tiles_by_the_memory_accelerator(
     assert torch.equal(first, paged_decode(**case, plan=plan, workspace=workspace, config=config))
 
 
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "config"),
-    [
-        (8, 2, 128, DecodeConfig(32, 1, 3, tma=True)),  # four rows of four heads
-        (4, 2, 64, DecodeConfig(64, 2, 3, tma=True)),  # eight of two
-        (5, 1, 64, DecodeConfig(32, 1, 4, tma=True)),  # three of five, of sixteen that there is room for
-    ],
-)
-@pytest.mark.parametrize("spare", [1, 60])
-def test_consecutive_tokens_share_pieces(num_heads, num_kv_heads, head_dim, config, spare, device):
-    sizes = (num_heads, num_kv_heads, head_dim, 64)
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float16
-    check_prompt_rows(PROMPTS, *sizes, dtype, device, spare, spare=spare, config=config)
-
-
 def test_the_memory_accelerators_kernel_is_taken_where_it_can_be(monkeypatch, device):
     asked, launched = [], []
     monkeypatch.setattr(paged_decode_module, "has_tma", lambda *case: asked.append(case) or True)
-    launch = paged_decode_module.launch_paged_decode_tma
-    monkeypatch.setattr(
-        paged_decode_module, "launch_paged_decode_tma", lambda *args: launched.append(args) or launch(*args)
-    )
+    describe = paged_decode_module._descriptors
+    monkeypatch.setattr(paged_decode_module, "_descriptors", lambda *args: launched.append(args) or describe(*args))
     for batch, is_taken in ((2, False), (3, True)):
         case = make_case([33 + i for i in range(batch)], 16, 8, 64, 64, torch.float16, device, seed=batch)
         check(case)

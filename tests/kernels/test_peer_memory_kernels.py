@@ -2,32 +2,13 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
 from nanovllm.kernels import add_norm as kernels
-from nanovllm.kernels.peer_embedding import peer_embedding
 from nanovllm.layers.layernorm import rms_norm_torch
 
 EPS = 1e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("size", "rows", "hidden"), [(2, 64, 64), (3, 128, 100), (8, 64, 257)])
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_peer_embedding(size, rows, hidden, dtype, index_dtype, device):
-    table = torch.randn(size, rows, hidden, device=device).to(dtype)
-    shards = [shard.clone() for shard in table]  # each in memory of its own
-    addresses = torch.tensor([shard.data_ptr() for shard in shards], device=device)
-    edges = [rank * rows + row for rank in range(size) for row in (0, rows - 1)]
-    token_ids = torch.tensor([*edges, *torch.randint(size * rows, (9,)).tolist()], dtype=index_dtype, device=device)
-    abort = torch.zeros(1, dtype=torch.int32, device=device)
-    y = peer_embedding(addresses, token_ids, abort, rows, hidden, dtype)
-    assert torch.equal(y, F.embedding(token_ids, table.flatten(0, 1)))
-    abort.fill_(1)
-    token_ids[:2] = torch.tensor([-5, 2**31 - 1])  # nonsense, as whatever is computed then
-    assert peer_embedding(addresses, token_ids, abort, rows, hidden, dtype).eq(0).all(), "it read what may be gone"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -7,19 +7,23 @@ from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton")
 
-from nanovllm.kernels.sampling_thresholds import ThresholdConfig, sampling_thresholds  # noqa: E402
+from nanovllm.kernels import sampling_thresholds as kernels  # noqa: E402
+from nanovllm.kernels.sampling_thresholds import sampling_thresholds  # noqa: E402
 
 INF = float("inf")
-# Small enough for short rows to have several tiles, splits and passes, and more candidates than there is room for.
-SMALL = ThresholdConfig(
-    tile=32, tiles_at_once=8, narrow_columns=256, narrow_pivots=4, settle_columns=256, capacity=32, narrow_rounds=0
-)
+# Small enough for short rows to have several candidates a lane, and more of them than there is room for.
 CONFIGS = {
-    "default": None,
-    "a program a row": SMALL,
-    "spread first": SMALL._replace(narrow_rounds=2),
+    "default": {},
+    "whole rows": {"LANES": 32, "CAPACITY": 32, "BLOCK": 64},
+    "some candidates": {"LANES": 128, "CAPACITY": 256, "BLOCK": 64},
 }
-every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS, indirect=True)
+
+
+@pytest.fixture
+def config(request, monkeypatch):
+    for name, value in request.param.items():
+        monkeypatch.setattr(kernels, name, value)
 
 
 def arguments(rows, device="cpu"):
@@ -59,9 +63,9 @@ def kept_by_definition(logits, temperature, k, p, min_p, slack=0.0):
     return kept
 
 
-def assert_right(logits, rows, config=None):
+def assert_right(logits, rows):
     """Keeps what the definition keeps, give or take tokens within rounding of a border."""
-    thresholds = sampling_thresholds(logits, *arguments(rows, logits.device), config=config)
+    thresholds = sampling_thresholds(logits, *arguments(rows, logits.device))
     assert thresholds.dtype == torch.float32
     assert thresholds.shape == (len(rows),)
     for i, row in enumerate(rows):
@@ -103,7 +107,7 @@ def test_definitions(dtype, vocab_size, config, device):
     torch.manual_seed(vocab_size)
     logits = torch.randn(len(ROWS), vocab_size, device=device) * 3
     logits[1], logits[-1] = logits[1] * 0.01, logits[-1] * 0.01
-    thresholds = assert_right(logits.to(dtype), ROWS, config)
+    thresholds = assert_right(logits.to(dtype), ROWS)
     assert thresholds[2] == thresholds[3] == -INF
 
 
@@ -111,7 +115,7 @@ def test_definitions(dtype, vocab_size, config, device):
 def test_flat_logits(config, device):
     """Nothing sets a token apart, so no bound spares a pass."""
     logits = (torch.randn(3, 900, device=device) * 0.02).to(torch.bfloat16)
-    assert_right(logits, [(1.0, 0, 0.95, 0.0), (0.6, 400, 0.95, 0.0), (1.0, 890, 1.0, 0.0)], config)
+    assert_right(logits, [(1.0, 0, 0.95, 0.0), (0.6, 400, 0.95, 0.0), (1.0, 890, 1.0, 0.0)])
 
 
 @every_config
@@ -120,22 +124,13 @@ def test_ties_stay_together(config, device):
     logits[3] = -0.0
     logits[3, ::2] = 0.0
     rows = [(1.0, 5, 1.0, 0.0), (1.0, 0, 0.3, 0.0), (2.0, 200, 0.99, 0.0), (1.0, 3, 0.5, 0.9)]
-    assert_right(logits, rows, config)
-    for i, kept in enumerate(
-        logits >= sampling_thresholds(logits, *arguments(rows, device), config=config).unsqueeze(1)
-    ):
+    assert_right(logits, rows)
+    for i, kept in enumerate(logits >= sampling_thresholds(logits, *arguments(rows, device)).unsqueeze(1)):
         assert set(logits[i][kept].tolist()).isdisjoint(logits[i][~kept].tolist())
     assert kept.all()
 
 
-def test_rows_with_top_k_need_no_launches_for_lone_top_p(device):
-    logits = torch.randn(4, 3000, device=device)
-    rows = [(1.0, 5, 0.9, 0.0), (0.7, 50, 0.5, 0.1), (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.2)]
-    given = arguments(rows, device)
-    assert torch.equal(sampling_thresholds(logits, *given, has_lone_top_p=False), sampling_thresholds(logits, *given))
-
-
-@pytest.mark.parametrize("config", [SMALL, SMALL._replace(narrow_rounds=1)], ids=["a program a row", "spread first"])
+@every_config
 @pytest.mark.parametrize(("k", "p", "min_p"), [(4, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1), (300, 0.9, 0.1)])
 def test_masked_and_undefined_logits(k, p, min_p, config, device):
     logits = torch.randn(7, 500, device=device).to(torch.bfloat16)
@@ -147,10 +142,10 @@ def test_masked_and_undefined_logits(k, p, min_p, config, device):
     logits[4, ::4] = float("nan")
     logits[5, 7] = logits[5, 490] = INF
     logits[6] = torch.finfo(torch.bfloat16).min
-    thresholds = assert_right(logits[:5], [(0.7, k, p, min_p)] * 5, config)
+    thresholds = assert_right(logits[:5], [(0.7, k, p, min_p)] * 5)
     assert thresholds[0] == thresholds[1] == -INF
     assert not thresholds.isnan().any()
-    thresholds = sampling_thresholds(logits[5:], *arguments([(0.7, k, p, min_p)] * 2, device), config=config)
+    thresholds = sampling_thresholds(logits[5:], *arguments([(0.7, k, p, min_p)] * 2, device))
     assert INF >= thresholds[0] > -INF
     assert logits[6, 0] >= thresholds[1]
 
@@ -158,7 +153,7 @@ def test_masked_and_undefined_logits(k, p, min_p, config, device):
 @pytest.mark.parametrize("vocab_size", [1, 2, 31])
 def test_tiny_vocabularies(vocab_size, device):
     rows = ROWS[:2] + ROWS[5:8]
-    assert_right(torch.randn(len(rows), vocab_size, device=device), rows, SMALL._replace(narrow_rounds=1))
+    assert_right(torch.randn(len(rows), vocab_size, device=device), rows)
 
 
 @settings(max_examples=20)
@@ -176,8 +171,10 @@ def test_any_rows(device, data):
     logits = torch.randn(len(rows), vocab_size, device=device)
     logits *= data.draw(st.sampled_from([0.0, 0.02, 3.0, 100.0]), "spread")
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), "dtype")
-    config = SMALL._replace(narrow_rounds=data.draw(st.sampled_from([0, 2]), "narrow_rounds"))
-    assert_right(logits.to(dtype), rows, config)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in data.draw(st.sampled_from(list(CONFIGS.values())), "config").items():
+            patch.setattr(kernels, name, value)
+        assert_right(logits.to(dtype), rows)
 
 
 def test_rows_of_a_wider_tensor(device):

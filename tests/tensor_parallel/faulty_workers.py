@@ -27,7 +27,7 @@ def quit_quietly(*args, **kwargs):
     os._exit(3)
 
 
-def later(fault, method="launch"):
+def later(fault, method="run"):
     """A method of ModelRunner's that works a few times."""
     original, count = getattr(ModelRunner, method), 0
 
@@ -46,9 +46,9 @@ FAULTS = {
     "die-meeting": lambda: setattr(worker, "join_group", die),
     "die-loading": lambda: setattr(model_runner, "load_model", die),
     "fail-loading": lambda: setattr(model_runner, "load_model", fail),
-    "fail-launch": lambda: setattr(ModelRunner, "launch", later(fail)),
-    "quit-launch": lambda: setattr(ModelRunner, "launch", later(quit_quietly)),
-    "fail-sampling": lambda: setattr(ModelRunner, "launch_sampling", later(fail, "launch_sampling")),
+    "fail-launch": lambda: setattr(ModelRunner, "run", later(fail)),
+    "quit-launch": lambda: setattr(ModelRunner, "run", later(quit_quietly)),
+    "fail-sampling": lambda: setattr(ModelRunner, "sample", later(fail, "sample")),
 }
 
 

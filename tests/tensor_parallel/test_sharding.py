@@ -64,11 +64,9 @@ def test_the_shards_make_up_the_checkpoint(path, size):
         for module in ("self_attn.o_proj", "mlp.down_proj"):
             columns = [rank.get_submodule(module).weight for rank in ranks]
             assert torch.equal(torch.cat(columns, dim=1), whole[f"{prefix}.{module}.weight"])
-    for module in ("model.embed_tokens", "lm_head"):
-        rows = torch.cat([model.get_submodule(module).weight for model in models])
-        assert torch.equal(rows[:VOCAB_SIZE], whole[f"{module}.weight"])
-        assert not rows[VOCAB_SIZE:].any()
-        assert size == 1 or all(model.get_submodule(module).weight.shape[0] % 64 == 0 for model in models)
+    assert all(torch.equal(model.model.embed_tokens.weight, whole["model.embed_tokens.weight"]) for model in models)
+    assert torch.equal(torch.cat([model.lm_head.weight for model in models]), whole["lm_head.weight"])
+    assert all(model.lm_head.first % 64 == 0 for model in models)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -99,14 +97,36 @@ def test_no_rank_holds_or_reads_more_than_its_share(path, size, monkeypatch):
     monkeypatch.setattr(loader, "_open_tensors", open_counting)
     monkeypatch.setattr(loader, "load_model", lambda *args, load=loader.load_model: (num_read.append(0), load(*args)))
     models = load_ranks(path, size)
-    replicated = sum(t.numel() for name, t in whole.items() if name.endswith(("norm.weight", "o_proj.bias")))
+    replicated = sum(
+        t.numel() for name, t in whole.items() if name.endswith(("norm.weight", "o_proj.bias", "embed_tokens.weight"))
+    )
     kv = sum(t.numel() for name, t in whole.items() if name.split(".")[-2] in ("k_proj", "v_proj"))
     shared = sum(t.numel() for t in whole.values()) - replicated - kv
     share = shared / size + replicated + kv * max(1, NUM_KV_HEADS // size) / NUM_KV_HEADS
-    padding = 2 * 64 * 64  # rows x columns, of the vocabulary at both ends
+    padding = 64 * 64  # rows x columns: the head is divided by whole multiples of 64 tokens
     for model, read in zip(models, num_read, strict=True):
         assert sum(p.numel() for p in model.parameters()) <= share + size * padding
         assert 0 < read <= share + size * padding
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_tied_head_is_this_ranks_rows_of_the_embedding(tmp_path, size):
+    path = make_checkpoint(tmp_path, vocab_size=VOCAB_SIZE, num_key_value_heads=4, tie_word_embeddings=True)
+    whole, models = load_file(path / "model.safetensors"), load_ranks(path, size)
+    assert torch.equal(torch.cat([model.lm_head.weight for model in models]), whole["model.embed_tokens.weight"])
+    for model in models:
+        assert model.lm_head.weight.untyped_storage().data_ptr() == model.model.embed_tokens.weight.data_ptr()
+        assert loader.num_checkpoint_params(model) == sum(t.numel() for t in whole.values())
+
+
+def test_random_weights_that_every_rank_holds_are_the_same(path):
+    models = load_ranks(path, 2)
+    for rank, model in enumerate(models):
+        loader.load_dummy(model, seed=3, rank=rank)
+    first, second = (dict(model.named_parameters()) for model in models)
+    same = {name for name in first if torch.equal(first[name], second[name])}
+    assert {"model.embed_tokens.weight", "model.layers.0.self_attn.o_proj.bias", "model.norm.weight"} <= same
+    assert not any("qkv" in name or "down_proj" in name or "lm_head" in name for name in same)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -125,7 +145,7 @@ def test_every_preset_can_be_shared(size):
 )
 def test_what_cannot_be_shared_is_refused_before_any_process_starts(tmp_path, monkeypatch, fields, size, message):
     path = make_checkpoint(tmp_path, **fields)
-    monkeypatch.setattr("nanovllm.engine.model_runner.Workers", None)
+    monkeypatch.setattr("nanovllm.engine.ranks.executor.Workers", None)
     with pytest.raises(ValueError, match=rf"tensor_parallel_size={size}.*{message}"):
         make_llm(path, tensor_parallel_size=size)
 

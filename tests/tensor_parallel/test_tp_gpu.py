@@ -151,7 +151,7 @@ def test_a_worker_killed_in_the_middle_of_a_batch(shared, work):
         prompts, params = reference.draw_prompts((700, 700), 1) * 3000, greedy(1)
         options |= {"max_num_batched_tokens": 8192, "enable_prefix_caching": False}
     llm = make_llm(path, **options)
-    (process,) = llm.model_runner.workers._processes.values()
+    (process,) = llm.executor.workers._processes.values()
 
     def kill(stats):
         if stats["steps"] == 20:
@@ -171,7 +171,7 @@ def test_no_other_host_can_reach_a_rank(shared):
     before = listening_addresses(os.getpid())
     with make_llm(path, tensor_parallel_size=2, **GPU) as llm:
         complete(llm, [[1, 2, 3]], greedy(2))
-        pids = [os.getpid(), *(process.pid for process in llm.model_runner.workers._processes.values())]
+        pids = [os.getpid(), *(process.pid for process in llm.executor.workers._processes.values())]
         addresses = [address for pid in pids for address in listening_addresses(pid)]
     for address in before:
         addresses.remove(address)

@@ -51,7 +51,7 @@ def test_seeded_draws_are_those_of_one_rank(case):
     with make_llm(path, seed=5) as alone:
         expected = [complete(alone, prompts, params) for _ in range(2)]
     # An unseeded request draws from the engine's seed by the number of its request.
-    llm._num_requests = 0
+    llm._sequences.num_requests = 0
     assert [complete(llm, prompts, params) for _ in range(2)] == expected
 
 

@@ -41,7 +41,7 @@ def assert_same_logprobs(found: list | None, expected: list | None) -> None:
 def assert_same(engines, prompts, params) -> None:
     """Both engines give the same for the batch, and nothing is left of it."""
     for llm in engines:
-        llm._num_requests = 0
+        llm._sequences.num_requests = 0
     expected, found = (llm.generate(prompts, params, use_tqdm=False) for llm in engines)
     for ours, theirs in zip(found, expected, strict=True):
         assert_same_logprobs(ours["prompt_logprobs"], theirs["prompt_logprobs"])
@@ -136,16 +136,16 @@ def test_any_mixture(engines, params):
 def test_an_exception_between_the_halves_leaves_a_usable_engine(engines, monkeypatch):
     """As Ctrl-C there: the workers have run a forward whose tokens nobody draws."""
     llm = engines[1]
-    loop = llm._loop
+    advance = llm._advance
     constrained = SamplingParams(0.9, 50, structured_outputs=StructuredOutputsParams(regex="[a-z]{30}"))
 
     def interrupted(step):
         if step.num_tokens < 0:
             raise KeyboardInterrupt
-        return type(loop)._draw(loop, step)
+        return advance(step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_draw", interrupted)
+        patch.setattr(llm, "_advance", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS[:3], [constrained, greedy(9), MIXED[0]], use_tqdm=False)
     assert_idle(llm)

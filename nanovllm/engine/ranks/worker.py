@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.call_channel import CallReader, Event
 from nanovllm.engine.ranks.process_group import (
     await_store_folder,
@@ -22,7 +24,9 @@ from nanovllm.engine.ranks.process_group import (
     remove_store_folder,
     share_memory,
 )
-from nanovllm.utils.parallel import CollectiveError, TensorParallel
+from nanovllm.engine.runner.memory import free_memory
+from nanovllm.utils.parallel import CollectiveError
+from nanovllm.utils.start_progress import StartProgress
 
 MAIN_GUARD = (
     "tensor_parallel_size > 1 starts processes, each of which imports the script that it is called from: what the "
@@ -56,14 +60,6 @@ class WorkerSeat(NamedTuple):
     segment: str
     event: Event
     reports: Connection
-
-
-class WorkerLink(NamedTuple):
-    """What a worker's ModelRunner needs of the others: its device, its place, and where its calls come from."""
-
-    device: torch.device
-    tp: TensorParallel
-    calls: CallReader
 
 
 def check_may_spawn() -> None:
@@ -101,20 +97,33 @@ def worker_main(seat: WorkerSeat) -> None:
 
 
 def _run(seat: WorkerSeat, calls: CallReader) -> None:
-    # Not at the top: it imports what starts workers.
-    from nanovllm.engine.model_runner import ModelRunner
-
     if seat.device.type == "cuda":
         torch.cuda.set_device(seat.device)
     else:
         torch.set_num_threads(seat.num_threads)
+    free_at_start = free_memory(seat.device)
     await_store_folder(seat.store_folder)
     tp = join_group(open_store(seat.store_folder), seat.rank, seat.config.tensor_parallel_size, seat.device)
     tp = share_memory(tp, seat.config, seat.device)
-    runner = ModelRunner(seat.config, seat.rank, WorkerLink(seat.device, tp, calls))
+    runner = ModelRunner(seat.config, seat.device, free_at_start)
+    with StartProgress(is_wanted=False) as progress:
+        runner.start(tp, progress)
     gc.freeze()  # What is here now is here to stay, and all ranks would wait while a collection looks at it.
     seat.reports.send(Report("ready"))
-    runner.loop()
+    loop(runner, calls)
+
+
+def loop(runner: ModelRunner, calls: CallReader) -> None:
+    """Do what rank 0 calls, until it calls exit."""
+    method = ""
+    while method != "exit":
+        method, *args = read_shm(calls)
+        getattr(runner, method)(*args)
+
+
+def read_shm(calls: CallReader) -> list:
+    """Wait for the next call of rank 0: [method, *arguments]."""
+    return pickle.loads(calls.read())
 
 
 def _report_failure(seat: WorkerSeat, error: BaseException) -> None:

@@ -12,7 +12,7 @@ Message = dict[str, Any]
 Conversation = list[Message]
 Tool = dict[str, Any] | Callable
 
-# Arguments of apply_chat_template that are no variables of a template, and chat()'s or ours to choose.
+# Arguments of apply_chat_template that are no variables of a template.
 _RESERVED = {
     "add_generation_prompt": "an argument of chat()",
     "chat_template": "an argument of chat()",
@@ -30,12 +30,13 @@ _RESERVED = {
 }
 
 
-def as_conversations(messages) -> list[Conversation]:
-    """Checked conversations, the text parts of each message joined by line feeds.
+def as_conversations(messages: Any) -> list[Conversation]:
+    """Checked conversations; the text parts of a message are joined by line feeds.
 
     Args:
-        messages: one conversation or a list of them. A message is {"role": ..., "content": ...}, its content a text or
-            a list of {"type": "text", "text": ...}; with "tool_calls" it may have none. Other keys are the template's.
+        messages: one conversation or a list of them. A message is {"role": ..., "content": ...}, where content is a
+            text or a list of {"type": "text", "text": ...}; with "tool_calls" content is optional. Other keys are for
+            the template.
 
     Raises:
         ValueError: a malformed message; names the conversation and the message.
@@ -44,16 +45,15 @@ def as_conversations(messages) -> list[Conversation]:
         raise ValueError(f"messages: must be a list of messages or of conversations, not {type(messages).__name__}")
     messages = list(messages)
     is_one = any(not isinstance(message, list | tuple) for message in messages)
-    return [_check_conversation(c, i) for i, c in enumerate([messages] if is_one else messages)]
+    conversations = []
+    for i, conversation in enumerate([messages] if is_one else messages):
+        if not conversation:
+            raise ValueError(f"conversation {i}: is empty: it must hold at least one message")
+        conversations.append([_check_message(m, f"conversation {i}, message {j}") for j, m in enumerate(conversation)])
+    return conversations
 
 
-def _check_conversation(conversation, i: int) -> Conversation:
-    if not conversation:
-        raise ValueError(f"conversation {i}: is empty: it must hold at least one message")
-    return [_check_message(message, f"conversation {i}, message {j}") for j, message in enumerate(conversation)]
-
-
-def _check_message(message, where: str) -> Message:
+def _check_message(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"{where}: must be a dict with role and content, not {type(message).__name__}")
     role, content = message.get("role"), message.get("content")
@@ -69,7 +69,7 @@ def _check_message(message, where: str) -> Message:
     return dict(message) | {"content": "\n".join(part["text"] for part in content)}
 
 
-def check_template_options(chat_template, chat_template_kwargs) -> None:
+def check_template_options(chat_template: Any, chat_template_kwargs: Any) -> None:
     """Raises TypeError or ValueError, naming the argument."""
     if chat_template is not None and not isinstance(chat_template, str):
         raise TypeError(f"chat_template: must be the text of a Jinja template, not {type(chat_template).__name__}")
@@ -82,15 +82,15 @@ def check_template_options(chat_template, chat_template_kwargs) -> None:
             raise ValueError(f"chat_template_kwargs: {name!r} is {_RESERVED[name]}")
 
 
-def as_tools(tools) -> list[dict[str, Any]] | None:
-    """The schemas of tools, as chat templates read them; None where there are none.
+def as_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """The schemas of tools, as chat templates read them; None if there are none.
 
     Args:
-        tools: a list of OpenAI's tool schemas, or of functions with type hints and a docstring in Google's style, of
-            which transformers makes them.
+        tools: a list of OpenAI's tool schemas, or of functions with type hints and a docstring in Google's style, from
+            which transformers makes schemas.
 
     Raises:
-        TypeError, ValueError: what is neither, or a function that no schema can be made of; the message names it.
+        TypeError, ValueError: something else, or a function without a schema; the message names it.
     """
     if tools is None:
         return None
@@ -99,7 +99,7 @@ def as_tools(tools) -> list[dict[str, Any]] | None:
     return [_as_schema(tool, f"tools[{i}]") for i, tool in enumerate(tools)] or None
 
 
-def _as_schema(tool, where: str) -> dict[str, Any]:
+def _as_schema(tool: Any, where: str) -> dict[str, Any]:
     if isinstance(tool, Mapping):
         function = tool.get("function", tool)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -114,26 +114,29 @@ def _as_schema(tool, where: str) -> dict[str, Any]:
 
     try:
         return get_json_schema(tool)
-    except Exception as error:  # of its own kinds
+    except Exception as error:  # transformers' own classes
         raise ValueError(f"{where}: no schema can be made of {tool!r}: {error}") from error
 
 
-def misplaced_option(name: str, value) -> str:
-    """Where an option that chat() does not have may belong."""
+def misplaced_option(name: str, value: object) -> str:
+    """Where an option that chat() does not have probably belongs."""
     if name in {field.name for field in fields(SamplingParams)}:
         return f"pass sampling_params=SamplingParams({name}={value!r})"
     return f'a variable of the chat template goes into chat_template_kwargs={{"{name}": {value!r}}}'
 
 
-def render_chat(tokenizer, conversations: list[Conversation], chat_template: str | None, **options) -> list[list[int]]:
+def render_chat(
+    tokenizer: Any, conversations: list[Conversation], chat_template: str | None, **options: Any
+) -> list[list[int]]:
     """Token ids of each conversation.
 
     Args:
-        chat_template: a Jinja template; None takes the tokenizer's own.
-        options: apply_chat_template's, tools among them, and variables of the template.
+        tokenizer: a transformers tokenizer.
+        chat_template: a Jinja template; None uses the tokenizer's.
+        options: arguments of apply_chat_template, such as tools, and variables of the template.
 
     Raises:
-        ValueError: there is no template, or it has no place for tools, or refuses a conversation, which is named.
+        ValueError: there is no template, or it does not mention tools, or it refuses a conversation, which is named.
     """
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat_template: the model's tokenizer has none; pass one, or give generate() whole prompts")

@@ -1,22 +1,23 @@
-"""Detokenizer: tokens to text, all at once, or as they come and with an eye on stop strings."""
+"""Detokenizer: tokens to text, all at once or as they come, up to stop strings."""
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
+from typing import Any
 
 from tokenizers.decoders import ByteLevel
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
-REPLACEMENT = "\ufffd"  # what UTF-8 decoders write for bytes that are no character, or not yet one
-MAX_TOKENS_A_CHARACTER = 8  # tokens after which bytes that still are no character will never be one
+REPLACEMENT = "\ufffd"  # UTF-8 decoders write it for bytes that are no character, or not yet one.
+MAX_TOKENS_A_CHARACTER = 8  # Bytes that are no character after this many tokens will never be one.
 
 
 class Detokenizer:
     """The text of token ids, by one tokenizer."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer: Any):
         """tokenizer: a transformers tokenizer."""
         self._tokenizer = tokenizer
         self._special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -32,28 +33,24 @@ class Detokenizer:
 
     def set_texts(self, seqs: list[Sequence]) -> None:
         """Give finished sequences their text."""
-        whole: dict[bool, list[Sequence]] = {}
-        for seq in seqs:
-            if seq.text_stream is None:
-                whole.setdefault(seq.skip_special_tokens, []).append(seq)
-            else:
-                read_new_tokens(seq)
-                seq.text = seq.text_stream.finish()
-        for skip_special_tokens, group in whole.items():
-            texts = self.decode([seq.completion_token_ids for seq in group], skip_special_tokens)
+        for skip_special_tokens in (True, False):
+            group = [s for s in seqs if s.text_stream is None and s.skip_special_tokens == skip_special_tokens]
+            texts = self.decode([seq.completion_token_ids for seq in group], skip_special_tokens) if group else []
             for seq, text in zip(group, texts, strict=True):
                 seq.text = text
+        for seq in seqs:
+            if seq.text_stream is not None:
+                read_new_tokens(seq)
+                seq.text = seq.text_stream.finish()
 
     def stream(self, params: SamplingParams) -> "TextStream":
-        """The text of one completion to be."""
+        """The text of one completion that is about to begin."""
         skipped = self._special_ids if params.skip_special_tokens else frozenset()
         if self._is_byte_level:
-            characters = ByteCharacters(partial(self._bytes_of, skipped))
-        else:
-            characters = WindowCharacters(lambda ids: self.decode([ids], False)[0], skipped)
-        return TextStream(characters, params)
+            return TextStream(ByteCharacters(partial(self._bytes_of, skipped)), params)
+        return TextStream(WindowCharacters(lambda ids: self.decode([ids], False)[0], skipped), params)
 
-    def _bytes_of(self, skipped: set[int], token_id: int) -> bytes:
+    def _bytes_of(self, skipped: Set[int], token_id: int) -> bytes:
         """The bytes that a token of a byte-level vocabulary stands for; none for an id that the tokenizer lacks."""
         if token_id in skipped:
             return b""
@@ -62,12 +59,12 @@ class Detokenizer:
             try:
                 self._token_bytes[token_id] = bytes(self._byte_of[char] for char in token)
             except KeyError:
-                self._token_bytes[token_id] = token.encode()  # a special token, in plain writing
+                self._token_bytes[token_id] = token.encode()  # A special token is plain text.
         return self._token_bytes[token_id]
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one visible character (Radford et al. 2019, GPT-2): Latin-1's visible ones
+    """Byte-level BPE writes each byte as one visible character (GPT-2, Radford et al. 2019): Latin-1's visible ones
     stand for themselves, all others, in order, are the characters from 256 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(visible))
@@ -75,7 +72,7 @@ def _byte_of_char() -> dict[str, int]:
 
 
 class ByteCharacters:
-    """Whole characters of a byte-level vocabulary's tokens, exactly and at O(1) a token."""
+    """Whole characters of a byte-level vocabulary's tokens, exactly, in O(1) per token."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]):
         self._bytes_of = bytes_of
@@ -86,15 +83,15 @@ class ByteCharacters:
         return self._decoder.decode(self._bytes_of(token_id))
 
     def flush(self) -> str:
-        """What is left of a character that never got whole."""
+        """The rest of a character that was never completed."""
         return self._decoder.decode(b"", final=True)
 
 
 class WindowCharacters:
-    """The same for any other tokenizer, whose `decode` is a black box: each token is decoded behind those before it,
-    as far back as the text that came last, and what is new is what the text has grown by."""
+    """The same for any other tokenizer. Each token is decoded together with the few before it, and what the text has
+    grown by is new."""
 
-    def __init__(self, decode: Callable[[list[int]], str], skipped: set[int] | frozenset[int]):
+    def __init__(self, decode: Callable[[list[int]], str], skipped: Set[int]):
         self._decode = decode
         self._skipped = skipped
         self._context: list[int] = []
@@ -108,12 +105,12 @@ class WindowCharacters:
         text = self._decode(self._context + self._fresh)
         if text.endswith(REPLACEMENT) and len(self._fresh) < MAX_TOKENS_A_CHARACTER:
             return ""
-        return self._emit(text)
+        return self._take_new(text)
 
     def flush(self) -> str:
-        return self._emit(self._decode(self._context + self._fresh)) if self._fresh else ""
+        return self._take_new(self._decode(self._context + self._fresh)) if self._fresh else ""
 
-    def _emit(self, text: str) -> str:
+    def _take_new(self, text: str) -> str:
         new = text[len(self._context_text) :]
         self._context, self._fresh = self._fresh, []
         self._context_text = self._decode(self._context)
@@ -123,12 +120,12 @@ class WindowCharacters:
 class TextStream:
     """The text of one completion as its tokens come: whole characters, and nothing of a stop string.
 
-    Text that may turn out to begin a stop string is held back, so that what was taken never has to be taken back.
-    All that is ever searched is what is held back and the newest token's characters.
+    Text that may be the beginning of a stop string is held back until that is decided. Only this text and the newest
+    token's characters are searched.
 
     Attributes:
-        num_tokens: tokens read.
-        stop_reason: the stop string that ended the text, None so far.
+        num_tokens: tokens read so far.
+        stop_reason: the stop string that ended the text, or None.
     """
 
     def __init__(self, characters: ByteCharacters | WindowCharacters, params: SamplingParams):
@@ -143,12 +140,12 @@ class TextStream:
         self._num_taken = 0
 
     def push(self, token_id: int) -> bool:
-        """Read the next token; whether it completes a stop string, which no token does within min_tokens."""
+        """Read the next token. True if it completes a stop string, which no token does within min_tokens."""
         self.num_tokens += 1
         num_held = len(self._held)
         self._held += self._characters.push(token_id)
         if self._stop and self.num_tokens > self._min_tokens:
-            # What was held back for one stop string may hold another whole, from within min_tokens.
+            # A match must end in the new text: what is held may contain a whole stop string from within min_tokens.
             found = [
                 (start, len(s), s)
                 for s in self._stop
@@ -165,23 +162,21 @@ class TextStream:
         return False
 
     def _num_undecided(self) -> int:
-        """Characters at the end that a stop string may begin with."""
-        longest = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+        """Characters at the end that may be the beginning of a stop string."""
+        for length in range(min(len(self._held), max(map(len, self._stop), default=1) - 1), 0, -1):
+            end = self._held[-length:]
+            if any(len(stop) > length and stop.startswith(end) for stop in self._stop):
+                return length
+        return 0
 
     def take(self) -> str:
-        """The text that came since the last call."""
+        """The text since the last call."""
         new = "".join(self._pieces[self._num_taken :])
         self._num_taken = len(self._pieces)
         return new
 
     def finish(self) -> str:
-        """The whole text, once no token will follow."""
+        """The whole text, when no token will follow."""
         if self.stop_reason is None:
             self._pieces.append(self._held + self._characters.flush())
             self._held = ""
@@ -189,8 +184,8 @@ class TextStream:
 
 
 def read_new_tokens(seq: Sequence) -> bool:
-    """Let a sequence's text stream read the tokens that it has not seen; whether they complete a stop string, which
-    the sequence then has as its stop_reason. Whatever ended the sequence otherwise gives way to it."""
+    """Let a sequence's text stream read the new tokens. True if they complete a stop string, which the sequence then
+    has as its stop_reason, whatever else has ended it."""
     stream = seq.text_stream
     if stream.stop_reason is None:
         for token_id in seq.tokens[seq.num_prompt_tokens + stream.num_tokens : seq.num_known_tokens]:

@@ -1,17 +1,17 @@
-"""What callers get back: results, deltas of a stream, figures of the engine."""
+"""What callers get: results, deltas of a stream, counters of the engine."""
 
-from typing import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from nanovllm.engine.sequence import Sequence
 
 
 class RequestMetrics(TypedDict):
-    """How long a completion took, in seconds of time.perf_counter(), taken once a step.
+    """How long a completion took, in seconds. The clock is read once a step.
 
     queued: from its arrival to the first step that worked on it.
-    time_to_first_token: from its arrival to its first token; None where it has none.
+    time_to_first_token: from its arrival to its first token; None if it has none.
     total: from its arrival to its end.
-    tokens_per_second: completion tokens over the time since it left the queue.
+    tokens_per_second: completion tokens per second since it left the queue.
     """
 
     queued: float
@@ -20,53 +20,59 @@ class RequestMetrics(TypedDict):
     tokens_per_second: float
 
 
-class _SampleOutput(TypedDict):
+class SampleOutput(TypedDict):
+    """One completion of a prompt.
+
+    text: up to a stop string, without special tokens unless skip_special_tokens=False; None with skip_tokenizer_init,
+        and for a request that was not served.
+    token_ids: all generated tokens, including the end-of-sequence token and those of a stop string.
+    finish_reason: "stop" (an end-of-sequence or stop token, or a stop string), "length" (max_tokens, or the engine's
+        longest sequence), "abort" (abort_request) or "error" (see `error`).
+    stop_reason: the stop string, or the token of stop_token_ids, that ended it; None for any other end.
+    logprobs: for each token of token_ids {token id: log-probability}, the sampled token first; None unless asked for.
+    metrics: how long it took.
+    error: only where finish_reason is "error": what went wrong. A completion fails where the model's logits are NaN or
+        infinite; it keeps the text and the tokens so far. With on_error="return" a request that could not be served has
+        neither.
+    """
+
     text: str | None
     token_ids: list[int]
     finish_reason: str
     stop_reason: str | int | None
     logprobs: list[dict[int, float]] | None
     metrics: RequestMetrics
+    error: NotRequired[str]
 
 
-class SampleOutput(_SampleOutput, total=False):
-    """One completion of a prompt.
+class RequestOutput(SampleOutput):
+    """One prompt's result: its completion as in SampleOutput, with n > 1 the first one, and
 
-    text: up to a stop string, special tokens left out unless skip_special_tokens says otherwise; None with
-        skip_tokenizer_init, and for a request that was not served.
-    token_ids: all tokens that were generated, the end-of-sequence token and those of a stop string included.
-    finish_reason: "stop" (an end-of-sequence or stop token, or a stop string), "length" (max_tokens, or the engine's
-        longest sequence), "abort" (abort_request) or "error": see `error`.
-    stop_reason: the stop string or the one of stop_token_ids that ended it; None for any other end.
-    logprobs: for each token of token_ids {token id: log-probability}, the sampled token first; None unless asked for.
-    metrics: how long it took.
-    error: what went wrong, where finish_reason is "error", else not there. A completion fails where the model's logits
-        are NaN or infinite; it has the text and the tokens that came before. With on_error="return" a request that
-        could not be served has none.
+    num_prompt_tokens: tokens of the prompt.
+    num_cached_tokens: prompt tokens that the prefix cache supplied (to the first sample).
+    prompt_logprobs: like logprobs, for each prompt token, None for the first; None unless asked for.
+    samples: only with n > 1: all completions, including the first one. One may fail where others do not.
     """
 
-    error: str
-
-
-class _RequestOutput(SampleOutput):
     num_prompt_tokens: int
     num_cached_tokens: int
     prompt_logprobs: list[dict[int, float] | None] | None
+    samples: NotRequired[list[SampleOutput]]
 
 
-class RequestOutput(_RequestOutput, total=False):
-    """One prompt's result: its completion as in SampleOutput, the first one with n > 1, and
+class StreamDelta(TypedDict):
+    """What one step added to one completion.
 
-    num_prompt_tokens: tokens of the prompt.
-    num_cached_tokens: those of them that the prefix cache supplied (to the first sample).
-    prompt_logprobs: as logprobs, for each prompt token, None for the first; None unless asked for.
-    samples: with n > 1 all completions, the first one included; else not there. One may fail where others do not.
+    index: index of the prompt.
+    sample: index of the completion, 0 unless n > 1.
+    request_id: the id for abort_request.
+    text: whole characters, which no later delta takes back; "" if the tokens complete none, None with
+        skip_tokenizer_init. The texts of all deltas together are the RequestOutput's.
+    token_ids, logprobs: of the new tokens, as in RequestOutput.
+    finish_reason, stop_reason: as in RequestOutput on a completion's last delta, None before.
+    error: as in RequestOutput, on a completion's last delta.
     """
 
-    samples: list[SampleOutput]
-
-
-class _StreamDelta(TypedDict):
     index: int
     sample: int
     request_id: int
@@ -75,25 +81,16 @@ class _StreamDelta(TypedDict):
     logprobs: list[dict[int, float]] | None
     finish_reason: str | None
     stop_reason: str | int | None
-
-
-class StreamDelta(_StreamDelta, total=False):
-    """What one step added to one completion.
-
-    index: of the prompt. sample: of the completion, 0 unless n > 1.
-    request_id: what abort_request takes.
-    text: whole characters, which no later delta takes back; "" where the tokens complete none, None with
-        skip_tokenizer_init. All deltas' texts together are the RequestOutput's.
-    token_ids, logprobs: of the new tokens, as in RequestOutput.
-    finish_reason, stop_reason: as in RequestOutput on a completion's last delta, None before.
-    error: as in RequestOutput, on a completion's last delta.
-    """
-
-    error: str
+    error: NotRequired[str]
 
 
 class Score(TypedDict):
-    """token_ids: the completion's tokens; logprobs: of each, given all before it; total: their sum."""
+    """How likely a completion is after its prompt.
+
+    token_ids: the completion's tokens.
+    logprobs: the log-probability of each token, given all tokens before it.
+    total: the sum of logprobs.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -101,19 +98,18 @@ class Score(TypedDict):
 
 
 class EngineStats(TypedDict):
-    """The engine's state, and what it has done since it was made.
+    """The engine's state now, and what it has done since it was made.
 
     running, waiting: sequences now (a prompt with n > 1 has n).
-    kv_blocks_total, kv_blocks_used, kv_blocks_free: blocks of the KV cache now. Free ones may hold prefixes that can
-        still be found.
-    prefix_cache_queries, prefix_cache_hits: prompt tokens that the prefix cache was asked for, and that it had.
+    kv_blocks_total, kv_blocks_used, kv_blocks_free: blocks of the KV cache now. Free ones may hold cached prefixes.
+    prefix_cache_queries, prefix_cache_hits: prompt tokens looked up in the prefix cache, and found there.
     prefix_cache_hit_rate: hits / queries, 0 before the first.
-    prompt_tokens: of the prompts that were started, cached ones included.
+    prompt_tokens: tokens of the prompts that were started, including cached ones.
     generated_tokens: completion tokens.
     steps: prefill and decode steps.
-    preemptions: times that a sequence had to give its blocks back and start over.
-    seconds: wall-clock time in which there was work.
-    tokens_per_second: generated_tokens / seconds. For the rate over a while, take two readings and their differences.
+    preemptions: times that a sequence had to give its blocks back and be computed again.
+    seconds: time that steps have taken, with the waits for the device.
+    tokens_per_second: generated_tokens / seconds. For a rate over some time, subtract two readings.
     """
 
     running: int
@@ -163,25 +159,21 @@ def error_output(error: Exception) -> RequestOutput:
 
 
 def _sample_output(seq: Sequence) -> SampleOutput:
+    arrival, end = seq.arrival_time, seq.finish_time
+    scheduled = end if seq.scheduled_time is None else seq.scheduled_time
     output = SampleOutput(
         text=seq.text,
         token_ids=seq.completion_token_ids,
         finish_reason=seq.finish_reason,
         stop_reason=seq.stop_reason,
         logprobs=seq.logprobs,
-        metrics=_metrics(seq),
+        metrics=RequestMetrics(
+            queued=scheduled - arrival,
+            time_to_first_token=None if seq.first_token_time is None else seq.first_token_time - arrival,
+            total=end - arrival,
+            tokens_per_second=seq.num_completion_tokens / (end - scheduled) if end > scheduled else 0.0,
+        ),
     )
     if seq.error is not None:
         output["error"] = seq.error
     return output
-
-
-def _metrics(seq: Sequence) -> RequestMetrics:
-    arrival, end = seq.arrival_time, seq.finish_time
-    scheduled = end if seq.scheduled_time is None else seq.scheduled_time
-    return RequestMetrics(
-        queued=scheduled - arrival,
-        time_to_first_token=None if seq.first_token_time is None else seq.first_token_time - arrival,
-        total=end - arrival,
-        tokens_per_second=seq.num_completion_tokens / (end - scheduled) if end > scheduled else 0.0,
-    )

@@ -1,14 +1,13 @@
-"""What a caller hands in, checked before any work: prompts, sampling parameters, a model's tokenizer."""
+"""Everything that a caller hands in, checked before any work: prompts, sampling parameters, a model's tokenizer."""
 
 import os
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from itertools import pairwise, repeat, zip_longest
+from itertools import repeat, zip_longest
 from operator import index
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,22 +16,22 @@ from nanovllm.engine.requests.prompts import Prompt, as_prompts, read_prompt
 from nanovllm.engine.sampling.logit_edits import LogitEdits, tokenize_bad_words
 from nanovllm.engine.sampling.structured import Grammar, Grammars
 from nanovllm.layers.token_masks import unpack_mask
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.model_files import one_line, read_json
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model")
 _OTHER_TOKENIZERS = "tokenizer= takes another's, and skip_tokenizer_init=True does without"
-
-# Token ids that are checked in one go: enough that what a prompt costs by itself does not count, and no more, because
-# the copies that are made of them should stay in the processor's cache.
-TOKENS_AT_ONCE = 32768
-
-_MAX_LOGIT_EDITS = 256  # different ones that are kept ready, 20 KB each for 150,000 tokens
+_MAX_LOGIT_EDITS = 256  # kept for later requests, 20 KB each for 150,000 tokens
 
 
 class Request(NamedTuple):
-    """What has passed the checks: the prompt, int32, the form that each of its samples has to follow, and the tokens
-    that each makes likelier or keeps away."""
+    """A request that has passed the checks.
+
+    Attributes:
+        token_ids: the prompt, int32.
+        grammar: the form that each of its samples must follow.
+        logit_edits: the tokens that it makes likelier or forbids.
+    """
 
     token_ids: array
     grammar: Grammar | None = None
@@ -42,24 +41,28 @@ class Request(NamedTuple):
 class RequestChecker:
     """Turns prompts into token ids and forms into grammars, and finds what is wrong with a request."""
 
-    def __init__(self, tokenizer, vocab_size: int, eos: Iterable[int], check_length: Callable[[int], None]):
-        """check_length: raises ValueError for a prompt of too many tokens. tokenizer: None takes token ids alone. eos:
-        the model's end-of-sequence token ids."""
+    def __init__(self, tokenizer: Any, vocab_size: int, eos: Iterable[int], check_length: Callable[[int], None]):
+        """
+        Args:
+            tokenizer: a transformers tokenizer; None accepts token ids only.
+            eos: the model's end-of-sequence token ids.
+            check_length: raises ValueError for a number of prompt tokens that is too large.
+        """
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._eos = eos
+        self._eos = tuple(eos)
         self._check_length = check_length
         self._grammars: Grammars | None = None
         self._logit_edits = lru_cache(_MAX_LOGIT_EDITS)(self._make_logit_edits)
 
-    def as_prompts(self, prompts, name: str = "prompts") -> Iterable[Prompt]:
-        """The prompts that the argument `name` holds, as `prompts.as_prompts` finds them."""
+    def as_prompts(self, prompts: Any, name: str = "prompts") -> Iterable[Prompt]:
+        """See `prompts.as_prompts`."""
         return as_prompts(prompts, name, self.tokenizer)
 
     def check_one(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """The request. Raises ValueError, TypeError, or ImportError as check_all."""
-        (token_ids,) = self._convert(self._encode([prompt]), lambda i: "prompt: ")
-        return self._check(token_ids, params, "prompt: ", "sampling_params")
+        """Raises ValueError, TypeError, or ImportError as check_all."""
+        (token_ids,) = self._encode([prompt])
+        return self._check(token_ids, params, "prompt: ", "sampling_params: ")
 
     def check_all(
         self, prompts: list[Prompt], params: Iterable[SamplingParams], on_error: str = "raise", start: int = 0
@@ -67,19 +70,18 @@ class RequestChecker:
         """The requests; texts go through the tokenizer in one batch.
 
         Args:
-            params: one each.
-            on_error: "raise" the first fault, or "return" it in the place of the request.
+            params: one for each prompt.
+            on_error: "raise" the first error, or "return" it in the place of its request.
             start: index of the first prompt, for messages.
 
         Raises:
-            ValueError, TypeError: a fault; the message begins with the argument and the index.
+            ValueError, TypeError: a wrong prompt or wrong params; the message begins with the argument and the index.
             ImportError: likewise, where a structured output needs a library that is not installed.
         """
-        checked = []
-        converted = self._convert(self._encode(prompts), lambda i: f"prompts[{start + i}]: ")
-        for i, (token_ids, p) in enumerate(zip(converted, params, strict=True), start):
+        checked: list[Request | Exception] = []
+        for i, (token_ids, p) in enumerate(zip(self._encode(prompts), params, strict=True), start):
             try:
-                checked.append(self._check(token_ids, p, f"prompts[{i}]: ", f"sampling_params[{i}]"))
+                checked.append(self._check(token_ids, p, f"prompts[{i}]: ", f"sampling_params[{i}]: "))
             except (TypeError, ValueError, ImportError) as error:
                 if on_error == "raise":
                     raise
@@ -87,52 +89,55 @@ class RequestChecker:
         return checked
 
     def encode_completions(self, completions: list[Prompt]) -> list[array]:
-        """Token ids of texts that go on after a prompt, hence without what the tokenizer puts before one. Raises
-        ValueError or TypeError, naming the index."""
-        encoded = self._encode(completions, add_special_tokens=False)
-        converted = self._convert(encoded, lambda i: f"completions[{i}]: ")
-        for error in converted:
-            if isinstance(error, Exception):
-                raise error
-        return converted
+        """Token ids of texts that follow a prompt, so without the tokens that the tokenizer puts at the beginning of a
+        text. Raises ValueError or TypeError, naming the index."""
+        encoded = []
+        for i, token_ids in enumerate(self._encode(completions, add_special_tokens=False)):
+            if isinstance(token_ids, Exception):
+                raise _error_at(f"completions[{i}]: ", token_ids) from token_ids
+            encoded.append(token_ids)
+        return encoded
 
-    def _check(self, token_ids: array | Exception, params, where: str, where_params: str) -> Request:
-        if isinstance(token_ids, Exception):
-            raise token_ids
+    def _check(self, token_ids: array | Exception, params: Any, where: str, where_params: str) -> Request:
         try:
+            if isinstance(token_ids, Exception):
+                raise token_ids
             self._check_length(len(token_ids))
-        except ValueError as error:
-            raise ValueError(f"{where}{error}") from None
-        form = check_params(params, where_params).structured_outputs
+        except (TypeError, ValueError) as error:
+            raise _error_at(where, error) from error
+        check_params(params, where_params)
+        form = params.structured_outputs
         if form is None and not (params.stop or params.stop_token_ids or params.edits_logits):
             return Request(token_ids)  # Nearly all of them: thousands are checked while the device waits.
         try:
-            self._check_stops(params)
-            grammar = edits = None
+            if params.stop and self.tokenizer is None:
+                raise ValueError(f"stop={params.stop!r}: without a tokenizer there is no text to find it in")
+            self._check_vocabulary("stop_token_ids", params.stop_token_ids)
+            edits = grammar = None
             if params.edits_logits:
                 tokens = (params.logit_bias, params.allowed_token_ids, params.bad_words, params.stop_token_ids)
                 edits = self._logit_edits(*tokens, params.min_tokens > 0, form is not None)
             if form is not None:
-                grammar = self._start_grammar(form)
-                _check_min_tokens(params.min_tokens, form)
+                grammar = self._start_grammar(params)
             return Request(token_ids, grammar, edits)
         except (ValueError, ImportError) as error:
-            # Not as what it is: a UnicodeError wants other arguments.
-            kind = ImportError if isinstance(error, ImportError) else ValueError
-            raise kind(f"{where_params}: {error}") from error
+            raise _error_at(where_params, error) from error
 
-    def _start_grammar(self, form: StructuredOutputsParams) -> Grammar:
-        """Raises ValueError where the form cannot be enforced, and ImportError without the library that would."""
+    def _start_grammar(self, params: SamplingParams) -> Grammar:
+        """Raises ValueError where the form cannot be enforced, and ImportError without the library for it."""
         if self.tokenizer is None:
             raise ValueError("structured_outputs: need the model's tokenizer, but skip_tokenizer_init is set")
         if self._grammars is None:
             self._grammars = Grammars(self.tokenizer, self._vocab_size, self._eos)
-        return self._grammars.start(form)
-
-    def _check_stops(self, params: SamplingParams) -> None:
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={params.stop!r}: without a tokenizer there is no text to find it in")
-        self._check_vocabulary("stop_token_ids", params.stop_token_ids)
+        form = params.structured_outputs
+        grammar = self._grammars.start(form)
+        if form.choice is not None:
+            longest = max(len(text.encode()) for text in form.choice)  # A token has one byte at least.
+            if params.min_tokens > longest:
+                raise ValueError(
+                    f"min_tokens={params.min_tokens}: the longest choice has no more than {longest} tokens"
+                )
+        return grammar
 
     def _check_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:
         highest = max(token_ids, default=0)
@@ -148,8 +153,8 @@ class RequestChecker:
         has_min_tokens: bool,
         has_form: bool,
     ) -> LogitEdits:
-        """Raises ValueError for a token that the model has not, for words without a tokenizer, and where no token could
-        ever be drawn."""
+        """Raises ValueError for a token outside the vocabulary, for words without a tokenizer, and where no token could
+        ever be sampled."""
         self._check_vocabulary("logit_bias", (token for token, _ in biases))
         self._check_vocabulary("allowed_token_ids", allowed or ())
         if bad_words and self.tokenizer is None:
@@ -157,7 +162,7 @@ class RequestChecker:
                 f"bad_words={bad_words!r}: need the model's tokenizer, but skip_tokenizer_init is set; logit_bias and "
                 "allowed_token_ids take token ids"
             )
-        words = tokenize_bad_words(self.tokenizer, bad_words) if bad_words else []
+        words = tokenize_bad_words(self.tokenizer, bad_words)
         self._check_vocabulary("bad_words", (token for word in words for token in word))
         edits = LogitEdits(biases, allowed, words, self._vocab_size)
         is_left = unpack_mask(edits.mask, self._vocab_size)
@@ -176,145 +181,92 @@ class RequestChecker:
             )
         return edits
 
-    def _convert(self, prompts: list[list[int] | Exception], where: Callable[[int], str]) -> list[array | Exception]:
-        """int32 token ids of each prompt, or what is wrong with it, the message beginning with where(its index). No
-        loop over ids is Python's: the device waits while the prompts of a batch are checked."""
-        converted = []
-        for portion in _portions(prompts):
-            try:
-                converted += _convert_lists(portion, self._vocab_size)
-            except (TypeError, _EmptyPrompt, OverflowError):
-                first = len(converted)
-                converted += [self._convert_one(p, where(i)) for i, p in enumerate(portion, first)]
-        return converted
-
-    def _convert_one(self, token_ids: list[int] | Exception, where: str) -> array | Exception:
-        try:
-            if isinstance(token_ids, Exception):
-                kind = TypeError if isinstance(token_ids, TypeError) else ValueError
-                raise kind(f"{where}{token_ids}") from token_ids
-            return check_token_ids(token_ids, self._vocab_size, where)
-        except (TypeError, ValueError) as error:
-            return error
-
-    def _encode(self, prompts: list[Prompt], **options) -> list[list[int] | Exception]:
-        """Token ids of each prompt, or why there are none."""
-        token_ids = [prompt if type(prompt) is list else _read(prompt) for prompt in prompts]
-        texts = [i for i, prompt in enumerate(token_ids) if isinstance(prompt, str)]
+    def _encode(self, prompts: list[Prompt], **options: Any) -> list[array | Exception]:
+        """Token ids of each prompt, or what is wrong with it. options: the tokenizer's."""
+        found = [prompt if type(prompt) is list else _result_or_error(read_prompt, prompt) for prompt in prompts]
+        texts = [i for i, prompt in enumerate(found) if isinstance(prompt, str)]
         if texts:
-            try:
-                encoded = self._encode_texts([token_ids[i] for i in texts], options)
-            except (TypeError, ValueError):
-                encoded = [self._encode_text(token_ids[i], options) for i in texts]
-            for i, ids in zip(texts, encoded, strict=True):
-                token_ids[i] = ids
-        return token_ids
+            encoded = _result_or_error(self._encode_texts, [found[i] for i in texts], options)
+            if isinstance(encoded, Exception):
+                encoded = [_result_or_error(self._encode_text, found[i], options) for i in texts]
+            for i, token_ids in zip(texts, encoded, strict=True):
+                found[i] = token_ids
+        return [
+            prompt if isinstance(prompt, Exception) else _result_or_error(_as_array, prompt, self._vocab_size)
+            for prompt in found
+        ]
 
-    def _encode_texts(self, texts: list[str], options: dict) -> list[list[int]]:
+    def _encode_texts(self, texts: list[str], options: dict[str, Any]) -> list[list[int]]:
         if self.tokenizer is None:
             raise ValueError("is a text, but skip_tokenizer_init is set: pass token ids")
         return self.tokenizer(texts, **options)["input_ids"]
 
-    def _encode_text(self, text: str, options: dict) -> list[int] | Exception:
+    def _encode_text(self, text: str, options: dict[str, Any]) -> list[int]:
         try:
-            text.encode()  # The tokenizer's own word on a lone surrogate is that this is no text.
-            return self._encode_texts([text], options)[0]
+            text.encode()  # The tokenizer's own message for a lone surrogate is that this is no text.
         except UnicodeError as error:
-            return ValueError(f"cannot be encoded: {error}")
-        except (TypeError, ValueError) as error:
-            return error
+            raise ValueError(f"cannot be encoded: {error}") from error
+        return self._encode_texts([text], options)[0]
 
 
-def _check_min_tokens(min_tokens: int, form: StructuredOutputsParams) -> None:
-    """Raises ValueError where the form is always complete before. How long others can be is not known here."""
-    if form.choice is not None:
-        longest = max(len(text.encode()) for text in form.choice)  # A token has one byte at least.
-        if min_tokens > longest:
-            raise ValueError(f"min_tokens={min_tokens}: the longest choice has no more than {longest} tokens")
-
-
-def _read(prompt) -> str | list[int] | Exception:
+def _result_or_error(function: Callable[..., Any], *args: Any) -> Any:
     try:
-        return read_prompt(prompt)
+        return function(*args)
     except (TypeError, ValueError) as error:
         return error
 
 
-def check_choice(name: str, value, allowed: tuple[str, ...]) -> None:
+def _error_at(where: str, error: Exception) -> Exception:
+    """The error with `where` ahead of its message; of a plain class, because a UnicodeError wants other arguments."""
+    kind = next(kind for kind in (TypeError, ImportError, ValueError) if isinstance(error, kind))
+    return kind(f"{where}{error}")
+
+
+def _as_array(token_ids: list[int], vocab_size: int) -> array:
+    """int32 token ids. Raises TypeError or ValueError unless these are one or more ids of the vocabulary: any other
+    would end the process's CUDA context."""
+    if not token_ids:
+        raise ValueError("is empty: it must hold at least one token")
+    # Without a loop over ids in Python: the device waits while the prompts of a batch are checked.
+    try:
+        tokens = array("I", token_ids)  # Unsigned integers convert in a third of the time; a negative one overflows.
+        values = np.frombuffer(tokens, np.uint32)
+        # To an array, a bool is an integer too: 0 or 1.
+        is_right = np.maximum.reduce(values) < vocab_size
+        if is_right and (np.minimum.reduce(values) > 1 or bool not in set(map(type, token_ids))):
+            return array("i", tokens.tobytes())
+    except (TypeError, OverflowError):
+        pass
+    odd = [type(i).__name__ for i in token_ids if isinstance(i, bool) or not hasattr(i, "__index__")]
+    try:
+        ids = [] if odd else list(map(index, token_ids))
+    except TypeError:
+        ids = []
+    if not ids:
+        found = f"; this list holds a {odd[0]}" if odd else ""
+        raise TypeError(f"must be a string or a list of integer token ids{found}")
+    bad = min(ids) if min(ids) < 0 else max(ids)
+    raise ValueError(f"token id {bad} is outside the vocabulary, 0..{vocab_size - 1}")
+
+
+def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
 
 
-def check_token_ids(token_ids: list[int], vocab_size: int, where: str) -> array:
-    """The token ids as an int32 array. Raise TypeError or ValueError, its message beginning with `where`, unless these
-    are token ids, one at least.
-
-    An id outside the vocabulary must never reach a GPU: it would end the process's CUDA context.
-    """
-    try:
-        try:
-            (tokens,) = _convert_lists([token_ids], vocab_size)
-        except OverflowError:
-            ids = list(map(index, token_ids))
-            if bool in set(map(type, token_ids)):
-                raise TypeError from None
-            bad = min(ids) if min(ids) < 0 else max(ids)
-            raise ValueError(f"{where}token id {bad} is outside the vocabulary, 0..{vocab_size - 1}") from None
-    except TypeError:
-        odd = [type(i).__name__ for i in token_ids if isinstance(i, bool) or not hasattr(i, "__index__")]
-        found = f"; this list holds a {odd[0]}" if odd else ""
-        raise TypeError(f"{where}must be a string or a list of integer token ids{found}") from None
-    except _EmptyPrompt:
-        raise ValueError(f"{where}is empty: it must hold at least one token") from None
-    return tokens
+def check_params(params: object, where: str = "sampling_params: ") -> SamplingParams:
+    """`params` itself, or TypeError."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"{where}must be a SamplingParams, not {type(params).__name__}")
+    return params
 
 
-class _EmptyPrompt(ValueError):
-    """A prompt without a token."""
-
-
-def _convert_lists(prompts: list[list[int]], vocab_size: int) -> list[array]:
-    """int32 token ids of each. Raises TypeError for what is no list of integers, _EmptyPrompt, and OverflowError for an
-    id that the model has not."""
-    # Unsigned, because array then converts integers in a third of the time; a negative one overflows.
-    tokens, ends = array("I"), [0]
-    for prompt in prompts:
-        tokens.fromlist(prompt)
-        ends.append(len(tokens))
-    if len(set(ends)) < len(ends):
-        raise _EmptyPrompt
-    values = np.frombuffer(tokens, np.uint32)
-    if np.maximum.reduce(values) >= vocab_size:
-        raise OverflowError
-    if np.minimum.reduce(values) <= 1:
-        # To an array, a bool is an integer too, and one of these.
-        for i in np.flatnonzero(values <= 1).tolist():
-            row = bisect_right(ends, i) - 1
-            if type(prompts[row][i - ends[row]]) is bool:
-                raise TypeError
-    tokens = array("i", tokens.tobytes())
-    return [tokens[start:end] for start, end in pairwise(ends)]
-
-
-def _portions(prompts: list) -> Iterator[list]:
-    """The prompts in order, as many at a time as have TOKENS_AT_ONCE tokens."""
-    portion, num_tokens = [], 0
-    for prompt in prompts:
-        portion.append(prompt)
-        num_tokens += len(prompt) if type(prompt) is list else 0
-        if num_tokens >= TOKENS_AT_ONCE:
-            yield portion
-            portion, num_tokens = [], 0
-    if portion:
-        yield portion
-
-
-def params_per_prompt(params, num_prompts: int) -> list[SamplingParams]:
-    """One SamplingParams a prompt, from one for all, a list with one each, or None for the defaults; what the list
-    holds is not looked at. Raises TypeError or ValueError."""
+def params_per_prompt(params: Any, num_prompts: int) -> list[SamplingParams]:
+    """One SamplingParams for each prompt, from one for all, a list with one each, or None for the defaults. The items
+    of the list are not checked. Raises TypeError or ValueError."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
-    params = list(_check_params_list(params))
+    params = list(_check_iterable(params))
     if len(params) != num_prompts:
         raise ValueError(
             f"sampling_params: {len(params)} of them for {num_prompts} prompts; pass one for all, or one each"
@@ -322,15 +274,15 @@ def params_per_prompt(params, num_prompts: int) -> list[SamplingParams]:
     return params
 
 
-def pair_lazily(prompts: Iterable[Prompt], params) -> Iterator[tuple[Prompt, SamplingParams]]:
-    """Prompts with their SamplingParams, as params_per_prompt finds them, where either may be a long iterable.
-    Raises TypeError at once, and ValueError when one of them ends before the other."""
+def pair_lazily(prompts: Iterable[Prompt], params: Any) -> Iterator[tuple[Prompt, SamplingParams]]:
+    """Prompts with their SamplingParams, given as to params_per_prompt; both may be long iterables. Raises TypeError at
+    once, and ValueError when one of them ends before the other."""
     if params is None or isinstance(params, SamplingParams):
         return zip(prompts, repeat(params or SamplingParams()), strict=False)
-    return _pair_strictly(prompts, _check_params_list(params))
+    return _pair_strictly(prompts, _check_iterable(params))
 
 
-def _pair_strictly(prompts: Iterable, params: Iterable) -> Iterator[tuple]:
+def _pair_strictly(prompts: Iterable[Prompt], params: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     missing = object()
     for i, (prompt, p) in enumerate(zip_longest(prompts, params, fillvalue=missing)):
         if prompt is missing or p is missing:
@@ -341,22 +293,15 @@ def _pair_strictly(prompts: Iterable, params: Iterable) -> Iterator[tuple]:
         yield prompt, p
 
 
-def _check_params_list(params) -> Iterable:
+def _check_iterable(params: Any) -> Iterable[Any]:
     if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
         raise TypeError(f"sampling_params: must be a SamplingParams or a list of them, not {type(params).__name__}")
     return params
 
 
-def check_params(params, where: str = "sampling_params") -> SamplingParams:
-    """`params` itself, or TypeError."""
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"{where}: must be a SamplingParams, not {type(params).__name__}")
-    return params
-
-
-def load_tokenizer(config: Config):
-    """The transformers tokenizer of `config.tokenizer`. Raises FileNotFoundError or ValueError, naming the file and the
-    ways to do without."""
+def load_tokenizer(config: Config) -> Any:
+    """The transformers tokenizer in config.tokenizer. Raises FileNotFoundError or ValueError, naming the file and the
+    alternatives."""
     from transformers import AutoTokenizer
 
     if config.tokenizer is None:
@@ -373,7 +318,7 @@ def load_tokenizer(config: Config):
     except Exception as error:
         for file in files:
             if file.suffix == ".json":
-                read_json(file)  # Raises for the file at fault. Not before: they are megabytes.
+                read_json(file)  # Raises for the file at fault. Only now, because these files have megabytes.
         names = ", ".join(file.name for file in files)
         raise ValueError(
             f"{config.tokenizer}: its tokenizer ({names}) cannot be loaded: {one_line(error)}; {_OTHER_TOKENIZERS}"

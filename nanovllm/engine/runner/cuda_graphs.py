@@ -61,11 +61,12 @@ class DecodeGraphs:
 
     def capture(self, batch_size: int) -> None:
         """Have a graph of this size, one of the sizes. Where there is none yet, this waits for the device and
-        overwrites the buffers, so it goes before a step's inputs are written."""
+        overwrites the device's buffers, so it goes before a step's inputs are sent."""
         if batch_size in self._graphs:
             return
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
+            torch.cuda.synchronize()  # A step in flight may still read the host's buffers, which `prepare` writes to.
             self._prepare(batch_size)
             torch.cuda.synchronize()
             # Only this thread's calls count: NCCL's own thread may ask how an earlier collective is doing.

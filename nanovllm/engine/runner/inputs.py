@@ -1,19 +1,61 @@
-"""The tensors of a step, written as numpy arrays on the host and sent to the device in one copy."""
+"""A step's inputs: numpy arrays that rank 0 writes on the host, sent to the device in one copy."""
 
 from array import array
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
 import torch
 
-from nanovllm.engine.runner.packed_arrays import Layout, PackedArrays, packed_size
+from nanovllm.engine.runner.packed_arrays import Layout, PackedArrays, packed_size, send_arrays
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import HAS_TRITON, use_kernels
+from nanovllm.kernels.decode_plan import PIECE_FIELDS, num_work_items, plan_decode
 from nanovllm.utils.context import Context
-from nanovllm.utils.decode_plan import PIECE_FIELDS, first_shared_rows, num_work_items, plan_decode
 
 if HAS_TRITON:
     from nanovllm.kernels.step_copies import receive_step
+
+
+@dataclass
+class Batch:
+    """All that a rank needs to compute a step. Workers get it pickled, without the sequences.
+
+    Attributes:
+        seqs: the step's sequences; None on a worker.
+        is_prefill: whether the step is a flat batch of prompts' tokens, or one row a token behind a block table.
+        num_seqs: sequences, each of which a token is sampled for.
+        num_rows: of a prefill its tokens; of a decode step the rows of the layers, padding included.
+        arrays: the host's arrays by name, as `DecodeInputs` or `prefill_batch` lay them out.
+        graph_size: batch size of the CUDA graph that computes the step; 0 for none.
+        is_mixed: whether it is a decode step that prefills the last sequences.
+        needs_logits: whether a request asks for more than a temperature: then rank 0 samples from gathered logits.
+        waits_for_tokens: whether the tokens that a request may draw depend on those of the step before.
+        prompt_rows: (first, number) of the rows of a prefill that prompt log-probabilities are computed from.
+        max_seqlen_q, max_seqlen_k: of a prefill, the most new tokens and the most keys of a sequence.
+        reads_cache: whether a prefill has cached prefixes.
+        packed: rank 0's: a prefill's arrays, ready to be sent.
+        buffer: rank 0's: which of the host buffers of `DecodeInputs` holds a decode step's arrays.
+    """
+
+    seqs: list[Sequence] | None
+    is_prefill: bool
+    num_seqs: int
+    num_rows: int
+    arrays: dict[str, np.ndarray]
+    graph_size: int = 0
+    is_mixed: bool = False
+    needs_logits: bool = False
+    waits_for_tokens: bool = False
+    prompt_rows: list[tuple[int, int]] = field(default_factory=list)
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    reads_cache: bool = False
+    packed: PackedArrays | None = None
+    buffer: int = 0
+
+    def __getstate__(self) -> dict:
+        return vars(self) | {"seqs": None, "packed": None}
 
 
 class BlockTables:
@@ -76,14 +118,12 @@ class DecodeInputs:
         num_kv_heads: int | None,
         padded: list[int] | None = None,
         mixed_step_rows: int = 0,
-        most_rows: int = 1,
     ):
         """num_kv_heads: to plan attention's work for; None makes no plan. padded: never less for more sequences; None
-        pads nothing. mixed_step_rows: most of a mixed step. most_rows: of its rows to share a piece of the plan."""
+        pads nothing. mixed_step_rows: most of a mixed step."""
         self.padded = padded or list(range(max_num_seqs + 1))
         n = self.max_rows = max(self.padded[max_num_seqs], mixed_step_rows)
         self.num_kv_heads = num_kv_heads
-        self.most_rows = most_rows
         num_items = num_work_items(n, num_kv_heads) if num_kv_heads else 0
         layout: Layout = {
             "tokens": ((n,), np.int64),
@@ -130,28 +170,23 @@ class DecodeInputs:
         rows = {name: tensor[:num_rows] for name, tensor in self.rows.items()}
         tensors = {name: rows[name] for name in ("slot_mapping", "context_lens", "block_tables")}
         tensors["decode_plan"] = self.plan(num_rows)
-        if num_drawn is None:
-            context = Context(**tensors)
-        else:
-            context = Context(**tensors, most_rows=self.most_rows, num_drawn=num_drawn)
-        return self.input_ids[:num_rows], rows["positions"], context
+        return self.input_ids[:num_rows], rows["positions"], Context(**tensors, num_drawn=num_drawn)
 
-    def pad(self, batch_size: int) -> None:
-        """Send a decode step of this size that is padding alone."""
-        self.write([], self.padded[batch_size])
+    def pad(self, num_rows: int) -> None:
+        """Send a step of padding alone."""
+        self.send(self.write([], num_rows))
 
-    def write(self, seqs: list[Sequence], num_rows: int) -> None:
-        """Send one decode step's inputs: each sequence's last token, its position, slot and block table; behind them
-        the other tokens of prompts; and padding for the rows from there to num_rows."""
-        self._turn = (self._turn + 1) % len(self._buffers)
-        buffer, tables = self._buffers[self._turn], self._tables[self._turn]
-        host, n = buffer.host, len(seqs)
+    def write(self, seqs: list[Sequence], num_rows: int) -> Batch:
+        """A decode step: each sequence's last token, its position, slot and block table; behind them the other tokens
+        of prompts; and padding for the rows from there to num_rows."""
+        turn = self._next_buffer()
+        host, tables, n = self._buffers[turn].host, self._tables[turn], len(seqs)
         for row, seq in enumerate(seqs):
             tables.write(row, seq.block_table)
         context_lens = [seq.num_tokens for seq in seqs]
         tokens = [seq.last_token for seq in seqs]
-        owners = None
-        if seqs and seqs[-1].is_prefilling:
+        is_mixed = n > 0 and seqs[-1].is_prefilling
+        if is_mixed:
             owners = _append_prompts(seqs, context_lens, tokens)
             tables.repeat(slice(n, len(tokens)), owners)
         num_tokens = len(tokens)
@@ -171,23 +206,34 @@ class DecodeInputs:
         host["context_lens"][num_tokens:num_rows] = 0
         if self.num_kv_heads is not None:
             items = host["work_items"][: num_work_items(num_rows, self.num_kv_heads)]
-            firsts = None
-            if owners is not None and self.most_rows > 1:
-                shared = n + first_shared_rows(owners, positions[n:], self.most_rows)
-                firsts = np.concatenate((np.arange(n), shared, np.arange(num_tokens, num_rows)))
-            plan_decode(host["context_lens"][:num_rows], items, firsts)
-        self._send(num_rows)
+            plan_decode(host["context_lens"][:num_rows], items)
+        return Batch(seqs, False, n, num_rows, self._used(host, num_rows), is_mixed=is_mixed, buffer=turn)
 
-    def _send(self, num_rows: int) -> None:
-        """Copy the buffer that was written to the device, in stream order, and find the tokens that the rows feed."""
-        input_ids = self.input_ids[:num_rows]
+    def _next_buffer(self) -> int:
+        self._turn = (self._turn + 1) % len(self._buffers)
+        return self._turn
+
+    def _used(self, host: dict[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
+        """The part of each array that a step of so many rows uses."""
+        arrays = {name: values[:num_rows] for name, values in host.items()}
+        num_items = num_work_items(num_rows, self.num_kv_heads) if self.num_kv_heads is not None else 0
+        return arrays | {"work_items": host["work_items"][:num_items]}
+
+    def send(self, batch: Batch) -> None:
+        """Copy a step's arrays to the device, in stream order, and find the tokens that the rows feed."""
+        turn = batch.buffer
+        if batch.seqs is None:  # A worker's arrays come from rank 0.
+            turn = self._next_buffer()
+            for name, values in self._used(self._buffers[turn].host, batch.num_rows).items():
+                values[...] = batch.arrays[name]
+        input_ids = self.input_ids[: batch.num_rows]
         if use_kernels(input_ids):
-            receive_step(*self._sources[self._turn], self.sampled, input_ids)
+            receive_step(*self._sources[turn], self.sampled, input_ids)
             return
-        self._buffers[self._turn].send()
-        pending = self.rows["pending_rows"][:num_rows]
+        self._buffers[turn].send()
+        pending = self.rows["pending_rows"][: batch.num_rows]
         drawn = self.sampled[pending.clamp(min=0)].clamp_(min=0)  # NON_FINITE must not reach the embedding.
-        torch.where(pending < 0, self._tokens[:num_rows], drawn, out=input_ids)
+        torch.where(pending < 0, self._tokens[: batch.num_rows], drawn, out=input_ids)
 
     def tokens_on_host(self, num_seqs: int) -> torch.Tensor:
         """Page-locked memory for the tokens of a step, of which those of the one before may not have been read yet: it
@@ -213,19 +259,13 @@ def _append_prompts(seqs: list[Sequence], context_lens: list[int], tokens: list[
     return np.repeat(owners, num_others)
 
 
-def prefill_inputs(
-    seqs: list[Sequence], block_size: int, device: torch.device
-) -> tuple[tuple[torch.Tensor, ...], Context]:
-    """The flat batch of the sequences' scheduled tokens: (input_ids, positions, temperatures, seeds, sample
-    positions), and the context."""
+def prefill_batch(seqs: list[Sequence], block_size: int, device: torch.device) -> Batch:
+    """A prefill step: the flat batch of the sequences' scheduled tokens."""
     cached = np.array([seq.num_cached_tokens for seq in seqs])
     num_new = np.array([seq.num_scheduled_tokens for seq in seqs])
     table_lens = np.array([len(seq.block_table) for seq in seqs])
-    num_tokens, num_seqs = int(num_new.sum()), len(seqs)
-    # Without a cached prefix, keys and values are all in the batch itself, and no table is looked up.
-    is_cached = bool(cached.any())
-    max_blocks = int(table_lens.max())
-    arrays = PackedArrays(
+    num_tokens, num_seqs, max_blocks = int(num_new.sum()), len(seqs), int(table_lens.max())
+    packed = PackedArrays(
         {
             "input_ids": ((num_tokens,), np.int64),
             "positions": ((num_tokens,), np.int64),
@@ -240,12 +280,9 @@ def prefill_inputs(
         },
         device,
     )
-    host = arrays.host
-    # No loop over tokens or blocks is Python's: the device waits for the first step of a batch.
-    tables = host["block_tables"]
-    tables.fill(-1)
-    in_table = np.arange(max_blocks) < table_lens[:, None]
-    tables[in_table] = list(chain.from_iterable(seq.block_table for seq in seqs))
+    host = packed.host
+    # No Python loop over tokens or blocks: the device waits for the first step of a batch.
+    tables = prepare_block_tables(seqs, table_lens, host["block_tables"])
     tokens = array("i")
     for seq in seqs:
         tokens += seq.tokens[seq.num_cached_tokens : seq.num_cached_tokens + seq.num_scheduled_tokens]
@@ -263,17 +300,43 @@ def prefill_inputs(
     host["sample_positions"][:] = host["cu_seqlens_k"][1:] - host["cu_seqlens_k"][:-1] - 1
     host["temperatures"][:] = [seq.temperature for seq in seqs]
     host["seeds"][:] = [seq.seed for seq in seqs]
-    arrays.send()
-    on_device = arrays.device
-    context = Context(
-        is_prefill=True,
-        cu_seqlens_q=on_device["cu_seqlens_q"],
-        cu_seqlens_k=on_device["cu_seqlens_k"],
+    return Batch(
+        seqs,
+        True,
+        num_seqs,
+        num_tokens,
+        host,
         max_seqlen_q=int(num_new.max()),
         max_seqlen_k=int((cached + num_new).max()),
-        slot_mapping=on_device["slot_mapping"],
-        block_tables=on_device["block_tables"] if is_cached else None,
-        last_tokens=on_device["last_tokens"],
+        reads_cache=bool(cached.any()),
+        packed=packed,
+    )
+
+
+def prepare_block_tables(seqs: list[Sequence], table_lens: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """The sequences' block tables in `out`, int32 [num_seqs, max_blocks], right-padded with -1."""
+    out.fill(-1)
+    out[np.arange(out.shape[1]) < table_lens[:, None]] = list(chain.from_iterable(seq.block_table for seq in seqs))
+    return out
+
+
+def send_prefill(batch: Batch, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Context]:
+    """A prefill step's (input_ids, positions, temperatures, seeds, sample positions) on the device, and its context."""
+    if batch.packed is None:
+        tensors = send_arrays(batch.arrays, device)
+    else:
+        batch.packed.send()
+        tensors = batch.packed.device
+    context = Context(
+        is_prefill=True,
+        cu_seqlens_q=tensors["cu_seqlens_q"],
+        cu_seqlens_k=tensors["cu_seqlens_k"],
+        max_seqlen_q=batch.max_seqlen_q,
+        max_seqlen_k=batch.max_seqlen_k,
+        slot_mapping=tensors["slot_mapping"],
+        # Without a cached prefix, keys and values are all in the batch itself, and no table is looked up.
+        block_tables=tensors["block_tables"] if batch.reads_cache else None,
+        last_tokens=tensors["last_tokens"],
     )
     names = ("input_ids", "positions", "temperatures", "seeds", "sample_positions")
-    return tuple(on_device[name] for name in names), context
+    return tuple(tensors[name] for name in names), context

@@ -54,18 +54,18 @@ def _trace(runner) -> None:
     do: those between them launch what the first one launches."""
     config, block_size = runner.config, runner.block_size
     num_tokens = min(_LONG_PREFILL, config.max_num_batched_tokens, config.max_model_len)
-    runner.run([_sequence(num_tokens, block_size)], True)  # Without a cache, as warmup_model does.
+    runner.run(runner.prepare([_sequence(num_tokens, block_size)], True))  # Without a cache, as warmup_model does.
     trace_products(runner.model, runner.decode_inputs.max_rows, config.max_num_batched_tokens)
     shape = (-(-_NUM_SLOTS // block_size), block_size, runner.num_kv_heads, get_head_dim(config.hf_config))
     kv_cache = torch.zeros(2, 1, *shape, dtype=config.dtype, device=runner.device)
     runner.use_kv_cache(kv_cache.expand(2, len(runner.model.model.layers), *shape))
     seq = _decoding_sequence(block_size)
     for size in telling_batch_sizes(config.max_num_seqs):
-        runner.run([seq] * size, False)
+        runner.run(runner.prepare([seq] * size, False))
         _trace_truncation(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
     num_tokens = min(runner.mixed_step_rows, config.max_model_len, _NUM_SLOTS) - 1
     if num_tokens > 0:
-        runner.run([seq, _sequence(num_tokens, block_size)], False)
+        runner.run(runner.prepare([seq, _sequence(num_tokens, block_size)], False))
     warmup_kernels(runner)
     runner.use_kv_cache(None)
 
@@ -84,9 +84,8 @@ def _trace_truncation(logits: torch.Tensor) -> None:
     first that does."""
     floats = torch.zeros(len(logits), device=logits.device)
     numbers = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    for has_lone_top_p in (False, True):
-        thresholds = sampling_thresholds(logits, floats, numbers.int(), floats, floats, has_lone_top_p)
-        Sampler()(logits, floats, numbers, numbers, thresholds)
+    thresholds = sampling_thresholds(logits, floats, numbers.int(), floats, floats)
+    Sampler()(logits, floats, numbers, numbers, thresholds)
 
 
 def warmup_kernels(runner) -> None:
@@ -94,8 +93,8 @@ def warmup_kernels(runner) -> None:
     middle of a batch: short and long, with a cached prefix and without. They write to the cache's first slots, which
     nobody has been given yet."""
     for seqs in warmup_batches(runner.config, runner.num_kvcache_blocks):
-        runner.run(seqs, True)
-    runner.run([_decoding_sequence(runner.block_size)], False)
+        runner.run(runner.prepare(seqs, True))
+    runner.run(runner.prepare([_decoding_sequence(runner.block_size)], False))
 
 
 def _sequence(num_tokens: int, block_size: int) -> Sequence:

@@ -2,27 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
 from nanovllm.config import Config
 from nanovllm.engine.runner.cuda_graphs import DecodeGraphs
-from nanovllm.engine.runner.inputs import DecodeInputs, prefill_inputs
+from nanovllm.engine.runner.inputs import Batch, DecodeInputs, send_prefill
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
-from nanovllm.engine.sampling.prompt_logprobs import num_prompt_targets, prompt_logprobs
+from nanovllm.engine.sampling.prompt_logprobs import prompt_logprobs
 from nanovllm.engine.sampling.sampling_pipeline import Forward, SamplingPipeline
-from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.parallel import TensorParallel
-
-_IS_PLAIN = attrgetter("is_plain")
-
-
-def needs_logits(seqs: list[Sequence]) -> bool:
-    """Whether a step of these is one of LogitSteps'. All ranks find the same."""
-    return not all(map(_IS_PLAIN, seqs))
 
 
 class LogitSteps:
@@ -64,39 +55,37 @@ class LogitSteps:
 
     # -- the first half ------------------------------------------------------------------------------------------
 
-    def forward(self, seqs: list[Sequence], is_prefill: bool) -> Forward | None:
-        """Model and head, and what prompts were asked for. None on a rank that does not draw."""
-        self._num_seqs = len(seqs)
-        return self._prefill(seqs) if is_prefill else self._decode(seqs)
+    def forward(self, batch: Batch) -> Forward | None:
+        """Model and head, and the log-probabilities of prompts. None on a rank that does not sample."""
+        self._num_seqs = batch.num_seqs
+        return self._prefill(batch) if batch.is_prefill else self._decode(batch)
 
-    def _prefill(self, seqs: list[Sequence]) -> Forward | None:
-        inputs, context = prefill_inputs(seqs, self._config.kvcache_block_size, self._inputs.sampled.device)
-        input_ids, positions, *sampling = inputs
-        prompts, last_tokens = None, context.last_tokens
-        if any(num_prompt_targets(seq) > 0 for seq in seqs):
+    def _prefill(self, batch: Batch) -> Forward | None:
+        (input_ids, positions, *sampling), context = send_prefill(batch, self._inputs.sampled.device)
+        prompts = None
+        if batch.prompt_rows:
             hidden_states = self._hidden_states(input_ids, positions, replace(context, last_tokens=None))
-            prompts = prompt_logprobs(seqs, hidden_states, self._full_logits, self._draws)
-            hidden_states = hidden_states[last_tokens]
+            prompts = prompt_logprobs(batch, hidden_states, self._full_logits)
+            hidden_states = hidden_states[context.last_tokens]
         else:
             hidden_states = self._hidden_states(input_ids, positions, context)
         logits = self._full_logits(hidden_states)
-        return Forward(seqs, True, logits, *sampling, prompts=prompts) if self._draws else None
+        return Forward(batch.seqs, True, logits, *sampling, prompts=prompts) if self._draws else None
 
-    def _decode(self, seqs: list[Sequence]) -> Forward | None:
-        n, inputs = len(seqs), self._inputs
-        if self._plain_graphs is not None and n <= self._plain_graphs.max_batch_size:
-            batch_size = self._plain_graphs.padded(n)
-            self._capture(batch_size)
-            inputs.write(seqs, inputs.padded[batch_size])
-            self.graphs.replay(batch_size)
+    def _decode(self, batch: Batch) -> Forward | None:
+        n, inputs = batch.num_seqs, self._inputs
+        if batch.graph_size:
+            self._capture(batch.graph_size)
+            inputs.send(batch)
+            self.graphs.replay(batch.graph_size)
             logits = self.logits
         else:
-            inputs.write(seqs, inputs.padded[n])
+            inputs.send(batch)
             logits = self._decode_logits(n)
         if not self._draws:
             return None
         rows = {name: inputs.rows[name][:n] for name in ("temperatures", "seeds", "positions")}
-        return Forward(seqs, False, logits[:n], **rows, fed_tokens=inputs.input_ids[:n])
+        return Forward(batch.seqs, False, logits[:n], **rows, fed_tokens=inputs.input_ids[:n])
 
     def _decode_logits(self, batch_size: int) -> Tensor:
         """Of the first rows of the inputs: [batch_size, vocab_size]."""
@@ -123,7 +112,7 @@ class LogitSteps:
         self.graphs.capture(batch_size)
 
     def _run_padding(self, batch_size: int) -> None:
-        self._inputs.pad(batch_size)
+        self._inputs.pad(self._inputs.padded[batch_size])
         self._store_logits(batch_size)
 
     def _store_logits(self, batch_size: int) -> None:

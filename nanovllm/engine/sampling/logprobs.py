@@ -11,7 +11,7 @@ from nanovllm.engine.sequence import Sequence
 
 @dataclass(frozen=True)
 class LogprobRows:
-    """What `layers.logprobs.token_logprobs` gave for some tokens of a step.
+    """The result of `layers.logprobs.token_logprobs` for some tokens of a step.
 
     Attributes:
         owners: row of the step -> (first, end): its entries are first..end - 1.
@@ -27,10 +27,10 @@ class LogprobRows:
         return self.ids.tolist(), self.values.tolist()
 
     def of(self, row: int, num_top: int) -> list[dict[int, float]]:
-        """{token id: log-probability} of each of a row's tokens: itself first, then the num_top likeliest."""
+        """{token id: log-probability} for each of a row's tokens: itself first, then the num_top likeliest."""
         ids, values = self._lists
         end = 1 + num_top
-        # Where the token is among the likeliest, it keeps its first place, and both its values are the same.
+        # A token that is also among the likeliest keeps its first place; both its values are the same.
         return [dict(zip(ids[i][:end], values[i][:end], strict=True)) for i in range(*self.owners[row])]
 
 
@@ -39,7 +39,7 @@ class StepLogprobs:
     """One step's log-probabilities, on the device or, after `map`, on the host.
 
     Attributes:
-        sampled: those of sampled tokens, one entry an owner; None where nobody asked.
+        sampled: those of sampled tokens, one entry for each owner; None if no sequence asked.
         prompts: those of prompt tokens, each owner's in order.
     """
 
@@ -55,7 +55,7 @@ class StepLogprobs:
         return StepLogprobs(mapped(self.sampled), mapped(self.prompts))
 
     def book(self, row: int, seq: Sequence) -> None:
-        """Give a sequence those of the token that its row has sampled."""
+        """Give a sequence those of the token that was sampled in its row."""
         if seq.logprobs is not None and self.sampled is not None:
             seq.logprobs += self.sampled.of(row, seq.params.logprobs)
 

@@ -5,65 +5,64 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from nanovllm.engine.runner.inputs import Batch
 from nanovllm.engine.runner.packed_arrays import send_arrays
 from nanovllm.engine.sampling.logprobs import LogprobRows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logprobs import token_logprobs
 
-# Positions that the head works on at a time: the logits of a whole prompt would take more memory than the model.
+# Positions for which logits are computed at a time: those of a whole prompt would take more memory than the model.
 _POSITIONS_AT_ONCE = 128
 
 
-def num_prompt_targets(seq: Sequence) -> int:
-    """Prompt tokens that the scheduled ones predict and whose log-probabilities are wanted; 0 or less is none. A worker
-    finds the same number as rank 0, which may have learnt since that it has them all."""
+def prompt_rows(seqs: list[Sequence]) -> list[tuple[int, int]]:
+    """(first, number) of the rows of a prefill that predict prompt tokens whose log-probabilities are wanted."""
+    rows, start = [], 0
+    for seq in seqs:
+        count = _num_targets(seq)
+        if count > 0:
+            rows.append((start, count))
+        start += seq.num_scheduled_tokens
+    return rows
+
+
+def _num_targets(seq: Sequence) -> int:
+    """Prompt tokens that the scheduled tokens predict and whose log-probabilities are wanted; 0 or less is none."""
     if not seq.needs_prompt_logits:
         return 0
-    # The last prompt token predicts one of the completion.
+    # The last prompt token predicts the first one of the completion.
     return min(seq.num_scheduled_tokens, seq.num_prompt_tokens - 1 - seq.num_cached_tokens)
 
 
 def prompt_logprobs(
-    seqs: list[Sequence],
-    hidden_states: torch.Tensor,
-    compute_logits: Callable[[torch.Tensor], torch.Tensor],
-    is_wanted: bool = True,
+    batch: Batch, hidden_states: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
 ) -> LogprobRows | None:
-    """Log-probabilities of the prompt tokens that a prefill's hidden states predict, for the sequences that ask.
+    """Log-probabilities of the prompt tokens that batch.prompt_rows predict. All ranks compute the logits; rank 0
+    has the sequences and gets the result.
 
     Args:
-        seqs: the step's sequences.
-        hidden_states: [num_tokens, hidden_size] of their scheduled tokens.
-        compute_logits: hidden states -> logits [.., vocab_size], of all of them.
-        is_wanted: False on a rank that only does its part of compute_logits. It has not the tokens that are predicted.
+        batch: a prefill that has prompt_rows.
+        hidden_states: [num_tokens, hidden_size] of all its tokens.
+        compute_logits: hidden states -> logits [.., vocab_size], with every rank's part.
     """
-    owners: dict[int, tuple[int, int]] = {}
-    pieces = []
-    start = num_entries = 0
-    for row, seq in enumerate(seqs):
-        count = num_prompt_targets(seq)
-        if count > 0:
-            owners[row] = num_entries, num_entries + count
-            num_entries += count
-            pieces.append(hidden_states[start : start + count])
-        start += seq.num_scheduled_tokens
-    if not owners:
-        return None
-    logits = map(compute_logits, torch.cat(pieces).split(_POSITIONS_AT_ONCE))
-    if not is_wanted:
+    wanted = torch.cat([hidden_states[start : start + count] for start, count in batch.prompt_rows])
+    logits = map(compute_logits, wanted.split(_POSITIONS_AT_ONCE))
+    if batch.seqs is None:
         for _ in logits:
             pass
         return None
-    num_top = max(seqs[row].params.prompt_logprobs for row in owners)
-    targets = np.concatenate([_targets(seqs[row]) for row in owners]).astype(np.int64)
-    tokens = send_arrays({"targets": targets}, hidden_states.device)["targets"]
-    found = [
-        token_logprobs(some, token, num_top)
-        for some, token in zip(logits, tokens.split(_POSITIONS_AT_ONCE), strict=True)
-    ]
+    owners: dict[int, tuple[int, int]] = {}
+    targets = []
+    num_entries = num_top = 0
+    for row, seq in enumerate(batch.seqs):
+        count = _num_targets(seq)
+        if count > 0:
+            owners[row] = num_entries, num_entries + count
+            num_entries += count
+            first = seq.num_cached_tokens + 1
+            targets.append(np.frombuffer(seq.tokens, np.int32)[first : first + count])
+            num_top = max(num_top, seq.params.prompt_logprobs)
+    arrays = {"targets": np.concatenate(targets).astype(np.int64)}
+    tokens = send_arrays(arrays, hidden_states.device)["targets"].split(_POSITIONS_AT_ONCE)
+    found = [token_logprobs(some, token, num_top) for some, token in zip(logits, tokens, strict=True)]
     return LogprobRows(owners, *(torch.cat(parts) for parts in zip(*found, strict=True)))
-
-
-def _targets(seq: Sequence) -> np.ndarray:
-    first = seq.num_cached_tokens + 1
-    return np.frombuffer(seq.tokens, np.int32)[first : first + num_prompt_targets(seq)]

@@ -1,29 +1,30 @@
 """Structured outputs: which tokens a JSON schema, a regular expression or a list of choices allows next."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
 from nanovllm.sampling_params import StructuredOutputsParams
 
-_MAX_COMPILED = 256  # forms that are kept ready; a schema takes up to some 100 ms to compile
+_MAX_COMPILED = 256  # kept for later requests; a schema takes up to about 100 ms to compile
 
 
 class Grammars:
-    """Compiles forms for one tokenizer. The work is llguidance's, which is imported here and nowhere else."""
+    """Compiles forms for one tokenizer, with llguidance."""
 
-    def __init__(self, tokenizer, vocab_size: int, eos: Iterable[int]):
+    def __init__(self, tokenizer: Any, vocab_size: int, eos: Iterable[int]):
         """
         Args:
             tokenizer: a fast transformers tokenizer.
             vocab_size: the model's, which may be larger than the tokenizer's.
-            eos: end-of-sequence token ids, one at least: what may follow a complete form.
+            eos: one or more end-of-sequence token ids, which follow a complete form.
 
         Raises:
             ImportError: llguidance is not installed.
-            ValueError: a tokenizer that it cannot read, or no end-of-sequence token.
+            ValueError: a tokenizer that llguidance cannot read, or no end-of-sequence token.
         """
         try:
             import llguidance
@@ -46,7 +47,7 @@ class Grammars:
         """The form's grammar before its first token. Raises ValueError where it cannot be enforced."""
         return Grammar(self, self._compiled(form))
 
-    def _compile(self, form: StructuredOutputsParams):
+    def _compile(self, form: StructuredOutputsParams) -> Any:
         what = next(name for name in ("json", "regex", "choice") if getattr(form, name) is not None)
         try:
             matcher = self._llguidance.LLMatcher(self._tokenizer, self._source(form), log_level=0)
@@ -58,7 +59,7 @@ class Grammars:
         return matcher
 
     def _source(self, form: StructuredOutputsParams) -> str:
-        """The form in llguidance's own language. Raises ValueError."""
+        """The form in llguidance's language. Raises ValueError."""
         matcher_class = self._llguidance.LLMatcher
         if form.json is not None:
             if form.whitespace_pattern is None:
@@ -68,21 +69,21 @@ class Grammars:
         if form.regex is not None:
             regex = self._llguidance.regex_to_lark(form.regex, use_ascii="d")
             return matcher_class.grammar_from_lark(f"start: /{regex}/")
-        # A string of a Lark grammar is written as one of JSON, though with no DEL in it.
+        # Lark writes strings as JSON does, except that DEL must be escaped.
         texts = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in form.choice)
         return matcher_class.grammar_from_lark(f"start: {' | '.join(texts)}")
 
     @cached_property
-    def executor(self):
+    def executor(self) -> Any:
         """Computes several masks in parallel."""
         return self._llguidance.LLExecutor()
 
 
 class Grammar:
-    """A form that a completion follows, and how far it has got."""
+    """A form that a completion follows, and its state."""
 
-    def __init__(self, grammars: Grammars, compiled):
-        """compiled: llguidance's matcher before its first token, which others start from as well."""
+    def __init__(self, grammars: Grammars, compiled: Any):
+        """compiled: llguidance's matcher before its first token, which several grammars copy."""
         self.grammars = grammars
         self._compiled = compiled
         self._num_tokens = 0
@@ -92,14 +93,14 @@ class Grammar:
         return Grammar(self.grammars, self._compiled)
 
     @cached_property
-    def matcher(self):
-        """Its own state, made when its sequence runs: thousands may be waiting."""
+    def matcher(self) -> Any:
+        """Its own state, made when its sequence runs, because thousands may be waiting."""
         return self._compiled.deep_copy()
 
-    def advance(self, token_ids: Iterable[int], num_tokens: int) -> str | None:
-        """Follow the completion, num_tokens of it so far, by its newest tokens: token_ids[-1] is its last.
+    def advance(self, token_ids: Sequence[int], num_tokens: int) -> str | None:
+        """Read the tokens that are new in the completion, which has num_tokens tokens and ends with token_ids[-1].
 
-        Returns what went wrong, if anything did: from there on it allows an end-of-sequence token alone.
+        Returns what went wrong, if anything: from then on only an end-of-sequence token is allowed.
         """
         new = num_tokens - self._num_tokens
         if new > 0:

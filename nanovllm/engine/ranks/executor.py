@@ -1,0 +1,123 @@
+"""Executor: has every rank's model runner do what the engine asks for."""
+
+import logging
+import pickle
+from contextlib import AbstractContextManager, nullcontext
+from typing import NoReturn
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.ranks.interrupts import HeldInterrupt
+from nanovllm.engine.ranks.workers import WorkerError, Workers
+from nanovllm.engine.runner.memory import free_memory
+from nanovllm.engine.runner.sampled_tokens import SampledTokens
+from nanovllm.engine.sampling.sampling_pipeline import Forward
+from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.parallel import TensorParallel
+from nanovllm.utils.start_progress import StartProgress
+
+logger = logging.getLogger(__name__)
+
+
+class Executor:
+    """Owns rank 0's model runner, which lives in the caller's process, and the processes of the other ranks.
+
+    Attributes:
+        model_runner: rank 0's.
+        workers: the other ranks; None with one rank.
+    """
+
+    def __init__(self, config: Config):
+        """Start all ranks. Where that fails, everything is given back.
+
+        Raises what the parts of an engine raise: ValueError, MemoryError, WorkerError.
+        """
+        self.workers: Workers | None = None
+        self._device = _first_device(config)
+        free_at_start = free_memory(self._device)  # Before the ranks meet: from then on they share memory.
+        self.model_runner = ModelRunner(config, self._device, free_at_start)
+        try:
+            with self._on_device(), StartProgress(config.use_tqdm) as progress:
+                tp = TensorParallel()
+                if config.tensor_parallel_size > 1:
+                    self.workers = Workers(config, self._device)
+                    tp = self.workers.meet()
+                self.model_runner.start(tp, progress, self.workers and self.check_workers)
+                if self.workers is not None:
+                    self.workers.wait_ready()
+        except BaseException as error:
+            self._end_after(error)
+
+    def _on_device(self) -> AbstractContextManager:
+        """A block with the engine's GPU as the current one, whichever is the caller's."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def run(self, seqs: list[Sequence], is_prefill: bool) -> SampledTokens | Forward:
+        """Start a step of these sequences on all ranks; see `ModelRunner.run`. The workers get its packed inputs."""
+        with self._on_device():
+            batch = self.model_runner.prepare(seqs, is_prefill)
+        return self.call("run", batch)
+
+    def sample(self, forward: Forward) -> SampledTokens:
+        """Sample the tokens of a step that had to wait with it, on rank 0; the workers receive them."""
+        return self.call("sample", forward, for_workers=())
+
+    def call(self, method: str, *args, for_workers: tuple | None = None):
+        """Run a method of the model runner on every rank; the result is rank 0's.
+
+        for_workers: the workers' arguments, where they are not the same.
+
+        With several ranks an exception in it ends the engine, because the ranks are out of step then. Where a worker
+        caused it, it is a WorkerError. Ctrl-C waits until rank 0 has done its part.
+        """
+        with self._on_device():
+            if self.workers is None:
+                return getattr(self.model_runner, method)(*args)
+            try:
+                with HeldInterrupt():
+                    self.write_shm(method, *(args if for_workers is None else for_workers))
+                    return getattr(self.model_runner, method)(*args)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                self._end_after(error)
+
+    def write_shm(self, method: str, *args) -> None:
+        """Send a call to the workers through shared memory."""
+        self.workers.send(pickle.dumps([method, *args], pickle.HIGHEST_PROTOCOL))
+
+    def check_workers(self) -> None:
+        """Raises WorkerError, once this engine has ended, where a worker has died or failed."""
+        if self.workers is not None:
+            try:
+                self.workers.check()
+            except WorkerError as error:
+                self._end_after(error)
+
+    def exit(self) -> None:
+        """End all ranks and give all memory back. Harmless when called again."""
+        self.model_runner.synchronize()
+        if self.workers is not None:
+            self.workers.end(farewell=pickle.dumps(["exit"]))
+        self.model_runner.exit()
+
+    def _end_after(self, error: BaseException) -> NoReturn:
+        """Give everything back, and raise the error or the WorkerError that caused it."""
+        cause = error
+        if self.workers is not None:
+            cause = self.workers.explain(error)
+            self.workers.end()
+        try:
+            self.model_runner.exit()
+        except RuntimeError as lost:  # The device's own errors show at the next call, whatever that is.
+            logger.warning("the engine could not give everything back: %s", lost)
+        if cause is error:
+            raise error
+        raise cause from error
+
+
+def _first_device(config: Config) -> torch.device:
+    """Rank 0's."""
+    return torch.device("cpu") if config.device_index is None else torch.device(config.device, config.device_index)
