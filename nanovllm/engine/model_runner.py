@@ -108,7 +108,7 @@ class ModelRunner:
         """The model with its weights, and every kernel that it will launch."""
         config, head_dim, has_graphs = self.config, get_head_dim(self.config.hf_config), self._has_graphs(backend)
         self.model = make_model(config.hf_config, config.dtype, self.device, config.max_model_len, backend, self.tp)
-        self.sampler = Sampler(self.tp, self.model.lm_head.first)
+        self.sampler = Sampler(self.tp, self.model.lm_head.first, self.model.lm_head.shard_size)
         num_heads = self.tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
         _, num_kv_heads = self.tp.shard_kv_heads(config.hf_config.num_key_value_heads)
         self.num_kv_heads = num_kv_heads

@@ -1,7 +1,7 @@
-"""Triton kernels, each the fast second half of a plain-torch twin in `nanovllm.layers`.
+"""Triton kernels. Each has a plain-torch twin in `nanovllm.layers`, and a test that compares the two.
 
-A module of this package imports Triton, so it may be imported only where `HAS_TRITON` holds; this file never
-does.
+The modules import Triton, so they may be imported only if `HAS_TRITON` is true. This file, `decode_config` and
+`decode_plan` do not import it.
 """
 
 from importlib.util import find_spec
@@ -12,5 +12,5 @@ HAS_TRITON: bool = find_spec("triton") is not None
 
 
 def use_kernels(x: Tensor) -> bool:
-    """Whether an operation on `x` runs its Triton kernel (CUDA) or its plain-torch twin (elsewhere)."""
+    """Whether an operation on `x` runs its Triton kernel (on CUDA) or its plain-torch twin (elsewhere)."""
     return HAS_TRITON and x.is_cuda

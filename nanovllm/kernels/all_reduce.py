@@ -1,13 +1,15 @@
 """Sum over tensor-parallel GPUs, residual addition and RMS norm in one launch, over memory that all GPUs map.
 
-Both ways are "one shot": every rank gets all partial sums and adds them up itself, in float32 and in the order of
-ranks, so that all come to the same bits.
+All functions are "one shot": every rank reads all partial sums and adds them up itself, in float32 and in the order of
+ranks. So all ranks get the same bits.
 
-`push_add_norm`, for few tokens, has the least latency that two GPUs can have: a rank writes its partial sums into the
-others' inboxes (see `messages`), and waits for theirs.
+`push_add_norm` is for few tokens and has the least latency. A rank writes its partial sums into the others' inboxes
+(see `messages`) and waits for theirs.
 
-`pull_add_norm`, for many, has the least traffic that one step allows: ranks meet, program by program, then read their
-rows from each other's memory.
+`pull_add_norm` is for many tokens and has the least traffic. The programs of all ranks wait for each other, then read
+their rows from each other's memory.
+
+`add_norm_arrived` is for long prefills over two ranks, whose sums a copy engine brings (see `utils.long_sums`).
 """
 
 import torch
@@ -19,9 +21,11 @@ from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.messages import await_messages, high_half, low_half, to_messages, to_words
 
-# Programs of a pull at most: more would pay for more meetings, fewer leave NVLink waiting.
+# The most programs of a pull. Each one waits for its peers once, and fewer do not use all of NVLink.
 MAX_PULL_PROGRAMS = 256
-# Tokens of a push at most: its stores are twice as large as what they carry.
+# The most programs of `add_norm_arrived`. Each one checks for itself whether the second sum has arrived.
+MAX_ADD_NORM_PROGRAMS = 1056
+# The most tokens of a push, whose stores are twice as large as their content.
 MAX_PUSH_TOKENS = 64
 
 
@@ -49,11 +53,12 @@ def _push_kernel(
     mask = word < WORDS
     scale = tl.load(weight + word, mask=mask, other=0)
     epoch = tl.load(epochs + token) + 1
-    # Once aborted, the others' memory may be gone with them.
+    # After an abort the other ranks' memory may be gone.
     reachable = word < tl.where(tl.load(abort, volatile=True) == 0, WORDS, 0)
     own = tl.load(partial + token * WORDS + word, mask=mask, other=0)
     messages = to_messages(own, epoch)
-    # Two inboxes in turn: nobody sends again before having heard from the reader, who then has read the last but one.
+    # Two inboxes take turns. A rank sends again only after it has received the reader's message, and the reader sent
+    # that after it had read the inbox before.
     first_row = (epoch % 2) * SIZE * MAX_TOKENS + token
     for i in tl.static_range(1, SIZE):
         inbox = tl.load(inboxes + (RANK + i) % SIZE).to(tl.pointer_type(tl.int64))
@@ -92,10 +97,10 @@ def push_add_norm(
 
     Args:
         inboxes: int64 `[size]`, addresses of the ranks' inboxes, int64 `[2, size, MAX_PUSH_TOKENS, hidden / 2]` each,
-            zero to begin with.
-        epochs: int32 `[MAX_PUSH_TOKENS]`, zero to begin with, this rank's alone.
-        abort: int32 `[1]`; other than 0, it ends all waiting, and the results mean nothing.
-        rank: this one's.
+            zero at first.
+        epochs: int32 `[MAX_PUSH_TOKENS]`, zero at first, this rank's alone.
+        abort: int32 `[1]`; a value other than 0 ends all waiting, and the results mean nothing.
+        rank: this rank.
         partial: `[num_tokens, hidden]`, contiguous, bfloat16 or float16, up to MAX_PUSH_TOKENS tokens.
         residual: like partial, the same on all ranks; overwritten.
         weight: `[hidden]`.
@@ -129,7 +134,7 @@ def push_add_norm(
 
 @triton.jit
 def _signal(flag, abort):
-    """Raise a flag of another rank, once its owner has taken down the last one."""
+    """Set a flag of another rank, after its owner has cleared it."""
     old = 1
     while (old != 0) & (tl.load(abort, volatile=True) == 0):
         old = tl.atomic_cas(flag, 0, 1, sem="release", scope="sys")
@@ -137,10 +142,20 @@ def _signal(flag, abort):
 
 @triton.jit
 def _await(flag, abort):
-    """Wait for an own flag, and take it down."""
+    """Wait for a flag of this rank, and clear it."""
     old = tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys")
     while (old != 1) & (tl.load(abort, volatile=True) == 0):
         old = tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def _store_sum_and_norm(total, residual, y, row, mask, scale, eps, HIDDEN: tl.constexpr):
+    """Round the sum into the residual stream, and store its RMS norm."""
+    rounded = total.to(residual.dtype.element_ty)
+    tl.store(residual + row, rounded, mask=mask)
+    value = rounded.to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(value * value, axis=0) / HIDDEN + eps)
+    tl.store(y + row, (value * inverse_rms * scale).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -173,7 +188,7 @@ def _pull_kernel(
 
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
-    # Once aborted, the others' memory may be gone with them.
+    # After an abort the other ranks' memory may be gone.
     reachable = column < tl.where(tl.load(abort, volatile=True) == 0, HIDDEN, 0)
     scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     stride = tl.full([1], HIDDEN, tl.int64)
@@ -182,14 +197,10 @@ def _pull_kernel(
         total = tl.load(residual + row, mask=mask, other=0.0).to(tl.float32)
         for rank in tl.static_range(SIZE):
             buffer = tl.load(buffers + rank).to(tl.pointer_type(residual.dtype.element_ty))
-            # An address from memory could be odd, as far as the compiler knows: it would load two bytes at a time.
+            # The compiler does not know that an address from memory is aligned, and would load two bytes at a time.
             buffer = tl.multiple_of(buffer, 16)
             total += tl.load(buffer + row, mask=reachable, other=0.0).to(tl.float32)
-        rounded = total.to(residual.dtype.element_ty)
-        tl.store(residual + row, rounded, mask=mask)
-        value = rounded.to(tl.float32)
-        inverse_rms = tl.rsqrt(tl.sum(value * value, axis=0) / HIDDEN + eps)
-        tl.store(y + row, (value * inverse_rms * scale).to(y.dtype.element_ty), mask=mask)
+        _store_sum_and_norm(total, residual, y, row, mask, scale, eps, HIDDEN)
 
 
 def pull_add_norm(
@@ -197,14 +208,14 @@ def pull_add_norm(
 ) -> Tensor:
     """`residual += sum of the ranks' buffers`, then `residual / sqrt(mean(residual^2) + eps) * weight`.
 
-    A buffer may be written again once another pull has begun on all ranks, because then all have ended this one: two
-    buffers in turn are enough.
+    A buffer may be written again once another pull has begun on all ranks, because all ranks have then finished this
+    one. So two buffers that take turns are enough.
 
     Args:
         buffers: int64 `[size]`, addresses of the ranks' partial sums, each like residual, contiguous.
         flags: int64 `[size]`, addresses of the ranks' flags, int32 `[MAX_PULL_PROGRAMS, size]` each, zero at first.
-        abort: int32 `[1]`; other than 0, it ends all waiting, and the results mean nothing.
-        rank: this one's.
+        abort: int32 `[1]`; a value other than 0 ends all waiting, and the results mean nothing.
+        rank: this rank.
         residual: `[num_tokens, hidden]`, contiguous, the same on all ranks; overwritten.
         weight: `[hidden]`.
         eps: added to the mean square.
@@ -226,6 +237,84 @@ def pull_add_norm(
         eps,
         RANK=rank,
         SIZE=len(buffers),
+        HIDDEN=hidden,
+        BLOCK=block,
+        num_warps=min(max(block // 256, 1), 16),
+    )
+    return y
+
+
+@triton.jit(do_not_specialize=["num_tokens", "number"])
+def _add_norm_kernel(
+    residual,
+    first,
+    second,
+    weight,
+    y,
+    arrival,
+    number,
+    abort,
+    num_tokens,
+    eps,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    mask = column < HIDDEN
+    scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    seen = tl.atomic_add(arrival, 0, sem="acquire", scope="sys")
+    while (seen != number) & (tl.load(abort, volatile=True) == 0):
+        seen = tl.atomic_add(arrival, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()
+    stride = tl.full([1], HIDDEN, tl.int64)
+    for token in range(program, num_tokens, tl.num_programs(0)):
+        row = token * stride + column
+        total = tl.load(residual + row, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(first + row, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(second + row, mask=mask, other=0.0).to(tl.float32)
+        _store_sum_and_norm(total, residual, y, row, mask, scale, eps, HIDDEN)
+
+
+def add_norm_arrived(
+    residual: Tensor,
+    first: Tensor,
+    second: Tensor,
+    weight: Tensor,
+    eps: float,
+    arrival: Tensor,
+    number: int,
+    abort: Tensor,
+) -> Tensor:
+    """`residual += first + second`, then `residual / sqrt(mean(residual^2) + eps) * weight`, in float32, each rounded
+    once. Waits until `arrival` is `number`.
+
+    Args:
+        residual: `[num_tokens, hidden]`, contiguous, any float dtype; overwritten.
+        first, second: like residual; added in this order.
+        weight: `[hidden]`.
+        eps: added to the mean square.
+        arrival: int32, a scalar, which another device sets.
+        number: the value that it is set to, below 2^31.
+        abort: int32 `[1]`; a value other than 0 ends the waiting, and the results mean nothing.
+
+    Returns:
+        The norm, like residual.
+    """
+    num_tokens, hidden = residual.shape
+    y = torch.empty_like(residual)
+    block = triton.next_power_of_2(hidden)
+    launcher(_add_norm_kernel, (min(num_tokens, MAX_ADD_NORM_PROGRAMS),))(
+        residual,
+        first,
+        second,
+        weight,
+        y,
+        arrival,
+        number,
+        abort,
+        num_tokens,
+        eps,
         HIDDEN=hidden,
         BLOCK=block,
         num_warps=min(max(block // 256, 1), 16),

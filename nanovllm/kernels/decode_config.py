@@ -3,10 +3,7 @@
 They are keyed by the number of sequences x KV heads and by the bytes of a key. Plain Python: importable without Triton.
 """
 
-from functools import cache
 from typing import NamedTuple
-
-import torch
 
 SPLIT_UNIT = 64  # keys; a split is a whole multiple, so a kernel may load tiles of 16, 32 or 64 keys
 
@@ -42,12 +39,10 @@ _TMA_CONFIGS = (
     (1536, DecodeConfig(32, 1, 4, tma=True)),
     (float("inf"), DecodeConfig(32, 1, 3, tma=True)),
 )
-# For keys of 256 bytes; larger ones get smaller tiles.
+# For keys of up to 256 bytes; larger ones get smaller tiles.
 _CONFIGS = (
     (32, DecodeConfig(64, 4, 2, prefetch=True)),
-    (256, DecodeConfig(64, 4, 3)),
-    (1536, DecodeConfig(64, 4, 4)),
-    (2048, DecodeConfig(32, 1, 4)),
+    (1536, DecodeConfig(64, 4, 3)),
     (float("inf"), DecodeConfig(32, 2, 3)),
 )
 _TABLE_KEY_BYTES = 256
@@ -58,24 +53,11 @@ def look_up(table: tuple, num_rows: int):
     return next(value for limit, value in table if num_rows <= limit)
 
 
-def choose_config(
-    num_rows: int, padded_dim: int, itemsize: int, device: torch.device, tma: bool = False
-) -> DecodeConfig:
+def choose_config(num_rows: int, padded_dim: int, itemsize: int, tma: bool = False) -> DecodeConfig:
     """The constants for `num_rows` = sequences x KV heads, with keys of `padded_dim` elements of `itemsize` bytes.
     tma: whether the tensor memory accelerator may be used."""
     if tma:
         return look_up(_TMA_CONFIGS, num_rows)
-    config, key_bytes = look_up(_CONFIGS, num_rows), padded_dim * itemsize
-    tile = max(16, config.tile * _TABLE_KEY_BYTES // max(key_bytes, _TABLE_KEY_BYTES))
-    num_stages = min(config.num_stages, 1 + _pipeline_bytes(device) // (2 * tile * key_bytes))
-    return config._replace(tile=tile, num_stages=num_stages)
-
-
-@cache
-def _pipeline_bytes(device: torch.device) -> int:
-    """Shared memory for the tiles of one program: on Hopper, with 228 KiB, two programs with 96 KiB fit."""
-    if device.type != "cuda":
-        return 64 * 1024
-    # Some versions of torch do not have the attribute.
-    found = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_multiprocessor", 0)
-    return (96 if found >= 224 * 1024 else 64) * 1024
+    config = look_up(_CONFIGS, num_rows)
+    tile = config.tile * _TABLE_KEY_BYTES // max(padded_dim * itemsize, _TABLE_KEY_BYTES)
+    return config._replace(tile=max(16, tile))

@@ -1,16 +1,16 @@
-"""Programmatic dependent launch: a kernel that starts while the one before it on the stream still runs.
+"""Programmatic dependent launch: a kernel that starts while the previous one on the stream still runs.
 
-`gdc_launch_dependents` lets the next kernel's programs in as soon as there is room for them; `gdc_wait` holds a program
-until all of the preceding launch has finished and what that wrote is visible. Hence the rule for every kernel that is
-launched so: in each of its programs, gdc_wait comes before the first read of anything that a launch still under way may
-write, and before the first write; programs with nothing to do may leave without it, if one waits. Then a launch ends
-only after the one before it has, which ended after the one before that: waiting for the neighbour is waiting for all.
-Ordinary launches may stand in between, they wait for everything.
+`gdc_launch_dependents` allows the next kernel's programs to start as soon as there is room for them. `gdc_wait` blocks
+a program until the previous launch has finished and its writes are visible.
 
-What a kernel reads before its wait it gets for nothing: weights, what the host sent before the step, and what a kernel
-wrote before an ordinary launch that came in between. Messages that say themselves whether they are there
-(`posted_sums`) may be read at any time. Kernels that read nothing early save the launch itself, one to two
-microseconds, and need no such care.
+So every kernel that is launched this way follows a rule. In each program gdc_wait comes before the first write, and
+before the first read of anything that an unfinished launch may write. Programs with nothing to do may return without
+waiting, if at least one program waits. Then a launch ends only after the previous one has ended, so waiting for the
+previous launch is waiting for all earlier ones. Ordinary launches may come in between; they wait for everything.
+
+Before its wait a kernel may read weights, what the host sent before the step, and what was written before an ordinary
+launch that came in between. It may also read messages that carry their own number (`posted_sums`). A kernel that reads
+nothing early still saves one to two microseconds of launch time.
 """
 
 from functools import cache
@@ -23,7 +23,7 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     HAS_GDC = True
-except ImportError:  # older Triton; the compiler looks the names up even in a branch that it won't take
+except ImportError:  # older Triton; the compiler resolves the names even in a branch that is never taken
     gdc_launch_dependents = gdc_wait = tl.debug_barrier
     HAS_GDC = False
 
@@ -33,7 +33,7 @@ CACHE_LINE = 128  # bytes
 
 @triton.jit
 def prefetch_lines(pointers):
-    """Ask the cache lines that the pointers lie in into L2. Not in Triton's interpreter."""
+    """Request the cache lines of these pointers into L2. Not in Triton's interpreter."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
     )
@@ -41,7 +41,7 @@ def prefetch_lines(pointers):
 
 @triton.jit
 def await_previous(PDL: tl.constexpr):
-    """Let the next kernel in, and wait for the one before: the beginning of a kernel that reads nothing early."""
+    """Allow the next kernel to start, and wait for the previous one: for kernels that read nothing early."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -49,7 +49,7 @@ def await_previous(PDL: tl.constexpr):
 
 @cache
 def has_pdl(device: torch.device) -> bool:
-    """Whether dependent launches exist: on Hopper or newer, if Triton has them, not in its interpreter."""
+    """Whether dependent launches are available: on Hopper or newer, with a Triton that has them, not interpreted."""
     return (
         device.type == "cuda"
         and HAS_GDC

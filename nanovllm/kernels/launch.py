@@ -1,8 +1,8 @@
-"""Launching a kernel, and compiling it before it is needed, together with others.
+"""Launches kernels, and compiles them ahead of their first launch in parallel.
 
-Triton compiles a variant of a kernel when it is launched for the first time, a third of a second and more each, and
-an engine takes about forty: one after the other that is most of a first start. Most of a compilation is LLVM's and
-ptxas's, which run without the interpreter's lock, so threads do it side by side.
+Triton compiles a variant of a kernel at its first launch, which takes a third of a second or more. An engine needs
+about forty variants, so compiling them one after the other would be most of a first start. LLVM and ptxas do most of
+the work and release the interpreter's lock, so threads can compile side by side.
 """
 
 import os
@@ -22,10 +22,10 @@ _variants: ContextVar[set | None] = ContextVar("nanovllm_compiled_variants", def
 
 
 def launcher(kernel, grid: tuple[int, ...], pdl: bool | None = None) -> Callable[..., None]:
-    """`kernel[grid]`, to be called with the kernel's arguments. Inside `compile_ahead` the call launches nothing: it
-    has the variant compiled that it would have launched.
+    """`kernel[grid]`, to be called with the kernel's arguments. Inside `compile_ahead` the call launches nothing, but
+    compiles the variant that it would have launched.
 
-    pdl: for a kernel with the constant PDL, which this fills in: whether it is launched as `dependent_launch` says.
+    pdl: for a kernel with the constant PDL, which this sets: whether to use a dependent launch (`dependent_launch`).
     """
     launch = kernel[grid] if _variants.get() is None else partial(_compile, kernel, grid)
     if pdl is None:
@@ -34,19 +34,19 @@ def launcher(kernel, grid: tuple[int, ...], pdl: bool | None = None) -> Callable
 
 
 def is_compiling_ahead() -> bool:
-    """Whether this is within `compile_ahead`, in its thread."""
+    """Whether this thread is inside `compile_ahead`."""
     return _variants.get() is not None
 
 
 @contextmanager
 def compile_ahead(tell: Callable[[int, int], None] | None = None) -> Iterator[None]:
-    """In this block, and in this thread, kernels that go through `launcher` are compiled instead of launched, so their
-    outputs hold anything. Other threads compile while the block goes on; it ends when they have finished, or, with an
-    exception, when they have finished what they are at. tell: called with how many variants are compiled, and how many
-    there are, while the block waits for them.
+    """In this block and this thread, `launcher` compiles kernels instead of launching them; their outputs mean nothing.
 
-    A kernel that does not compile is left to its first launch, which says why. Triton before 3.4 does not compile in
-    threads: there each call waits for its variant.
+    Other threads compile while the block runs. The block ends when all have finished, or, with an exception, when each
+    has finished its current variant. A kernel that fails to compile raises at its first launch. Triton before 3.4 does
+    not compile in threads, so there each call waits for its variant.
+
+    tell: called while the block waits, with the number of compiled variants and of all variants.
     """
     token = _variants.set(set())
     try:
@@ -54,7 +54,7 @@ def compile_ahead(tell: Callable[[int, int], None] | None = None) -> Iterator[No
             try:
                 yield
                 pool.await_all(tell)
-                # Not left to Triton, which would stay in this mode after a Ctrl-C in its own waiting.
+                # Triton would do it, but a Ctrl-C while it waits would leave it in this mode.
                 pool.shutdown()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -64,7 +64,7 @@ def compile_ahead(tell: Callable[[int, int], None] | None = None) -> Iterator[No
 
 
 class _CompilingPool(ThreadPoolExecutor):
-    """Compiles kernels, and the C functions that launch them, and knows how many it has done."""
+    """Compiles kernels and the C functions that launch them, and counts them."""
 
     def __init__(self, max_workers: int):
         super().__init__(max_workers)
@@ -82,10 +82,10 @@ class _CompilingPool(ThreadPoolExecutor):
 
 
 def _compile_with_launcher(compile_kernel: Callable):
-    """The kernel. Triton 3.6 has a C compiler make a function for its arguments, a tenth of a second and more, only
-    when it is launched for the first time. It keeps that on the disk, where the launch finds it."""
+    """The kernel. Triton 3.6 compiles a C function for its arguments at the first launch, which takes a tenth of a
+    second or more. Doing it here leaves the function on the disk, where the launch finds it."""
     kernel = compile_kernel()
-    with suppress(Exception):  # What could not be made here is made there.
+    with suppress(Exception):  # The first launch tries again.
         driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel
 
@@ -99,14 +99,14 @@ def _compiling_in(pool: ThreadPoolExecutor):
 def _compile(kernel, grid: tuple[int, ...], *args, **options) -> None:
     variants = _variants.get()
     variant = (kernel, *map(_kind, args), *options.items())
-    # Triton would find out as well, but takes a hundred times as long, and a model asks once a layer.
+    # Triton has this check too, but it takes a hundred times as long, and a model asks once a layer.
     if variant not in variants:
         variants.add(variant)
         kernel.warmup(*args, grid=grid, **options)
 
 
 def _kind(arg):
-    """What an argument has to say about the variant, at least."""
+    """What of an argument selects the variant, at least."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     if isinstance(arg, int):

@@ -1,6 +1,8 @@
-"""What ranks write into each other's inboxes: two 16-bit floats next to the number of the sum that they belong to, in
-one 8-byte store that arrives whole. Who reads an inbox waits until it finds the number: there is no meeting before and
-no fence after (NCCL's LL protocol does the same)."""
+"""Messages between ranks: two 16-bit floats and the number of their sum, in one 8-byte store, which arrives whole.
+
+The reader of an inbox waits until it finds the number. This needs no synchronization before it and no fence after it.
+NCCL's LL protocol does the same.
+"""
 
 import triton
 import triton.language as tl
@@ -31,7 +33,7 @@ def to_messages(words, number):
 
 @triton.jit
 def await_messages(places, number, abort, mask):
-    """The words of messages of this number, once they are all there, or anything once aborted."""
+    """The words of the messages with this number, once all are there. After an abort they mean nothing."""
     message = tl.load(places, mask=mask, other=0, volatile=True)
     missing = tl.sum(((message >> 32).to(tl.int32) != number) & mask, axis=0)
     while (missing > 0) & (tl.load(abort, volatile=True) == 0):

@@ -1,8 +1,8 @@
-"""The paged KV cache as the attention kernels see it: its layout, and how a slot is found.
+"""The layout of the paged KV cache, and how the attention kernels find a slot.
 
-A cache is `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous, one for keys and one for values. Slot
-`block * block_size + offset` holds one token's heads side by side. Slots are counted in int64 wherever they are
-multiplied out: a cache of a few gigabytes has more than 2**31 elements. `qk_norm_rope_store` writes it.
+There is one cache for keys and one for values, `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous. Slot
+`block * block_size + offset` holds the heads of one token side by side. Offsets are int64, because a cache of a few
+gigabytes has more than 2**31 elements. `qk_norm_rope_store` writes the caches.
 """
 
 import torch
@@ -13,7 +13,7 @@ SMALLEST_BLOCK = 16
 
 
 def check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    """Raise ValueError unless the two caches have the layout that the attention kernels address."""
+    """Raise ValueError unless the two caches have the layout that the attention kernels expect."""
     if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         raise ValueError(
             "k_cache and v_cache must be alike, [num_blocks, block_size, num_kv_heads, head_dim]; got "
@@ -29,7 +29,7 @@ def check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
 def check_heads(**tensors: torch.Tensor) -> None:
     """Raise ValueError unless each tensor is `[num_tokens, heads, head_dim]` with its heads packed in every token.
 
-    The stride between tokens is free: these tensors are usually slices of the fused qkv projection.
+    The stride between tokens may be anything: these tensors are usually slices of the fused qkv projection.
     """
     for name, tensor in tensors.items():
         if tensor.dim() != 3:
@@ -41,10 +41,10 @@ def check_heads(**tensors: torch.Tensor) -> None:
 
 @triton.jit
 def load_blocks(table_ptr, first_key, num_keys, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Blocks of keys first_key, first_key + 1, ... of the sequence whose block table is given, for `key_slots`: int32
-    `[TILE]`, or one number where a tile lies in one block. `first_key` is a multiple of TILE."""
+    """The blocks of keys first_key, first_key + 1, ... of the sequence with this block table, for `key_slots`: int32
+    `[TILE]`, or one number if a tile lies in one block. `first_key` is a multiple of TILE."""
     if TILE <= BLOCK_SIZE:
-        # Both are powers of two, so one scalar lookup serves the whole tile.
+        # Both are powers of two, so the whole tile lies in one block.
         blocks = tl.load(table_ptr + first_key // BLOCK_SIZE, mask=first_key < num_keys, other=0)
     else:
         keys = first_key + tl.arange(0, TILE)
@@ -54,6 +54,6 @@ def load_blocks(table_ptr, first_key, num_keys, BLOCK_SIZE: tl.constexpr, TILE: 
 
 @triton.jit
 def key_slots(blocks, first_key, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Slots (int64 `[TILE]`) of keys first_key, first_key + 1, ..., which lie in `blocks`. What comes back for a key
-    past the last one must not be read."""
+    """Slots (int64 `[TILE]`) of keys first_key, first_key + 1, ..., which lie in `blocks`. The slot of a key past the
+    last one must not be read."""
     return blocks.to(tl.int64) * BLOCK_SIZE + (first_key + tl.arange(0, TILE)) % BLOCK_SIZE

@@ -4,9 +4,9 @@ A program computes one piece of the plan (see `decode_plan`), which is a run of 
 query heads that share it. So every key and value is loaded once. The grid follows from shapes alone, and a program
 reads its piece from the plan: a launch can be captured in a CUDA graph.
 
-There are two kernels. The first one runs everywhere. The second one is for Hopper: the tensor memory accelerator loads
-whole tiles, and the keys are the left operand of the products, of which tensor cores then compute 8 columns (query
-heads) instead of 16 rows. It needs less than half of the instructions and a tenth less energy.
+On Hopper the tensor memory accelerator loads whole tiles, and the keys are the left operand of the products, of which
+tensor cores then compute 8 columns (query heads) instead of 16 rows. That needs less than half of the instructions and
+a tenth less energy. Elsewhere, and for small batches, every key is loaded by its address.
 
 Flash-Decoding (Dao, Haziza, Massa, Sizov 2023) over the pages of PagedAttention (Kwon et al. 2023).
 """
@@ -165,11 +165,29 @@ def _finish_piece(
             )
 
 
+@triton.jit
+def _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK: tl.constexpr):
+    """One tile of the way for Hopper: q [HEAD_DIM, PADDED_GROUP], k and v [TILE, HEAD_DIM], acc [HEAD_DIM,
+    PADDED_GROUP], head_max and head_sum [PADDED_GROUP]. With MASK only the keys of is_key [TILE] count; the values of
+    others must be zeros."""
+    scores = tl.dot(k, q, input_precision="ieee")
+    if MASK:
+        scores = tl.where(is_key[:, None], scores, float("-inf"))
+    new_max = tl.maximum(head_max, tl.max(scores, 0) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - new_max[None, :])
+    shrink = tl.exp2(head_max - new_max)
+    head_sum = head_sum * shrink + tl.sum(weights, 0)
+    acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * shrink[None, :], input_precision="ieee")
+    return acc, new_max, head_sum
+
+
 # The table's width follows the longest context. Specialising on it would compile the kernel again in mid-run.
 @triton.jit(do_not_specialize=["table_stride"])
 def _paged_decode_kernel(
     out_ptr,
     q_ptr,
+    k_desc,
+    v_desc,
     k_cache_ptr,
     v_cache_ptr,
     block_tables_ptr,
@@ -184,12 +202,13 @@ def _paged_decode_kernel(
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
     PIECE_FIELDS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
     LINE: tl.constexpr,
     PREFETCH: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -200,47 +219,65 @@ def _paged_decode_kernel(
     row, split, num_splits, first_key, end_key = _load_piece(plan_ptr, item, PIECE_FIELDS)
     if row < 0:
         return
+    TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM  # elements of the cache
     table_ptr = block_tables_ptr + row * table_stride
     k_ptr = k_cache_ptr + kv_head * HEAD_DIM
     v_ptr = v_cache_ptr + kv_head * HEAD_DIM
+    # The accelerator does not know where a sequence ends, so it loads no keys from `rest` on.
+    rest = first_key + (end_key - first_key) // TILE * TILE
     # A tile's block is looked up a tile ahead. A load that waited for the look-up would cost a pipeline stage.
     blocks = load_blocks(table_ptr, first_key, end_key, BLOCK_SIZE, TILE)
+    if TMA:
+        rest_blocks = load_blocks(table_ptr, rest, end_key, BLOCK_SIZE, TILE)
     if PDL:
         if PREFETCH:
-            ROW: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
             _prefetch_keys(
-                k_ptr, v_ptr, table_ptr, first_key, end_key, ROW, HEAD_DIM, PADDED_DIM, LINE, BLOCK_SIZE, TILE
+                k_ptr, v_ptr, table_ptr, first_key, end_key, TOKEN, HEAD_DIM, PADDED_DIM, LINE, BLOCK_SIZE, TILE
             )
         gdc_wait()
 
     heads = tl.arange(0, PADDED_GROUP)
     dims = tl.arange(0, PADDED_DIM)
     inside_dims = dims < HEAD_DIM
-    q_tile = (kv_head * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
-    inside_q = (heads < GROUP)[:, None] & inside_dims[None, :]
-    q = tl.load(q_ptr + row * q_stride + q_tile, mask=inside_q, other=0.0)
-
-    acc = tl.zeros([PADDED_GROUP, PADDED_DIM], dtype=tl.float32)
+    q_row = q_ptr + row * q_stride + kv_head * GROUP * HEAD_DIM
     head_max = tl.full([PADDED_GROUP], float("-inf"), dtype=tl.float32)
     head_sum = tl.zeros([PADDED_GROUP], dtype=tl.float32)
-    for start in range(first_key, end_key, TILE):
-        keys = start + tl.arange(0, TILE)
-        owned = keys < end_key
-        slots = key_slots(blocks, start, BLOCK_SIZE, TILE)
-        blocks = load_blocks(table_ptr, start + TILE, end_key, BLOCK_SIZE, TILE)
-        cache_tile = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
-        # Values are masked as well as keys: a slot past the end may hold NaN, and 0 * NaN is not 0.
-        inside = owned[:, None] & inside_dims[None, :]
-        k = tl.load(k_ptr + cache_tile, mask=inside, other=0.0)
-        v = tl.load(v_ptr + cache_tile, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        scores = tl.where(owned[None, :], scores, float("-inf"))
-        new_max = tl.maximum(head_max, tl.max(scores, 1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
-        shrink = tl.exp2(head_max - new_max)
-        head_sum = head_sum * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        head_max = new_max
+    # Values are masked as well as keys: a slot past the end may hold NaN, and 0 * NaN is not 0.
+    if TMA:
+        q = tl.load(q_row + heads[None, :] * HEAD_DIM + dims[:, None], mask=(heads < GROUP)[None, :], other=0.0)
+        is_key = rest + tl.arange(0, TILE) < end_key
+        tile = key_slots(rest_blocks, rest, BLOCK_SIZE, TILE)[:, None] * TOKEN + dims[None, :]
+        k_rest = tl.load(k_ptr + tile, mask=is_key[:, None], other=0.0)
+        v_rest = tl.load(v_ptr + tile, mask=is_key[:, None], other=0.0)
+        acc = tl.zeros([PADDED_DIM, PADDED_GROUP], dtype=tl.float32)
+        for start in range(first_key, rest, TILE):
+            slot = blocks * BLOCK_SIZE + start % BLOCK_SIZE
+            blocks = load_blocks(table_ptr, start + TILE, end_key, BLOCK_SIZE, TILE)
+            k = k_desc.load([slot, kv_head * HEAD_DIM])
+            v = v_desc.load([slot, kv_head * HEAD_DIM])
+            acc, head_max, head_sum = _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK=False)
+        if rest < end_key:
+            acc, head_max, head_sum = _attend(q, k_rest, v_rest, is_key, acc, head_max, head_sum, scale_log2, MASK=True)
+        acc = tl.trans(acc)
+    else:
+        inside_q = (heads < GROUP)[:, None] & inside_dims[None, :]
+        q = tl.load(q_row + heads[:, None] * HEAD_DIM + dims[None, :], mask=inside_q, other=0.0)
+        acc = tl.zeros([PADDED_GROUP, PADDED_DIM], dtype=tl.float32)
+        for start in range(first_key, end_key, TILE):
+            owned = start + tl.arange(0, TILE) < end_key
+            tile = key_slots(blocks, start, BLOCK_SIZE, TILE)[:, None] * TOKEN + dims[None, :]
+            blocks = load_blocks(table_ptr, start + TILE, end_key, BLOCK_SIZE, TILE)
+            inside = owned[:, None] & inside_dims[None, :]
+            k = tl.load(k_ptr + tile, mask=inside, other=0.0)
+            v = tl.load(v_ptr + tile, mask=inside, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            scores = tl.where(owned[None, :], scores, float("-inf"))
+            new_max = tl.maximum(head_max, tl.max(scores, 1) * scale_log2)
+            weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+            shrink = tl.exp2(head_max - new_max)
+            head_sum = head_sum * shrink + tl.sum(weights, 1)
+            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            head_max = new_max
 
     _finish_piece(
         out_ptr,
@@ -260,108 +297,6 @@ def _paged_decode_kernel(
         PADDED_GROUP,
         HEAD_DIM,
         PADDED_DIM,
-    )
-
-
-@triton.jit
-def _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK: tl.constexpr):
-    """One tile of the kernel for Hopper: q [HEAD_DIM, PADDED_GROUP], k and v [TILE, HEAD_DIM], acc [HEAD_DIM,
-    PADDED_GROUP], head_max and head_sum [PADDED_GROUP]. With MASK only the keys of is_key [TILE] count; the values of
-    others must be zeros."""
-    scores = tl.dot(k, q, input_precision="ieee")
-    if MASK:
-        scores = tl.where(is_key[:, None], scores, float("-inf"))
-    new_max = tl.maximum(head_max, tl.max(scores, 0) * scale_log2)
-    weights = tl.exp2(scores * scale_log2 - new_max[None, :])
-    shrink = tl.exp2(head_max - new_max)
-    head_sum = head_sum * shrink + tl.sum(weights, 0)
-    acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * shrink[None, :], input_precision="ieee")
-    return acc, new_max, head_sum
-
-
-@triton.jit(do_not_specialize=["table_stride"])
-def _paged_decode_tma_kernel(
-    out_ptr,
-    q_ptr,
-    k_desc,
-    v_desc,
-    k_cache_ptr,
-    v_cache_ptr,
-    block_tables_ptr,
-    plan_ptr,
-    partial_ptr,
-    lse_ptr,
-    arrivals_ptr,
-    q_stride,
-    table_stride,
-    scale_log2,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PIECE_FIELDS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        gdc_launch_dependents()
-    kv_head = tl.program_id(0)
-    item = tl.program_id(1).to(tl.int64)
-    row, split, num_splits, first_key, end_key = _load_piece(plan_ptr, item, PIECE_FIELDS)
-    if row < 0:
-        return
-    # The accelerator does not know where a sequence ends. The keys after the last whole tile are loaded by pointers:
-    # requested first, used last.
-    rest = first_key + (end_key - first_key) // TILE * TILE
-    table_ptr = block_tables_ptr + row * table_stride
-    block = load_blocks(table_ptr, first_key, end_key, BLOCK_SIZE, TILE)
-    rest_block = load_blocks(table_ptr, rest, end_key, BLOCK_SIZE, TILE)
-    if PDL:
-        gdc_wait()
-
-    heads = tl.arange(0, PADDED_GROUP)
-    dims = tl.arange(0, HEAD_DIM)
-    q_tile = (kv_head * GROUP + heads)[None, :] * HEAD_DIM + dims[:, None]
-    q = tl.load(q_ptr + row * q_stride + q_tile, mask=(heads < GROUP)[None, :], other=0.0)
-    rest_keys = rest + tl.arange(0, TILE)
-    is_key = rest_keys < end_key
-    rest_slots = key_slots(rest_block, rest, BLOCK_SIZE, TILE)
-    rest_tile = rest_slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + dims[None, :]
-    # Values are masked as well as keys: a slot past the end may hold NaN, and 0 * NaN is not 0.
-    k_rest = tl.load(k_cache_ptr + rest_tile, mask=is_key[:, None], other=0.0)
-    v_rest = tl.load(v_cache_ptr + rest_tile, mask=is_key[:, None], other=0.0)
-
-    acc = tl.zeros([HEAD_DIM, PADDED_GROUP], dtype=tl.float32)
-    head_max = tl.full([PADDED_GROUP], float("-inf"), dtype=tl.float32)
-    head_sum = tl.zeros([PADDED_GROUP], dtype=tl.float32)
-    for start in range(first_key, rest, TILE):
-        slot = block * BLOCK_SIZE + start % BLOCK_SIZE
-        block = load_blocks(table_ptr, start + TILE, end_key, BLOCK_SIZE, TILE)
-        k = k_desc.load([slot, kv_head * HEAD_DIM])
-        v = v_desc.load([slot, kv_head * HEAD_DIM])
-        acc, head_max, head_sum = _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK=False)
-    if rest < end_key:
-        acc, head_max, head_sum = _attend(q, k_rest, v_rest, is_key, acc, head_max, head_sum, scale_log2, MASK=True)
-
-    _finish_piece(
-        out_ptr,
-        partial_ptr,
-        lse_ptr,
-        arrivals_ptr,
-        tl.trans(acc),
-        head_max,
-        head_sum,
-        row,
-        kv_head,
-        item,
-        split,
-        num_splits,
-        NUM_KV_HEADS,
-        GROUP,
-        PADDED_GROUP,
-        HEAD_DIM,
-        HEAD_DIM,
     )
 
 
@@ -430,19 +365,15 @@ def paged_decode(
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     if config is None:
         tma = has_tma(head_dim, block_size, q.element_size(), q.device)
-        config = choose_config(batch_size * num_kv_heads, padded_dim, q.element_size(), q.device, tma)
-    kernel, caches, options = _paged_decode_kernel, (k_cache, v_cache), {}
-    if config.tma:
-        kernel, caches = _paged_decode_tma_kernel, (*_descriptors(k_cache, v_cache, config.tile), k_cache, v_cache)
-    else:
-        options["PADDED_DIM"] = padded_dim
-        options["LINE"] = min(padded_dim, CACHE_LINE // q.element_size())
-        options["PREFETCH"] = config.prefetch
+        config = choose_config(batch_size * num_kv_heads, padded_dim, q.element_size(), tma)
+    descriptors = _descriptors(k_cache, v_cache, config.tile) if config.tma else (None, None)
     group = num_heads // num_kv_heads
-    launcher(kernel, (num_kv_heads, num_items), pdl)(
+    launcher(_paged_decode_kernel, (num_kv_heads, num_items), pdl)(
         out,
         q,
-        *caches,
+        *descriptors,
+        k_cache,
+        v_cache,
         block_tables,
         plan,
         workspace.partial,
@@ -455,10 +386,13 @@ def paged_decode(
         GROUP=group,
         PADDED_GROUP=max(_MIN_GROUP_TMA if config.tma else _MIN_GROUP, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim,
         PIECE_FIELDS=PIECE_FIELDS,
         BLOCK_SIZE=block_size,
         TILE=config.tile,
-        **options,
+        LINE=min(padded_dim, CACHE_LINE // q.element_size()),
+        PREFETCH=config.prefetch,
+        TMA=config.tma,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -467,8 +401,8 @@ def paged_decode(
 
 @cache
 def has_tma(head_dim: int, block_size: int, itemsize: int, device: torch.device) -> bool:
-    """Whether the kernel for Hopper can be used: in half precision, for the head_dims of published models. Triton
-    before 3.6 may not have products of eight columns."""
+    """Whether Hopper's tensor memory accelerator can be used: in half precision, for the head_dims of published models.
+    Triton before 3.6 may not have products of eight columns."""
     is_new = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
     fits = itemsize == 2 and head_dim in (64, 128) and block_size >= SPLIT_UNIT
     return is_new and fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -12,7 +12,14 @@ from nanovllm.kernels.paged_cache import check_cache, check_heads, key_slots, lo
 
 
 class PrefillTiles(NamedTuple):
-    """Launch constants: rows (query, head) and keys a tile, warps a program, stages of the load pipeline."""
+    """Launch constants.
+
+    Attributes:
+        rows: (query, head) pairs of a tile.
+        keys: keys of a tile.
+        num_warps: warps of a program.
+        num_stages: of the load pipeline.
+    """
 
     rows: int
     keys: int
@@ -21,17 +28,14 @@ class PrefillTiles(NamedTuple):
 
 
 def choose_tiles(padded_dim: int, itemsize: int, max_rows: int, paged: bool) -> PrefillTiles:
-    """Tiles that fit Hopper's 227 KiB of shared memory and its 64-row tensor core instructions.
+    """Tiles that fit Hopper's 227 KiB of shared memory and its 64-row tensor core instructions, measured on an H200.
 
-    A pipeline stage holds one tile of keys and one of values: `2 * keys * padded_dim * itemsize` bytes. float32 runs
-    on the plain cores (its products stay exact to float32, which tensor cores don't offer), so there small
-    tiles that fit the registers are what counts.
+    A pipeline stage holds one tile of keys and one of values: `2 * keys * padded_dim * itemsize` bytes. float32 needs
+    small tiles that fit the registers, because it does not run on tensor cores, which would round its products.
     """
     if itemsize == 4:
         return PrefillTiles(32 if padded_dim <= 128 else 16, 32, 8, 1)
     if 64 < padded_dim <= 128 and not paged:
-        # Measured on an H200 at head_dim 128: 8 x 2000 tokens 367 TFLOP/s (346 with tiles of 64 keys and 8 warps),
-        # 30 x 550 226 (193); and 200 x 80 59, with 128 rows 47.
         return PrefillTiles(64 if max_rows <= 256 else 128, 32, 4, 3)
     if max_rows <= 64:
         return PrefillTiles(64, 64, 4, 3 if padded_dim <= 128 else 2)
@@ -39,7 +43,6 @@ def choose_tiles(padded_dim: int, itemsize: int, max_rows: int, paged: bool) -> 
         return PrefillTiles(128, 128, 8, 3)
     if padded_dim > 128:
         return PrefillTiles(128, 64, 8, 2)
-    # 8 x 512 tokens over 2048 cached: 361 TFLOP/s (329 with tiles of 32 keys).
     return PrefillTiles(128, 64, 4, 3)
 
 
@@ -65,13 +68,13 @@ def _attend(
     PAGED: tl.constexpr,
     DIAGONAL: tl.constexpr,
 ):
-    """Fold keys first_key..end_key into the running softmax. Without DIAGONAL every row sees every one of them."""
+    """Add keys first_key..end_key to the running softmax. Without DIAGONAL every row attends to all of them."""
     dims = tl.arange(0, PADDED_DIM)
     for start in range(first_key, end_key, TILE_KEYS):
         keys = start + tl.arange(0, TILE_KEYS)
         tokens = keys.to(tl.int64)
         if PAGED:
-            # Not loaded a tile ahead, as decode does: with more tiles on its way it was slower.
+            # Unlike in decode attention, a look-up one tile ahead was slower here.
             blocks = load_blocks(table_ptr, start, end_key, BLOCK_SIZE, TILE_KEYS)
             tokens = key_slots(blocks, start, BLOCK_SIZE, TILE_KEYS)
         k_tile = k_ptr + tokens[:, None] * k_stride + dims[None, :]
@@ -96,7 +99,7 @@ def _attend(
     return acc, row_max, row_sum
 
 
-# The table's width changes from step to step; specialising on it would compile the kernel again in mid-run.
+# The table's width changes from step to step. Specialising on it would compile the kernel again in mid-run.
 @triton.jit(do_not_specialize=["table_stride"])
 def _paged_prefill_kernel(
     out_ptr,
@@ -122,7 +125,7 @@ def _paged_prefill_kernel(
 ):
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
-    # The last rows see the most keys: started first, they leave the short programs to even out the end.
+    # The last rows have the most keys. They start first, so that short programs even out the end.
     tile = tl.num_programs(2) - 1 - tl.program_id(2)
 
     q_start = tl.load(cu_seqlens_q_ptr + seq)
@@ -132,7 +135,7 @@ def _paged_prefill_kernel(
     if tile * TILE_ROWS >= len_q * GROUP:
         return
 
-    # A row is one query under one of the GROUP heads that share this KV head, so that a short chunk fills its tile.
+    # A row is one query of one of the GROUP heads that share this KV head, so that a short chunk fills its tile.
     rows = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     queries = rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
@@ -142,7 +145,7 @@ def _paged_prefill_kernel(
     q_tile = q_ptr + tokens[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     q = tl.load(q_tile, mask=inside, other=0.0)
 
-    # Query i of a sequence sits at position len_k - len_q + i and sees the keys up to its own.
+    # Query i of a sequence is at position len_k - len_q + i and attends to the keys up to its own.
     positions = len_k - len_q + queries
     first_position = len_k - len_q + tile * TILE_ROWS // GROUP
     last_query = tl.minimum((tile * TILE_ROWS + TILE_ROWS - 1) // GROUP, len_q - 1)
@@ -159,7 +162,7 @@ def _paged_prefill_kernel(
     acc = tl.zeros([TILE_ROWS, PADDED_DIM], dtype=tl.float32)
     row_max = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([TILE_ROWS], dtype=tl.float32)
-    # Two loops: only the tiles that the diagonal or the end of the keys cuts pay for a mask.
+    # Two loops: only the tiles that the diagonal or the end of the keys cuts need a mask.
     acc, row_max, row_sum = _attend(
         acc, row_max, row_sum, q, positions, k_ptr, v_ptr, table_ptr, k_stride, v_stride, 0, seen_by_all,
         scale_log2, HEAD_DIM, PADDED_DIM, TILE_KEYS, BLOCK_SIZE, PAGED, False,
@@ -190,12 +193,12 @@ def paged_prefill(
 
     Args:
         q: `[total_q, num_heads, head_dim]`, heads packed within a token, any stride between tokens.
-        k, v: `[total_k, num_kv_heads, head_dim]`, likewise; read only where `block_tables` is None.
+        k, v: `[total_k, num_kv_heads, head_dim]`, of the same layout; read only if `block_tables` is None.
         k_cache, v_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous, block_size a power of two
-            from 16 up; read only where `block_tables` is given, the new tokens' keys being in them already.
+            from 16 up; read only if `block_tables` is given. They hold the new tokens' keys and values already.
         cu_seqlens_q, cu_seqlens_k: int32 `[num_seqs + 1]`, running totals from 0 of the tokens and of the keys. A
-            sequence has at least as many keys as queries: query i sits at position len_k - len_q + i.
-        max_seqlen_q: the most query tokens of any one sequence.
+            sequence has at least as many keys as queries: query i is at position len_k - len_q + i.
+        max_seqlen_q: the most query tokens of a sequence.
         block_tables: int32 `[num_seqs, max_blocks]`, right-padded with -1, or None.
         scale: positive factor of the scores, usually `head_dim ** -0.5`.
 
@@ -203,7 +206,7 @@ def paged_prefill(
         `[total_q, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside.
 
     Raises:
-        ValueError: a layout that the kernel can't address, or shapes and dtypes that don't agree.
+        ValueError: a layout that the kernel cannot address, or shapes and dtypes that do not agree.
 
     The algorithm is FlashAttention-2 (Dao 2023), reading pages as PagedAttention (Kwon et al. 2023) lays them out.
     """
@@ -241,7 +244,7 @@ def paged_prefill(
         values,
         cu_seqlens_q,
         cu_seqlens_k,
-        # Without a table the kernel wants some pointer and never follows it.
+        # Without a table the kernel needs some pointer, which it never reads.
         block_tables if paged else cu_seqlens_k,
         q.stride(0),
         key_stride,

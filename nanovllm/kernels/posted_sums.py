@@ -1,9 +1,8 @@
-"""Sums over tensor-parallel GPUs of a few tokens, posted by the product itself: the programs of `gemv` write
-what they have computed straight into every rank's inbox (see `messages`), and `collect` adds it up.
+"""Sums over tensor-parallel GPUs of a few tokens, posted by the matrix product itself.
 
-`collect` is there before the product has ended, as a dependent launch, and waits for messages instead of for launches:
-the sum costs about the time of one store over NVLink. (A launch that reads the product's result, sends it and waits, as
-`all_reduce.push_add_norm` does, takes two microseconds more: docs/performance.md.)
+The programs of `gemv` write their results straight into every rank's inbox (see `messages`), and `collect`
+adds them up. `collect` is a dependent launch: it starts before the product has ended, and waits for messages instead of
+for launches. So the sum costs about the time of one store over NVLink.
 """
 
 from typing import NamedTuple
@@ -22,15 +21,15 @@ _MAX_TOKENS = tl.constexpr(MAX_TOKENS)
 
 
 class Inboxes(NamedTuple):
-    """Where the ranks' messages go, as this rank knows them.
+    """Where the ranks' messages go, as seen by this rank.
 
     Attributes:
-        own: this rank's, int64 [2, size, MAX_TOKENS, hidden / 2], zero to begin with: two in turn, a place a sender.
-        addresses: int64 [size] on the device, of all ranks'.
-        step: int32 [1] on the device, what the sums of this step are numbered from: raised before each step, on all
-            ranks, by as many as the sums of a step, an even number. Numbers come again after 2^32 sums.
-        abort: int32 [1] on the device; other than 0, it ends all waiting, and the results mean nothing.
-        rank: this one.
+        own: this rank's inboxes, int64 [2, size, MAX_TOKENS, hidden / 2], zero at first. Two take turns.
+        addresses: int64 [size] on the device, the addresses of all ranks' `own`.
+        step: int32 [1] on the device, the number of this step's first sum. Before each step all ranks add the number of
+            its sums, which is even. Numbers repeat after 2^32 sums.
+        abort: int32 [1] on the device; a value other than 0 ends all waiting, and the results mean nothing.
+        rank: this rank.
     """
 
     own: Tensor
@@ -56,8 +55,8 @@ def post(
     SIZE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Part of a product's kernel: write a program's result [PADDED_M, OUTPUTS], of M tokens and N columns in all, into
-    the inboxes of all ranks, whose addresses are a block of a power of two, padded with 0. num_words: N / 2, or 0."""
+    """Part of a product's kernel: write a program's part [PADDED_M, OUTPUTS] of the result [M, N] into the inboxes of
+    all ranks. addresses: a block of a power of two, padded with 0. num_words: N / 2, or 0 to write nothing."""
     low, high = tl.split(tl.reshape(result, (PADDED_M, OUTPUTS // 2, 2)))
     messages = to_messages(to_words(low, high, DTYPE), number)[:, :, None]
     token = tl.arange(0, PADDED_M)[:, None, None]
@@ -90,7 +89,8 @@ def _collect_kernel(
     places = inbox + (index % 2 * SIZE * _MAX_TOKENS + token) * WORDS + word
     low = tl.zeros([BLOCK], tl.float32)
     high = tl.zeros([BLOCK], tl.float32)
-    # The own messages as well: their sender has waited for all that came before it, the last reader of this inbox too.
+    # This rank's own messages come through its inbox too. Their sender waited for all earlier launches, and so for the
+    # last reader of this inbox.
     for rank in tl.static_range(SIZE):
         words = await_messages(places + rank * _MAX_TOKENS * WORDS, number, abort, mask)
         low += low_half(words, DTYPE)
@@ -103,14 +103,14 @@ def _collect_kernel(
 
 
 def collect(inboxes: Inboxes, index: int, residual: Tensor, pdl: bool = False) -> Tensor:
-    """`residual += the sum of what all ranks have posted`, in float32 and in the order of ranks, rounded once: the same
-    bits on every rank.
+    """`residual += sum of the ranks' posted results`, in float32 and in the order of ranks, rounded once: the same bits
+    on every rank.
 
     Args:
-        inboxes: of this rank.
-        index: of the sum in its step, 0, 1, ...; the product's was the same.
+        inboxes: this rank's.
+        index: number of the sum within its step, 0, 1, ..., the same as the product's.
         residual: `[num_tokens, hidden]`, contiguous, bfloat16 or float16, 1..MAX_TOKENS tokens. Overwritten.
-        pdl: programmatic dependent launch. Nothing may be launched between the product and this.
+        pdl: programmatic dependent launch. Nothing may be launched between the product and this call.
 
     Returns:
         residual. All ranks must post and collect the same sums: they wait for each other.

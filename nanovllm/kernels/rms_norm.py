@@ -16,7 +16,7 @@ def _rms_norm_kernel(x, weight, y, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: t
     columns = tl.arange(0, BLOCK)
     mask = columns < HIDDEN
     value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    # Asked for before the reduction, so that its latency passes while the row is still on its way.
+    # Loaded before the reduction, so that its latency overlaps with that of the row.
     scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(value * value, axis=0) / HIDDEN + eps)
     tl.store(y + row * HIDDEN + columns, (value * inverse_rms * scale).to(y.dtype.element_ty), mask=mask)
@@ -53,8 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps,
         HIDDEN=hidden,
         BLOCK=block,
-        # 8 elements a thread is one 16-byte load of a half-precision row: a row of 1024 is 4 warps, loaded at
-        # once.
+        # 8 elements a thread are one 16-byte load of a half-precision row.
         num_warps=min(max(block // 256, 1), 16),
     )
     return y

@@ -1,4 +1,4 @@
-"""Drawing tokens from softmax(logits / temperature) in one pass, with noise that belongs to the request."""
+"""Samples tokens from softmax(logits / temperature) in one pass, with noise that belongs to the request."""
 
 import torch
 import triton
@@ -19,8 +19,8 @@ _NON_FINITE = tl.constexpr(-1)  # layers.sampler.NON_FINITE
 
 @triton.jit
 def scale_of(temperature):
-    """What makes of a logit the exponent of 2 of its weight: log2 e / temperature, neither infinite nor 0."""
-    # A tensor at the left: in Triton 3.7's interpreter a constant's quotient is a constant, whatever it is divided by.
+    """log2(e) / temperature, kept from being infinite or 0: a logit times this is the exponent of 2 of its weight."""
+    # The left operand is a tensor because Triton 3.7's interpreter takes a constant's quotient for a constant.
     return tl.minimum(tl.maximum(tl.full([], _LOG2_E, tl.float32) / temperature, 1e-30), 1e30)
 
 
@@ -28,8 +28,7 @@ def scale_of(temperature):
 def philox4x32(c0, c1, c2, c3, k0, k1):
     """Ten rounds of Philox4x32 (Salmon et al. 2011) on uint32 counter words c0..c3 under the key k0, k1."""
     for _ in tl.range(10, loop_unroll_factor=10):
-        # One 64-bit product yields both halves: a single wide multiplication where umulhi and mul would be
-        # two.
+        # One 64-bit product yields both halves; umulhi and mul would be two multiplications.
         product0 = c0.to(tl.uint64) * 0xD2511F53
         product2 = c2.to(tl.uint64) * 0xCD9E8D57
         c0 = (product2 >> 32).to(tl.uint32) ^ c1 ^ k0
@@ -43,8 +42,8 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def _log2(x, FAST: tl.constexpr):
-    # The hardware's instruction is right to about 2^-22 and takes a tenth of tl.log2's instructions, which
-    # would be most of the kernel. Triton's interpreter has no libdevice.
+    # The hardware's instruction is accurate to about 2^-22. tl.log2 has ten times as many instructions, which would be
+    # most of the kernel. Triton's interpreter has no libdevice.
     return libdevice.fast_log2f(x) if FAST else tl.log2(x)
 
 
@@ -72,7 +71,7 @@ def _words(index, PURPOSE: tl.constexpr, seed, position):
 
 @triton.jit
 def _load(logits_row, columns, vocab_size, threshold, TRUNCATED: tl.constexpr):
-    """Logits in float32, -inf for what is never to be drawn: past the vocabulary, below the threshold. NaN stays."""
+    """Logits in float32, with -inf past the vocabulary and below the threshold. NaN stays."""
     logit = tl.load(logits_row + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
     return tl.where(logit < threshold, float("-inf"), logit) if TRUNCATED else logit
 
@@ -93,38 +92,38 @@ def _race(
     GROUPS: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """The best score among TILES * GROUPS groups of columns, and the column that has it. The score is +inf where a
-    logit is NaN or +inf, -inf where all are -inf, and finite else."""
+    """The best score among TILES * GROUPS groups of columns, and its column. The score is +inf if a logit is NaN or
+    +inf, -inf if all are -inf, and finite otherwise."""
     lane = tl.arange(0, GROUPS)
     best = tl.full([GROUPS], float("-inf"), tl.float32)
     highest_logit = tl.full([GROUPS], float("-inf"), tl.float32)
     has_nan = tl.zeros([GROUPS], tl.int1)
     best_group = first_group + lane
-    # Unrolled by the compiler, not by Python as static_range would be: the same PTX, a start that is sooner there.
+    # The compiler unrolls this to the same PTX as static_range, which Python would unroll, more slowly.
     for tile in tl.range(TILES, loop_unroll_factor=TILES):
         group = first_group + tile * GROUPS + lane
-        # A thread has a group of 16-bit logits, which it loads in two wide loads.
+        # A thread loads its group of 16-bit logits in two wide loads.
         columns = group[:, None] * _GROUP + tl.arange(0, _GROUP // 2)[None, :]
         left = _load(logits_row, columns, vocab_size, threshold, TRUNCATED)
         right = _load(logits_row, columns + _GROUP // 2, vocab_size, threshold, TRUNCATED)
-        score = tl.maximum(tl.max(left, axis=1), tl.max(right, axis=1))  # Which drops a NaN, or does not.
+        score = tl.maximum(tl.max(left, axis=1), tl.max(right, axis=1))  # This may drop a NaN or keep it.
         highest_logit = tl.maximum(highest_logit, score)
         if NOISY:
-            # Within what is finite, so that one infinity does not meet another.
+            # Finite, so that no infinity is subtracted from another.
             highest = tl.minimum(tl.maximum(score * scale, -MAX_FLOAT), MAX_FLOAT)
             weights = tl.exp2(left * scale - highest[:, None]) + tl.exp2(right * scale - highest[:, None])
             weight = tl.sum(weights, axis=1)
-            has_nan |= weight != weight  # One logit is NaN; nothing else makes it so.
+            has_nan |= weight != weight  # only if a logit is NaN
             bits, _, _, _ = _words(group + FIRST_COLUMN // _GROUP, 1, seed, position)
             score = highest + _log2(weight, FAST_LOG2) - log2_exponential(bits, FAST_LOG2)
         else:
-            # Scaled, so that no finite logits overflow: NaN if one of them is, or where +inf meets -inf.
+            # Scaled so that finite logits do not overflow. NaN if a logit is, or for +inf and -inf.
             total = tl.sum(left * 0.03125 + right * 0.03125, axis=1)
             has_nan |= total != total
         take = score > best
         best = tl.where(take, score, best)
         best_group = tl.where(take, group, best_group)
-    # A score may have left the finite numbers where no logit has: a tiny temperature does that.
+    # A tiny temperature makes scores infinite where the logits are finite.
     best = tl.minimum(tl.maximum(best, -MAX_FLOAT), MAX_FLOAT)
     best = tl.where(highest_logit > float("-inf"), best, float("-inf"))
     best = tl.where(has_nan | (highest_logit == float("inf")), float("inf"), best)
@@ -144,32 +143,15 @@ def _race(
 
 
 @triton.jit
-def best_split(scores, columns, mask):
-    """The best of some scores of `_race`, and its column: the lowest of those that tie."""
-    score = tl.load(scores, mask=mask, other=float("-inf"))
-    column = tl.load(columns, mask=mask, other=_NO_COLUMN)
-    highest = tl.max(score, axis=0)
-    return highest, tl.min(tl.where(score == highest, column, _NO_COLUMN), axis=0)
-
-
-@triton.jit
-def token_of(score, column):
-    """The column, but NON_FINITE where the score is infinite."""
-    return tl.where(tl.abs(score) < float("inf"), column, _NON_FINITE).to(tl.int64)
-
-
-@triton.jit
 def _race_kernel(
     logits,
     temperatures,
     seeds,
     positions,
     thresholds,
-    best_scores,
-    best_columns,
+    candidates,
     vocab_size,
     row_stride,
-    num_splits,
     FIRST_COLUMN: tl.constexpr,
     TRUNCATED: tl.constexpr,
     TILES: tl.constexpr,
@@ -221,18 +203,23 @@ def _race_kernel(
             GROUPS=GROUPS,
             FAST_LOG2=FAST_LOG2,
         )
-    tl.store(best_scores + row * num_splits + split, score)
-    tl.store(best_columns + row * num_splits + split, column)
+    candidate = candidates + (row * tl.num_programs(1) + split) * 2
+    tl.store(candidate, score.to(tl.int32, bitcast=True))
+    tl.store(candidate + 1, column + FIRST_COLUMN)
 
 
-@triton.jit
-def _combine_kernel(best_scores, best_columns, tokens, num_splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["batch"])
+def _pick_kernel(candidates, tokens, batch, num_splits, num_candidates, BLOCK: tl.constexpr, PDL: tl.constexpr):
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK)
-    at = row * num_splits + split
-    score, column = best_split(best_scores + at, best_columns + at, split < num_splits)
-    tl.store(tokens + row, token_of(score, column))
+    i = tl.arange(0, BLOCK)
+    at = (((i // num_splits) * batch + row) * num_splits + i % num_splits) * 2
+    scores = candidates.to(tl.pointer_type(tl.float32))  # of the same bits
+    score = tl.load(scores + at, mask=i < num_candidates, other=float("-inf"))
+    column = tl.load(candidates + at + 1, mask=i < num_candidates, other=_NO_COLUMN)
+    best = tl.max(score, axis=0)
+    winner = tl.min(tl.where(score == best, column, _NO_COLUMN), axis=0)
+    tl.store(tokens + row, tl.where(tl.abs(best) < float("inf"), winner, _NON_FINITE).to(tl.int64))
 
 
 def sample(
@@ -243,34 +230,16 @@ def sample(
     thresholds: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Draws one token a row from softmax(logits / temperature); see `layers.sampler.Sampler`.
+    """`layers.sampler.Sampler.forward` on a GPU, for logits of the whole vocabulary.
 
-    Two launches, no host synchronization, nothing as large as the logits allocated: fit for CUDA graph
-    capture. A group's score does not depend on how the vocabulary is split, so neither does the result.
+    Two launches without host synchronization, and little memory: fit for CUDA graph capture. The result does not depend
+    on how the vocabulary is split over programs.
 
-    Args:
-        logits: `[batch, vocab_size]`, any float dtype and row stride, contiguous in its last dimension.
-        temperatures: float32 `[batch]`; 0 takes the lowest of the highest logits.
-        seeds: int64 `[batch]`.
-        positions: int64 `[batch]`.
-        thresholds: float32 `[batch]`; None costs nothing.
-        out: int64 `[batch]`, contiguous, to write to.
-
-    Returns:
-        int64 `[batch]`; `out`, if that is given. `layers.sampler.NON_FINITE` for a row that has no token.
-
-    Raises:
-        ValueError: if logits are strided in the vocabulary, or the vocabulary is empty.
+    Raises ValueError if logits are strided in the vocabulary, or the vocabulary is empty.
     """
-    batch = check_logits(logits)
-    tokens = torch.empty(batch, dtype=torch.int64, device=logits.device) if out is None else out
-    if batch == 0:
-        return tokens
-    scores, columns = race_splits(logits, temperatures, seeds, positions, thresholds, 0)
-    num_splits = scores.shape[1]
-    launch = launcher(_combine_kernel, (batch,), has_pdl(logits.device))
-    launch(scores, columns, tokens, num_splits, BLOCK=triton.next_power_of_2(num_splits), num_warps=1)
-    return tokens
+    check_logits(logits)
+    best = best_of_shard(logits, temperatures, seeds, positions, thresholds)
+    return pick_best(best.unsqueeze(0), out, pdl=True)
 
 
 def check_logits(logits: Tensor) -> int:
@@ -281,35 +250,73 @@ def check_logits(logits: Tensor) -> int:
     return batch
 
 
-def race_splits(logits, temperatures, seeds, positions, thresholds, first_column: int) -> tuple[Tensor, Tensor]:
-    """The best score and its column in each split of each row: float32 and int32 `[batch, num_splits]`."""
-    batch, vocab_size = logits.shape
-    tiles, groups = _split_size(batch)
-    num_splits = triton.cdiv(vocab_size, tiles * groups * _GROUP.value)
-    best_scores = torch.empty(batch, num_splits, dtype=torch.float32, device=logits.device)
-    best_columns = torch.empty(batch, num_splits, dtype=torch.int32, device=logits.device)
+def best_of_shard(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    thresholds: Tensor | None = None,
+    first_column: int = 0,
+    shard_size: int | None = None,
+) -> Tensor:
+    """The first half of `sample` over some columns of the vocabulary: the best of each split of them.
+
+    Args:
+        logits: `[batch, num_columns]`, as for `sample`; there may be no columns.
+        temperatures, seeds, positions, thresholds: as for `sample`.
+        first_column: the first of the columns in the whole vocabulary, a multiple of `layers.sampler.GROUP`.
+        shard_size: the most columns that a rank has; None for num_columns.
+
+    Returns:
+        int32 `[batch, num_splits, 2]`, where num_splits follows from batch and shard_size: the bits of the float32
+        score, and the winner's column in the whole vocabulary. The score is +inf for a split with a NaN or +inf, and
+        -inf for one of nothing else; the column then means nothing.
+    """
+    batch, num_columns = logits.shape
+    # Few rows: small splits, so that they reach every multiprocessor. Many: larger ones, which reduce less often.
+    tiles, groups = (1, 64) if batch <= 8 else (4, 128)
+    num_splits = triton.cdiv(shard_size or num_columns, tiles * groups * _GROUP.value)
+    candidates = torch.empty(batch, num_splits, 2, dtype=torch.int32, device=logits.device)
+    if batch == 0:
+        return candidates
     launcher(_race_kernel, (batch, num_splits), has_pdl(logits.device))(
         logits,
         temperatures.contiguous(),
         seeds.contiguous(),
         positions.contiguous(),
-        (temperatures if thresholds is None else thresholds).contiguous(),  # without TRUNCATED, nobody reads it
-        best_scores,
-        best_columns,
-        vocab_size,
+        (temperatures if thresholds is None else thresholds).contiguous(),  # not read without TRUNCATED
+        candidates,
+        num_columns,
         logits.stride(0),
-        num_splits,
         FIRST_COLUMN=first_column,
         TRUNCATED=thresholds is not None,
         TILES=tiles,
-        GROUPS=groups,
+        GROUPS=groups,  # one a thread
         FAST_LOG2=isinstance(_race_kernel, triton.JITFunction),
         num_warps=groups // 32,
     )
-    return best_scores, best_columns
+    return candidates
 
 
-def _split_size(batch: int) -> tuple[int, int]:
-    """A split's tiles, and the groups of a tile, one a thread. Few rows: small splits, so that they reach every SM.
-    Many: larger ones, which reduce less often."""
-    return (1, 64) if batch <= 8 else (4, 128)
+def pick_best(candidates: Tensor, out: Tensor | None = None, pdl: bool = False) -> Tensor:
+    """The second half: each row's winner.
+
+    Args:
+        candidates: int32 `[num_shards, batch, num_splits, 2]`, contiguous: what `best_of_shard` returned for each shard
+            of the vocabulary.
+        out: int64 `[batch]`, contiguous, to write to.
+        pdl: programmatic dependent launch (see `dependent_launch`).
+
+    Returns:
+        int64 `[batch]`, or `out`; the lowest column on a tie. `layers.sampler.NON_FINITE` for a row that has no token.
+    """
+    num_shards, batch, num_splits, _ = candidates.shape
+    tokens = torch.empty(batch, dtype=torch.int64, device=candidates.device) if out is None else out
+    if batch == 0:
+        return tokens
+    num_candidates = num_shards * num_splits
+    block = triton.next_power_of_2(num_candidates)
+    launcher(_pick_kernel, (batch,), pdl and has_pdl(candidates.device))(
+        candidates, tokens, batch, num_splits, num_candidates, BLOCK=block, num_warps=1
+    )
+    return tokens

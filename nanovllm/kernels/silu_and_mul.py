@@ -8,7 +8,7 @@ from torch import Tensor
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 
-# 4 warps with one 16-byte load of gate and one of up a thread, in half precision.
+# 4 warps, where each thread loads 16 bytes of gate and 16 bytes of up, in half precision.
 _BLOCK = 1024
 
 

@@ -1,7 +1,7 @@
-"""A decode step's inputs from the host's memory, and its tokens back to it, by kernels.
+"""Copies a decode step's inputs to the device and its tokens back to the host, by kernels.
 
-A copy engine takes about ten microseconds between two kernels, and a step has a copy each way. A kernel reads the
-host's page-locked memory, and writes to it, over the same bus, when its turn comes.
+A copy engine costs about ten microseconds between two kernels, and a step has a copy each way. A kernel reads and
+writes the host's page-locked memory directly.
 """
 
 import triton
@@ -21,10 +21,10 @@ def _receive_kernel(
     words = tl.load(host_words + at, mask=at < num_words)
     token = tl.load(tokens + at, mask=at < num_rows)
     pending = tl.load(pending_rows + at, mask=at < num_rows, other=-1)
-    # layers.sampler.NON_FINITE must not reach the embedding; its sequence ends before this step is read.
-    drawn = tl.maximum(tl.load(sampled + pending, mask=pending >= 0), 0)
+    # layers.sampler.NON_FINITE must not reach the embedding. Its sequence ends before this step is read.
+    last = tl.maximum(tl.load(sampled + pending, mask=pending >= 0), 0)
     tl.store(device_words + at, words, mask=at < num_words)
-    tl.store(input_ids + at, tl.where(pending >= 0, drawn, token), mask=at < num_rows)
+    tl.store(input_ids + at, tl.where(pending >= 0, last, token), mask=at < num_rows)
 
 
 @triton.jit(do_not_specialize=["num_words"])
@@ -41,17 +41,17 @@ def receive_step(
     sampled: Tensor,
     input_ids: Tensor,
 ) -> None:
-    """Copy the inputs, and resolve which tokens they feed; twin of `DecodeInputs`' copy and `where`.
+    """Copy the inputs, and find the token that each row feeds. The twin is the copy and the `where` of `DecodeInputs`.
 
-    The host's tensors must be page-locked, and stay as they are until the stream has got here.
+    The tensors on the host must be page-locked, and must not change until the stream has executed this.
 
     Args:
         host_words: int64 `[num_words]`, on the host.
-        device_words: int64 `[num_words]`: becomes a copy of them.
+        device_words: int64 `[num_words]`: becomes a copy of host_words.
         tokens: int64 `[num_rows or more]`, on the host.
-        pending_rows: int32, likewise: the row of `sampled` that a row feeds, -1 for its token.
-        sampled: int64: what the last step drew; 0 is fed for a negative one.
-        input_ids: int64 `[num_rows]`: becomes what each row feeds.
+        pending_rows: int32, like tokens: the row of `sampled` that a row feeds, or -1 if it feeds its token.
+        sampled: int64: the tokens that the last step sampled; 0 replaces a negative one.
+        input_ids: int64 `[num_rows]`: becomes the token of each row.
     """
     num_words, num_rows = len(host_words), len(input_ids)
     grid = (triton.cdiv(max(num_words, num_rows), _BLOCK),)
@@ -60,6 +60,6 @@ def receive_step(
 
 
 def return_tokens(tokens: Tensor, host: Tensor) -> None:
-    """Copy int64 `tokens` to page-locked memory of the host, which has them once the stream has got here."""
+    """Copy int64 `tokens` to page-locked memory of the host, in stream order."""
     grid = (triton.cdiv(len(tokens), _BLOCK),)
     launcher(_return_kernel, grid)(tokens, host, len(tokens), BLOCK=_BLOCK, num_warps=4)

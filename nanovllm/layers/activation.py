@@ -19,5 +19,5 @@ class SiluAndMul(nn.Module):
     """`silu(gate) * up` (Shazeer 2020), computed in float32 and rounded once."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps `[num_tokens, 2 * intermediate]` (gate, up) to `[num_tokens, intermediate]`, same dtype."""
+        """`[num_tokens, 2 * intermediate]` (gate, up) to `[num_tokens, intermediate]`, same dtype."""
         return silu_and_mul(x) if use_kernels(x) else silu_and_mul_torch(x)

@@ -23,11 +23,11 @@ class Attention(nn.Module):
         self.v_cache: torch.Tensor | None = None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
-        """Attend; the step's new keys and values are in their slots already (see `qk_norm_rope_store`).
+        """Attend. The step's new keys and values are in their slots already: `qk_norm_rope_store` wrote them.
 
-        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim], of the step's new
-        tokens, after RoPE; rows may be strided. context: the step's, or its `of_last_tokens()`, with q of those.
-        Returns like q.
+        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; of the step's new tokens,
+        after RoPE, any stride between tokens. context: the step's, or with q of the last tokens its `of_last_tokens()`.
+        Returns a tensor like q.
         """
         if context.is_prefill:
             return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale)

@@ -1,4 +1,4 @@
-"""The back ends that compute attention: one interface, chosen once at start-up."""
+"""The back ends that compute attention. All have one interface; the engine chooses one at start-up."""
 
 from abc import ABC, abstractmethod
 from importlib.util import find_spec
@@ -16,26 +16,34 @@ if HAS_TRITON:
     from nanovllm.kernels.paged_prefill import paged_prefill
 
 
-# New tokens of a step times parameters of a layer on this device, from which on flash-attn-4 is worth its calls: they
-# take the host 72 to 81 us, ours 40, and of fewer tokens the device is done with a layer before the next one is
-# launched. On an H200 steps of one to three prompts of 2,000 tokens took Qwen3-0.6B 13.9 to 16.4 ms with it and 11.0 to
-# 13.9 without, of four 16.1 and 17.4; one of 300 took Qwen3-8B 16.6 and 13.2 ms, of 1,000 23.2 and 23.9. Short prompts
-# gain less than the rule says: twenty of 500 took 0.6B 18.0 and 17.6. Over more keys than these it has all steps.
+# A call of flash-attn-4 costs the host twice as much as one of our kernels. So it pays only if the device works on a
+# layer for longer than the host launches it: from this many new tokens of a step times parameters of a layer on, or for
+# any sequence with more keys than this (measured on an H200).
 _MIN_LAYER_WORK = 1 << 37
 _MANY_KEYS = 4096
 
 
 class AttentionBackend(ABC):
-    """What a layer needs of attention. Shapes as in `Attention`; caches are
-    [num_blocks, block_size, num_kv_heads, head_dim], None in a prefill before there is a cache."""
+    """What a layer needs of attention. Shapes are those of `Attention`. The caches are
+    [num_blocks, block_size, num_kv_heads, head_dim], or None in a prefill before there is a cache.
+
+    Attributes:
+        name: the value of `attention_backend` that selects it.
+        wants_plan: whether decode reads Context.decode_plan.
+        supports_cuda_graphs: whether a decode step can be captured.
+        takes_flash_attn4: whether flash-attn-4 may compute its prefills.
+        max_short_prompt: tokens of a prompt up to which its own prefill is faster than flash-attn-4 (H200).
+        flash_attn4: computes prefills, except of short prompts and few tokens; None if it is not used.
+        flash_attn4_min_tokens: new tokens from which on a step is given to it.
+    """
 
     name: str
-    wants_plan = False  # whether decode reads Context.decode_plan
+    wants_plan = False
     supports_cuda_graphs = True
     takes_flash_attn4 = True
-    flash_attn4: FlashAttn4 | None = None  # computes prefills, but for short prompts and few tokens
-    flash_attn4_min_tokens = 0  # new tokens of a step that it is given, unless a sequence has many keys
-    max_short_prompt = 0  # tokens; up to here the back end's own kernel is faster than flash-attn-4
+    max_short_prompt = 0
+    flash_attn4: FlashAttn4 | None = None
+    flash_attn4_min_tokens = 0
 
     @property
     def description(self) -> str:
@@ -46,22 +54,22 @@ class AttentionBackend(ABC):
     def prepare(
         self, max_batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
     ) -> None:
-        """Allocate what decode steps of up to max_batch_size rows share, before the first of them."""
+        """Allocate what decode steps of up to max_batch_size rows share. Called once, before the first of them."""
         return None
 
     def use_flash_attn4(
         self, dtype: torch.dtype, head_dim: int, *, layer_params: int, max_num_batched_tokens: int, max_model_len: int
     ) -> None:
-        """Hand prefill, but for short prompts and for few tokens, to flash-attn-4 from now on where that is installed
-        and takes this model, whose layers have so many parameters on this device. Its import takes a second or more,
-        and none where no step of so many tokens is worth it."""
+        """Give prefills, except of short prompts and few tokens, to flash-attn-4 from now on, if it is installed and
+        supports this model. layer_params: parameters of a layer on this device. It is not imported, which takes
+        seconds, if no step can be long enough for it."""
         self.flash_attn4_min_tokens = _MIN_LAYER_WORK // layer_params
         is_reached = max_num_batched_tokens >= self.flash_attn4_min_tokens or max_model_len > _MANY_KEYS
         if self.takes_flash_attn4 and is_reached:
             self.flash_attn4 = load_flash_attn4(dtype, head_dim)
 
     def prefill_by_flash_attn4(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor | None:
-        """`prefill` of what flash-attn-4 takes and is faster for; None for the rest."""
+        """`prefill` by flash-attn-4; None if the back end's own is faster or flash-attn-4 is not used."""
         longest = context.max_seqlen_k
         is_short = context.block_tables is None and longest <= self.max_short_prompt
         are_few = len(k) < self.flash_attn4_min_tokens and longest <= _MANY_KEYS
@@ -71,15 +79,15 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prefill(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor:
-        """Attention of the flat batch of new tokens, each over the keys up to its own."""
+        """Attention of the flat batch of new tokens, each to the keys up to its own."""
 
     @abstractmethod
     def decode(self, q, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor:
-        """Attention of one token a row over its context_lens keys; zeros where that is 0."""
+        """Attention of one token a row to its context_lens keys; zeros if that is 0."""
 
 
 class TorchBackend(AttentionBackend):
-    """Plain torch, on any device: the CPU's back end, and the twin of the others."""
+    """Plain torch, on any device: the back end for CPUs, and the twin of the others."""
 
     name = "torch"
     supports_cuda_graphs = False  # It reads lengths on the host.
@@ -100,8 +108,6 @@ class TritonBackend(AttentionBackend):
 
     name = "triton"
     wants_plan = True
-    # At head_dim 128 on an H200 200 prompts of 80 tokens take this 90 us and flash-attn-4 202, 64 of 250 109 and 120,
-    # 40 of 400 147 and 142.
     max_short_prompt = 256
 
     def __init__(self):
@@ -129,7 +135,7 @@ class FlashAttnBackend(AttentionBackend):
     """The flash-attn package (FlashAttention-2, arXiv:2307.08691): bfloat16 and float16, blocks of 256 n."""
 
     name = "flash_attn"
-    max_short_prompt = 128  # 128 prompts of 100 tokens take it 89 us and flash-attn-4 124, 64 of 250 134 and 120.
+    max_short_prompt = 128
 
     def __init__(self):
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -170,10 +176,10 @@ class FlashAttnBackend(AttentionBackend):
 
 
 def select_backend(name: str, device: str, dtype: torch.dtype, head_dim: int, block_size: int) -> AttentionBackend:
-    """The back end that `attention_backend=name` stands for.
+    """The back end that `attention_backend=name` selects.
 
-    "auto" is triton on a GPU, because its decode is faster than flash-attn 2's at every batch size measured
-    (docs/performance.md), and torch on a CPU. Raises ValueError where the named one cannot run this model, saying why.
+    "auto" is torch on a CPU and triton on a GPU, where its decode is faster than flash-attn 2's for every measured
+    batch. Raises ValueError, with the reason, if the named one cannot run this model.
     """
     if name == "auto":
         candidates = ("torch",) if device == "cpu" else ("triton", "flash_attn", "torch")
@@ -185,7 +191,7 @@ def select_backend(name: str, device: str, dtype: torch.dtype, head_dim: int, bl
 
 
 def _obstacle(name: str, device: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    """Why a back end cannot run here; None where it can."""
+    """Why a back end cannot run here; None if it can."""
     if name == "torch":
         return None
     if device == "cpu":

@@ -4,6 +4,20 @@ import torch
 import torch.nn.functional as F
 
 
+def store_kvcache(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Write keys and values to their slots of the cache. On a GPU `qk_norm_rope_store` contains this step.
+
+    k, v: `[num_tokens, num_kv_heads, head_dim]`; k_cache, v_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`;
+    slot_mapping: int32 or int64 `[num_tokens]`, block * block_size + offset, negative to store nothing.
+    """
+    stored = slot_mapping >= 0
+    slots = slot_mapping[stored].long()
+    k_cache.view(-1, *k.shape[1:])[slots] = k[stored]
+    v_cache.view(-1, *v.shape[1:])[slots] = v[stored]
+
+
 def prefill_attention_torch(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -18,8 +32,8 @@ def prefill_attention_torch(
 ) -> torch.Tensor:
     """Causal attention of a flat batch of sequences, one at a time; arguments and result as in `paged_prefill`.
 
-    q: `[total_q, num_heads, head_dim]`; k, v: `[total_k, num_kv_heads, head_dim]`, or the caches where
-    `block_tables` (int32 `[num_seqs, max_blocks]`) is given. `max_seqlen_q` is the kernels' concern.
+    q: `[total_q, num_heads, head_dim]`; k, v: `[total_k, num_kv_heads, head_dim]`. With `block_tables` (int32
+    `[num_seqs, max_blocks]`) the caches are read instead. Only the kernel uses `max_seqlen_q`.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -61,9 +75,8 @@ def decode_attention_torch(
     q: `[batch_size, num_heads, head_dim]`; context_lens: int32 `[batch_size]`, 0 gives zeros; block_tables: int32
     `[batch_size, max_blocks]`.
 
-    One call a row, over exactly its keys: what else is in the batch must not change a bit of its result, and a
-    batched product sums in an order that follows the batch's shape and padding. It costs nothing: 8 sequences of 500
-    keys take as long either way (6 to 11 ms on 2 cores, half of it gathering), and no memory goes into padding.
+    Each row is computed alone, over exactly its keys. A batched product would sum in an order that depends on the
+    batch's shape and padding, but the rest of the batch must not change a bit of a row's result.
     """
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
@@ -72,8 +85,8 @@ def decode_attention_torch(
             continue
         blocks = block_tables[row, : -(-context_len // block_size)]
         keys, values = (x[blocks].flatten(0, 1)[:context_len].transpose(0, 1) for x in (k_cache, v_cache))
-        # The heads that share a KV head become its queries: no copy of the keys for each of them. The queries' own
-        # copy is aligned alike wherever the row stands in the batch: the products' rounding depends on that too.
+        # The heads that share a KV head become its queries, which saves a copy of the keys for each of them. The
+        # queries are cloned because the products' rounding depends on their alignment, and so on the row's place.
         queries = q[row].clone().reshape(num_kv_heads, -1, head_dim)
         attended = F.scaled_dot_product_attention(
             queries.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), scale=scale

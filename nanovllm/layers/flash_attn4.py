@@ -1,4 +1,4 @@
-"""Prefill attention by the flash-attn-4 package, for the back ends to prefer where it can be used."""
+"""Prefill attention by the flash-attn-4 package, which the back ends prefer if it can be used."""
 
 import logging
 import warnings
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from inspect import signature
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -21,22 +20,17 @@ if HAS_TRITON:
 
 logger = logging.getLogger(__name__)
 
-# Above it flash-attn-4 compiles one more kernel of each kind (seconds), for batches of prompts too short to need it.
+# For more sequences flash-attn-4 compiles one more kernel of each kind, which takes seconds. Prompts of such batches
+# are too short to gain from it.
 MAX_SEQS = 256
 
-# Tokens of prompts that are all of one length, from which on they are attended to as such: by a kernel that needs not
-# look for the end of each. 8 x 2000 tokens take Qwen3-0.6B 7 % less time, 8B 2 %. Of less than a tile of tokens it
-# would be compiled once more.
-_MIN_EQUAL_LENGTH = 256
-
-# Of queries, packed by KV head, and of keys, on Hopper with head_dim 128, where the package takes 128 x 128 and leaves
-# the probabilities in registers: 7 to 11 % less time for prompts of 550 and 2,000 tokens, 3 % for 4,000, and 3 to 9 %
-# less energy, with 16 query heads; 4 to 6 % and 3 to 6 % with 32 (H200).
+# Tiles of queries and keys for Hopper with head_dim 128. By default the package uses 128 x 128 and keeps probabilities
+# in registers, which takes up to 11 % longer on an H200.
 _TILE = {"tile_mn": (192, 96), "mma_pv_is_rs": False}
 
 
 class AttentionShape(NamedTuple):
-    """What its kernels are compiled for: heads of this rank, tokens of a cache block, and where."""
+    """What its kernels are compiled for. The heads are this rank's."""
 
     num_heads: int
     num_kv_heads: int
@@ -49,65 +43,58 @@ class AttentionShape(NamedTuple):
 class FlashAttn4(OptionalPackage):
     """Causal prefill attention by FlashAttention in CuTe (FlashAttention-3's design, arXiv:2407.08608).
 
-    It takes bfloat16 and float16 and blocks of any size. `load` every kernel before the first step, or that step waits
-    for a compiler. An error of the package is logged once and ends its use: every later `prefill` returns None.
+    It supports bfloat16 and float16, and blocks of any size. `load` every kernel before the first step, which would
+    wait for the compiler otherwise. An error of the package is logged once, and every later `prefill` returns None.
     """
 
     name = "flash-attn-4"
-    NUM_KERNELS = 3
+    NUM_KERNELS = 2
 
-    def __init__(self, varlen_func: Callable, equal_func: Callable, paged_func: Callable | None = None):
-        """What does as flash_attn.cute's flash_attn_varlen_func, and as its flash_attn_func, for sequences of one
-        length. paged_func: as the first, for keys in pages; None for the first."""
+    def __init__(self, varlen_func: Callable, paged_func: Callable | None = None):
+        """varlen_func: like flash_attn.cute.flash_attn_varlen_func. paged_func: the same for keys in pages; None for
+        varlen_func."""
         self.varlen_func = varlen_func
-        self.equal_func = equal_func
         self.paged_func = paged_func or varlen_func
 
     def prefill(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor | None:
-        """Arguments as in `AttentionBackend.prefill`: the result, `[num_tokens, num_heads, head_dim]`, contiguous,
-        or None where the caller has to compute it. Raises torch.OutOfMemoryError alone.
+        """`AttentionBackend.prefill`: `[num_tokens, num_heads, head_dim]`, contiguous, or None if the caller has to
+        compute it. Raises only torch.OutOfMemoryError.
 
-        Values past the end of a sequence in its last tile of 96 or 128 keys are multiplied by 0, not skipped, where
-        they come from the batch: an infinite or NaN value of the next sequence spoils this one's result as well.
+        In a sequence's last tile of 96 or 128 keys, values past its end are multiplied by 0, not skipped. Without a
+        block table these belong to the next sequence: if they are infinite or NaN, they spoil this one's result too.
         """
-        num_seqs, length = context.cu_seqlens_q.numel() - 1, context.max_seqlen_q
-        if num_seqs > MAX_SEQS or (HAS_TRITON and is_compiling_ahead()):  # What stands in for it is to be compiled.
+        num_seqs = context.cu_seqlens_q.numel() - 1
+        if num_seqs > MAX_SEQS or (HAS_TRITON and is_compiling_ahead()):  # Compile the fallback.
             return None
-        if context.block_tables is None and length >= _MIN_EQUAL_LENGTH and num_seqs * length == len(q):
-            parts = [x.unflatten(0, (num_seqs, length)) for x in (q, k, v)]
-            out = self.attempt(lambda: self.equal_func(*parts, softmax_scale=scale, causal=True)[0])
-            return None if out is None else out.flatten(0, 1)
         attend = self.varlen_func
         if context.block_tables is None:
             keys = {"cu_seqlens_k": context.cu_seqlens_k}
         else:
             attend, k, v = self.paged_func, k_cache, v_cache
             keys = {"seqused_k": context.cu_seqlens_k.diff(), "page_table": context.block_tables}
-        # Without max_seqlen_q: on Hopper its one effect is a second compilation, for prompts of under a tile.
+        # max_seqlen_q is left out: on Hopper its only effect is a second compilation for prompts shorter than a tile.
         options = {"cu_seqlens_q": context.cu_seqlens_q, "softmax_scale": scale, "causal": True, **keys}
         return self.attempt(lambda: attend(q, k, v, **options)[0])
 
     def load(self, shape: AttentionShape, kernel: int) -> None:
-        """Call one of the NUM_KERNELS that `prefill` takes, for equal lengths, without and with a block table: seconds,
-        or milliseconds where a process has left it on the disk."""
+        """Compile one of the NUM_KERNELS kernels of `prefill` by calling it, without or with a block table. Takes
+        seconds, or milliseconds if a process has left the kernel on the disk."""
         num_heads, num_kv_heads, head_dim, block_size, dtype, device = shape
-        length = _MIN_EQUAL_LENGTH
-        qkv = torch.zeros(2 * length, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
+        length = 512
+        qkv = torch.zeros(length, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
         q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         k_cache, v_cache = torch.zeros(2, 2, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
         tables = torch.zeros(2, -(-length // block_size), dtype=torch.int32, device=device)
-        equal, ragged = ([0, length, 2 * length], [0, 2, 2 * length])
-        ends, block_tables = ((equal, None), (ragged, None), (equal, tables))[kernel]
-        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
-        longest = max(b - a for a, b in pairwise(ends))
-        context = Context(True, cu_seqlens, cu_seqlens, longest, longest, block_tables=block_tables)
+        cu_seqlens = torch.tensor([0, 2, length], dtype=torch.int32, device=device)
+        block_tables = (None, tables)[kernel]
+        context = Context(True, cu_seqlens, cu_seqlens, length - 2, length - 2, block_tables=block_tables)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its compiler warns of the package's own code
+            warnings.simplefilter("ignore")  # Its compiler warns about the package's own code.
             self.prefill(q, k, v, k_cache, v_cache, context, head_dim**-0.5)
 
 
 def load_kernel(shape: AttentionShape, kernel: int) -> None:
-    """`FlashAttn4.load`, in a process of its own."""
+    """`FlashAttn4.load` in a process of its own."""
     with torch.cuda.device(shape.device):
         flash_attn4 = load_flash_attn4(shape.dtype, shape.head_dim)
         if flash_attn4 is not None:
@@ -116,11 +103,11 @@ def load_kernel(shape: AttentionShape, kernel: int) -> None:
 
 
 def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
-    """flash-attn-4 where it is installed and takes this model on the current CUDA device; else None.
+    """flash-attn-4, if it is installed and supports this model on the current CUDA device; else None.
 
-    A package that is there and cannot be imported is logged as a warning. The import takes seconds.
+    Logs a warning if the package is installed but cannot be imported. The import takes seconds.
     """
-    # Compute capability 9 and 10: Hopper and data-centre Blackwell; the others have no paged kernel.
+    # Compute capability 9 and 10 are Hopper and data-centre Blackwell. Others have no paged kernel.
     capability = torch.cuda.get_device_capability()[0]
     if capability not in (9, 10) or dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -128,27 +115,25 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
         return None
     keep_kernels()
     try:
-        flash_attn_varlen_func, flash_attn_func = import_without_torch_compile(_import_package)
+        flash_attn_varlen_func = import_without_torch_compile(_import_package)
     except Exception as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name in ("flash_attn", "flash_attn.cute")
         if not is_missing:
             logger.warning("flash-attn-4 cannot be imported: %s: %s", type(error).__name__, error)
         return None
     in_tiles = _in_our_tiles() if capability == 9 and head_dim == 128 else None
-    if in_tiles is None:
-        return FlashAttn4(flash_attn_varlen_func, flash_attn_func)
-    return FlashAttn4(in_tiles, in_tiles, flash_attn_varlen_func)
+    return FlashAttn4(in_tiles or flash_attn_varlen_func, flash_attn_varlen_func)
 
 
-def _import_package() -> tuple[Callable, Callable]:
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+def _import_package() -> Callable:
+    from flash_attn.cute import flash_attn_varlen_func
 
-    return flash_attn_varlen_func, flash_attn_func
+    return flash_attn_varlen_func
 
 
 def _in_our_tiles() -> Callable | None:
-    """The function behind the package's public ones, which alone can be told a tile; None where it no longer is what
-    it was in 4.0.0b36."""
+    """The function behind the package's public ones, the only one that accepts a tile. None if it is no longer what it
+    was in 4.0.0b36."""
     try:
         forward = import_module("flash_attn.cute.interface")._flash_attn_fwd
         takes_tiles = _TILE.keys() <= signature(forward).parameters.keys()

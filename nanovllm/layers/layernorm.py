@@ -19,7 +19,7 @@ def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class RMSNorm(nn.Module):
     """`x / sqrt(mean(x^2) + eps) * weight`, computed in float32 and rounded once (Zhang & Sennrich 2019).
 
-    The residual that Qwen adds before it comes with the product ahead (`RowParallelLinear.add_to`).
+    The residual is added before it, by the matrix product (`RowParallelLinear.add_to`).
 
     Args:
         hidden_size: length of the normalized (last) dimension.
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps `[num_tokens, hidden_size]`, any float dtype, to its like."""
+        """`[num_tokens, hidden_size]`, any float dtype, to the same shape and dtype."""
         norm = rms_norm if use_kernels(x) else rms_norm_torch
         return norm(x, self.weight, self.eps)
 

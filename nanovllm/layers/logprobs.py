@@ -3,22 +3,22 @@
 import torch
 from torch import Tensor
 
-# Logits that are float32 at a time: 64 MiB, however large the batch.
+# Logits that are converted to float32 at a time: 64 MiB.
 _MAX_ELEMENTS = 2**24
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """Rows of logits that are best worked on together."""
+    """How many rows of logits to work on at a time."""
     return max(1, _MAX_ELEMENTS // vocab_size)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """log_softmax(logits) in float32, of each row's token and of the likeliest ones.
+    """log_softmax(logits) in float32, of each row's token and of the likeliest tokens.
 
     Args:
         logits: `[batch, vocab_size]`, any float dtype.
-        tokens: int64 `[batch]`; one that is negative (`layers.sampler.NON_FINITE`) gets a value that means nothing.
-        num_top: likeliest tokens a row; as many as there are where the vocabulary is smaller.
+        tokens: int64 `[batch]`; the value of a negative one (`layers.sampler.NON_FINITE`) means nothing.
+        num_top: likeliest tokens of a row; at most the vocabulary.
 
     Returns:
         Token ids, int64, and their log-probabilities, float32, both `[batch, 1 + num_top]`: the row's token, then

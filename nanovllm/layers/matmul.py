@@ -93,7 +93,7 @@ class Candidate(ABC):
 
     @abstractmethod
     def launch(self, problem: Problem, constants: tuple) -> Tensor | None:
-        """The result, or None if it failed and another candidate has to compute it. constants: as the table has them."""
+        """The result, or None if it failed and another candidate has to compute it. constants: those of the table."""
 
     def serves(self, weight: Tensor) -> bool:
         """Whether decode steps that are padded for this candidate gain by it."""

@@ -1,12 +1,11 @@
-"""What happens to q, k and v between their projection and attention: norm, rotation, KV cache write."""
-
-from functools import partial
+"""What happens to q, k and v between their projection and attention: norms, RoPE and the KV cache write."""
 
 from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON, use_kernels
+from nanovllm.layers.attention_torch import store_kvcache
 from nanovllm.layers.layernorm import rms_norm_torch
-from nanovllm.layers.rotary_embedding import rotate
+from nanovllm.layers.rotary_embedding import apply_rotary_emb
 
 if HAS_TRITON:
     from nanovllm.kernels import qk_norm_rope as kernels
@@ -33,12 +32,9 @@ def qk_norm_rope_store_torch(
     for part, weight in ((q, q_weight), (k, k_weight)):
         # In float32 up to the end, so that half-precision values are rounded once.
         value = part.float() if weight is None else rms_norm_torch(part.float(), weight, eps)
-        part.copy_(rotate(value, cos, sin))
+        part.copy_(apply_rotary_emb(value, cos, sin))
     if k_cache is not None:
-        stored = slot_mapping >= 0
-        slots = slot_mapping[stored].long()
-        k_cache.view(-1, num_kv_heads, head_dim)[slots] = k[stored]
-        v_cache.view(-1, num_kv_heads, head_dim)[slots] = v[stored]
+        store_kvcache(k, v, k_cache, v_cache, slot_mapping)
 
 
 def qk_norm_rope_store(
@@ -55,11 +51,13 @@ def qk_norm_rope_store(
     num_kv_heads: int,
     pdl: bool = False,
 ) -> None:
-    """Normalizes and rotates q and k inside qkv and stores k and v in the paged cache, by kernel or by twin.
+    """Normalizes and rotates q and k inside qkv, and stores k and v in the paged cache.
+
+    Each head of q and k is RMS-normalized (Qwen3 has weights for that, Qwen2 has none) and rotated at its token's
+    position, in float32 with one rounding at the end.
 
     Args:
-        qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`, contiguous: q, then k, then v.
-            Overwritten.
+        qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`, contiguous: q, then k, then v. Overwritten.
         q_weight: `[head_dim]`, or None for no norm.
         k_weight: `[head_dim]`, or None for no norm.
         eps: added to the mean square of a head.
@@ -70,19 +68,11 @@ def qk_norm_rope_store(
         slot_mapping: int32 or int64 `[num_tokens]`: block * block_size + offset; negative stores nothing.
         num_heads: query heads of this rank.
         num_kv_heads: key heads (and value heads) of this rank.
-        pdl: programmatic dependent launch, as `kernels.qk_norm_rope.qk_norm_rope_store` takes it.
+        pdl: programmatic dependent launch, on a GPU (see `kernels.dependent_launch`).
     """
-    run = partial(kernels.qk_norm_rope_store, pdl=pdl) if use_kernels(qkv) else qk_norm_rope_store_torch
-    run(
-        qkv,
-        q_weight,
-        k_weight,
-        eps,
-        cos_sin_cache,
-        positions,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        num_heads,
-        num_kv_heads,
-    )
+    norms, rope = (qkv, q_weight, k_weight, eps), (cos_sin_cache, positions)
+    cache, heads = (k_cache, v_cache, slot_mapping), (num_heads, num_kv_heads)
+    if use_kernels(qkv):
+        kernels.qk_norm_rope_store(*norms, *rope, *cache, *heads, pdl)
+    else:
+        qk_norm_rope_store_torch(*norms, *rope, *cache, *heads)

@@ -21,14 +21,12 @@ class RopeParameters:
         base: theta of the paper; dimension pair i turns at `base ** (-2i / head_dim)` radians a position.
         type: "default", "linear" (Chen et al. 2023, position interpolation) or "yarn" (Peng et al. 2023).
         factor: how many times longer than the trained context positions may get (linear and yarn).
-        original_max_position_embeddings: the trained context in tokens (yarn).
-        beta_fast: yarn leaves alone the pairs that turn more often than this within the trained context.
-        beta_slow: yarn interpolates fully the pairs that turn less often than this within the trained
-            context.
-        attention_factor: multiplies cos and sin; None derives it from factor and the mscales (yarn).
-        mscale: numerator weight of the derived attention factor; used only together with mscale_all_dim.
-        mscale_all_dim: its denominator weight.
-        truncate: whether yarn rounds the ends of its ramp outwards to whole pairs.
+        original_max_position_embeddings: the trained context in tokens (yarn, as all that follows).
+        beta_fast: pairs that turn more often than this within the trained context stay as they are.
+        beta_slow: pairs that turn less often than this within the trained context are fully interpolated.
+        attention_factor: multiplies cos and sin; None derives it from factor and the mscales.
+        mscale, mscale_all_dim: weights of the numerator and the denominator of the derived attention factor.
+        truncate: whether the ends of the ramp are rounded outwards to whole pairs.
     """
 
     base: float = 10000.0
@@ -53,7 +51,7 @@ class RopeParameters:
 
     @property
     def attention_scaling(self) -> float:
-        """What cos and sin are multiplied with: 1, unless yarn sets the attention's temperature by it."""
+        """The factor of cos and sin: 1, except that yarn sets the attention's temperature by it."""
         if self.type != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -76,7 +74,7 @@ class RopeParameters:
         return 1.0 / (self.factor * period) * (1.0 - kept) + 1.0 / period * kept
 
     def _yarn_ramp(self, head_dim: int) -> tuple[float, float]:
-        """The pairs between which yarn goes over from the trained frequency to the interpolated one."""
+        """The pairs between which yarn changes from the trained frequency to the interpolated one."""
 
         def pair_turning(times: float) -> float:
             period = self.original_max_position_embeddings / (2 * math.pi * times)
@@ -86,12 +84,12 @@ class RopeParameters:
         if self.truncate:
             start, end = math.floor(start), math.ceil(end)
         start, end = max(start, 0), min(end, head_dim - 1)
-        # A ramp of no width becomes a steep one, as in transformers, instead of dividing by zero.
+        # As in transformers, a ramp without width becomes a steep one, to avoid dividing by zero.
         return start, end if end != start else end + 0.001
 
 
 def _yarn_magnitude(factor: float, weight: float) -> float:
-    """Equation 22 of the yarn paper, with the weight that DeepSeek put to its logarithm."""
+    """Equation 22 of the yarn paper, with DeepSeek's weight of the logarithm."""
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -108,7 +106,7 @@ def rope_parameters(hf_config: Any) -> RopeParameters:
     if any(isinstance(value, dict) for value in settings.values()):
         raise ValueError(f"rope settings by kind of layer are not supported: {', '.join(settings)}")
 
-    # Writers spell out the defaults that they do not use, as null: the same as absent.
+    # Some writers store unused settings as null, which is the same as absent.
     settings = {name: value for name, value in settings.items() if value is not None}
     base = float(settings.pop("rope_theta", None) or getattr(hf_config, "rope_theta", None) or 10000.0)
     old_name = settings.pop("type", "default")
@@ -125,7 +123,7 @@ def rope_parameters(hf_config: Any) -> RopeParameters:
         trained = trained or hf_config.max_position_embeddings
         settings["original_max_position_embeddings"] = trained
         settings.setdefault("factor", hf_config.max_position_embeddings / trained)
-        # transformers takes a zero for "not set" here.
+        # In transformers zero means "not set" here.
         settings["beta_fast"] = settings.get("beta_fast") or 32.0
         settings["beta_slow"] = settings.get("beta_slow") or 1.0
     elif "factor" not in settings:
@@ -140,7 +138,7 @@ def rope_parameters(hf_config: Any) -> RopeParameters:
     )
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the pairs (i, i + head_dim / 2) of each head, in float32, rounded once.
 
     Args:
@@ -156,13 +154,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class RotaryEmbedding(nn.Module):
     """Half-split rotary embedding with a precomputed table; one instance serves all layers.
 
-    The table `cos_sin_cache`, float32 `[max_position, head_dim]`, holds a position's cosines in the first
-    half of its row and its sines in the second. It follows the module to a device, but must stay float32.
+    The table `cos_sin_cache`, float32 `[max_position, head_dim]`, holds a position's cosines in the first half of its
+    row and its sines in the second.
 
     Args:
         head_dim: even.
-        max_position: number of positions in the table; every position looked up must be below it.
-        rope: what `rope_parameters` read from the checkpoint's configuration.
+        max_position: positions in the table; every position looked up must be below it.
+        rope: the checkpoint's settings, from `rope_parameters`.
 
     Raises:
         ValueError: if head_dim is odd.
@@ -191,4 +189,10 @@ class RotaryEmbedding(nn.Module):
             q and k rotated, in new tensors.
         """
         cos, sin = self.cos_sin_cache[positions].chunk(2, dim=-1)
-        return rotate(q, cos, sin), rotate(k, cos, sin)
+        return apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
+
+
+def get_rope(head_dim: int, max_position: int, hf_config: Any) -> RotaryEmbedding:
+    """The rotary embedding that a transformers configuration asks for, over `max_position` positions. Raises ValueError
+    as `rope_parameters` and `RotaryEmbedding`."""
+    return RotaryEmbedding(head_dim, max_position, rope_parameters(hf_config))

@@ -1,4 +1,4 @@
-"""Keeping tokens out of the race, by bit masks: token t is bit t % 32 of word t // 32, set where it is allowed."""
+"""Bit masks of allowed tokens: token t is bit t % 32 of word t // 32."""
 
 from collections.abc import Iterable
 
@@ -29,18 +29,18 @@ def unpack_mask(mask: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def forbid(mask: np.ndarray, tokens: Iterable[int]) -> None:
-    """Take tokens out of a bit mask, in place."""
+    """Remove tokens from a bit mask, in place."""
     words = mask.view(np.uint32)
     for token in tokens:
         words[token // WORD_BITS] &= np.uint32(~(1 << token % WORD_BITS) & 0xFFFFFFFF)
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    """Put -inf, in place, where a bit is not set.
+    """Set logits to -inf, in place, where a bit is not set.
 
     Args:
         logits: `[batch, vocab_size]`, any float dtype.
-        rows: int64 `[masks]`: the row of logits that each mask is for, all distinct.
+        rows: int64 `[masks]`: the row of logits for each mask, all distinct.
         bitmask: int32 `[masks, num_mask_words]`.
     """
     vocab_size = logits.shape[1]

@@ -21,7 +21,7 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.matmul import LayerProduct, Matmul
 from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_parameters
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import TensorParallel
@@ -166,7 +166,7 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.tp = tp
         self.embed_tokens = ReplicatedEmbedding(config.vocab_size, config.hidden_size)
-        rotary_emb = RotaryEmbedding(get_head_dim(config), max_position, rope_parameters(config))
+        rotary_emb = get_rope(get_head_dim(config), max_position, config)
         self.layers = nn.ModuleList(
             DecoderLayer(config, tp, rotary_emb=rotary_emb, **attention) for _ in range(config.num_hidden_layers)
         )

@@ -1,7 +1,7 @@
-"""LongSums: sums over two GPUs of so many tokens that their time is the link's, hidden behind other work.
+"""LongSums: sums over two GPUs for long prefills, where the transfer is hidden behind other work.
 
-Each rank sends what it has computed to the other by a copy engine, which takes no multiprocessor, and goes on with
-something else; `finish` adds both up when they are needed.
+Each rank sends its part to the other by a copy engine, which needs no multiprocessor, and computes something else
+meanwhile. `finish` adds both parts up when the sum is needed.
 """
 
 from typing import NamedTuple
@@ -12,18 +12,24 @@ from nanovllm.kernels import HAS_TRITON
 from nanovllm.utils.peer_memory import Peers, copy_bytes
 
 if HAS_TRITON:
-    from nanovllm.kernels.add_norm import add_norm_arrived
+    from nanovllm.kernels.all_reduce import add_norm_arrived
 
-MIN_TOKENS = 2048  # of a step; fewer are through before two halves of them could pass each other
-# A rank that sends part k has finished part k - 2 (see Qwen3DecoderLayer.forward_parts for the order of things), so it
-# had the other's, who sent that after it had finished part k - 4: whose place is free by then.
+MIN_TOKENS = 2048  # of a step; for fewer the transfer is too short to be hidden behind half of a product
+# A rank that sends part k has finished part k - 2 (see RowParallelLinear.add for the order). It therefore
+# received the other rank's part k - 2, which that rank sent after it had finished part k - 4. So slot k - 4 is free.
 _NUM_SLOTS = 4
-_NUM_ROUNDS = 1 << 15  # of the slots, until the numbers of arrivals begin again
+_NUM_ROUNDS = 1 << 15  # rounds over the slots until the numbers of arrivals repeat
 
 
 class SentPart(NamedTuple):
-    """A sum under way: this rank's part of it [num_tokens, hidden_size], when that has been read, where the other's
-    arrives, and the number by which it is known to have arrived."""
+    """A sum under way.
+
+    Attributes:
+        partial: this rank's part, [num_tokens, hidden_size].
+        is_read: when the copy engine has read it.
+        slot: where the other rank's part arrives.
+        number: what the slot's arrival flag is set to when it has arrived.
+    """
 
     partial: torch.Tensor
     is_read: torch.cuda.Event
@@ -32,8 +38,8 @@ class SentPart(NamedTuple):
 
 
 class LongSums:
-    """Both ranks must send and finish parts of the same sizes in the same order, and finish part k - 2 before they send
-    part k."""
+    """Both ranks must send and finish parts of the same sizes in the same order, and must finish part k - 2 before they
+    send part k."""
 
     def __init__(self, peers: Peers, max_part_tokens: int, hidden_size: int, dtype: torch.dtype):
         self._peers = peers
@@ -45,15 +51,15 @@ class LongSums:
 
     @classmethod
     def make(cls, peers: Peers, max_tokens: int, hidden_size: int, dtype: torch.dtype) -> "LongSums | None":
-        """For steps of up to max_tokens in two halves; None where no step is long enough, or there are other than two
-        ranks: more would send more than NCCL does."""
+        """For steps of up to max_tokens in two halves. None if no step is long enough, or if there are not two ranks:
+        more ranks would send more than NCCL does."""
         if peers.size != 2 or max_tokens < MIN_TOKENS:
             return None
         return cls(peers, -(-max_tokens // 2), hidden_size, dtype)
 
     def send(self, partial: torch.Tensor) -> SentPart:
-        """Begin the sum of both ranks' `partial` [num_tokens, hidden_size], contiguous, which nobody may overwrite
-        before it is finished. Raises RuntimeError for more tokens than there is room for."""
+        """Begin the sum of both ranks' `partial` [num_tokens, hidden_size], contiguous, which must not change until the
+        sum is finished. Raises RuntimeError for more tokens than there is room for."""
         max_tokens = self._received.tensor.shape[1]
         if len(partial) > max_tokens:
             raise RuntimeError(f"a part of {len(partial)} tokens, where the ranks share memory for {max_tokens}")
@@ -65,18 +71,17 @@ class LongSums:
         target = self._received.addresses[other] + slot * received.numel() * received.element_size()
         self._stream.wait_stream(torch.cuda.current_stream(self._peers.device))
         copy_bytes(target, partial.data_ptr(), partial.numel() * partial.element_size(), self._stream)
-        # The news follows the data: copies of one stream are made one after the other.
-        arrival, news = self._arrivals.addresses[other] + 4 * slot, self._numbers.data_ptr() + 4 * number
-        copy_bytes(arrival, news, 4, self._stream)
+        # The arrival flag follows the data, because a stream makes its copies one after the other.
+        flag, value = self._arrivals.addresses[other] + 4 * slot, self._numbers.data_ptr() + 4 * number
+        copy_bytes(flag, value, 4, self._stream)
         is_read = torch.cuda.Event()
         is_read.record(self._stream)
         return SentPart(partial, is_read, slot, number)
 
     def finish(self, residual: torch.Tensor, sent: SentPart, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """The RMS norm of residual, after residual += both ranks' parts. After it the partial's memory may be used for
-        something else."""
-        # Waited for on the device: to torch's allocator a tensor of two streams (`record_stream`) is free only when the
-        # host sees the copy done, which is a whole prefill behind where it launches.
+        """residual += both ranks' parts; then the RMS norm of residual. Afterwards the partial may be overwritten."""
+        # The device waits, so that the memory is free in stream order. With `record_stream` it would be free only when
+        # the host sees that the copy is done, a whole prefill later.
         torch.cuda.current_stream(self._peers.device).wait_event(sent.is_read)
         parts = [sent.partial, self._received.tensor[sent.slot, : len(sent.partial)]]
         if self._peers.rank == 1:

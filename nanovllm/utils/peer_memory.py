@@ -1,7 +1,7 @@
-"""Memory that the GPUs of one engine read and write in each other, by the CUDA driver's own calls for processes.
+"""Memory that the GPUs of one engine map of each other, by the CUDA driver's interprocess calls.
 
-torch has this as symmetric memory, whose processes find each other by a count of all that they have ever exchanged: a
-second engine in the caller's process, with workers that count from zero, would wait in vain.
+torch calls this symmetric memory. Its processes find each other by counting all exchanges that they ever made, so a
+second engine in the same process, whose new workers count from zero, would wait forever.
 """
 
 import ctypes
@@ -26,9 +26,9 @@ class Peers:
     """This rank's place among GPUs that map each other's memory.
 
     Attributes:
-        rank, size, device: this rank's.
-        store: where all ranks look names up.
-        abort_flag: int32 [1] on the device, 0 until `abort`. Kernels that wait for another rank look at it.
+        rank, size, device: this rank, the number of ranks, this rank's device.
+        store: the key-value store of all ranks.
+        abort_flag: int32 [1] on the device, 0 until `abort`. Kernels that wait for another rank read it.
     """
 
     def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device):
@@ -39,20 +39,20 @@ class Peers:
         torch.cuda.synchronize(device)
 
     def share(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> "PeerMemory":
-        """Zeros on every rank, which all must ask for by the same name, once. Raises RuntimeError where the driver
-        cannot."""
+        """Zeros on every rank. All ranks must call this, once for each name. Raises RuntimeError if the driver cannot
+        do it."""
         return PeerMemory(self, name, shape, dtype)
 
     def abort(self) -> None:
-        """End all waiting for other ranks, from any thread; what is computed from here on means nothing."""
-        # A copy by the DMA engine finds its way also where kernels that wait hold every multiprocessor.
+        """End all waiting for other ranks, from any thread. What is computed from here on means nothing."""
+        # A copy engine works even while waiting kernels occupy every multiprocessor.
         with torch.cuda.stream(self._abort_stream):
             self.abort_flag.copy_(self._one, non_blocking=True)
 
 
 def make_peers(rank: int, size: int, store: dist.Store, device: torch.device) -> Peers | None:
-    """A Peers, or None where its kernels do not run, or the GPUs cannot map each other's memory: the same on all ranks,
-    which all must come here."""
+    """A Peers, or None if its kernels cannot run or the GPUs cannot map each other's memory. All ranks must call this,
+    and get the same answer."""
     if device.type != "cuda" or not HAS_TRITON:
         return None
     first = device.index - rank
@@ -69,37 +69,37 @@ def make_peers(rank: int, size: int, store: dist.Store, device: torch.device) ->
 
 
 def find_obstacle(peers: Peers) -> str | None:
-    """Why some rank cannot map what another one shares (containers and drivers may forbid it); None where all can."""
+    """Why some rank cannot map another one's memory (containers and drivers may forbid it); None if all can."""
     try:
         probe, answer = peers.share("probe", (1,), torch.int32), _ALL_WELL
     except RuntimeError as error:
         probe, answer = None, f"rank {peers.rank}: {error}"
     peers.store.set(f"probe/answer/{peers.rank}", answer.encode())
     answers = [peers.store.get(f"probe/answer/{rank}").decode() for rank in range(peers.size)]
-    del probe  # Not before: others open it until they have answered.
+    del probe  # The other ranks have opened it once they have answered.
     return next((answer for answer in answers if answer != _ALL_WELL), None)
 
 
 class PeerMemory:
-    """Zeros of one shape on every rank, which all ranks can address. Given back when it is collected.
+    """Zeros of one shape on every rank, which all ranks can address. Freed when it is collected.
 
     Attributes:
-        tensor: this rank's, on its device.
-        addresses: of all ranks' in the order of ranks, as this device sees them.
-        address_table: the same, int64 [size] on the device.
+        tensor: this rank's part, on its device.
+        addresses: of all ranks' parts, in the order of ranks, as this device sees them.
+        address_table: the same as a tensor, int64 [size] on the device.
     """
 
     def __init__(self, peers: Peers, name: str, shape: tuple[int, ...], dtype: torch.dtype):
         rank, store, device = peers.rank, peers.store, peers.device
         with torch.cuda.device(device):
-            torch.cuda.synchronize()  # makes the device's context this thread's, which is the one the driver takes
+            torch.cuda.synchronize()  # makes the device's context the current one, which the driver's calls use
             memory = _Allocation(math.prod(shape) * dtype.itemsize)
             self.tensor = torch.as_tensor(memory, device=device).view(dtype).view(shape).zero_()
-            torch.cuda.synchronize()  # nobody may write before the zeros
+            torch.cuda.synchronize()  # No rank may write before the zeros.
             try:
                 handle = memory.handle()
             except RuntimeError as error:
-                store.set(f"{name}/{rank}", str(error).encode())  # so that nobody waits
+                store.set(f"{name}/{rank}", str(error).encode())  # so that no rank waits
                 raise
             store.set(f"{name}/{rank}", handle)
             ranks = range(peers.size)
@@ -110,14 +110,13 @@ class PeerMemory:
 
 
 def copy_bytes(target: int, source: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
-    """Copy between device addresses, a peer's among them, in stream order, by a copy engine: it takes no
-    multiprocessor."""
+    """Copy between device addresses, which may be a peer's, in stream order, by a copy engine."""
     num_bytes, handle = ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream.cuda_stream)
     _call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), num_bytes, handle)
 
 
 class _Allocation:
-    """Bytes on the current device, for torch.as_tensor; they last as long as a tensor of them does."""
+    """Bytes on the current device, for torch.as_tensor. They live as long as a tensor of them."""
 
     def __init__(self, num_bytes: int):
         address = ctypes.c_uint64()
@@ -132,7 +131,7 @@ class _Allocation:
         self._device = torch.cuda.current_device()
 
     def handle(self) -> bytes:
-        """By which another process finds it."""
+        """What another process opens this memory by."""
         handle = (ctypes.c_char * _HANDLE_BYTES)()
         _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self.address))
         return bytes(handle)
@@ -149,7 +148,7 @@ class _Handle(ctypes.Structure):
 
 
 def _open(handle: bytes) -> int:
-    """The address, on the current device, of another process's memory."""
+    """The address of another process's memory, on the current device."""
     if len(handle) != _HANDLE_BYTES:
         raise RuntimeError(f"another rank could not share its memory: {handle.decode()}")
     address = ctypes.c_uint64()

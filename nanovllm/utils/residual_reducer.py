@@ -1,5 +1,4 @@
-"""ResidualReducer: adds what the ranks have computed of a layer's output to the residual stream, through memory that
-all GPUs of the engine map."""
+"""ResidualReducer: adds the ranks' parts of a layer's output to the residual stream, over memory that all GPUs map."""
 
 import torch
 
@@ -14,24 +13,24 @@ if HAS_TRITON:
     from nanovllm.kernels.gemv_kernel import GemvConfig
     from nanovllm.kernels.posted_sums import Inboxes, collect
 
-# With more than two ranks one shot moves more than NCCL does, which pays while latency counts and not bandwidth.
+# With more than two ranks a one-shot sum moves more bytes than NCCL does, so it pays only for few tokens.
 _MAX_TOKENS_OF_MANY_RANKS = 512
 
 
 class ResidualReducer:
-    """One for all layers of a rank. All ranks must call it in the same order with the same shapes.
+    """One object serves all layers of a rank. All ranks must call it in the same order with the same shapes.
 
-    Every forward pass has to call `add_norm` for more than MAX_PUSH_TOKENS tokens an even number of times: two buffers
-    take turns, and a CUDA graph replays the turns that it has captured.
+    Every forward pass must call `add_norm` for more than MAX_PUSH_TOKENS tokens an even number of times: two buffers
+    take turns, and a CUDA graph replays the turns that it captured.
 
     Attributes:
-        long_sums: for steps of thousands of tokens over two ranks; None where there are none.
+        long_sums: for prefills of thousands of tokens over two ranks, else None.
         is_posting: whether all sums of this forward pass go through `add_linear`.
     """
 
     def __init__(self, peers: Peers, max_tokens: int, hidden_size: int, dtype: torch.dtype):
-        """max_tokens: of one step; dtype: a 16-bit float; hidden_size: even. Raises RuntimeError where the GPUs cannot
-        map each other's memory."""
+        """max_tokens: the most tokens of a step; dtype: a 16-bit float; hidden_size: even. Raises RuntimeError if the
+        GPUs cannot map each other's memory."""
         self.rank, self.size = peers.rank, peers.size
         self._turn = 0
         self._abort_flag = peers.abort_flag
@@ -53,15 +52,15 @@ class ResidualReducer:
         torch.cuda.synchronize(peers.device)
 
     def takes(self, num_tokens: int) -> bool:
-        """Whether this is the fast way for so many tokens."""
+        """Whether this is faster than NCCL for a step of this many tokens."""
         return self.size == 2 or num_tokens <= _MAX_TOKENS_OF_MANY_RANKS
 
     def takes_parts(self, num_tokens: int) -> bool:
-        """Whether long_sums is, for a prefill of so many tokens."""
+        """Whether long_sums is faster for a prefill of this many tokens."""
         return self.long_sums is not None and num_tokens >= MIN_TOKENS
 
     def partial(self, num_tokens: int) -> torch.Tensor:
-        """Where this rank's part of the next sum is to be written: [num_tokens, hidden_size]. Raises RuntimeError for
+        """The memory to write this rank's part of the next sum to: [num_tokens, hidden_size]. Raises RuntimeError for
         more tokens than there is room for."""
         buffer = self._buffers[self._turn].tensor
         if num_tokens > len(buffer):
@@ -69,8 +68,8 @@ class ResidualReducer:
         return buffer[:num_tokens] if num_tokens > kernels.MAX_PUSH_TOKENS else torch.empty_like(buffer[:num_tokens])
 
     def begin_step(self, num_sums: int) -> None:
-        """At the beginning of every forward pass: how often it calls `add_linear`, an even number, or 0. An ordinary
-        launch must follow before the first call."""
+        """Call this at the beginning of every forward pass: it will call `add_linear` num_sums times, an even number
+        that may be 0. At least one ordinary launch must come before the first of these calls."""
         self.is_posting = num_sums > 0
         if self.is_posting:
             self._step += num_sums
@@ -92,7 +91,7 @@ class ResidualReducer:
         self._index += 1
 
     def add_norm(self, residual: torch.Tensor, partial: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """The RMS norm of residual, after residual += the sum of all ranks' `partial`, which `partial()` gave."""
+        """residual += the sum of all ranks' `partial`, which `partial()` returned; then the RMS norm of residual."""
         if len(residual) <= kernels.MAX_PUSH_TOKENS:
             inboxes = self._inboxes.address_table
             return kernels.push_add_norm(
@@ -104,7 +103,7 @@ class ResidualReducer:
 
 
 def make_reducer(peers: Peers | None, max_tokens: int, hidden_size: int, dtype: torch.dtype) -> ResidualReducer | None:
-    """A ResidualReducer, or None where its kernels do not run; what decides is the same on all ranks."""
+    """A ResidualReducer, or None if its kernels cannot run. The answer is the same on all ranks."""
     if peers is None or dtype not in (torch.bfloat16, torch.float16) or hidden_size % 2:
         return None
     return ResidualReducer(peers, max_tokens, hidden_size, dtype)

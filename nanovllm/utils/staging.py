@@ -1,4 +1,4 @@
-"""Staging: the way of weights from a memory-mapped file to the device."""
+"""Staging: copies weights from a memory-mapped file to the device."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ _BUFFER_BYTES = 4 * 2**20
 
 
 class Staging:
-    """One loading thread's way to the device, used as a context manager; on a CPU there is none to go.
+    """Copies to the device for one loading thread; a context manager. On a CPU it does nothing.
 
-    A copy from pageable memory to a GPU waits for itself and is slow. Here a tensor goes through two pinned buffers in
-    turn: while one is on its way, the next part is read from the file into the other.
+    A copy from pageable memory to a GPU is slow and blocks. Here two pinned buffers take turns: while one is being
+    copied, the next part is read from the file into the other.
     """
 
     def __init__(self, device: torch.device):
@@ -19,7 +19,7 @@ class Staging:
 
     def __enter__(self) -> "Staging":
         if self.on_gpu:
-            # A stream of its own, or it would wait for the other threads' copies too.
+            # Its own stream, because on a common one it would wait for the other threads' copies.
             self._stream = torch.cuda.Stream(self.device)
             self._buffers = torch.empty(2, _BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
             self._sent = [torch.cuda.Event(), torch.cuda.Event()]
@@ -34,12 +34,12 @@ class Staging:
             self._stream.synchronize()
 
     def reader(self, loaded) -> "DeviceReader":
-        """`loaded`, a safetensors slice, with what is read of it on the device."""
+        """A safetensors slice whose parts are on the device once they are read."""
         return DeviceReader(loaded, self) if self.on_gpu else loaded
 
     def send(self, x: Tensor) -> Tensor:
-        """A copy of x, of the host, on the device, ready for the current stream. A row of x (an element, of a vector)
-        must not be larger than a buffer."""
+        """A copy on the device of x, which is on the host; ready for the current stream. A row of x (an element of a
+        vector) must fit a buffer."""
         out = torch.empty(x.shape, dtype=x.dtype, device=self.device)
         num_rows = max(1, _BUFFER_BYTES * len(x) // max(1, x.nbytes))
         for part, target in zip(x.split(num_rows), out.split(num_rows), strict=True):
@@ -52,7 +52,7 @@ class Staging:
 
 
 class DeviceReader:
-    """What a weight_loader slices, as it would the safetensors slice behind it."""
+    """What a weight_loader slices like the safetensors slice behind it."""
 
     def __init__(self, loaded, staging: Staging):
         self._loaded, self._staging = loaded, staging

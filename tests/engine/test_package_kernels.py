@@ -73,16 +73,16 @@ def start(quack=None, flash_attn4=None, rank=0, **options) -> Processes | None:
 def test_what_is_asked_for_is_compiled_in_processes_and_loaded(hopper):
     package, attention = Package(), []
     quack = Quack(package, make_config)
-    flash_attn4 = FlashAttn4(None, None)
+    flash_attn4 = FlashAttn4(None)
     flash_attn4.load = lambda shape, kernel: attention.append((shape, kernel))
     processes = start(quack, flash_attn4)
     assert processes.has_waited
-    assert processes[:3] == [(load_kernel, SHAPE, kernel) for kernel in range(3)]
-    assert [(function, product.tile) for function, product, _ in processes[3:]] == [
+    assert processes[:2] == [(load_kernel, SHAPE, kernel) for kernel in range(2)]
+    assert [(function, product.tile) for function, product, _ in processes[2:]] == [
         (load_product, Tile(128, 32)),
         (load_product, Tile(64, 32)),
     ]
-    assert attention == [(SHAPE, kernel) for kernel in range(3)]
+    assert attention == [(SHAPE, kernel) for kernel in range(2)]
     assert [(config.tile_m, config.tile_n) for config in package.calls] == [(128, 32), (64, 32)]
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import decode_config, paged_decode
+from nanovllm.kernels import paged_decode
 from nanovllm.kernels.decode_config import SPLIT_UNIT, choose_config
 from nanovllm.kernels.decode_plan import MAX_SPLITS, PIECE_FIELDS, num_work_items, plan_decode
 
@@ -64,7 +64,7 @@ def test_more_work_than_programs_makes_longer_splits():
     [(16, 2, False), (64, 2, False), (64, 2, True), (128, 2, False), (128, 2, True), (128, 4, False), (256, 4, False)],
 )
 def test_constants_are_what_kernel_and_cards_allow(num_rows, padded_dim, itemsize, tma):
-    config = choose_config(num_rows, padded_dim, itemsize, torch.device("cpu"), tma)
+    config = choose_config(num_rows, padded_dim, itemsize, tma)
     assert tma or not config.tma
     assert config.tile & (config.tile - 1) == 0
     assert 16 <= config.tile <= SPLIT_UNIT
@@ -88,12 +88,3 @@ def test_memory_accelerator_is_for_hopper_and_half_precision(monkeypatch):
     capability[0] = (9, 0)
     monkeypatch.setattr(paged_decode.triton, "__version__", "3.5.1")
     assert not has_tma(128, 256, 2, gpu)
-
-
-def test_large_cards_have_more_on_its_way(monkeypatch):
-    def stages(num_rows):
-        return choose_config(num_rows, 128, 2, torch.device("cpu")).num_stages
-
-    assert stages(512) == 3
-    monkeypatch.setattr(decode_config, "_pipeline_bytes", lambda device: 96 * 1024)
-    assert stages(512) == 4

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import add_norm as kernels
+from nanovllm.kernels import all_reduce as kernels
 from nanovllm.layers.layernorm import rms_norm_torch
 
 EPS = 1e-6
@@ -14,7 +14,7 @@ EPS = 1e-6
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 64), (3, 100), (20, 256)])
 def test_add_norm_arrived(num_tokens, hidden, dtype, device, monkeypatch):
-    monkeypatch.setattr(kernels, "MAX_PROGRAMS", 8)  # so that one has several tokens
+    monkeypatch.setattr(kernels, "MAX_ADD_NORM_PROGRAMS", 8)  # so that one has several tokens
     residual, first, second = torch.randn(3, num_tokens, hidden, device=device).to(dtype)
     weight = (1 + 0.3 * torch.randn(hidden, device=device)).to(dtype)
     total = (residual.float() + first.float() + second.float()).to(dtype)

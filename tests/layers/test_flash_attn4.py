@@ -22,7 +22,7 @@ MAX_SHORT = TritonBackend.max_short_prompt
 
 
 class Package:
-    """Stands for flash_attn.cute.flash_attn_varlen_func, or for flash_attn_func: its results are all sevens."""
+    """Stands for flash_attn.cute.flash_attn_varlen_func: its results are all sevens."""
 
     def __init__(self, error: Exception | None = None):
         self.calls, self.error = [], error
@@ -34,10 +34,9 @@ class Package:
         return torch.full_like(q, 7.0), None
 
 
-def make_backend(package: Package, equal: Package | None = None) -> TritonBackend:
-    """equal: the function for sequences of one length, if it is to be called."""
+def make_backend(package: Package) -> TritonBackend:
     backend = TritonBackend()
-    backend.flash_attn4 = FlashAttn4(package, equal)
+    backend.flash_attn4 = FlashAttn4(package)
     return backend
 
 
@@ -82,27 +81,10 @@ def test_a_cached_beginning_goes_there_as_pages(device):
     assert "cu_seqlens_k" not in options
 
 
-@pytest.mark.parametrize("num_seqs", [1, 3])
-def test_prompts_of_one_length_go_there_as_such(num_seqs, device):
-    package = Package()
-    out, _ = prefill(make_backend(Package(), package), [(0, MAX_SHORT + 4)] * num_seqs, device)
-    assert is_the_packages(out)
-    assert out.shape == (num_seqs * (MAX_SHORT + 4), HEADS, HEAD_DIM)
-    shape = (num_seqs, MAX_SHORT + 4, HEADS, HEAD_DIM)
-    assert package.calls == [{"shape": shape, "softmax_scale": SCALE, "causal": True}]
-
-
 def test_equal_lengths_with_a_cached_beginning_go_there_as_pages(device):
     package = Package()
     prefill(make_backend(package), [(BLOCK_SIZE, MAX_SHORT)] * 2, device)
     assert "page_table" in package.calls[0]
-
-
-def test_what_fails_for_one_length_is_computed(caplog, device):
-    package = Package(RuntimeError("no such kernel"))
-    out, expected = prefill(make_backend(Package(), package), [(0, MAX_SHORT + 4)] * 2, device)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    assert len(package.calls) == 1
 
 
 @pytest.mark.parametrize("lens", [[(0, 1)], [(0, 40), (0, 7)], [(0, MAX_SHORT)], [(0, 1)] * MAX_SEQS])
@@ -124,7 +106,7 @@ def test_what_is_short_is_the_back_ends_to_say(monkeypatch, device):
 def test_few_tokens_are_our_kernels(monkeypatch, device):
     """Of all new tokens of the step, also where only the last ones are asked for."""
     package = Package()
-    monkeypatch.setattr(attention_backend, "load_flash_attn4", lambda dtype, head_dim: FlashAttn4(package, package))
+    monkeypatch.setattr(attention_backend, "load_flash_attn4", lambda dtype, head_dim: FlashAttn4(package))
     monkeypatch.setattr(attention_backend, "_MIN_LAYER_WORK", 300 * 1000)
     backend = TritonBackend()
     sizes = {"layer_params": 1000, "max_num_batched_tokens": 300, "max_model_len": 300}
@@ -150,7 +132,7 @@ def test_few_tokens_are_our_kernels(monkeypatch, device):
 )
 def test_where_no_step_is_large_enough_it_is_not_loaded(max_num_tokens, max_model_len, is_loaded, monkeypatch):
     package = Package()
-    monkeypatch.setattr(attention_backend, "load_flash_attn4", lambda dtype, head_dim: FlashAttn4(package, package))
+    monkeypatch.setattr(attention_backend, "load_flash_attn4", lambda dtype, head_dim: FlashAttn4(package))
     monkeypatch.setattr(attention_backend, "_MIN_LAYER_WORK", 300 * 1000)
     backend = TritonBackend()
     limits = {"max_num_batched_tokens": max_num_tokens, "max_model_len": max_model_len}
@@ -184,19 +166,18 @@ def test_a_full_gpu_is_the_callers_to_hear_of(device):
 
 
 def test_all_kernels_are_loaded_whatever_is_short():
-    package, equal = Package(), Package()
+    package = Package()
     shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, torch.device("cpu"))
-    flash_attn4 = FlashAttn4(package, equal)
+    flash_attn4 = FlashAttn4(package)
     for kernel in range(flash_attn4.NUM_KERNELS):
         flash_attn4.load(shape, kernel)
     assert ["page_table" in options for options in package.calls] == [False, True]
-    assert [options["shape"][0] for options in equal.calls] == [2]
 
 
 def test_pages_have_a_function_of_their_own(device):
     package, paged = Package(), Package()
     backend = TritonBackend()
-    backend.flash_attn4 = FlashAttn4(package, package, paged)
+    backend.flash_attn4 = FlashAttn4(package, paged)
     prefill(backend, [(BLOCK_SIZE, 5), (0, 2)], device)
     assert [len(each.calls) for each in (package, paged)] == [0, 1]
     prefill(backend, [(0, 3), (0, MAX_SHORT + 1)], device)
@@ -220,9 +201,9 @@ def _forward_of_4_0_0b36(q, k, v, tile_mn=None, mma_pv_is_rs=None, **options):
     ],
 )
 def test_tiles_are_asked_for_where_the_package_takes_them(forward, capability, head_dim, in_tiles, monkeypatch):
-    public, equal = Package(), Package()
+    public = Package()
     cute, interface = ModuleType("flash_attn.cute"), ModuleType("flash_attn.cute.interface")
-    cute.flash_attn_varlen_func, cute.flash_attn_func = public, equal
+    cute.flash_attn_varlen_func = public
     if forward is not None:
         interface._flash_attn_fwd = forward
     for module in (ModuleType("flash_attn"), cute, interface):
@@ -234,4 +215,4 @@ def test_tiles_are_asked_for_where_the_package_takes_them(forward, capability, h
     backend.flash_attn4 = load_flash_attn4(torch.bfloat16, head_dim)
     for lens in ([(0, MAX_SHORT + 4)] * 2, [(0, 3), (0, MAX_SHORT + 1)], [(BLOCK_SIZE, 5), (0, 2)]):
         assert is_the_packages(prefill(backend, lens, "cpu")[0])
-    assert [len(each.calls) for each in (equal, public)] == ([0, 1] if in_tiles else [1, 2])
+    assert len(public.calls) == (1 if in_tiles else 3)

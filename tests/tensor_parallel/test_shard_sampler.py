@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from nanovllm.kernels import HAS_TRITON
+from nanovllm.kernels import HAS_TRITON, use_kernels
 from nanovllm.layers.sampler import NON_FINITE, Sampler, best_of_shard_torch, pick_best_torch, sample_torch
 
 if HAS_TRITON:
-    from nanovllm.kernels.shard_sampler import best_of_shard, pick_best
+    from nanovllm.kernels.sampler import best_of_shard, pick_best
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # in Triton's interpreter
 
@@ -43,7 +43,8 @@ def use(name):
 def test_shards_draw_what_the_whole_draws(inputs, name, rows):
     logits, *sampling = inputs
     reduce, pick = use(name)
-    candidates = [reduce(logits[:, first : first + rows], *sampling, first) for first in range(0, VOCAB_SIZE, rows)]
+    firsts = range(0, VOCAB_SIZE, rows)
+    candidates = [reduce(logits[:, first : first + rows], *sampling, None, first, rows) for first in firsts]
     tokens = pick(torch.stack(candidates))
     assert tokens.dtype == torch.int64
     assert tokens.tolist() == Sampler()(logits, *sampling).tolist()
@@ -60,7 +61,7 @@ def test_shards_leave_out_what_the_whole_leaves_out(inputs, name):
     # Of some rows few tokens are left, of one none, and of one all.
     thresholds = torch.tensor([1.0, 60.0, -math.inf, 2.0, -math.inf, 4.5], device=logits.device)
     shards = [(logits[:, first : first + 512], first) for first in range(0, VOCAB_SIZE, 512)]
-    tokens = pick(torch.stack([reduce(shard, *sampling, first, thresholds) for shard, first in shards]))
+    tokens = pick(torch.stack([reduce(shard, *sampling, thresholds, first, 512) for shard, first in shards]))
     assert (tokens == NON_FINITE).tolist() == [False, True, True, True, True, False]
     assert tokens.tolist() == Sampler()(logits, *sampling, thresholds).tolist()
     assert tokens.tolist() == sample_torch(*(x.cpu() for x in (*inputs, thresholds))).tolist()
@@ -71,12 +72,12 @@ def test_the_kernel_equals_its_twin(inputs, first):
     logits, *sampling = inputs
     (reduce, pick), (reduce_twin, pick_twin) = use("kernels"), use("twins")
     shard = logits[:, first : first + 333].bfloat16()
-    found, expected = (f(shard, *sampling, first) for f in (reduce, reduce_twin))
-    scores, expected_scores = (x[:, 0].contiguous().view(torch.float32) for x in (found, expected))
+    found, expected = (f(shard, *sampling, None, first) for f in (reduce, reduce_twin))
+    scores, expected_scores = (x[:, 0, 0].contiguous().view(torch.float32) for x in (found, expected))
     assert torch.allclose(scores, expected_scores, rtol=1e-4, atol=1e-4)
     has_token = scores.isfinite()
     assert has_token.sum() >= 3
-    assert found[has_token, 1].tolist() == expected[has_token, 1].tolist()
+    assert found[has_token, 0, 1].tolist() == expected[has_token, 0, 1].tolist()
     stacked = torch.stack([found, expected, found])
     assert pick(stacked).tolist() == pick_twin(stacked).tolist()
 
@@ -88,9 +89,9 @@ def test_a_rank_without_columns_never_wins(inputs):
         size = 2
 
         def all_gather(self, best):
-            assert best.shape == (BATCH, 2)
-            return torch.stack([best_of_shard_torch(logits, *sampling, 0), best])
+            reduce = best_of_shard if use_kernels(logits) else best_of_shard_torch
+            return torch.stack([reduce(logits, *sampling), best])
 
     for thresholds in (None, torch.full((BATCH,), -100.0, device=logits.device)):
-        tokens = Sampler(Pair(), first_column=1024)(logits[:, :0], *sampling, thresholds)
+        tokens = Sampler(Pair(), first_column=1024, shard_size=1024)(logits[:, :0], *sampling, thresholds)
         assert tokens.tolist() == Sampler()(logits, *sampling).tolist()
