@@ -124,7 +124,7 @@ class ModelRunner:
         backend.use_flash_attn4(
             config.dtype,
             head_dim,
-            layer_params=self.model.num_layer_params,
+            min_tokens=table.setting("flash_attn4", "min_layer_work") // self.model.num_layer_params,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
         )

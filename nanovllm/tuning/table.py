@@ -96,10 +96,10 @@ def _distance(key: Key, other: Key) -> float:
 
 
 def load_table(device: torch.device) -> Table:
-    """The package's table for this GPU, with the rows that `nanovllm tune` has left in the user's cache. A CPU has an
-    empty one."""
+    """The package's table for this GPU, with the rows that `nanovllm tune` has left in the user's cache. A CPU has no
+    rows."""
     if device.type != "cuda":
-        return Table()
+        return Table(settings=package_table(_DEFAULT_GPU).settings)
     gpu = torch.cuda.get_device_name(device)
     table = package_table(gpu)
     path = user_path(gpu)
@@ -108,9 +108,9 @@ def load_table(device: torch.device) -> Table:
 
 @cache
 def package_table(gpu: str) -> Table:
-    """The table in the package for a GPU of this name (`torch.cuda.get_device_name`)."""
+    """The table in the package for a GPU of this name (`torch.cuda.get_device_name`), or for the nearest there is."""
     path = package_path(gpu)
-    return read_table(path if path.is_file() else package_path(_DEFAULT_GPU))
+    return read_table(path) if path.is_file() else package_table(_DEFAULT_GPU)
 
 
 def package_path(gpu: str) -> Path:

@@ -61,7 +61,8 @@ def tune_model(model: str, *, device: str, dtype: str, output: Path | None, into
 
             found = tuner.tune(time_layer, _COUNTS, bar.write)
     # A file that is there keeps its rows of other models.
-    before = read_table(path) if path.is_file() else package_table(gpu) if into_package else Table()
+    settings = package_table(gpu).settings if into_package else None
+    before = read_table(path) if path.is_file() else Table(settings=settings)
     table = before.updated(Table(found.rows, versions=_versions()))
     write_table(path, gpu, table)
     print(f"{len(found.rows)} rows in {time.perf_counter() - start:.0f} s: {path}")
