@@ -26,7 +26,7 @@ def make_parameter(shape: tuple[int, ...], shards: dict, weight_loader) -> nn.Pa
 
 
 class LinearBase(nn.Module):
-    """A weight, perhaps a bias, and what multiplies them.
+    """A weight, perhaps a bias, and what multiplies them. A subclass has `weight_loader` and `bias_loader`.
 
     Args:
         weight_shape: of this rank's part, `[N, K]`.
@@ -47,12 +47,6 @@ class LinearBase(nn.Module):
         if bias:
             bias_shards = {key: shape[:1] for key, shape in shards.items()}
             self.bias = make_parameter(weight_shape[:1], bias_shards, self.bias_loader)
-
-    def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
-        raise NotImplementedError
-
-    def bias_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
-        raise NotImplementedError
 
 
 class ColumnParallelLinear(LinearBase):

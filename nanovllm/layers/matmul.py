@@ -173,32 +173,35 @@ class Matmul:
         return [bound for bound in bounds if bound < most_tokens] + [most_tokens]
 
     def _row(self, operation: str, weight: Tensor) -> Row:
-        """The table's, with the candidates that are here instead of their names."""
         is_prefill = get_context().is_prefill
         short_key = operation, is_prefill, weight.shape, weight.dtype
         if short_key not in self._rows:
-            key = Key.of(operation, is_prefill, weight)
-            suits = key in self._table.rows or is_prefill
-            candidates = {name: each for name, each in self._candidates.items() if suits or not each.suits_one_shape}
-            if not suits:
-                self._tell_once(key)
-            row = self._table.find(key) or Row({1: []})
-            choices = (
-                [(candidates[name], constants) for name, constants in listed if name in candidates]
-                for listed in row.choices
-            )
-            self._rows[short_key] = Row(dict(zip(row.bounds, choices, strict=True)))
+            self._rows[short_key] = self._find(Key.of(operation, is_prefill, weight))
         return self._rows[short_key]
 
+    def _find(self, key: Key) -> Row:
+        """The table's row, with the candidates that are here instead of their names."""
+        row, candidates = self._table.find(key), self._candidates
+        if key not in self._table.rows and key.phase == "decode":  # The row is that of another shape, if there is one.
+            self._tell_once(key)
+            row = None if key.operation == "padding" else row
+            candidates = {name: each for name, each in candidates.items() if not each.suits_one_shape}
+        buckets = zip(row.bounds, row.choices, strict=True) if row else [(1, ())]
+        return Row(
+            {
+                bound: [(candidates[name], constants) for name, constants in choices if name in candidates]
+                for bound, choices in buckets
+            }
+        )
+
     def _tell_once(self, key: Key) -> None:
-        """That a product's shape was not measured on this GPU."""
         if len(self._candidates) > 1 and key.operation in OPERATIONS and not self._has_told:
             self._has_told = True
-            logger.info(
-                "no measured choices for %s with a weight [%d, %d]: using those of the nearest shape; to measure: "
-                "nanovllm tune %s",
-                *(key.operation, key.N, key.K, self._model),
+            shape = key.operation, key.N, key.K
+            text = (
+                "%s with a weight [%d, %d] was not measured on this GPU; to choose its kernels well: nanovllm tune %s"
             )
+            logger.info(text, *shape, self._model)
 
     def posted_constants(self, weight: Tensor, num_tokens: int) -> tuple | None:
         """The constants with which this linear_sum posts its result to the other ranks itself, otherwise None."""

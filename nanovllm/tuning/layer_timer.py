@@ -44,6 +44,8 @@ class LayerTimer:
         ]
         self._norm = RMSNorm(shapes[0].K).to(**options)
         self._works: dict[tuple, bool] = {}
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     def compile(self, trials: Iterable[tuple[str, int, int, Choice]], tell: Callable[[int, int], None]) -> None:
         """Compile what these need, side by side: (phase, number of tokens, which product, choice)."""
@@ -73,7 +75,20 @@ class LayerTimer:
             for weights in self._layers:
                 self._run_layer(phase, residual, weights, picks)
 
-        return _time(run if phase == "prefill" else _captured(run), len(self._layers))
+        return _time(run if phase == "prefill" else self._captured(run), len(self._layers))
+
+    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Without `torch.cuda.graph`, which collects garbage and empties the allocator's cache each time."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()
+            self._stream.synchronize()
+            graph.capture_begin(self._pool)
+            run()
+            graph.capture_end()
+        self._graph = graph  # The pool lives as long as a graph does.
+        return graph.replay
 
     def _run_layer(self, phase: str, residual: torch.Tensor, weights: list[torch.Tensor], picks: Picks) -> None:
         qkv, o, gate_up, down = weights
@@ -111,17 +126,6 @@ class LayerTimer:
             except Exception:  # Of a compiler or a launch: these constants are not for this GPU.
                 self._works[key] = False
         return self._works[key]
-
-
-def _captured(run: Callable[[], None]) -> Callable[[], None]:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
-    return graph.replay
 
 
 def _time(run: Callable[[], None], num_layers: int) -> float:
