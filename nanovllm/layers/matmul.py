@@ -199,7 +199,7 @@ class Matmul:
             self._has_told = True
             shape = key.operation, key.N, key.K
             text = (
-                "%s with a weight [%d, %d] was not measured on this GPU; to choose its kernels well: nanovllm tune %s"
+                "%s with a weight [%d, %d] was not measured on this GPU; to measure it: nanovllm tune %s"
             )
             logger.info(text, *shape, self._model)
 
