@@ -122,10 +122,6 @@ class Config:
     hf_config: Any = None
     eos: tuple[int, ...] = ()
 
-    @classmethod
-    def create(cls, model: str | os.PathLike[str], **options: Any) -> "Config":
-        return cls(model, **options)
-
     def __post_init__(self) -> None:
         self._unwrap_numpy()
         self._check_values()
@@ -142,15 +138,15 @@ class Config:
             download(self._hub_id, "model", WEIGHT_FILES, self.revision)
 
     def _unwrap_numpy(self) -> None:
-        """Make Python's values of numpy's, and a list of eos."""
+        """Turn numpy's values into Python's, and eos into a list."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, np.generic | np.ndarray):
                 setattr(self, field.name, value.tolist())
-        if isinstance(self.eos, tuple | list | set | frozenset):
-            self.eos = [token.item() if isinstance(token, np.generic) else token for token in self.eos]
-        elif is_int(self.eos, 0):
-            self.eos = [self.eos]
+        eos: Any = [self.eos] if is_int(self.eos, 0) else self.eos
+        if isinstance(eos, tuple | list | set | frozenset):
+            eos = [token.item() if isinstance(token, np.generic) else token for token in eos]
+        self.eos = eos
 
     def _check_values(self) -> None:
         self._require_int("max_num_seqs", 1, MAX_NUM_SEQS)
@@ -221,7 +217,7 @@ class Config:
         directory = find_directory(self.model, "model")
         if directory is not None:
             self.model = str(directory)
-        elif not (self.load_format == "dummy" and self._use_preset()):
+        elif self.load_format != "dummy" or not self._has_shape():
             # Without the weights, which can take hours: first all else is checked.
             self._hub_id, self.model = self.model, download(self.model, "model", OTHER_FILES, self.revision)
         if self._hub_id is None:
@@ -230,8 +226,8 @@ class Config:
             where, self.hf_config = str(Path(self.model, "config.json")), read_hf_config(self.model)
         check_hf_config(self.hf_config, where)
 
-    def _use_preset(self) -> bool:
-        """Take the configuration of a published shape; False if the name has none, and no configuration is given."""
+    def _has_shape(self) -> bool:
+        """Whether there is a configuration without files: the given one, or that of a published shape."""
         from nanovllm.models.presets import PRESET_NAMES, preset_config
 
         name = self.model.removeprefix("Qwen/")

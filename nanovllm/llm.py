@@ -1,6 +1,7 @@
 """LLM: the facade that users import: all ways to ask the engine for something."""
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,7 +19,6 @@ from nanovllm.engine.requests.chat import (
 from nanovllm.engine.requests.outputs import RequestOutput, Score, StreamDelta
 from nanovllm.engine.requests.request_checker import Prompt, check_choice, pair_lazily, params_per_prompt
 from nanovllm.engine.requests.streaming import DeltaReader, PromptFeed
-from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.collector import old_objects_set_aside
 from nanovllm.utils.option_hints import CHAT_HINTS, explains_unknown_options
@@ -116,7 +116,7 @@ class LLM(LLMEngine):
             params = params_per_prompt(sampling_params, len(prompts))
             return self._stream(call, self._make_requests(prompts, params, streams=True))
 
-    def _stream(self, call: Call, requests: list[list[Sequence]]) -> Iterator[StreamDelta]:
+    def _stream(self, call: Call, requests: list[Any]) -> Iterator[StreamDelta]:
         reader = DeltaReader(requests)
         with self._driving(call), old_objects_set_aside():
             with self._lock.turn(call):
@@ -169,7 +169,7 @@ class LLM(LLMEngine):
                     with self._lock.turn(call):
                         finished, _ = self._step()
                         self._set_texts(finished)
-                        feed.book(finished)
+                        feed.record(finished)
                         self._refill(call, feed, on_error)
                     yield from feed.results()
                 yield from feed.results()
@@ -216,7 +216,7 @@ class LLM(LLMEngine):
             completions = list(self._checker.as_prompts(completions, "completions"))
             if len(prompts) != len(completions):
                 raise ValueError(f"completions: {len(completions)} of them for {len(prompts)} prompts; pass one each")
-            beginnings = self._checker.check_all(prompts, params_per_prompt(None, len(prompts)))
+            beginnings: list[Any] = self._checker.check_all(prompts, params_per_prompt(None, len(prompts)))
             endings = self._checker.encode_completions(completions)
             whole = [[*beginning.token_ids, *ending] for beginning, ending in zip(beginnings, endings, strict=True)]
             limit = self.scheduler.max_seq_len - 1
@@ -230,7 +230,7 @@ class LLM(LLMEngine):
         return [_score(i, *pair) for i, pair in enumerate(zip(endings, outputs, strict=True))]
 
 
-def _score(index: int, token_ids: list[int], output: RequestOutput) -> Score:
+def _score(index: int, token_ids: array, output: RequestOutput) -> Score:
     """The score of pair number `index`, whose output has the log-probabilities. Raises RuntimeError where these are no
     numbers."""
     if "error" in output:

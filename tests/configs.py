@@ -34,7 +34,7 @@ OLD_STYLE = {
 
 
 def dummy(**options) -> Config:
-    return Config.create(**{"model": "Qwen3-0.6B", "load_format": "dummy"} | options)
+    return Config(**{"model": "Qwen3-0.6B", "load_format": "dummy"} | options)
 
 
 # Engine options at the smallest and the largest value that Config accepts, or that a machine has the memory for, and

@@ -172,19 +172,19 @@ def test_smaller_blocks_may_be_more():
 
 def test_the_tokens_of_all_sequences_are_counted_in_32_bits(model_dir):
     directory = model_dir(max_position_embeddings=2**20)
-    assert Config.create(directory, max_model_len=None, max_num_seqs=2047).max_model_len == 2**20
+    assert Config(directory, max_model_len=None, max_num_seqs=2047).max_model_len == 2**20
     message = r"max_num_seqs=2048: must be less than 2048 with max_model_len=1048576: .* 32 bits"
     with pytest.raises(ValueError, match=message):
-        Config.create(directory, max_model_len=None, max_num_seqs=2048)
+        Config(directory, max_model_len=None, max_num_seqs=2048)
 
 
 def test_a_model_of_absurd_length_wants_a_length(model_dir):
     directory = model_dir(max_position_embeddings=10**9)
-    assert Config.create(directory).max_model_len == 4096
+    assert Config(directory).max_model_len == 4096
     with pytest.raises(
         ValueError, match=r"max_model_len=None: must be given for a model of 1000000000 tokens.*16777216"
     ):
-        Config.create(directory, max_model_len=None)
+        Config(directory, max_model_len=None)
 
 
 def test_the_table_of_wrong_values_covers_every_option():
@@ -204,7 +204,7 @@ def test_a_wrong_value_is_refused_with_its_field_itself_and_what_is_allowed(name
 @pytest.mark.parametrize("value", ["", None, 5, True, b"model", ["model"]], ids=repr)
 def test_a_model_that_is_no_name_is_refused(value):
     with pytest.raises(ValueError, match=r"directory.*hub id") as error:
-        Config.create(value)
+        Config(value)
     assert f"model={value!r}" in str(error.value)
 
 
@@ -239,4 +239,4 @@ def test_an_unknown_keyword_like_no_other_is_refused_with_all_there_are():
 
 def test_an_unknown_keyword_is_reported_before_the_model_is_looked_for():
     with pytest.raises(TypeError, match="max_num_seqs"):
-        Config.create("/no/such/model", max_num_seq=4)
+        Config("/no/such/model", max_num_seq=4)

@@ -37,7 +37,7 @@ def use_gpu(monkeypatch, memory_gib):
 
 @pytest.mark.parametrize(("asked", "expected"), [(100, 100), (512, 512), (513, 512), (4096, 512)])
 def test_max_model_len_is_lowered_to_what_the_model_supports(model_dir, asked, expected):
-    assert Config.create(model_dir(), max_model_len=asked).max_model_len == expected
+    assert Config(model_dir(), max_model_len=asked).max_model_len == expected
 
 
 @pytest.mark.parametrize("style", ["new", "old"])
@@ -47,7 +47,7 @@ def test_rope_scaling_stretches_what_the_model_supports(model_dir, style):
         directory = model_dir(rope_parameters={"rope_theta": 1e6, **yarn})
     else:
         directory = model_dir(OLD_STYLE, rope_scaling=yarn)
-    assert Config.create(directory, max_model_len=4096).max_model_len == 2048
+    assert Config(directory, max_model_len=4096).max_model_len == 2048
 
 
 @pytest.mark.parametrize(
@@ -96,22 +96,22 @@ def test_prefill_steps_are_longer_where_there_is_much_memory(monkeypatch, model,
 )
 def test_where_the_end_of_sequence_tokens_come_from(model_dir, given, generation, own, expected):
     directory = model_dir(generation_config=generation, eos_token_id=own)
-    assert Config.create(directory, eos=given).eos == expected
+    assert Config(directory, eos=given).eos == expected
 
 
 def test_a_broken_generation_config_is_named(model_dir):
     directory = model_dir()
     Path(directory, "generation_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"generation_config\.json") as error:
-        Config.create(directory)
+        Config(directory)
     assert directory in str(error.value)
 
 
 @pytest.mark.parametrize("eos", [300, [2, 300], 10**12])
 def test_a_given_end_of_sequence_token_outside_the_vocabulary_is_refused(model_dir, eos):
     with pytest.raises(ValueError, match=rf"eos=.*{max(eos) if isinstance(eos, list) else eos}.* 0\.\.299"):
-        Config.create(model_dir(), eos=eos)
-    assert Config.create(model_dir(name="other"), eos=299).eos == (299,)
+        Config(model_dir(), eos=eos)
+    assert Config(model_dir(name="other"), eos=299).eos == (299,)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_the_files_end_of_sequence_tokens_outside_the_vocabulary_are_ignored(
     model_dir, caplog, generation, own, expected, file
 ):
     directory = model_dir(generation_config=generation, eos_token_id=own)
-    assert Config.create(directory).eos == expected
+    assert Config(directory).eos == expected
     (record,) = [record for record in caplog.records if record.name == "nanovllm.config"]
     assert str(Path(directory, file)) in record.message
     assert "outside the vocabulary, 0..299" in record.message
@@ -140,7 +140,7 @@ def test_end_of_sequence_tokens_that_are_none_are_named_with_their_file(model_di
     else:
         directory = model_dir(generation_config={"eos_token_id": value})
     with pytest.raises(ValueError, match=r"eos_token_id=.*must be a token id >= 0, or a list") as error:
-        Config.create(directory)
+        Config(directory)
     assert str(error.value).startswith(str(Path(directory, name)))
     assert repr(value) in str(error.value)
 
@@ -149,7 +149,7 @@ def test_end_of_sequence_tokens_that_are_none_are_named_with_their_file(model_di
 
 
 def test_auto_is_the_cpu_and_float32_without_a_gpu(model_dir, no_gpu):
-    config = Config.create(model_dir())
+    config = Config(model_dir())
     assert (config.device, config.dtype) == ("cpu", torch.float32)
 
 
@@ -159,7 +159,7 @@ def test_cuda_without_a_gpu_is_refused(no_gpu):
 
 
 def test_the_cpu_can_be_chosen_beside_a_gpu(model_dir, a_gpu):
-    config = Config.create(model_dir(), device="cpu")
+    config = Config(model_dir(), device="cpu")
     assert (config.device, config.dtype) == ("cpu", torch.float32)
 
 
@@ -169,7 +169,7 @@ def test_the_cpu_can_be_chosen_beside_a_gpu(model_dir, a_gpu):
 )
 @pytest.mark.parametrize(("style", "key"), [(NEW_STYLE, "dtype"), (OLD_STYLE, "torch_dtype")], ids=["new", "old"])
 def test_auto_on_a_gpu_is_the_checkpoints_dtype(model_dir, a_gpu, style, key, own, expected):
-    config = Config.create(model_dir(style, **{key: own}))
+    config = Config(model_dir(style, **{key: own}))
     assert (config.device, config.dtype) == ("cuda", expected)
 
 
@@ -178,7 +178,7 @@ def test_auto_on_a_gpu_is_the_checkpoints_dtype(model_dir, a_gpu, style, key, ow
 def test_a_dtype_can_be_given_by_name_or_as_torch_has_it(model_dir, a_gpu, dtype, device):
     directory = model_dir()
     for given in (dtype, str(dtype).removeprefix("torch.")):
-        assert Config.create(directory, dtype=given, device=device).dtype is dtype
+        assert Config(directory, dtype=given, device=device).dtype is dtype
 
 
 @pytest.mark.parametrize(
@@ -230,6 +230,6 @@ def test_vllms_names_of_dtypes(name, dtype):
 
 @pytest.mark.parametrize("style", [NEW_STYLE, OLD_STYLE], ids=["new", "old"])
 def test_both_styles_of_config_are_read(model_dir, style):
-    hf_config = Config.create(model_dir(style)).hf_config
+    hf_config = Config(model_dir(style)).hf_config
     assert rope_parameters(hf_config).base == 5_000_000.0
     assert (hf_config.head_dim, hf_config.num_key_value_heads) == (16, 2)

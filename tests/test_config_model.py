@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_network")
 @pytest.mark.parametrize("name", PRESET_NAMES)
 def test_a_published_shape_needs_no_file(name, prefix, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = Config.create(prefix + name, load_format="dummy", max_model_len=10**6)
+    config = Config(prefix + name, load_format="dummy", max_model_len=10**6)
     assert config.hf_config.hidden_size == preset_config(name).hidden_size
     assert config.max_model_len == 40960
     assert config.eos == (151645,)
@@ -39,13 +39,13 @@ def test_a_directory_of_a_published_shapes_name_goes_first(model_dir, tmp_path, 
 
 def test_a_published_shapes_name_alone_is_not_read_as_a_shape():
     with pytest.raises(FileNotFoundError, match=r"Qwen3-0\.6B"):
-        Config.create("Qwen3-0.6B")
+        Config("Qwen3-0.6B")
 
 
 @pytest.mark.parametrize("as_path", [str, Path])
 def test_a_directory(model_dir, as_path):
     directory = model_dir()
-    config = Config.create(as_path(directory))
+    config = Config(as_path(directory))
     assert config.model == directory
     assert config.hf_config.hidden_size == 64
     assert config.hf_config.vocab_size == 300
@@ -54,27 +54,27 @@ def test_a_directory(model_dir, as_path):
 def test_the_tilde_is_expanded(model_dir, tmp_path, monkeypatch):
     directory = model_dir()
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert Config.create("~/model").model == directory
+    assert Config("~/model").model == directory
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "./no-such-model", "~/no/such/model", "a/b/c", "~no-such-user/m"])
 def test_a_missing_directory(model):
     with pytest.raises(FileNotFoundError, match="no such directory") as error:
-        Config.create(model)
+        Config(model)
     assert repr(model) in str(error.value)
 
 
 def test_a_file_instead_of_a_directory(model_dir):
     file = Path(model_dir(), "config.json")
     with pytest.raises(ValueError, match=r"file.*directory") as error:
-        Config.create(str(file))
+        Config(str(file))
     assert repr(str(file)) in str(error.value)
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_a_directory_without_a_config(tmp_path, load_format):
     with pytest.raises(FileNotFoundError, match=r"no config\.json") as error:
-        Config.create(str(tmp_path), load_format=load_format)
+        Config(str(tmp_path), load_format=load_format)
     assert repr(str(tmp_path)) in str(error.value)
 
 
@@ -98,14 +98,14 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsi
 def test_a_config_that_cannot_be_read(tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message) as error:
-        Config.create(str(tmp_path))
+        Config(str(tmp_path))
     assert str(error.value).startswith(str(tmp_path / "config.json"))
 
 
 def test_a_config_of_bytes_that_are_no_text(tmp_path):
     (tmp_path / "config.json").write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ValueError, match=r"config\.json: is not valid JSON"):
-        Config.create(str(tmp_path))
+        Config(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
@@ -115,11 +115,11 @@ def test_a_configuration_that_is_no_file(model_dir, name):
     file.unlink(missing_ok=True)
     file.mkdir()
     with pytest.raises(ValueError, match=rf"{name}: cannot be read: Is a directory"):
-        Config.create(str(directory))
+        Config(str(directory))
     file.rmdir()
     file.symlink_to("blobs/gone")
     with pytest.raises(FileNotFoundError, match=rf"{name}: is a link to blobs/gone, which is not there"):
-        Config.create(str(directory))
+        Config(str(directory))
 
 
 SIZES = (
@@ -139,7 +139,7 @@ SIZES = (
 def test_a_size_that_is_none(model_dir, name, value):
     directory = model_dir(**{name: value})
     with pytest.raises(ValueError, match=r"must be an integer in 1\.\.2147483647") as error:
-        Config.create(directory)
+        Config(directory)
     assert str(error.value).startswith(f"{Path(directory, 'config.json')}: {name}={value!r}: ")
     given = preset_config("Qwen3-0.6B")
     vars(given)[name] = value
@@ -173,7 +173,7 @@ def test_a_size_that_is_none(model_dir, name, value):
 def test_a_config_that_fits_no_model(model_dir, changes, message):
     directory = model_dir(**changes)
     with pytest.raises(ValueError, match=message) as error:
-        Config.create(directory)
+        Config(directory)
     assert str(error.value).startswith(f"{Path(directory, 'config.json')}: ")
 
 
@@ -182,7 +182,7 @@ def test_heads_that_do_not_divide_the_hidden_size(model_dir):
     for hidden_size in (66, 20):
         directory = model_dir(**qwen2, hidden_size=hidden_size, name=f"model-{hidden_size}")
         with pytest.raises(ValueError, match=rf"hidden_size={hidden_size}: .*num_attention_heads \(4\)"):
-            Config.create(directory)
+            Config(directory)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors", "mxfp4", None])
@@ -193,7 +193,7 @@ def test_a_quantised_checkpoint_is_refused_by_name(model_dir, method, load_forma
     with pytest.raises(
         ValueError, match=rf"quantization_config .*{method!r}: .*use the unquantised checkpoint"
     ) as error:
-        Config.create(directory, load_format=load_format)
+        Config(directory, load_format=load_format)
     assert str(error.value).startswith(f"{Path(directory, 'config.json')}: ")
     assert all(dtype in str(error.value) for dtype in ("bfloat16", "float16", "float32"))
 
@@ -215,7 +215,7 @@ def test_a_quantised_checkpoint_is_refused_by_name(model_dir, method, load_forma
 def test_a_name_that_no_directory_has(model_dir, option, name, message):
     options = {"model": model_dir()} | {option: name}
     with pytest.raises(ValueError, match=f"^{option}=.*{message}") as error:
-        Config.create(**options)
+        Config(**options)
     assert len(str(error.value)) < 400
 
 
@@ -224,11 +224,11 @@ def test_a_model_that_may_not_be_read(model_dir):
     directory = Path(model_dir())
     (directory / "config.json").chmod(0)
     with pytest.raises(ValueError, match=r"config\.json: cannot be read: Permission denied"):
-        Config.create(str(directory))
+        Config(str(directory))
     directory.chmod(0)
     try:
         with pytest.raises(ValueError, match=r"Permission denied"):
-            Config.create(str(directory / "model"))
+            Config(str(directory / "model"))
     finally:
         directory.chmod(0o755)
 
@@ -240,7 +240,7 @@ def test_a_model_that_may_not_be_looked_up(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "stat", refuse)
         with pytest.raises(ValueError, match=r"^model='/secret/model': cannot be opened \(Permission denied\)"):
-            Config.create("/secret/model")
+            Config("/secret/model")
 
 
 # The hub
@@ -260,14 +260,14 @@ def hub(model_dir, monkeypatch):
 
 
 def test_a_hub_id_is_downloaded(hub):
-    config = Config.create("someone/some-model")
+    config = Config("someone/some-model")
     assert [(name, revision) for name, revision, _ in hub.asked] == [("someone/some-model", None)] * 2
     assert config.model == hub.directory
     assert config.hf_config.hidden_size == 64
 
 
 def test_a_revision_is_downloaded(hub):
-    config = Config.create("someone/some-model", revision="v1.0")
+    config = Config("someone/some-model", revision="v1.0")
     assert {revision for _, revision, _ in hub.asked} == {"v1.0"}
     assert config.model == hub.directory
 
@@ -276,12 +276,12 @@ def test_a_revision_is_downloaded(hub):
 def test_a_revision_of_what_is_not_downloaded_is_refused(model_dir, options):
     model = "Qwen3-0.6B" if options else model_dir()
     with pytest.raises(ValueError, match=rf"revision='v1.0': must be None: model='{model}' is not downloaded"):
-        Config.create(model, revision="v1.0", **options)
+        Config(model, revision="v1.0", **options)
 
 
 def test_a_revision_that_is_not_there_is_named():
     with pytest.raises(FileNotFoundError, match=r"'someone/some-model'.*\(revision 'v9'\) it cannot be downloaded"):
-        Config.create("someone/some-model", revision="v9")
+        Config("someone/some-model", revision="v9")
 
 
 def patterns_asked(hub) -> list[str]:
@@ -292,15 +292,15 @@ def patterns_asked(hub) -> list[str]:
 def test_what_is_refused_costs_no_download_of_weights(hub, changes):
     edit_json(Path(hub.directory, "config.json"), **changes)
     with pytest.raises(ValueError, match=r"config\.json"):
-        Config.create("someone/some-model")
+        Config("someone/some-model")
     assert "*.json" in patterns_asked(hub)
     assert "*.safetensors" not in patterns_asked(hub)
 
 
 def test_random_weights_cost_no_download_of_weights(hub):
-    Config.create("someone/some-model", load_format="dummy")
+    Config("someone/some-model", load_format="dummy")
     assert "*.safetensors" not in patterns_asked(hub)
-    Config.create("someone/some-model")
+    Config("someone/some-model")
     assert "*.safetensors" in patterns_asked(hub)
 
 
@@ -309,15 +309,15 @@ def test_random_weights_cost_no_download_of_weights(hub):
 
 def test_the_tokenizer_is_the_models_unless_given(model_dir):
     directory, other = model_dir(), model_dir(name="other")
-    assert Config.create(directory).tokenizer == directory
-    assert Config.create(directory, tokenizer=other).tokenizer == other
-    assert Config.create(directory, tokenizer=Path(other)).tokenizer == other
+    assert Config(directory).tokenizer == directory
+    assert Config(directory, tokenizer=other).tokenizer == other
+    assert Config(directory, tokenizer=Path(other)).tokenizer == other
     assert dummy(tokenizer=other).tokenizer == other
-    assert Config.create(directory, skip_tokenizer_init=True).tokenizer is None
+    assert Config(directory, skip_tokenizer_init=True).tokenizer is None
 
 
 def test_a_tokenizer_of_the_hub_is_downloaded_without_weights(hub, model_dir):
-    assert Config.create(model_dir(), tokenizer="someone/else").tokenizer == hub.directory
+    assert Config(model_dir(), tokenizer="someone/else").tokenizer == hub.directory
     assert [name for name, _, _ in hub.asked] == ["someone/else"]
     assert "*.safetensors" not in patterns_asked(hub)
 
@@ -334,11 +334,11 @@ def test_a_tokenizer_that_nobody_loads_is_refused(model_dir):
 
 def test_a_hub_id_that_cannot_be_downloaded_says_why():
     with pytest.raises(FileNotFoundError, match="no network in this test") as error:
-        Config.create("someone/some-model")
+        Config("someone/some-model")
     assert "'someone/some-model'" in str(error.value)
 
 
 def test_a_given_hf_config_is_used_as_it_is(model_dir):
     given = preset_config("Qwen3-1.7B")
-    assert Config.create(model_dir(), hf_config=given).hf_config is given
-    assert Config.create("my own shape", load_format="dummy", hf_config=given).hf_config is given
+    assert Config(model_dir(), hf_config=given).hf_config is given
+    assert Config("my own shape", load_format="dummy", hf_config=given).hf_config is given

@@ -1,6 +1,7 @@
 """LLMEngine: add_request, step, generate, exit; the loop that stays one step ahead of the tokens it reads."""
 
 import logging
+import os
 import secrets
 import time
 import weakref
@@ -8,7 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count, takewhile
 from operator import attrgetter
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
+
+from typing_extensions import Self
 
 from nanovllm.config import Config
 from nanovllm.engine.engine_lock import Call, EngineLock
@@ -75,7 +78,7 @@ class LLMEngine:
         scheduler, executor, model_runner: what a step goes through.
     """
 
-    def __init__(self, model: str, **options):
+    def __init__(self, model: str | os.PathLike[str], **options: Any):
         """
         Args:
             model: a directory, a hub id, or a published shape's name; see Config for it and all options.
@@ -85,14 +88,15 @@ class LLMEngine:
             MemoryError: no room for a single KV cache block.
         """
         start = time.perf_counter()
-        self.config = config = Config.create(model, **options)
+        self.config = config = Config(cast(str, model), **options)  # It makes a text of a path.
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config)
         self._detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer)
         if self.tokenizer is not None and "eos" not in options and self.tokenizer.eos_token_id is not None:
             config.add_eos([self.tokenizer.eos_token_id], "tokenizer")
         self.executor = executor = Executor(config)
         self.model_runner = executor.model_runner
-        self._lock = EngineLock(executor.exit, self._is_busy, executor.workers and executor.check_workers)
+        check_workers = executor.check_workers if executor.workers else None
+        self._lock = EngineLock(executor.exit, self._is_busy, check_workers)
         # Runs once: at exit(), when the engine is collected, or when the interpreter ends.
         self._finalizer = weakref.finalize(self, self._lock.exit)
         self.scheduler = Scheduler(
@@ -117,10 +121,10 @@ class LLMEngine:
         self._watches_text = False
         logger.info("ready in %.1f s", time.perf_counter() - start)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info):
+    def __exit__(self, *exc_info: object) -> None:
         self.exit()
 
     def __reduce__(self) -> NoReturn:
@@ -135,7 +139,7 @@ class LLMEngine:
         """
         self._finalizer()
 
-    def get_tokenizer(self):
+    def get_tokenizer(self) -> Any:
         """The model's transformers tokenizer. Raises ValueError with skip_tokenizer_init."""
         if self.tokenizer is None:
             raise ValueError("get_tokenizer(): there is no tokenizer, because skip_tokenizer_init is set")
@@ -294,9 +298,10 @@ class LLMEngine:
 
     def _read(self, step: Step) -> list[Sequence]:
         """Wait for a step's tokens and record them; the sequences that they complete."""
-        token_ids, logprobs = step.tokens.wait(), step.tokens.logprobs
+        tokens: Any = step.tokens
+        token_ids, logprobs = tokens.wait(), tokens.logprobs
         if logprobs is not None:
-            logprobs.book_prompts(step.seqs)
+            logprobs.record_prompts(step.seqs)
         finished = self.scheduler.postprocess(step.seqs, token_ids, logprobs)
         if self._watches_text:
             finished += self._stop_at_texts(step.seqs)
@@ -431,7 +436,7 @@ class LLMEngine:
             while self._has_work(call):
                 finished, step = self._step()
                 self._set_texts(finished)  # while the GPU works on the step that follows
-                results.book(finished)
+                results.record(finished)
                 if on_step is not None:
                     on_step(self.stats())
                 if not is_shown:

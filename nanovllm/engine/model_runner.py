@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -61,7 +62,12 @@ class ModelRunner:
         self.config = config
         self.device = device
         self.block_size = config.kvcache_block_size
-        self.model = self.sampler = self.kv_cache = self.graphs = self.mixed_graphs = self.decode_inputs = None
+        self.model: Any = None
+        self.sampler: Sampler | None = None
+        self.kv_cache: torch.Tensor | None = None
+        self.decode_inputs: DecodeInputs | None = None
+        self.graphs: DecodeGraphs | None = None
+        self.mixed_graphs: DecodeGraphs | None = None
         self.logit_steps: LogitSteps | None = None
         self.tp = TensorParallel()
         self.mixed_step_rows = 0

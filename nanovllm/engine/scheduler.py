@@ -298,7 +298,7 @@ class Scheduler:
                 continue
             seq.resolve_pending(token_id)
             if logprobs is not None:
-                logprobs.book(row, seq)
+                logprobs.record(row, seq)
             if is_end:
                 if not seq.is_finished:
                     self._end(seq, "stop")

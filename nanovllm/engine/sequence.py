@@ -2,7 +2,9 @@
 
 import sys
 from array import array
+from collections.abc import Iterable
 from enum import Enum, auto
+from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
 
@@ -105,12 +107,12 @@ class Sequence:
     def __init__(
         self,
         seq_id: int,
-        token_ids: list[int],
+        token_ids: Iterable[int],
         sampling_params: SamplingParams | None = None,
         block_size: int = 256,
         seed: int = 0,
-        grammar=None,
-        logit_edits=None,
+        grammar: Any = None,
+        logit_edits: Any = None,
     ):
         """token_ids: the prompt, at least one token. seed: used where sampling_params names none. grammar, logit_edits:
         an `engine.sampling.structured.Grammar` and an `engine.sampling.logit_edits.LogitEdits`, where sampling_params
@@ -135,7 +137,7 @@ class Sequence:
         self.error: str | None = None
         self.end_token_ids: frozenset[int] = frozenset()
         self.request_id = seq_id
-        self.text_stream = None
+        self.text_stream: Any = None
         self.text: str | None = None
         self.arrival_time: float | None = None
         self.scheduled_time: float | None = None

@@ -197,11 +197,8 @@ class Matmul:
     def _tell_once(self, key: Key) -> None:
         if len(self._candidates) > 1 and key.operation in OPERATIONS and not self._has_told:
             self._has_told = True
-            shape = key.operation, key.N, key.K
-            text = (
-                "%s with a weight [%d, %d] was not measured on this GPU; to measure it: nanovllm tune %s"
-            )
-            logger.info(text, *shape, self._model)
+            text = "%s with a weight [%d, %d] was not measured on this GPU; to measure it: nanovllm tune %s"
+            logger.info(text, key.operation, key.N, key.K, self._model)
 
     def posted_constants(self, weight: Tensor, num_tokens: int) -> tuple | None:
         """The constants with which this linear_sum posts its result to the other ranks itself, otherwise None."""

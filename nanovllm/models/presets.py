@@ -25,6 +25,7 @@ def preset_config(name: str) -> Any:
     with without_generated_docstrings():
         from transformers import Qwen3Config
     hidden_size, intermediate_size, num_layers, num_heads, tied = _SHAPES[name]
+    options: dict[str, Any] = {"rope_theta": 1_000_000.0}
     config = Qwen3Config(
         vocab_size=151936,
         hidden_size=hidden_size,
@@ -34,12 +35,13 @@ def preset_config(name: str) -> Any:
         num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=40960,
-        rope_theta=1_000_000.0,
         rms_norm_eps=1e-6,
         tie_word_embeddings=tied,
         eos_token_id=151645,
         architectures=["Qwen3ForCausalLM"],
+        **options,
     )
-    if getattr(config, "rope_parameters", None):  # transformers 5
-        config.rope_parameters["rope_theta"] = 1_000_000.0
+    rope: Any = getattr(config, "rope_parameters", None)
+    if rope:  # transformers 5
+        rope.update(options)
     return config

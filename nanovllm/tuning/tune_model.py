@@ -83,7 +83,7 @@ def _gpu(name: str) -> torch.device:
 
 def layer_shapes(model: str, dtype: str) -> list[Shape]:
     """The four products of a model's layer on one GPU. Raises ValueError where there is no such model."""
-    config = Config.create(model=model, load_format="dummy", device="cpu", dtype=dtype, skip_tokenizer_init=True)
+    config = Config(model, load_format="dummy", device="cpu", dtype=dtype, skip_tokenizer_init=True)
     config.hf_config.num_hidden_layers = 1
     decoder = make_model(config.hf_config, config.dtype, torch.device("meta"), 1, TorchBackend(), TensorParallel())
     return [Shape(product.operation, *product.weight.shape, dtype) for product in decoder.model.layers[0].products()]

@@ -41,12 +41,11 @@ class CompileProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         command = [sys.executable, "-c", f"from {__name__} import work; work()", *modules]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        # A session of their own, or Ctrl-C would reach them. What they print is not the caller's.
+        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         with suppress(OSError):
             for _ in range(max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // 2))):
-                # A session of their own, or Ctrl-C would reach them.
-                options = {"stdin": pipe, "stdout": pipe, "stderr": null, "start_new_session": True}
-                self._processes.append(subprocess.Popen(command, env=env, **options))
+                self._processes.append(subprocess.Popen(command, env=env, start_new_session=True, **streams))
         self._threads = [Thread(target=self._serve, args=(process,), daemon=True) for process in self._processes]
         for thread in self._threads:
             thread.start()

@@ -53,7 +53,8 @@ def load_model(model: nn.Module, directory: str) -> None:
 def _load_all(tasks: list[tuple[Any, nn.Parameter, object]], device: torch.device) -> None:
     """Load every (safetensors slice, parameter, shard id), in parallel. Raises the first error when all threads have
     stopped."""
-    todo, at_work, errors = deque(tasks), deque(), []
+    todo, at_work = deque(tasks), deque[None]()
+    errors: list[BaseException] = []
 
     def work() -> None:
         at_work.append(None)

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import Parameter, signature
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable)
 
@@ -103,15 +103,15 @@ def explains_unknown_options(
     """A decorator: an unknown keyword of the function or class raises `unknown_option`'s TypeError. The signature
     stays. otherwise: (keyword, value) -> unknown_option's `otherwise`."""
 
-    def decorate(function):
+    def decorate(function: Any) -> Any:
         if isinstance(function, type):
-            function.__init__ = decorate(function.__init__)
+            function.__init__ = decorate(function.__init__)  # type: ignore[misc]
             return function
         kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
         known = {name: None for name, p in signature(function).parameters.items() if p.kind in kinds and name != "self"}
 
         @wraps(function)
-        def checked(*args, **options):
+        def checked(*args: Any, **options: Any) -> Any:
             for name, value in options.items():
                 if name not in known:
                     raise unknown_option(name, known, hints, otherwise(name, value))

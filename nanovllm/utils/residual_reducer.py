@@ -68,8 +68,8 @@ class ResidualReducer:
         return buffer[:num_tokens] if num_tokens > kernels.MAX_PUSH_TOKENS else torch.empty_like(buffer[:num_tokens])
 
     def begin_step(self, num_sums: int) -> None:
-        """Call this at the beginning of every forward pass: it will call `add_linear` num_sums times, an even number
-        that may be 0. At least one ordinary launch must come before the first of these calls."""
+        """Call this at the beginning of every forward pass. num_sums: how often the pass calls `add_linear`, an even
+        number, or 0. At least one ordinary launch must come before the first call."""
         self.is_posting = num_sums > 0
         if self.is_posting:
             self._step += num_sums

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from linear_inputs import make_linear, make_rows
 
 from nanovllm.kernels.dependent_launch import has_pdl
-from nanovllm.kernels.gemv import linear_add, norm_linear, norm_linear_silu
+from nanovllm.kernels.gemv import MAX_NORM_SIZE, linear_add, norm_linear, norm_linear_silu
 from nanovllm.kernels.gemv_kernel import MAX_TOKENS, GemvConfig, default_config
 from nanovllm.layers.matmul_torch import linear_add_torch, norm_linear_silu_torch, norm_linear_torch
 from nanovllm.tuning.table import package_table
@@ -54,7 +54,7 @@ def table_cases() -> dict[GemvConfig, tuple[int, int, int]]:
         for bound, choices in zip(row.bounds, row.choices, strict=True):
             for name, constants in choices:
                 if name == "gemv":
-                    cases[GemvConfig(*constants)] = (min(bound, MAX_TOKENS), key.N, key.K)
+                    cases[GemvConfig(*constants)] = (min(bound, MAX_TOKENS), key.N, min(key.K, MAX_NORM_SIZE))
     return cases
 
 

@@ -155,5 +155,5 @@ def test_more_ranks_than_gpus_are_refused(path, monkeypatch, current, most):
     for name, value in (("is_available", True), ("device_count", 3), ("current_device", current)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     with pytest.raises(ValueError, match=rf"tensor_parallel_size=4: must be at most {most}: 3 GPUs are visible"):
-        Config.create(str(path), tensor_parallel_size=4)
-    assert Config.create(str(path), tensor_parallel_size=4, device="cpu").tensor_parallel_size == 4
+        Config(str(path), tensor_parallel_size=4)
+    assert Config(str(path), tensor_parallel_size=4, device="cpu").tensor_parallel_size == 4

@@ -78,7 +78,7 @@ class Results:
             self._num_left[request_id] = len(seqs)
         self._num_admitted += len(requests)
 
-    def book(self, finished: list[Sequence]) -> None:
+    def record(self, finished: list[Sequence]) -> None:
         """Sequences that are complete, with their texts."""
         for seq in finished:
             self._num_left[seq.request_id] -= 1

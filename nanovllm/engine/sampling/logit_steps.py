@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class LogitSteps:
         self.graphs: DecodeGraphs | None = None
         self.logits: Tensor | None = None
         self._config = config
-        self._model = model
+        self._model: Any = model
         self._tp = tp
         self._inputs = inputs
         self._plain_graphs = plain_graphs
@@ -61,7 +62,8 @@ class LogitSteps:
         return self._prefill(batch) if batch.is_prefill else self._decode(batch)
 
     def _prefill(self, batch: Batch) -> Forward | None:
-        (input_ids, positions, *sampling), context = send_prefill(batch, self._inputs.sampled.device)
+        inputs, context = send_prefill(batch, self._inputs.sampled.device)
+        input_ids, positions, temperatures, seeds, sample_positions = inputs
         prompts = None
         if batch.prompt_rows:
             hidden_states = self._hidden_states(input_ids, positions, replace(context, last_tokens=None))
@@ -70,7 +72,9 @@ class LogitSteps:
         else:
             hidden_states = self._hidden_states(input_ids, positions, context)
         logits = self._full_logits(hidden_states)
-        return Forward(batch.seqs, True, logits, *sampling, prompts=prompts) if self._draws else None
+        if not self._draws:
+            return None
+        return Forward(batch.seqs, True, logits, temperatures, seeds, sample_positions, prompts=prompts)
 
     def _decode(self, batch: Batch) -> Forward | None:
         n, inputs = batch.num_seqs, self._inputs
@@ -84,8 +88,8 @@ class LogitSteps:
             logits = self._decode_logits(n)
         if not self._draws:
             return None
-        rows = {name: inputs.rows[name][:n] for name in ("temperatures", "seeds", "positions")}
-        return Forward(batch.seqs, False, logits[:n], **rows, fed_tokens=inputs.input_ids[:n])
+        temperatures, seeds, positions = (inputs.rows[name][:n] for name in ("temperatures", "seeds", "positions"))
+        return Forward(batch.seqs, False, logits[:n], temperatures, seeds, positions, inputs.input_ids[:n])
 
     def _decode_logits(self, batch_size: int) -> Tensor:
         """Of the first rows of the inputs: [batch_size, vocab_size]."""

@@ -54,12 +54,12 @@ class StepLogprobs:
 
         return StepLogprobs(mapped(self.sampled), mapped(self.prompts))
 
-    def book(self, row: int, seq: Sequence) -> None:
+    def record(self, row: int, seq: Sequence) -> None:
         """Give a sequence those of the token that was sampled in its row."""
         if seq.logprobs is not None and self.sampled is not None:
             seq.logprobs += self.sampled.of(row, seq.params.logprobs)
 
-    def book_prompts(self, seqs: list[Sequence]) -> None:
+    def record_prompts(self, seqs: list[Sequence]) -> None:
         """Give the step's sequences those of the prompt tokens that it has computed."""
         if self.prompts is None:
             return

@@ -1,5 +1,6 @@
 """SamplingPipeline: from a step's logits to its tokens, where a request asks for more than a temperature."""
 
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -103,24 +104,28 @@ class SamplingPipeline:
 
     def _host_arrays(self, forward: Forward) -> dict[str, np.ndarray]:
         """Rows are those of the step; biased and forbidden are places in the flat logits."""
-        seqs, rows = forward.seqs, {"truncated": [], "penalized": [], "masked": [], "reported": []}
-        flat = {"biased": [], "biases": [], "forbidden": []}
+        seqs = forward.seqs
+        truncated: list[int] = []
+        penalized: list[int] = []
+        masked: list[int] = []
+        reported: list[int] = []
+        flat: dict[str, list[np.ndarray]] = {"biased": [], "biases": [], "forbidden": []}
         for row, seq in enumerate(seqs):
             # No token is sampled for a prefill that goes on, or for a sequence that has ended meanwhile.
             if seq.is_plain or seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens:
                 continue
             params, edits, first = seq.params, seq.logit_edits, row * self.vocab_size
             if params.truncates:
-                rows["truncated"].append(row)
+                truncated.append(row)
             if params.penalizes:
-                rows["penalized"].append(row)
+                penalized.append(row)
             if params.logprobs is not None:
-                rows["reported"].append(row)
+                reported.append(row)
             if edits is not None and len(edits.biases):
                 flat["biased"].append(edits.bias_tokens + first)
                 flat["biases"].append(edits.biases)
             if seq.grammar is not None or (edits is not None and edits.needs_mask):
-                rows["masked"].append(row)
+                masked.append(row)
                 continue
             if edits is not None:
                 flat["forbidden"].append(edits.banned + first)
@@ -129,22 +134,26 @@ class SamplingPipeline:
             if _is_too_short(seq):
                 flat["forbidden"].append(np.array(self._ends(seq), np.int64) + first)
         arrays = {name: np.concatenate(values) for name, values in flat.items() if values}
-        if rows["reported"]:
-            arrays["reported"] = np.array(rows["reported"], np.int64)
-        if rows["truncated"]:
-            arrays |= self._truncation_arrays(seqs, rows["truncated"])
-        if rows["penalized"]:
-            arrays |= self._penalty_arrays(seqs, rows["penalized"], forward.is_prefill)
-        if rows["masked"]:
-            arrays |= self._mask_arrays(seqs, rows["masked"])
+        if reported:
+            arrays["reported"] = np.array(reported, np.int64)
+        if truncated:
+            arrays |= self._truncation_arrays(seqs, truncated)
+        if penalized:
+            arrays |= self._penalty_arrays(seqs, penalized, forward.is_prefill)
+        if masked:
+            arrays |= self._mask_arrays(seqs, masked)
         return arrays
 
     @staticmethod
     def _truncation_arrays(seqs: list[Sequence], rows: list[int]) -> dict[str, np.ndarray]:
-        arrays = {}
-        for name, neutral, dtype in (("top_k", 0, np.int32), ("top_p", 1, np.float32), ("min_p", 0, np.float32)):
-            arrays[name] = np.full(len(seqs), neutral, dtype)
-            arrays[name][rows] = [getattr(seqs[row].params, name) for row in rows]
+        arrays = {
+            "top_k": np.zeros(len(seqs), np.int32),
+            "top_p": np.ones(len(seqs), np.float32),
+            "min_p": np.zeros(len(seqs), np.float32),
+        }
+        params = [seqs[row].params for row in rows]
+        for name, values in arrays.items():
+            values[rows] = list(map(attrgetter(name), params))
         return arrays
 
     def _penalty_arrays(self, seqs: list[Sequence], rows: list[int], is_prefill: bool) -> dict[str, np.ndarray]:
@@ -152,28 +161,24 @@ class SamplingPipeline:
         if self._counts is None:
             self._counts = TokenCounts(self.vocab_size, self.max_num_seqs, self.device)
         penalized = [seqs[row] for row in rows]
-        state_rows, is_current = self._counts.assign({seq.seq_id: seq.num_tokens for seq in penalized})
-        stale_rows, advanced, advanced_state_rows = [], [], []
+        assigned, current = self._counts.assign({seq.seq_id: seq.num_tokens for seq in penalized})
+        penalized_rows, state_rows = np.array(rows, np.int64), np.array(assigned, np.int64)
+        is_current = np.array(current) & (not is_prefill)
         prompt_tokens, completion_tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        for row, seq, state_row, current in zip(rows, penalized, state_rows, is_current, strict=True):
-            if current and not is_prefill:
-                advanced.append(row)
-                advanced_state_rows.append(state_row)
-                continue
-            tokens = np.frombuffer(seq.tokens, np.int32) + np.int64(state_row * self.vocab_size)
-            stale_rows.append(state_row)
-            prompt_tokens.append(tokens[: seq.num_prompt_tokens])
-            completion_tokens.append(tokens[seq.num_prompt_tokens :])
+        for i in np.flatnonzero(~is_current).tolist():
+            tokens = np.frombuffer(penalized[i].tokens, np.int32) + state_rows[i] * self.vocab_size
+            prompt_tokens.append(tokens[: penalized[i].num_prompt_tokens])
+            completion_tokens.append(tokens[penalized[i].num_prompt_tokens :])
         params = [seq.params for seq in penalized]
         strengths = [(p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for p in params]
         return {
-            "penalized": np.array(rows, np.int64),
-            "state_rows": np.array(state_rows, np.int64),
-            "stale_rows": np.array(stale_rows, np.int64),
+            "penalized": penalized_rows,
+            "state_rows": state_rows,
+            "stale_rows": state_rows[~is_current],
             "prompt_tokens": np.concatenate(prompt_tokens),
             "completion_tokens": np.concatenate(completion_tokens),
-            "advanced": np.array(advanced, np.int64),
-            "advanced_state_rows": np.array(advanced_state_rows, np.int64),
+            "advanced": penalized_rows[is_current],
+            "advanced_state_rows": state_rows[is_current],
             "strengths": np.array(strengths, np.float32).T,
         }
 

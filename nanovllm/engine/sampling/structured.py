@@ -49,9 +49,11 @@ class Grammars:
 
     def _compile(self, form: StructuredOutputsParams) -> Any:
         what = next(name for name in ("json", "regex", "choice") if getattr(form, name) is not None)
+        fault: object = None
         try:
             matcher = self._llguidance.LLMatcher(self._tokenizer, self._source(form), log_level=0)
-            fault = matcher.get_error().strip() if matcher.is_error() else None
+            if matcher.is_error():
+                fault = matcher.get_error().strip()
         except ValueError as error:
             fault = error
         if fault is not None:
@@ -60,7 +62,7 @@ class Grammars:
 
     def _source(self, form: StructuredOutputsParams) -> str:
         """The form in llguidance's language. Raises ValueError."""
-        matcher_class = self._llguidance.LLMatcher
+        matcher_class: Any = self._llguidance.LLMatcher
         if form.json is not None:
             if form.whitespace_pattern is None:
                 return matcher_class.grammar_from_json_schema(form.json, defaults={"whitespace_flexible": False})
