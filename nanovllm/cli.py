@@ -3,14 +3,15 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
+
+from nanovllm import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. arguments: those of the process by default."""
     parser = argparse.ArgumentParser(prog="nanovllm", description=__doc__.splitlines()[0])
-    parser.add_argument("--version", action="version", version=f"nanovllm {version('nanovllm')}")
+    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     tune = commands.add_parser(
         "tune",
@@ -20,7 +21,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     tune.add_argument("model", help="a directory, a hub id, or the name of a published shape such as Qwen3-8B")
     tune.add_argument("--device", default="cuda", help="the GPU to measure, cuda or cuda:N (default: %(default)s)")
-    tune.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"), help="default: %(default)s")
+    tune.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="measure one GPU's part of a model split over N",
+    )
     target = tune.add_mutually_exclusive_group()
     target.add_argument("--output", type=Path, metavar="FILE", help="write the table to this file instead")
     target.add_argument("--package", action="store_true", help="write the table into the package, to contribute it")
@@ -38,13 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    # Imported late: --help and --version need no torch.
     from nanovllm.tuning.tune_model import tune_model
 
     tune_model(
         options.model,
+        num_gpus=options.tensor_parallel_size,
         device=options.device,
-        dtype=options.dtype,
         output=options.output,
         into_package=options.package,
         dry_run=options.dry_run,

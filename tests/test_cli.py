@@ -41,6 +41,12 @@ def test_a_dry_run_needs_no_gpu(capsys):
     assert "layers to measure" in lines[-1]
 
 
+def test_a_dry_run_of_one_gpus_part(capsys):
+    assert main(["tune", "Qwen3-8B", "--tensor-parallel-size", "2", "--dry-run"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "decode 64 tokens linear_sum [4096, 6144] cublas x 1" in lines
+
+
 def test_a_dry_run_of_a_checkpoint(tmp_path, capsys):
     assert main(["tune", str(make_checkpoint(tmp_path)), "--dry-run"]) == 0
     assert "cublas" in capsys.readouterr().out
@@ -51,7 +57,8 @@ def test_a_dry_run_of_a_checkpoint(tmp_path, capsys):
     [
         (["no/such/model"], "model='no/such/model'"),
         (["Qwen3-8B", "--output", "a", "--package"], "not allowed with argument"),
-        (["Qwen3-8B", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["Qwen3-8B", "--tensor-parallel-size", "3"], "tensor_parallel_size=3: must divide"),
+        (["Qwen3-8B", "--tensor-parallel-size", "0"], "tensor_parallel_size=0"),
     ],
 )
 def test_mistakes_are_named(capsys, monkeypatch, arguments, message):

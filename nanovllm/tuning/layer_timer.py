@@ -15,6 +15,7 @@ from nanovllm.tuning.table import Choice
 from nanovllm.tuning.tuner import CUBLAS, Picks, Shape
 from nanovllm.utils.compile_processes import CompileProcesses
 from nanovllm.utils.context import Context, step_context
+from nanovllm.utils.optional_packages import OptionalPackage
 
 _MIN_WEIGHT_BYTES = 400 * 10**6  # several times the L2 cache of any GPU
 _RUN_MICROS = 6_000
@@ -26,14 +27,15 @@ class LayerTimer:
     """Layers of one shape with weights of their own, so many that none is in the L2 cache when it comes up again.
 
     Decode steps are captured in a CUDA graph, prefills are launched by the host. Attention is left out: the first rows
-    of the q, k, v product stand for its result.
+    of the q, k, v product stand for its result. So are sums over ranks: linear_sum is timed as linear_add.
     """
 
     def __init__(self, shapes: Sequence[Shape], device: torch.device):
         self.shapes = tuple(shapes)
         self.device = device
         dtype = getattr(torch, shapes[0].dtype)
-        quack = load_quack(dtype, device, decodes=True)
+        is_alone = all(shape.operation != "linear_sum" for shape in shapes)  # Over several GPUs engines have no Quack.
+        quack = load_quack(dtype, device, decodes=True) if is_alone else None
         found = [Cublas(), *our_candidates(device), *([] if quack is None else [quack])]
         self.candidates: dict[str, Candidate] = {candidate.name: candidate for candidate in found}
         options = {"dtype": dtype, "device": device}
@@ -106,15 +108,15 @@ class LayerTimer:
         """On numbers of order one."""
         shape, weight = self.shapes[i], self._layers[0][i]
         x, out = (weight.new_empty(num_tokens, size).normal_() for size in (shape.K, shape.N))
-        if shape.operation == "linear_add":
-            return Problem(shape.operation, x, weight, out=out)
+        if shape.operation in ("linear_add", "linear_sum"):
+            return Problem("linear_add", x, weight, out=out)
         return Problem(shape.operation, Normed(x, self._norm), weight)
 
     def _is_right(self, phase: str, num_tokens: int, i: int, choice: Choice) -> bool:
         """Whether the candidate supports the product, runs, and gives cuBLAS's result but for rounding."""
         key = phase, num_tokens, i, choice
         if key not in self._works:
-            problem = self._problem(i, num_tokens)
+            problem, candidate = self._problem(i, num_tokens), self.candidates[choice.candidate]
             again = problem._replace(out=None if problem.out is None else problem.out.clone())
             try:
                 found, expected = self._launch(phase, problem, choice), self._launch(phase, again, CUBLAS)
@@ -125,6 +127,8 @@ class LayerTimer:
                 raise
             except Exception:  # Of a compiler or a launch: these constants are not for this GPU.
                 self._works[key] = False
+            if isinstance(candidate, OptionalPackage):
+                candidate.works = True  # Other constants may be.
         return self._works[key]
 
 

@@ -1,5 +1,6 @@
 """`nanovllm tune MODEL`: from a model's name to a table on the disk."""
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -30,23 +31,26 @@ _COUNTS = {"decode": DECODE_TOKENS, "prefill": PREFILL_TOKENS}
 _PACKAGES = ("torch", "triton", "quack-kernels", "flash-attn-4")
 # What a dry run lists.
 _DRY_GPU, _DRY_MULTIPROCESSORS = "NVIDIA H200", 132
-_DRY_CANDIDATES = {"cublas", "gemv", "split-k", "fused-silu", "quack-kernels"}
+_DRY_CANDIDATES = {"cublas", "gemv", "split-k", "fused-silu"}
 
 
-def tune_model(model: str, *, device: str, dtype: str, output: Path | None, into_package: bool, dry_run: bool) -> None:
+def tune_model(
+    model: str, *, num_gpus: int, device: str, output: Path | None, into_package: bool, dry_run: bool
+) -> None:
     """Measure a model's products on a GPU, telling the terminal how far it is, and write the table to `output`, into
     the package, or to the user's cache. Raises ValueError, in words for the user."""
-    shapes = layer_shapes(model, dtype)
+    shapes = layer_shapes(model, num_gpus)
     if dry_run:
         _list(shapes)
         return
     gpu_device = _gpu(device)
+    logging.getLogger("nanovllm.utils.optional_packages").setLevel(logging.ERROR)  # Many a tile fails: that is no news.
     from nanovllm.tuning.layer_timer import LayerTimer
 
     with torch.cuda.device(gpu_device):
         gpu = torch.cuda.get_device_name(gpu_device)
         path = output or (package_path(gpu) if into_package else user_path(gpu))
-        print(f"{model} ({dtype}) on {gpu}")
+        print(f"{model} on {num_gpus} x {gpu}")
         start = time.perf_counter()
         timer = LayerTimer(shapes, gpu_device)
         num_multiprocessors = torch.cuda.get_device_properties(gpu_device).multi_processor_count
@@ -81,11 +85,15 @@ def _gpu(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
-def layer_shapes(model: str, dtype: str) -> list[Shape]:
-    """The four products of a model's layer on one GPU. Raises ValueError where there is no such model."""
-    config = Config(model, load_format="dummy", device="cpu", dtype=dtype, skip_tokenizer_init=True)
+def layer_shapes(model: str, num_gpus: int = 1) -> list[Shape]:
+    """The four products of a model's layer on one of so many GPUs. Raises ValueError if there is no such model, or if
+    it cannot be split so."""
+    dtype = "bfloat16"  # float16 takes the same time.
+    options = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True}
+    config = Config(model, dtype=dtype, tensor_parallel_size=num_gpus, **options)
     config.hf_config.num_hidden_layers = 1
-    decoder = make_model(config.hf_config, config.dtype, torch.device("meta"), 1, TorchBackend(), TensorParallel())
+    tp = TensorParallel(size=num_gpus)
+    decoder = make_model(config.hf_config, config.dtype, torch.device("meta"), 1, TorchBackend(), tp)
     return [Shape(product.operation, *product.weight.shape, dtype) for product in decoder.model.layers[0].products()]
 
 
@@ -101,12 +109,14 @@ def _all_trials(tuner: Tuner) -> Iterator[tuple[str, int, int, Choice]]:
 
 
 def _list(shapes: list[Shape]) -> None:
-    tuner = Tuner(shapes, package_table(_DRY_GPU), _DRY_CANDIDATES, _DRY_MULTIPROCESSORS)
+    is_alone = all(shape.operation != "linear_sum" for shape in shapes)
+    candidates = _DRY_CANDIDATES | ({"quack-kernels"} if is_alone else set())
+    tuner = Tuner(shapes, package_table(_DRY_GPU), candidates, _DRY_MULTIPROCESSORS)
     trials = Counter((phase, n, shapes[i], choice.candidate) for phase, n, i, choice in _all_trials(tuner))
     for (phase, num_tokens, shape, candidate), count in trials.items():
         weight = f"[{shape.N}, {shape.K}]"
         print(f"{phase:7} {num_tokens:6} tokens  {shape.operation:11} {weight:14} {candidate} x {count}")
-    print(f"{trials.total()} layers to measure on a GPU like the {_DRY_GPU} with quack-kernels")
+    print(f"{trials.total()} layers to measure on a GPU like the {_DRY_GPU}")
 
 
 def _show(bar: tqdm, done: int, total: int) -> None:

@@ -50,8 +50,8 @@ class Result(NamedTuple):
 
 def challengers(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: int) -> list[Choice]:
     """All that is tried for a product besides what the table has."""
-    names = {"decode": (_gemv, _split_k, _decode_tiles), "prefill": (_fused_silu, _prefill_tiles)}[phase]
-    return [CUBLAS, *(choice for each in names for choice in each(shape, num_tokens, num_multiprocessors))]
+    kinds = {"decode": (_gemv, _split_k, _decode_tiles), "prefill": (_fused_silu, _prefill_tiles)}[phase]
+    return [CUBLAS, *(choice for kind in kinds for choice in kind(shape, num_tokens, num_multiprocessors))]
 
 
 def _gemv(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
