@@ -4,8 +4,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -25,6 +23,7 @@ from nanovllm.tuning.table import (
     write_table,
 )
 from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Shape, Tuner
+from nanovllm.utils.optional_packages import installed_versions
 from nanovllm.utils.parallel import TensorParallel
 
 _COUNTS = {"decode": DECODE_TOKENS, "prefill": PREFILL_TOKENS}
@@ -67,7 +66,7 @@ def tune_model(
     # A file that is there keeps its rows of other models.
     settings = package_table(gpu).settings if into_package else None
     before = read_table(path) if path.is_file() else Table(settings=settings)
-    table = before.updated(Table(found.rows, versions=_versions()))
+    table = before.updated(Table(found.rows, versions=installed_versions(*_PACKAGES)))
     write_table(path, gpu, table)
     print(f"{len(found.rows)} rows in {time.perf_counter() - start:.0f} s: {path}")
 
@@ -122,12 +121,3 @@ def _list(shapes: list[Shape]) -> None:
 def _show(bar: tqdm, done: int, total: int) -> None:
     bar.total, bar.n = total, done
     bar.refresh()
-
-
-def _versions() -> dict[str, str]:
-    """Of the packages that were measured."""
-    versions = {}
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
