@@ -15,7 +15,6 @@ from nanovllm.tuning.table import Choice
 from nanovllm.tuning.tuner import CUBLAS, Picks, Shape
 from nanovllm.utils.compile_processes import CompileProcesses
 from nanovllm.utils.context import Context, step_context
-from nanovllm.utils.optional_packages import OptionalPackage
 
 _MIN_WEIGHT_BYTES = 400 * 10**6  # several times the L2 cache of any GPU
 _RUN_MICROS = 6_000
@@ -36,6 +35,8 @@ class LayerTimer:
         dtype = getattr(torch, shapes[0].dtype)
         is_alone = all(shape.operation != "linear_sum" for shape in shapes)  # Over several GPUs engines have no Quack.
         quack = load_quack(dtype, device, decodes=True) if is_alone else None
+        if quack is not None:
+            quack.attempt = lambda launch: launch()  # An error ends one trial here, not the use of the package.
         found = [Cublas(), *our_candidates(device), *([] if quack is None else [quack])]
         self.candidates: dict[str, Candidate] = {candidate.name: candidate for candidate in found}
         options = {"dtype": dtype, "device": device}
@@ -116,7 +117,7 @@ class LayerTimer:
         """Whether the candidate supports the product, runs, and gives cuBLAS's result but for rounding."""
         key = phase, num_tokens, i, choice
         if key not in self._works:
-            problem, candidate = self._problem(i, num_tokens), self.candidates[choice.candidate]
+            problem = self._problem(i, num_tokens)
             again = problem._replace(out=None if problem.out is None else problem.out.clone())
             try:
                 found, expected = self._launch(phase, problem, choice), self._launch(phase, again, CUBLAS)
@@ -127,8 +128,6 @@ class LayerTimer:
                 raise
             except Exception:  # Of a compiler or a launch: these constants are not for this GPU.
                 self._works[key] = False
-            if isinstance(candidate, OptionalPackage):
-                candidate.works = True  # Other constants may be.
         return self._works[key]
 
 

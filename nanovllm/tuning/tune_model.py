@@ -1,6 +1,5 @@
 """`nanovllm tune MODEL`: from a model's name to a table on the disk."""
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -43,7 +42,6 @@ def tune_model(
         _list(shapes)
         return
     gpu_device = _gpu(device)
-    logging.getLogger("nanovllm.utils.optional_packages").setLevel(logging.ERROR)  # Many a tile fails: that is no news.
     from nanovllm.tuning.layer_timer import LayerTimer
 
     with torch.cuda.device(gpu_device):
