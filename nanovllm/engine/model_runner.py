@@ -26,7 +26,8 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import AttentionBackend, select_backend
 from nanovllm.layers.flash_attn4 import AttentionShape
-from nanovllm.layers.matmul import Matmul, our_candidates
+from nanovllm.layers.kernel_matmul import our_candidates
+from nanovllm.layers.matmul import Matmul
 from nanovllm.layers.quack import load_quack
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import make_model
@@ -129,7 +130,7 @@ class ModelRunner:
         backend.use_flash_attn4(
             config.dtype,
             head_dim,
-            layer_params=self.model.num_layer_params,
+            min_tokens=table.setting("flash_attn4", "min_layer_work") // self.model.num_layer_params,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
         )
