@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm
 from fake_quack import Package, make_config, problem, tensors
 
-from nanovllm.engine import model_runner
+from nanovllm.engine.runner import model_setup
 from nanovllm.layers.matmul import Matmul
 from nanovllm.layers.quack import Product, Quack, Tile
 from nanovllm.tuning.table import Choice, Key, Row, Table, load_table
@@ -180,8 +180,8 @@ def engine_options(monkeypatch, tmp_path, quack) -> dict:
     path = make_checkpoint(tmp_path)
     with make_llm(path) as llm:
         shapes = {tuple(product.weight.shape) for product in llm.model_runner.model.model.layers[0].products()}
-    monkeypatch.setattr(model_runner, "load_quack", lambda dtype, device, decodes: quack)
-    monkeypatch.setattr(model_runner, "load_table", lambda device: load_table(device).updated(make_table(*shapes)))
+    monkeypatch.setattr(model_setup, "load_quack", lambda dtype, device, decodes: quack)
+    monkeypatch.setattr(model_setup, "load_table", lambda device: load_table(device).updated(make_table(*shapes)))
     return {"path": path, "num_kvcache_blocks": 300, "max_num_seqs": 50, "max_num_batched_tokens": 4096}
 
 
