@@ -15,9 +15,8 @@ if HAS_TRITON:
     from nanovllm.kernels.paged_prefill import paged_prefill
 
 # A call of flash-attn-4 costs the host twice as much as one of our kernels. So it pays only if the device works on a
-# layer for longer than the host launches it: from this many new tokens of a step times parameters of a layer on, or for
-# any sequence with more keys than this (measured on an H200).
-_MIN_LAYER_WORK = 1 << 37
+# layer for longer than the host launches it: for steps of many new tokens, and for any sequence with more keys than
+# this (measured on an H200).
 _MANY_KEYS = 4096
 
 
@@ -38,10 +37,10 @@ class GpuBackend(AttentionBackend):
             return self.name
         return f"{self.name} (prefill: flash-attn-4, in steps of {self.flash_attn4_min_tokens} tokens or more)"
 
-    def use_flash_attn4(self, dtype, head_dim, *, layer_params, max_num_batched_tokens, max_model_len):
+    def use_flash_attn4(self, dtype, head_dim, *, min_tokens, max_num_batched_tokens, max_model_len):
         """Use it from now on, if it is installed and supports this model. It is not imported, which takes seconds, if
-        no step can be long enough for it. layer_params: parameters of a layer on this device."""
-        self.flash_attn4_min_tokens = _MIN_LAYER_WORK // layer_params
+        no step can be long enough for it. min_tokens: new tokens of a step for which it pays."""
+        self.flash_attn4_min_tokens = min_tokens
         if max_num_batched_tokens >= self.flash_attn4_min_tokens or max_model_len > _MANY_KEYS:
             self.flash_attn4 = load_flash_attn4(dtype, head_dim)
 

@@ -68,7 +68,7 @@ def _load_all(tasks: list[tuple[Any, nn.Parameter, object]], device: torch.devic
                         loaded, param, shard_id = todo.popleft()
                     except IndexError:  # Another thread was faster.
                         return
-                    load = getattr(param, "weight_loader", _copy_whole)
+                    load = getattr(param, "weight_loader", default_weight_loader)
                     load(param, staging.reader(loaded), shard_id)
         except BaseException as error:
             todo.clear()
@@ -115,7 +115,7 @@ def load_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
             param.data.normal_(std=0.02, generator=of_all if is_whole else of_rank)
 
 
-def _copy_whole(param: nn.Parameter, loaded: Any, shard_id: object) -> None:
+def default_weight_loader(param: nn.Parameter, loaded: Any, shard_id: object) -> None:
     param.data.copy_(loaded[...])
 
 

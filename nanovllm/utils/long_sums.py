@@ -15,7 +15,7 @@ if HAS_TRITON:
     from nanovllm.kernels.all_reduce import add_norm_arrived
 
 MIN_TOKENS = 2048  # of a step; for fewer the transfer is too short to be hidden behind half of a product
-# A rank that sends part k has finished part k - 2 (see Qwen3DecoderLayer.forward_parts for the order). It therefore
+# A rank that sends part k has finished part k - 2 (see `layers.rank_sums` for the order). It therefore
 # received the other rank's part k - 2, which that rank sent after it had finished part k - 4. So slot k - 4 is free.
 _NUM_SLOTS = 4
 _NUM_ROUNDS = 1 << 15  # rounds over the slots until the numbers of arrivals repeat

@@ -81,9 +81,11 @@ class ResidualReducer:
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        config: "GemvConfig | None" = None,
+        constants: tuple | None = None,
     ) -> None:
-        """residual += the sum of all ranks' `x W^T + bias`, by dependent launches, for up to 16 tokens."""
+        """residual += the sum of all ranks' `x W^T + bias`, by dependent launches, for up to 16 tokens. constants: the
+        GEMV kernel's."""
+        config = GemvConfig(*constants) if constants else None
         linear_post(x, weight, self._posts, self._index, bias, config, pdl=True)
         collect(self._posts, self._index, residual, pdl=True)
         self._index += 1

@@ -1,8 +1,7 @@
-"""The kernels of quack-kernels and flash-attn-4 that an engine will launch, compiled and loaded at its start."""
+"""An engine's start: compiling and loading the kernels of quack-kernels and flash-attn-4 that it will launch."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -11,14 +10,15 @@ from xxhash import xxh64_hexdigest
 from nanovllm.config import Config
 from nanovllm.layers.flash_attn4 import AttentionShape, FlashAttn4, load_kernel
 from nanovllm.layers.quack import Product, Quack, load_product
+from nanovllm.tuning.table import package_path, user_path
 from nanovllm.utils.compile_processes import CompileProcesses
-from nanovllm.utils.optional_packages import keep_kernels, kernel_cache
+from nanovllm.utils.optional_packages import installed_versions, keep_kernels, kernel_cache
 from nanovllm.utils.parallel import TensorParallel
 
 _PACKAGES = ("quack-kernels", "flash-attn-4")
 _MODULES = ["nanovllm.layers.quack_early", "flash_attn.cute"]
 _COMPILER = "nvidia-cutlass-dsl"
-# What decides which kernels an engine asks for, and in which shapes.
+# The options that decide which kernels an engine launches.
 _OPTIONS = (
     "max_num_batched_tokens",
     "max_num_seqs",
@@ -36,11 +36,11 @@ _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_va
 class PackageKernels:
     """Use as a context manager around an engine's start.
 
-    Both packages compile for seconds a kernel, and keep it on the disk. The first time that an engine of such a shape
-    starts on a machine, several processes compile side by side. They begin with the block, because their imports alone
-    take seconds. Later starts find everything on the disk and need no processes.
+    Both packages take seconds to compile a kernel, and keep it on the disk. When an engine of this shape starts for the
+    first time on a machine, several processes compile side by side. They start with the block, because their imports
+    take seconds too. Later starts find all kernels on the disk and need no processes.
 
-    With several ranks rank 0 has the processes, and the others find what these have compiled.
+    With several ranks, rank 0 has the processes, and the other ranks load what these have compiled.
     """
 
     def __init__(self, config: Config, rank: int, device: torch.device):
@@ -50,7 +50,7 @@ class PackageKernels:
         self._quack: Quack | None = None
         self._flash_attn4: FlashAttn4 | None = None
         self._shape: AttentionShape | None = None
-        versions = _versions(*_PACKAGES, _COMPILER, "torch")
+        versions = installed_versions(*_PACKAGES, _COMPILER, "torch")
         if rank or device.type != "cuda" or versions.keys().isdisjoint(_PACKAGES):
             return
         if config.dtype not in Quack.DTYPES:  # Which are flash-attn-4's too.
@@ -59,7 +59,9 @@ class PackageKernels:
             return
         shape = [getattr(config.hf_config, name, None) for name in _SHAPE]
         options = [getattr(config, name) for name in _OPTIONS]
-        facts = repr((shape, options, versions, torch.cuda.get_device_name(device)))
+        gpu = torch.cuda.get_device_name(device)
+        tables = [path.read_bytes() for path in (package_path(gpu), user_path(gpu)) if path.is_file()]
+        facts = repr((shape, options, versions, gpu, tables))
         note = Path(kernel_cache("starts"), xxh64_hexdigest(facts.encode()))
         if not note.exists():
             self._note = note
@@ -108,12 +110,3 @@ class PackageKernels:
             with suppress(OSError):  # Without the note the next start compiles again.
                 self._note.parent.mkdir(parents=True, exist_ok=True)
                 self._note.touch()
-
-
-def _versions(*names: str) -> dict[str, str]:
-    """Of those packages that are installed."""
-    versions = {}
-    for name in names:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
