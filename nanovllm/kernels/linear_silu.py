@@ -28,18 +28,9 @@ _GROUP = 4
 # Every prefill has another number of tokens: specialised on it, the kernel would be compiled again in mid-run.
 @triton.jit(do_not_specialize=["num_tokens", "num_programs"])
 def _linear_silu_kernel(
-    x_desc,
-    weight_desc,
-    y_desc,
-    num_tokens,
-    intermediate,
-    K,
-    num_programs,
-    TILE_TOKENS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    TILE_K: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    x_desc, weight_desc, y_desc, num_tokens, intermediate, K, num_programs,
+    TILE_TOKENS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     token_tiles = tl.cdiv(num_tokens, TILE_TOKENS)
     column_tiles = intermediate // TILE_COLUMNS
     group_size = GROUP * column_tiles
@@ -102,15 +93,8 @@ def linear_silu(x: Tensor, weight: Tensor) -> Tensor:
         TensorDescriptor.from_tensor(x, [TILE_TOKENS, TILE_K]),
         TensorDescriptor.from_tensor(weight, [TILE_COLUMNS, TILE_K]),
         TensorDescriptor.from_tensor(y, [TILE_TOKENS, TILE_COLUMNS]),
-        num_tokens,
-        intermediate,
-        K,
-        num_programs,
-        TILE_TOKENS=TILE_TOKENS,
-        TILE_COLUMNS=TILE_COLUMNS,
-        TILE_K=TILE_K,
-        GROUP=_GROUP,
-        num_warps=_NUM_WARPS,
-        num_stages=_NUM_STAGES,
-    )
+        num_tokens, intermediate, K, num_programs,
+        TILE_TOKENS=TILE_TOKENS, TILE_COLUMNS=TILE_COLUMNS, TILE_K=TILE_K, GROUP=_GROUP,
+        num_warps=_NUM_WARPS, num_stages=_NUM_STAGES,
+    )  # fmt: skip
     return y
