@@ -1,15 +1,16 @@
 """Sum over tensor-parallel GPUs, residual addition and RMS norm in one launch, over memory that all GPUs map.
 
 All functions are "one shot": every rank reads all partial sums and adds them up itself, in float32 and in the order of
-ranks. So all ranks get the same bits.
+ranks. So all ranks get the same bits. `push_add_norm` is for few tokens and has the least latency. `pull_add_norm` is
+for many tokens and has the least traffic. `add_norm_arrived` is for long prefills over two ranks, whose sums a copy
+engine brings (see `utils.long_sums`).
 
-`push_add_norm` is for few tokens and has the least latency. A rank writes its partial sums into the others' inboxes
-(see `posted_sums`) and waits for theirs.
-
-`pull_add_norm` is for many tokens and has the least traffic. The programs of all ranks wait for each other, then read
-their rows from each other's memory.
-
-`add_norm_arrived` is for long prefills over two ranks, whose sums a copy engine brings (see `utils.long_sums`).
+Each computes `residual += sum of the ranks' parts` and returns `residual / sqrt(mean(residual^2) + eps) * weight`, both
+rounded once. All ranks must call it with the same shapes: they wait for each other. Arguments of all functions:
+    residual: `[num_tokens, hidden]`, contiguous, the same on all ranks; overwritten.
+    weight, eps: `[hidden]`, of residual's dtype; and what is added to the mean square.
+    abort: int32 `[1]`; a value other than 0 ends all waiting, and the results then mean nothing.
+    rank: this rank.
 """
 
 import torch
@@ -81,21 +82,14 @@ def push_add_norm(
     weight: Tensor,
     eps: float,
 ) -> Tensor:
-    """`residual += sum of the ranks' partial`, then `residual / sqrt(mean(residual^2) + eps) * weight`.
+    """The sum of the ranks' `partial`. A rank writes its part into the others' inboxes (see `posted_sums`), and waits
+    for theirs.
 
     Args:
         inboxes: int64 `[size]`, addresses of the ranks' inboxes, int64 `[2, size, MAX_PUSH_TOKENS, hidden / 2]` each,
             zero at first.
         epochs: int32 `[MAX_PUSH_TOKENS]`, zero at first, this rank's alone.
-        abort: int32 `[1]`; a value other than 0 ends all waiting, and the results mean nothing.
-        rank: this rank.
-        partial: `[num_tokens, hidden]`, contiguous, bfloat16 or float16, up to MAX_PUSH_TOKENS tokens.
-        residual: like partial, the same on all ranks; overwritten.
-        weight: `[hidden]`.
-        eps: added to the mean square.
-
-    Returns:
-        The norm, like residual. All ranks must call this with the same shapes: they wait for each other.
+        partial: like residual, bfloat16 or float16, up to MAX_PUSH_TOKENS tokens.
     """
     num_tokens, hidden = residual.shape
     y = torch.empty_like(residual)
@@ -173,22 +167,15 @@ def _pull_kernel(
 def pull_add_norm(
     buffers: Tensor, flags: Tensor, abort: Tensor, rank: int, residual: Tensor, weight: Tensor, eps: float
 ) -> Tensor:
-    """`residual += sum of the ranks' buffers`, then `residual / sqrt(mean(residual^2) + eps) * weight`.
+    """The sum of the ranks' buffers. The programs of all ranks wait for each other, then read their rows from each
+    other's memory.
 
     A buffer may be written again once another pull has begun on all ranks, because all ranks have then finished this
     one. So two buffers that take turns are enough.
 
     Args:
-        buffers: int64 `[size]`, addresses of the ranks' partial sums, each like residual, contiguous.
+        buffers: int64 `[size]`, addresses of the ranks' partial sums, each like residual.
         flags: int64 `[size]`, addresses of the ranks' flags, int32 `[MAX_PULL_PROGRAMS, size]` each, zero at first.
-        abort: int32 `[1]`; a value other than 0 ends all waiting, and the results mean nothing.
-        rank: this rank.
-        residual: `[num_tokens, hidden]`, contiguous, the same on all ranks; overwritten.
-        weight: `[hidden]`.
-        eps: added to the mean square.
-
-    Returns:
-        Like residual. All ranks must call this with the same shapes: they wait for each other.
     """
     num_tokens, hidden = residual.shape
     y = torch.empty_like(residual)
@@ -232,21 +219,8 @@ def add_norm_arrived(
     number: int,
     abort: Tensor,
 ) -> Tensor:
-    """`residual += first + second`, then `residual / sqrt(mean(residual^2) + eps) * weight`, in float32, each rounded
-    once. Waits until `arrival` is `number`.
-
-    Args:
-        residual: `[num_tokens, hidden]`, contiguous, any float dtype; overwritten.
-        first, second: like residual; added in this order.
-        weight: `[hidden]`.
-        eps: added to the mean square.
-        arrival: int32, a scalar, which another device sets.
-        number: the value that it is set to, below 2^31.
-        abort: int32 `[1]`; a value other than 0 ends the waiting, and the results mean nothing.
-
-    Returns:
-        The norm, like residual.
-    """
+    """The sum of `first` and `second`, in this order and like residual. Waits until `arrival`, an int32 scalar that
+    another device sets, is `number`, which is below 2^31."""
     num_tokens, hidden = residual.shape
     y = torch.empty_like(residual)
     block = triton.next_power_of_2(hidden)

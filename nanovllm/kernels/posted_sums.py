@@ -122,16 +122,13 @@ def _collect_kernel(
 
 def collect(inboxes: Inboxes, index: int, residual: Tensor, pdl: bool = False) -> Tensor:
     """`residual += sum of the ranks' posted results`, in float32 and in the order of ranks, rounded once: the same bits
-    on every rank.
+    on every rank. All ranks must post and collect the same sums: they wait for each other.
 
     Args:
         inboxes: this rank's.
         index: number of the sum within its step, 0, 1, ..., the same as the product's.
-        residual: `[num_tokens, hidden]`, contiguous, bfloat16 or float16, 1..MAX_TOKENS tokens. Overwritten.
+        residual: `[num_tokens, hidden]`, contiguous, bfloat16 or float16, 1..MAX_TOKENS tokens. Overwritten, returned.
         pdl: programmatic dependent launch. Nothing may be launched between the product and this call.
-
-    Returns:
-        residual. All ranks must post and collect the same sums: they wait for each other.
     """
     num_tokens, hidden = residual.shape
     block = triton.next_power_of_2(hidden // 2)

@@ -25,16 +25,8 @@ def _rms_norm_kernel(x, weight, y, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: t
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` for each row, in float32, rounded once (Zhang & Sennrich 2019).
 
-    Args:
-        x: `[num_tokens, hidden]`, any float dtype and any row stride, contiguous in its last dimension.
-        weight: `[hidden]`.
-        eps: added to the mean square.
-
-    Returns:
-        `[num_tokens, hidden]`, contiguous, of x's dtype.
-
-    Raises:
-        ValueError: for other strides or another weight.
+    x: `[num_tokens, hidden]`, any float dtype and row stride, contiguous in its last dimension. weight: `[hidden]`.
+    Returns a contiguous tensor like x. Raises ValueError for other strides or another weight.
     """
     num_tokens, hidden = x.shape
     if x.stride(1) != 1 or weight.shape != (hidden,):

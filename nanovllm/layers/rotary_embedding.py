@@ -94,13 +94,11 @@ def _yarn_magnitude(factor: float, weight: float) -> float:
 
 
 def rope_parameters(hf_config: Any) -> RopeParameters:
-    """Reads the rope settings of a transformers configuration.
+    """The rope settings of a transformers configuration: of 4.51 (`rope_theta`, `rope_scaling` with "rope_type" or
+    "type") or 5.x (`rope_parameters`).
 
-    Understands 4.51 (`rope_theta`, `rope_scaling` with "rope_type" or "type") and 5.x (`rope_parameters`).
-
-    Raises:
-        ValueError: for a type other than those supported, a partial rotation, settings by kind of layer, or a
-            missing factor.
+    Raises ValueError for a type other than those supported, a partial rotation, settings by kind of layer, or a missing
+    factor.
     """
     settings = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
     if any(isinstance(value, dict) for value in settings.values()):
@@ -139,13 +137,8 @@ def rope_parameters(hf_config: Any) -> RopeParameters:
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + head_dim / 2) of each head, in float32, rounded once.
-
-    Args:
-        x: `[num_tokens, heads, head_dim]`.
-        cos: float32 `[num_tokens, head_dim / 2]`.
-        sin: like cos.
-    """
+    """Rotates the pairs (i, i + head_dim / 2) of each head of x `[num_tokens, heads, head_dim]`, in float32, rounded
+    once. cos, sin: float32 `[num_tokens, head_dim / 2]`."""
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -154,16 +147,13 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class RotaryEmbedding(nn.Module):
     """Half-split rotary embedding with a precomputed table; one instance serves all layers.
 
-    The table `cos_sin_cache`, float32 `[max_position, head_dim]`, holds a position's cosines in the first half of its
-    row and its sines in the second.
-
     Args:
-        head_dim: even.
+        head_dim: even, or ValueError is raised.
         max_position: positions in the table; every position looked up must be below it.
         rope: the checkpoint's settings, from `rope_parameters`.
 
-    Raises:
-        ValueError: if head_dim is odd.
+    Attributes:
+        cos_sin_cache: float32 `[max_position, head_dim]`, each position's cosines and then its sines.
     """
 
     cos_sin_cache: Tensor
@@ -178,16 +168,8 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin_cache", cache, persistent=False)
 
     def forward(self, positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotates q and k.
-
-        Args:
-            positions: int32 or int64 `[num_tokens]`, each below max_position.
-            q: `[num_tokens, num_heads, head_dim]`, any float dtype.
-            k: `[num_tokens, num_kv_heads, head_dim]`.
-
-        Returns:
-            q and k rotated, in new tensors.
-        """
+        """q `[num_tokens, num_heads, head_dim]` and k `[num_tokens, num_kv_heads, head_dim]`, rotated, in new tensors.
+        positions: int32 or int64 `[num_tokens]`, each below max_position."""
         cos, sin = self.cos_sin_cache[positions].chunk(2, dim=-1)
         return apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
 
