@@ -28,7 +28,7 @@ try:
 except ImportError:  # Triton before 3.4
     TensorDescriptor = None
 
-# Tensor cores compute at least so many query heads at once. Those that pad a small group are thrown away.
+# Tensor cores compute at least this many query heads at once. A smaller group is padded.
 _MIN_GROUP, _MIN_GROUP_TMA = 16, 8
 _PIECE_FIELDS = tl.constexpr(PIECE_FIELDS)
 
@@ -83,9 +83,9 @@ def _finish_piece(
     acc, head_max, head_sum, row, kv_head, item, split, num_splits, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Store the result of a piece. If its row has several, leave it in the workspace and count this split; the program
-    that finds all others counted combines them. (A second launch would cost a small batch as much as attention.) It
-    reads them in the same order whichever program it is, so equal launches give equal bits.
+    """Store the result of a piece. If its row has several, leave it in the workspace and count this split. The program
+    that counts last combines them, always in the same order, so equal launches give equal bits. (A second launch would
+    cost a small batch as much as attention.)
 
     acc [PADDED_GROUP, PADDED_DIM]: of each head the sum over the piece's keys of exp2(score - head_max) * value;
     head_sum [PADDED_GROUP]: the sum of these weights; head_max: the largest score. Scores are in units of log2.
@@ -119,9 +119,9 @@ def _finish_piece(
 
 @triton.jit
 def _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK: tl.constexpr):
-    """One tile of the way for Hopper: q [HEAD_DIM, PADDED_GROUP], k and v [TILE, HEAD_DIM], acc [HEAD_DIM,
-    PADDED_GROUP], head_max and head_sum [PADDED_GROUP]. With MASK only the keys of is_key [TILE] count; the values of
-    others must be zeros."""
+    """Add one tile of keys with keys as the left operand: q [HEAD_DIM, PADDED_GROUP], k and v [TILE, HEAD_DIM], acc
+    [HEAD_DIM, PADDED_GROUP], head_max and head_sum [PADDED_GROUP]. With MASK only the keys of is_key [TILE] count; the
+    values of others must be zeros."""
     scores = tl.dot(k, q, input_precision="ieee")
     if MASK:
         scores = tl.where(is_key[:, None], scores, float("-inf"))

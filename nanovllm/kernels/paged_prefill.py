@@ -1,4 +1,7 @@
-"""Causal attention of many query tokens over variable-length sequences, keys packed or in the paged cache."""
+"""Causal attention of many query tokens over variable-length sequences, keys packed or in the paged cache.
+
+The algorithm is FlashAttention-2 (Dao 2023), over the pages of PagedAttention (Kwon et al. 2023).
+"""
 
 import math
 from typing import NamedTuple
@@ -161,22 +164,17 @@ def paged_prefill(
 
     Args:
         q: `[total_q, num_heads, head_dim]`, heads packed within a token, any stride between tokens.
-        k, v: `[total_k, num_kv_heads, head_dim]`, of the same layout; read only if `block_tables` is None.
+        k, v: `[total_k, num_kv_heads, head_dim]`, of the same layout; read if `block_tables` is None.
         k_cache, v_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous, block_size a power of two
-            from 16 up; read only if `block_tables` is given. They hold the new tokens' keys and values already.
+            from 16 up; read otherwise. They hold the new tokens' keys and values already.
         cu_seqlens_q, cu_seqlens_k: int32 `[num_seqs + 1]`, running totals from 0 of the tokens and of the keys. A
             sequence has at least as many keys as queries: query i is at position len_k - len_q + i.
         max_seqlen_q: the most query tokens of a sequence.
         block_tables: int32 `[num_seqs, max_blocks]`, right-padded with -1, or None.
         scale: positive factor of the scores, usually `head_dim ** -0.5`.
 
-    Returns:
-        `[total_q, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside.
-
-    Raises:
-        ValueError: see `check_layout`.
-
-    The algorithm is FlashAttention-2 (Dao 2023), reading pages as PagedAttention (Kwon et al. 2023) lays them out.
+    Returns `[total_q, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside. Raises ValueError: see
+    `check_layout`.
     """
     paged = block_tables is not None
     keys, values = (k_cache, v_cache) if paged else (k, v)
