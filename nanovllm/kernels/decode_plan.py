@@ -22,21 +22,13 @@ PIECE_FIELDS = 5
 
 
 class DecodeConfig(NamedTuple):
-    """Launch constants of one kernel.
+    """Launch constants of one kernel."""
 
-    Attributes:
-        tile: keys of one step of the loop, a power of two from 16 to SPLIT_UNIT.
-        num_warps: warps of a program.
-        num_stages: of the load pipeline. All but one hold a tile of keys and a tile of values in shared memory.
-        prefetch: request all keys and values into L2 while a dependent launch waits. Not with `tma`.
-        tma: load whole tiles with Hopper's tensor memory accelerator.
-    """
-
-    tile: int
+    tile: int  # keys of one step of the loop, a power of two from 16 to SPLIT_UNIT
     num_warps: int
-    num_stages: int
-    prefetch: bool = False
-    tma: bool = False
+    num_stages: int  # of the load pipeline; all but one hold a tile of keys and a tile of values in shared memory
+    prefetch: bool = False  # request all keys and values into L2 while a dependent launch waits; not with `tma`
+    tma: bool = False  # load whole tiles with Hopper's tensor memory accelerator
 
 
 # Measured on an H200 (benchmarks/attention_decode.py --sweep). Each table: (largest number of sequences x KV heads,
@@ -122,17 +114,14 @@ class DecodeWorkspace:
 
     Launches that may run at the same time (on other streams, in other engines) need a workspace each. The layers of a
     model share one. A launch finds the counters at zero and leaves them at zero; nothing else outlives it.
-
-    Attributes:
-        partial: float32 `[num_items * num_heads * head_dim]`, the normalised output of each piece and query head.
-        lse: float32 `[num_items * num_heads]`, the log2 of their softmax sums.
-        arrivals: int32 `[max_batch_size * num_kv_heads]`, how many splits have finished.
     """
 
     def __init__(self, max_batch_size, num_heads, num_kv_heads, head_dim, device, num_items: int | None = None):
         """Room for every batch size up to `max_batch_size` and for `num_items` pieces, by default `num_work_items`."""
         num_items = num_items or num_work_items(max_batch_size, num_kv_heads)
+        # How many splits have finished, of each row and KV head.
         self.arrivals = torch.zeros(max_batch_size * num_kv_heads, dtype=torch.int32, device=device)
+        # Of each piece and query head the normalised output, and the log2 of its softmax sum.
         self.partial = torch.empty(num_items * num_heads * head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(num_items * num_heads, dtype=torch.float32, device=device)
 

@@ -47,23 +47,14 @@ _MAX_PLAIN_TOKENS = 4
 
 
 class GemvConfig(NamedTuple):
-    """Launch constants, all powers of two or 0.
+    """Launch constants, all powers of two or 0."""
 
-    Attributes:
-        rows_per_program: weight rows of a program; two make one output column of `norm_linear_silu`. With tensor
-            cores at least 8; Triton 3.2 makes it 16.
-        k_tile: columns of a weight tile, at least 16. A program loads two tiles at once, or one that spans K.
-        num_warps: warps a program; with tensor cores also slices a tile, at least 16 columns each.
-        tensor_cores: whether the tensor cores multiply; for 16-bit dtypes.
-        prefetch: first columns of a program's rows that it prefetches into L2 at its start, a cache line or more; 0 for
-            none.
-    """
-
+    # Weight rows of a program; two make one output column of `norm_linear_silu`. With tensor cores at least 8.
     rows_per_program: int
-    k_tile: int
-    num_warps: int
-    tensor_cores: bool = False
-    prefetch: int = 0
+    k_tile: int  # columns of a weight tile, at least 16; a program loads two tiles at once, or one that spans K
+    num_warps: int  # with tensor cores also slices of a tile, at least 16 columns each
+    tensor_cores: bool = False  # whether the tensor cores multiply; for 16-bit dtypes
+    prefetch: int = 0  # first columns of its rows that a program prefetches into L2, a cache line or more; 0 for none
 
 
 def default_config(M: int, K: int, itemsize: int) -> GemvConfig:

@@ -15,19 +15,12 @@ from nanovllm.kernels.paged_cache import check_layout, key_slots, load_blocks
 
 
 class PrefillTiles(NamedTuple):
-    """Launch constants.
+    """Launch constants."""
 
-    Attributes:
-        rows: (query, head) pairs of a tile.
-        keys: keys of a tile.
-        num_warps: warps of a program.
-        num_stages: of the load pipeline.
-    """
-
-    rows: int
-    keys: int
+    rows: int  # (query, head) pairs of a tile
+    keys: int  # of a tile
     num_warps: int
-    num_stages: int
+    num_stages: int  # of the load pipeline
 
 
 def choose_tiles(padded_dim: int, itemsize: int, max_rows: int, paged: bool) -> PrefillTiles:

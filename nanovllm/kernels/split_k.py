@@ -45,23 +45,14 @@ MAX_ROWS = _MAX_SPLIT_TILES * _MIN_TILE_ROWS * TILE_TOKENS // MAX_TOKENS
 
 
 class SplitKConfig(NamedTuple):
-    """Launch constants, the first three powers of two.
+    """Launch constants, the first three powers of two."""
 
-    Attributes:
-        tile_rows: weight rows of a program, at least 16; two make one output column of `linear_silu`.
-        tile_k: columns of a step, at least 16.
-        splits: programs among which K is divided.
-        num_stages: stages of the load pipeline. A stage holds (TILE_TOKENS + tile_rows) * tile_k elements; all of them
-            must fit in 227 KiB.
-        prefetch: first columns of its split that a program prefetches into L2 while it waits for the kernel before; 0
-            for none.
-    """
-
-    tile_rows: int = 32
-    tile_k: int = 128
-    splits: int = 1
+    tile_rows: int = 32  # weight rows of a program, at least 16; two make one output column of `linear_silu`
+    tile_k: int = 128  # columns of a step, at least 16
+    splits: int = 1  # programs among which K is divided
+    # Of the load pipeline. A stage holds (TILE_TOKENS + tile_rows) * tile_k elements; all must fit in 227 KiB.
     num_stages: int = 6
-    prefetch: int = 1024
+    prefetch: int = 1024  # first columns of its split that a program prefetches into L2 while it waits; 0 for none
 
 
 def default_config(K: int) -> SplitKConfig:

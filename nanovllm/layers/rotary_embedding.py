@@ -15,30 +15,19 @@ SUPPORTED_TYPES = ("default", "linear", "yarn")
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """How positions become angles; the fields of a Hugging Face rope configuration under their own names.
+    """How positions become angles; the fields of a Hugging Face rope configuration under their own names."""
 
-    Attributes:
-        base: theta of the paper; dimension pair i turns at `base ** (-2i / head_dim)` radians a position.
-        type: "default", "linear" (Chen et al. 2023, position interpolation) or "yarn" (Peng et al. 2023).
-        factor: how many times longer than the trained context positions may get (linear and yarn).
-        original_max_position_embeddings: the trained context in tokens (yarn, as all that follows).
-        beta_fast: pairs that turn more often than this within the trained context stay as they are.
-        beta_slow: pairs that turn less often than this within the trained context are fully interpolated.
-        attention_factor: multiplies cos and sin; None derives it from factor and the mscales.
-        mscale, mscale_all_dim: weights of the numerator and the denominator of the derived attention factor.
-        truncate: whether the ends of the ramp are rounded outwards to whole pairs.
-    """
-
-    base: float = 10000.0
-    type: str = "default"
-    factor: float = 1.0
-    original_max_position_embeddings: int | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
+    base: float = 10000.0  # theta of the paper: dimension pair i turns at base ** (-2i / head_dim) radians a position
+    type: str = "default"  # or "linear" (Chen et al. 2023, position interpolation) or "yarn" (Peng et al. 2023)
+    factor: float = 1.0  # how many times longer than the trained context positions may get (linear and yarn)
+    # Only yarn has the others.
+    original_max_position_embeddings: int | None = None  # the trained context in tokens
+    beta_fast: float = 32.0  # pairs that turn more often than this within the trained context stay as they are
+    beta_slow: float = 1.0  # pairs that turn less often than this within the trained context are fully interpolated
+    attention_factor: float | None = None  # multiplies cos and sin; None derives it from factor and the mscales
+    mscale: float | None = None  # weight of the numerator of the derived attention factor
+    mscale_all_dim: float | None = None  # weight of its denominator
+    truncate: bool = True  # whether the ends of the ramp are rounded outwards to whole pairs
 
     def __post_init__(self) -> None:
         if self.type not in SUPPORTED_TYPES:
