@@ -18,7 +18,6 @@ from nanovllm.engine.engine_lock import Call, EngineLock
 from nanovllm.engine.ranks.executor import Executor
 from nanovllm.engine.requests.detokenizer import Detokenizer, read_new_tokens
 from nanovllm.engine.requests.outputs import EngineStats, RequestOutput
-from nanovllm.engine.requests.progress import check_use_tqdm, progress_bar
 from nanovllm.engine.requests.request_checker import (
     Prompt,
     RequestChecker,
@@ -36,6 +35,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.collector import old_objects_set_aside
+from nanovllm.utils.progress import check_use_tqdm, progress_bar
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from nanovllm.tuning.table import load_table
 from nanovllm.utils.context import step_context
 from nanovllm.utils.loader import load_dummy, load_model, num_checkpoint_params
 from nanovllm.utils.parallel import TensorParallel
-from nanovllm.utils.start_progress import StartProgress
+from nanovllm.utils.progress import StartProgress
 from nanovllm.utils.threads import StepThreads
 
 logger = logging.getLogger(__name__)
