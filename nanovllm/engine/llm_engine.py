@@ -26,8 +26,7 @@ from nanovllm.engine.requests.request_checker import (
     load_tokenizer,
     params_per_prompt,
 )
-from nanovllm.engine.requests.request_order import longest_first
-from nanovllm.engine.requests.sequence_maker import SequenceMaker
+from nanovllm.engine.requests.sequence_maker import SequenceMaker, longest_first
 from nanovllm.engine.requests.streaming import Results
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling.sampling_pipeline import Forward
@@ -356,7 +355,7 @@ class LLMEngine:
         self._in_flight, self._aborted = None, []
 
     def _queue(self, call: Call, requests: list[list[Sequence] | Exception], reorder: bool = False) -> int:
-        """Queue the requests that can be served; the number of sequences. reorder: see `request_order`."""
+        """Queue the requests that can be served; the number of sequences. reorder: see `longest_first`."""
         seqs = [seq for request in requests if isinstance(request, list) for seq in request]
         if reorder:
             manager = self.scheduler.block_manager
