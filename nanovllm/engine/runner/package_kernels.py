@@ -1,17 +1,28 @@
 """The kernels of quack-kernels and flash-attn-4 that an engine will launch, compiled and loaded at its start."""
 
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
 
 import torch
 from xxhash import xxh64_hexdigest
 
 from nanovllm.config import Config
 from nanovllm.layers.flash_attn4 import AttentionShape, FlashAttn4, load_kernel
-from nanovllm.layers.quack import Product, Quack, load_product
-from nanovllm.utils.compile_processes import CompileProcesses
+from nanovllm.layers.quack import Quack, load_product
+from nanovllm.utils.light_imports import import_without_torch_compile
 from nanovllm.utils.optional_packages import keep_kernels, kernel_cache
 from nanovllm.utils.parallel import TensorParallel
 
@@ -20,27 +31,20 @@ _MODULES = ["nanovllm.layers.quack_early", "flash_attn.cute"]
 _COMPILER = "nvidia-cutlass-dsl"
 # What decides which kernels an engine asks for, and in which shapes.
 _OPTIONS = (
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "max_model_len",
-    "tensor_parallel_size",
-    "enforce_eager",
-    "kvcache_block_size",
-    "dtype",
-    "attention_backend",
-    "mixed_step_rows",
+    *("max_num_batched_tokens", "max_num_seqs", "max_model_len", "tensor_parallel_size", "enforce_eager"),
+    *("kvcache_block_size", "dtype", "attention_backend", "mixed_step_rows"),
 )
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_MAX_PROCESSES = 8
+_PATIENCE_SECONDS = 600.0
 
 
 class PackageKernels:
     """Use as a context manager around an engine's start.
 
     Both packages compile for seconds a kernel, and keep it on the disk. The first time that an engine of such a shape
-    starts on a machine, several processes compile side by side. They begin with the block, because their imports alone
-    take seconds. Later starts find everything on the disk and need no processes.
-
-    With several ranks rank 0 has the processes, and the others find what these have compiled.
+    starts on a machine, rank 0 has several processes compile side by side. They begin with the block, because their
+    imports alone take seconds. Later starts and the other ranks find everything on the disk.
     """
 
     def __init__(self, config: Config, rank: int, device: torch.device):
@@ -74,7 +78,7 @@ class PackageKernels:
         self._stack.close()
 
     def want(self, quack: Quack | None, flash_attn4: FlashAttn4 | None, shape: AttentionShape) -> None:
-        """Have compiled: flash-attn-4's kernels for this shape, and from here on each product that quack is asked for
+        """Have flash-attn-4's kernels for this shape compiled, and each product that quack is asked for from here on
         within `compile_ahead`."""
         self._quack, self._flash_attn4, self._shape = quack, flash_attn4, shape
         if self._processes is None:
@@ -83,10 +87,7 @@ class PackageKernels:
             for kernel in range(flash_attn4.NUM_KERNELS):
                 self._processes.submit(load_kernel, shape, kernel)
         if quack is not None:
-            quack.on_wanted = self._compile_product
-
-    def _compile_product(self, product: Product) -> None:
-        self._processes.submit(load_product, product, self._shape.device)
+            quack.on_wanted = lambda product: self._processes.submit(load_product, product, shape.device)
 
     def load(self, tp: TensorParallel, tell: Callable[[int, int], None]) -> None:
         """Wait until all are compiled, then have this process launch each once. What could not be compiled elsewhere
@@ -111,9 +112,88 @@ class PackageKernels:
 
 
 def _versions(*names: str) -> dict[str, str]:
-    """Of those packages that are installed."""
+    """Of those that are installed."""
     versions = {}
     for name in names:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return versions
+
+
+class CompileProcesses:
+    """Processes that launch kernels once, so that this one finds them on the disk. Threads would not do: the packages
+    hold the interpreter's lock while they compile.
+
+    Use as a context manager: no process outlives the block. A task that fails, or whose process dies, is left to the
+    kernel's first launch, which reports the error.
+    """
+
+    def __init__(self, modules: list[str]):
+        """modules: what the tasks need; imported at once, before there is a task."""
+        self._num_tasks = 0
+        self._tasks: SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = SimpleQueue()
+        self._ended: SimpleQueue[None] = SimpleQueue()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        command = [sys.executable, "-c", f"from {__name__} import work; work()", *modules]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        # A session of their own, or Ctrl-C would reach them. What they print is not the caller's.
+        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        with suppress(OSError):
+            for _ in range(max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // 2))):
+                self._processes.append(subprocess.Popen(command, env=env, start_new_session=True, **streams))
+        self._threads = [Thread(target=self._serve, args=(process,), daemon=True) for process in self._processes]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> "CompileProcesses":
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the assembler that it may have started
+        for _ in self._threads:
+            self._tasks.put(None)
+        for process, thread in zip(self._processes, self._threads, strict=True):
+            thread.join()
+            process.wait()
+            process.stdout.close()
+
+    def submit(self, function: Callable[..., object], *args: Any) -> None:
+        self._num_tasks += 1
+        self._tasks.put((function, args))
+
+    def wait(self, tell: Callable[[int, int], None]) -> None:
+        """Return when all tasks have ended, no process is left, or ten minutes have passed."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while (num_ended := self._ended.qsize()) < self._num_tasks and time.monotonic() < deadline:
+            if not any(thread.is_alive() for thread in self._threads):
+                return
+            tell(num_ended, self._num_tasks)
+            time.sleep(0.01)
+
+    def _serve(self, process: subprocess.Popen[bytes]) -> None:
+        with suppress(OSError), process.stdin:
+            while (task := self._tasks.get()) is not None:
+                try:
+                    pickle.dump(task, process.stdin)
+                    process.stdin.flush()
+                    if not process.stdout.readline():
+                        return  # It has died.
+                finally:
+                    self._ended.put(None)
+
+
+def work() -> None:
+    """What such a process does: import the modules of its command line, then answer each task with a line."""
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # What the packages print is no answer.
+    for module in sys.argv[1:]:
+        with suppress(Exception):
+            import_without_torch_compile(partial(import_module, module))
+    with suppress(EOFError):
+        while True:
+            function, args = pickle.load(sys.stdin.buffer)
+            with suppress(Exception):
+                function(*args)
+            answers.write(b"\n")
