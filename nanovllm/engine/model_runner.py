@@ -20,7 +20,7 @@ from nanovllm.engine.runner.memory import allocate_kv_cache, largest_prefill
 from nanovllm.engine.runner.package_kernels import PackageKernels
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling.logit_steps import LogitSteps
-from nanovllm.engine.sampling.prompt_logprobs import prompt_rows
+from nanovllm.engine.sampling.logprobs import prompt_rows
 from nanovllm.engine.sampling.sampling_pipeline import Forward
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
