@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from operator import index
 from typing import Any, NamedTuple, NoReturn
@@ -166,15 +167,9 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """True if sampling needs only the logits, the temperature and the seed."""
-        return not (
-            self.truncates
-            or self.penalizes
-            or self.edits_logits
-            or self.min_tokens
-            or self.logprobs is not None
-            or self.prompt_logprobs is not None
-            or self.structured_outputs is not None
-        )
+        reports = self.logprobs is not None or self.prompt_logprobs is not None
+        edits = self.penalizes or self.edits_logits or self.min_tokens or self.structured_outputs is not None
+        return not (self.truncates or edits or reports)
 
 
 class _Rule(NamedTuple):
@@ -236,22 +231,15 @@ def _as_texts(texts: Any) -> Any:
     return (texts,) if isinstance(texts, str) else _as_tuple(texts)
 
 
-def _as_ids(values: Any) -> Any:
-    return _as_tuple(values, _as_int)
-
-
 def _as_pairs(biases: Any) -> Any:
     """(token id, bias) pairs. A dict's keys may be digits, as in JSON."""
     if isinstance(biases, Mapping):
         biases = biases.items()
     try:
-        return () if biases is None else tuple((_as_token_id(token), _as_float(bias)) for token, bias in biases)
+        pairs = () if biases is None else biases
+        return tuple((int(t) if isinstance(t, str) and t.isdecimal() else _as_int(t), _as_float(b)) for t, b in pairs)
     except (TypeError, ValueError):
         return biases
-
-
-def _as_token_id(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and key.isdecimal() else _as_int(key)
 
 
 def _are_texts(values: Any) -> bool:
@@ -273,7 +261,7 @@ def _are_biases(pairs: Any) -> bool:
 
 
 def _is_float32(value: Any, low: float, high: float) -> bool:
-    """Whether the number is in the range, and neither zero nor infinity only because it is rounded to float32."""
+    """Whether the number is in the range, and does not become zero when it is rounded to float32."""
     return isinstance(value, float) and low <= value <= high and (value == 0 or abs(value) >= MIN_FLOAT)
 
 
@@ -296,7 +284,7 @@ _RULES = {
     "min_tokens": _integer(0, MAX_INT32, "an integer in 0..2**31 - 1"),
     "stop": _TEXTS,
     "include_stop_str_in_output": _FLAG,
-    "stop_token_ids": _Rule(_as_ids, _are_token_ids, "a list of token ids >= 0"),
+    "stop_token_ids": _Rule(partial(_as_tuple, convert=_as_int), _are_token_ids, "a list of token ids >= 0"),
     "n": _integer(1, MAX_N, f"an integer in 1..{MAX_N}"),
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
@@ -311,7 +299,7 @@ _RULES = {
     ),
     "logit_bias": _Rule(_as_pairs, _are_biases, f"a dict of token ids >= 0 to numbers in -{MAX_BIAS}..{MAX_BIAS}"),
     "allowed_token_ids": _Rule(
-        lambda ids: ids if ids is None else _as_ids(ids),
+        lambda ids: ids if ids is None else _as_tuple(ids, _as_int),
         lambda ids: ids is None or (ids != () and _are_token_ids(ids)),
         "a list of one or more token ids >= 0, or None",
     ),

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
+from nanovllm.config import Config
 from nanovllm.engine.runner.cuda_graphs import graph_batch_sizes
-from nanovllm.engine.runner.memory import warmup_batches
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import HAS_TRITON
 from nanovllm.layers.sampler import Sampler
@@ -24,11 +24,8 @@ _LONG_PREFILL = 2048  # tokens; no kernel's variant is for more
 @contextmanager
 def compiling_kernels(runner, tell: Callable[[int, int], None] | None = None) -> Iterator[None]:
     """While the block goes on, threads compile what a ModelRunner will launch; it ends when they have finished. The
-    block must launch no kernel of ours. tell: as for `compile_ahead`.
-
-    The runner has a model, whose weights need not be there yet, and its decode_inputs, but no KV cache. Nothing
-    happens on a CPU.
-    """
+    block must launch no kernel of ours. The runner has a model, whose weights need not be there yet, and its
+    decode_inputs, but no KV cache. Nothing happens on a CPU. tell: as for `compile_ahead`."""
     if not HAS_TRITON or runner.device.type != "cuda":
         yield
         return
@@ -40,18 +37,15 @@ def compiling_kernels(runner, tell: Callable[[int, int], None] | None = None) ->
 
 def telling_batch_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes of decode steps that launch every variant of a kernel that any batch size does, except those of the
-    table. What follows the batch size in a variant keeps to ranges that have a power of two in them, or the largest
-    batch, with a graph or at all. (Without graphs, batches of up to 16 that are no power of two have linear kernels of
-    their own, and compile them when they come.)"""
+    table: variants keep to ranges with a power of two in them, or the largest batch, with a graph or at all."""
     sizes = {1 << i for i in range(max_num_seqs.bit_length())}
     return sorted(sizes | {max_num_seqs, graph_batch_sizes(max_num_seqs)[-1]})
 
 
 @torch.inference_mode()
 def _trace(runner) -> None:
-    """Go through the launches of the start and of later steps, with a small KV cache that all layers share. No list of
-    kernels and shapes has to be kept up to date for it; what is computed around the kernels means nothing. Two layers
-    do: those between them launch what the first one launches."""
+    """Go through the launches of the start and of later steps, with a small KV cache that all layers share. What is
+    computed means nothing."""
     config, block_size = runner.config, runner.block_size
     num_tokens = min(_LONG_PREFILL, config.max_num_batched_tokens, config.max_model_len)
     runner.run(runner.prepare([_sequence(num_tokens, block_size)], True))  # Without a cache, as warmup_model does.
@@ -80,8 +74,7 @@ def trace_products(model, most_decode_tokens: int, most_prefill_tokens: int) -> 
 
 
 def _trace_truncation(logits: torch.Tensor) -> None:
-    """Top-k, top-p and min-p, which the cards of most models recommend. What else a request may ask for waits for the
-    first that does."""
+    """Top-k, top-p and min-p, which most models recommend. Other kernels compile for the first request that asks."""
     floats = torch.zeros(len(logits), device=logits.device)
     numbers = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     thresholds = sampling_thresholds(logits, floats, numbers.int(), floats, floats)
@@ -90,16 +83,28 @@ def _trace_truncation(logits: torch.Tensor) -> None:
 
 def warmup_kernels(runner) -> None:
     """Launch every variant of the Triton kernels that a prefill may need, so that none is compiled or loaded in the
-    middle of a batch: short and long, with a cached prefix and without. They write to the cache's first slots, which
-    nobody has been given yet."""
+    middle of a batch. They write to the cache's first slots, which nobody has been given yet."""
     for seqs in warmup_batches(runner.config, runner.num_kvcache_blocks):
         runner.run(runner.prepare(seqs, True))
     runner.run(runner.prepare([_decoding_sequence(runner.block_size)], False))
 
 
-def _sequence(num_tokens: int, block_size: int) -> Sequence:
-    seq = Sequence(0, [0] * num_tokens, block_size=block_size)
-    seq.block_table, seq.num_scheduled_tokens = list(range(seq.num_blocks)), num_tokens
+def warmup_batches(config: Config, num_blocks: int) -> Iterator[list[Sequence]]:
+    """Prefills that need every variant of the kernels: of one sequence and of two, short and as long as any variant
+    asks and a step may be, with a cached prefix and without, in the cache's first blocks."""
+    longest = min(config.max_model_len, num_blocks * config.kvcache_block_size)
+    # 256 are the most that our kernel is given without a cached prefix where flash-attn-4 has the rest of a long step.
+    for num_cached, num_new in ((0, 1), (0, 17), (0, 256), (0, 512), (16, 1), (16, 17), (16, 512)):
+        for num_seqs in range(1, min(config.max_num_seqs, 2) + 1):
+            num_scheduled = min(num_new, longest - num_cached, config.max_num_batched_tokens // num_seqs)
+            if num_scheduled >= 1:
+                yield [_sequence(num_scheduled, config.kvcache_block_size, num_cached)] * num_seqs
+
+
+def _sequence(num_scheduled: int, block_size: int, num_cached: int = 0) -> Sequence:
+    seq = Sequence(0, [0] * (num_cached + num_scheduled), block_size=block_size)
+    seq.block_table = list(range(seq.num_blocks))
+    seq.num_cached_tokens, seq.num_scheduled_tokens = num_cached, num_scheduled
     return seq
 
 
