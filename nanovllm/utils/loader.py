@@ -75,8 +75,7 @@ def _load_all(tasks: list[tuple[Any, nn.Parameter, object]], device: torch.devic
         finally:
             at_work.pop()
 
-    # One copy by several OpenMP threads, as torch would make it, is slower than several copies by one thread each: no
-    # thread waits for another after every tensor.
+    # One copy by several OpenMP threads, as torch would make it, is slower than several copies by one thread each.
     num_torch_threads = torch.get_num_threads()
     try:
         for _ in range(min(_MAX_THREADS, num_torch_threads)):

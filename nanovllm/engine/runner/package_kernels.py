@@ -11,9 +11,8 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import wait
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 import torch
@@ -131,19 +130,14 @@ class CompileProcesses:
     def __init__(self, modules: list[str]):
         """modules: what the tasks need; imported at once, before there is a task."""
         self._num_tasks = 0
-        self._tasks: SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = SimpleQueue()
-        self._ended: SimpleQueue[None] = SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
         command = [sys.executable, "-c", f"from {__name__} import work; work()", *modules]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         # A session of their own, or Ctrl-C would reach them. What they print is not the caller's.
-        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         with suppress(OSError):
             for _ in range(max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // 2))):
-                self._processes.append(subprocess.Popen(command, env=env, start_new_session=True, **streams))
-        self._threads = [Thread(target=self._serve, args=(process,), daemon=True) for process in self._processes]
-        for thread in self._threads:
-            thread.start()
+                self._processes.append(subprocess.Popen(command, env=env, bufsize=0, start_new_session=True, **pipes))
 
     def __enter__(self) -> "CompileProcesses":
         return self
@@ -152,40 +146,37 @@ class CompileProcesses:
         for process in self._processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with the assembler that it may have started
-        for _ in self._threads:
-            self._tasks.put(None)
-        for process, thread in zip(self._processes, self._threads, strict=True):
-            thread.join()
-            process.wait()
-            process.stdout.close()
+        for process in self._processes:
+            with process:  # Its end is waited for, and its pipes are closed.
+                pass
 
     def submit(self, function: Callable[..., object], *args: Any) -> None:
+        """The processes take turns."""
+        if self._processes:
+            process = self._processes[self._num_tasks % len(self._processes)]
+            with suppress(OSError):  # It has died.
+                process.stdin.write(pickle.dumps((function, args)))
         self._num_tasks += 1
-        self._tasks.put((function, args))
 
     def wait(self, tell: Callable[[int, int], None]) -> None:
-        """Return when all tasks have ended, no process is left, or ten minutes have passed."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while (num_ended := self._ended.qsize()) < self._num_tasks and time.monotonic() < deadline:
-            if not any(thread.is_alive() for thread in self._threads):
-                return
-            tell(num_ended, self._num_tasks)
-            time.sleep(0.01)
-
-    def _serve(self, process: subprocess.Popen[bytes]) -> None:
-        with suppress(OSError), process.stdin:
-            while (task := self._tasks.get()) is not None:
-                try:
-                    pickle.dump(task, process.stdin)
-                    process.stdin.flush()
-                    if not process.stdout.readline():
-                        return  # It has died.
-                finally:
-                    self._ended.put(None)
+        """Return when all processes have ended, because no task is left, or ten minutes have passed."""
+        for process in self._processes:
+            process.stdin.close()
+        answers = [process.stdout for process in self._processes]
+        num_ended, deadline = 0, time.monotonic() + _PATIENCE_SECONDS
+        while answers and time.monotonic() < deadline:
+            if num_ended < self._num_tasks:
+                tell(num_ended, self._num_tasks)
+            stream: Any
+            for stream in wait(answers, 1.0):
+                answer = stream.read(1)
+                num_ended += len(answer)
+                if not answer:
+                    answers.remove(stream)
 
 
 def work() -> None:
-    """What such a process does: import the modules of its command line, then answer each task with a line."""
+    """What such a process does: import the modules of its command line, then answer each task with a byte."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # What the packages print is no answer.
     for module in sys.argv[1:]:
@@ -197,3 +188,4 @@ def work() -> None:
             with suppress(Exception):
                 function(*args)
             answers.write(b"\n")
+    os._exit(0)  # Taking torch down takes time.
