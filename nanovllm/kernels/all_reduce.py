@@ -3,7 +3,7 @@
 All functions are "one shot": every rank reads all partial sums and adds them up itself, in float32 and in the order of
 ranks. So all ranks get the same bits. `push_add_norm` is for few tokens and has the least latency. `pull_add_norm` is
 for many tokens and has the least traffic. `add_norm_arrived` is for long prefills over two ranks, whose sums a copy
-engine brings (see `utils.long_sums`).
+engine brings (see `LongSums`).
 
 Each computes `residual += sum of the ranks' parts` and returns `residual / sqrt(mean(residual^2) + eps) * weight`, both
 rounded once. All ranks must call it with the same shapes: they wait for each other. Arguments of all functions:
