@@ -2,11 +2,12 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from nanovllm.kernels import paged_decode as kernel
-from nanovllm.kernels.decode_plan import DecodeWorkspace, make_plan
+from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeWorkspace, num_work_items, plan_decode
 from nanovllm.kernels.paged_decode import TensorDescriptor, has_tma
 from nanovllm.layers.attention_torch import decode_attention_torch
 
@@ -18,6 +19,13 @@ HAS_TMA = TensorDescriptor is not None
 if HAS_TMA and torch.cuda.is_available():
     HAS_TMA = has_tma(128, 256, 2, torch.device("cuda", torch.cuda.current_device()))
 needs_tma = pytest.mark.skipif(not HAS_TMA, reason="needs Hopper's tensor memory accelerator, or the interpreter")
+
+
+def make_plan(context_lens, num_kv_heads, num_items=None):
+    """The plan of a launch outside the engine."""
+    items = np.empty((num_items or num_work_items(len(context_lens), num_kv_heads), PIECE_FIELDS), np.int32)
+    plan_decode(context_lens.cpu().numpy(), items)
+    return torch.from_numpy(items).to(context_lens.device)
 
 
 def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed, spare_blocks=2):

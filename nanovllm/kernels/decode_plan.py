@@ -102,13 +102,6 @@ def plan_decode(context_lens: np.ndarray, items: np.ndarray) -> None:
     items[used:, 0] = -1
 
 
-def make_plan(context_lens: torch.Tensor, num_kv_heads: int, num_items: int | None = None) -> torch.Tensor:
-    """The plan of a launch outside the engine. Waits for the device to read the lengths."""
-    items = np.empty((num_items or num_work_items(len(context_lens), num_kv_heads), PIECE_FIELDS), np.int32)
-    plan_decode(context_lens.cpu().numpy(), items)
-    return torch.from_numpy(items).to(context_lens.device)
-
-
 class DecodeWorkspace:
     """What the splits of a launch pass to each other. Allocate once, outside any CUDA graph, and pass to every launch.
 

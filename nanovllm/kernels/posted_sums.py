@@ -24,21 +24,14 @@ _MAX_TOKENS = tl.constexpr(MAX_TOKENS)
 
 
 class Inboxes(NamedTuple):
-    """Where the ranks' messages go, as seen by this rank.
+    """Where the ranks' messages go, as seen by this rank. The tensors are on its device."""
 
-    Attributes:
-        own: this rank's inboxes, int64 [2, size, MAX_TOKENS, hidden / 2], zero at first. Two take turns.
-        addresses: int64 [size] on the device, the addresses of all ranks' `own`.
-        step: int32 [1] on the device, the number of this step's first sum. Before each step all ranks add the number of
-            its sums, which is even. Numbers repeat after 2^32 sums.
-        abort: int32 [1] on the device; a value other than 0 ends all waiting, and the results mean nothing.
-        rank: this rank.
-    """
-
-    own: Tensor
-    addresses: Tensor
+    own: Tensor  # int64 [2, size, MAX_TOKENS, hidden / 2], zero at first; two inboxes take turns
+    addresses: Tensor  # int64 [size], of all ranks' `own`
+    # int32 [1], the number of this step's first sum. Before each step all ranks add the number of its sums, which is
+    # even. Numbers repeat after 2^32 sums.
     step: Tensor
-    abort: Tensor
+    abort: Tensor  # int32 [1]; a value other than 0 ends all waiting, and the results mean nothing
     rank: int
 
 

@@ -91,8 +91,8 @@ def qk_norm_rope_store(
     num_kv_heads: int,
     pdl: bool = False,
 ) -> None:
-    """`layers.qk_norm_rope.qk_norm_rope_store_torch`, which describes the arguments, on a GPU: one launch contains the
-    norms, `apply_rotary_emb` and `store_kvcache`.
+    """`layers.qk_norm_rope.qk_norm_rope_store_torch`, which describes the arguments, in one launch: the norms,
+    `apply_rotary_emb` and `store_kvcache`.
 
     pdl: programmatic dependent launch (see `dependent_launch`); all but qkv is read before the wait.
 

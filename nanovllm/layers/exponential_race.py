@@ -44,19 +44,11 @@ def log2_exponential(bits: Tensor) -> Tensor:
 def race_scores(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_column: int | Tensor = 0
 ) -> Tensor:
-    """The scores of columns: (logit / T - log E) / log 2, each with an E of its own.
+    """The scores of columns: (logit / T - log E) / log 2, each with an E of its own. float32 `[batch, num_columns]`; NaN
+    for a NaN logit. Word 0 of E's Philox counter is column // 4, and column % 4 selects one of the outputs.
 
-    Args:
-        logits: `[batch, num_columns]`, any float dtype.
-        temperatures: float32 `[batch]`, positive.
-        seeds: int64 `[batch]`: the Philox keys.
-        positions: int64 `[batch]`: words 2 and 3 of the Philox counter. Word 0 is column // 4, word 1 is 0, and
-            column % 4 selects one of the four outputs.
-        first_column: the first of these columns in the whole vocabulary, of all rows or of each, int64 `[batch]`; a
-            multiple of 4.
-
-    Returns:
-        float32 `[batch, num_columns]`; NaN for a NaN logit.
+    logits: `[batch, num_columns]`, any float dtype. temperatures: float32 `[batch]`, positive. seeds, positions: int64
+    `[batch]`. first_column: of all rows or of each, int64 `[batch]`; in the whole vocabulary, a multiple of 4.
     """
     num_columns = logits.shape[1]
     first = torch.as_tensor(first_column, device=logits.device).reshape(-1, 1)
@@ -69,12 +61,10 @@ def group_scores(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_column: int = 0
 ) -> Tensor:
     """The scores of groups of GROUP columns: log2 of the sum of their weights 2^(logit / T * log2 e), less log2 E.
+    float32 `[batch, num_groups]`; -inf for a group whose logits are all -inf, NaN for one that holds a NaN.
 
     The arguments are those of `race_scores`, with first_column a multiple of GROUP. E comes from the first output of
-    the Philox block whose counter has the group's number in word 0 and 1 in word 1.
-
-    Returns:
-        float32 `[batch, num_groups]`; -inf for a group whose logits are all -inf, NaN for one that holds a NaN.
+    the Philox block whose counter has the group's number in word 0.
     """
     exponents = in_groups(logits.float()) * _scale(temperatures).unsqueeze(2)
     # Finite, so that no infinity is subtracted from another.

@@ -6,7 +6,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.decode_plan import DecodeConfig, DecodeWorkspace, make_plan
+from decode_cases import make_plan
+
+from nanovllm.kernels.decode_plan import DecodeConfig, DecodeWorkspace
 from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.gemv import linear_add, norm_linear
 from nanovllm.kernels.paged_decode import has_tma, paged_decode

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from decode_cases import HAS_TMA, TOLERANCE, check, dense_decode, make_case, needs_tma, paged_decode
+from decode_cases import HAS_TMA, TOLERANCE, check, dense_decode, make_case, make_plan, needs_tma, paged_decode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace, choose_config, make_plan
+from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace, choose_config
 from nanovllm.layers.attention_torch import decode_attention_torch
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from decode_cases import check, make_case, needs_tma, paged_decode
+from decode_cases import check, make_case, make_plan, needs_tma, paged_decode
 
 import nanovllm.kernels.paged_decode as paged_decode_module
-from nanovllm.kernels.decode_plan import DecodeConfig, DecodeWorkspace, make_plan
+from nanovllm.kernels.decode_plan import DecodeConfig, DecodeWorkspace
 
 pytestmark = needs_tma
 
