@@ -188,13 +188,11 @@ def best_of_shard(
     first_column: int = 0,
     shard_size: int | None = None,
 ) -> Tensor:
-    """The best of each split of some columns of the vocabulary: the first half of `layers.sampler.Sampler`.
-
-    Neither half synchronizes with the host, and the draw does not depend on how the vocabulary is split.
+    """The best of each split of some columns of the vocabulary: the first half of `layers.sampler.Sampler`, which
+    describes the arguments that are not described here. The draw does not depend on how the vocabulary is split.
 
     Args:
         logits: `[batch, num_columns]`, any float dtype, rows contiguous; there may be no columns.
-        temperatures, seeds, positions, thresholds: as for the Sampler.
         first_column: the first of the columns in the whole vocabulary, a multiple of `layers.exponential_race.GROUP`.
         shard_size: the most columns that a rank has; None for num_columns.
 

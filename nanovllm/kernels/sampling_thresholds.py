@@ -151,8 +151,8 @@ def _thresholds_kernel(
 def sampling_thresholds(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """`layers.sampling_thresholds.sampling_thresholds`, which describes arguments and result, on a GPU.
 
-    One launch without host synchronization: fit for CUDA graph capture. Equal arguments give equal bits. `logits` is
-    float32, float16 or bfloat16, of any row stride, contiguous in its last dimension.
+    One launch without host synchronization. Equal arguments give equal bits. `logits` is float32, float16 or bfloat16,
+    of any row stride, contiguous in its last dimension.
     """
     batch, vocab_size = logits.shape
     thresholds = torch.empty(batch, device=logits.device)

@@ -44,8 +44,8 @@ def log2_exponential(bits: Tensor) -> Tensor:
 def race_scores(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_column: int | Tensor = 0
 ) -> Tensor:
-    """The scores of columns: (logit / T - log E) / log 2, each with an E of its own. float32 `[batch, num_columns]`; NaN
-    for a NaN logit. Word 0 of E's Philox counter is column // 4, and column % 4 selects one of the outputs.
+    """The scores of columns: (logit / T - log E) / log 2, each with an E of its own. float32 `[batch, num_columns]`;
+    NaN for a NaN logit. Word 0 of E's Philox counter is column // 4, and column % 4 selects one of the outputs.
 
     logits: `[batch, num_columns]`, any float dtype. temperatures: float32 `[batch]`, positive. seeds, positions: int64
     `[batch]`. first_column: of all rows or of each, int64 `[batch]`; in the whole vocabulary, a multiple of 4.

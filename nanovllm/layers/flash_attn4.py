@@ -20,8 +20,8 @@ if HAS_TRITON:
 
 logger = logging.getLogger(__name__)
 
-# For more sequences flash-attn-4 compiles one more kernel of each kind, which takes seconds. Prompts of such batches
-# are too short to gain from it.
+# For more sequences flash-attn-4 compiles further kernels, which takes seconds. Prompts of such batches are too short
+# to gain from it.
 MAX_SEQS = 256
 
 # Tiles of queries and keys for Hopper with head_dim 128. By default the package uses 128 x 128 and keeps probabilities
