@@ -72,7 +72,7 @@ def linear_silu(x: Tensor, weight: Tensor) -> Tensor:
     intermediate = weight.shape[0] // 2
     if weight.shape[1] != K or K % TILE_K or weight.shape[0] % (2 * TILE_COLUMNS) or x.dtype != weight.dtype:
         raise ValueError(
-            f"x {list(x.shape)} {x.dtype} and weight {list(weight.shape)} {weight.dtype} must be of one dtype, with K a "
+            f"x {list(x.shape)} {x.dtype} and weight {list(weight.shape)} {weight.dtype} must have one dtype, with K a "
             f"multiple of {TILE_K} and intermediate one of {TILE_COLUMNS}"
         )
     y = torch.empty(num_tokens, intermediate, dtype=x.dtype, device=x.device)
