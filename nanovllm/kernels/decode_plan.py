@@ -103,10 +103,10 @@ def plan_decode(context_lens: np.ndarray, items: np.ndarray) -> None:
 
 
 class DecodeWorkspace:
-    """What the splits of a launch pass to each other. Allocate once, outside any CUDA graph, and pass to every launch.
+    """What the splits of a launch pass to each other. Allocate it once, outside any CUDA graph.
 
-    Launches that may run at the same time (on other streams, in other engines) need a workspace each. The layers of a
-    model share one. A launch finds the counters at zero and leaves them at zero; nothing else outlives it.
+    The layers of a model share one. Launches that may run at the same time (on other streams, in other engines) need a
+    workspace each. A launch finds the counters at zero and leaves them at zero; nothing else outlives it.
     """
 
     def __init__(self, max_batch_size, num_heads, num_kv_heads, head_dim, device, num_items: int | None = None):

@@ -1,8 +1,7 @@
 """Launches kernels, and compiles them ahead of their first launch in parallel.
 
-Triton compiles a variant of a kernel at its first launch, which takes a third of a second or more. An engine needs
-about forty variants, so compiling them one after the other would be most of a first start. LLVM and ptxas do most of
-the work and release the interpreter's lock, so threads can compile side by side.
+Triton compiles a variant of a kernel at its first launch, which takes a third of a second or more, and an engine needs
+about forty. LLVM and ptxas do most of the work and release the interpreter's lock, so threads compile side by side.
 """
 
 import os
@@ -22,11 +21,9 @@ _variants: ContextVar[set | None] = ContextVar("nanovllm_compiled_variants", def
 
 
 def launcher(kernel, grid: tuple[int, ...], pdl: bool | None = None) -> Callable[..., None]:
-    """`kernel[grid]`, to be called with the kernel's arguments. Inside `compile_ahead` the call launches nothing, but
-    compiles the variant that it would have launched.
-
-    pdl: for a kernel with the constant PDL, which this sets: whether to use a dependent launch (`dependent_launch`).
-    """
+    """`kernel[grid]`, to be called with the kernel's arguments, constants by name. Inside `compile_ahead` the call
+    compiles the variant instead of launching it. pdl: for a kernel with the constant PDL, which this sets: whether to
+    use a dependent launch (`dependent_launch`)."""
     launch = kernel[grid] if _variants.get() is None else partial(_compile, kernel, grid)
     if pdl is None:
         return launch

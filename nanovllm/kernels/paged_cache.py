@@ -13,11 +13,8 @@ SMALLEST_BLOCK = 16
 
 
 def check_layout(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, paged: bool) -> None:
-    """Raise ValueError unless the attention kernels can address these tensors.
-
-    q: `[num_tokens, num_heads, head_dim]`. keys, values: of the same layout with num_kv_heads, or the caches if
-    `paged`. All but caches may have any stride between tokens: they are usually slices of the fused qkv projection.
-    """
+    """Raise ValueError unless the attention kernels can address these tensors. keys and values: the caches if `paged`,
+    otherwise laid out like q. Those may have any stride between tokens: they are slices of the fused projection."""
     for tensor in (q,) if paged else (q, keys, values):
         if tensor.dim() != 3 or tensor.stride(2) != 1 or (tensor.shape[1] > 1 and tensor.stride(1) != tensor.shape[2]):
             raise ValueError(

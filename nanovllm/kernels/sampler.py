@@ -218,16 +218,9 @@ def best_of_shard(
 
 
 def pick_best(candidates: Tensor, out: Tensor | None = None) -> Tensor:
-    """The second half: each row's winner.
-
-    Args:
-        candidates: int32 `[num_shards, batch, num_splits, 2]`, contiguous: what `best_of_shard` returned for each shard
-            of the vocabulary.
-        out: int64 `[batch]`, contiguous, to write to.
-
-    Returns:
-        int64 `[batch]`, or `out`; the lowest column on a tie. `layers.sampler.NON_FINITE` for a row that has no token.
-    """
+    """The second half: each row's winner, int64 `[batch]` (or `out`); the lowest column on a tie;
+    `layers.sampler.NON_FINITE` for a row that has no token. candidates: int32 `[num_shards, batch, num_splits, 2]`,
+    contiguous: what `best_of_shard` returned for each shard of the vocabulary."""
     num_shards, batch, num_splits, _ = candidates.shape
     tokens = torch.empty(batch, dtype=torch.int64, device=candidates.device) if out is None else out
     if batch == 0:

@@ -37,7 +37,6 @@ def receive_step(
     host_words: Tensor, device_words: Tensor, tokens: Tensor, pending_rows: Tensor, sampled: Tensor, input_ids: Tensor
 ) -> None:
     """Copy the inputs, and find the token that each row feeds. The twin is the copy and the `where` of `DecodeInputs`.
-
     The tensors on the host must be page-locked, and must not change until the stream has executed this.
 
     Args:

@@ -13,13 +13,10 @@ SHARD_MULTIPLE = 64
 
 
 class ReplicatedEmbedding(nn.Module):
-    """Token ids [num_tokens] -> embeddings [num_tokens, hidden_size].
+    """Token ids [num_tokens] -> embeddings [num_tokens, hidden_size]. weight: [vocab_size, hidden_size].
 
     Every rank holds the whole table. nano-vLLM's VocabParallelEmbedding holds a shard, which saves memory but costs a
     sum over the ranks at every step.
-
-    Attributes:
-        weight: [vocab_size, hidden_size].
     """
 
     def __init__(self, vocab_size: int, hidden_size: int):

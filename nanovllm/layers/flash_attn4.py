@@ -41,10 +41,9 @@ class AttentionShape(NamedTuple):
 
 
 class FlashAttn4(OptionalPackage):
-    """Causal prefill attention by FlashAttention in CuTe (FlashAttention-3's design, arXiv:2407.08608).
-
-    It supports bfloat16 and float16, and blocks of any size. `load` every kernel before the first step, which would
-    wait for the compiler otherwise. An error of the package is logged once, and every later `prefill` returns None.
+    """Causal prefill attention by FlashAttention in CuTe (FlashAttention-3's design, arXiv:2407.08608), in bfloat16 and
+    float16. `load` every kernel before the first step, which would wait for the compiler otherwise. After the package's
+    first error, which is logged, `prefill` returns None.
 
     Args:
         varlen_func: like flash_attn.cute.flash_attn_varlen_func.
@@ -104,10 +103,8 @@ def load_kernel(shape: AttentionShape, kernel: int) -> None:
 
 
 def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
-    """flash-attn-4, if it is installed and supports this model on the current CUDA device; else None.
-
-    Logs a warning if the package is installed but cannot be imported. The import takes seconds.
-    """
+    """flash-attn-4, if it is installed and supports this model on the current CUDA device; else None. The import takes
+    seconds. Logs a warning if the package is installed but cannot be imported."""
     # Compute capability 9 and 10 are Hopper and data-centre Blackwell. Others have no paged kernel.
     capability = torch.cuda.get_device_capability()[0]
     if capability not in (9, 10) or dtype not in (torch.bfloat16, torch.float16):

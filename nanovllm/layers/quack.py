@@ -52,14 +52,12 @@ class Quack(OptionalPackage, Candidate):
 
     All launches are dependent ones, under the rule of `kernels.dependent_launch`. The first launch of a tile compiles
     it, which takes seconds, or loads it from the disk. The package keeps 3 KB for each shape that it has seen, and so
-    for each number of tokens of a prefill. The first error of the package is logged and ends its use: every later
-    `launch` returns None.
+    for each number of tokens of a prefill. After the package's first error, which is logged, `launch` returns None.
 
     Attributes:
         decodes: whether decode steps use it too. A launch costs the host 0.1 ms, so it pays in a short step only if a
             CUDA graph captures it.
-        wanted: the products, one a kernel, that `launch` was called for within `compile_ahead`, where it launches
-            nothing.
+        wanted: the products, one a kernel, that `launch` did not launch because it was called in `compile_ahead`.
         on_wanted: called with each of them when it is added; None for nobody.
     """
 
@@ -79,8 +77,8 @@ class Quack(OptionalPackage, Candidate):
         return self.works and self.decodes and self._takes(weight)
 
     def supports(self, problem: Problem) -> bool:
-        """16-bit floats, whole multiples of 64 rows and columns, no bias, and `out` only for a sum. Rows of x are
-        packed and whole multiples of 64 elements apart, from an address that is a multiple of 16 bytes."""
+        """16-bit floats, multiples of 64 rows and columns, no bias, and `out` for a sum alone. Rows of x are packed,
+        aligned to 16 bytes and multiples of 64 elements apart."""
         operation, x, weight, bias, out = problem
         is_here = self.works and (self.decodes or get_context().is_prefill)
         if not is_here or bias is not None or (out is None) == (operation == "linear_add") or not self._takes(weight):
