@@ -67,8 +67,10 @@ def _load_all(tasks: list[tuple[Any, nn.Parameter, object]], device: torch.devic
                         loaded, param, shard_id = todo.popleft()
                     except IndexError:  # Another thread was faster.
                         return
-                    load = getattr(param, "weight_loader", _copy_whole)
-                    load(param, on_device(loaded), shard_id)
+                    if hasattr(param, "weight_loader"):
+                        param.weight_loader(param, on_device(loaded), shard_id)
+                    else:
+                        param.data.copy_(on_device(loaded)[...])
         except BaseException as error:
             todo.clear()
             errors.append(error)
@@ -161,10 +163,6 @@ def load_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
         else:
             is_whole = tuple(param.shape) == getattr(param, "shards", {None: tuple(param.shape)}).get(None)
             param.data.normal_(std=0.02, generator=of_all if is_whole else of_rank)
-
-
-def _copy_whole(param: nn.Parameter, loaded: Any, shard_id: object) -> None:
-    param.data.copy_(loaded[...])
 
 
 def _open_tensors(directory: str, stack: ExitStack) -> dict[str, _Tensor]:

@@ -162,13 +162,13 @@ class CompileProcesses:
         """Return when all processes have ended, because no task is left, or ten minutes have passed."""
         for process in self._processes:
             process.stdin.close()
-        answers = [process.stdout for process in self._processes]
+        answers: list[Any] = [process.stdout for process in self._processes]
         num_ended, deadline = 0, time.monotonic() + _PATIENCE_SECONDS
         while answers and time.monotonic() < deadline:
             if num_ended < self._num_tasks:
                 tell(num_ended, self._num_tasks)
-            stream: Any
-            for stream in wait(answers, 1.0):
+            ready: list[Any] = wait(answers, 1.0)
+            for stream in ready:
                 answer = stream.read(1)
                 num_ended += len(answer)
                 if not answer:
