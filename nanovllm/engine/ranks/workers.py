@@ -95,7 +95,9 @@ class Workers:
 
     def _start(self, config: Config) -> None:
         context = multiprocessing.get_context("spawn")
-        config = _without_transformers(config)
+        # Plain fields for hf_config: to unpickle its class a worker would import transformers for a second.
+        config, hf_config = copy(config), config.hf_config
+        config.hf_config = SimpleNamespace(**vars(hf_config) | {"model_type": hf_config.model_type})
         # Ctrl-C reaches every process of a terminal. Blocked here, it stays blocked in what is started from here.
         blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
@@ -197,7 +199,13 @@ class Workers:
                 with suppress(EOFError, OSError):
                     self._channel.write(farewell)
                     seconds = EXIT_SECONDS
-            self._end_processes(seconds)
+            deadline = time.monotonic() + seconds
+            for process in self._processes.values():
+                process.join(max(0.0, deadline - time.monotonic()))
+            for process in self._processes.values():
+                process.kill()  # They hold nothing that would want an orderly end.
+            for process in self._processes.values():
+                process.join(EXIT_SECONDS / 2)
             if not seconds and self._group is not None:
                 abort_group(self._group)
             self._channel.close()
@@ -205,16 +213,6 @@ class Workers:
             for connection in (*self._reports.values(), self._wake_up, self._woken):
                 connection.close()
             self._group = None
-
-    def _end_processes(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for process in self._processes.values():
-            process.join(max(0.0, deadline - time.monotonic()))
-        # They hold nothing that would want an orderly end.
-        for process in self._processes.values():
-            process.kill()
-        for process in self._processes.values():
-            process.join(EXIT_SECONDS / 2)
 
     # -- the thread that watches them ------------------------------------------------------------------------------
 
@@ -283,11 +281,3 @@ class Workers:
             process.kill()
         if self._group is not None:
             abort_group(self._group)
-
-
-def _without_transformers(config: Config) -> Config:
-    """The same options with plain fields for hf_config: to unpickle its class a worker would import transformers, a
-    third of the time that its start takes."""
-    config, hf_config = copy(config), config.hf_config
-    config.hf_config = SimpleNamespace(**vars(hf_config) | {"model_type": hf_config.model_type})
-    return config

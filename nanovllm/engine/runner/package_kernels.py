@@ -53,12 +53,14 @@ class PackageKernels:
         self._quack: Quack | None = None
         self._flash_attn4: FlashAttn4 | None = None
         self._shape: AttentionShape | None = None
-        versions = _versions(*_PACKAGES, _COMPILER, "torch")
+        versions = {}
+        for name in (*_PACKAGES, _COMPILER, "torch"):
+            with suppress(PackageNotFoundError):
+                versions[name] = version(name)
         if rank or device.type != "cuda" or versions.keys().isdisjoint(_PACKAGES):
             return
-        if config.dtype not in Quack.DTYPES:  # Which are flash-attn-4's too.
-            return
-        if torch.cuda.get_device_capability(device)[0] < 9:  # Neither package is used there.
+        # Neither package is used for other dtypes, or on older GPUs.
+        if config.dtype not in Quack.DTYPES or torch.cuda.get_device_capability(device)[0] < 9:
             return
         shape = [getattr(config.hf_config, name, None) for name in _SHAPE]
         options = [getattr(config, name) for name in _OPTIONS]
@@ -108,15 +110,6 @@ class PackageKernels:
             with suppress(OSError):  # Without the note the next start compiles again.
                 self._note.parent.mkdir(parents=True, exist_ok=True)
                 self._note.touch()
-
-
-def _versions(*names: str) -> dict[str, str]:
-    """Of those that are installed."""
-    versions = {}
-    for name in names:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
 
 
 class CompileProcesses:
