@@ -95,7 +95,7 @@ class Workers:
 
     def _start(self, config: Config) -> None:
         context = multiprocessing.get_context("spawn")
-        # Plain fields for hf_config: to unpickle its class a worker would import transformers for a second.
+        # Plain fields for hf_config: to unpickle its class a worker would import transformers, which takes long.
         config, hf_config = copy(config), config.hf_config
         config.hf_config = SimpleNamespace(**vars(hf_config) | {"model_type": hf_config.model_type})
         # Ctrl-C reaches every process of a terminal. Blocked here, it stays blocked in what is started from here.
