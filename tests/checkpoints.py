@@ -21,7 +21,7 @@ from transformers import (
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.layers.attention_backend import select_backend
-from nanovllm.models import model_class
+from nanovllm.models.registry import model_class
 from nanovllm.utils.parallel import TensorParallel
 
 # Models this small run ten times faster on one thread than on two that wait for each other.

@@ -23,7 +23,7 @@ import pytest
 from checkpoints import Reference, assert_idle, make_checkpoint, make_llm
 from configs import NEW_STYLE
 
-from nanovllm.layers import attention_backend
+from nanovllm.tuning.table import package_table
 from nanovllm.utils.threads import available_cores
 
 # By default an example of more than 200 ms is a failure, on whatever machine and beside whatever else it runs.
@@ -51,7 +51,7 @@ def flash_attn4_takes_small_models():
     """Where it is installed it would be given no prefill of models as small as the tests'. (The processes of further
     ranks keep to the rule.)"""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_backend, "_MIN_LAYER_WORK", 0)
+        patch.setitem(package_table("NVIDIA H200").settings["flash_attn4"], "min_layer_work", 0)
         yield
 
 

@@ -131,7 +131,7 @@ def wide(tmp_path_factory):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_decode_steps_of_forty(wide, dtype):
-    """And of ten, seventeen and thirty-three: all that the kernels between skinny products and cuBLAS take."""
+    """And of ten, seventeen and thirty-three: where the split-K kernel takes over, and more."""
     path, reference = wide
     prompts = [random_prompt(5 + i, seed=i) for i in range(40)]
     options = {"attention_backend": "triton", "dtype": dtype, "num_kvcache_blocks": 64, "max_num_seqs": 48}

@@ -10,7 +10,8 @@ from fake_quack import problem
 from gpu_engines import REGRET, gpu_llm, keys_of, use_table
 
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.layers.matmul import Matmul, our_candidates
+from nanovllm.layers.kernel_matmul import our_candidates
+from nanovllm.layers.matmul import Matmul
 from nanovllm.layers.quack import Quack, Tile, load_quack
 from nanovllm.tuning.table import Choice, Key, Row, Table, package_table
 

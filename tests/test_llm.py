@@ -132,8 +132,8 @@ with warnings.catch_warnings(record=True) as caught:
     from nanovllm.utils.progress import progress_bar
     import tqdm.auto
 print([str(w.message) for w in caught if "IProgress" in str(w.message)])
-with progress_bar(True, 2) as bar:
-    bar.update(2)
+with progress_bar(True, 2) as show:
+    show(2, -2)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"

@@ -421,32 +421,15 @@ class LLMEngine:
             with self._driving(call), old_objects_set_aside():
                 num_seqs = self._queue(call, requests, reorder=True)
                 del requests  # A sequence goes when its result is there, and not all of them after the last step.
-                self._run_all(call, num_seqs, results, use_tqdm, on_step)
+                with progress_bar(use_tqdm, num_seqs) as show:
+                    while self._has_work(call):
+                        finished, step = self._step()
+                        self._set_texts(finished)  # while the GPU works on the step that follows
+                        results.record(finished)
+                        if on_step is not None:
+                            on_step(self.stats())
+                        show(len(finished), step.num_tokens)
             return [results.ready[i] for i in range(len(prompts))]
-
-    def _run_all(
-        self, call: Call, num_seqs: int, results: Results, use_tqdm: bool | Callable, on_step: Callable | None
-    ) -> None:
-        """Step until nothing is left and every request has its result."""
-        with progress_bar(use_tqdm, num_seqs) as bar:
-            is_shown = not getattr(bar, "disable", False)
-            tokens, seconds = {"prefill": 0, "decode": 0}, {"prefill": 0.0, "decode": 0.0}
-            start = time.perf_counter()
-            while self._has_work(call):
-                finished, step = self._step()
-                self._set_texts(finished)  # while the GPU works on the step that follows
-                results.record(finished)
-                if on_step is not None:
-                    on_step(self.stats())
-                if not is_shown:
-                    continue
-                kind, now = "prefill" if step.num_tokens > 0 else "decode", time.perf_counter()
-                tokens[kind] += abs(step.num_tokens)
-                seconds[kind] += now - start
-                start = now
-                rates = {kind: f"{int(tokens[kind] / seconds[kind])}tok/s" for kind in tokens if seconds[kind]}
-                bar.set_postfix(rates, refresh=False)
-                bar.update(len(finished))
 
     def _set_texts(self, finished: list[Sequence]) -> None:
         if finished and self._detokenizer is not None:

@@ -10,26 +10,10 @@ Batches of decode steps and pieces of prompts are those of Sarathi (Agrawal et a
 
 from collections.abc import Collection
 
-from nanovllm.config import Config
 from nanovllm.engine.sequence import Sequence
-from nanovllm.tuning.table import Table
 
 # In a mixed step attention loads a prompt's keys for each of its tokens, in a prefill step once for many of them.
 _MAX_PROMPT_TOKENS = 2048
-
-
-def choose_num_rows(config: Config, has_graphs: bool, num_layer_params: int, table: Table) -> int:
-    """Rows of a mixed step, 0 for none: config.mixed_step_rows, or if that is None, the table's number where mixed
-    steps pay. One has two sequences at least."""
-    num_rows = config.mixed_step_rows
-    if num_rows is None:
-        pays = (
-            has_graphs
-            and config.tensor_parallel_size == 1
-            and num_layer_params >= table.setting("mixed_steps", "min_layer_params")
-        )
-        num_rows = min(table.setting("mixed_steps", "rows"), config.max_num_batched_tokens) if pays else 0
-    return num_rows if min(num_rows, config.max_num_seqs) > 1 else 0
 
 
 class MixedSteps:

@@ -11,27 +11,21 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.mixed_steps import choose_num_rows
 from nanovllm.engine.ranks.process_group import ABORT_SECONDS, abort_group
 from nanovllm.engine.runner.cuda_graphs import DecodeGraphs, graph_batch_sizes, mixed_batch_sizes
 from nanovllm.engine.runner.inputs import Batch, DecodeInputs, prefill_batch, send_prefill
-from nanovllm.engine.runner.kernel_compilation import compiling_kernels, warmup_kernels
+from nanovllm.engine.runner.kernel_compilation import warmup_kernels
 from nanovllm.engine.runner.memory import allocate_kv_cache, largest_prefill
-from nanovllm.engine.runner.package_kernels import PackageKernels
+from nanovllm.engine.runner.model_setup import set_up_model
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling.logit_steps import LogitSteps
 from nanovllm.engine.sampling.logprobs import prompt_rows
 from nanovllm.engine.sampling.sampling_pipeline import Forward
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention_backend import AttentionBackend, select_backend
-from nanovllm.layers.flash_attn4 import AttentionShape
-from nanovllm.layers.matmul import Matmul, our_candidates
-from nanovllm.layers.quack import load_quack
+from nanovllm.layers.attention_backend import select_backend
 from nanovllm.layers.sampler import Sampler
-from nanovllm.models import make_model
 from nanovllm.models.hf_config import get_head_dim
-from nanovllm.tuning.table import load_table
 from nanovllm.utils.context import step_context
 from nanovllm.utils.loader import load_dummy, load_model, num_checkpoint_params
 from nanovllm.utils.parallel import TensorParallel
@@ -70,6 +64,7 @@ class ModelRunner:
         self.logit_steps: LogitSteps | None = None
         self.tp = TensorParallel()
         self.mixed_step_rows = 0
+        self.num_kv_heads = 0
         self._check: Callable[[], None] | None = None
         self._threads = StepThreads(config.tensor_parallel_size)
         self._free_at_start = free_at_start
@@ -89,8 +84,8 @@ class ModelRunner:
         config = self.config
         head_dim = get_head_dim(config.hf_config)
         backend = select_backend(config.attention_backend, config.device, config.dtype, head_dim, self.block_size)
-        with PackageKernels(config, self.tp.rank, self.device) as packages:
-            self._build_model(backend, packages, progress)
+        has_graphs = config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs
+        set_up_model(self, backend, has_graphs, progress)
         billions = num_checkpoint_params(self.model) / 1e9
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
         logger.info("device: %s", self.device_name)
@@ -98,57 +93,13 @@ class ModelRunner:
         progress.tell("measuring memory")
         self.warmup_model()
         self.allocate_kv_cache()
-        if self._has_graphs(backend):
+        if has_graphs:
             self.capture_cudagraph(progress.count("capturing CUDA graphs"))
         else:
             logger.info("CUDA graphs: none")
         self.logit_steps = LogitSteps(config, self.model, self.tp, self.decode_inputs, self.graphs, self._check)
         if config.device == "cuda":
             warmup_kernels(self)
-
-    def _has_graphs(self, backend: AttentionBackend) -> bool:
-        return self.config.device == "cuda" and not self.config.enforce_eager and backend.supports_cuda_graphs
-
-    def _build_model(self, backend: AttentionBackend, packages: PackageKernels, progress: StartProgress) -> None:
-        """The model with its weights, and every kernel that it will launch."""
-        config, head_dim, has_graphs = self.config, get_head_dim(self.config.hf_config), self._has_graphs(backend)
-        self.model = make_model(config.hf_config, config.dtype, self.device, config.max_model_len, backend, self.tp)
-        self.sampler = Sampler(self.tp, self.model.lm_head.first, self.model.lm_head.shard_size)
-        num_heads = self.tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
-        _, num_kv_heads = self.tp.shard_kv_heads(config.hf_config.num_key_value_heads)
-        self.num_kv_heads = num_kv_heads
-        # Over two GPUs it gained nothing.
-        quack = load_quack(config.dtype, self.device, decodes=has_graphs) if self.tp.size == 1 else None
-        table = load_table(self.device)
-        candidates = our_candidates(self.device) + ([] if quack is None else [quack])
-        self.model.use_matmul(Matmul(table, candidates, config.model))
-        self.mixed_step_rows = choose_num_rows(config, has_graphs, self.model.num_layer_params, table)
-        plan_heads = num_kv_heads if backend.wants_plan else None
-        self._make_decode_inputs(plan_heads)
-        backend.prepare(self.decode_inputs.max_rows, num_heads, num_kv_heads, head_dim, self.device)
-        backend.use_flash_attn4(
-            config.dtype,
-            head_dim,
-            layer_params=self.model.num_layer_params,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-        )
-        shape = AttentionShape(num_heads, num_kv_heads, head_dim, self.block_size, config.dtype, self.device)
-        packages.want(quack, backend.flash_attn4, shape)
-        progress.tell("compiling kernels")
-        with compiling_kernels(self, progress.count("compiling kernels")):
-            progress.tell("loading weights")
-            self.load_weights()
-        packages.load(self.tp, progress.count("compiling kernels of packages"))
-        if quack is not None and not quack.works:  # Nothing is padded for it then.
-            self._make_decode_inputs(plan_heads)
-
-    def _make_decode_inputs(self, num_kv_heads: int | None) -> None:
-        """num_kv_heads: to plan attention's work for; None makes no plan."""
-        max_num_seqs, max_blocks = self.config.max_num_seqs, -(-self.config.max_model_len // self.block_size)
-        padded = [self.model.padded_batch(n) for n in range(max_num_seqs + 1)]
-        sizes = max_num_seqs, max_blocks, self.block_size
-        self.decode_inputs = DecodeInputs(*sizes, self.device, num_kv_heads, padded, self.mixed_step_rows)
 
     def load_weights(self) -> None:
         """Fill the model's parameters as load_format says."""

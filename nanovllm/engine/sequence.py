@@ -2,7 +2,7 @@
 
 import sys
 from array import array
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
@@ -19,146 +19,78 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """One request: its tokens, how many of them are in the KV cache, and the blocks that hold them.
+    """One request's tokens, how many of them are in the KV cache, and the blocks that hold them.
 
-    Tokens are kept in an int32 array (4 bytes a token, so that 100,000 waiting prompts fit in memory);
-    `token_ids`, `prompt_token_ids`, `completion_token_ids` and `block(i)` hand out lists, each a copy.
+    Tokens are in an int32 array, four bytes each, so that 100,000 waiting prompts fit in memory. `token_ids`,
+    `prompt_token_ids`, `completion_token_ids` and `block(i)` return lists, each a copy.
 
-    Attributes:
-        seq_id: unique within the engine, in order of arrival.
-        status: see SequenceStatus.
-        is_prefilling: whether the next step prefills it. State of its own, not derived from the number of
-            completion tokens: a preempted sequence is prefilled again, completion and all.
-        tokens: array("i") of prompt and completion.
-        last_token: the newest token, the one that a decode step feeds to the model.
-        num_tokens: prompt and completion tokens.
-        num_prompt_tokens: prompt tokens.
-        num_cached_tokens: tokens from the front whose keys and values are in the KV cache: the shared prefix
-            right after allocation, more with every step.
-        num_shared_tokens: tokens that the prefix cache gave when the sequence was first allocated, -1 before.
-        pending_row: row of the step in flight that samples its last token, which is a placeholder until that
-            step is read; -1 where every token is known.
-        num_scheduled_tokens: tokens whose keys and values the current step computes.
-        block_table: ids of the KV cache blocks that hold the sequence, in order.
-        block_hashes: hash chain of the full blocks, as far as it has been computed; the block manager's.
-        finish_reason: "stop", "length", "abort" or "error" once finished, else None.
-        stop_reason: the stop string or the one of stop_token_ids that ended it, None for any other end.
-        error: what went wrong, where finish_reason is "error", or will be: there is no token to draw. Else None.
-        end_token_ids: tokens that end it, and NON_FINITE; the scheduler's.
-        request_id: what its request is known by; the samples of one prompt share it.
-        params: the request's SamplingParams.
-        is_plain: whether temperature and seed are all that its draws need. A step of plain sequences alone is
-            sampled within the model's CUDA graph.
-        is_constrained: whether the tokens that it may draw depend on those before: it must follow a grammar, or not
-            complete a bad word of several tokens.
-        needs_prompt_logits: whether prompt_logprobs are still to be computed: they need the whole prompt computed,
-            whatever the prefix cache holds.
-        grammar: what it must follow, as far as it has got; None without, and once the sequence has finished.
-        logit_edits: what logit_bias, allowed_token_ids and bad_words make of its logits; None without them.
-        text_stream: its text as its tokens come (engine/requests/detokenizer.py), where somebody asks for that.
-        text: the completion's text, once finished, where there is a tokenizer.
-        logprobs: {token id: log-probability} for each completion token, the sampled one first; None unless asked for.
-        prompt_logprobs: the same for each prompt token, None for the first; None unless asked for.
-        arrival_time, scheduled_time, first_token_time, finish_time: time.perf_counter() seconds, None so far.
+    Times are seconds of time.perf_counter().
     """
 
-    __slots__ = (
-        "arrival_time",
-        "block_hashes",
-        "block_size",
-        "block_table",
-        "end_token_ids",
-        "error",
-        "finish_reason",
-        "finish_time",
-        "first_token_time",
-        "grammar",
-        "ignore_eos",
-        "is_constrained",
-        "is_plain",
-        "is_prefilling",
-        "last_token",
-        "logit_edits",
-        "logprobs",
-        "max_tokens",
-        "needs_prompt_logits",
-        "num_cached_tokens",
-        "num_prompt_tokens",
-        "num_scheduled_tokens",
-        "num_shared_tokens",
-        "num_tokens",
-        "params",
-        "pending_row",
-        "prompt_logprobs",
-        "request_id",
-        "scheduled_time",
-        "seed",
-        "seq_id",
-        "skip_special_tokens",
-        "status",
-        "stop_reason",
-        "temperature",
-        "text",
-        "text_stream",
-        "tokens",
-    )
+    seq_id: int  # unique within the engine, in order of arrival
+    tokens: array  # prompt and completion; given as any iterable of at least one token id
+    params: SamplingParams = field(default_factory=SamplingParams)
+    block_size: int = 256
+    seed: int = 0  # used where params name none
+    grammar: Any = None  # engine.sampling.structured.Grammar that it must follow; None after its end
+    logit_edits: Any = None  # engine.sampling.logit_edits.LogitEdits, where params ask for them
 
-    def __init__(
-        self,
-        seq_id: int,
-        token_ids: Iterable[int],
-        sampling_params: SamplingParams | None = None,
-        block_size: int = 256,
-        seed: int = 0,
-        grammar: Any = None,
-        logit_edits: Any = None,
-    ):
-        """token_ids: the prompt, at least one token. seed: used where sampling_params names none. grammar, logit_edits:
-        an `engine.sampling.structured.Grammar` and an `engine.sampling.logit_edits.LogitEdits`, where sampling_params
-        ask for them."""
-        self.params = sampling_params = sampling_params or SamplingParams()
-        self.seq_id = seq_id
-        self.block_size = block_size
-        self.status = SequenceStatus.WAITING
-        self.is_prefilling = True
-        self.tokens = array("i", token_ids)
+    # What the scheduler and the block manager keep.
+    status: SequenceStatus = SequenceStatus.WAITING
+    # State of its own, not derived from the tokens: a preempted sequence is prefilled again, completion and all.
+    is_prefilling: bool = True
+    last_token: int = field(init=False)  # which a decode step feeds to the model
+    num_tokens: int = field(init=False)  # prompt and completion
+    num_prompt_tokens: int = field(init=False)
+    num_cached_tokens: int = 0  # from the front, whose keys and values are in the KV cache
+    num_shared_tokens: int = -1  # that the prefix cache gave at the first allocation; -1 before
+    num_scheduled_tokens: int = 0  # whose keys and values the current step computes
+    # Row of the step in flight that samples the last token, which is a placeholder until then; -1: all are known.
+    pending_row: int = -1
+    block_table: list[int] = field(default_factory=list)  # ids of its blocks, in order
+    block_hashes: list[int] = field(default_factory=list)  # of its full blocks, as far as computed
+    end_token_ids: frozenset[int] = frozenset()  # tokens that end it, and NON_FINITE
+
+    # What its request asks for.
+    request_id: int = field(init=False)  # shared by the samples of one prompt
+    temperature: float = field(init=False)
+    max_tokens: int = field(init=False)
+    ignore_eos: bool = field(init=False)
+    is_plain: bool = field(init=False)  # temperature and seed are all that sampling needs; see `LogitSteps`
+    is_constrained: bool = field(init=False)  # the tokens that it may draw depend on those before
+    needs_prompt_logits: bool = field(init=False)  # prompt_logprobs are to be computed, of the whole prompt
+
+    # Its result.
+    text_stream: Any = None  # its text as its tokens come, where somebody asks for that
+    text: str | None = None
+    logprobs: list[dict[int, float]] | None = field(init=False)  # of each completion token, the sampled one first
+    prompt_logprobs: list[dict[int, float] | None] | None = field(init=False)
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    stop_reason: str | int | None = None  # the stop string, or the one of stop_token_ids, that ended it
+    error: str | None = None  # why finish_reason is "error", or will be
+    arrival_time: float | None = None
+    scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finish_time: float | None = None
+
+    def __post_init__(self) -> None:
+        params, edits = self.params, self.logit_edits
+        self.tokens = array("i", self.tokens)
         self.last_token = self.tokens[-1]
-        self.num_tokens = len(self.tokens)
-        self.num_prompt_tokens = self.num_tokens
-        self.num_cached_tokens = 0
-        self.num_shared_tokens = -1
-        self.num_scheduled_tokens = 0
-        self.pending_row = -1
-        self.block_table: list[int] = []
-        self.block_hashes: list[int] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-        self.error: str | None = None
-        self.end_token_ids: frozenset[int] = frozenset()
-        self.request_id = seq_id
-        self.text_stream: Any = None
-        self.text: str | None = None
-        self.arrival_time: float | None = None
-        self.scheduled_time: float | None = None
-        self.first_token_time: float | None = None
-        self.finish_time: float | None = None
-        self.temperature = float(sampling_params.temperature)
-        self.max_tokens = sys.maxsize if sampling_params.max_tokens is None else sampling_params.max_tokens
-        # A grammar has nothing to offer after its end but an end-of-sequence token.
-        self.ignore_eos = sampling_params.ignore_eos and grammar is None
-        self.skip_special_tokens = sampling_params.skip_special_tokens
-        self.grammar = grammar
-        self.logit_edits = logit_edits
-        self.is_constrained = grammar is not None or (logit_edits is not None and logit_edits.reads_completion)
-        self.is_plain = sampling_params.is_plain
-        self.logprobs: list[dict[int, float]] | None = None if sampling_params.logprobs is None else []
-        self.prompt_logprobs: list[dict[int, float] | None] | None = None
-        self.needs_prompt_logits = False
-        if sampling_params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]
-            self.needs_prompt_logits = self.num_prompt_tokens > 1
-        self.seed = seed if sampling_params.seed is None else sampling_params.seed
+        self.num_tokens = self.num_prompt_tokens = len(self.tokens)
+        self.request_id = self.seq_id
+        self.temperature = float(params.temperature)
+        self.max_tokens = sys.maxsize if params.max_tokens is None else params.max_tokens
+        self.seed = self.seed if params.seed is None else params.seed
+        # After its end a grammar allows nothing but an end-of-sequence token.
+        self.ignore_eos = params.ignore_eos and self.grammar is None
+        self.is_plain = params.is_plain
+        self.is_constrained = self.grammar is not None or (edits is not None and edits.reads_completion)
+        self.logprobs = None if params.logprobs is None else []
+        self.prompt_logprobs = None if params.prompt_logprobs is None else [None]
+        self.needs_prompt_logits = self.prompt_logprobs is not None and self.num_prompt_tokens > 1
 
     def __len__(self) -> int:
         return self.num_tokens

@@ -1,12 +1,12 @@
 """The kernel behind `gemv`: y = x W^T for 1..16 tokens, at the speed at which W can be read.
 
-A program owns a few output columns, which are rows of W, and reads them over the whole of K: nothing is combined
-between programs, so results are deterministic and a residual can be updated in place. A tile's loads are independent
-16-byte ones, all issued before the first is used, and the next tile's before this one's product. The norm of the
-input is repeated by every program: x is small and in L2.
+A program computes a few output columns, that is rows of W, over all of K. Nothing is combined between programs, so
+results are deterministic and a residual can be updated in place. All loads of a tile are independent, 16 bytes each,
+and issued before the first is used; the next tile is loaded before this one is multiplied. Every program computes the
+norm of the input anew, because x is small and in L2.
 
-For few tokens the plain cores multiply, with the weights in registers just as they were loaded. For more, the tensor
-cores do: tokens padded to 16, K cut into one slice a warp, the slices added at the end.
+For few tokens the plain cores multiply, with the weights in the registers that they were loaded to. For more tokens the
+tensor cores multiply: tokens are padded to 16, each warp has a slice of K, and the slices are added at the end.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from nanovllm.kernels.dependent_launch import (
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.posted_sums import MAX_TOKENS, Inboxes, post
 
-_MIN_DOT_ROWS = 8 if HAS_GDC else 16  # what the compiler's tensor-core products take
+_MIN_DOT_ROWS = 8 if HAS_GDC else 16  # the least for which the compiler uses tensor cores
 # Up to here the plain cores keep pace with memory.
 _MAX_PLAIN_TOKENS = 4
 
@@ -37,11 +37,11 @@ class GemvConfig(NamedTuple):
     Attributes:
         rows_per_program: weight rows of a program; two make one output column of `norm_linear_silu`. With tensor
             cores at least 8; Triton 3.2 makes it 16.
-        k_tile: columns of a weight tile, at least 16. Two tiles are on their way in each program, or one that spans K.
-        num_warps: warps a program; with tensor cores also the slices of a tile, at least 16 columns each.
-        tensor_cores: whether they multiply; for 16-bit dtypes.
-        prefetch: leading columns of a program's rows that it asks into L2 before anything else, a cache line or more; 0
-            for none.
+        k_tile: columns of a weight tile, at least 16. A program loads two tiles at once, or one that spans K.
+        num_warps: warps a program; with tensor cores also slices a tile, at least 16 columns each.
+        tensor_cores: whether the tensor cores multiply; for 16-bit dtypes.
+        prefetch: first columns of a program's rows that it prefetches into L2 at its start, a cache line or more; 0 for
+            none.
     """
 
     rows_per_program: int

@@ -1,11 +1,11 @@
 """The kernel behind `split_k`: y = x W^T for the tokens of a decode batch, up to 128.
 
-Such a product is short: reading the weights takes one to three microseconds, so what counts is how soon they are asked
-for and how evenly the multiprocessors share the reading. A program takes up to 64 tokens, some rows of the weight and,
-where rows are few, one split of K; it asks its weights into L2 while the kernel before still runs.
+Such a product takes a few microseconds, in which the weights are read. So the weights must be requested early, and all
+multiprocessors must read equal shares of them. A program computes up to 64 tokens with some rows of the weight and one
+split of K. It prefetches its weights into L2 while the kernel before it still runs.
 
-Splits are combined without a second launch: each leaves its sum in float32 and counts itself in; the one that finds
-all others there adds them up, always in the order of the splits, so equal calls give equal bits.
+Splits are combined without a second launch. Each program writes its sum in float32 and counts itself as arrived. The
+last one adds all sums, always in the order of the splits, so equal calls give equal bits.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor
 from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents, gdc_wait, has_pdl, prefetch_lines
 from nanovllm.kernels.launch import launcher
 
-# What Hopper's own tensor-core instruction takes at once: fewer tokens are padded, which was no slower on an H200.
+# The rows of Hopper's tensor-core instruction. Fewer tokens are padded.
 TILE_TOKENS = 64
 MAX_TOKENS = 2 * TILE_TOKENS
 _NUM_WARPS = 4
@@ -36,9 +36,10 @@ class SplitKConfig(NamedTuple):
         tile_rows: weight rows of a program, at least 16; two make one output column of `linear_silu`.
         tile_k: columns of a step, at least 16.
         splits: programs among which K is divided.
-        num_stages: stages of the load pipeline; one holds (TILE_TOKENS + tile_rows) * tile_k elements of 227 KiB.
-        prefetch: leading columns of its split that a program of a dependent launch asks into L2 while it waits; 0 for
-            none. All of a large layer's would not fit there.
+        num_stages: stages of the load pipeline. A stage holds (TILE_TOKENS + tile_rows) * tile_k elements; all of them
+            must fit in 227 KiB.
+        prefetch: first columns of its split that a program prefetches into L2 while it waits for the kernel before; 0
+            for none.
     """
 
     tile_rows: int = 32

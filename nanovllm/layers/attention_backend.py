@@ -17,9 +17,8 @@ if HAS_TRITON:
 
 
 # A call of flash-attn-4 costs the host twice as much as one of our kernels. So it pays only if the device works on a
-# layer for longer than the host launches it: from this many new tokens of a step times parameters of a layer on, or for
-# any sequence with more keys than this (measured on an H200).
-_MIN_LAYER_WORK = 1 << 37
+# layer for longer than the host launches it: for steps of many new tokens, and for any sequence with more keys than
+# this (measured on an H200).
 _MANY_KEYS = 4096
 
 
@@ -58,12 +57,12 @@ class AttentionBackend(ABC):
         return None
 
     def use_flash_attn4(
-        self, dtype: torch.dtype, head_dim: int, *, layer_params: int, max_num_batched_tokens: int, max_model_len: int
+        self, dtype: torch.dtype, head_dim: int, *, min_tokens: int, max_num_batched_tokens: int, max_model_len: int
     ) -> None:
         """Give prefills, except of short prompts and few tokens, to flash-attn-4 from now on, if it is installed and
-        supports this model. layer_params: parameters of a layer on this device. It is not imported, which takes
+        supports this model. min_tokens: new tokens of a step for which it pays. It is not imported, which takes
         seconds, if no step can be long enough for it."""
-        self.flash_attn4_min_tokens = _MIN_LAYER_WORK // layer_params
+        self.flash_attn4_min_tokens = min_tokens
         is_reached = max_num_batched_tokens >= self.flash_attn4_min_tokens or max_model_len > _MANY_KEYS
         if self.takes_flash_attn4 and is_reached:
             self.flash_attn4 = load_flash_attn4(dtype, head_dim)

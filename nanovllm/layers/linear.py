@@ -6,14 +6,14 @@ their full shape}), and `weight_loader(param, loaded, shard_id)`, which copies t
 asked for is read.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul import Matmul
-from nanovllm.utils.context import get_context
+from nanovllm.layers.rank_sums import NormedParts, add_over_ranks
 from nanovllm.utils.parallel import TensorParallel
 
 
@@ -25,24 +25,8 @@ def make_parameter(shape: tuple[int, ...], shards: dict, weight_loader) -> nn.Pa
     return parameter
 
 
-class NormedParts:
-    """A `Normed` of a long prefill over two GPUs, in parts that follow each other: while the sum over the ranks of one
-    part travels, another one is multiplied. A part is computed when it is asked for.
-
-    Attributes:
-        residual: `[num_tokens, hidden_size]`.
-        parts: the parts' norms, once.
-    """
-
-    def __init__(self, residual: torch.Tensor, parts: Iterator[torch.Tensor]):
-        self.residual, self.parts = residual, parts
-
-    def value(self) -> torch.Tensor:
-        return torch.cat(list(self.parts))
-
-
 class LinearBase(nn.Module):
-    """A weight, perhaps a bias, and what multiplies them.
+    """A weight, perhaps a bias, and what multiplies them. A subclass has `weight_loader` and `bias_loader`.
 
     Args:
         weight_shape: of this rank's part, `[N, K]`.
@@ -63,12 +47,6 @@ class LinearBase(nn.Module):
         if bias:
             bias_shards = {key: shape[:1] for key, shape in shards.items()}
             self.bias = make_parameter(weight_shape[:1], bias_shards, self.bias_loader)
-
-    def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
-        raise NotImplementedError
-
-    def bias_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
-        raise NotImplementedError
 
 
 class ColumnParallelLinear(LinearBase):
@@ -188,44 +166,7 @@ class RowParallelLinear(LinearBase):
     def add(
         self, residual: torch.Tensor, x: torch.Tensor | Iterable[torch.Tensor], norm: RMSNorm
     ) -> Normed | NormedParts:
-        """norm(residual + y), overwriting residual with the sum. x may come in parts that follow each other: then the
-        result does too."""
-        reducer = self.tp.reducer
-        if reducer is None:
+        """norm(residual + y), overwriting residual with the sum."""
+        if self.tp.reducer is None:
             return Normed(self.add_to(residual, x), norm)
-        if isinstance(x, torch.Tensor) and reducer.takes_parts(len(x)) and get_context().is_prefill:
-            x = x.chunk(2)
-        if not isinstance(x, torch.Tensor):
-            return NormedParts(residual, self._add_parts(residual, x, norm))
-        if reducer.is_posting:
-            constants = self.matmul.posted_constants(self.weight, len(x))
-            reducer.add_linear(residual, x, self.weight, self._bias_of_rank(), constants)
-            return Normed(residual, norm)
-        if not reducer.takes(len(x)):
-            return Normed(self.add_to(residual, x), norm)
-        partial = reducer.partial(len(x))
-        self.matmul.linear_sum(x, self.weight, self._bias_of_rank(), partial)
-        return Normed(residual, norm, reducer.add_norm(residual, partial, norm.weight, norm.eps))
-
-    def _add_parts(
-        self, residual: torch.Tensor, parts: Iterable[torch.Tensor], norm: RMSNorm
-    ) -> Iterator[torch.Tensor]:
-        """The parts are asked for when the first result is; the last sum travels while the caller is at work on the
-        first result."""
-        sums = self.tp.reducer.long_sums
-        under_way, start = [], 0
-        for x in parts:
-            partial = x.new_empty(len(x), len(self.weight))
-            self.matmul.linear_sum(x, self.weight, self._bias_of_rank(), partial)
-            under_way.append((residual[start : start + len(x)], sums.send(partial)))
-            start += len(x)
-        for residual_part, sent in under_way:
-            yield sums.finish(residual_part, sent, norm.weight, norm.eps)
-
-    def posts(self, num_tokens: int) -> bool:
-        """Whether the product of a step of so many tokens posts its part of the sum to the other ranks itself."""
-        return self.matmul.posted_constants(self.weight, num_tokens) is not None
-
-    def _bias_of_rank(self) -> torch.Tensor | None:
-        """One rank brings the bias into the sum, which would hold it once a rank otherwise."""
-        return self.bias if self.tp.rank == 0 else None
+        return add_over_ranks(self, residual, x, norm)

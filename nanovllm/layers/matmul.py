@@ -13,26 +13,16 @@ x is a tensor or a `Normed`, which a candidate computes as part of the product o
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels import HAS_TRITON, use_kernels
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.tuning.table import Key, Row, Table
 from nanovllm.utils.context import get_context
-
-if HAS_TRITON:
-    from nanovllm.kernels import gemv as gemv_kernels
-    from nanovllm.kernels import linear_silu as fused_silu_kernel
-    from nanovllm.kernels import split_k as split_k_kernels
-    from nanovllm.kernels.dependent_launch import has_pdl
-    from nanovllm.kernels.gemv_kernel import GemvConfig
-    from nanovllm.kernels.split_k_kernel import MAX_ROWS, SplitKConfig, make_arrivals
 
 logger = logging.getLogger(__name__)
 
@@ -89,12 +79,12 @@ class Candidate(ABC):
 
     Attributes:
         name: in tables.
-        constants: the type of its launch constants, made from what a table lists; None for a candidate without any.
+        posts_sums: whether it can post a linear_sum to the other ranks itself, through the reducer.
         suits_one_shape: whether constants for decode steps that suit one shape of a weight do not suit its neighbours.
     """
 
     name: str
-    constants: type | None = None
+    posts_sums = False
     suits_one_shape = False
 
     @abstractmethod
@@ -102,8 +92,8 @@ class Candidate(ABC):
         """Whether it can compute this, here and now."""
 
     @abstractmethod
-    def launch(self, problem: Problem, constants: Any) -> Tensor | None:
-        """The result; None if it failed, and another candidate has to compute it."""
+    def launch(self, problem: Problem, constants: tuple) -> Tensor | None:
+        """The result, or None if it failed and another candidate has to compute it. constants: those of the table."""
 
     def serves(self, weight: Tensor) -> bool:
         """Whether decode steps that are padded for this candidate gain by it."""
@@ -118,7 +108,7 @@ class Cublas(Candidate):
     def supports(self, problem: Problem) -> bool:
         return True
 
-    def launch(self, problem: Problem, constants: None = None) -> Tensor:
+    def launch(self, problem: Problem, constants: tuple = ()) -> Tensor:
         x, weight, bias, out = problem.input, problem.weight, problem.bias, problem.out
         if problem.operation == "linear_silu":
             return _silu_and_mul(F.linear(x, weight))
@@ -128,102 +118,6 @@ class Cublas(Candidate):
         if out is None:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-
-
-class Gemv(Candidate):
-    """Our kernel for 1 to 16 tokens, which reads the weights at the speed of memory, the norm inside."""
-
-    name = "gemv"
-    constants = GemvConfig if HAS_TRITON else None
-
-    def supports(self, problem: Problem) -> bool:
-        if not use_kernels(problem.weight) or len(problem.x) > gemv_kernels.MAX_TOKENS:
-            return False
-        if problem.operation == "linear_add":
-            return True
-        # It posts the sums of ranks where the reducer launches it (`posted_constants`).
-        is_small = problem.has_norm and problem.weight.shape[1] <= gemv_kernels.MAX_NORM_SIZE
-        return is_small and problem.out is None and problem.operation in ("linear", "linear_silu")
-
-    def launch(self, problem: Problem, constants: "GemvConfig") -> Tensor:
-        operation, x, weight, bias, out = problem
-        if operation == "linear_add":
-            return gemv_kernels.linear_add(problem.input, weight, out, bias, constants, pdl=True)
-        norm = x.residual, x.weight, x.eps
-        if operation == "linear_silu":
-            return gemv_kernels.norm_linear_silu(*norm, weight, constants, pdl=True)
-        return gemv_kernels.norm_linear(*norm, weight, bias, constants, pdl=True)
-
-
-class SplitK(Candidate):
-    """Our kernel for up to 128 tokens and weights of few rows, which K is split for. It asks for the weights while the
-    kernel before it still runs."""
-
-    name = "split-k"
-    constants = SplitKConfig if HAS_TRITON else None
-
-    def __init__(self, device: torch.device):
-        # All launches of an engine share them: each waits for the one before.
-        self.arrivals = make_arrivals(device)
-
-    def supports(self, problem: Problem) -> bool:
-        weight = problem.weight
-        return (
-            use_kernels(weight)
-            and weight.dtype in split_k_kernels.DTYPES
-            and weight.shape[1] % split_k_kernels.ALIGNMENT == 0
-            and len(weight) <= MAX_ROWS
-            and len(problem.x) <= split_k_kernels.MAX_TOKENS
-            and _is_hopper(weight.device)
-        )
-
-    def launch(self, problem: Problem, constants: "SplitKConfig") -> Tensor:
-        x, weight, bias, out = problem.input, problem.weight, problem.bias, problem.out
-        options = {"config": constants, "arrivals": self.arrivals, "pdl": True}
-        if problem.operation == "linear_silu":
-            return split_k_kernels.linear_silu(x, weight, **options)
-        if problem.operation == "linear_add":
-            return split_k_kernels.linear_add(x, weight, out, bias, **options)
-        return split_k_kernels.linear(x, weight, bias, out, **options)
-
-
-class FusedSilu(Candidate):
-    """Our kernel for the linear_silu of long prefills."""
-
-    name = "fused-silu"
-
-    def supports(self, problem: Problem) -> bool:
-        return problem.operation == "linear_silu" and fused_silu_kernel.can_fuse(problem.weight)
-
-    def launch(self, problem: Problem, constants: None) -> Tensor:
-        return fused_silu_kernel.linear_silu(problem.input, problem.weight)
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return has_pdl(device) and torch.cuda.get_device_capability(device)[0] == 9
-
-
-class _Choices:
-    """A row with candidates instead of their names."""
-
-    def __init__(self, row: Row | None, candidates: dict[str, Candidate], has_constants: bool):
-        """has_constants: whether the row lists candidates' launch constants."""
-        self.row = row
-        self._choices = {
-            choices: [
-                (each, each.constants(*constants) if each.constants and has_constants else constants)
-                for each, constants in ((candidates.get(name), constants) for name, constants in choices)
-                if each is not None
-            ]
-            for choices in set(row.choices if row else ())
-        }
-
-    def __getitem__(self, num_tokens: int) -> list[tuple[Candidate, Any]]:
-        return self._choices[self.row[num_tokens]] if self.row else []
-
-    def token_counts(self, most_tokens: int) -> list[int]:
-        return [bound for bound in self.row.bounds if bound < most_tokens] + [most_tokens] if self.row else []
 
 
 class Matmul:
@@ -240,7 +134,7 @@ class Matmul:
         self._table = table or Table()
         self._candidates = {each.name: each for each in (self._cublas, *candidates)}
         self._model = model
-        self._rows: dict[tuple, _Choices] = {}
+        self._rows: dict[tuple, Row] = {}
         self._has_told = False
 
     def linear(self, x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None):
@@ -269,40 +163,47 @@ class Matmul:
                     return y
         return self._cublas.launch(problem)
 
-    def token_counts(self, operation: str, weight: Tensor, most_tokens: int) -> list[int]:
-        """Numbers of tokens, up to the most, among which is one for every bucket of the row of this product."""
-        return self._row(operation, weight).token_counts(most_tokens)
-
-    def choices(self, operation: str, weight: Tensor, num_tokens: int) -> list[tuple[Candidate, Any]]:
+    def choices(self, operation: str, weight: Tensor, num_tokens: int) -> tuple[tuple[Candidate, tuple], ...]:
         """What the table names for a product in this step's phase: candidates with their constants, the best first."""
         return self._row(operation, weight)[num_tokens]
 
-    def _row(self, operation: str, weight: Tensor) -> "_Choices":
+    def token_counts(self, operation: str, weight: Tensor, most_tokens: int) -> list[int]:
+        """Numbers of tokens, up to the most, among which is one for every bucket of the row of this product."""
+        bounds = self._row(operation, weight).bounds
+        return [bound for bound in bounds if bound < most_tokens] + [most_tokens]
+
+    def _row(self, operation: str, weight: Tensor) -> Row:
         is_prefill = get_context().is_prefill
-        key = operation, is_prefill, weight.shape, weight.dtype
-        if key not in self._rows:
-            exact = Key.of(operation, is_prefill, weight)
-            candidates = self._candidates
-            if exact not in self._table.rows and not is_prefill:
-                candidates = {name: each for name, each in candidates.items() if not each.suits_one_shape}
-                self._tell_once(exact)
-            self._rows[key] = _Choices(self._table.find(exact), candidates, operation in OPERATIONS)
-        return self._rows[key]
+        short_key = operation, is_prefill, weight.shape, weight.dtype
+        if short_key not in self._rows:
+            self._rows[short_key] = self._find(Key.of(operation, is_prefill, weight))
+        return self._rows[short_key]
+
+    def _find(self, key: Key) -> Row:
+        """The table's row, with the candidates that are here instead of their names."""
+        row, candidates = self._table.find(key), self._candidates
+        if key not in self._table.rows and key.phase == "decode":  # The row is that of another shape, if there is one.
+            self._tell_once(key)
+            row = None if key.operation == "padding" else row
+            candidates = {name: each for name, each in candidates.items() if not each.suits_one_shape}
+        buckets = zip(row.bounds, row.choices, strict=True) if row else [(1, ())]
+        return Row(
+            {
+                bound: [(candidates[name], constants) for name, constants in choices if name in candidates]
+                for bound, choices in buckets
+            }
+        )
 
     def _tell_once(self, key: Key) -> None:
-        """That a product's shape was not measured on this GPU."""
         if len(self._candidates) > 1 and key.operation in OPERATIONS and not self._has_told:
             self._has_told = True
-            logger.info(
-                "no measured choices for %s with a weight [%d, %d]: using those of the nearest shape; to measure: "
-                "nanovllm tune %s",
-                *(key.operation, key.N, key.K, self._model),
-            )
+            text = "%s with a weight [%d, %d] was not measured on this GPU; to measure it: nanovllm tune %s"
+            logger.info(text, key.operation, key.N, key.K, self._model)
 
-    def posted_constants(self, weight: Tensor, num_tokens: int) -> "GemvConfig | None":
-        """The GEMV kernel's constants where it shall post this linear_sum to the other ranks itself, otherwise None."""
+    def posted_constants(self, weight: Tensor, num_tokens: int) -> tuple | None:
+        """The constants with which this linear_sum posts its result to the other ranks itself, otherwise None."""
         for candidate, constants in self.choices("linear_sum", weight, num_tokens)[:1]:
-            if isinstance(candidate, Gemv):
+            if candidate.posts_sums:
                 return constants
         return None
 
@@ -313,8 +214,3 @@ class Matmul:
             if candidate.serves(gate_up):
                 return max(num_rows, num_seqs)
         return num_seqs
-
-
-def our_candidates(device: torch.device) -> list[Candidate]:
-    """Our kernels, for a GPU."""
-    return [Gemv(), SplitK(device), FusedSilu()] if HAS_TRITON and device.type == "cuda" else []

@@ -21,19 +21,19 @@ if HAS_TRITON:
 
 logger = logging.getLogger(__name__)
 
-# The tensor memory accelerator wants rows of multiples of 16 bytes; published models have whole multiples of this many
-# elements, and nothing less was tried.
+# The tensor memory accelerator needs rows of multiples of 16 bytes. Published models have multiples of this many
+# elements; less was not tried.
 _ALIGNMENT = 64
 
 
 class Tile(NamedTuple):
-    """What a program computes at a time.
+    """The part of a product that a program computes at a time.
 
     Attributes:
-        tokens, columns: of the product, gate and up counted as two columns.
-        cluster: how many programs along each of them share what they load.
-        pingpong: whether two warp groups work on a tile each, one multiplying while the other stores its results,
-            instead of on one tile together.
+        tokens, columns: its size; gate and up count as two columns.
+        cluster: how many programs share what they load, along the tokens and along the columns.
+        pingpong: whether two warp groups compute a tile each, one multiplying while the other stores its results,
+            instead of one tile together.
     """
 
     tokens: int
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A product that a step will ask for: operation, tile, x `[num_tokens, K]`, weight `[N, K]`."""
+    """A product that a later step will launch: x `[num_tokens, K]` by a weight `[N, K]`."""
 
     operation: str
     tile: Tile
@@ -54,22 +54,22 @@ class Product(NamedTuple):
 
 
 class Quack(OptionalPackage, Candidate):
-    """Products of bfloat16 and float16 on Hopper, in float32, rounded once, in a sum twice.
+    """bfloat16 and float16 products on Hopper, summed in float32 and rounded once; linear_add rounds twice.
 
-    All launches are dependent ones under the rule that `kernels.dependent_launch` states. A tile's first launch waits
-    for a compiler, seconds, or less than one where an earlier process left its work on the disk. The package keeps 3 KB
-    for every shape that it has seen, so also for every number of tokens that a prefill has had. An error of the package
-    is logged once and ends its use: every later `launch` returns None.
+    All launches are dependent ones, under the rule of `kernels.dependent_launch`. The first launch of a tile compiles
+    it, which takes seconds, or loads it from the disk. The package keeps 3 KB for each shape that it has seen, and so
+    for each number of tokens of a prefill. The first error of the package is logged and ends its use: every later
+    `launch` returns None.
 
     Attributes:
-        decodes: whether it is for decode steps too. Those are short: a launch costs the host 0.1 ms, which pays only
-            where it is captured in a CUDA graph.
-        wanted: the products, one a kernel, that were asked for within `compile_ahead`. There none is launched.
-        on_wanted: called with each of them when it is asked for; None for nobody.
+        decodes: whether decode steps use it too. A launch costs the host 0.1 ms, so it pays in a short step only if a
+            CUDA graph captures it.
+        wanted: the products, one a kernel, that `launch` was called for within `compile_ahead`, where it launches
+            nothing.
+        on_wanted: called with each of them when it is added; None for nobody.
     """
 
     name = "quack-kernels"
-    constants = Tile
     suits_one_shape = True  # A decode step wants about one tile a multiprocessor.
     DTYPES = (torch.bfloat16, torch.float16)
 
@@ -100,9 +100,10 @@ class Quack(OptionalPackage, Candidate):
     def _takes_rows(self, x: Tensor, weight: Tensor) -> bool:
         return x.dtype == weight.dtype and x.stride(1) == 1 and not (x.stride(0) % _ALIGNMENT or x.data_ptr() % 16)
 
-    def launch(self, problem: Problem, tile: Tile) -> Tensor | None:
-        """The result, or None where the caller has to compute it: then a residual is as it was. Raises
-        torch.OutOfMemoryError alone."""
+    def launch(self, problem: Problem, constants: tuple) -> Tensor | None:
+        """The result, or None where the caller has to compute it: then a residual is as it was. constants: a Tile's.
+        Raises torch.OutOfMemoryError alone."""
+        tile = Tile(*constants)
         operation, x, weight, out = problem.operation, problem.input, problem.weight, problem.out
         options = {"C": out} if operation == "linear_add" else {}
         if operation == "linear":
@@ -129,7 +130,7 @@ class Quack(OptionalPackage, Candidate):
             self.on_wanted(product)
 
     def load(self, product: Product, device: torch.device) -> None:
-        """Launch a product once, on numbers that mean nothing, so that its kernel is there for steps to come."""
+        """Launch a product once, on arbitrary numbers, so that its kernel is loaded before a step needs it."""
         x = torch.empty(product.num_tokens, product.K, dtype=product.dtype, device=device)
         weight = torch.empty(product.N, product.K, dtype=product.dtype, device=device)
         out = x.new_empty(product.num_tokens, product.N) if product.operation == "linear_add" else None
@@ -138,7 +139,7 @@ class Quack(OptionalPackage, Candidate):
 
 @cache
 def _config(make_config: Callable, tile: Tile):
-    """quack's name for a tile. It recognizes one that it has seen by its identity, so they live as long as it does."""
+    """The package's object for a tile. The package recognises it by its identity, so it is kept."""
     return make_config(
         tile_m=tile.tokens,
         tile_n=tile.columns,
@@ -151,9 +152,8 @@ def _config(make_config: Callable, tile: Tile):
 
 
 def load_quack(dtype: torch.dtype, device: torch.device, decodes: bool) -> Quack | None:
-    """The package where it is installed, takes this dtype and the device is a Hopper GPU (others than an H200 were not
-    measured); else None. The import takes seconds. One that is there and cannot be used is logged as a warning.
-    decodes: see `Quack`."""
+    """The package if it is installed, supports this dtype and the device is a Hopper GPU, else None. The import takes
+    seconds. A package that is installed but cannot be used is logged as a warning. decodes: see `Quack`."""
     if device.type != "cuda" or dtype not in Quack.DTYPES:
         return None
     if torch.cuda.get_device_properties(device).major != 9:

@@ -1,10 +1,12 @@
-"""The model families: architecture name (config.json) -> class."""
+"""The models: a decoder that all families share, and a file for each family that says what differs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from nanovllm.models.registry import model_class
 
 
 def make_model(hf_config, dtype: torch.dtype, device: torch.device, *args) -> nn.Module:
@@ -14,23 +16,6 @@ def make_model(hf_config, dtype: torch.dtype, device: torch.device, *args) -> nn
     with device, _default_dtype(dtype):
         model = cls(hf_config, *args)
     return model.requires_grad_(False)
-
-
-def model_class(hf_config, where: str = "config.json") -> type[nn.Module]:
-    """The class that implements a transformers configuration. Raises ValueError, naming `where` the configuration comes
-    from, for one that we do not have."""
-    from nanovllm.models.qwen2 import Qwen2ForCausalLM
-    from nanovllm.models.qwen3 import Qwen3ForCausalLM
-
-    classes = {"Qwen3ForCausalLM": Qwen3ForCausalLM, "Qwen2ForCausalLM": Qwen2ForCausalLM}
-    names = list(getattr(hf_config, "architectures", None) or [])
-    for name in names:
-        if name in classes:
-            return classes[name]
-    raise ValueError(
-        f"{where}: architectures={names or None} (model_type {hf_config.model_type!r}): "
-        f"supported are {', '.join(classes)}"
-    )
 
 
 @contextmanager

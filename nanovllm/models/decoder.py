@@ -12,15 +12,10 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import AttentionBackend
 from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.linear import (
-    LinearBase,
-    MergedColumnParallelLinear,
-    NormedParts,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.matmul import LayerProduct, Matmul
 from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
+from nanovllm.layers.rank_sums import NormedParts, begin_sums
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.utils.context import get_context
@@ -174,9 +169,7 @@ class DecoderModel(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if self.tp.reducer is not None:
-            first = self.layers[0]
-            posts = all(proj.posts(len(input_ids)) for proj in (first.self_attn.o_proj, first.mlp.down_proj))
-            self.tp.reducer.begin_step(2 * len(self.layers) if posts else 0)
+            begin_sums(self.layers, len(input_ids), self.tp.reducer)
         norms = [layer.input_layernorm for layer in self.layers] + [self.norm]
         hidden = Normed(self.embed_tokens(input_ids), norms[0])
         for layer, next_norm in zip(self.layers, norms[1:], strict=True):

@@ -4,11 +4,10 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from nanovllm.layers.rotary_embedding import rope_parameters
-from nanovllm.models import model_class
+from nanovllm.models.registry import find_architecture
 from nanovllm.utils.checks import is_int, is_number, require
 from nanovllm.utils.light_imports import without_generated_docstrings
 from nanovllm.utils.model_files import one_line, read_json
@@ -100,7 +99,7 @@ def check_token_ids(value: Any, where: str, name: str) -> list[int]:
 def _check_architecture(architectures: Any, model_type: Any, where: str) -> None:
     is_list = isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
     require(f"{where}: architectures", architectures, architectures is None or is_list, "a list of names")
-    model_class(SimpleNamespace(architectures=architectures, model_type=model_type), where)
+    find_architecture(architectures, model_type, where)
 
 
 def _check_values(fields: Mapping[str, Any], where: str) -> None:

@@ -7,7 +7,6 @@ of `tokens` is the largest count that it holds for; the last key holds for all l
 
 import json
 import math
-import os
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from functools import cache, partial
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from nanovllm.utils.optional_packages import kernel_cache
 
 _TABLES = Path(__file__).parent / "tables"
 # A GPU without a table of its own uses this one's, as far as its candidates run there.
@@ -95,10 +96,10 @@ def _distance(key: Key, other: Key) -> float:
 
 
 def load_table(device: torch.device) -> Table:
-    """The package's table for this GPU, with the rows that `nanovllm tune` has left in the user's cache. A CPU has an
-    empty one."""
+    """The package's table for this GPU, with the rows that `nanovllm tune` has left in the user's cache. A CPU has no
+    rows."""
     if device.type != "cuda":
-        return Table()
+        return Table(settings=package_table(_DEFAULT_GPU).settings)
     gpu = torch.cuda.get_device_name(device)
     table = package_table(gpu)
     path = user_path(gpu)
@@ -107,9 +108,9 @@ def load_table(device: torch.device) -> Table:
 
 @cache
 def package_table(gpu: str) -> Table:
-    """The table in the package for a GPU of this name (`torch.cuda.get_device_name`)."""
+    """The table in the package for a GPU of this name (`torch.cuda.get_device_name`), or for the nearest there is."""
     path = package_path(gpu)
-    return read_table(path if path.is_file() else package_path(_DEFAULT_GPU))
+    return read_table(path) if path.is_file() else package_table(_DEFAULT_GPU)
 
 
 def package_path(gpu: str) -> Path:
@@ -117,8 +118,7 @@ def package_path(gpu: str) -> Path:
 
 
 def user_path(gpu: str) -> Path:
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    return cache_home / "nanovllm" / "tuned" / package_path(gpu).name
+    return Path(kernel_cache("tuned"), package_path(gpu).name)
 
 
 def read_table(path: Path) -> Table:

@@ -67,10 +67,8 @@ def _load_all(tasks: list[tuple[Any, nn.Parameter, object]], device: torch.devic
                         loaded, param, shard_id = todo.popleft()
                     except IndexError:  # Another thread was faster.
                         return
-                    if hasattr(param, "weight_loader"):
-                        param.weight_loader(param, on_device(loaded), shard_id)
-                    else:
-                        param.data.copy_(on_device(loaded)[...])
+                    load = getattr(param, "weight_loader", default_weight_loader)
+                    load(param, on_device(loaded), shard_id)
         except BaseException as error:
             todo.clear()
             errors.append(error)
@@ -163,6 +161,10 @@ def load_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
         else:
             is_whole = tuple(param.shape) == getattr(param, "shards", {None: tuple(param.shape)}).get(None)
             param.data.normal_(std=0.02, generator=of_all if is_whole else of_rank)
+
+
+def default_weight_loader(param: nn.Parameter, loaded: Any, shard_id: object) -> None:
+    param.data.copy_(loaded[...])
 
 
 def _open_tensors(directory: str, stack: ExitStack) -> dict[str, _Tensor]:

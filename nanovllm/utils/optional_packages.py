@@ -3,6 +3,8 @@
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +34,15 @@ class OptionalPackage:
             logger.warning("%s failed and is not used any more: %s: %s", self.name, type(error).__name__, error)
             self.works = False
             return None
+
+
+def installed_versions(*names: str) -> dict[str, str]:
+    """Name -> version of those packages that are installed."""
+    versions = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def keep_kernels() -> None:

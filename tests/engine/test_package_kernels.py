@@ -1,6 +1,7 @@
 """Kernels of the optional packages are compiled in processes as they are asked for, and loaded once each. A list stands
 for the processes, and functions for the packages."""
 
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from nanovllm.engine.runner.package_kernels import PackageKernels
 from nanovllm.kernels.launch import compile_ahead
 from nanovllm.layers.flash_attn4 import AttentionShape, FlashAttn4, load_kernel
 from nanovllm.layers.quack import Quack, Tile, load_product
+from nanovllm.tuning.table import Table, user_path, write_table
+from nanovllm.utils import optional_packages
 from nanovllm.utils.parallel import TensorParallel
 
 CPU = torch.device("cpu")
@@ -44,7 +47,7 @@ class Processes(list):
 def hopper(monkeypatch, tmp_path):
     """A machine with both packages, as far as the start of the processes asks."""
     monkeypatch.setattr(package_kernels, "CompileProcesses", Processes)
-    monkeypatch.setattr(package_kernels, "version", lambda name: "1.0")
+    monkeypatch.setattr(optional_packages, "version", lambda name: "1.0")
     monkeypatch.setattr(package_kernels, "keep_kernels", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
@@ -92,6 +95,8 @@ def test_a_second_engine_of_this_shape_needs_no_processes(hopper):
     assert len(package.calls) == 2, "loaded all the same"
     assert start(max_num_seqs=7) is not None, "other options, other kernels"
     assert start(rank=1, max_num_seqs=8) is None, "rank 0's compile for all"
+    write_table(user_path("a GPU"), "a GPU", Table())
+    assert start() is not None, "another table, other kernels"
 
 
 def test_a_start_that_fails_is_made_once_more(hopper):
@@ -106,14 +111,14 @@ def test_a_start_that_fails_is_made_once_more(hopper):
 
 def test_none_where_the_packages_are_not_used(hopper, monkeypatch):
     def missing(name):
-        raise package_kernels.PackageNotFoundError
+        raise PackageNotFoundError
 
     assert PackageKernels(dummy(device="cpu", dtype="bfloat16"), 0, CPU).__enter__()._processes is None
     assert start(dtype="float32") is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert start() is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(package_kernels, "version", missing)
+    monkeypatch.setattr(optional_packages, "version", missing)
     assert start() is None
 
 

@@ -107,9 +107,8 @@ def test_few_tokens_are_our_kernels(monkeypatch, device):
     """Of all new tokens of the step, also where only the last ones are asked for."""
     package = Package()
     monkeypatch.setattr(attention_backend, "load_flash_attn4", lambda dtype, head_dim: FlashAttn4(package))
-    monkeypatch.setattr(attention_backend, "_MIN_LAYER_WORK", 300 * 1000)
     backend = TritonBackend()
-    sizes = {"layer_params": 1000, "max_num_batched_tokens": 300, "max_model_len": 300}
+    sizes = {"min_tokens": 300, "max_num_batched_tokens": 300, "max_model_len": 300}
     backend.use_flash_attn4(torch.float32, HEAD_DIM, **sizes)
     out, expected = prefill(backend, [(0, 299)], device)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
@@ -133,10 +132,9 @@ def test_few_tokens_are_our_kernels(monkeypatch, device):
 def test_where_no_step_is_large_enough_it_is_not_loaded(max_num_tokens, max_model_len, is_loaded, monkeypatch):
     package = Package()
     monkeypatch.setattr(attention_backend, "load_flash_attn4", lambda dtype, head_dim: FlashAttn4(package))
-    monkeypatch.setattr(attention_backend, "_MIN_LAYER_WORK", 300 * 1000)
     backend = TritonBackend()
     limits = {"max_num_batched_tokens": max_num_tokens, "max_model_len": max_model_len}
-    backend.use_flash_attn4(torch.float32, HEAD_DIM, layer_params=1000, **limits)
+    backend.use_flash_attn4(torch.float32, HEAD_DIM, min_tokens=300, **limits)
     assert (backend.flash_attn4 is not None) == is_loaded
 
 

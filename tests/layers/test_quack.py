@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm
 from fake_quack import Package, make_config, problem, tensors
 
-from nanovllm.engine import model_runner
+from nanovllm.engine.runner import model_setup
 from nanovllm.layers.matmul import Matmul
 from nanovllm.layers.quack import Product, Quack, Tile
-from nanovllm.tuning.table import Choice, Key, Row, Table
+from nanovllm.tuning.table import Choice, Key, Row, Table, load_table
 from nanovllm.utils.context import Context, step_context
 
 PREFILL_TILE = Tile(128, 128, (1, 2), pingpong=True)
@@ -180,8 +180,8 @@ def engine_options(monkeypatch, tmp_path, quack) -> dict:
     path = make_checkpoint(tmp_path)
     with make_llm(path) as llm:
         shapes = {tuple(product.weight.shape) for product in llm.model_runner.model.model.layers[0].products()}
-    monkeypatch.setattr(model_runner, "load_quack", lambda dtype, device, decodes: quack)
-    monkeypatch.setattr(model_runner, "load_table", lambda device: make_table(*shapes))
+    monkeypatch.setattr(model_setup, "load_quack", lambda dtype, device, decodes: quack)
+    monkeypatch.setattr(model_setup, "load_table", lambda device: load_table(device).updated(make_table(*shapes)))
     return {"path": path, "num_kvcache_blocks": 300, "max_num_seqs": 50, "max_num_batched_tokens": 4096}
 
 
@@ -250,6 +250,5 @@ def test_its_decode_tiles_are_for_their_own_shape(matmul, package, caplog):
     assert matmul.padded_batch(100, weight) == 100
     (record,) = caplog.records
     assert record.getMessage() == (
-        "no measured choices for linear with a weight [112, 32]: using those of the nearest shape; to measure: "
-        "nanovllm tune MODEL"
+        "linear with a weight [112, 32] was not measured on this GPU; to measure it: nanovllm tune MODEL"
     )

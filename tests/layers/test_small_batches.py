@@ -7,11 +7,13 @@ pytest.importorskip("triton")
 
 from nanovllm.kernels import gemv as gemv_kernels
 from nanovllm.kernels import split_k as split_k_kernels
-from nanovllm.layers import matmul as matmul_module
+from nanovllm.kernels.gemv_kernel import GemvConfig
+from nanovllm.layers import kernel_matmul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import TorchBackend
+from nanovllm.layers.kernel_matmul import Gemv, SplitK
 from nanovllm.layers.layernorm import Normed, RMSNorm, rms_norm_torch
-from nanovllm.layers.matmul import Gemv, Matmul, Problem, SplitK
+from nanovllm.layers.matmul import Matmul, Problem
 from nanovllm.models.presets import preset_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.tuning.table import Choice, Key, Row, Table
@@ -27,8 +29,8 @@ def kernels_everywhere(monkeypatch):
     """CPU tensors count as a Hopper's: Triton's interpreter runs the kernels."""
     if torch.cuda.is_available():
         pytest.skip("the kernels would be compiled for a GPU")
-    monkeypatch.setattr(matmul_module, "use_kernels", lambda x: True)
-    monkeypatch.setattr(matmul_module, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(kernel_matmul, "use_kernels", lambda x: True)
+    monkeypatch.setattr(kernel_matmul, "_is_hopper", lambda device: True)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +98,9 @@ class AloneReducer:
         residual += partial
         return rms_norm_torch(residual, weight, eps)
 
-    def add_linear(self, residual, x, weight, bias, config):
+    def add_linear(self, residual, x, weight, bias, constants):
         self.num_posted[-1] += 1
-        gemv_kernels.linear_add(x, weight, residual, bias, config)
+        gemv_kernels.linear_add(x, weight, residual, bias, GemvConfig(*constants))
 
 
 @pytest.fixture(params=["alone", "reducer"])

@@ -14,7 +14,7 @@ from nanovllm.utils import residual_reducer
 from nanovllm.utils.residual_reducer import LongSums
 
 HIDDEN, EPS = 4, 1e-6
-# As Qwen3DecoderLayer.forward_parts goes: both parts of one sum, then of the next, each as soon as it can be.
+# As a layer's sums go in `layers.rank_sums`: both parts of one sum, then of the next, each as soon as it can be.
 LAYER = ["send", "send", "finish", "send", "finish", "send", "finish", "finish"]
 
 

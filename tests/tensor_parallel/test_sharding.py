@@ -10,8 +10,8 @@ from transformers import AutoConfig
 
 from nanovllm.config import Config
 from nanovllm.layers.attention_backend import TorchBackend
-from nanovllm.models import model_class
 from nanovllm.models.presets import PRESET_NAMES, preset_config
+from nanovllm.models.registry import model_class
 from nanovllm.utils import loader
 from nanovllm.utils.parallel import TensorParallel, check_shardable
 

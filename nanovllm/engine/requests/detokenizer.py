@@ -37,7 +37,7 @@ class Detokenizer:
     def set_texts(self, seqs: list[Sequence]) -> None:
         """Give finished sequences their text."""
         for skip_special_tokens in (True, False):
-            group = [s for s in seqs if s.text_stream is None and s.skip_special_tokens == skip_special_tokens]
+            group = [s for s in seqs if s.text_stream is None and s.params.skip_special_tokens == skip_special_tokens]
             texts = self.decode([seq.completion_token_ids for seq in group], skip_special_tokens) if group else []
             for seq, text in zip(group, texts, strict=True):
                 seq.text = text

@@ -7,6 +7,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from nanovllm.engine.runner.block_tables import BlockTables
 from nanovllm.engine.runner.packed_arrays import Layout, PackedArrays, packed_size, send_arrays
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import HAS_TRITON, use_kernels
@@ -19,94 +20,48 @@ if HAS_TRITON:
 
 @dataclass
 class Batch:
-    """All that a rank needs to compute a step. Workers get it pickled, without the sequences.
+    """All that a rank needs to compute a step. Workers get it pickled, without the sequences."""
 
-    Attributes:
-        seqs: the step's sequences; None on a worker.
-        is_prefill: whether the step is a flat batch of prompts' tokens, or one row a token behind a block table.
-        num_seqs: sequences, each of which a token is sampled for.
-        num_rows: of a prefill its tokens; of a decode step the rows of the layers, padding included.
-        arrays: the host's arrays by name, as `DecodeInputs` or `prefill_batch` lay them out.
-        graph_size: batch size of the CUDA graph that computes the step; 0 for none.
-        is_mixed: whether it is a decode step that prefills the last sequences.
-        needs_logits: whether a request asks for more than a temperature: then rank 0 samples from gathered logits.
-        waits_for_tokens: whether the tokens that a request may draw depend on those of the step before.
-        prompt_rows: (first, number) of the rows of a prefill that prompt log-probabilities are computed from.
-        max_seqlen_q, max_seqlen_k: of a prefill, the most new tokens and the most keys of a sequence.
-        reads_cache: whether a prefill has cached prefixes.
-        packed: rank 0's: a prefill's arrays, ready to be sent.
-        buffer: rank 0's: which of the host buffers of `DecodeInputs` holds a decode step's arrays.
-    """
-
-    seqs: list[Sequence] | None
+    seqs: list[Sequence] | None  # None on a worker
     is_prefill: bool
-    num_seqs: int
-    num_rows: int
-    arrays: dict[str, np.ndarray]
-    graph_size: int = 0
-    is_mixed: bool = False
-    needs_logits: bool = False
-    waits_for_tokens: bool = False
-    prompt_rows: list[tuple[int, int]] = field(default_factory=list)
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
-    reads_cache: bool = False
-    packed: PackedArrays | None = None
-    buffer: int = 0
+    num_seqs: int  # a token is sampled for each
+    num_rows: int  # a prefill's tokens; of a decode step the rows of the layers, padding included
+    arrays: dict[str, np.ndarray]  # on the host, as `DecodeInputs` or `prefill_batch` lay them out
+    needs_logits: bool = False  # a request asks for more than a temperature: rank 0 samples from gathered logits
+    waits_for_tokens: bool = False  # what a request may draw depends on the tokens of the step before
+    # Of a decode step.
+    graph_size: int = 0  # batch size of the CUDA graph that computes it; 0 for none
+    is_mixed: bool = False  # the last sequences are prefilled
+    buffer: int = 0  # rank 0's: which host buffer of `DecodeInputs` holds the arrays
+    # Of a prefill.
+    max_seqlen_q: int = 0  # most new tokens of a sequence
+    max_seqlen_k: int = 0  # most keys of a sequence
+    reads_cache: bool = False  # a sequence has a cached prefix
+    prompt_rows: list[tuple[int, int]] = field(default_factory=list)  # (first, number), for prompt_logprobs
+    packed: PackedArrays | None = None  # rank 0's: the arrays, ready to be sent
 
     def __getstate__(self) -> dict:
         return vars(self) | {"seqs": None, "packed": None}
 
 
-class BlockTables:
-    """Block tables as rows of an int32 array, where only rows that changed are written again.
-
-    A sequence's table is appended to, or replaced by a new list when its blocks are handed out anew; so the same
-    list object at the same length means the same content.
-    """
-
-    def __init__(self, array: np.ndarray):
-        """array: [max_num_seqs, max_blocks], int32."""
-        self.array = array
-        self._written: list[tuple[list[int], int]] = [([], 0)] * len(array)
-
-    def write(self, row: int, block_table: list[int]) -> None:
-        table, length = self._written[row]
-        new_length = len(block_table)
-        if table is not block_table:
-            self.array[row, :new_length] = block_table
-            self.array[row, new_length:] = -1
-        elif length != new_length:
-            self.array[row, length:new_length] = block_table[length:]
-        else:
-            return
-        self._written[row] = (block_table, new_length)
-
-    def repeat(self, rows: slice, sources: np.ndarray) -> None:
-        """Write the tables of the rows `sources` into these rows too."""
-        self.array[rows] = self.array[sources]
-        self._written[rows] = [([], 0)] * len(sources)
-
-
 class DecodeInputs:
     """The inputs of decode steps: fixed device memory, which CUDA graphs read, behind two host buffers.
 
-    While the device works on one step, the host writes the next one's inputs to the other buffer; a buffer comes
-    up again only after the step that it was sent for has been read. The sampled tokens stay on the device, where the
-    next step takes them from before the host has them.
+    While the device computes one step, the host writes the next one's inputs to the other buffer. A buffer is used
+    again only after the step that it was sent for has been read. Sampled tokens stay on the device, where the next step
+    takes them before the host has them.
 
-    A row is a sequence's last scheduled token. In a mixed step prompts have more than one, and these others come in
-    the rows after those of all sequences: to the layers each is a row like any other, and nobody draws from it.
+    A row is a sequence's last scheduled token. The other tokens of a mixed step's prompts are in the rows after those
+    of all sequences; nothing is sampled from them.
 
     Attributes:
-        padded: how many rows the layers are given for a step of so many sequences, 0 to max_num_seqs.
-        rows: device tensors, one row a token, and padding:
-            pending_rows int32: of `sampled`, where the token is that the row feeds; -1 where the host knew it,
-            positions int64: that token's; seeds int64, temperatures float32: the request's,
-            slot_mapping int32, context_lens int32, block_tables int32 [.., max_blocks]: as in Context.
+        padded: rows of the layers by number of sequences, 0 to max_num_seqs.
+        rows: device tensors, one row a token: pending_rows int32, the row of `sampled` that holds the token (-1: the
+            host knew it); positions int64; seeds int64; temperatures float32; slot_mapping, context_lens and
+            block_tables [.., max_blocks], int32, as in Context.
         work_items: int32 [.., PIECE_FIELDS], the plan of the step's attention (see `decode_plan`).
-        input_ids: int64 [most rows]: the tokens that the rows feed.
-        sampled: int64 [most rows]: those that the last step drew, NON_FINITE where there was none to draw.
+        input_ids: int64 [most rows], the tokens that the rows feed.
+        sampled: int64 [most rows], the tokens of the last step; NON_FINITE where there was none to draw.
     """
 
     def __init__(

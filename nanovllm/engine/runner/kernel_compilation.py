@@ -1,4 +1,4 @@
-"""Compiling the kernels of an engine in the background of its start, and loading them at its end."""
+"""An engine's start: compiling its Triton kernels while the weights load, and launching each once at the end."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,15 +17,18 @@ from nanovllm.utils.context import Context, step_context
 if HAS_TRITON:
     from nanovllm.kernels.launch import compile_ahead
 
-_NUM_SLOTS = 1024  # of the cache to trace on; more than warmup_kernels asks for
-_LONG_PREFILL = 2048  # tokens; no kernel's variant is for more
+_NUM_SLOTS = 1024  # of the KV cache for tracing; more than warmup_kernels needs
+_LONG_PREFILL = 2048  # tokens; longer prefills launch the same variants, except of the table's products
 
 
 @contextmanager
 def compiling_kernels(runner, tell: Callable[[int, int], None] | None = None) -> Iterator[None]:
-    """While the block goes on, threads compile what a ModelRunner will launch; it ends when they have finished. The
-    block must launch no kernel of ours. The runner has a model, whose weights need not be there yet, and its
-    decode_inputs, but no KV cache. Nothing happens on a CPU. tell: as for `compile_ahead`."""
+    """A block in which threads compile what a ModelRunner will launch. It ends when they have finished, and must launch
+    no kernel of ours. tell: as for `compile_ahead`.
+
+    The runner has a model, whose weights need not be loaded yet, and its decode_inputs, but no KV cache. On a CPU
+    nothing happens.
+    """
     if not HAS_TRITON or runner.device.type != "cuda":
         yield
         return
@@ -36,16 +39,18 @@ def compiling_kernels(runner, tell: Callable[[int, int], None] | None = None) ->
 
 
 def telling_batch_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes of decode steps that launch every variant of a kernel that any batch size does, except those of the
-    table: variants keep to ranges with a power of two in them, or the largest batch, with a graph or at all."""
+    """Batch sizes whose decode steps launch every variant of our kernels, except of the table's products. Variants
+    depend on ranges of the batch size, and each range holds a power of two, the largest batch of all, or the largest
+    batch with a graph. (Without graphs the GEMV kernel has a variant for each number of tokens, which its first step
+    compiles.)"""
     sizes = {1 << i for i in range(max_num_seqs.bit_length())}
     return sorted(sizes | {max_num_seqs, graph_batch_sizes(max_num_seqs)[-1]})
 
 
 @torch.inference_mode()
 def _trace(runner) -> None:
-    """Go through the launches of the start and of later steps, with a small KV cache that all layers share. What is
-    computed means nothing."""
+    """Run steps like those of the start and of later requests, on a small KV cache that all layers share. So no list of
+    kernels and shapes has to be kept up to date. The results mean nothing."""
     config, block_size = runner.config, runner.block_size
     num_tokens = min(_LONG_PREFILL, config.max_num_batched_tokens, config.max_model_len)
     runner.run(runner.prepare([_sequence(num_tokens, block_size)], True))  # Without a cache, as warmup_model does.
@@ -74,7 +79,8 @@ def trace_products(model, most_decode_tokens: int, most_prefill_tokens: int) -> 
 
 
 def _trace_truncation(logits: torch.Tensor) -> None:
-    """Top-k, top-p and min-p, which most models recommend. Other kernels compile for the first request that asks."""
+    """Top-k, top-p and min-p, which most model cards recommend. The kernels of other options are compiled by the first
+    request that has them."""
     floats = torch.zeros(len(logits), device=logits.device)
     numbers = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     thresholds = sampling_thresholds(logits, floats, numbers.int(), floats, floats)
@@ -82,8 +88,9 @@ def _trace_truncation(logits: torch.Tensor) -> None:
 
 
 def warmup_kernels(runner) -> None:
-    """Launch every variant of the Triton kernels that a prefill may need, so that none is compiled or loaded in the
-    middle of a batch. They write to the cache's first slots, which nobody has been given yet."""
+    """Launch every variant of the Triton kernels that a prefill may need, so that none is compiled or loaded in
+    mid-run: short and long, with a cached prefix and without. They write to the cache's first slots, which no sequence
+    has yet."""
     for seqs in warmup_batches(runner.config, runner.num_kvcache_blocks):
         runner.run(runner.prepare(seqs, True))
     runner.run(runner.prepare([_decoding_sequence(runner.block_size)], False))

@@ -1,4 +1,4 @@
-"""The kernels of quack-kernels and flash-attn-4 that an engine will launch, compiled and loaded at its start."""
+"""An engine's start: compiling and loading the kernels of quack-kernels and flash-attn-4 that it will launch."""
 
 import os
 import pickle
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,15 @@ from xxhash import xxh64_hexdigest
 from nanovllm.config import Config
 from nanovllm.layers.flash_attn4 import AttentionShape, FlashAttn4, load_kernel
 from nanovllm.layers.quack import Quack, load_product
+from nanovllm.tuning.table import package_path, user_path
 from nanovllm.utils.light_imports import import_without_torch_compile
-from nanovllm.utils.optional_packages import keep_kernels, kernel_cache
+from nanovllm.utils.optional_packages import installed_versions, keep_kernels, kernel_cache
 from nanovllm.utils.parallel import TensorParallel
 
 _PACKAGES = ("quack-kernels", "flash-attn-4")
 _MODULES = ["nanovllm.layers.quack_early", "flash_attn.cute"]
 _COMPILER = "nvidia-cutlass-dsl"
-# What decides which kernels an engine asks for, and in which shapes.
+# The options that decide which kernels an engine launches.
 _OPTIONS = (
     *("max_num_batched_tokens", "max_num_seqs", "max_model_len", "tensor_parallel_size", "enforce_eager"),
     *("kvcache_block_size", "dtype", "attention_backend", "mixed_step_rows"),
@@ -41,9 +41,11 @@ _PATIENCE_SECONDS = 600.0
 class PackageKernels:
     """Use as a context manager around an engine's start.
 
-    Both packages compile for seconds a kernel, and keep it on the disk. The first time that an engine of such a shape
-    starts on a machine, rank 0 has several processes compile side by side. They begin with the block, because their
-    imports alone take seconds. Later starts and the other ranks find everything on the disk.
+    Both packages take seconds to compile a kernel, and keep it on the disk. When an engine of this shape starts for the
+    first time on a machine, several processes compile side by side. They start with the block, because their imports
+    take seconds too. Later starts find all kernels on the disk and need no processes.
+
+    With several ranks, rank 0 has the processes, and the other ranks load what these have compiled.
     """
 
     def __init__(self, config: Config, rank: int, device: torch.device):
@@ -53,10 +55,7 @@ class PackageKernels:
         self._quack: Quack | None = None
         self._flash_attn4: FlashAttn4 | None = None
         self._shape: AttentionShape | None = None
-        versions = {}
-        for name in (*_PACKAGES, _COMPILER, "torch"):
-            with suppress(PackageNotFoundError):
-                versions[name] = version(name)
+        versions = installed_versions(*_PACKAGES, _COMPILER, "torch")
         if rank or device.type != "cuda" or versions.keys().isdisjoint(_PACKAGES):
             return
         # Neither package is used for other dtypes, or on older GPUs.
@@ -64,7 +63,9 @@ class PackageKernels:
             return
         shape = [getattr(config.hf_config, name, None) for name in _SHAPE]
         options = [getattr(config, name) for name in _OPTIONS]
-        facts = repr((shape, options, versions, torch.cuda.get_device_name(device)))
+        gpu = torch.cuda.get_device_name(device)
+        tables = [path.read_bytes() for path in (package_path(gpu), user_path(gpu)) if path.is_file()]
+        facts = repr((shape, options, versions, gpu, tables))
         note = Path(kernel_cache("starts"), xxh64_hexdigest(facts.encode()))
         if not note.exists():
             self._note = note

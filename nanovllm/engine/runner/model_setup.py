@@ -1,0 +1,79 @@
+"""A model with its weights, and every kernel that it will launch: what the start of a ModelRunner builds first."""
+
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.engine.runner.inputs import DecodeInputs
+from nanovllm.engine.runner.kernel_compilation import compiling_kernels
+from nanovllm.engine.runner.package_kernels import PackageKernels
+from nanovllm.layers.attention_backend import AttentionBackend
+from nanovllm.layers.flash_attn4 import AttentionShape
+from nanovllm.layers.kernel_matmul import our_candidates
+from nanovllm.layers.matmul import Matmul
+from nanovllm.layers.quack import load_quack
+from nanovllm.layers.sampler import Sampler
+from nanovllm.models import make_model
+from nanovllm.models.hf_config import get_head_dim
+from nanovllm.tuning.table import Table, load_table
+from nanovllm.utils.progress import StartProgress
+
+
+def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progress: StartProgress) -> None:
+    """Give a ModelRunner its model, with weights, its sampler and its decode_inputs. Kernels compile meanwhile."""
+    with PackageKernels(runner.config, runner.tp.rank, runner.device) as packages:
+        config, head_dim, tp, device = runner.config, get_head_dim(runner.config.hf_config), runner.tp, runner.device
+        model = make_model(config.hf_config, config.dtype, device, config.max_model_len, backend, tp)
+        runner.model = model
+        runner.sampler = Sampler(tp, model.lm_head.first, model.lm_head.shard_size)
+        num_heads = tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
+        _, runner.num_kv_heads = tp.shard_kv_heads(config.hf_config.num_key_value_heads)
+        # Over two GPUs it gained nothing.
+        quack = load_quack(config.dtype, device, decodes=has_graphs) if tp.size == 1 else None
+        table = load_table(device)
+        candidates = our_candidates(device) + ([] if quack is None else [quack])
+        model.use_matmul(Matmul(table, candidates, config.model))
+        runner.mixed_step_rows = choose_mixed_step_rows(config, has_graphs, model.num_layer_params, table)
+        _make_decode_inputs(runner, backend)
+        backend.prepare(runner.decode_inputs.max_rows, num_heads, runner.num_kv_heads, head_dim, device)
+        backend.use_flash_attn4(
+            config.dtype,
+            head_dim,
+            min_tokens=table.setting("flash_attn4", "min_layer_work") // model.num_layer_params,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+        )
+        shape = AttentionShape(num_heads, runner.num_kv_heads, head_dim, runner.block_size, config.dtype, device)
+        packages.want(quack, backend.flash_attn4, shape)
+        progress.tell("compiling kernels")
+        with compiling_kernels(runner, progress.count("compiling kernels")):
+            progress.tell("loading weights")
+            runner.load_weights()
+        packages.load(tp, progress.count("compiling kernels of packages"))
+        if quack is not None and not quack.works:  # Nothing is padded for it then.
+            _make_decode_inputs(runner, backend)
+
+
+def choose_mixed_step_rows(config: Config, has_graphs: bool, num_layer_params: int, table: Table) -> int:
+    """Rows of a mixed step, 0 for none: config.mixed_step_rows, or if that is None, the table's number where mixed
+    steps pay. A mixed step has two sequences at least."""
+    num_rows = config.mixed_step_rows
+    if num_rows is None:
+        min_layer_params = table.setting("mixed_steps", "min_layer_params")
+        pays = has_graphs and config.tensor_parallel_size == 1 and num_layer_params >= min_layer_params
+        num_rows = min(table.setting("mixed_steps", "rows"), config.max_num_batched_tokens) if pays else 0
+    return num_rows if min(num_rows, config.max_num_seqs) > 1 else 0
+
+
+def _make_decode_inputs(runner: Any, backend: AttentionBackend) -> None:
+    config = runner.config
+    max_blocks = -(-config.max_model_len // runner.block_size)
+    padded = [runner.model.padded_batch(n) for n in range(config.max_num_seqs + 1)]
+    runner.decode_inputs = DecodeInputs(
+        config.max_num_seqs,
+        max_blocks,
+        runner.block_size,
+        runner.device,
+        runner.num_kv_heads if backend.wants_plan else None,
+        padded,
+        runner.mixed_step_rows,
+    )

@@ -1,0 +1,76 @@
+"""Sums over tensor-parallel GPUs that map each other's memory, hidden behind other work where there is any.
+
+There are three ways, by the number of tokens. For the fewest, the product itself posts its part to the other ranks. In
+long prefills over two GPUs, half of the tokens' sum travels while the other half is multiplied. Otherwise one kernel
+adds all parts and computes the norm. See `utils.residual_reducer`.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.layers.layernorm import Normed, RMSNorm
+from nanovllm.utils.context import get_context
+from nanovllm.utils.residual_reducer import ResidualReducer
+
+
+class NormedParts:
+    """A `Normed` whose value comes in parts that follow each other. A part is computed when it is asked for.
+
+    Attributes:
+        residual: `[num_tokens, hidden_size]`.
+        parts: the parts' values, once.
+    """
+
+    def __init__(self, residual: Tensor, parts: Iterator[Tensor]):
+        self.residual, self.parts = residual, parts
+
+    def value(self) -> Tensor:
+        return torch.cat(list(self.parts))
+
+
+def begin_sums(layers: nn.ModuleList, num_tokens: int, reducer: ResidualReducer) -> None:
+    """At the beginning of each forward pass of decoder layers: whether their products post the sums themselves."""
+    projections = layers[0].self_attn.o_proj, layers[0].mlp.down_proj
+    posts = all(proj.matmul.posted_constants(proj.weight, num_tokens) is not None for proj in projections)
+    reducer.begin_step(2 * len(layers) if posts else 0)
+
+
+def add_over_ranks(
+    proj: nn.Module, residual: Tensor, x: Tensor | Iterable[Tensor], norm: RMSNorm
+) -> Normed | NormedParts:
+    """`RowParallelLinear.add` with a reducer. x may come in parts that follow each other: then the result does too."""
+    reducer = proj.tp.reducer
+    if isinstance(x, Tensor) and reducer.takes_parts(len(x)) and get_context().is_prefill:
+        x = x.chunk(2)
+    if not isinstance(x, Tensor):
+        return NormedParts(residual, _add_parts(proj, residual, x, norm))
+    if reducer.is_posting:
+        constants = proj.matmul.posted_constants(proj.weight, len(x))
+        reducer.add_linear(residual, x, proj.weight, _bias_of_rank(proj), constants)
+        return Normed(residual, norm)
+    if not reducer.takes(len(x)):
+        return Normed(proj.add_to(residual, x), norm)
+    partial = reducer.partial(len(x))
+    proj.matmul.linear_sum(x, proj.weight, _bias_of_rank(proj), partial)
+    return Normed(residual, norm, reducer.add_norm(residual, partial, norm.weight, norm.eps))
+
+
+def _add_parts(proj: nn.Module, residual: Tensor, parts: Iterable[Tensor], norm: RMSNorm) -> Iterator[Tensor]:
+    """The parts are asked for when the first result is. The last sum travels while the caller works on the first
+    result."""
+    sums = proj.tp.reducer.long_sums
+    under_way, start = [], 0
+    for x in parts:
+        partial = x.new_empty(len(x), len(proj.weight))
+        proj.matmul.linear_sum(x, proj.weight, _bias_of_rank(proj), partial)
+        under_way.append((residual[start : start + len(x)], sums.send(partial)))
+        start += len(x)
+    for residual_part, sent in under_way:
+        yield sums.finish(residual_part, sent, norm.weight, norm.eps)
+
+
+def _bias_of_rank(proj: nn.Module) -> Tensor | None:
+    """One rank brings the bias into the sum, which would otherwise hold it once a rank."""
+    return proj.bias if proj.tp.rank == 0 else None

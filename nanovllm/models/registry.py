@@ -1,0 +1,28 @@
+"""The architectures that we have, by the names that config.json gives them."""
+
+from importlib import import_module
+from typing import Any
+
+# Name -> the module that has a class of this name. A family is imported when a model asks for it.
+ARCHITECTURES = {
+    "Qwen3ForCausalLM": "nanovllm.models.qwen3",
+    "Qwen2ForCausalLM": "nanovllm.models.qwen2",
+}
+
+
+def find_architecture(architectures: list[str] | None, model_type: str | None, where: str = "config.json") -> str:
+    """The first of these architectures that we have. Raises ValueError, naming `where` they come from, if there is
+    none."""
+    for name in architectures or []:
+        if name in ARCHITECTURES:
+            return name
+    raise ValueError(
+        f"{where}: architectures={architectures or None} (model_type {model_type!r}): "
+        f"supported are {', '.join(ARCHITECTURES)}"
+    )
+
+
+def model_class(hf_config: Any) -> Any:
+    """The class that implements a transformers configuration. Raises ValueError for one that we do not have."""
+    name = find_architecture(getattr(hf_config, "architectures", None), hf_config.model_type)
+    return getattr(import_module(ARCHITECTURES[name]), name)

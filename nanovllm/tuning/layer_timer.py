@@ -1,0 +1,149 @@
+"""Times a layer's products on a GPU, as the engine launches them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from statistics import median
+
+import torch
+
+from nanovllm.kernels.launch import compile_ahead
+from nanovllm.layers.kernel_matmul import our_candidates
+from nanovllm.layers.layernorm import Normed, RMSNorm
+from nanovllm.layers.matmul import Candidate, Cublas, Problem
+from nanovllm.layers.quack import Quack, load_product, load_quack
+from nanovllm.tuning.table import Choice
+from nanovllm.tuning.tuner import CUBLAS, Picks, Shape
+from nanovllm.utils.compile_processes import CompileProcesses
+from nanovllm.utils.context import Context, step_context
+
+_MIN_WEIGHT_BYTES = 400 * 10**6  # several times the L2 cache of any GPU
+_RUN_MICROS = 6_000
+_NUM_RUNS = 3
+_MAX_DISTANCE = 0.03  # of bfloat16 results from cuBLAS's, relative to their norm
+
+
+class LayerTimer:
+    """Layers of one shape with weights of their own, so many that none is in the L2 cache when it comes up again.
+
+    Decode steps are captured in a CUDA graph, prefills are launched by the host. Attention is left out: the first rows
+    of the q, k, v product stand for its result. So are sums over ranks: linear_sum is timed as linear_add.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], device: torch.device):
+        self.shapes = tuple(shapes)
+        self.device = device
+        dtype = getattr(torch, shapes[0].dtype)
+        is_alone = all(shape.operation != "linear_sum" for shape in shapes)  # Over several GPUs engines have no Quack.
+        quack = load_quack(dtype, device, decodes=True) if is_alone else None
+        if quack is not None:
+            quack.attempt = lambda launch: launch()  # An error ends one trial here, not the use of the package.
+        found = [Cublas(), *our_candidates(device), *([] if quack is None else [quack])]
+        self.candidates: dict[str, Candidate] = {candidate.name: candidate for candidate in found}
+        options = {"dtype": dtype, "device": device}
+        num_bytes = sum(shape.N * shape.K for shape in shapes) * dtype.itemsize
+        self._layers = [
+            [torch.randn(shape.N, shape.K, **options) * shape.K**-0.5 for shape in shapes]
+            for _ in range(max(2, -(-_MIN_WEIGHT_BYTES // num_bytes)))
+        ]
+        self._norm = RMSNorm(shapes[0].K).to(**options)
+        self._works: dict[tuple, bool] = {}
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def compile(self, trials: Iterable[tuple[str, int, int, Choice]], tell: Callable[[int, int], None]) -> None:
+        """Compile what these need, side by side: (phase, number of tokens, which product, choice)."""
+        quack = self.candidates.get(Quack.name)
+        with ExitStack() as stack:
+            processes = stack.enter_context(CompileProcesses(["nanovllm.layers.quack_early"])) if quack else None
+            with torch.inference_mode(), compile_ahead(tell):
+                if quack is not None:
+                    quack.on_wanted = lambda product: processes.submit(load_product, product, self.device)
+                for phase, num_tokens, i, choice in trials:
+                    if choice != CUBLAS:
+                        with suppress(Exception):  # Its first launch will say so.
+                            self._launch(phase, self._problem(i, num_tokens), choice)
+            if quack is not None:
+                quack.on_wanted = None
+                processes.wait(tell)
+
+    @torch.inference_mode()
+    def __call__(self, phase: str, num_tokens: int, picks: Picks) -> float | None:
+        """Microseconds a layer with these choices, one for each product; None if one of them does not work."""
+        if not all(self._is_right(phase, num_tokens, i, choice) for i, choice in enumerate(picks)):
+            return None
+        hidden_size = self.shapes[0].K
+        residual = torch.randn(num_tokens, hidden_size, dtype=self._norm.weight.dtype, device=self.device)
+
+        def run() -> None:
+            for weights in self._layers:
+                self._run_layer(phase, residual, weights, picks)
+
+        return _time(run if phase == "prefill" else self._captured(run), len(self._layers))
+
+    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Without `torch.cuda.graph`, which collects garbage and empties the allocator's cache each time."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()
+            self._stream.synchronize()
+            graph.capture_begin(self._pool)
+            run()
+            graph.capture_end()
+        self._graph = graph  # The pool lives as long as a graph does.
+        return graph.replay
+
+    def _run_layer(self, phase: str, residual: torch.Tensor, weights: list[torch.Tensor], picks: Picks) -> None:
+        qkv, o, gate_up, down = weights
+        y = self._launch(phase, Problem("linear", Normed(residual, self._norm), qkv), picks[0])
+        self._launch(phase, Problem("linear_add", y[:, : o.shape[1]], o, out=residual), picks[1])
+        y = self._launch(phase, Problem("linear_silu", Normed(residual, self._norm), gate_up), picks[2])
+        self._launch(phase, Problem("linear_add", y, down, out=residual), picks[3])
+
+    def _launch(self, phase: str, problem: Problem, choice: Choice) -> torch.Tensor | None:
+        candidate = self.candidates[choice.candidate]
+        with step_context(Context(is_prefill=phase == "prefill")):
+            return candidate.launch(problem, choice.constants) if candidate.supports(problem) else None
+
+    def _problem(self, i: int, num_tokens: int) -> Problem:
+        """On numbers of order one."""
+        shape, weight = self.shapes[i], self._layers[0][i]
+        x, out = (weight.new_empty(num_tokens, size).normal_() for size in (shape.K, shape.N))
+        if shape.operation in ("linear_add", "linear_sum"):
+            return Problem("linear_add", x, weight, out=out)
+        return Problem(shape.operation, Normed(x, self._norm), weight)
+
+    def _is_right(self, phase: str, num_tokens: int, i: int, choice: Choice) -> bool:
+        """Whether the candidate supports the product, runs, and gives cuBLAS's result but for rounding."""
+        key = phase, num_tokens, i, choice
+        if key not in self._works:
+            problem = self._problem(i, num_tokens)
+            again = problem._replace(out=None if problem.out is None else problem.out.clone())
+            try:
+                found, expected = self._launch(phase, problem, choice), self._launch(phase, again, CUBLAS)
+                self._works[key] = found is not None and bool(
+                    (found.float() - expected.float()).norm() <= _MAX_DISTANCE * expected.float().norm()
+                )
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # Of a compiler or a launch: these constants are not for this GPU.
+                self._works[key] = False
+        return self._works[key]
+
+
+def _time(run: Callable[[], None], num_layers: int) -> float:
+    """Microseconds a layer, of runs that follow each other: at the power limit cards rank tiles differently."""
+    run()
+    micros = _elapsed(run, 1)
+    repeats = max(1, round(_RUN_MICROS / micros))
+    return median(_elapsed(run, repeats) / repeats for _ in range(_NUM_RUNS)) / num_layers
+
+
+def _elapsed(run: Callable[[], None], repeats: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return 1e3 * start.elapsed_time(end)

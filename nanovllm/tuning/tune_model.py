@@ -1,0 +1,121 @@
+"""`nanovllm tune MODEL`: from a model's name to a table on the disk."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from nanovllm.config import Config
+from nanovllm.layers.attention_backend import TorchBackend
+from nanovllm.models import make_model
+from nanovllm.tuning.table import (
+    Choice,
+    Table,
+    load_table,
+    package_path,
+    package_table,
+    read_table,
+    user_path,
+    write_table,
+)
+from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Shape, Tuner
+from nanovllm.utils.optional_packages import installed_versions
+from nanovllm.utils.parallel import TensorParallel
+
+_COUNTS = {"decode": DECODE_TOKENS, "prefill": PREFILL_TOKENS}
+_PACKAGES = ("torch", "triton", "quack-kernels", "flash-attn-4")
+# What a dry run lists.
+_DRY_GPU, _DRY_MULTIPROCESSORS = "NVIDIA H200", 132
+_DRY_CANDIDATES = {"cublas", "gemv", "split-k", "fused-silu"}
+
+
+def tune_model(
+    model: str, *, num_gpus: int, device: str, output: Path | None, into_package: bool, dry_run: bool
+) -> None:
+    """Measure a model's products on a GPU, telling the terminal how far it is, and write the table to `output`, into
+    the package, or to the user's cache. Raises ValueError, in words for the user."""
+    shapes = layer_shapes(model, num_gpus)
+    if dry_run:
+        _list(shapes)
+        return
+    gpu_device = _gpu(device)
+    from nanovllm.tuning.layer_timer import LayerTimer
+
+    with torch.cuda.device(gpu_device):
+        gpu = torch.cuda.get_device_name(gpu_device)
+        path = output or (package_path(gpu) if into_package else user_path(gpu))
+        print(f"{model} on {num_gpus} x {gpu}")
+        start = time.perf_counter()
+        timer = LayerTimer(shapes, gpu_device)
+        num_multiprocessors = torch.cuda.get_device_properties(gpu_device).multi_processor_count
+        tuner = Tuner(shapes, load_table(gpu_device), set(timer.candidates), num_multiprocessors)
+        with tqdm(desc="compiling kernels", unit="kernel") as bar:
+            timer.compile(_all_trials(tuner), lambda done, total: _show(bar, done, total))
+        with tqdm(desc="measuring", unit="layer", total=sum(1 for _ in _all_trials(tuner))) as bar:
+
+            def time_layer(*args) -> float | None:
+                bar.update()
+                return timer(*args)
+
+            found = tuner.tune(time_layer, _COUNTS, bar.write)
+    # A file that is there keeps its rows of other models.
+    settings = package_table(gpu).settings if into_package else None
+    before = read_table(path) if path.is_file() else Table(settings=settings)
+    table = before.updated(Table(found.rows, versions=installed_versions(*_PACKAGES)))
+    write_table(path, gpu, table)
+    print(f"{len(found.rows)} rows in {time.perf_counter() - start:.0f} s: {path}")
+
+
+def _gpu(name: str) -> torch.device:
+    if not torch.cuda.is_available():
+        raise ValueError("needs a CUDA device, and torch finds none; --dry-run lists what would be measured")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("cpu")
+    num_devices = torch.cuda.device_count()
+    if device.type != "cuda" or (device.index or 0) >= num_devices:
+        raise ValueError(f"--device {name}: must be cuda or cuda:N, with N less than {num_devices}")
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def layer_shapes(model: str, num_gpus: int = 1) -> list[Shape]:
+    """The four products of a model's layer on one of so many GPUs. Raises ValueError if there is no such model, or if
+    it cannot be split so."""
+    dtype = "bfloat16"  # float16 takes the same time.
+    options = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True}
+    config = Config(model, dtype=dtype, tensor_parallel_size=num_gpus, **options)
+    config.hf_config.num_hidden_layers = 1
+    tp = TensorParallel(size=num_gpus)
+    decoder = make_model(config.hf_config, config.dtype, torch.device("meta"), 1, TorchBackend(), tp)
+    return [Shape(product.operation, *product.weight.shape, dtype) for product in decoder.model.layers[0].products()]
+
+
+def _all_trials(tuner: Tuner) -> Iterator[tuple[str, int, int, Choice]]:
+    """(phase, number of tokens, which product, choice)."""
+    for phase, counts in _COUNTS.items():
+        for num_tokens in counts:
+            for i, (present, trials) in enumerate(
+                zip(tuner.present(phase, num_tokens), tuner.trials(phase, num_tokens), strict=True)
+            ):
+                for choice in dict.fromkeys((present, *trials)):
+                    yield phase, num_tokens, i, choice
+
+
+def _list(shapes: list[Shape]) -> None:
+    is_alone = all(shape.operation != "linear_sum" for shape in shapes)
+    candidates = _DRY_CANDIDATES | ({"quack-kernels"} if is_alone else set())
+    tuner = Tuner(shapes, package_table(_DRY_GPU), candidates, _DRY_MULTIPROCESSORS)
+    trials = Counter((phase, n, shapes[i], choice.candidate) for phase, n, i, choice in _all_trials(tuner))
+    for (phase, num_tokens, shape, candidate), count in trials.items():
+        weight = f"[{shape.N}, {shape.K}]"
+        print(f"{phase:7} {num_tokens:6} tokens  {shape.operation:11} {weight:14} {candidate} x {count}")
+    print(f"{trials.total()} layers to measure on a GPU like the {_DRY_GPU}")
+
+
+def _show(bar: tqdm, done: int, total: int) -> None:
+    bar.total, bar.n = total, done
+    bar.refresh()

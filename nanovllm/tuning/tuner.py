@@ -1,0 +1,244 @@
+"""The tuner: times the ways to compute a layer's products, and writes the best into a table.
+
+What is timed is a whole layer without its attention, because launches overlap: the products as the table has them now,
+then with one of the four by each challenger. All four winners together become the table's rows if they take 2 % less
+time than the rows before, in two runs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from nanovllm.tuning.table import Choice, Key, Row, Table
+
+CUBLAS = Choice("cublas")
+DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+PREFILL_TOKENS = (2048, 4096, 8192, 16384)
+_MIN_GAIN = 0.02
+_NUM_RUNS = 2
+
+
+class Shape(NamedTuple):
+    """A product of a layer: one of `layers.matmul`'s operations, and its weight `[N, K]` of a dtype."""
+
+    operation: str
+    N: int
+    K: int
+    dtype: str
+
+    def key(self, phase: str) -> Key:
+        return Key(self.operation, phase, self.N, self.K, self.dtype)
+
+
+Picks = tuple[Choice, ...]
+# (phase, number of tokens, a choice for each product) -> microseconds a layer, or None if one of them does not work.
+TimeLayer = Callable[[str, int, Picks], float | None]
+
+
+class Result(NamedTuple):
+    """What was found for one number of tokens.
+
+    Attributes:
+        choices: for each product, the best first; none for cuBLAS.
+        micros: microseconds a layer, with the best.
+        is_new: whether these are others than the table had.
+    """
+
+    choices: list[list[Choice]]
+    micros: float
+    is_new: bool
+
+
+def challengers(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: int) -> list[Choice]:
+    """All that is tried for a product besides what the table has."""
+    kinds = {"decode": (_gemv, _split_k, _decode_tiles), "prefill": (_fused_silu, _prefill_tiles)}[phase]
+    return [CUBLAS, *(choice for kind in kinds for choice in kind(shape, num_tokens, num_multiprocessors))]
+
+
+def _gemv(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
+    if num_tokens > 16:
+        return
+    row = 1 << (shape.K - 1).bit_length()
+    if num_tokens <= 4:
+        for rows, k_tile, num_warps in ((4, 1024, 1), (4, 1024, 2), (8, 1024, 1), (8, 1024, 2), (4, 2048, 4)):
+            yield Choice("gemv", (rows, min(row, k_tile), num_warps, False, 0))
+        for rows in (2, 4):
+            yield Choice("gemv", (rows, min(row, 4096), 4, False, 0))
+    if num_tokens > 2:
+        for rows in (8, 16, 32):
+            for prefetch in (0, row):
+                yield Choice("gemv", (rows, min(row, 1024), 4, True, prefetch))
+
+
+def _split_k(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
+    if num_tokens > 128:
+        return
+    for tile_rows in (16, 32, 64):
+        for splits in (1, 2, 4, 8):
+            programs = -(-shape.N // tile_rows) * splits * -(-num_tokens // 64)
+            if 512 * splits <= shape.K and num_multiprocessors // 2 <= programs <= 4 * num_multiprocessors:
+                yield Choice("split-k", (tile_rows, 128, splits, 6, 1024))
+                yield Choice("split-k", (tile_rows, 128, splits, 4, 0))
+
+
+def _decode_tiles(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
+    """Tiles of which there is about one for each multiprocessor, or the smallest where there are fewer."""
+    if num_tokens <= 16:
+        return
+    is_silu = shape.operation == "linear_silu"
+    for tokens in (64, 128, 192, 256):
+        all_columns = (64, 96, 128, 192) if is_silu else (32, 48, 64, 96, 128)
+        if is_silu and tokens == 192:
+            all_columns = (64, 96, 128)  # The package gets SwiGLU in tiles of 192 x 192 wrong.
+        for columns in all_columns:
+            programs = -(-num_tokens // tokens) * -(-shape.N // columns) / num_multiprocessors
+            is_smallest = columns == all_columns[0]
+            if tokens >= 2 * num_tokens or programs > 1.6 or (programs < 0.35 and not is_smallest):
+                continue
+            yield Choice("quack-kernels", (tokens, columns, (1, 1), False))
+            if num_tokens > tokens:
+                yield Choice("quack-kernels", (tokens, columns, (2, 1), False))
+
+
+def _prefill_tiles(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
+    for columns in (128, 192):
+        yield Choice("quack-kernels", (128, columns, (1, 2), True))
+    for columns in (128, 192):
+        for cluster in ((1, 2), (2, 1)):
+            yield Choice("quack-kernels", (256, columns, cluster, False))
+
+
+def _fused_silu(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
+    if shape.operation == "linear_silu":
+        yield Choice("fused-silu")
+
+
+class Tuner:
+    """Measures one model's layer.
+
+    Args:
+        shapes: of its four products, in order.
+        table: what it takes the present choices from.
+        available: names of the candidates that are installed.
+        num_multiprocessors: of the GPU.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], table: Table, available: set[str], num_multiprocessors: int):
+        self.shapes, self.table, self.available = tuple(shapes), table, available
+        self.num_multiprocessors = num_multiprocessors
+
+    def present(self, phase: str, num_tokens: int) -> Picks:
+        """The table's choices."""
+        return tuple(self._present(shape.key(phase), num_tokens) for shape in self.shapes)
+
+    def _present(self, key: Key, num_tokens: int) -> Choice:
+        row = self.table.find(key)
+        found = (choice for choice in (row[num_tokens] if row else ()) if choice.candidate in self.available)
+        return next(found, CUBLAS)
+
+    def trials(self, phase: str, num_tokens: int) -> list[list[Choice]]:
+        """For each product the challengers that are installed."""
+        return [
+            [
+                choice
+                for choice in dict.fromkeys(challengers(shape, phase, num_tokens, self.num_multiprocessors))
+                if choice.candidate in self.available
+            ]
+            for shape in self.shapes
+        ]
+
+    def measure(self, phase: str, num_tokens: int, time_layer: TimeLayer) -> Result:
+        """The best choices for one number of tokens."""
+
+        def time(picks: Picks) -> float | None:
+            return time_layer(phase, num_tokens, picks)
+
+        present = self.present(phase, num_tokens)
+        micros = time(present)
+        if micros is None:  # The rows of another shape may not suit this one.
+            present = (CUBLAS,) * len(self.shapes)
+            micros = time(present)
+            if micros is None:
+                raise RuntimeError(f"a layer of {num_tokens} tokens cannot be computed by cuBLAS")
+        times = []
+        for i, trials in enumerate(self.trials(phase, num_tokens)):
+            tried = {choice: time((*present[:i], choice, *present[i + 1 :])) for choice in trials}
+            tried[present[i]] = micros
+            times.append({choice: micros for choice, micros in tried.items() if micros is not None})
+        best = tuple(min(each, key=each.get) for each in times)
+        is_new = best != present
+        for _ in range(_NUM_RUNS if is_new else 0):
+            before, after = time(present), time(best)
+            if before is None or after is None or after > (1 - _MIN_GAIN) * before:
+                is_new = False
+                break
+            micros = after
+        picks = best if is_new else present
+        return Result([_ranked(pick, each) for pick, each in zip(picks, times, strict=True)], micros, is_new)
+
+    def tune(self, time_layer: TimeLayer, counts: Mapping[str, Sequence[int]], tell: Callable[[str], None]) -> Table:
+        """Rows for these numbers of tokens a phase; tell: called with a line for each."""
+        rows: dict[Key, Row] = {}
+        for phase, tokens in counts.items():
+            results: dict[int, Result] = {}
+            for num_tokens in sorted(tokens):
+                results[num_tokens] = result = self.measure(phase, num_tokens, time_layer)
+                names = ", ".join((choices or [CUBLAS])[0].candidate for choices in result.choices)
+                new = "new" if result.is_new else "as before"
+                tell(f"{phase} {num_tokens:6} tokens {result.micros:9.1f} us a layer  {new:9}  {names}")
+            for i, shape in enumerate(self.shapes):
+                rows[shape.key(phase)] = _row(phase, {n: result.choices[i] for n, result in results.items()})
+            if phase == "decode":
+                gate_up = next(shape for shape in self.shapes if shape.operation == "linear_silu")
+                rows[gate_up._replace(operation="padding").key(phase)] = _padding(results)
+        return Table(rows)
+
+
+def _ranked(pick: Choice, times: Mapping[Choice, float]) -> list[Choice]:
+    """The pick, then the best of each other candidate, for installs without the first; none after cuBLAS."""
+    ranked = [pick]
+    for choice in sorted(times, key=times.get):
+        if choice.candidate not in {each.candidate for each in ranked}:
+            ranked.append(choice)
+    return ranked[: ranked.index(CUBLAS)] if CUBLAS in ranked else ranked
+
+
+def _row(phase: str, choices: Mapping[int, list[Choice]]) -> Row:
+    """In decode steps of more tokens than were measured cuBLAS multiplies: no graph is captured for them. In shorter
+    prefills too: they are over before the host has launched another product."""
+    buckets = dict(choices)
+    if phase == "decode":
+        buckets[max(choices) + 1] = []
+    else:
+        buckets[min(choices) - 1] = []
+    return Row(_merged(buckets))
+
+
+def _padding(results: Mapping[int, Result]) -> Row:
+    """Where a step of more rows takes less time, it is padded to them; and where a product is by tiles, to whole ones:
+    the counts that were measured."""
+    buckets: dict[int, list[Choice]] = {}
+    best = 0
+    for num_tokens, result in sorted(results.items()):
+        is_passed = best >= num_tokens  # Fewer tokens are padded to more than these: so are these.
+        if not is_passed:
+            best = min((n for n in results if n >= num_tokens), key=lambda n: results[n].micros)
+            if results[best].micros > (1 - _MIN_GAIN) * result.micros:
+                best = num_tokens
+        names = {choices[0].candidate for choices in results[best].choices if choices}
+        buckets[num_tokens] = []
+        if "quack-kernels" in names:
+            buckets[num_tokens] = [Choice("quack-kernels", (best,))]
+        elif is_passed or best > num_tokens:
+            buckets[num_tokens] = [Choice("cublas", (best,))]
+    buckets[max(results) + 1] = []
+    return Row(_merged(buckets))
+
+
+def _merged(buckets: Mapping[int, list[Choice]]) -> dict[int, list[Choice]]:
+    """Without buckets that say the same as the next one."""
+    bounds = sorted(buckets)
+    return {
+        bound: buckets[bound]
+        for bound, following in zip(bounds, [*bounds[1:], None], strict=True)
+        if following is None or buckets[bound] != buckets[following]
+    }

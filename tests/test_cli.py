@@ -1,0 +1,157 @@
+"""The command line: what it prints, what it writes, and its exit status."""
+
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+
+from nanovllm.cli import main
+from nanovllm.tuning.table import Key, load_table, user_path
+
+GPU = "NVIDIA Test GPU"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "nanovllm", *arguments], capture_output=True, text=True, timeout=300)
+
+
+def test_version_and_help_of_the_module():
+    result = run("--version")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("nanovllm ")
+    assert "tune" in run("--help").stdout
+    assert run().returncode == 2
+    assert "invalid choice: 'tun'" in run("tun").stderr
+
+
+def test_a_dry_run_needs_no_gpu(capsys):
+    assert main(["tune", "Qwen3-8B", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(
+        line.split() == ["decode", "64", "tokens", "linear_silu", "[24576,", "4096]", "cublas", "x", "1"]
+        for line in lines
+    )
+    assert any("quack-kernels" in line for line in lines)
+    assert "layers to measure" in lines[-1]
+
+
+def test_a_dry_run_of_one_gpus_part(capsys):
+    assert main(["tune", "Qwen3-8B", "--tensor-parallel-size", "2", "--dry-run"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "decode 64 tokens linear_sum [4096, 6144] cublas x 1" in lines
+
+
+def test_a_dry_run_of_a_checkpoint(tmp_path, capsys):
+    assert main(["tune", str(make_checkpoint(tmp_path)), "--dry-run"]) == 0
+    assert "cublas" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no/such/model"], "model='no/such/model'"),
+        (["Qwen3-8B", "--output", "a", "--package"], "not allowed with argument"),
+        (["Qwen3-8B", "--tensor-parallel-size", "3"], "tensor_parallel_size=3: must divide"),
+        (["Qwen3-8B", "--tensor-parallel-size", "0"], "tensor_parallel_size=0"),
+    ],
+)
+def test_mistakes_are_named(capsys, monkeypatch, arguments, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    try:
+        status = main(["tune", *arguments])
+    except SystemExit as error:
+        status = error.code
+    assert status in (1, 2)
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    assert main(["tune", "Qwen3-8B"]) == 1
+    assert capsys.readouterr().err == (
+        "nanovllm tune: needs a CUDA device, and torch finds none; --dry-run lists what would be measured\n"
+    )
+
+
+class GemvWins:
+    """Stands for LayerTimer: the GEMV kernel is the fastest of what there is."""
+
+    def __init__(self, shapes, device):
+        self.candidates = dict.fromkeys(("cublas", "gemv"))
+
+    def compile(self, trials, tell):
+        assert {choice.candidate for *_, choice in trials} == {"cublas", "gemv"}
+        tell(1, 1)
+
+    def __call__(self, phase, num_tokens, picks):
+        return sum(10.0 if pick.candidate == "gemv" else 20.0 for pick in picks)
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A machine that seems to have one."""
+    pytest.importorskip("triton")
+    from nanovllm.tuning import layer_timer
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(layer_timer, "LayerTimer", GemvWins)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return torch.device("cuda", 0)
+
+
+def test_engines_find_what_was_measured(gpu, tmp_path, capsys):
+    before = load_table(gpu)
+    for model in ("Qwen3-0.6B", "Qwen3-1.7B"):
+        assert main(["tune", model]) == 0
+    path = user_path(GPU)
+    assert path == Path(tmp_path, "nanovllm", "tuned", "NVIDIA_Test_GPU.json")
+    assert f"rows in 0 s: {path}" in capsys.readouterr().out
+    content = json.loads(path.read_text())
+    assert content["gpu"] == GPU
+    assert content["versions"]["torch"]
+    table = load_table(gpu)
+    for N, K in ((4096, 1024), (4096, 2048)):
+        key = Key("linear", "decode", N, K, "bfloat16")
+        assert table.rows[key][8][0].candidate == "gemv"
+        assert table.rows[key][64] == ()
+    assert table.rows.keys() >= before.rows.keys()
+    other = Key("linear", "decode", 6144, 4096, "bfloat16")
+    assert table.rows[other].choices == before.rows[other].choices
+    assert table.settings == before.settings
+
+
+def test_a_table_goes_where_it_is_wanted(gpu, tmp_path):
+    path = tmp_path / "own.json"
+    assert main(["tune", "Qwen3-8B", "--output", str(path)]) == 0
+    assert json.loads(path.read_text())["gpu"] == GPU
+    assert not user_path(GPU).exists()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1", "the-first"])
+def test_a_gpu_that_is_not_there_is_named(gpu, capsys, device):
+    assert main(["tune", "Qwen3-8B", "--device", device]) == 1
+    assert f"--device {device}: must be cuda or cuda:N, with N less than 1" in capsys.readouterr().err
+
+
+def test_an_interruption_writes_nothing(gpu, monkeypatch, capsys):
+    def interrupt(self, *args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GemvWins, "__call__", interrupt)
+    assert main(["tune", "Qwen3-8B"]) == 130
+    assert capsys.readouterr().err.endswith("nanovllm tune: interrupted, nothing was written\n")
+    assert not user_path(GPU).exists()

@@ -1,0 +1,65 @@
+"""Who may import whom: the rooms of docs/architecture.md."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "nanovllm"
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(file): file for file in PACKAGE.rglob("*.py")}
+
+
+def imports_of(file: Path) -> set[str]:
+    """Our modules that a file imports, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"a relative import in {file}"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in FILES else node.module for name in names}
+    return {name for name in found if name in FILES}
+
+
+GRAPH = {module: imports_of(file) for module, file in FILES.items()}
+
+
+def test_nothing_is_imported_in_a_circle():
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"a circle: {' -> '.join((*path, module))}"
+        if module in done:
+            return
+        for imported in sorted(GRAPH[module]):
+            visit(imported, (*path, module))
+        done.add(module)
+
+    for module in sorted(GRAPH):
+        visit(module, ())
+    assert len(done) > 80
+
+
+@pytest.mark.parametrize(
+    ("room", "allowed"),
+    [
+        ("kernels", ["kernels"]),
+        ("layers", ["kernels", "layers", "tuning.table", "utils"]),
+        ("models", ["layers", "models", "utils"]),
+        ("utils", ["config", "kernels", "utils"]),
+    ],
+)
+def test_a_room_imports_only_what_it_may(room, allowed):
+    allowed = [f"nanovllm.{name}" for name in allowed]
+    for module, imported in GRAPH.items():
+        if module.startswith(f"nanovllm.{room}"):
+            others = [name for name in imported if not name.startswith(tuple(allowed))]
+            assert not others, f"{module} imports {others}"

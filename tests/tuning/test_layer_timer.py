@@ -1,0 +1,71 @@
+"""What the tuner launches on a GPU, on a CPU: the layer's products, and which choices it finds to work."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanovllm.layers import kernel_matmul
+from nanovllm.layers.kernel_matmul import Gemv, SplitK
+from nanovllm.tuning import layer_timer
+from nanovllm.tuning.layer_timer import LayerTimer
+from nanovllm.tuning.table import Choice
+from nanovllm.tuning.tuner import CUBLAS, Shape
+
+ATTENTION, HIDDEN, INTERMEDIATE = 48, 32, 64
+GEMV, SPLIT_K = Choice("gemv", (16, 64, 1, False, 0)), Choice("split-k", (32, 32, 1, 3, 0))
+
+
+class Wrong(SplitK):
+    """A candidate whose results are no products, or that cannot be launched."""
+
+    name = "wrong"
+
+    def launch(self, problem, constants):
+        if constants:
+            raise RuntimeError("out of resources: shared memory")
+        return super().launch(problem, (32, 32, 1, 3, 0)).mul_(1.1)
+
+
+@pytest.fixture(params=["linear_add", "linear_sum"])
+def timer(request, monkeypatch) -> LayerTimer:
+    if torch.cuda.is_available():
+        pytest.skip("the kernels would be compiled for a GPU")
+    monkeypatch.setattr(kernel_matmul, "use_kernels", lambda x: True)
+    monkeypatch.setattr(kernel_matmul, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(layer_timer, "_MIN_WEIGHT_BYTES", 1)
+    monkeypatch.setattr(LayerTimer, "_captured", lambda self, run: run)
+    monkeypatch.setattr(layer_timer, "_time", lambda run, num_layers: run() or float(num_layers))
+    monkeypatch.setattr(layer_timer, "our_candidates", lambda device: [Gemv(), SplitK(device), Wrong(device)])
+    add = request.param
+    shapes = [("linear", ATTENTION + 32, HIDDEN), (add, HIDDEN, ATTENTION), ("linear_silu", 2 * INTERMEDIATE, HIDDEN)]
+    shapes.append((add, HIDDEN, INTERMEDIATE))
+    return LayerTimer([Shape(*shape, "float16") for shape in shapes], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_a_layer_is_computed_by_the_choices(timer, monkeypatch, phase):
+    launched = []
+    for candidate in timer.candidates.values():
+        launch = candidate.launch
+
+        def record(problem, constants, name=candidate.name, launch=launch):
+            launched.append((problem.operation, name))
+            return launch(problem, constants)
+
+        monkeypatch.setattr(candidate, "launch", record)
+    picks = GEMV, SPLIT_K, GEMV, CUBLAS
+    assert timer(phase, 3, picks) == len(timer._layers) == 2
+    operations = ("linear", "linear_add", "linear_silu", "linear_add")
+    assert launched[-8:] == [*zip(operations, ("gemv", "split-k", "gemv", "cublas"), strict=True)] * 2
+
+
+def test_what_does_not_work_takes_no_time(timer):
+    four = [CUBLAS] * 4
+    assert timer("decode", 17, (CUBLAS,) * 4) == 2
+    for i in range(4):
+        for choice, works in ((GEMV, False), (SPLIT_K, True), (Choice("wrong"), False), (Choice("wrong", (1,)), False)):
+            picks = (*four[:i], choice, *four[i + 1 :])
+            assert (timer("decode", 17, picks) is not None) == works, "17 tokens are too many for the GEMV kernel"

@@ -1,0 +1,173 @@
+"""The tuner, with functions that stand for the time on a GPU."""
+
+from collections.abc import Callable
+
+import pytest
+
+from nanovllm.tuning.table import Choice, Key, Row, Table, package_table
+from nanovllm.tuning.tuner import CUBLAS, DECODE_TOKENS, PREFILL_TOKENS, Shape, Tuner, challengers
+
+SHAPES = [
+    Shape("linear", 4096, 1024, "bfloat16"),
+    Shape("linear_add", 1024, 2048, "bfloat16"),
+    Shape("linear_silu", 6144, 1024, "bfloat16"),
+    Shape("linear_add", 1024, 3072, "bfloat16"),
+]
+QKV, GATE_UP = SHAPES[0], SHAPES[2]
+ALL = {"cublas", "gemv", "split-k", "fused-silu", "quack-kernels"}
+H200 = 132
+
+
+def tuner(table: Table | None = None, available: set[str] = ALL) -> Tuner:
+    return Tuner(SHAPES, table or Table(), available, H200)
+
+
+def by_candidate(**costs: float) -> Callable:
+    """A product takes cuBLAS 25 us, and the others what is said, gemv for gemv and so on; None: it does not work."""
+
+    def time_layer(phase, num_tokens, picks):
+        micros = [25.0 if pick == CUBLAS else costs.get(pick.candidate.replace("-", "_"), 99.0) for pick in picks]
+        return None if None in micros else sum(micros)
+
+    return time_layer
+
+
+def names(choices: list[Choice]) -> list[str]:
+    return [choice.candidate for choice in choices]
+
+
+def test_the_fastest_become_the_choices_with_others_to_stand_in():
+    result = tuner().measure("decode", 64, by_candidate(split_k=20, quack_kernels=18))
+    assert result.is_new
+    assert result.micros == 4 * 18
+    assert [names(choices) for choices in result.choices] == [["quack-kernels", "split-k"]] * 4
+    result = tuner(available={"cublas", "split-k"}).measure("decode", 64, by_candidate(split_k=20))
+    assert [names(choices) for choices in result.choices] == [["split-k"]] * 4
+
+
+@pytest.mark.parametrize(("micros", "wins"), [(24.4, True), (24.6, False)])
+def test_a_challenger_must_win_by_two_percent(micros, wins):
+    result = tuner().measure("decode", 4, by_candidate(gemv=micros))
+    assert result.is_new == wins
+    assert [names(choices) for choices in result.choices] == [["gemv"] if wins else []] * 4
+
+
+def test_a_challenger_must_win_twice():
+    calls = []
+
+    def time_layer(phase, num_tokens, picks):
+        calls.append(picks)
+        is_second_run = len(calls) > 1 and all(pick.candidate == "gemv" for pick in picks) and picks in calls[:-1]
+        return 100.0 if is_second_run else by_candidate(gemv=20)(phase, num_tokens, picks)
+
+    assert not tuner().measure("decode", 4, time_layer).is_new
+
+
+def test_what_the_table_has_is_what_is_to_be_beaten():
+    choice = Choice("gemv", (4, 512, 1, False, 0))
+    table = Table({shape.key("decode"): Row({16: [Choice("other"), choice], 17: []}) for shape in SHAPES})
+    assert tuner(table).present("decode", 4) == (choice,) * 4
+    assert tuner(table).present("decode", 17) == (CUBLAS,) * 4
+    assert tuner(table, {"cublas"}).present("decode", 4) == (CUBLAS,) * 4
+
+    def time_layer(phase, num_tokens, picks):
+        return sum({choice: 20.0, CUBLAS: 25.0}.get(pick, 19.9) for pick in picks)
+
+    result = tuner(table).measure("decode", 4, time_layer)
+    assert not result.is_new
+    assert [choices[0] for choices in result.choices] == [choice] * 4
+
+
+def test_what_does_not_work_is_never_chosen():
+    result = tuner().measure("decode", 64, by_candidate(split_k=None, quack_kernels=18))
+    assert [names(choices) for choices in result.choices] == [["quack-kernels"]] * 4
+    table = Table({shape.key("decode"): Row({1: [Choice("split-k", (1,))]}) for shape in SHAPES})
+    result = tuner(table).measure("decode", 64, by_candidate(split_k=None, quack_kernels=None))
+    assert [names(choices) for choices in result.choices] == [[]] * 4
+
+
+def test_rows_are_merged_and_end_with_cublas():
+    lines = []
+    time_layer = by_candidate(gemv=20, quack_kernels=30, split_k=30)
+    table = tuner().tune(time_layer, {"decode": (1, 2, 8, 32, 64), "prefill": (2048, 8192)}, lines.append)
+    row = table.rows[QKV.key("decode")]
+    assert [names(row[n]) for n in (1, 2, 8, 16, 32, 64, 65, 999)] == [["gemv"]] * 3 + [[]] * 5
+    assert len(row.bounds) <= 4
+    assert all(row[n] == () for n in (16, 64, 999))
+    prefill = table.rows[GATE_UP.key("prefill")]
+    assert (prefill[1], prefill[100_000]) == ((), ())
+    assert len(lines) == 7
+    assert "decode" in lines[0]
+    assert "prefill" in lines[-1]
+
+
+def test_a_prefill_takes_what_was_measured_and_a_short_one_cublas():
+    table = tuner().tune(by_candidate(fused_silu=20), {"prefill": PREFILL_TOKENS}, lambda line: None)
+    row = table.rows[GATE_UP.key("prefill")]
+    assert [names(row[n]) for n in (1, 2047, 2048, 16384, 99999)] == [[], [], *[["fused-silu"]] * 3]
+
+
+def test_batches_are_padded_to_what_takes_less_time():
+    times = {16: 100, 32: 101, 64: 99, 96: 110, 128: 105, 256: 120, 512: 400}
+
+    def time_layer(phase, num_tokens, picks):
+        return times[num_tokens] * (0.8 if names(picks).count("quack-kernels") == 4 and num_tokens == 256 else 1.0)
+
+    def quack_wins(phase, num_tokens, picks):
+        micros = times[num_tokens]
+        if num_tokens == 256:
+            micros -= 10 * names(picks).count("quack-kernels")
+        return micros
+
+    table = tuner().tune(quack_wins, {"decode": tuple(times)}, lambda line: None)
+    row = table.rows[Key("padding", "decode", GATE_UP.N, GATE_UP.K, "bfloat16")]
+    assert [(row[n] or [None])[0] for n in (16, 200, 256, 257, 512, 600)] == [
+        *[Choice("quack-kernels", (256,))] * 3,
+        None,
+        None,
+        None,
+    ]
+    table = tuner(available={"cublas"}).tune(time_layer, {"decode": tuple(times)}, lambda line: None)
+    row = table.rows[Key("padding", "decode", GATE_UP.N, GATE_UP.K, "bfloat16")]
+    to_128 = Choice("cublas", (128,))
+    assert [(row[n] or [None])[0] for n in (16, 17, 64, 96, 128, 129)] == [None, None, None, to_128, to_128, None]
+
+
+@pytest.mark.parametrize("gains", [[1.0, 0.99, 0.97], [1.0, 0.985, 0.975, 0.96], [1.0, 0.97, 0.99, 0.9]])
+def test_padding_never_falls(gains):
+    counts = (16, 32, 48, 64)[: len(gains)]
+    times = dict(zip(counts, gains, strict=True))
+    table = tuner(available={"cublas"}).tune(lambda phase, n, picks: times[n], {"decode": counts}, lambda line: None)
+    row = table.rows[Key("padding", "decode", GATE_UP.N, GATE_UP.K, "bfloat16")]
+    padded = [max([n, *(choice.constants[0] for choice in row[n])]) for n in range(1, 70)]
+    assert padded == sorted(padded)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_challengers_are_few_and_launchable(phase):
+    pytest.importorskip("triton")
+    from nanovllm.kernels.gemv_kernel import GemvConfig
+    from nanovllm.kernels.split_k_kernel import TILE_TOKENS, SplitKConfig
+    from nanovllm.layers.quack import Tile
+
+    for key in package_table("NVIDIA H200").rows:
+        shape = Shape(key.operation, key.N, key.K, key.dtype)
+        for num_tokens in DECODE_TOKENS if phase == "decode" else PREFILL_TOKENS:
+            found = challengers(shape, phase, num_tokens, H200)
+            assert found[0] == CUBLAS
+            assert len(found) < 40
+            for name, constants in found[1:]:
+                if name == "gemv":
+                    config = GemvConfig(*constants)
+                    assert num_tokens <= 16
+                    assert not config.tensor_cores or config.k_tile // config.num_warps >= 16
+                elif name == "split-k":
+                    config = SplitKConfig(*constants)
+                    assert 2 * config.num_stages * config.tile_k * (TILE_TOKENS + config.tile_rows) <= 227 * 1024
+                elif name == "quack-kernels":
+                    tile = Tile(*constants)
+                    assert key.operation != "linear_silu" or tile.columns % 32 == 0
+                    assert (key.operation, tile.tokens) != ("linear_silu", 192) or tile.columns <= 128
+                    assert tile.tokens < 2 * num_tokens
+                else:
+                    assert (name, constants) == ("fused-silu", ())
