@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.ranks.workers import HeldInterrupt, WorkerError, Workers
+from nanovllm.engine.ranks.workers import WorkerError, Workers, held_interrupt
 from nanovllm.engine.runner.memory import free_memory
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling.sampling_pipeline import Forward
@@ -68,7 +68,7 @@ class Executor:
             if self.workers is None:
                 return getattr(self.model_runner, method)(*args)
             try:
-                with HeldInterrupt():
+                with held_interrupt():
                     self.write_shm(method, *(args if for_workers is None else for_workers))
                     return getattr(self.model_runner, method)(*args)
             except KeyboardInterrupt:

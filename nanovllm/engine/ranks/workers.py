@@ -7,7 +7,8 @@ import signal
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from copy import copy
 from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
@@ -29,29 +30,23 @@ class WorkerError(RuntimeError):
     """A worker process died or failed; the message says which rank and how. The engine has ended: make a new one."""
 
 
-class HeldInterrupt:
+@contextmanager
+def held_interrupt() -> Iterator[None]:
     """Within the block SIGINT waits for its end, where the previous handler gets it once: what all ranks must do
-    together is done by all or by none. Signals reach only the main thread. An exception of the block's own takes the
-    interrupt's place.
-    """
-
-    def __enter__(self) -> None:
-        self._is_pending = False
-        self._handler = None
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):
-                self._handler = handler
-                signal.signal(signal.SIGINT, self._hold)
-
-    def _hold(self, signum, frame) -> None:
-        self._is_pending = True
-
-    def __exit__(self, error_type, error, traceback) -> None:
-        if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
-            if self._is_pending and error_type is None:
-                signal.raise_signal(signal.SIGINT)
+    together is done by all or by none. An exception of the block's own takes the interrupt's place."""
+    handler = signal.getsignal(signal.SIGINT)
+    # Signals reach only the main thread.
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    held: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if held:
+        signal.raise_signal(signal.SIGINT)
 
 
 class Workers:
@@ -84,7 +79,7 @@ class Workers:
         self._wake_up, self._woken = multiprocessing.Pipe(duplex=False)
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
         try:
-            with HeldInterrupt():
+            with held_interrupt():
                 self._start(config)
             self._watcher.start()
             self._wait_for("attached")
@@ -188,7 +183,7 @@ class Workers:
         """
         if self._has_ended or os.getpid() != self._owner:  # A fork of the caller's owns none of it.
             return
-        with HeldInterrupt():
+        with held_interrupt():
             self._has_ended = True
             if self._watcher.is_alive():
                 self._woken.send_bytes(b"0")
