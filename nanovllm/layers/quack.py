@@ -27,18 +27,12 @@ _ALIGNMENT = 64
 
 
 class Tile(NamedTuple):
-    """The part of a product that a program computes at a time.
-
-    Attributes:
-        tokens, columns: its size; gate and up count as two columns.
-        cluster: how many programs share what they load, along the tokens and along the columns.
-        pingpong: whether two warp groups compute a tile each, one multiplying while the other stores its results,
-            instead of one tile together.
-    """
+    """The part of a product that a program computes at a time."""
 
     tokens: int
-    columns: int
-    cluster: tuple[int, int] = (1, 1)
+    columns: int  # gate and up count as two
+    cluster: tuple[int, int] = (1, 1)  # programs that share what they load, along the tokens and along the columns
+    # Whether two warp groups compute a tile each, one multiplying while the other stores, instead of one tile together.
     pingpong: bool = False
 
 

@@ -78,12 +78,8 @@ def gemm_act(
         C: None, or, without an activation, postact_out itself.
         activation: "swiglu" (Shazeer 2020) or None.
         postact_out: `[M, N]`, with "swiglu" `[M, N / 2]`: becomes the result.
-        store_preact: False.
-        tuned: as the package has it.
         config: a quack `GemmConfig`, known by its identity.
         concat_layout: ("B",) where B is the gate's columns and then the up's, not each pair side by side.
-
-    Raises whatever the package does.
     """
     options = {"tuned": tuned, "config": config, "concat_layout": concat_layout, "let_in": 1}
     if activation == "swiglu":

@@ -11,8 +11,7 @@ if HAS_TRITON:
     from nanovllm.kernels import all_reduce as kernels
     from nanovllm.kernels import posted_sums
     from nanovllm.kernels.all_reduce import add_norm_arrived
-    from nanovllm.kernels.gemv import linear_post
-    from nanovllm.kernels.gemv_kernel import GemvConfig
+    from nanovllm.kernels.gemv import GemvConfig, linear_post
     from nanovllm.kernels.posted_sums import Inboxes, collect
 
 # With more than two ranks a one-shot sum moves more bytes than NCCL does, so it pays only for few tokens.
