@@ -110,7 +110,8 @@ class LLMEngine:
             self.model_runner.mixed_step_rows,
             config.supported_model_len,
         )
-        self._checker = RequestChecker(self.tokenizer, config.hf_config.vocab_size, config.eos, self.scheduler.check)
+        check_length = self.scheduler.length_limit.check
+        self._checker = RequestChecker(self.tokenizer, config.hf_config.vocab_size, config.eos, check_length)
         seed = secrets.randbits(63) if config.seed is None else config.seed
         self._sequences = SequenceMaker(config.kvcache_block_size, seed, self._detokenizer)
         self._calls = count(1)
