@@ -130,8 +130,10 @@ class Scheduler:
                         break
                     deferred.append(self.waiting.popleft())
                     continue
-                if budget < min_chunk and self._is_longer(seq, budget):
-                    break  # Never an empty step: the first sequence has the whole budget.
+                # Most answers need no look at the cache. The first sequence of a step has the whole budget.
+                may_be_cut = budget < min(min_chunk, seq.num_tokens)
+                if may_be_cut and budget < seq.num_tokens - manager.num_findable_tokens(seq):
+                    break
                 if not manager.can_allocate(seq, admission.num_reserved):
                     break
                 self._allocate(seq)
@@ -152,10 +154,6 @@ class Scheduler:
                 mixed.add_running(seq)
         self.waiting.extendleft(reversed(deferred))
         return seqs
-
-    def _is_longer(self, seq: Sequence, budget: int) -> bool:
-        """Whether a waiting sequence has more tokens to compute. Most answers need no look at the cache."""
-        return seq.num_tokens > budget and seq.num_tokens - self.block_manager.num_findable_tokens(seq) > budget
 
     def _allocate(self, seq: Sequence) -> None:
         is_new = seq.num_shared_tokens < 0

@@ -77,13 +77,11 @@ def gemm_act(
         B: `[K, N]` of A's dtype, columns packed: a weight's transpose.
         C: None, or, without an activation, postact_out itself.
         activation: "swiglu" (Shazeer 2020) or None.
-        postact_out: `[M, N]`, with "swiglu" `[M, N / 2]`: becomes the result.
+        postact_out: `[M, N]`, with "swiglu" `[M, N / 2]`: the result.
         store_preact: False.
-        tuned: as the package has it.
-        config: a quack `GemmConfig`, known by its identity.
-        concat_layout: ("B",) where B is the gate's columns and then the up's, not each pair side by side.
-
-    Raises whatever the package does.
+        tuned: as in the package.
+        config: a quack `GemmConfig`.
+        concat_layout: ("B",) if B has all columns of the gate before those of the up.
     """
     options = {"tuned": tuned, "config": config, "concat_layout": concat_layout, "let_in": 1}
     if activation == "swiglu":

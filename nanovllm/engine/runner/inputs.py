@@ -76,7 +76,6 @@ class DecodeInputs:
         self.padded = padded or list(range(max_num_seqs + 1))
         n = self.max_rows = max(self.padded[max_num_seqs], mixed_step_rows)
         self.num_kv_heads = num_kv_heads
-        num_items = num_work_items(n, num_kv_heads) if num_kv_heads else 0
         layout: Layout = {
             "tokens": ((n,), np.int64),
             "pending_rows": ((n,), np.int32),
@@ -86,7 +85,7 @@ class DecodeInputs:
             "slot_mapping": ((n,), np.int32),
             "context_lens": ((n,), np.int32),
             "block_tables": ((n, max_blocks), np.int32),
-            "work_items": ((num_items, PIECE_FIELDS), np.int32),
+            "work_items": ((self._num_work_items(n), PIECE_FIELDS), np.int32),
         }
         self.block_size = block_size
         memory = torch.zeros(packed_size(layout), dtype=torch.uint8, device=device)
@@ -110,7 +109,10 @@ class DecodeInputs:
 
     def plan(self, num_rows: int) -> torch.Tensor | None:
         """Device memory of Context.decode_plan: int32 [num_items, PIECE_FIELDS]."""
-        return None if self.num_kv_heads is None else self._work_items[: num_work_items(num_rows, self.num_kv_heads)]
+        return None if self.num_kv_heads is None else self._work_items[: self._num_work_items(num_rows)]
+
+    def _num_work_items(self, num_rows: int) -> int:
+        return 0 if self.num_kv_heads is None else num_work_items(num_rows, self.num_kv_heads)
 
     def for_layers(self, num_rows: int, num_drawn: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Context]:
         """Token ids and positions [num_rows], and the context. num_drawn: as in Context."""
@@ -150,8 +152,7 @@ class DecodeInputs:
         host["slot_mapping"][num_tokens:num_rows] = -1
         host["context_lens"][num_tokens:num_rows] = 0
         if self.num_kv_heads is not None:
-            items = host["work_items"][: num_work_items(num_rows, self.num_kv_heads)]
-            plan_decode(host["context_lens"][:num_rows], items)
+            plan_decode(host["context_lens"][:num_rows], host["work_items"][: self._num_work_items(num_rows)])
         return Batch(seqs, False, n, num_rows, self._used(host, num_rows), is_mixed=is_mixed, buffer=buffer)
 
     def _next_buffer(self) -> int:
@@ -161,8 +162,7 @@ class DecodeInputs:
     def _used(self, host: dict[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
         """The part of each array that a step of num_rows uses."""
         arrays = {name: values[:num_rows] for name, values in host.items()}
-        num_items = num_work_items(num_rows, self.num_kv_heads) if self.num_kv_heads is not None else 0
-        return arrays | {"work_items": host["work_items"][:num_items]}
+        return arrays | {"work_items": host["work_items"][: self._num_work_items(num_rows)]}
 
     def send(self, batch: Batch) -> None:
         """Copy a step's arrays to the device, in stream order, and fill input_ids."""
