@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
 CPU_KVCACHE_GIB = 2.0
-# Prefill steps of twice as many tokens take 1 to 2 % less time on an H200, and twice the memory for activations, which
-# the KV cache then has not: they may take this share of the GPU's.
+# Longer prefill steps are faster, but take memory for activations from the KV cache: at most this share of the GPU's.
 _STEP_TOKENS, _LONG_STEP_TOKENS = 16384, 32768
 _LONG_STEP_SHARE = 1 / 40
 MAX_MIXED_STEP_ROWS = 1024  # Attention's partial sums for one row take 64 KB (Qwen3-8B).
@@ -44,48 +43,9 @@ MAX_SLOTS = 2**31  # Kernels count KV cache slots, and the keys of all sequences
 @explains_unknown_options(ENGINE_HINTS)
 @dataclass
 class Config:
-    """Options of one engine.
+    """Options of one engine; docs/reference.md describes each of them.
 
-    Attributes:
-        model: a directory (~ expands), a hub id to download, or with load_format "dummy" also the name of a published
-            shape ("Qwen3-0.6B", ...). After the checks: the directory, or that name.
-        max_num_batched_tokens: most tokens that one prefill step computes, up to 1,048,576. None: 32,768 on one GPU
-            where a layer's activations then take at most a fortieth of its memory, else 16,384. After the checks: the
-            number.
-        max_num_seqs: most sequences that one step computes, up to 32,768.
-        max_model_len: longest sequence, prompt and completion, up to 16,777,216 tokens; lowered to what the model
-            supports. None: all that the model supports. After the checks: the number.
-        gpu_memory_utilization: share of the GPU's memory that this engine may use, in (0, 1], whatever other processes
-            use. If less is free, the KV cache is smaller.
-        tensor_parallel_size: GPUs to split the model over, from `device` on; on a CPU, processes. It must divide the
-            attention heads and the intermediate size, and divide the KV heads or be a multiple of them.
-        enforce_eager: no CUDA graphs.
-        kvcache_block_size: tokens in one KV cache block, a power of two in 16..65,536.
-        num_kvcache_blocks: blocks of the KV cache, together up to 2**31 tokens; -1 derives them from the memory.
-        kvcache_gib: size of the KV cache in GiB, instead of what gpu_memory_utilization leaves; on a CPU 2 unless
-            given. Without effect if num_kvcache_blocks is given.
-        device: "auto" (CUDA if there is a GPU), "cpu", "cuda" (the current GPU), "cuda:N", or a torch.device. After the
-            checks: "cuda" or "cpu".
-        dtype: "auto" (on a GPU the checkpoint's, or bfloat16 for float32; on a CPU float32), "bfloat16", "float16" or
-            "half", "float32" or "float". After the checks: the torch.dtype.
-        load_format: "auto" reads safetensors; "dummy" makes random weights of the model's shapes.
-        attention_backend: "auto", "flash_attn", "triton" or "torch".
-        enable_prefix_caching: share the KV cache blocks of equal beginnings.
-        mixed_step_rows: tokens that a decode step may compute when prompts wait, up to 1,024: the rows without a
-            sequence compute prompt tokens. 0: no such steps. None: 256, or max_num_batched_tokens if that is less,
-            where they pay: on one GPU, with CUDA graphs, for layers of at least 150 million parameters.
-        overlap_steps: launch a step before the tokens of the previous one are read, so that the GPU never waits.
-        seed: of every request without a seed of its own. None: a fresh one.
-        skip_tokenizer_init: prompts are token ids only, and results carry no text.
-        use_tqdm: show on the terminal what the start is doing, if it takes longer than two seconds.
-        tokenizer: a directory or hub id of another tokenizer than the model's. After the checks: the directory, or
-            None if there is none: with skip_tokenizer_init, or for a published shape.
-        revision: branch, tag or commit of the model's hub id. None: its main branch.
-        hf_config: the model's transformers configuration. None: read from `model`.
-        eos: end-of-sequence token ids. (): the model's, from generation_config.json or config.json. Of these, ids
-            outside the vocabulary are logged and ignored: the model never generates them.
-
-    No options, but set by the checks:
+    Attributes that the checks set:
         generation_config: the content of the model's generation_config.json; {} if there is none.
         supported_model_len: tokens of the longest sequence that the model supports.
         device_index: the first GPU; None on a CPU.
@@ -97,30 +57,30 @@ class Config:
         FileNotFoundError: no such model, or no config.json in it.
     """
 
-    model: str
-    max_num_batched_tokens: int | None = None
-    max_num_seqs: int = 512
-    max_model_len: int | None = 4096
-    gpu_memory_utilization: float = 0.9
-    tensor_parallel_size: int = 1
-    enforce_eager: bool = False
-    kvcache_block_size: int = 256
-    num_kvcache_blocks: int = -1
-    kvcache_gib: float | None = None
-    device: str = "auto"
-    dtype: Any = "auto"
-    load_format: str = "auto"
+    model: str  # a directory, hub id or published shape; after the checks the directory or the shape
+    max_num_batched_tokens: int | None = None  # tokens of a prefill step; after the checks a number
+    max_num_seqs: int = 512  # sequences of a step
+    max_model_len: int | None = 4096  # tokens of the longest sequence; after the checks at most supported_model_len
+    gpu_memory_utilization: float = 0.9  # share of the GPU's memory for this engine
+    tensor_parallel_size: int = 1  # ranks
+    enforce_eager: bool = False  # no CUDA graphs
+    kvcache_block_size: int = 256  # tokens
+    num_kvcache_blocks: int = -1  # -1: as many as the memory holds
+    kvcache_gib: float | None = None  # size of the KV cache, instead of what gpu_memory_utilization leaves
+    device: str = "auto"  # after the checks "cuda" or "cpu"
+    dtype: Any = "auto"  # after the checks a torch.dtype
+    load_format: str = "auto"  # or "dummy": random weights
     attention_backend: str = "auto"
-    enable_prefix_caching: bool = True
-    mixed_step_rows: int | None = None
-    overlap_steps: bool = True
-    seed: int | None = None
-    skip_tokenizer_init: bool = False
-    use_tqdm: bool = True
-    tokenizer: str | None = None
-    revision: str | None = None
-    hf_config: Any = None
-    eos: tuple[int, ...] = ()
+    enable_prefix_caching: bool = True  # share the blocks of equal beginnings
+    mixed_step_rows: int | None = None  # rows of a decode step that computes prompts in spare rows; 0: no such steps
+    overlap_steps: bool = True  # launch a step before the tokens of the previous one are read
+    seed: int | None = None  # of requests without one
+    skip_tokenizer_init: bool = False  # token ids only
+    use_tqdm: bool = True  # show the start's progress
+    tokenizer: str | None = None  # another model's; after the checks its directory, or None if there is none
+    revision: str | None = None  # of the hub id
+    hf_config: Any = None  # the model's transformers configuration; None reads it
+    eos: tuple[int, ...] = ()  # end-of-sequence tokens; () reads the model's
 
     def __post_init__(self) -> None:
         self._unwrap_numpy()
@@ -130,8 +90,6 @@ class Config:
         self._resolve_device()
         self._resolve_dtype()
         self._resolve_limits()
-        file = Path(self.model, "generation_config.json")
-        self.generation_config: dict[str, Any] = read_json(file) if os.path.lexists(file) else {}
         self._resolve_eos()
         self._resolve_tokenizer()
         if self._hub_id is not None and self.load_format == "auto":
@@ -153,10 +111,8 @@ class Config:
         self._require_int("max_model_len", 2, MAX_MODEL_LEN, none="the model's own")
         self._require_int("max_num_batched_tokens", 1, MAX_NUM_BATCHED_TOKENS, none="one that suits the GPU")
         self._require_int("tensor_parallel_size", 1, 8)
-        share, size, num_blocks, gib = (
-            getattr(self, name)
-            for name in ("gpu_memory_utilization", "kvcache_block_size", "num_kvcache_blocks", "kvcache_gib")
-        )
+        share, size, num_blocks = self.gpu_memory_utilization, self.kvcache_block_size, self.num_kvcache_blocks
+        gib, rows = self.kvcache_gib, self.mixed_step_rows
         self._require("gpu_memory_utilization", is_number(share) and 0 < share <= 1, "a number in (0, 1]")
         is_size = is_int(size, 16, MAX_KVCACHE_BLOCK_SIZE) and size & (size - 1) == 0
         self._require("kvcache_block_size", is_size, f"a power of two in 16..{MAX_KVCACHE_BLOCK_SIZE}")
@@ -168,7 +124,7 @@ class Config:
         )
         is_gib = gib is None or (is_number(gib) and 0 < gib <= MAX_KVCACHE_GIB)
         self._require("kvcache_gib", is_gib, f"a number in (0, {MAX_KVCACHE_GIB}], or None to derive it")
-        rows, most = self.mixed_step_rows, min(MAX_MIXED_STEP_ROWS, self.max_num_batched_tokens or _STEP_TOKENS)
+        most = min(MAX_MIXED_STEP_ROWS, self.max_num_batched_tokens or _STEP_TOKENS)
         allowed = f"None, or in 0..{most} (the smaller of 1024 and max_num_batched_tokens)"
         self._require("mixed_step_rows", rows is None or is_int(rows, 0, most), allowed)
         one_rank = not rows or self.tensor_parallel_size == 1
@@ -289,18 +245,18 @@ class Config:
         return _LONG_STEP_TOKENS * values * self.dtype.itemsize <= _LONG_STEP_SHARE * memory
 
     def _resolve_eos(self) -> None:
+        file = Path(self.model, "generation_config.json")
+        self.generation_config: dict[str, Any] = read_json(file) if os.path.lexists(file) else {}
         if self.eos:
             size = self.hf_config.vocab_size
             self._require("eos", max(self.eos) < size, f"token ids in 0..{size - 1}, the model's vocabulary")
             self.eos = tuple(sorted(set(self.eos)))
             return
         self.eos = ()
-        file = Path(self.model, "generation_config.json")
         found = check_token_ids(self.generation_config.get("eos_token_id"), str(file), "eos_token_id")
         if not found:
-            own = getattr(self.hf_config, "eos_token_id", None)
             file = Path(self.model, "config.json")
-            found = check_token_ids(own, str(file), "eos_token_id")
+            found = check_token_ids(getattr(self.hf_config, "eos_token_id", None), str(file), "eos_token_id")
         self.add_eos(found, str(file))
 
     def add_eos(self, token_ids: list[int], source: str) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from operator import index
 from typing import Any, NamedTuple, NoReturn
@@ -27,24 +28,16 @@ MIN_FLOAT, MAX_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float
 class StructuredOutputsParams:
     """The form that a completion must have: exactly one of json, regex and choice.
 
-    Attributes:
-        json: a JSON schema: a dict, its text, or a pydantic model class. Kept as text. The completion is compact JSON,
-            without whitespace between its parts.
-        regex: a regular expression that the whole completion matches. \\d is 0-9; \\w and \\s are Unicode's.
-        choice: texts; the completion is one of them. Kept as a tuple.
-        whitespace_pattern: with json: a regular expression for the whitespace that may stand between two parts, such
-            as " ?". Bound its length: a model that begins to generate blanks may never stop.
-
     Raises:
-        ValueError: none or several of json, regex and choice, or a value of the wrong kind. Whether the schema or the
-            expression can be enforced is checked when the request is added.
+        ValueError: none or several of these, or a value of the wrong kind. Whether the schema or the expression can be
+            enforced is checked when the request is added.
         TypeError: an unknown keyword; the message names the nearest known one.
     """
 
-    json: str | dict[str, Any] | type | None = None
-    regex: str | None = None
-    choice: Collection[str] | None = None
-    whitespace_pattern: str | None = None
+    json: str | dict[str, Any] | type | None = None  # a JSON schema: dict, text or pydantic model; kept as text
+    regex: str | None = None  # that the whole completion matches; \d is 0-9
+    choice: Collection[str] | None = None  # texts; the completion is one of them
+    whitespace_pattern: str | None = None  # with json: regular expression of the whitespace between its parts
 
     def __post_init__(self) -> None:
         given = [name for name in ("json", "regex", "choice") if getattr(self, name) is not None]
@@ -93,7 +86,7 @@ def _refuse_constant(name: str) -> NoReturn:
 @explains_unknown_options(SAMPLING_HINTS)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled and when it ends. Names and meanings are vLLM's.
+    """How one request is sampled and when it ends. Names and meanings are vLLM's; docs/reference.md describes each.
 
     Immutable, so that one object can serve many requests; `dataclasses.replace` makes a changed copy. Numbers of numpy
     and arrays or tensors without a dimension become Python's numbers. Collections become tuples.
@@ -101,65 +94,33 @@ class SamplingParams:
     Logits pass through logit_bias, the penalties, the masks (allowed_token_ids, bad_words, min_tokens and
     structured_outputs), then temperature, top_k, top_p and min_p, each as transformers defines it.
 
-    Attributes:
-        temperature: divides the logits before the softmax; 0 is greedy. This and every other number that is not an
-            integer must be 0 or within float32's range, 1.2e-38 to 3.4e38.
-        max_tokens: most completion tokens, in 1..2**31 - 1. None: up to the longest sequence that the engine can hold,
-            which ends a completion in any case.
-        ignore_eos: do not stop at end-of-sequence tokens. For benchmarks.
-        seed: makes this request's tokens reproducible whatever else is in the batch, in 0..2**63 - 1. None: derived
-            from the engine's seed.
-        top_k: sample from the k likeliest tokens; 0 or -1 is all tokens.
-        top_p: sample from the likeliest tokens whose probabilities together reach top_p, including the one that
-            crosses it, in (0, 1].
-        min_p: leave out tokens less likely than min_p times the likeliest, in 0..1.
-        min_tokens: completion tokens before an end-of-sequence token or one of stop_token_ids may be sampled, or one
-            of stop be completed, in 0..max_tokens. If structured_outputs are complete earlier, the request fails.
-        stop: texts that end the completion where they first appear; one text, or several.
-        include_stop_str_in_output: keep that text at the end of the completion.
-        stop_token_ids: tokens that end the completion, besides the model's end-of-sequence tokens.
-        n: completions of the prompt, sampled independently, in 1..16384. They share the prompt's full KV cache blocks.
-        logprobs: return each completion token's log-probability, and those of the k likeliest tokens, k in 0..20. None
-            returns none. They are the model's own: before biases, penalties, masks, temperature and truncation.
-        prompt_logprobs: the same for each prompt token except the first.
-        presence_penalty: subtracted from the logits of tokens that the completion already contains, in -2..2.
-        frequency_penalty: the same, times the number of occurrences, in -2..2.
-        repetition_penalty: divides the positive and multiplies the negative logits of tokens that the prompt or the
-            completion already contains, > 0; 1 changes nothing (arXiv:1909.05858).
-        skip_special_tokens: leave special tokens out of the text.
-        structured_outputs: the form that the completion must have.
-        logit_bias: {token id: number in -100..100}, added to these tokens' logits. Kept as pairs.
-        allowed_token_ids: the only tokens that may be sampled; include an end-of-sequence token. None allows all.
-        bad_words: texts that must not be generated. Each is tokenized as it is and after a space. Its last token is
-            forbidden after its other tokens. The same text made of other tokens can still appear.
-
     Raises:
         ValueError: a value out of range, with the field, the value and what is allowed.
         TypeError: an unknown keyword, with what to use instead.
     """
 
-    temperature: float = 1.0
-    max_tokens: int | None = 64
+    temperature: float = 1.0  # divides the logits; 0 is greedy
+    max_tokens: int | None = 64  # most completion tokens; None: up to the engine's longest sequence
     ignore_eos: bool = False
-    seed: int | None = None
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    min_tokens: int = 0
-    stop: Collection[str] = ()
+    seed: int | None = None  # makes the tokens reproducible whatever else is in the batch; None: of the engine's seed
+    top_k: int = 0  # sample from the k likeliest tokens; 0 or -1 is all
+    top_p: float = 1.0  # sample from the likeliest tokens whose probabilities together reach top_p
+    min_p: float = 0.0  # leave out tokens less likely than min_p times the likeliest
+    min_tokens: int = 0  # completion tokens before anything may end it
+    stop: Collection[str] = ()  # texts that end the completion where they first appear
     include_stop_str_in_output: bool = False
-    stop_token_ids: Collection[int] = ()
-    n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    skip_special_tokens: bool = True
-    structured_outputs: StructuredOutputsParams | None = None
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: Collection[int] | None = None
-    bad_words: Collection[str] = ()
+    stop_token_ids: Collection[int] = ()  # tokens that end it, besides the end-of-sequence tokens
+    n: int = 1  # samples; they share the prompt's full KV cache blocks
+    logprobs: int | None = None  # log-probabilities of each completion token and the k likeliest, before any edit
+    prompt_logprobs: int | None = None  # the same for each prompt token except the first
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that are in the completion
+    frequency_penalty: float = 0.0  # the same, times the number of occurrences
+    repetition_penalty: float = 1.0  # of tokens in prompt or completion (arXiv:1909.05858); 1 changes nothing
+    skip_special_tokens: bool = True  # leave them out of the text
+    structured_outputs: StructuredOutputsParams | None = None  # the form that the completion must have
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # token id -> number; kept as pairs
+    allowed_token_ids: Collection[int] | None = None  # the only tokens that may be sampled
+    bad_words: Collection[str] = ()  # texts that must not be generated
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
@@ -206,29 +167,17 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """True if sampling needs only the logits, the temperature and the seed."""
-        return not (
-            self.truncates
-            or self.penalizes
-            or self.edits_logits
-            or self.min_tokens
-            or self.logprobs is not None
-            or self.prompt_logprobs is not None
-            or self.structured_outputs is not None
-        )
+        reports = self.logprobs is not None or self.prompt_logprobs is not None
+        edits = self.penalizes or self.edits_logits or self.min_tokens or self.structured_outputs is not None
+        return not (self.truncates or edits or reports)
 
 
 class _Rule(NamedTuple):
-    """What one option accepts.
+    """What one option accepts."""
 
-    Attributes:
-        convert: value -> the one spelling of it that is kept. A value of a wrong kind stays as it is, for the message.
-        is_right: converted value -> whether it is accepted.
-        allowed: what is accepted, for the message.
-    """
-
-    convert: Callable[[Any], Any]
-    is_right: Callable[[Any], bool]
-    allowed: str
+    convert: Callable[[Any], Any]  # to the one spelling that is kept; a value of a wrong kind stays, for the message
+    is_right: Callable[[Any], bool]  # whether the converted value is accepted
+    allowed: str  # for the message
 
 
 def _integer(low: int, high: int, allowed: str, optional: bool = False) -> _Rule:
@@ -262,11 +211,6 @@ def _as_int(value: Any) -> Any:
         return value
 
 
-def _as_top_k(value: Any) -> Any:
-    value = _as_int(value)
-    return 0 if is_int(value, -1, -1) else value
-
-
 def _as_float(value: Any) -> Any:
     value = _as_python(value)
     try:
@@ -287,22 +231,15 @@ def _as_texts(texts: Any) -> Any:
     return (texts,) if isinstance(texts, str) else _as_tuple(texts)
 
 
-def _as_ids(values: Any) -> Any:
-    return _as_tuple(values, _as_int)
-
-
 def _as_pairs(biases: Any) -> Any:
     """(token id, bias) pairs. A dict's keys may be digits, as in JSON."""
     if isinstance(biases, Mapping):
         biases = biases.items()
     try:
-        return () if biases is None else tuple((_as_token_id(token), _as_float(bias)) for token, bias in biases)
+        pairs = () if biases is None else biases
+        return tuple((int(t) if isinstance(t, str) and t.isdecimal() else _as_int(t), _as_float(b)) for t, b in pairs)
     except (TypeError, ValueError):
         return biases
-
-
-def _as_token_id(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and key.isdecimal() else _as_int(key)
 
 
 def _are_texts(values: Any) -> bool:
@@ -324,7 +261,7 @@ def _are_biases(pairs: Any) -> bool:
 
 
 def _is_float32(value: Any, low: float, high: float) -> bool:
-    """Whether the number is in the range, and neither zero nor infinity only because it is rounded to float32."""
+    """Whether the number is in the range, and does not become zero when it is rounded to float32."""
     return isinstance(value, float) and low <= value <= high and (value == 0 or abs(value) >= MIN_FLOAT)
 
 
@@ -340,14 +277,14 @@ _RULES = {
     "ignore_eos": _FLAG,
     "seed": _integer(0, MAX_SEED, "None or an integer in 0..2**63 - 1", optional=True),
     "top_k": _integer(0, MAX_INT32, "an integer in 1..2**31 - 1, or 0 or -1 for all tokens")._replace(
-        convert=_as_top_k
+        convert=lambda value: 0 if is_int(_as_int(value), -1, -1) else _as_int(value)
     ),
     "top_p": _number(MIN_FLOAT, 1, f"a number in {_LOW}..1"),
     "min_p": _number(0, 1, "a number in 0..1 that float32 can hold"),
     "min_tokens": _integer(0, MAX_INT32, "an integer in 0..2**31 - 1"),
     "stop": _TEXTS,
     "include_stop_str_in_output": _FLAG,
-    "stop_token_ids": _Rule(_as_ids, _are_token_ids, "a list of token ids >= 0"),
+    "stop_token_ids": _Rule(partial(_as_tuple, convert=_as_int), _are_token_ids, "a list of token ids >= 0"),
     "n": _integer(1, MAX_N, f"an integer in 1..{MAX_N}"),
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
@@ -362,7 +299,7 @@ _RULES = {
     ),
     "logit_bias": _Rule(_as_pairs, _are_biases, f"a dict of token ids >= 0 to numbers in -{MAX_BIAS}..{MAX_BIAS}"),
     "allowed_token_ids": _Rule(
-        lambda ids: ids if ids is None else _as_ids(ids),
+        lambda ids: ids if ids is None else _as_tuple(ids, _as_int),
         lambda ids: ids is None or (ids != () and _are_token_ids(ids)),
         "a list of one or more token ids >= 0, or None",
     ),

@@ -17,7 +17,6 @@ from nanovllm.engine.engine_lock import Call, EngineLock
 from nanovllm.engine.ranks.executor import Executor
 from nanovllm.engine.requests.detokenizer import Detokenizer, read_new_tokens
 from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, engine_stats
-from nanovllm.engine.requests.progress import check_use_tqdm, progress_bar
 from nanovllm.engine.requests.request_checker import (
     Prompt,
     RequestChecker,
@@ -26,8 +25,7 @@ from nanovllm.engine.requests.request_checker import (
     load_tokenizer,
     params_per_prompt,
 )
-from nanovllm.engine.requests.request_order import longest_first
-from nanovllm.engine.requests.sequence_maker import SequenceMaker
+from nanovllm.engine.requests.sequence_maker import SequenceMaker, longest_first
 from nanovllm.engine.requests.streaming import Results
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling.sampling_pipeline import Forward
@@ -35,6 +33,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.collector import old_objects_set_aside
+from nanovllm.utils.progress import check_use_tqdm, progress_bar
 
 logger = logging.getLogger(__name__)
 

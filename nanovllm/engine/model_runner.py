@@ -18,7 +18,7 @@ from nanovllm.engine.runner.memory import allocate_kv_cache, largest_prefill
 from nanovllm.engine.runner.model_setup import set_up_model
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling.logit_steps import LogitSteps
-from nanovllm.engine.sampling.prompt_logprobs import prompt_rows
+from nanovllm.engine.sampling.logprobs import prompt_rows
 from nanovllm.engine.sampling.sampling_pipeline import Forward
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
@@ -28,7 +28,7 @@ from nanovllm.models.hf_config import get_head_dim
 from nanovllm.utils.context import step_context
 from nanovllm.utils.loader import load_dummy, load_model, num_checkpoint_params
 from nanovllm.utils.parallel import TensorParallel
-from nanovllm.utils.start_progress import StartProgress
+from nanovllm.utils.progress import StartProgress
 from nanovllm.utils.threads import StepThreads
 
 logger = logging.getLogger(__name__)

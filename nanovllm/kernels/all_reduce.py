@@ -9,7 +9,7 @@ ranks. So all ranks get the same bits.
 `pull_add_norm` is for many tokens and has the least traffic. The programs of all ranks wait for each other, then read
 their rows from each other's memory.
 
-`add_norm_arrived` is for long prefills over two ranks, whose sums a copy engine brings (see `utils.long_sums`).
+`add_norm_arrived` is for long prefills over two ranks, whose sums a copy engine brings (see `LongSums`).
 """
 
 import torch

@@ -29,8 +29,8 @@ def _unchanged(function: Any = None, *_args: Any, **_options: Any) -> Any:
 
 @contextmanager
 def without_generated_docstrings() -> Iterator[None]:
-    """A block that imports classes of transformers, which generates their docstrings when they are defined. For the
-    names in these, transformers 5.17 imports its generation code and scikit-learn for 4.5 s."""
+    """A block that imports classes of transformers without generating their docstrings, for whose names transformers
+    5.17 imports its generation code and scikit-learn."""
     from transformers import utils
 
     with patch.object(utils, "auto_docstring", _unchanged, create=True):
@@ -39,12 +39,10 @@ def without_generated_docstrings() -> Iterator[None]:
 
 @contextmanager
 def without_torch_compile() -> Iterator[None]:
-    """A block that imports packages which decorate functions for torch.compile.
+    """A block that imports packages which decorate functions for torch.compile, without importing torch's compiler.
 
-    Such decorators import torch's compiler, which takes longer than the package itself. In the block `torch.compile`
-    waits for the first call of its function, and decorators that hide a function from the compiler do nothing. Only a
-    caller who compiles such a function within another one would notice. If the compiler is imported already, nothing
-    changes.
+    In the block `torch.compile` waits for the first call of its function, and decorators that hide a function from the
+    compiler do nothing. Only a caller who compiles such a function within another one would notice.
     """
     if "torch._dynamo" in sys.modules:
         yield

@@ -4,7 +4,8 @@ import math
 import os
 import time
 from collections import deque
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
@@ -14,19 +15,19 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.utils.model_files import check_readable, read_json
-from nanovllm.utils.staging import Staging
 
 _FLOATS = ("BF16", "F16", "F32", "F64")  # safetensors' names
 _INDEX = "model.safetensors.index.json"
 _HINT = "is config.json the same model's?"
 _MAX_NAMED = 5
 _MAX_THREADS = 8
+_BUFFER_BYTES = 4 * 2**20
 
 
 class _Tensor(NamedTuple):
-    """One tensor of a checkpoint: a safetensors slice, not read yet, and the file that holds it."""
+    """One tensor of a checkpoint."""
 
-    content: Any
+    content: Any  # a safetensors slice, not read yet
     file: Path
 
 
@@ -34,13 +35,11 @@ def load_model(model: nn.Module, directory: str) -> None:
     """Fill every parameter from the safetensors files of a model directory.
 
     All names, shapes and dtypes are checked in the files' headers before the first byte is copied. A parameter's
-    weight_loader reads only what its rank needs from the memory-mapped file. Several threads, at most as many as torch
-    computes with, load one parameter after the other. An error or Ctrl-C ends them all.
+    weight_loader reads only what its rank needs from the memory-mapped file.
 
     Raises:
         FileNotFoundError: no safetensors, or a file that the index names is missing.
-        ValueError: a damaged file; or a missing or extra tensor, or one of a wrong shape or dtype: the message names
-            the tensor and its file.
+        ValueError: a damaged file; or a missing or extra tensor, or one of a wrong shape or dtype, with its file.
     """
     with ExitStack() as stack:
         tensors = _open_tensors(directory, stack)
@@ -51,8 +50,8 @@ def load_model(model: nn.Module, directory: str) -> None:
 
 
 def _load_all(tasks: list[tuple[Any, nn.Parameter, object]], device: torch.device) -> None:
-    """Load every (safetensors slice, parameter, shard id), in parallel. Raises the first error when all threads have
-    stopped."""
+    """Load every (safetensors slice, parameter, shard id) in several threads, at most as many as torch computes with.
+    An error or Ctrl-C ends them all; raises the first error when they have stopped."""
     todo, at_work = deque(tasks), deque[None]()
     errors: list[BaseException] = []
 
@@ -62,22 +61,21 @@ def _load_all(tasks: list[tuple[Any, nn.Parameter, object]], device: torch.devic
             if not todo:  # It started late, and nobody may wait for it any more.
                 return
             torch.set_num_threads(1)
-            with Staging(device) as staging:
+            with _staging(device) as on_device:
                 while todo:
                     try:
                         loaded, param, shard_id = todo.popleft()
                     except IndexError:  # Another thread was faster.
                         return
                     load = getattr(param, "weight_loader", default_weight_loader)
-                    load(param, staging.reader(loaded), shard_id)
+                    load(param, on_device(loaded), shard_id)
         except BaseException as error:
             todo.clear()
             errors.append(error)
         finally:
             at_work.pop()
 
-    # One copy by several OpenMP threads, as torch would make it, is slower than several copies by one thread each: no
-    # thread waits for another after every tensor.
+    # One copy by several OpenMP threads, as torch would make it, is slower than several copies by one thread each.
     num_torch_threads = torch.get_num_threads()
     try:
         for _ in range(min(_MAX_THREADS, num_torch_threads)):
@@ -94,6 +92,56 @@ def _load_all(tasks: list[tuple[Any, nn.Parameter, object]], device: torch.devic
             torch.set_num_threads(num_torch_threads)
     if errors:
         raise errors[0]
+
+
+@contextmanager
+def _staging(device: torch.device) -> Iterator[Callable[[Any], Any]]:
+    """A block in which one thread loads weights: gives what turns a safetensors slice into one whose parts are on the
+    device once they are read."""
+    if device.type != "cuda":
+        yield lambda loaded: loaded
+        return
+    # Its own stream, because on a common one it would wait for the other threads' copies.
+    stream = torch.cuda.Stream(device)
+    try:
+        with torch.cuda.stream(stream):
+            buffers = _PinnedBuffers(device)
+            yield lambda loaded: _DeviceSlice(loaded, buffers)
+    finally:
+        stream.synchronize()
+
+
+class _DeviceSlice:
+    """What a weight_loader slices like the safetensors slice behind it."""
+
+    def __init__(self, loaded: Any, buffers: "_PinnedBuffers"):
+        self._loaded, self._buffers = loaded, buffers
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._buffers.send(self._loaded[index])
+
+
+class _PinnedBuffers:
+    """Two take turns, because a copy from pageable memory is slow and blocks: while one is being copied to the GPU, the
+    next part is read from the file into the other."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._buffers = torch.empty(2, _BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._sent = [torch.cuda.Event(), torch.cuda.Event()]
+        self._turn = 0
+
+    def send(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy on the device, in stream order. A row of x (an element of a vector) must fit a buffer."""
+        out = torch.empty(x.shape, dtype=x.dtype, device=self._device)
+        num_rows = max(1, _BUFFER_BYTES * len(x) // max(1, x.nbytes))
+        for part, target in zip(x.split(num_rows), out.split(num_rows), strict=True):
+            self._turn ^= 1
+            self._sent[self._turn].synchronize()
+            staged = self._buffers[self._turn, : part.nbytes].view(x.dtype).view(part.shape)
+            target.copy_(staged.copy_(part), non_blocking=True)
+            self._sent[self._turn].record()
+        return out
 
 
 def num_checkpoint_params(model: nn.Module) -> int:
@@ -120,7 +168,7 @@ def default_weight_loader(param: nn.Parameter, loaded: Any, shard_id: object) ->
 
 
 def _open_tensors(directory: str, stack: ExitStack) -> dict[str, _Tensor]:
-    """{name: tensor} over all files of a checkpoint, nothing read but headers."""
+    """{name: tensor} over all files of a checkpoint. Reads only headers."""
     tensors: dict[str, _Tensor] = {}
     for path in _checkpoint_files(Path(directory)):
         check_readable(path)
@@ -136,7 +184,7 @@ def _open_tensors(directory: str, stack: ExitStack) -> dict[str, _Tensor]:
 
 
 def _checkpoint_files(directory: Path) -> list[Path]:
-    """The files that the index lists, or all *.safetensors where there is no index."""
+    """The files that the index lists, or all *.safetensors if there is no index."""
     index = directory / _INDEX
     if not index.is_file():
         files = sorted(directory.glob("*.safetensors"))

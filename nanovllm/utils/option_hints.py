@@ -83,14 +83,8 @@ CHAT_HINTS = {
 
 
 def unknown_option(name: str, known: Iterable[str], hints: Mapping[str, str], otherwise: str = "") -> TypeError:
-    """The error for an unknown option, which says what to use instead.
-
-    Args:
-        name: the unknown option.
-        known: the options that there are.
-        hints: {option of vLLM or transformers: what to use instead}. It comes before the nearest known name.
-        otherwise: the advice if there is neither; "" lists the known names.
-    """
+    """The error for an unknown option. It says what to use instead: the hint, the nearest known name, or `otherwise`
+    (by default the known names)."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     nearest = f"did you mean {near[0]!r}?" if near else otherwise or f"known: {', '.join(known)}"

@@ -16,14 +16,9 @@ Result = TypeVar("Result")
 
 
 class OptionalPackage:
-    """A package that is used until it fails for the first time.
+    """A package that is used until it fails for the first time."""
 
-    Attributes:
-        name: pip's name of the package.
-        works: False once it has failed.
-    """
-
-    name: str
+    name: str  # pip's
     works = True
 
     def attempt(self, run: Callable[[], Result]) -> Result | None:

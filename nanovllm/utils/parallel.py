@@ -18,33 +18,25 @@ class CollectiveError(RuntimeError):
 class TensorParallel:
     """Handed to every layer that is sharded, so that no layer asks a process-wide default for its rank.
 
-    All ranks must call the collectives in the same order with the same shapes. Each is in the device's stream order
-    on a GPU, where it can be captured in a CUDA graph, and done when it returns on a CPU. They raise CollectiveError.
-
-    Attributes:
-        rank: 0 <= rank < size.
-        size: ranks that share the model; 1 needs no group and communicates nothing.
-        group: the engine's own ProcessGroupNCCL or ProcessGroupGloo, known to no registry.
-        store: where the ranks met, for whatever else they have to agree on while they start; gone after that.
-        peers: memory that the GPUs map of each other; None where they cannot.
-        reducer: adds to the residual stream over such memory; None where there is none.
+    All ranks must call the collectives in the same order with the same shapes. On a GPU each is in stream order and can
+    be captured in a CUDA graph; on a CPU it is done when it returns. They raise CollectiveError.
     """
 
     rank: int = 0
-    size: int = 1
-    group: object | None = None
-    store: Store | None = None
-    peers: Peers | None = None
-    reducer: ResidualReducer | None = None
+    size: int = 1  # ranks that share the model
+    group: object | None = None  # the engine's own ProcessGroupNCCL or ProcessGroupGloo
+    store: Store | None = None  # where the ranks met; gone once they have started
+    peers: Peers | None = None  # memory that the GPUs map of each other; None if they cannot
+    reducer: ResidualReducer | None = None  # adds to the residual stream over such memory
 
     def shard(self, size: int, what: str) -> int:
-        """This rank's part of `size`. Raises ValueError where the ranks do not divide it."""
+        """This rank's part of `size`. Raises ValueError if the ranks do not divide it."""
         _check_divides(self.size, size, what)
         return size // self.size
 
     def shard_kv_heads(self, num_kv_heads: int) -> tuple[int, int]:
         """First KV head and number of KV heads of this rank: its share, or with fewer heads than ranks the one that
-        its query heads read, of which other ranks hold copies. Raises ValueError where neither works out."""
+        its query heads read. Raises ValueError if neither works out."""
         _check_kv_heads(self.size, num_kv_heads)
         num_heads = max(1, num_kv_heads // self.size)
         return self.rank * num_kv_heads // self.size, num_heads
@@ -76,8 +68,7 @@ class TensorParallel:
 
 
 def check_shardable(hf_config, size: int) -> None:
-    """Raises ValueError, naming the number, where `size` ranks cannot share a model of this configuration. The
-    vocabulary always can: it is padded."""
+    """Raises ValueError, naming the number, if `size` ranks cannot share a model of this configuration."""
     for name in ("num_attention_heads", "intermediate_size"):
         _check_divides(size, getattr(hf_config, name), name)
     _check_kv_heads(size, getattr(hf_config, "num_key_value_heads", hf_config.num_attention_heads))

@@ -1,7 +1,6 @@
 """Memory that the GPUs of one engine map of each other, by the CUDA driver's interprocess calls.
 
-torch calls this symmetric memory. Its processes find each other by counting all exchanges that they ever made, so a
-second engine in the same process, whose new workers count from zero, would wait forever.
+torch's symmetric memory cannot serve a second engine of the same process (docs/notebook.md).
 """
 
 import ctypes
@@ -25,10 +24,7 @@ _ALL_WELL = "all well"
 class Peers:
     """This rank's place among GPUs that map each other's memory.
 
-    Attributes:
-        rank, size, device: this rank, the number of ranks, this rank's device.
-        store: the key-value store of all ranks.
-        abort_flag: int32 [1] on the device, 0 until `abort`. Kernels that wait for another rank read it.
+    Kernels that wait for another rank read `abort_flag`, int32 [1] on the device, 0 until `abort`.
     """
 
     def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device):
@@ -39,8 +35,7 @@ class Peers:
         torch.cuda.synchronize(device)
 
     def share(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> "PeerMemory":
-        """Zeros on every rank. All ranks must call this, once for each name. Raises RuntimeError if the driver cannot
-        do it."""
+        """Zeros on every rank. All ranks must call this, once a name. Raises RuntimeError if the driver cannot."""
         return PeerMemory(self, name, shape, dtype)
 
     def abort(self) -> None:
@@ -122,12 +117,8 @@ class _Allocation:
         address = ctypes.c_uint64()
         _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         self.address = address.value
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (self.address, False),
-            "version": 3,
-        }
+        data = (self.address, False)
+        self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": data, "version": 3}
         self._device = torch.cuda.current_device()
 
     def handle(self) -> bytes:

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-# Tokens times parameters of a layer. Up to 32 tokens of the demo model a second thread gains nothing; at 800 tokens it
-# saves a quarter of the time (2 cores).
+# Tokens times parameters of a layer, from which a second thread gains anything.
 _MIN_WORK = 1 << 23
 _TRIAL_SECONDS = 0.01  # of each number of threads, on a quiet machine
 _TRIAL_SHARE = 0.01  # Trials take at most this share of the time: one every 2 s on a quiet machine.
@@ -17,10 +16,8 @@ _TRIAL_SHARE = 0.01  # Trials take at most this share of the time: one every 2 s
 class StepThreads:
     """Chooses between one thread and all that the caller allows torch, and restores the caller's setting.
 
-    At the end of every operation all threads wait, busily, for the last one. If other programs use the cores, that one
-    waits for its turn: beside four busy programs on two cores the demo model generates 29 tokens a second with two
-    threads, and 576 with one. On a quiet machine several threads are faster, except for very short operations. So steps
-    of little work use one thread, and other steps use what was faster in a recent trial.
+    At the end of every operation all threads wait, busily, for the last one, which waits for its turn if other programs
+    use the cores. So steps of little work use one thread, and other steps use what was faster in a recent trial.
     """
 
     def __init__(self, num_ranks: int = 1):
@@ -55,16 +52,12 @@ def threads_per_rank(num_ranks: int) -> int:
 
 
 def available_cores() -> int:
-    """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def _num_threads(num_threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    if num_threads == before:
-        yield
-        return
     torch.set_num_threads(num_threads)
     try:
         yield

@@ -9,8 +9,14 @@ from checkpoints import complete, greedy, make_checkpoint, make_llm, random_prom
 pytest.importorskip("triton")
 
 from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE, graph_batch_sizes
-from nanovllm.engine.runner.kernel_compilation import _trace, telling_batch_sizes, trace_products, warmup_kernels
-from nanovllm.engine.runner.memory import largest_prefill, warmup_batches
+from nanovllm.engine.runner.kernel_compilation import (
+    _trace,
+    telling_batch_sizes,
+    trace_products,
+    warmup_batches,
+    warmup_kernels,
+)
+from nanovllm.engine.runner.memory import largest_prefill
 from nanovllm.kernels.decode_config import choose_config
 from nanovllm.kernels.paged_prefill import choose_tiles
 from nanovllm.layers.attention_backend import TorchBackend

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.layers.layernorm import rms_norm_torch
-from nanovllm.utils import long_sums
-from nanovllm.utils.long_sums import LongSums
+from nanovllm.utils import residual_reducer
+from nanovllm.utils.residual_reducer import LongSums
 
 HIDDEN, EPS = 4, 1e-6
 # As a layer's sums go in `layers.rank_sums`: both parts of one sum, then of the next, each as soon as it can be.
@@ -62,8 +62,8 @@ def use_host_memory(monkeypatch):
         residual += first + second
         return rms_norm_torch(residual, weight, eps)
 
-    monkeypatch.setattr(long_sums, "copy_bytes", copy_bytes)
-    monkeypatch.setattr(long_sums, "add_norm_arrived", add_norm_arrived, raising=False)
+    monkeypatch.setattr(residual_reducer, "copy_bytes", copy_bytes)
+    monkeypatch.setattr(residual_reducer, "add_norm_arrived", add_norm_arrived, raising=False)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=lambda event: None))
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
@@ -71,7 +71,7 @@ def use_host_memory(monkeypatch):
 
 def run(draw, num_layers):
     """Both ranks through the layers; `draw` says who goes on and whose copies are made."""
-    slots = long_sums._NUM_SLOTS
+    slots = residual_reducer._NUM_SLOTS
     received = [torch.zeros(slots, 3, HIDDEN) for _ in range(2)]
     arrivals = [torch.zeros(slots, dtype=torch.int32) for _ in range(2)]
     ranks = [Rank(rank, received, arrivals) for rank in range(2)]
@@ -120,7 +120,7 @@ def test_every_sum_is_that_of_its_own_parts(data):
 
 def test_a_part_that_has_no_room_is_refused(monkeypatch):
     use_host_memory(monkeypatch)
-    received, arrivals = torch.zeros(long_sums._NUM_SLOTS, 3, HIDDEN), torch.zeros(long_sums._NUM_SLOTS)
+    received, arrivals = torch.zeros(residual_reducer._NUM_SLOTS, 3, HIDDEN), torch.zeros(residual_reducer._NUM_SLOTS)
     rank = Rank(0, [received] * 2, [arrivals.int()] * 2)
     with pytest.raises(RuntimeError, match=r"part of 4 tokens.* for 3"):
         rank.sums.send(torch.zeros(4, HIDDEN))
@@ -129,5 +129,5 @@ def test_a_part_that_has_no_room_is_refused(monkeypatch):
 
 def test_numbers_may_begin_again(monkeypatch):
     use_host_memory(monkeypatch)
-    monkeypatch.setattr(long_sums, "_NUM_ROUNDS", 3)
+    monkeypatch.setattr(residual_reducer, "_NUM_ROUNDS", 3)
     run(Random(0).choice, 20)

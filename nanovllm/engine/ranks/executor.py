@@ -9,14 +9,13 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.ranks.interrupts import HeldInterrupt
-from nanovllm.engine.ranks.workers import WorkerError, Workers
+from nanovllm.engine.ranks.workers import HeldInterrupt, WorkerError, Workers
 from nanovllm.engine.runner.memory import free_memory
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling.sampling_pipeline import Forward
 from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.parallel import TensorParallel
-from nanovllm.utils.start_progress import StartProgress
+from nanovllm.utils.progress import StartProgress
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +29,7 @@ class Executor:
     """
 
     def __init__(self, config: Config):
-        """Start all ranks. Where that fails, everything is given back.
-
-        Raises what the parts of an engine raise: ValueError, MemoryError, WorkerError.
-        """
+        """Start all ranks. If that fails, everything is given back. Raises ValueError, MemoryError or WorkerError."""
         self.workers: Workers | None = None
         self._device = _first_device(config)
         free_at_start = free_memory(self._device)  # Before the ranks meet: from then on they share memory.
@@ -51,7 +47,7 @@ class Executor:
             self._end_after(error)
 
     def _on_device(self) -> AbstractContextManager:
-        """A block with the engine's GPU as the current one, whichever is the caller's."""
+        """A block with the engine's GPU as the current one."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def run(self, seqs: list[Sequence], is_prefill: bool) -> SampledTokens | Forward:
@@ -67,10 +63,10 @@ class Executor:
     def call(self, method: str, *args, for_workers: tuple | None = None):
         """Run a method of the model runner on every rank; the result is rank 0's.
 
-        for_workers: the workers' arguments, where they are not the same.
+        for_workers: the workers' arguments, if they differ.
 
-        With several ranks an exception in it ends the engine, because the ranks are out of step then. Where a worker
-        caused it, it is a WorkerError. Ctrl-C waits until rank 0 has done its part.
+        With several ranks an exception ends the engine, because the ranks are out of step then. It is a WorkerError if
+        a worker caused it. Ctrl-C waits until rank 0 has done its part.
         """
         with self._on_device():
             if self.workers is None:
@@ -85,11 +81,11 @@ class Executor:
                 self._end_after(error)
 
     def write_shm(self, method: str, *args) -> None:
-        """Send a call to the workers through shared memory."""
+        """Send a call to the workers."""
         self.workers.send(pickle.dumps([method, *args], pickle.HIGHEST_PROTOCOL))
 
     def check_workers(self) -> None:
-        """Raises WorkerError, once this engine has ended, where a worker has died or failed."""
+        """Raises WorkerError, and ends this engine, if a worker has died or failed."""
         if self.workers is not None:
             try:
                 self.workers.check()

@@ -1,11 +1,8 @@
 """How the ranks of one engine find each other, beside whatever else its process does with torch.distributed."""
 
 import os
-import secrets
 import shutil
-import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -19,16 +16,15 @@ from nanovllm.utils.parallel import TensorParallel
 from nanovllm.utils.peer_memory import make_peers
 from nanovllm.utils.residual_reducer import make_reducer
 
-HOST = "127.0.0.1"
 MEET_TIMEOUT = timedelta(seconds=60)  # All ranks are up when they begin to meet.
 # A dead rank shows otherwise (see Workers); this must outlast the slowest compilation or load of weights on one rank.
 COLLECTIVE_TIMEOUT = timedelta(minutes=20)
 ABORT_SECONDS = 10.0  # that giving back a group may take
 
-# Where the caller has set none of its own.
+# If the caller has set none of its own.
 _NCCL_SETTINGS = {
-    # NCCL's watchdog thread would end the process, which on rank 0 is the caller's, when a peer has gone, and would
-    # tell about it at length. Workers reports a dead rank, by name, and aborts the communicator.
+    # NCCL's watchdog thread would end the process, which on rank 0 is the caller's, when a peer has gone. Workers
+    # reports a dead rank by name, and aborts the communicator.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -37,37 +33,17 @@ _NCCL_SETTINGS = {
 }
 
 
-def choose_store_folder() -> str:
-    """Rank 0's: the path of a folder, which is not there yet, for the ranks' store."""
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-    return os.path.join(parent, f"nanovllm-{secrets.token_hex(8)}")
-
-
-def make_store_folder(folder: str) -> None:
-    """Rank 0's: make the folder, which only this user may enter, once there are workers that would remove it if this
-    process were killed. Remove it once all ranks are connected."""
-    os.mkdir(folder, 0o700)
-
-
-def await_store_folder(folder: str) -> None:
-    """A worker's: wait until rank 0 has made the folder. Raises TimeoutError."""
-    deadline = time.monotonic() + MEET_TIMEOUT.total_seconds()
-    while not os.path.isdir(folder):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"rank 0 has not made {folder} within {MEET_TIMEOUT.total_seconds():.0f} s")
-        time.sleep(0.005)
-
-
 def open_store(folder: str) -> dist.FileStore:
-    """The store in rank 0's folder, through which the ranks find each other. No other user can read or write it, as
-    they could if it listened on a port."""
+    """The store through which the ranks find each other. Unlike one that listens on a port, no other user can reach it.
+    Rank 0 must not open it before there are workers, which remove the folder if rank 0 is killed."""
+    os.makedirs(folder, 0o700, exist_ok=True)
     store = dist.FileStore(os.path.join(folder, "store"))
     store.set_timeout(MEET_TIMEOUT)
     return store
 
 
-def remove_store_folder(folder: str) -> None:
-    """Harmless when called again. Who still waits for a key fails within MEET_TIMEOUT."""
+def remove_store(folder: str) -> None:
+    """Harmless when called again. A rank that still waits for a key fails within MEET_TIMEOUT."""
     # Renamed first: a thread that still writes to the store would make the file anew while the folder is emptied.
     removed = folder + ".removed"
     with suppress(FileNotFoundError):
@@ -76,9 +52,9 @@ def remove_store_folder(folder: str) -> None:
 
 
 def join_group(store: dist.Store, rank: int, size: int, device: torch.device) -> TensorParallel:
-    """Meet the other ranks: NCCL between GPUs, gloo on CPUs. No default group is made, and none is touched.
+    """Meet the other ranks: NCCL between GPUs, gloo on CPUs. No default group is made or touched.
 
-    Returns once all are connected, so that a rank that dies later breaks a connection, and is not waited for.
+    Returns once all are connected. A rank that dies later breaks a connection.
     """
     prefixed = dist.PrefixStore("tensor_parallel", store)
     is_cuda = device.type == "cuda"
@@ -89,7 +65,7 @@ def join_group(store: dist.Store, rank: int, size: int, device: torch.device) ->
             group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
         else:
             options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             options._timeout = COLLECTIVE_TIMEOUT
             group = dist.ProcessGroupGloo(prefixed, rank, size, options)
         tp = TensorParallel(rank, size, group, store)
@@ -98,7 +74,7 @@ def join_group(store: dist.Store, rank: int, size: int, device: torch.device) ->
 
 
 def share_memory(tp: TensorParallel, config: Config, device: torch.device) -> TensorParallel:
-    """The same place with memory that the GPUs share, where they can. All ranks must call it."""
+    """The same place with memory that the GPUs share, if they can. All ranks must call it."""
     peers = make_peers(tp.rank, tp.size, tp.store, device)
     max_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
     reducer = make_reducer(peers, max_tokens, config.hf_config.hidden_size, config.dtype)
@@ -107,10 +83,9 @@ def share_memory(tp: TensorParallel, config: Config, device: torch.device) -> Te
 
 def abort_group(tp: TensorParallel) -> threading.Thread | None:
     """Make kernels give up waiting for ranks that have gone, from any thread; connections of gloo break by themselves.
-    The group is of no use after it.
 
-    Returns the thread in which NCCL gives back what it holds, which lasts until no CUDA graph holds its kernels any
-    more: destroy those before you wait for it.
+    Returns the thread in which NCCL gives back what it holds. It ends when no CUDA graph holds NCCL's kernels any more:
+    destroy those before you wait for it.
     """
     if tp.peers is not None:
         tp.peers.abort()
@@ -123,7 +98,6 @@ def abort_group(tp: TensorParallel) -> threading.Thread | None:
 
 @contextmanager
 def _environment_defaults(settings: dict[str, str]) -> Iterator[None]:
-    """Environment variables for the block, where they are not set."""
     added = [name for name in settings if name not in os.environ]
     os.environ.update({name: settings[name] for name in added})
     try:

@@ -16,17 +16,11 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.ranks.call_channel import CallReader, Event
-from nanovllm.engine.ranks.process_group import (
-    await_store_folder,
-    join_group,
-    open_store,
-    remove_store_folder,
-    share_memory,
-)
+from nanovllm.engine.ranks.call_channel import CallReader
+from nanovllm.engine.ranks.process_group import join_group, open_store, remove_store, share_memory
 from nanovllm.engine.runner.memory import free_memory
 from nanovllm.utils.parallel import CollectiveError
-from nanovllm.utils.start_progress import StartProgress
+from nanovllm.utils.progress import StartProgress
 
 MAIN_GUARD = (
     "tensor_parallel_size > 1 starts processes, each of which imports the script that it is called from: what the "
@@ -39,7 +33,7 @@ class Report(NamedTuple):
     """What a worker tells rank 0 about itself.
 
     stage: "attached" to the segment, "ready" for calls, or "failed".
-    traceback: of the exception, where it failed.
+    traceback: of the exception that it failed with.
     is_consequence: whether it failed because another rank has gone.
     """
 
@@ -49,8 +43,7 @@ class Report(NamedTuple):
 
 
 class WorkerSeat(NamedTuple):
-    """All that a worker process is given: the engine's options, its rank, its device, torch's threads, and the ways
-    to rank 0."""
+    """All that a worker process is given."""
 
     config: Config
     rank: int
@@ -58,15 +51,14 @@ class WorkerSeat(NamedTuple):
     num_threads: int
     store_folder: str
     segment: str
-    event: Event
+    event: Connection
     reports: Connection
 
 
 def check_may_spawn() -> None:
-    """Raises RuntimeError where this process may start no workers."""
+    """Raises RuntimeError if this process may start no workers."""
     process = multiprocessing.current_process()
-    # While a spawned process imports its parent's script.
-    if getattr(process, "_inheriting", False):
+    if getattr(process, "_inheriting", False):  # While a spawned process imports its parent's script.
         raise RuntimeError(MAIN_GUARD)
     if process.daemon:
         raise RuntimeError("tensor_parallel_size > 1 starts processes, which a daemonic process may not")
@@ -82,35 +74,39 @@ def check_may_spawn() -> None:
 def worker_main(seat: WorkerSeat) -> None:
     """Build this rank's ModelRunner beside the others and run what rank 0 calls, until it calls exit.
 
-    Says nothing to the terminal: Ctrl-C is rank 0's to answer, and so is a failure, which is reported to it.
+    Says nothing to the terminal: rank 0 answers Ctrl-C and reports failures.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(seat.store_folder,), name="nanovllm-parent", daemon=True).start()
     try:
         calls = CallReader(seat.segment, seat.event)
         seat.reports.send(Report("attached"))
-        _run(seat, calls)
+        runner = _start(seat)
+        seat.reports.send(Report("ready"))
+        loop(runner, calls)
     except BaseException as error:
-        _report_failure(seat, error)
+        report = Report(
+            "failed", "".join(traceback.format_exception(error)), isinstance(error, CollectiveError | EOFError)
+        )
+        with suppress(OSError):  # Rank 0 may have gone as well.
+            seat.reports.send(report)
         os._exit(1)  # An orderly end could wait for ranks that are gone.
     os._exit(0)  # Nothing is left to give back, and taking torch down takes half a second.
 
 
-def _run(seat: WorkerSeat, calls: CallReader) -> None:
+def _start(seat: WorkerSeat) -> ModelRunner:
     if seat.device.type == "cuda":
         torch.cuda.set_device(seat.device)
     else:
         torch.set_num_threads(seat.num_threads)
     free_at_start = free_memory(seat.device)
-    await_store_folder(seat.store_folder)
     tp = join_group(open_store(seat.store_folder), seat.rank, seat.config.tensor_parallel_size, seat.device)
     tp = share_memory(tp, seat.config, seat.device)
     runner = ModelRunner(seat.config, seat.device, free_at_start)
     with StartProgress(is_wanted=False) as progress:
         runner.start(tp, progress)
-    gc.freeze()  # What is here now is here to stay, and all ranks would wait while a collection looks at it.
-    seat.reports.send(Report("ready"))
-    loop(runner, calls)
+    gc.freeze()  # These objects stay, and all ranks would wait while a collection looks at them.
+    return runner
 
 
 def loop(runner: ModelRunner, calls: CallReader) -> None:
@@ -126,20 +122,12 @@ def read_shm(calls: CallReader) -> list:
     return pickle.loads(calls.read())
 
 
-def _report_failure(seat: WorkerSeat, error: BaseException) -> None:
-    text = "".join(traceback.format_exception(error))
-    with suppress(OSError):  # Rank 0 may have gone as well.
-        seat.reports.send(Report("failed", text, isinstance(error, CollectiveError | EOFError)))
-
-
 def _end_with_parent(store_folder: str) -> None:
-    """End this process within seconds of its parent, however that ended, and whatever this one is waiting for. A parent
-    that ends earlier than this begins, while the process imports the parent's script, is noticed after that.
-
-    store_folder: removed where a parent that was killed has left it behind."""
+    """End this process within seconds of its parent, whatever it is waiting for, and remove the folder that a killed
+    parent has left."""
     parent = multiprocessing.parent_process()
     # The sentinel alone would not do: a process that the parent forked may keep it open.
     while not wait([parent.sentinel], PARENT_CHECK_SECONDS) and os.getppid() == parent.pid:
         pass
-    remove_store_folder(store_folder)
+    remove_store(store_folder)
     os._exit(1)

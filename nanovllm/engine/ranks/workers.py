@@ -2,43 +2,56 @@
 
 import multiprocessing
 import os
+import secrets
 import signal
+import tempfile
 import threading
 import time
+from contextlib import suppress
 from copy import copy
 from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.ranks.call_channel import CallWriter
-from nanovllm.engine.ranks.interrupts import HeldInterrupt
-from nanovllm.engine.ranks.process_group import (
-    abort_group,
-    choose_store_folder,
-    join_group,
-    make_store_folder,
-    open_store,
-    remove_store_folder,
-    share_memory,
-)
+from nanovllm.engine.ranks.process_group import abort_group, join_group, open_store, remove_store, share_memory
 from nanovllm.engine.ranks.worker import MAIN_GUARD, Report, WorkerSeat, check_may_spawn, worker_main
 from nanovllm.utils.parallel import CollectiveError, TensorParallel
 from nanovllm.utils.threads import threads_per_rank
 
 BLAME_SECONDS = 2.0  # How long a failed collective waits for the failure that caused it.
-EXIT_SECONDS = 10.0  # For workers that have been told to exit, then twice as short for those that have been killed.
+EXIT_SECONDS = 10.0  # for workers that have been told to exit; half as long for those that have been killed
 
 
 class WorkerError(RuntimeError):
     """A worker process died or failed; the message says which rank and how. The engine has ended: make a new one."""
 
 
-class _Suspect(NamedTuple):
-    text: str
-    is_cause: bool  # not merely the consequence of another rank's failure
+class HeldInterrupt:
+    """Within the block SIGINT waits for its end, where the previous handler gets it once: what all ranks must do
+    together is done by all or by none. Signals reach only the main thread. An exception of the block's own takes the
+    interrupt's place.
+    """
+
+    def __enter__(self) -> None:
+        self._is_pending = False
+        self._handler = None
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._hold)
+
+    def _hold(self, signum, frame) -> None:
+        self._is_pending = True
+
+    def __exit__(self, error_type, error, traceback) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            if self._is_pending and error_type is None:
+                signal.raise_signal(signal.SIGINT)
 
 
 class Workers:
@@ -52,24 +65,22 @@ class Workers:
     """
 
     def __init__(self, config: Config, device: torch.device):
-        """Start them. device: rank 0's; on GPUs the others take the devices after it.
-
-        Raises RuntimeError where this process may start none.
-        """
+        """Start them. device: rank 0's; on GPUs the others take the devices after it. Raises RuntimeError if this
+        process may start none."""
         check_may_spawn()
         self.failure: str | None = None
-        self._config = config
-        self._device = device
-        self._size = config.tensor_parallel_size
+        self._config, self._device, self._size = config, device, config.tensor_parallel_size
         self._owner = os.getpid()
         self._condition = threading.Condition()
         self._stages: dict[int, set[str]] = {rank: set() for rank in range(1, self._size)}
+        self._suspects: list[tuple[bool, str]] = []  # (whether another rank's failure caused it, what to say)
         self._processes: dict[int, multiprocessing.Process] = {}
         self._reports: dict[int, Connection] = {}
         self._group: TensorParallel | None = None
         self._has_ended = False
         self._channel = CallWriter(self._size - 1, self.check)
-        self._store_folder = choose_store_folder()
+        parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+        self._store_folder = os.path.join(parent, f"nanovllm-{secrets.token_hex(8)}")
         self._wake_up, self._woken = multiprocessing.Pipe(duplex=False)
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
         try:
@@ -78,7 +89,6 @@ class Workers:
             self._watcher.start()
             self._wait_for("attached")
             self._channel.unlink()
-            make_store_folder(self._store_folder)
         except BaseException:
             self.end()
             raise
@@ -91,10 +101,11 @@ class Workers:
         try:
             for rank in range(1, self._size):
                 self._reports[rank], reports = context.Pipe(duplex=False)
+                is_cpu = self._device.type == "cpu"
                 seat = WorkerSeat(
                     config=config,
                     rank=rank,
-                    device=self._device_of(rank),
+                    device=self._device if is_cpu else torch.device("cuda", self._device.index + rank),
                     num_threads=threads_per_rank(self._size),
                     store_folder=self._store_folder,
                     segment=self._channel.name,
@@ -109,20 +120,16 @@ class Workers:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
             self._channel.close_worker_events()
 
-    def _device_of(self, rank: int) -> torch.device:
-        if self._device.type == "cpu":
-            return self._device
-        return torch.device("cuda", self._device.index + rank)
-
     # -- what rank 0 does with them --------------------------------------------------------------------------------
 
     def meet(self) -> TensorParallel:
         """Rank 0's place among all ranks, once all of them are connected. Raises WorkerError."""
+        store = open_store(self._store_folder)
         outcome: list[TensorParallel | BaseException] = []
 
         def join() -> None:
             try:
-                self._group = join_group(open_store(self._store_folder), 0, self._size, self._device)
+                self._group = join_group(store, 0, self._size, self._device)
                 outcome.append(share_memory(self._group, self._config, self._device))
             except BaseException as error:
                 outcome.append(error)
@@ -142,7 +149,7 @@ class Workers:
     def wait_ready(self) -> None:
         """Until all of them wait for calls. Raises WorkerError."""
         self._wait_for("ready")
-        remove_store_folder(self._store_folder)  # It outlives no crash from here on.
+        remove_store(self._store_folder)
 
     def _wait_for(self, stage: str) -> None:
         with self._condition:
@@ -150,7 +157,7 @@ class Workers:
         self.check()
 
     def check(self) -> None:
-        """Raises WorkerError where one of them has died or failed."""
+        """Raises WorkerError if one of them has died or failed."""
         if self.failure is not None:
             raise WorkerError(self.failure)
 
@@ -185,22 +192,19 @@ class Workers:
                 self._woken.send_bytes(b"0")
                 if threading.current_thread() is not self._watcher:
                     self._watcher.join()
-            is_asked = self.failure is None and farewell is not None and self._ask(farewell)
-            self._end_processes(EXIT_SECONDS if is_asked else 0.0)
-            if not is_asked and self._group is not None:
+            seconds = 0.0
+            if self.failure is None and farewell is not None:
+                with suppress(EOFError, OSError):
+                    self._channel.write(farewell)
+                    seconds = EXIT_SECONDS
+            self._end_processes(seconds)
+            if not seconds and self._group is not None:
                 abort_group(self._group)
             self._channel.close()
-            remove_store_folder(self._store_folder)
+            remove_store(self._store_folder)
             for connection in (*self._reports.values(), self._wake_up, self._woken):
                 connection.close()
             self._group = None
-
-    def _ask(self, farewell: bytes) -> bool:
-        try:
-            self._channel.write(farewell)
-            return True
-        except (EOFError, OSError):
-            return False
 
     def _end_processes(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -215,49 +219,42 @@ class Workers:
     # -- the thread that watches them ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        reports = {connection: rank for rank, connection in self._reports.items()}
-        sentinels = {process.sentinel: rank for rank, process in self._processes.items()}
-        suspect, deadline = None, None
+        """Until a worker's failure is known: one that no other failure caused, or after BLAME_SECONDS any."""
+        ranks: dict[Connection | int, int] = {connection: rank for rank, connection in self._reports.items()}
+        ranks |= {process.sentinel: rank for rank, process in self._processes.items()}
+        deadline = None
         while not self._has_ended:
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = wait([self._wake_up, *reports, *sentinels], timeout)
+            ready = wait([self._wake_up, *ranks], None if deadline is None else max(0.0, deadline - time.monotonic()))
             if self._wake_up in ready:
                 return
-            suspects = []
-            for connection in [item for item in ready if item in reports]:
-                suspects += self._read_reports(connection, reports)
-            for sentinel in [item for item in ready if item in sentinels]:
-                rank = sentinels.pop(sentinel)
-                unread = self._reports[rank]
-                told = self._read_reports(unread, reports) if unread in reports else []
-                suspects += told
-                if not told and "failed" not in self._stages[rank]:
-                    suspects.append(_Suspect(self._describe_end(rank), is_cause=True))
-            for new in suspects:
-                if suspect is None or (new.is_cause and not suspect.is_cause):
-                    suspect = new
-            if suspect is None:
-                continue
-            deadline = deadline or time.monotonic() + BLAME_SECONDS
-            if suspect.is_cause or time.monotonic() >= deadline:
-                self._fail(suspect.text)
-                return
+            for item in ready:
+                rank = ranks[item]
+                is_open, has_ended = self._read_reports(rank), isinstance(item, int)
+                if has_ended and "failed" not in self._stages[rank]:
+                    self._suspects.append((False, self._describe_end(rank)))
+                if has_ended or not is_open:
+                    del ranks[item]
+            if self._suspects:
+                deadline = deadline or time.monotonic() + BLAME_SECONDS
+                is_consequence, text = min(self._suspects, key=lambda suspect: suspect[0])
+                if not is_consequence or time.monotonic() >= deadline:
+                    self._fail(text)
+                    return
 
-    def _read_reports(self, connection: Connection, reports: dict[Connection, int]) -> list[_Suspect]:
-        rank = reports[connection]
-        suspects = []
+    def _read_reports(self, rank: int) -> bool:
+        """False if the worker has closed its end."""
         try:
-            while connection.poll():
-                report: Report = connection.recv()
+            while self._reports[rank].poll():
+                report: Report = self._reports[rank].recv()
                 if report.stage == "failed":
-                    name = f"{self._name(rank)} failed:\n\n{report.traceback}"
-                    suspects.append(_Suspect(name, is_cause=not report.is_consequence))
+                    text = f"{self._name(rank)} failed:\n\n{report.traceback}"
+                    self._suspects.append((report.is_consequence, text))
                 with self._condition:
                     self._stages[rank].add(report.stage)
                     self._condition.notify_all()
+            return True
         except (EOFError, OSError):
-            del reports[connection]
-        return suspects
+            return False
 
     def _describe_end(self, rank: int) -> str:
         deadline = time.monotonic() + 1.0
@@ -289,8 +286,8 @@ class Workers:
 
 
 def _without_transformers(config: Config) -> Config:
-    """The same options with plain fields for hf_config: what a worker would otherwise unpickle first imports
-    transformers, a third of the seconds that its start takes."""
+    """The same options with plain fields for hf_config: to unpickle its class a worker would import transformers, a
+    third of the time that its start takes."""
     config, hf_config = copy(config), config.hf_config
     config.hf_config = SimpleNamespace(**vars(hf_config) | {"model_type": hf_config.model_type})
     return config

@@ -13,19 +13,16 @@ Conversation = list[Message]
 Tool = dict[str, Any] | Callable
 
 # Arguments of apply_chat_template that are no variables of a template.
+_OF_CHAT = ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "tools")
 _RESERVED = {
-    "add_generation_prompt": "an argument of chat()",
-    "chat_template": "an argument of chat()",
-    "continue_final_message": "an argument of chat()",
+    **dict.fromkeys(_OF_CHAT, "an argument of chat()"),
     "conversation": "chat()'s messages",
     "max_length": "no variable of a template: whole prompts are rendered",
-    "messages": "an argument of chat()",
     "padding": "no variable of a template: prompts are not padded",
     "return_assistant_tokens_mask": "no variable of a template: nothing would read it",
     "return_dict": "no variable of a template: chat() reads the tokens itself",
     "return_tensors": "no variable of a template: chat() reads the tokens itself",
     "tokenize": "no variable of a template: chat() needs tokens",
-    "tools": "an argument of chat()",
     "truncation": "no variable of a template: prompts are not shortened",
 }
 
@@ -38,8 +35,7 @@ def as_conversations(messages: Any) -> list[Conversation]:
             text or a list of {"type": "text", "text": ...}; with "tool_calls" content is optional. Other keys are for
             the template.
 
-    Raises:
-        ValueError: a malformed message; names the conversation and the message.
+    Raises ValueError, naming the conversation and the message.
     """
     if isinstance(messages, str | Mapping) or not hasattr(messages, "__iter__"):
         raise ValueError(f"messages: must be a list of messages or of conversations, not {type(messages).__name__}")
@@ -86,11 +82,9 @@ def as_tools(tools: Any) -> list[dict[str, Any]] | None:
     """The schemas of tools, as chat templates read them; None if there are none.
 
     Args:
-        tools: a list of OpenAI's tool schemas, or of functions with type hints and a docstring in Google's style, from
-            which transformers makes schemas.
+        tools: a list of OpenAI's tool schemas, or of functions with type hints and a docstring in Google's style.
 
-    Raises:
-        TypeError, ValueError: something else, or a function without a schema; the message names it.
+    Raises TypeError or ValueError, naming the tool.
     """
     if tools is None:
         return None
@@ -128,15 +122,11 @@ def misplaced_option(name: str, value: object) -> str:
 def render_chat(
     tokenizer: Any, conversations: list[Conversation], chat_template: str | None, **options: Any
 ) -> list[list[int]]:
-    """Token ids of each conversation.
+    """Token ids of each conversation. Raises ValueError, naming the template or the conversation.
 
     Args:
-        tokenizer: a transformers tokenizer.
         chat_template: a Jinja template; None uses the tokenizer's.
         options: arguments of apply_chat_template, such as tools, and variables of the template.
-
-    Raises:
-        ValueError: there is no template, or it does not mention tools, or it refuses a conversation, which is named.
     """
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat_template: the model's tokenizer has none; pass one, or give generate() whole prompts")

@@ -18,12 +18,15 @@ class Detokenizer:
     """The text of token ids, by one tokenizer."""
 
     def __init__(self, tokenizer: Any):
-        """tokenizer: a transformers tokenizer."""
         self._tokenizer = tokenizer
         self._special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._is_byte_level = isinstance(getattr(backend, "decoder", None), ByteLevel)
-        self._byte_of = _byte_of_char()
+        # Byte-level BPE writes each byte as one visible character (GPT-2, Radford et al. 2019): Latin-1's visible ones
+        # stand for themselves, all others, in order, are the characters from 256 on.
+        visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = sorted(set(range(256)) - set(visible))
+        self._byte_of = {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
         self._token_bytes: dict[int, bytes] = {}
 
     def decode(self, completions: list[list[int]], skip_special_tokens: bool) -> list[str]:
@@ -51,7 +54,7 @@ class Detokenizer:
         return TextStream(WindowCharacters(lambda ids: self.decode([ids], False)[0], skipped), params)
 
     def _bytes_of(self, skipped: Set[int], token_id: int) -> bytes:
-        """The bytes that a token of a byte-level vocabulary stands for; none for an id that the tokenizer lacks."""
+        """None for an id that the tokenizer lacks."""
         if token_id in skipped:
             return b""
         if token_id not in self._token_bytes:
@@ -61,14 +64,6 @@ class Detokenizer:
             except KeyError:
                 self._token_bytes[token_id] = token.encode()  # A special token is plain text.
         return self._token_bytes[token_id]
-
-
-def _byte_of_char() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one visible character (GPT-2, Radford et al. 2019): Latin-1's visible ones
-    stand for themselves, all others, in order, are the characters from 256 on."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted(set(range(256)) - set(visible))
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class ByteCharacters:
@@ -120,8 +115,7 @@ class WindowCharacters:
 class TextStream:
     """The text of one completion as its tokens come: whole characters, and nothing of a stop string.
 
-    Text that may be the beginning of a stop string is held back until that is decided. Only this text and the newest
-    token's characters are searched.
+    Text that may be the beginning of a stop string is held back until that is decided.
 
     Attributes:
         num_tokens: tokens read so far.
@@ -184,8 +178,8 @@ class TextStream:
 
 
 def read_new_tokens(seq: Sequence) -> bool:
-    """Let a sequence's text stream read the new tokens. True if they complete a stop string, which the sequence then
-    has as its stop_reason, whatever else has ended it."""
+    """Let a sequence's text stream read the new tokens. True if they complete a stop string, which becomes the
+    stop_reason whatever else has ended the sequence."""
     stream = seq.text_stream
     if stream.stop_reason is None:
         for token_id in seq.tokens[seq.num_prompt_tokens + stream.num_tokens : seq.num_known_tokens]:

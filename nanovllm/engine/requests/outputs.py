@@ -1,4 +1,4 @@
-"""What callers get: results, deltas of a stream, counters of the engine."""
+"""What callers get: results, deltas of a stream, counters of the engine. docs/reference.md describes them."""
 
 from typing_extensions import NotRequired, TypedDict
 
@@ -7,130 +7,77 @@ from nanovllm.engine.sequence import Sequence
 
 
 class RequestMetrics(TypedDict):
-    """How long a completion took, in seconds. The clock is read once a step.
+    """How long a completion took, in seconds. The clock is read once a step."""
 
-    queued: from its arrival to the first step that worked on it.
-    time_to_first_token: from its arrival to its first token; None if it has none.
-    total: from its arrival to its end.
-    tokens_per_second: completion tokens per second since it left the queue.
-    """
-
-    queued: float
-    time_to_first_token: float | None
-    total: float
-    tokens_per_second: float
+    queued: float  # from its arrival to the first step that worked on it
+    time_to_first_token: float | None  # from its arrival; None if it has no token
+    total: float  # from its arrival to its end
+    tokens_per_second: float  # completion tokens, since it left the queue
 
 
 class SampleOutput(TypedDict):
-    """One completion of a prompt.
+    """One completion of a prompt."""
 
-    text: up to a stop string, without special tokens unless skip_special_tokens=False; None with skip_tokenizer_init,
-        and for a request that was not served.
-    token_ids: all generated tokens, including the end-of-sequence token and those of a stop string.
-    finish_reason: "stop" (an end-of-sequence or stop token, or a stop string), "length" (max_tokens, or the engine's
-        longest sequence), "abort" (abort_request) or "error" (see `error`).
-    stop_reason: the stop string, or the token of stop_token_ids, that ended it; None for any other end.
-    logprobs: for each token of token_ids {token id: log-probability}, the sampled token first; None unless asked for.
-    metrics: how long it took.
-    error: only where finish_reason is "error": what went wrong. A completion fails where the model's logits are NaN or
-        infinite; it keeps the text and the tokens so far. With on_error="return" a request that could not be served has
-        neither.
-    """
-
-    text: str | None
-    token_ids: list[int]
-    finish_reason: str
-    stop_reason: str | int | None
-    logprobs: list[dict[int, float]] | None
+    text: str | None  # up to a stop string; None with skip_tokenizer_init, and for a request that was not served
+    token_ids: list[int]  # all generated tokens, including the end-of-sequence token and those of a stop string
+    finish_reason: str  # "stop", "length", "abort" or "error"
+    stop_reason: str | int | None  # the stop string, or the token of stop_token_ids, that ended it
+    logprobs: list[dict[int, float]] | None  # of each token {token id: log-probability}, the sampled token first
     metrics: RequestMetrics
-    error: NotRequired[str]
+    error: NotRequired[str]  # only with finish_reason "error": what went wrong
 
 
 class RequestOutput(SampleOutput):
-    """One prompt's result: its completion as in SampleOutput, with n > 1 the first one, and
-
-    num_prompt_tokens: tokens of the prompt.
-    num_cached_tokens: prompt tokens that the prefix cache supplied (to the first sample).
-    prompt_logprobs: like logprobs, for each prompt token, None for the first; None unless asked for.
-    samples: only with n > 1: all completions, including the first one. One may fail where others do not.
-    """
+    """One prompt's result: its completion (with n > 1 the first one), and what concerns the prompt."""
 
     num_prompt_tokens: int
-    num_cached_tokens: int
-    prompt_logprobs: list[dict[int, float] | None] | None
-    samples: NotRequired[list[SampleOutput]]
+    num_cached_tokens: int  # prompt tokens that the prefix cache supplied (to the first sample)
+    prompt_logprobs: list[dict[int, float] | None] | None  # like logprobs, for each prompt token, None for the first
+    samples: NotRequired[list[SampleOutput]]  # only with n > 1: all completions, including the first one
 
 
 class StreamDelta(TypedDict):
-    """What one step added to one completion.
+    """What one step added to one completion."""
 
-    index: index of the prompt.
-    sample: index of the completion, 0 unless n > 1.
-    request_id: the id for abort_request.
-    text: whole characters, which no later delta takes back; "" if the tokens complete none, None with
-        skip_tokenizer_init. The texts of all deltas together are the RequestOutput's.
-    token_ids, logprobs: of the new tokens, as in RequestOutput.
-    finish_reason, stop_reason: as in RequestOutput on a completion's last delta, None before.
-    error: as in RequestOutput, on a completion's last delta.
-    """
-
-    index: int
-    sample: int
-    request_id: int
-    text: str | None
-    token_ids: list[int]
+    index: int  # of the prompt
+    sample: int  # index of the completion, 0 unless n > 1
+    request_id: int  # for abort_request
+    text: str | None  # whole characters, which no later delta takes back; "" if the tokens complete none
+    token_ids: list[int]  # of the new tokens, like logprobs
     logprobs: list[dict[int, float]] | None
-    finish_reason: str | None
+    finish_reason: str | None  # on a completion's last delta, like stop_reason and error
     stop_reason: str | int | None
     error: NotRequired[str]
 
 
 class Score(TypedDict):
-    """How likely a completion is after its prompt.
+    """How likely a completion is after its prompt."""
 
-    token_ids: the completion's tokens.
-    logprobs: the log-probability of each token, given all tokens before it.
-    total: the sum of logprobs.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    total: float
+    token_ids: list[int]  # the completion's
+    logprobs: list[float]  # of each token, given all tokens before it
+    total: float  # their sum
 
 
 class EngineStats(TypedDict):
-    """The engine's state now, and what it has done since it was made.
+    """The engine's state now, and what it has done since it was made."""
 
-    running, waiting: sequences now (a prompt with n > 1 has n).
-    kv_blocks_total, kv_blocks_used, kv_blocks_free: blocks of the KV cache now. Free ones may hold cached prefixes.
-    prefix_cache_queries, prefix_cache_hits: prompt tokens looked up in the prefix cache, and found there.
-    prefix_cache_hit_rate: hits / queries, 0 before the first.
-    prompt_tokens: tokens of the prompts that were started, including cached ones.
-    generated_tokens: completion tokens.
-    steps: prefill and decode steps.
-    preemptions: times that a sequence had to give its blocks back and be computed again.
-    seconds: time that steps have taken, with the waits for the device.
-    tokens_per_second: generated_tokens / seconds. For a rate over some time, subtract two readings.
-    """
-
-    running: int
+    running: int  # sequences now (a prompt with n > 1 has n)
     waiting: int
     kv_blocks_total: int
     kv_blocks_used: int
-    kv_blocks_free: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    prefix_cache_hit_rate: float
-    prompt_tokens: int
+    kv_blocks_free: int  # They may hold cached prefixes.
+    prefix_cache_queries: int  # prompt tokens looked up in the prefix cache
+    prefix_cache_hits: int  # and found there
+    prefix_cache_hit_rate: float  # hits / queries, 0 before the first
+    prompt_tokens: int  # of the prompts that were started, including cached ones
     generated_tokens: int
     steps: int
-    preemptions: int
-    seconds: float
-    tokens_per_second: float
+    preemptions: int  # times that a sequence had to give its blocks back and be computed again
+    seconds: float  # that steps have taken, with the waits for the device
+    tokens_per_second: float  # generated_tokens / seconds
 
 
 def request_output(samples: list[Sequence]) -> RequestOutput:
-    """The result of a request whose sequences are all finished."""
     first = samples[0]
     output = RequestOutput(
         **_sample_output(first),

@@ -10,16 +10,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 # What a tokenizer's output may hold beside input_ids. Anything else, such as pixel_values, would be lost.
 _ENCODING_KEYS = {
-    "input_ids",
-    "attention_mask",
-    "token_type_ids",
-    "position_ids",
-    "special_tokens_mask",
-    "offset_mapping",
-    "length",
-    "overflowing_tokens",
-    "num_truncated_tokens",
-    "overflow_to_sample_mapping",
+    *("input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask", "offset_mapping"),
+    *("length", "overflowing_tokens", "num_truncated_tokens", "overflow_to_sample_mapping"),
 }
 _KEYS = {"prompt", "prompt_token_ids"}
 _BYTES = bytes | bytearray | memoryview
@@ -27,18 +19,12 @@ _FORMS = "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': .
 
 
 def as_prompts(prompts: Any, name: str = "prompts", tokenizer: Any = None) -> Iterable[Prompt]:
-    """The prompts in a caller's argument.
+    """The prompts in a caller's argument, called `name`.
 
-    One prompt becomes a batch of one. A tokenizer's output and an array of two dimensions become a batch of their rows.
-    Any other iterable is returned unread.
+    One prompt becomes a batch of one. A tokenizer's output and an array of two dimensions become a batch of their rows;
+    rows with the tokenizer's padding token at an end are refused. Any other iterable is returned unread.
 
-    Args:
-        prompts: the argument.
-        name: its name, for messages.
-        tokenizer: an array must not hold its padding token at the ends of rows. None: not checked.
-
-    Raises:
-        TypeError, ValueError: neither a prompt nor an iterable. The prompts themselves are not checked.
+    Raises TypeError or ValueError unless it is a prompt or an iterable. The prompts themselves are not checked.
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -134,14 +120,13 @@ def _plain(values: Any) -> Any:
 
 
 def _is_flat(values: Sequence[Any]) -> bool:
-    """Whether these are one or more numbers. If the first is none, the others are not read."""
+    """Whether these are one or more numbers. If the first is not, the others are not read."""
     if not len(values) or not _is_number(values[0]):
         return False
     return all(issubclass(kind, Number) or kind is type(values[0]) for kind in set(map(type, values)))
 
 
 def _is_number(value: Any) -> bool:
-    """Whether this is a number; an array or tensor without dimensions is one."""
     return isinstance(value, Number) or (getattr(value, "ndim", None) == 0 and not isinstance(value, str | bytes))
 
 

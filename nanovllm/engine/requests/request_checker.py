@@ -25,29 +25,18 @@ _MAX_LOGIT_EDITS = 256  # kept for later requests, 20 KB each for 150,000 tokens
 
 
 class Request(NamedTuple):
-    """A request that has passed the checks.
+    """A request that has passed the checks."""
 
-    Attributes:
-        token_ids: the prompt, int32.
-        grammar: the form that each of its samples must follow.
-        logit_edits: the tokens that it makes likelier or forbids.
-    """
-
-    token_ids: array
-    grammar: Grammar | None = None
-    logit_edits: LogitEdits | None = None
+    token_ids: array  # the prompt, int32
+    grammar: Grammar | None = None  # the form that each of its samples must follow
+    logit_edits: LogitEdits | None = None  # the tokens that it makes likelier or forbids
 
 
 class RequestChecker:
     """Turns prompts into token ids and forms into grammars, and finds what is wrong with a request."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: Iterable[int], check_length: Callable[[int], None]):
-        """
-        Args:
-            tokenizer: a transformers tokenizer; None accepts token ids only.
-            eos: the model's end-of-sequence token ids.
-            check_length: raises ValueError for a number of prompt tokens that is too large.
-        """
+        """tokenizer: None accepts token ids only. check_length: raises ValueError for too many prompt tokens."""
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos = tuple(eos)
@@ -60,7 +49,7 @@ class RequestChecker:
         return as_prompts(prompts, name, self.tokenizer)
 
     def check_one(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """Raises ValueError, TypeError, or ImportError as check_all."""
+        """Raises as check_all."""
         (token_ids,) = self._encode([prompt])
         return self._check(token_ids, params, "prompt: ", "sampling_params: ")
 
@@ -74,9 +63,8 @@ class RequestChecker:
             on_error: "raise" the first error, or "return" it in the place of its request.
             start: index of the first prompt, for messages.
 
-        Raises:
-            ValueError, TypeError: a wrong prompt or wrong params; the message begins with the argument and the index.
-            ImportError: likewise, where a structured output needs a library that is not installed.
+        Raises ValueError, TypeError, or ImportError for a missing library; the message begins with the argument and the
+        index.
         """
         checked: list[Request | Exception] = []
         for i, (token_ids, p) in enumerate(zip(self._encode(prompts), params, strict=True), start):
@@ -89,8 +77,8 @@ class RequestChecker:
         return checked
 
     def encode_completions(self, completions: list[Prompt]) -> list[array]:
-        """Token ids of texts that follow a prompt, so without the tokens that the tokenizer puts at the beginning of a
-        text. Raises ValueError or TypeError, naming the index."""
+        """Token ids of texts that follow a prompt, without the tokens that begin a text. Raises ValueError or
+        TypeError, naming the index."""
         encoded = []
         for i, token_ids in enumerate(self._encode(completions, add_special_tokens=False)):
             if isinstance(token_ids, Exception):
@@ -124,7 +112,6 @@ class RequestChecker:
             raise _error_at(where_params, error) from error
 
     def _start_grammar(self, params: SamplingParams) -> Grammar:
-        """Raises ValueError where the form cannot be enforced, and ImportError without the library for it."""
         if self.tokenizer is None:
             raise ValueError("structured_outputs: need the model's tokenizer, but skip_tokenizer_init is set")
         if self._grammars is None:
@@ -153,8 +140,6 @@ class RequestChecker:
         has_min_tokens: bool,
         has_form: bool,
     ) -> LogitEdits:
-        """Raises ValueError for a token outside the vocabulary, for words without a tokenizer, and where no token could
-        ever be sampled."""
         self._check_vocabulary("logit_bias", (token for token, _ in biases))
         self._check_vocabulary("allowed_token_ids", allowed or ())
         if bad_words and self.tokenizer is None:
@@ -182,7 +167,7 @@ class RequestChecker:
         return edits
 
     def _encode(self, prompts: list[Prompt], **options: Any) -> list[array | Exception]:
-        """Token ids of each prompt, or what is wrong with it. options: the tokenizer's."""
+        """Token ids of each prompt, or what is wrong with it."""
         found = [prompt if type(prompt) is list else _result_or_error(read_prompt, prompt) for prompt in prompts]
         texts = [i for i, prompt in enumerate(found) if isinstance(prompt, str)]
         if texts:
@@ -223,8 +208,8 @@ def _error_at(where: str, error: Exception) -> Exception:
 
 
 def _as_array(token_ids: list[int], vocab_size: int) -> array:
-    """int32 token ids. Raises TypeError or ValueError unless these are one or more ids of the vocabulary: any other
-    would end the process's CUDA context."""
+    """int32 token ids. Raises TypeError or ValueError unless all are in the vocabulary: any other would end the
+    process's CUDA context."""
     if not token_ids:
         raise ValueError("is empty: it must hold at least one token")
     # Without a loop over ids in Python: the device waits while the prompts of a batch are checked.
@@ -255,15 +240,13 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def check_params(params: object, where: str = "sampling_params: ") -> SamplingParams:
-    """`params` itself, or TypeError."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"{where}must be a SamplingParams, not {type(params).__name__}")
     return params
 
 
 def params_per_prompt(params: Any, num_prompts: int) -> list[SamplingParams]:
-    """One SamplingParams for each prompt, from one for all, a list with one each, or None for the defaults. The items
-    of the list are not checked. Raises TypeError or ValueError."""
+    """From one for all, a list with one each, whose items are not checked, or None for the defaults."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
     params = list(_check_iterable(params))
@@ -275,8 +258,8 @@ def params_per_prompt(params: Any, num_prompts: int) -> list[SamplingParams]:
 
 
 def pair_lazily(prompts: Iterable[Prompt], params: Any) -> Iterator[tuple[Prompt, SamplingParams]]:
-    """Prompts with their SamplingParams, given as to params_per_prompt; both may be long iterables. Raises TypeError at
-    once, and ValueError when one of them ends before the other."""
+    """Prompts with their SamplingParams, given as to params_per_prompt; both may be long iterables. Raises ValueError
+    when one of them ends before the other."""
     if params is None or isinstance(params, SamplingParams):
         return zip(prompts, repeat(params or SamplingParams()), strict=False)
     return _pair_strictly(prompts, _check_iterable(params))
@@ -300,8 +283,7 @@ def _check_iterable(params: Any) -> Iterable[Any]:
 
 
 def load_tokenizer(config: Config) -> Any:
-    """The transformers tokenizer in config.tokenizer. Raises FileNotFoundError or ValueError, naming the file and the
-    alternatives."""
+    """Raises FileNotFoundError or ValueError, naming the file and the alternatives."""
     from transformers import AutoTokenizer
 
     if config.tokenizer is None:

@@ -1,4 +1,4 @@
-"""SequenceMaker: from checked requests to the sequences that the scheduler queues."""
+"""From checked requests to the sequences that the scheduler queues, and the order in which a batch begins."""
 
 import dataclasses
 from itertools import count
@@ -12,11 +12,7 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class SequenceMaker:
-    """Gives requests and sequences their ids and seeds.
-
-    Attributes:
-        num_requests: so far, which is the next one's id.
-    """
+    """Gives requests and sequences their ids and seeds. `num_requests` so far is the next request's id."""
 
     def __init__(self, block_size: int, seed: int, detokenizer: Detokenizer | None):
         """seed: of requests that name none, each of which gets one of its own."""
@@ -51,7 +47,7 @@ class SequenceMaker:
     def make_all(
         self, requests: list[Request | Exception], params: list[SamplingParams], streams: bool = False
     ) -> list[list[Sequence] | Exception]:
-        """The samples of each request; of one that cannot be served, the exception that says why."""
+        """The samples of each request, or the exception that says why it cannot be served."""
         return [
             request if isinstance(request, Exception) else self.make(request, each, streams)
             for request, each in zip(requests, params, strict=True)
@@ -60,3 +56,25 @@ class SequenceMaker:
 
 def _hash_seed(number: int, seed: int) -> int:
     return xxh64_intdigest(number.to_bytes(8, "little"), seed) >> 1
+
+
+def longest_first(seqs: list[Sequence], max_seq_len: int, capacity: int, prefix_caching: bool) -> list[Sequence]:
+    """Sort by max_tokens, largest first, so that a batch of more than max_num_seqs does not end with a few long ones
+    (the LPT rule, Graham 1969). Equals keep their order.
+
+    All keep their order if prompts share their first block and the cache, of `capacity` tokens, cannot hold the whole
+    batch: such prompts side by side find the shared blocks before these are evicted.
+    """
+
+    def limit(seq: Sequence) -> int:
+        return min(seq.max_tokens, max_seq_len)
+
+    if len(set(map(limit, seqs))) < 2:
+        return seqs
+    needed = sum(min(seq.num_tokens + limit(seq), max_seq_len) for seq in seqs)
+    if prefix_caching and needed > capacity:
+        # Samples of one request share their prompt in any case, and stay side by side.
+        requests = {seq.request_id: seq for seq in seqs if seq.num_tokens >= seq.block_size}.values()
+        if len({seq.tokens[: seq.block_size].tobytes() for seq in requests}) < len(requests):
+            return seqs
+    return sorted(seqs, key=limit, reverse=True)

@@ -19,12 +19,8 @@ class DeltaReader:
         self._num_read = dict.fromkeys(self._places, 0)
 
     def read(self, seqs: list[Sequence], finished: list[Sequence]) -> Iterator[StreamDelta]:
-        """The deltas after a step.
-
-        Args:
-            seqs: the step's sequences.
-            finished: those that it completed, with their texts, and those that were aborted since the last step.
-        """
+        """The deltas after a step of seqs. finished: those that it completed, with their texts, and those that were
+        aborted since the last step."""
         ended = {seq.seq_id for seq in finished}
         stepped = {seq.seq_id for seq in seqs}
         for seq in [*seqs, *(seq for seq in finished if seq.seq_id not in stepped)]:
@@ -56,15 +52,13 @@ class DeltaReader:
 class Results:
     """Makes each request's result when the last of its samples has finished, while the device works on the others.
 
-    Attributes:
-        ready: {index of the request: its result}, in the order in which they were made.
+    `ready` is {index of the request: its result}, in the order in which they were made.
     """
 
     def __init__(self) -> None:
         self.ready: dict[int, RequestOutput] = {}
         self._num_admitted = 0
-        self._indexes: dict[int, int] = {}  # request id -> index, of unfinished requests
-        self._samples: dict[int, list[Sequence]] = {}  # request id -> all samples
+        self._unfinished: dict[int, tuple[int, list[Sequence]]] = {}  # request id -> (index, all samples)
         self._num_left: dict[int, int] = {}  # request id -> unfinished samples
 
     def admit(self, requests: list[list[Sequence] | Exception]) -> None:
@@ -73,9 +67,8 @@ class Results:
             if isinstance(seqs, Exception):
                 self.ready[index] = error_output(seqs)
                 continue
-            request_id = seqs[0].request_id
-            self._indexes[request_id], self._samples[request_id] = index, seqs
-            self._num_left[request_id] = len(seqs)
+            self._unfinished[seqs[0].request_id] = index, seqs
+            self._num_left[seqs[0].request_id] = len(seqs)
         self._num_admitted += len(requests)
 
     def record(self, finished: list[Sequence]) -> None:
@@ -84,16 +77,12 @@ class Results:
             self._num_left[seq.request_id] -= 1
             if self._num_left[seq.request_id] == 0:
                 del self._num_left[seq.request_id]
-                samples = self._samples.pop(seq.request_id)
-                self.ready[self._indexes.pop(seq.request_id)] = request_output(samples)
+                index, samples = self._unfinished.pop(seq.request_id)
+                self.ready[index] = request_output(samples)
 
 
 class PromptFeed(Results):
-    """Takes prompts from an iterable, and returns their results: as they come, or in the prompts' order.
-
-    Attributes:
-        num_taken: prompts taken so far.
-    """
+    """Takes prompts from an iterable, and returns their results: as they come, or in the prompts' order."""
 
     def __init__(self, pairs: Iterator[tuple[Prompt, SamplingParams]], max_ahead: int | None):
         """max_ahead: in order, prompts taken beyond the last returned result, at most. None: results as they come."""

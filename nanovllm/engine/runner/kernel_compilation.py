@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
+from nanovllm.config import Config
 from nanovllm.engine.runner.cuda_graphs import graph_batch_sizes
-from nanovllm.engine.runner.memory import warmup_batches
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import HAS_TRITON
 from nanovllm.layers.sampler import Sampler
@@ -96,9 +96,22 @@ def warmup_kernels(runner) -> None:
     runner.run(runner.prepare([_decoding_sequence(runner.block_size)], False))
 
 
-def _sequence(num_tokens: int, block_size: int) -> Sequence:
-    seq = Sequence(0, [0] * num_tokens, block_size=block_size)
-    seq.block_table, seq.num_scheduled_tokens = list(range(seq.num_blocks)), num_tokens
+def warmup_batches(config: Config, num_blocks: int) -> Iterator[list[Sequence]]:
+    """Prefills that need every variant of the kernels: of one sequence and of two, short and as long as any variant
+    asks and a step may be, with a cached prefix and without, in the cache's first blocks."""
+    longest = min(config.max_model_len, num_blocks * config.kvcache_block_size)
+    # 256 are the most that our kernel is given without a cached prefix where flash-attn-4 has the rest of a long step.
+    for num_cached, num_new in ((0, 1), (0, 17), (0, 256), (0, 512), (16, 1), (16, 17), (16, 512)):
+        for num_seqs in range(1, min(config.max_num_seqs, 2) + 1):
+            num_scheduled = min(num_new, longest - num_cached, config.max_num_batched_tokens // num_seqs)
+            if num_scheduled >= 1:
+                yield [_sequence(num_scheduled, config.kvcache_block_size, num_cached)] * num_seqs
+
+
+def _sequence(num_scheduled: int, block_size: int, num_cached: int = 0) -> Sequence:
+    seq = Sequence(0, [0] * (num_cached + num_scheduled), block_size=block_size)
+    seq.block_table = list(range(seq.num_blocks))
+    seq.num_cached_tokens, seq.num_scheduled_tokens = num_cached, num_scheduled
     return seq
 
 

@@ -3,14 +3,12 @@
 import logging
 import math
 import os
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.config import CPU_KVCACHE_GIB, MAX_SLOTS, Config
-from nanovllm.engine.sequence import Sequence
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.utils.context import Context
 from nanovllm.utils.parallel import TensorParallel
@@ -19,15 +17,14 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 
-# Share of a GPU's memory that the KV cache leaves free in any case, for what is allocated after it: CUDA graphs,
-# workspaces of libraries, and logits where requests ask for more than a temperature. Measured: 0.2 and 0.4 %
-# (docs/performance.md, start-up).
+# Share of a GPU's memory that the KV cache leaves free for what is allocated after it: CUDA graphs, workspaces of
+# libraries, and logits if requests ask for more than a temperature.
 RESERVED_SHARE = 0.02
 
 
 def largest_prefill(config: Config, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Context]:
     """The step that takes the most memory: (input_ids, positions, temperatures, seeds, sample positions), and its
-    context. As many sequences as a step may hold, so that the logits are at their largest as well."""
+    context. It has as many sequences as a step may hold, so that the logits are at their largest as well."""
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     num_tokens = min(config.max_num_batched_tokens, num_seqs * config.max_model_len)
     ends = torch.arange(num_seqs + 1, device=device) * num_tokens // num_seqs
@@ -41,17 +38,12 @@ def largest_prefill(config: Config, device: torch.device) -> tuple[tuple[torch.T
 
 
 class CacheBudget(NamedTuple):
-    """Bytes for the KV cache.
-
-    limit: the option that they come from, or "free memory" where that is less.
-    reason: the numbers that they come from, in words.
-    remedy: what to do where they are too few.
-    """
+    """Bytes for the KV cache."""
 
     num_bytes: int
-    limit: str
-    reason: str
-    remedy: str
+    limit: str  # the option that they come from, or "free memory" if that is less
+    reason: str  # the numbers that they come from, in words
+    remedy: str  # what to do if they are too few
 
 
 def free_memory(device: torch.device) -> int:
@@ -63,8 +55,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def kv_cache_budget(config: Config, device: torch.device, free_at_start: int) -> CacheBudget:
-    """What gpu_memory_utilization leaves for the KV cache, but never more than is free. On a GPU the largest step must
-    have run before. free_at_start: `free_memory` when the engine began; what has gone since is the engine's own."""
+    """What gpu_memory_utilization leaves for the KV cache, at most what is free. On a GPU, run the largest step before.
+    free_at_start: `free_memory` when the engine began; what has gone since is the engine's own."""
     if config.kvcache_gib is not None or device.type == "cpu":
         gib = config.kvcache_gib or CPU_KVCACHE_GIB
         return CacheBudget(int(gib * GIB), "kvcache_gib", f"kvcache_gib is {gib}", "raise kvcache_gib")
@@ -95,16 +87,10 @@ def kv_cache_budget(config: Config, device: torch.device, free_at_start: int) ->
 
 
 def allocate_kv_cache(
-    config: Config,
-    num_layers: int,
-    num_kv_heads: int,
-    device: torch.device,
-    tp: TensorParallel,
-    free_at_start: int,
+    config: Config, num_layers: int, num_kv_heads: int, device: torch.device, tp: TensorParallel, free_at_start: int
 ) -> torch.Tensor:
     """This rank's KV cache, [2, layers, blocks, block_size, kv_heads, head_dim], of as many blocks as every rank has
-    room for. free_at_start: as `kv_cache_budget` takes it. Raises MemoryError, with the numbers, where there is none
-    for one block."""
+    room for. Raises MemoryError, with the numbers, if there is no room for one."""
     shape = (config.kvcache_block_size, num_kv_heads, get_head_dim(config.hf_config))
     block_bytes = 2 * num_layers * math.prod(shape) * config.dtype.itemsize
     blocks, limit = config.num_kvcache_blocks, "num_kvcache_blocks"
@@ -138,22 +124,6 @@ def allocate_kv_cache(
                 f"{blocks} KV cache blocks take {blocks * block_bytes / GIB:.1f} GiB, and this machine has "
                 f"{memory / GIB:.1f} GiB: lower num_kvcache_blocks or kvcache_gib"
             )
-        # A page of it becomes memory when it is written: gigabytes of zeros would be seconds of a laptop's start.
+        # A page of it becomes memory when it is written: to write gigabytes of zeros would take seconds.
         return torch.from_numpy(np.zeros(blocks * block_bytes, np.uint8)).view(config.dtype).view(shape)
     return torch.zeros(shape, dtype=config.dtype, device=device)
-
-
-def warmup_batches(config: Config, num_blocks: int) -> Iterator[list[Sequence]]:
-    """Prefills that need every variant of the kernels: of one sequence and of two, short and as long as any variant
-    asks and a step may be, with a cached prefix and without, in the cache's first blocks."""
-    longest = min(config.max_model_len, num_blocks * config.kvcache_block_size)
-    # 256 are the most that our kernel is given without a cached prefix where flash-attn-4 has the rest of a long step.
-    for num_cached, num_new in ((0, 1), (0, 17), (0, 256), (0, 512), (16, 1), (16, 17), (16, 512)):
-        for num_seqs in range(1, min(config.max_num_seqs, 2) + 1):
-            num_scheduled = min(num_new, longest - num_cached, config.max_num_batched_tokens // num_seqs)
-            if num_scheduled < 1:
-                continue
-            seq = Sequence(0, [0] * (num_cached + num_scheduled), block_size=config.kvcache_block_size)
-            seq.block_table = list(range(seq.num_blocks))
-            seq.num_cached_tokens, seq.num_scheduled_tokens = num_cached, num_scheduled
-            yield [seq] * num_seqs

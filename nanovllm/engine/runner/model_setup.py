@@ -15,7 +15,7 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models import make_model
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.tuning.table import Table, load_table
-from nanovllm.utils.start_progress import StartProgress
+from nanovllm.utils.progress import StartProgress
 
 
 def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progress: StartProgress) -> None:

@@ -1,17 +1,27 @@
 """An engine's start: compiling and loading the kernels of quack-kernels and flash-attn-4 that it will launch."""
 
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
+from importlib import import_module
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import torch
 from xxhash import xxh64_hexdigest
 
 from nanovllm.config import Config
 from nanovllm.layers.flash_attn4 import AttentionShape, FlashAttn4, load_kernel
-from nanovllm.layers.quack import Product, Quack, load_product
+from nanovllm.layers.quack import Quack, load_product
 from nanovllm.tuning.table import package_path, user_path
-from nanovllm.utils.compile_processes import CompileProcesses
+from nanovllm.utils.light_imports import import_without_torch_compile
 from nanovllm.utils.optional_packages import installed_versions, keep_kernels, kernel_cache
 from nanovllm.utils.parallel import TensorParallel
 
@@ -20,17 +30,12 @@ _MODULES = ["nanovllm.layers.quack_early", "flash_attn.cute"]
 _COMPILER = "nvidia-cutlass-dsl"
 # The options that decide which kernels an engine launches.
 _OPTIONS = (
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "max_model_len",
-    "tensor_parallel_size",
-    "enforce_eager",
-    "kvcache_block_size",
-    "dtype",
-    "attention_backend",
-    "mixed_step_rows",
+    *("max_num_batched_tokens", "max_num_seqs", "max_model_len", "tensor_parallel_size", "enforce_eager"),
+    *("kvcache_block_size", "dtype", "attention_backend", "mixed_step_rows"),
 )
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_MAX_PROCESSES = 8
+_PATIENCE_SECONDS = 600.0
 
 
 class PackageKernels:
@@ -76,7 +81,7 @@ class PackageKernels:
         self._stack.close()
 
     def want(self, quack: Quack | None, flash_attn4: FlashAttn4 | None, shape: AttentionShape) -> None:
-        """Have compiled: flash-attn-4's kernels for this shape, and from here on each product that quack is asked for
+        """Have flash-attn-4's kernels for this shape compiled, and each product that quack is asked for from here on
         within `compile_ahead`."""
         self._quack, self._flash_attn4, self._shape = quack, flash_attn4, shape
         if self._processes is None:
@@ -85,10 +90,7 @@ class PackageKernels:
             for kernel in range(flash_attn4.NUM_KERNELS):
                 self._processes.submit(load_kernel, shape, kernel)
         if quack is not None:
-            quack.on_wanted = self._compile_product
-
-    def _compile_product(self, product: Product) -> None:
-        self._processes.submit(load_product, product, self._shape.device)
+            quack.on_wanted = lambda product: self._processes.submit(load_product, product, shape.device)
 
     def load(self, tp: TensorParallel, tell: Callable[[int, int], None]) -> None:
         """Wait until all are compiled, then have this process launch each once. What could not be compiled elsewhere
@@ -110,3 +112,75 @@ class PackageKernels:
             with suppress(OSError):  # Without the note the next start compiles again.
                 self._note.parent.mkdir(parents=True, exist_ok=True)
                 self._note.touch()
+
+
+class CompileProcesses:
+    """Processes that launch kernels once, so that this one finds them on the disk. Threads would not do: the packages
+    hold the interpreter's lock while they compile.
+
+    Use as a context manager: no process outlives the block. A task that fails, or whose process dies, is left to the
+    kernel's first launch, which reports the error.
+    """
+
+    def __init__(self, modules: list[str]):
+        """modules: what the tasks need; imported at once, before there is a task."""
+        self._num_tasks = 0
+        self._processes: list[subprocess.Popen[bytes]] = []
+        command = [sys.executable, "-c", f"from {__name__} import work; work()", *modules]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        # A session of their own, or Ctrl-C would reach them. What they print is not the caller's.
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        with suppress(OSError):
+            for _ in range(max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // 2))):
+                self._processes.append(subprocess.Popen(command, env=env, bufsize=0, start_new_session=True, **pipes))
+
+    def __enter__(self) -> "CompileProcesses":
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the assembler that it may have started
+        for process in self._processes:
+            with process:  # Its end is waited for, and its pipes are closed.
+                pass
+
+    def submit(self, function: Callable[..., object], *args: Any) -> None:
+        """The processes take turns."""
+        if self._processes:
+            process = self._processes[self._num_tasks % len(self._processes)]
+            with suppress(OSError):  # It has died.
+                process.stdin.write(pickle.dumps((function, args)))
+        self._num_tasks += 1
+
+    def wait(self, tell: Callable[[int, int], None]) -> None:
+        """Return when all processes have ended, because no task is left, or ten minutes have passed."""
+        for process in self._processes:
+            process.stdin.close()
+        answers: list[Any] = [process.stdout for process in self._processes]
+        num_ended, deadline = 0, time.monotonic() + _PATIENCE_SECONDS
+        while answers and time.monotonic() < deadline:
+            if num_ended < self._num_tasks:
+                tell(num_ended, self._num_tasks)
+            stream: Any
+            for stream in wait(answers, 1.0):
+                answer = stream.read(1)
+                num_ended += len(answer)
+                if not answer:
+                    answers.remove(stream)
+
+
+def work() -> None:
+    """What such a process does: import the modules of its command line, then answer each task with a byte."""
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # What the packages print is no answer.
+    for module in sys.argv[1:]:
+        with suppress(Exception):
+            import_without_torch_compile(partial(import_module, module))
+    with suppress(EOFError):
+        while True:
+            function, args = pickle.load(sys.stdin.buffer)
+            with suppress(Exception):
+                function(*args)
+            answers.write(b"\n")
+    os._exit(0)  # Taking torch down takes time.

@@ -7,22 +7,13 @@ import numpy as np
 import torch
 
 _ALIGN = 16  # bytes; what wide loads on the device want
-
-
 Layout = dict[str, tuple[tuple[int, ...], type]]  # name -> (shape, numpy dtype)
 
 
 class PackedArrays:
-    """Named arrays in one buffer: numpy views on the host, tensor views on the device.
-
-    One copy instead of one an array: eight small ones cost the host more than the step's other preparations.
-    On a CPU both views are the same memory, and `send` has nothing to do.
-
-    Attributes:
-        host: {name: numpy array} to write to.
-        device: {name: tensor} to read from, after `send`.
-        host_bytes, device_bytes: uint8 tensors, all of it, a whole number of 16 bytes.
-    """
+    """Named arrays in one buffer: `host`, {name: numpy array} to write to, and `device`, {name: tensor} to read from
+    after `send`. `host_bytes` and `device_bytes`, uint8, are all of it, padded to 16 bytes. On a CPU both are the same
+    memory."""
 
     def __init__(self, layout: Layout, device: torch.device, device_bytes: torch.Tensor | None = None):
         """device_bytes: uint8, packed_size(layout) of them, to send to instead of memory of its own."""
@@ -58,7 +49,6 @@ def send_arrays(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str
 
 
 def packed_size(layout: Layout) -> int:
-    """Bytes that a layout takes, padding included."""
     return sum(_padded_bytes(shape, dtype) for shape, dtype in layout.values())
 
 

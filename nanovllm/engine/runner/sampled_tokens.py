@@ -1,4 +1,4 @@
-"""SampledTokens: what a step that is under way will have drawn."""
+"""SampledTokens: the tokens that a step under way will have sampled."""
 
 import time
 from collections.abc import Callable
@@ -15,11 +15,8 @@ _POLL_SECONDS = 50e-6
 
 
 class SampledTokens:
-    """The outcome of a step that is under way: its tokens on their way to the host.
-
-    Attributes:
-        logprobs: the log-probabilities that its sequences asked for, None where none did; to be read after `wait`.
-    """
+    """The outcome of a step that is under way: its tokens on their way to the host. Read the log-probabilities that its
+    sequences asked for, `logprobs`, after `wait`."""
 
     def __init__(
         self,
@@ -28,9 +25,9 @@ class SampledTokens:
         check: Callable[[], None] | None = None,
         host: torch.Tensor | None = None,
     ):
-        """tokens: int64 [num_seqs] on the device, as logprobs are. check: with several ranks, raises where one of them
-        has gone, for which the device would wait in vain. host: page-locked memory for the tokens, nobody else's until
-        they have been read; None has some allocated."""
+        """tokens: int64 [num_seqs] on the device, as logprobs are. check: with several ranks, raises if one of them has
+        gone, for which the device would wait in vain. host: page-locked memory for the tokens, nobody else's until they
+        have been read; None has some allocated."""
         self._check = check
         self._event = None
         if host is not None and use_kernels(tokens):

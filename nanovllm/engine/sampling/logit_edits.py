@@ -11,13 +11,14 @@ from nanovllm.layers.token_masks import pack_mask
 
 
 class LogitEdits:
-    """The tokens that a request makes likelier or forbids. Made once a request; its samples share it.
+    """The tokens that a request makes likelier or forbids. Its samples share it.
 
     Attributes:
         bias_tokens, biases: int64 and float32 [biases]: numbers that are added to these tokens' logits.
-        banned: int64: tokens that are never allowed: the bad words of one token.
+        banned: int64: the bad words of one token.
         mask: int32 [num_mask_words]: the bit mask of allowed tokens, as far as it is the same at each step.
         needs_mask: whether the mask is a shorter description than the forbidden tokens.
+        reads_completion: whether `completing` can find a token.
     """
 
     def __init__(
@@ -27,13 +28,7 @@ class LogitEdits:
         bad_words: list[list[int]],
         vocab_size: int,
     ):
-        """All tokens are in the vocabulary.
-
-        Args:
-            biases: (token, number).
-            allowed: tokens; None for all.
-            bad_words: the tokens of each.
-        """
+        """biases: (token, number). allowed: None for all. bad_words: the tokens of each."""
         pairs = list(biases)
         self.bias_tokens = np.array([token for token, _ in pairs], np.int64)
         self.biases = np.array([bias for _, bias in pairs], np.float32)
@@ -49,11 +44,7 @@ class LogitEdits:
         for *beginning, last in bad_words:
             if beginning:
                 self._phrases[beginning[-1]].append((array("i", beginning), last))
-
-    @property
-    def reads_completion(self) -> bool:
-        """Whether `completing` can find a token."""
-        return bool(self._phrases)
+        self.reads_completion = bool(self._phrases)
 
     def completing(self, tokens: array, num_completion_tokens: int) -> list[int]:
         """The tokens that would complete a bad word of several tokens. The completion is at the end of `tokens`."""

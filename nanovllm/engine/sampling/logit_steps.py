@@ -11,7 +11,7 @@ from nanovllm.config import Config
 from nanovllm.engine.runner.cuda_graphs import DecodeGraphs
 from nanovllm.engine.runner.inputs import Batch, DecodeInputs, send_prefill
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
-from nanovllm.engine.sampling.prompt_logprobs import prompt_logprobs
+from nanovllm.engine.sampling.logprobs import prompt_logprobs
 from nanovllm.engine.sampling.sampling_pipeline import Forward, SamplingPipeline
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.parallel import TensorParallel
@@ -20,13 +20,8 @@ from nanovllm.utils.parallel import TensorParallel
 class LogitSteps:
     """Runs such steps in two halves, `forward` and `sample`, between which rank 0 may do what it likes.
 
-    With several ranks all run the model and gather its logits, rank 0 alone knows what the requests ask for and draws
-    the tokens, and it sends these to the others, for their next step.
-
-    Attributes:
-        pipeline: rank 0's, which draws; None before the first step.
-        graphs: decode graphs that end at the logits, captured as they are needed; None before.
-        logits: rank 0's, [largest batch of a graph, vocab_size]: where they end.
+    All ranks run the model and gather its logits. Rank 0 alone knows what the requests ask for: it draws the tokens and
+    sends them to the others for their next step.
     """
 
     def __init__(
@@ -39,9 +34,9 @@ class LogitSteps:
         check: Callable[[], None] | None,
     ):
         """plain_graphs: the runner's, whose sizes and memory these graphs share. check: as for SampledTokens."""
-        self.pipeline: SamplingPipeline | None = None
-        self.graphs: DecodeGraphs | None = None
-        self.logits: Tensor | None = None
+        self.pipeline: SamplingPipeline | None = None  # rank 0's, from the first step on
+        self.graphs: DecodeGraphs | None = None  # that end at the logits, captured as they are needed
+        self.logits: Tensor | None = None  # rank 0's, [largest batch of a graph, vocab_size], where they end
         self._config = config
         self._model: Any = model
         self._tp = tp
@@ -104,9 +99,8 @@ class LogitSteps:
         return self._model.gather_logits(self._model.compute_logits(hidden_states))
 
     def _capture(self, batch_size: int) -> None:
-        """Have a graph of this size that ends at the logits. Captured when it is first needed, because a batch may
-        well never need any; in the other graphs' memory, as a step runs one or the other. All ranks come here at the
-        same step, and so capture its collectives together."""
+        """Have a graph of this size that ends at the logits. Captured when it is first needed, in the other graphs'
+        memory, because a step runs one or the other. All ranks come here at the same step, and capture together."""
         if self.graphs is None:
             plain, vocab_size = self._plain_graphs, self._config.hf_config.vocab_size
             device = self._inputs.sampled.device

@@ -4,22 +4,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 
+from nanovllm.engine.runner.inputs import Batch
+from nanovllm.engine.runner.packed_arrays import send_arrays
 from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.logprobs import token_logprobs
+
+# Positions for which logits are computed at a time: those of a whole prompt would take more memory than the model.
+_POSITIONS_AT_ONCE = 128
 
 
 @dataclass(frozen=True)
 class LogprobRows:
-    """The result of `layers.logprobs.token_logprobs` for some tokens of a step.
+    """The result of `layers.logprobs.token_logprobs` for some tokens of a step."""
 
-    Attributes:
-        owners: row of the step -> (first, end): its entries are first..end - 1.
-        ids, values: [entries, 1 + num_top].
-    """
-
-    owners: dict[int, tuple[int, int]]
-    ids: torch.Tensor
+    owners: dict[int, tuple[int, int]]  # row of the step -> (first, end): its entries are first..end - 1
+    ids: torch.Tensor  # [entries, 1 + num_top], as values
     values: torch.Tensor
 
     @cached_property
@@ -33,26 +35,20 @@ class LogprobRows:
         # A token that is also among the likeliest keeps its first place; both its values are the same.
         return [dict(zip(ids[i][:end], values[i][:end], strict=True)) for i in range(*self.owners[row])]
 
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "LogprobRows":
+        return replace(self, ids=function(self.ids), values=function(self.values))
+
 
 @dataclass(frozen=True)
 class StepLogprobs:
-    """One step's log-probabilities, on the device or, after `map`, on the host.
+    """One step's log-probabilities, on the device or, after `map`, on the host."""
 
-    Attributes:
-        sampled: those of sampled tokens, one entry for each owner; None if no sequence asked.
-        prompts: those of prompt tokens, each owner's in order.
-    """
-
-    sampled: LogprobRows | None = None
-    prompts: LogprobRows | None = None
+    sampled: LogprobRows | None = None  # of sampled tokens, one entry for each owner
+    prompts: LogprobRows | None = None  # of prompt tokens, each owner's in order
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "StepLogprobs":
         """The same with other tensors."""
-
-        def mapped(rows: LogprobRows | None) -> LogprobRows | None:
-            return rows and replace(rows, ids=function(rows.ids), values=function(rows.values))
-
-        return StepLogprobs(mapped(self.sampled), mapped(self.prompts))
+        return StepLogprobs(*(rows and rows.map(function) for rows in (self.sampled, self.prompts)))
 
     def record(self, row: int, seq: Sequence) -> None:
         """Give a sequence those of the token that was sampled in its row."""
@@ -67,3 +63,55 @@ class StepLogprobs:
             seq = seqs[row]
             seq.prompt_logprobs += self.prompts.of(row, seq.params.prompt_logprobs)
             seq.needs_prompt_logits = len(seq.prompt_logprobs) < seq.num_prompt_tokens
+
+
+def prompt_rows(seqs: list[Sequence]) -> list[tuple[int, int]]:
+    """(first, number) of the rows of a prefill that predict prompt tokens whose log-probabilities are wanted."""
+    rows, start = [], 0
+    for seq in seqs:
+        count = _num_targets(seq)
+        if count > 0:
+            rows.append((start, count))
+        start += seq.num_scheduled_tokens
+    return rows
+
+
+def _num_targets(seq: Sequence) -> int:
+    """Prompt tokens that the scheduled tokens predict and whose log-probabilities are wanted; 0 or less is none."""
+    if not seq.needs_prompt_logits:
+        return 0
+    # The last prompt token predicts the first one of the completion.
+    return min(seq.num_scheduled_tokens, seq.num_prompt_tokens - 1 - seq.num_cached_tokens)
+
+
+def prompt_logprobs(
+    batch: Batch, hidden_states: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
+) -> LogprobRows | None:
+    """Log-probabilities of the prompt tokens that batch.prompt_rows predict. All ranks compute the logits; rank 0
+    has the sequences and gets the result.
+
+    Args:
+        hidden_states: [num_tokens, hidden_size] of all the prefill's tokens.
+        compute_logits: hidden states -> logits [.., vocab_size], with every rank's part.
+    """
+    wanted = torch.cat([hidden_states[start : start + count] for start, count in batch.prompt_rows])
+    logits = map(compute_logits, wanted.split(_POSITIONS_AT_ONCE))
+    if batch.seqs is None:
+        for _ in logits:
+            pass
+        return None
+    owners: dict[int, tuple[int, int]] = {}
+    targets = []
+    num_entries = num_top = 0
+    for row, seq in enumerate(batch.seqs):
+        count = _num_targets(seq)
+        if count > 0:
+            owners[row] = num_entries, num_entries + count
+            num_entries += count
+            first = seq.num_cached_tokens + 1
+            targets.append(np.frombuffer(seq.tokens, np.int32)[first : first + count])
+            num_top = max(num_top, seq.params.prompt_logprobs)
+    arrays = {"targets": np.concatenate(targets).astype(np.int64)}
+    tokens = send_arrays(arrays, hidden_states.device)["targets"].split(_POSITIONS_AT_ONCE)
+    found = [token_logprobs(some, token, num_top) for some, token in zip(logits, tokens, strict=True)]
+    return LogprobRows(owners, *(torch.cat(parts) for parts in zip(*found, strict=True)))

@@ -19,25 +19,17 @@ from nanovllm.layers.token_masks import apply_bitmask, forbid, num_mask_words
 
 
 class Forward(NamedTuple):
-    """A step whose logits are computed and whose tokens are not sampled yet. Tensors have one row for each sequence.
-
-    Attributes:
-        seqs: its sequences.
-        is_prefill: whether they are prefilled.
-        logits: [num_seqs, vocab_size], any float dtype. Valid, like the other tensors, until the next step is launched.
-        temperatures, seeds, positions: as for Sampler.
-        fed_tokens: int64: each sequence's last token, which the host may not know yet; None in a prefill.
-        prompts: log-probabilities of prompt tokens, if a sequence asks for them.
-    """
+    """A step whose logits are computed and whose tokens are not sampled yet. Tensors have one row for each sequence,
+    and are valid until the next step is launched."""
 
     seqs: list[Sequence]
     is_prefill: bool
-    logits: torch.Tensor
-    temperatures: torch.Tensor
+    logits: torch.Tensor  # [num_seqs, vocab_size], any float dtype
+    temperatures: torch.Tensor  # as for Sampler, with the next two
     seeds: torch.Tensor
     positions: torch.Tensor
-    fed_tokens: torch.Tensor | None = None
-    prompts: LogprobRows | None = None
+    fed_tokens: torch.Tensor | None = None  # int64, last tokens, which the host may not know yet; None in a prefill
+    prompts: LogprobRows | None = None  # log-probabilities of prompt tokens, if a sequence asks for them
 
 
 class SamplingPipeline:
@@ -57,12 +49,9 @@ class SamplingPipeline:
         self._counts: TokenCounts | None = None
 
     def draw(self, forward: Forward) -> tuple[torch.Tensor, StepLogprobs | None]:
-        """Sample the step's tokens. The host must know every token of a sequence with a grammar or bad words by now.
-
-        Returns:
-            int64 [num_seqs] on the device, NON_FINITE for a sequence for which no token is left (its `error` says
-            why), and the log-probabilities that were asked for.
-        """
+        """Sample the step's tokens, int64 [num_seqs] on the device, and the log-probabilities that were asked for.
+        NON_FINITE is the token of a sequence for which none is left (its `error` says why). The host must know every
+        token of a sequence with a grammar or bad words by now."""
         arrays = self._host_arrays(forward)
         device = send_arrays(arrays, self.device) if arrays else {}
         logits, thresholds = self._edited(forward, device), None
@@ -105,10 +94,7 @@ class SamplingPipeline:
     def _host_arrays(self, forward: Forward) -> dict[str, np.ndarray]:
         """Rows are those of the step; biased and forbidden are places in the flat logits."""
         seqs = forward.seqs
-        truncated: list[int] = []
-        penalized: list[int] = []
-        masked: list[int] = []
-        reported: list[int] = []
+        truncated, penalized, masked, reported = (list[int]() for _ in range(4))
         flat: dict[str, list[np.ndarray]] = {"biased": [], "biases": [], "forbidden": []}
         for row, seq in enumerate(seqs):
             # No token is sampled for a prefill that goes on, or for a sequence that has ended meanwhile.
@@ -137,23 +123,14 @@ class SamplingPipeline:
         if reported:
             arrays["reported"] = np.array(reported, np.int64)
         if truncated:
-            arrays |= self._truncation_arrays(seqs, truncated)
+            truncations = [seqs[row].params for row in truncated]
+            for name, off, dtype in (("top_k", 0, np.int32), ("top_p", 1, np.float32), ("min_p", 0, np.float32)):
+                arrays[name] = np.full(len(seqs), off, dtype)
+                arrays[name][truncated] = list(map(attrgetter(name), truncations))
         if penalized:
             arrays |= self._penalty_arrays(seqs, penalized, forward.is_prefill)
         if masked:
             arrays |= self._mask_arrays(seqs, masked)
-        return arrays
-
-    @staticmethod
-    def _truncation_arrays(seqs: list[Sequence], rows: list[int]) -> dict[str, np.ndarray]:
-        arrays = {
-            "top_k": np.zeros(len(seqs), np.int32),
-            "top_p": np.ones(len(seqs), np.float32),
-            "min_p": np.zeros(len(seqs), np.float32),
-        }
-        params = [seqs[row].params for row in rows]
-        for name, values in arrays.items():
-            values[rows] = list(map(attrgetter(name), params))
         return arrays
 
     def _penalty_arrays(self, seqs: list[Sequence], rows: list[int], is_prefill: bool) -> dict[str, np.ndarray]:
@@ -183,7 +160,6 @@ class SamplingPipeline:
         }
 
     def _mask_arrays(self, seqs: list[Sequence], rows: list[int]) -> dict[str, np.ndarray]:
-        """Rows of the logits, and the tokens that are allowed in each."""
         rows = sorted(rows, key=lambda row: seqs[row].grammar is None)
         grammars = []
         for seq in (seqs[row] for row in rows):
@@ -219,7 +195,6 @@ class SamplingPipeline:
             )
 
     def _ends(self, seq: Sequence) -> list[int]:
-        """The tokens of the vocabulary that could end the sequence."""
         return [token for token in {*self.eos, *seq.params.stop_token_ids} if token < self.vocab_size]
 
 

@@ -16,11 +16,7 @@ class Grammars:
     """Compiles forms for one tokenizer, with llguidance."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: Iterable[int]):
-        """
-        Args:
-            tokenizer: a fast transformers tokenizer.
-            vocab_size: the model's, which may be larger than the tokenizer's.
-            eos: one or more end-of-sequence token ids, which follow a complete form.
+        """vocab_size: the model's, which may be larger than the tokenizer's. eos: tokens that follow a complete form.
 
         Raises:
             ImportError: llguidance is not installed.
@@ -44,7 +40,7 @@ class Grammars:
         self._compiled = lru_cache(_MAX_COMPILED)(self._compile)
 
     def start(self, form: StructuredOutputsParams) -> "Grammar":
-        """The form's grammar before its first token. Raises ValueError where it cannot be enforced."""
+        """The form's grammar before its first token. Raises ValueError if it cannot be enforced."""
         return Grammar(self, self._compiled(form))
 
     def _compile(self, form: StructuredOutputsParams) -> Any:
@@ -61,7 +57,6 @@ class Grammars:
         return matcher
 
     def _source(self, form: StructuredOutputsParams) -> str:
-        """The form in llguidance's language. Raises ValueError."""
         matcher_class: Any = self._llguidance.LLMatcher
         if form.json is not None:
             if form.whitespace_pattern is None:
@@ -100,10 +95,8 @@ class Grammar:
         return self._compiled.deep_copy()
 
     def advance(self, token_ids: Sequence[int], num_tokens: int) -> str | None:
-        """Read the tokens that are new in the completion, which has num_tokens tokens and ends with token_ids[-1].
-
-        Returns what went wrong, if anything: from then on only an end-of-sequence token is allowed.
-        """
+        """Read what is new in the completion, the last num_tokens of token_ids. Returns what went wrong, if anything:
+        from then on only an end-of-sequence token is allowed."""
         new = num_tokens - self._num_tokens
         if new > 0:
             self._num_tokens = num_tokens

@@ -8,13 +8,10 @@ _FEWEST_ROWS = 8
 
 
 class TokenCounts:
-    """The state for `layers.penalties.apply_penalties`: one row for each penalized sequence of a step.
+    """The state for `layers.penalties.apply_penalties`: int32 [rows, vocab_size], a row for each penalized sequence.
 
     A sequence keeps its row from step to step until another one needs it. A lost row is written anew from the host's
     tokens. So nobody needs to say when a sequence ends, and there are never more rows than a step has sequences.
-
-    Attributes:
-        state: int32 [rows, vocab_size]; `assign` replaces it by a larger tensor when it needs more rows.
     """
 
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device):
@@ -24,15 +21,9 @@ class TokenCounts:
         self._rows: dict[int, tuple[int, int]] = {}  # owner -> (row, tokens in it), least recently used first
 
     def assign(self, lengths: dict[int, int]) -> tuple[list[int], list[bool]]:
-        """Give each owner of a step a row, in order, and count its newest token as being in it.
-
-        Args:
-            lengths: {owner: its number of tokens}, max_rows owners at most.
-
-        Returns:
-            The rows, and whether each holds all of the owner's tokens but the newest: then call `advance`, else
-            `write`.
-        """
+        """Give each owner of a step a row, in order, and count its newest token as being in it. lengths: {owner: its
+        number of tokens}. Returns the rows, and for each whether the newest token is all that it lacks: then call
+        `advance`, else `write`."""
         known = {owner: self._rows.pop(owner) for owner in lengths if owner in self._rows}
         size, vocab_size = self.state.shape
         if len(lengths) > size:

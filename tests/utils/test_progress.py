@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from nanovllm.utils import start_progress as progress_module
-from nanovllm.utils.start_progress import StartProgress
+from nanovllm.utils import progress as progress_module
+from nanovllm.utils.progress import StartProgress
 
 
 class Terminal(io.StringIO):
