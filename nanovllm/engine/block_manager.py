@@ -4,6 +4,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Container
 from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
@@ -12,28 +13,18 @@ import xxhash
 from nanovllm.engine.sequence import Sequence
 
 
+@dataclass(slots=True, eq=False)
 class Block:
-    """`block_size` consecutive token slots of the KV cache.
+    """`block_size` consecutive token slots of the KV cache."""
 
-    Attributes:
-        block_id: its index in the cache.
-        ref_count: number of block tables that contain it; 0 = free.
-        hash: of all tokens up to the end of this block; -1 if it is not full yet, or unknown.
-        token_ids: the tokens whose keys and values it holds, once hashed.
-        prefix_id: the content_id of the block before it, 0 for a first block.
-        content_id: stands for (prefix_id, token_ids); blocks with the same content share it. A hit must match both, so
-            a hash collision, here or in a block before, costs a miss and never a wrong answer.
-    """
-
-    __slots__ = ("block_id", "content_id", "hash", "prefix_id", "ref_count", "token_ids")
-
-    def __init__(self, block_id: int):
-        self.block_id = block_id
-        self.ref_count = 0
-        self.hash = -1
-        self.token_ids: AbstractSequence[int] = ()
-        self.prefix_id = 0
-        self.content_id = 0
+    block_id: int  # its index in the cache
+    ref_count: int = 0  # number of block tables that contain it; 0 = free
+    hash: int = -1  # of all tokens up to its end; -1 if it is not full yet, or forgotten
+    token_ids: AbstractSequence[int] = ()  # whose keys and values it holds, once hashed
+    prefix_id: int = 0  # content_id of the block before it; 0 for a first block
+    # Stands for (prefix_id, token_ids): blocks with the same content share it. A hit must match both, so a hash
+    # collision, here or in a block before, costs a miss and never a wrong answer.
+    content_id: int = 0
 
     def holds(self, token_ids: AbstractSequence[int], prefix_id: int) -> bool:
         return self.prefix_id == prefix_id and self.token_ids == token_ids

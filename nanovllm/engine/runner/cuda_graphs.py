@@ -40,14 +40,9 @@ class DecodeGraphs:
         device: torch.device,
         pool: tuple[int, int] | None = None,
     ):
-        """
-        Args:
-            decode: decode(n) computes the first n rows of buffers that stay where they are.
-            prepare: prepare(n) fills them with n rows of padding, and launches every kernel that decode(n) launches: a
-                capture can neither load nor compile one.
-            sizes: batch sizes, ascending.
-            pool: memory of another DecodeGraphs, whose graphs never run while these do; None takes new memory.
-        """
+        """decode(n) computes the first n rows of buffers that stay where they are. prepare(n) fills them with padding
+        and launches every kernel that decode(n) launches, because a capture can neither load nor compile one. pool:
+        memory of another DecodeGraphs, whose graphs never run while these do; None takes new memory."""
         self.sizes = sizes
         self.max_batch_size = sizes[-1]
         self.pool = pool or torch.cuda.graph_pool_handle()
