@@ -1,48 +1,88 @@
-"""When sequences that wait may begin.
-
-Prefill comes first, but only for as long as decode can use what it brings. Once max_num_seqs sequences run, or the
-cache is as good as full, those that wait do so without blocks: whoever takes the last ones is the first to be
-preempted, and is computed again.
-"""
+"""Which waiting sequences may begin, in a prefill step or beside a decode step."""
 
 from collections.abc import Collection
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 
-# One in so many of the cache's blocks, or as many as the running sequences may still open, is left to them when another
-# one begins. As many more have to be free before any begins, so that several do together: a prefill step of one prompt
-# takes the host as long as one of ten.
-SPARE_SHARE = 16
+# At most one in so many blocks is reserved for the running sequences. Twice the reserve has to be free before others
+# begin, so that several do at once: a prefill step of one prompt takes the host as long as one of ten.
+RESERVED_SHARE = 16
+
+# A mixed step reads a prompt's keys once for each of its tokens, a prefill step once for many tokens.
+_MAX_MIXED_PROMPT_TOKENS = 2048
 
 
 class Admission:
-    """One prefill step's.
+    """Decides for one prefill step how many sequences may begin.
+
+    Once max_num_seqs sequences run or the cache is nearly full, others wait: whoever takes the last blocks is the first
+    to be preempted.
 
     Attributes:
-        is_open: whether sequences may begin in this step, if there are blocks for them.
-        num_spare: blocks that have to stay free when one begins; means nothing where none may.
+        is_open: whether sequences may begin, if there are blocks for them.
+        num_reserved: blocks that stay free, because the running sequences may still need them.
     """
 
     def __init__(self, manager: BlockManager, running: Collection[Sequence], max_num_seqs: int, max_seq_len: int):
         self._max_seq_len = max_seq_len
-        self._most_spare = len(manager.blocks) // SPARE_SHARE
-        self.num_spare = 0
+        self._max_reserved = len(manager.blocks) // RESERVED_SHARE
+        self.num_reserved = 0
         self.is_open = len(running) < max_num_seqs
-        if not self.is_open:  # At each decode step of a full batch with a queue behind it: nobody asks for more then.
+        if not self.is_open:  # The common case with a long queue.
             return
         for seq in running:
-            if self.num_spare == self._most_spare:
+            if self.num_reserved == self._max_reserved:
                 break
-            self.began(seq)
-        self.is_open = len(manager.free_block_ids) >= 2 * self.num_spare
+            self.add_running(seq)
+        self.is_open = len(manager.free_block_ids) >= 2 * self.num_reserved
 
-    def began(self, seq: Sequence) -> None:
-        """Count the blocks that the sequence may still open."""
-        self.num_spare = min(self.num_spare + num_blocks_to_come(seq, self._max_seq_len), self._most_spare)
+    def add_running(self, seq: Sequence) -> None:
+        """Reserve the blocks that the sequence, by max_tokens, may still need."""
+        longest = min(seq.num_prompt_tokens + seq.max_tokens, self._max_seq_len)
+        num_blocks = -(-longest // seq.block_size) - len(seq.block_table)
+        self.num_reserved = min(self.num_reserved + num_blocks, self._max_reserved)
 
 
-def num_blocks_to_come(seq: Sequence, max_seq_len: int) -> int:
-    """Blocks that the sequence has not got and, by max_tokens, may still want."""
-    longest = min(seq.num_prompt_tokens + seq.max_tokens, max_seq_len)
-    return -(-longest // seq.block_size) - len(seq.block_table)
+class MixedSteps:
+    """Decides for one step which prompts are computed in spare rows of a decode step (Sarathi, Agrawal et al. 2023).
+
+    A decode step of a wide model spends its time reading weights, so a few hundred rows take little longer than one. A
+    prompt's token is cheaper there than in a prefill step, but the prompt starts slowly. So it must be able to end, by
+    max_tokens, no later than the longest running sequence. And all waiting sequences must find a place in the batch;
+    otherwise a prefill fills it sooner.
+    """
+
+    def __init__(
+        self,
+        running: Collection[Sequence],
+        waiting: Collection[Sequence],
+        num_rows: int,
+        max_num_seqs: int,
+        max_seq_len: int,
+    ):
+        """num_rows: of a mixed step; 0 for no such steps."""
+        self._num_rows, self._max_seq_len = num_rows, max_seq_len
+        self._is_open = num_rows > 0 and len(waiting) > 0 and len(waiting) + len(running) <= max_num_seqs
+        self._num_running = self._longest = 0
+        if self._is_open:
+            for seq in running:
+                self.add_running(seq)
+
+    def add_running(self, seq: Sequence) -> None:
+        self._num_running += 1
+        self._longest = max(self._longest, self._num_tokens_left(seq))
+        self._is_open &= seq.is_plain  # Other requests sample from logits, which mixed steps do not give.
+
+    def admits(self, seq: Sequence) -> bool:
+        num_free = self._num_rows - self._num_running
+        if not self._is_open or not self._num_running or num_free <= 0:
+            return False
+        if not seq.is_plain or seq.num_tokens > _MAX_MIXED_PROMPT_TOKENS:
+            return False
+        num_steps = -(-(seq.num_tokens - seq.num_cached_tokens) // num_free)
+        return num_steps + self._num_tokens_left(seq) <= self._longest
+
+    def _num_tokens_left(self, seq: Sequence) -> int:
+        """Tokens that the sequence may still generate."""
+        return min(seq.max_tokens - seq.num_completion_tokens, self._max_seq_len - seq.num_tokens)

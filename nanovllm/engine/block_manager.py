@@ -4,6 +4,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Container
 from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
@@ -12,32 +13,20 @@ import xxhash
 from nanovllm.engine.sequence import Sequence
 
 
+@dataclass(slots=True, eq=False)
 class Block:
-    """`block_size` consecutive token slots of the KV cache.
+    """`block_size` consecutive token slots of the KV cache."""
 
-    Attributes:
-        block_id: its index in the cache; slots block_id * block_size ... + block_size - 1.
-        ref_count: block tables that name it; 0 = free.
-        hash: chain hash of the full prefix that ends with this block, -1 = open or unhashed.
-        token_ids: the tokens whose keys and values it holds, once hashed.
-        prefix_id: the content_id of the block before it, 0 for a first block.
-        content_id: names one (prefix_id, token_ids): blocks that hold the same content share it. A hit must
-            match token_ids and prefix_id, so a hash collision, be it here or further up the chain, costs a
-            miss and never a wrong answer.
-    """
-
-    __slots__ = ("block_id", "content_id", "hash", "prefix_id", "ref_count", "token_ids")
-
-    def __init__(self, block_id: int):
-        self.block_id = block_id
-        self.ref_count = 0
-        self.hash = -1
-        self.token_ids: AbstractSequence[int] = ()
-        self.prefix_id = 0
-        self.content_id = 0
+    block_id: int  # its index in the cache
+    ref_count: int = 0  # number of block tables that contain it; 0 = free
+    hash: int = -1  # of all tokens up to its end; -1 if it is not full yet, or forgotten
+    token_ids: AbstractSequence[int] = ()  # whose keys and values it holds, once hashed
+    prefix_id: int = 0  # content_id of the block before it; 0 for a first block
+    # Stands for (prefix_id, token_ids): blocks with the same content share it. A hit must match both, so a hash
+    # collision, here or in a block before, costs a miss and never a wrong answer.
+    content_id: int = 0
 
     def holds(self, token_ids: AbstractSequence[int], prefix_id: int) -> bool:
-        """Whether it holds these tokens after that prefix."""
         return self.prefix_id == prefix_id and self.token_ids == token_ids
 
     def update(self, hash: int, token_ids: AbstractSequence[int]) -> None:
@@ -55,9 +44,8 @@ class Block:
 class BlockManager:
     """Hands out the KV cache's blocks, shares those with equal prefixes, takes them back.
 
-    `free_block_ids` (first in, first out) and `used_block_ids` are at all times a partition of all ids. A
-    freed block keeps its hash, so that it can be found again until it is reused. Every operation is O(1) a
-    block: the free list is a linked hash map, which gives up a block in its middle as fast as its first.
+    `free_block_ids` (first in, first out) and `used_block_ids` partition all ids. A freed block keeps its hash, and can
+    be found until it is reused. Every operation is O(1) a block: an OrderedDict drops a key from its middle in O(1).
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
@@ -71,8 +59,8 @@ class BlockManager:
 
     @staticmethod
     def compute_hash(token_ids: AbstractSequence[int], prefix: int = -1) -> int:
-        """xxh64 of the previous block's hash (8 bytes, little endian; nothing where prefix is -1) and the
-        tokens (8 bytes each): equal hashes mean equal prefixes."""
+        """xxh64 of the previous block's hash (8 bytes, little endian; none if prefix is -1) and the tokens (8 bytes
+        each)."""
         h = xxhash.xxh64()
         if prefix != -1:
             h.update(prefix.to_bytes(8, "little"))
@@ -80,11 +68,9 @@ class BlockManager:
         return h.intdigest()
 
     def can_allocate(self, seq: Sequence, reserve: int = 0) -> bool:
-        """Whether the free blocks suffice for all of the sequence's tokens, shared blocks discounted, and leave that
-        many free."""
+        """Whether there are blocks for all of the sequence's tokens, so that `reserve` blocks stay free."""
         num_free = len(self.free_block_ids) - reserve
-        # Most answers need no look at the prefix cache: there is room even if no block is shared, or none even if every
-        # block is that may be.
+        # Most answers do not depend on how many blocks are shared, and need no look at the prefix cache.
         if seq.num_blocks <= num_free:
             return True
         if seq.num_blocks - self._max_shared_blocks(seq) > num_free:
@@ -94,13 +80,10 @@ class BlockManager:
         return seq.num_blocks - len(shared) + num_taken_back <= num_free
 
     def allocate(self, seq: Sequence) -> None:
-        """Fill the sequence's block table and set num_cached_tokens to what the prefix cache gave.
-
-        At least one token is always left to compute, also where every block of the prompt is known: the
-        logits of the last token are needed. Call can_allocate first.
-        """
+        """Fill the sequence's block table, and set num_cached_tokens to what the prefix cache gave: never all tokens,
+        because the logits of the last one are needed. Call can_allocate first."""
         shared = self._find_shared_blocks(seq)
-        # Shared blocks first: a fresh one is the block freed longest ago, which may be one of them.
+        # Shared blocks first: the next free block may be one of them.
         for block_id in shared:
             block = self.blocks[block_id]
             if block.ref_count == 0:
@@ -113,8 +96,8 @@ class BlockManager:
             seq.num_shared_tokens = seq.num_cached_tokens
 
     def deallocate(self, seq: Sequence) -> None:
-        """Drop the sequence's references. Last block first, so that of a freed sequence the front, which
-        others are likeliest to ask for, is reused last."""
+        """Drop the sequence's references. The last block is freed and so reused first; others are likeliest to share
+        the first one."""
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -126,21 +109,19 @@ class BlockManager:
         seq.num_scheduled_tokens = 0
 
     def can_append(self, seq: Sequence) -> bool:
-        """Whether the slot for the sequence's last token exists or can be made."""
+        """Whether there is a slot for the sequence's last token, or a free block for it."""
         return seq.num_blocks <= len(seq.block_table) or bool(self.free_block_ids)
 
     def may_append(self, seq: Sequence) -> None:
-        """Give the sequence a fresh block where its last token opens one. Call can_append first."""
+        """Give the sequence a block if its last token needs one. Call can_append first."""
         if seq.num_blocks > len(seq.block_table):
             seq.block_table.append(self._take_free_block())
 
     def hash_blocks(self, seq: Sequence, num_tokens: int) -> None:
-        """Make the blocks findable that became full when the cached tokens grew from `num_tokens` to
-        seq.num_cached_tokens. Only now: before, another prompt would have read what was not yet written."""
-        if not self.enable_prefix_caching:
-            return
+        """Let others find the blocks that became full when the cached tokens grew from `num_tokens` to
+        seq.num_cached_tokens."""
         first, end = num_tokens // self.block_size, seq.num_cached_tokens // self.block_size
-        if first == end:
+        if not self.enable_prefix_caching or first == end:
             return
         self._extend_hashes(seq, end)
         prefix_id = self.blocks[seq.block_table[first - 1]].content_id if first else 0
@@ -149,8 +130,8 @@ class BlockManager:
             block = self.blocks[seq.block_table[i]]
             block.update(hash, tokens)
             block.prefix_id = prefix_id
-            # Where two sequences computed the same block side by side, the first stays the findable one. One that
-            # holds something else gives way: its prefix is no longer known, or the hashes collide.
+            # If two sequences have computed the same block side by side, the first one stays findable. A block with
+            # this hash and other content is replaced: its prefix is no longer known, or the hashes collide.
             known = self.blocks[self.hash_to_block_id.setdefault(hash, block.block_id)]
             if known is not block and known.holds(tokens, prefix_id):
                 block.content_id = known.content_id
@@ -160,7 +141,7 @@ class BlockManager:
             prefix_id = block.content_id
 
     def hashes_scheduled(self, seq: Sequence) -> list[int]:
-        """Hashes of the blocks that become full with the tokens that are scheduled for the sequence."""
+        """Hashes of the blocks that the sequence's scheduled tokens fill."""
         if not self.enable_prefix_caching:
             return []
         first = seq.num_cached_tokens // self.block_size
@@ -169,12 +150,12 @@ class BlockManager:
         return seq.block_hashes[first:end]
 
     def num_findable_tokens(self, seq: Sequence) -> int:
-        """Tokens that allocate would find in the prefix cache for a sequence without blocks."""
+        """Tokens that `allocate` would find in the prefix cache."""
         return len(self._find_shared_blocks(seq)) * self.block_size
 
     def is_worth_waiting(self, seq: Sequence, scheduled: Container[int]) -> bool:
-        """Whether the first block that the cache cannot give the sequence is among the hashes that others have
-        scheduled: after this step the sequence can share it instead of computing it again."""
+        """Whether the first block that the cache lacks is `scheduled` for others (hashes): after this step the sequence
+        can share it instead of computing it again."""
         if not scheduled:
             return False
         num_shared = len(self._find_shared_blocks(seq))
@@ -187,7 +168,7 @@ class BlockManager:
             block.update(-1, ())
 
     def forget_blocks(self, seq: Sequence) -> None:
-        """Let nobody find the blocks that hold what a sequence began with, unless another one uses them."""
+        """Let nobody find the free blocks that hold a sequence's tokens."""
         for hash in seq.block_hashes:
             block_id = self.hash_to_block_id.get(hash)
             if block_id is not None and self.blocks[block_id].ref_count == 0:
@@ -200,7 +181,7 @@ class BlockManager:
         return (seq.num_tokens - 1) // self.block_size
 
     def _find_shared_blocks(self, seq: Sequence) -> list[int]:
-        """Ids of the known blocks from the front; the first miss ends the walk."""
+        """Ids of the known blocks, up to the first miss."""
         found = []
         prefix_id = 0
         for i in range(self._max_shared_blocks(seq)):
@@ -213,8 +194,8 @@ class BlockManager:
         return found
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
-        """Compute the chain up to num_blocks full blocks. Kept on the sequence: the head of the waiting queue
-        is looked up again at every step that has no room for it."""
+        """Compute the hashes of the first num_blocks blocks. The sequence keeps them: while there is no room for the
+        head of the waiting queue, it is looked up at every step."""
         hashes = seq.block_hashes
         while len(hashes) < num_blocks:
             prefix = hashes[-1] if hashes else -1

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count, takewhile
-from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, cast
 
 from typing_extensions import Self
@@ -17,7 +16,7 @@ from nanovllm.config import Config
 from nanovllm.engine.engine_lock import Call, EngineLock
 from nanovllm.engine.ranks.executor import Executor
 from nanovllm.engine.requests.detokenizer import Detokenizer, read_new_tokens
-from nanovllm.engine.requests.outputs import EngineStats, RequestOutput
+from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, engine_stats
 from nanovllm.engine.requests.request_checker import (
     Prompt,
     RequestChecker,
@@ -39,37 +38,28 @@ from nanovllm.utils.progress import check_use_tqdm, progress_bar
 logger = logging.getLogger(__name__)
 
 _BY_HAND = Call("add_request() or step()")
-_IS_PREFILLING = attrgetter("is_prefilling")
 
 
 class Step(NamedTuple):
-    """A step that has been launched.
-
-    Attributes:
-        seqs: its sequences.
-        prefilled: those of them that it prefills.
-        num_tokens: tokens that a prefill computes, or minus the number of sequences that a decode step advances (in a
-            mixed step without the tokens of prompts beside them).
-        tokens: its tokens to be; a Forward where they are still to be sampled; None where there is no step.
-    """
+    """A step that has been launched."""
 
     seqs: list[Sequence]
-    prefilled: list[Sequence]
-    num_tokens: int
-    tokens: SampledTokens | Forward | None
+    prefilled: list[Sequence]  # those of seqs that it prefills
+    num_tokens: int  # as `LLMEngine.step` returns it
+    tokens: SampledTokens | Forward | None  # a Forward if they are not sampled yet; None if there was nothing to launch
 
 
 class LLMEngine:
     """Generates completions for batches of prompts.
 
-    Use it as a context manager, or call exit(), or just drop it: each gives all memory back.
+    Use it as a context manager, call exit(), or just drop it: each gives all memory back. It cannot be pickled or
+    copied.
 
-    It serves one thread at a time: while one is inside a call, other threads may call exit(), stats() and
-    is_finished(), and any other call of theirs raises RuntimeError. It cannot be pickled or copied.
+    It serves one thread at a time. While one thread is inside a call, others may call exit(), stats() and
+    is_finished(); any other call of theirs raises RuntimeError.
 
-    With tensor_parallel_size > 1, an exception in a step ends the engine, for its processes are out of step then; it
-    is a WorkerError where a worker died or failed. Ctrl-C does not: it waits until the step under way has been
-    launched, and the engine stays usable.
+    With tensor_parallel_size > 1, an exception in a step ends the engine, because its processes are out of step then.
+    It is a WorkerError if a worker died or failed. Ctrl-C leaves the engine usable.
 
     Attributes:
         config: the checked options.
@@ -80,23 +70,23 @@ class LLMEngine:
     def __init__(self, model: str | os.PathLike[str], **options: Any):
         """
         Args:
-            model: a directory, a hub id, or a published shape's name; see Config for it and all options.
+            model: a directory, a hub id, or a published shape's name.
+            options: see Config.
 
         Raises:
-            TypeError, ValueError, FileNotFoundError: as Config does, and for weights that do not fit the model.
+            TypeError, ValueError, FileNotFoundError: a wrong option, or weights that do not fit the model.
             MemoryError: no room for a single KV cache block.
         """
         start = time.perf_counter()
-        self.config = config = Config(cast(str, model), **options)  # It makes a text of a path.
+        self.config = config = Config(cast(str, model), **options)  # which turns a path into a str
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config)
         self._detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer)
         if self.tokenizer is not None and "eos" not in options and self.tokenizer.eos_token_id is not None:
             config.add_eos([self.tokenizer.eos_token_id], "tokenizer")
         self.executor = executor = Executor(config)
         self.model_runner = executor.model_runner
-        check_workers = executor.check_workers if executor.workers else None
-        self._lock = EngineLock(executor.exit, self._is_busy, check_workers)
-        # Runs once: at exit(), when the engine is collected, or when the interpreter ends.
+        self._lock = EngineLock(executor.exit, self._is_busy, executor.check_workers if executor.workers else None)
+        # Called once: by exit(), when the engine is collected, or when the interpreter ends.
         self._finalizer = weakref.finalize(self, self._lock.exit)
         self.scheduler = Scheduler(
             config.max_num_seqs,
@@ -109,15 +99,16 @@ class LLMEngine:
             self.model_runner.mixed_step_rows,
             config.supported_model_len,
         )
-        self._checker = RequestChecker(self.tokenizer, config.hf_config.vocab_size, config.eos, self.scheduler.check)
+        check_length = self.scheduler.length_limit.check
+        self._checker = RequestChecker(self.tokenizer, config.hf_config.vocab_size, config.eos, check_length)
         seed = secrets.randbits(63) if config.seed is None else config.seed
         self._sequences = SequenceMaker(config.kvcache_block_size, seed, self._detokenizer)
         self._calls = count(1)
-        self._num_steps = 0  # launched so far
-        self._seconds = 0.0  # wall-clock time in which there was work
+        self._num_steps = 0
+        self._seconds = 0.0  # in _step
         self._in_flight: Step | None = None  # launched, its tokens not read yet
-        self._aborted: list[Sequence] = []  # to report with the next step
-        self._watches_text = False
+        self._aborted: list[Sequence] = []  # to be returned by the next _step
+        self._watches_text = False  # a request has a text_stream
         logger.info("ready in %.1f s", time.perf_counter() - start)
 
     def __enter__(self) -> Self:
@@ -127,14 +118,13 @@ class LLMEngine:
         self.exit()
 
     def __reduce__(self) -> NoReturn:
-        # The default copies all weights and the KV cache.
         raise TypeError("an LLM cannot be pickled or copied: make one LLM per process")
 
     def exit(self) -> None:
-        """Give all memory back; unfinished requests are dropped. Harmless when called again.
+        """Give all memory back; unfinished requests are dropped. Calling it again does nothing.
 
-        Any thread may call it. It waits for the step under way; the call that the step belongs to raises RuntimeError.
-        From a signal handler in the middle of a step it returns at once, and the memory is given back after the step.
+        Any thread may call it. It waits for the step under way, whose call then raises RuntimeError. In a signal
+        handler it returns at once, and the end of the step gives the memory back.
         """
         self._finalizer()
 
@@ -145,16 +135,16 @@ class LLMEngine:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends. Raises ValueError where that cannot be used."""
+        """What the model's generation_config.json recommends. Raises ValueError if that cannot be used."""
         return SamplingParams.from_generation_config(self.config.generation_config)
 
-    # -- by hand -----------------------------------------------------------------------------------------------------
+    # -- requests by hand --------------------------------------------------------------------------------------------
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue one prompt, in any form that generate accepts; `step` then works on it. Returns its id.
+        """Queue one prompt, in any form that generate accepts, for `step`. Returns its request id.
 
-        Raises ValueError (or TypeError) where generate would, and RuntimeError after exit() or while a generate(),
-        stream() or generate_iter() is under way.
+        Raises ValueError or TypeError as generate does, and RuntimeError after exit() or while a generate(), stream()
+        or generate_iter() is under way.
         """
         with self._lock.turn(_BY_HAND):
             params = check_params(SamplingParams() if sampling_params is None else sampling_params)
@@ -163,20 +153,18 @@ class LLMEngine:
             return seqs[0].request_id
 
     def abort_request(self, request_id: int | None = None) -> None:
-        """Drop an unfinished request, with all its samples, and free its blocks; None drops all there are. A request
-        that has finished or been aborted stays as it is: it may finish while the caller decides to abort it.
+        """Drop an unfinished request with all its samples, or with None all requests. A request that has finished or
+        been aborted stays as it is.
 
-        What it has so far comes back with finish_reason "abort" from a generate, stream or generate_iter; `step` does
-        not report it. Call it between steps: from on_step, or from the loop that reads a stream.
+        A generate, stream or generate_iter returns what the request has so far, with finish_reason "abort"; `step` does
+        not return it. Call this between steps: from on_step, or from the loop that reads a stream.
 
         Raises:
-            ValueError: no request has had this id.
-            TypeError: this is no id.
-            RuntimeError: another thread is inside generate() or another call.
+            ValueError, TypeError: there has been no request with this id.
+            RuntimeError: another thread is inside a call.
         """
         with self._lock.no_other_thread("abort_request()"):
-            if request_id is not None:
-                self._check_request_id(request_id)
+            self._check_request_id(request_id)
             aborted = self.scheduler.abort(None if request_id is None else [request_id])
             now = time.perf_counter()
             for seq in aborted:
@@ -185,6 +173,8 @@ class LLMEngine:
                 self._aborted += aborted
 
     def _check_request_id(self, request_id) -> None:
+        if request_id is None:
+            return
         if isinstance(request_id, bool) or not isinstance(request_id, int):
             raise TypeError(f"request_id={request_id!r}: must be an id from add_request() or a StreamDelta, or None")
         if not 0 <= request_id < self._sequences.num_requests:
@@ -193,7 +183,7 @@ class LLMEngine:
             raise ValueError(f"request_id={request_id}: there is no such request; unfinished are: {ids or 'none'}")
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; running requests keep their blocks. Raises RuntimeError while another thread is
+        """Forget all cached prefixes; running requests keep their blocks. Raises RuntimeError if another thread is
         inside a call."""
         with self._lock.no_other_thread("reset_prefix_cache()"):
             self.scheduler.block_manager.reset_prefix_cache()
@@ -203,25 +193,8 @@ class LLMEngine:
         return not self._is_busy()
 
     def stats(self) -> EngineStats:
-        """The engine's state now, and what it has done so far. It only reads counters."""
-        scheduler, manager = self.scheduler, self.scheduler.block_manager
-        queries, hits = scheduler.num_prefix_queries, scheduler.num_prefix_hits
-        return EngineStats(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            kv_blocks_total=len(manager.blocks),
-            kv_blocks_used=len(manager.used_block_ids),
-            kv_blocks_free=len(manager.free_block_ids),
-            prefix_cache_queries=queries,
-            prefix_cache_hits=hits,
-            prefix_cache_hit_rate=hits / queries if queries else 0.0,
-            prompt_tokens=scheduler.num_prompt_tokens,
-            generated_tokens=scheduler.num_generated_tokens,
-            steps=self._num_steps,
-            preemptions=scheduler.num_preemptions,
-            seconds=self._seconds,
-            tokens_per_second=scheduler.num_generated_tokens / self._seconds if self._seconds else 0.0,
-        )
+        """The engine's state now, and what it has done so far. Only reads counters."""
+        return engine_stats(self.scheduler, self._num_steps, self._seconds)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -230,14 +203,13 @@ class LLMEngine:
 
         Returns:
             [(request id, completion token ids)] of the sequences that finished, and the number of tokens that a
-            prefill computed, or minus the number of sequences that a decode step advanced (in a mixed step without the
-            tokens of prompts beside them).
+            prefill computed, or minus the number of sequences that a decode step (also a mixed one) advanced.
 
         Raises:
             RuntimeError: nothing is queued, or a generate(), stream() or generate_iter() is under way, or the engine
                 has exited.
 
-        After any other exception, from the model or from Ctrl-C, every request is dropped and the engine is usable.
+        Any other exception, from the model or from Ctrl-C, drops all requests and leaves the engine usable.
         """
         with self._lock.turn(_BY_HAND):
             if self.is_finished():
@@ -246,11 +218,11 @@ class LLMEngine:
         return [(seq.request_id, seq.completion_token_ids) for seq in finished], step.num_tokens
 
     def _step(self) -> tuple[list[Sequence], Step]:
-        """Launch the next step, then read the one before it: the sequences that it completed, and that step.
+        """Launch the next step, then read the one before it. Returns the sequences that this one finished, and itself.
 
-        So the device has work while the host reads tokens, prepares results and schedules. The next step takes the
-        tokens that are not read yet from the device. What they mean is known one step late: a sequence that ends with
-        one is computed once more, and that surplus token is dropped.
+        So the device has work while the host reads tokens, makes results and schedules. The next step takes the tokens
+        that have not been read from the device. The host learns one step late that a token ended its sequence, and
+        drops the surplus token that the next step computes for it.
         """
         start = time.perf_counter()
         if self._in_flight is None and not self.scheduler.is_finished():
@@ -270,8 +242,8 @@ class LLMEngine:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """A block that `exit` waits for. Where it fails, all requests are dropped: sequences count as computed where
-        they were not, and to go on would give wrong tokens."""
+        """A block that `exit` waits for. If it fails, all requests are dropped: their counters may be ahead of the
+        cache, and going on would give wrong tokens."""
         with self._lock.step():
             try:
                 yield
@@ -280,23 +252,22 @@ class LLMEngine:
                 raise
 
     def _launch(self) -> Step:
-        """Schedule a step and start it."""
         seqs, is_prefill = self.scheduler.schedule()
-        prefilled = list(takewhile(_IS_PREFILLING, reversed(seqs)))
+        prefilled = list(takewhile(lambda seq: seq.is_prefilling, reversed(seqs)))
         num_tokens = sum(seq.num_scheduled_tokens for seq in seqs) if is_prefill else len(prefilled) - len(seqs)
         self._num_steps += 1
         return Step(seqs, prefilled, num_tokens, self.executor.run(seqs, is_prefill))
 
     def _advance(self, step: Step) -> Step:
-        """Record the launched step, so that another can be scheduled. Where its tokens depend on those before them (a
-        grammar), they have been read by now, and its own are sampled here."""
+        """Record the launched step, so that another can be scheduled. If its tokens depend on those before them, as in
+        a grammar, these have been read by now, and its own are sampled here."""
         if isinstance(step.tokens, Forward):
             step = step._replace(tokens=self.executor.sample(step.tokens))
         self.scheduler.advance(step.seqs)
         return step
 
     def _read(self, step: Step) -> list[Sequence]:
-        """Wait for a step's tokens and record them; the sequences that they complete."""
+        """Wait for a step's tokens and record them. Returns the sequences that finished."""
         tokens: Any = step.tokens
         token_ids, logprobs = tokens.wait(), tokens.logprobs
         if logprobs is not None:
@@ -313,31 +284,29 @@ class LLMEngine:
         return finished
 
     def _stop_at_texts(self, seqs: list[Sequence]) -> list[Sequence]:
-        """End the sequences whose newest token completes a stop string; those that had not ended anyway."""
+        """End the sequences whose newest token completes a stop string. Returns those that had not ended anyway."""
         stopped = [seq for seq in seqs if seq.text_stream is not None and read_new_tokens(seq)]
         ended = [seq for seq in stopped if not seq.is_finished]
         self.scheduler.stop(ended)
         return ended
 
-    # -- who steps -------------------------------------------------------------------------------------------------
+    # -- calls that queue requests and step through them -------------------------------------------------------------
 
     def _is_busy(self) -> bool:
-        """Whether requests are unfinished, or results not delivered."""
+        """Whether requests are unfinished, or finished ones not returned."""
         return bool(self._in_flight or self._aborted) or not self.scheduler.is_finished()
 
     def _has_work(self, call: Call) -> bool:
-        """Whether `_step` has something to give to this call. Another call's turn comes only after nothing of this
-        one's is left."""
+        """Whether `_step` has something to return to this call. Another call begins only when nothing is left."""
         return call == self._lock.owner and self._is_busy()
 
     @contextmanager
     def _driving(self, call: Call) -> Iterator[None]:
-        """A block that computes steps for a call. Where it raises, all requests are dropped."""
+        """A block that computes steps for a call. If it raises, all requests are dropped."""
         self._lock.own(call)
         try:
             yield
-        except GeneratorExit:
-            # Nobody reads on. That happens between two steps, where everything is in order and the cache worth keeping.
+        except GeneratorExit:  # between two steps, so that the prefix cache can be kept
             self._drop(call, self.scheduler.abort)
             raise
         except BaseException:
@@ -345,7 +314,7 @@ class LLMEngine:
             raise
 
     def _drop(self, call: Call, drop: Callable[[], object]) -> None:
-        """Drop all sequences, unless another call's turn has come: a stream may be closed late, and in any thread."""
+        """Drop all sequences, unless another call has begun: a stream may be closed late, and in any thread."""
         with self._lock.if_owner(call) as is_owner:
             if is_owner:
                 self._drop_all(drop)
@@ -355,13 +324,13 @@ class LLMEngine:
         self._in_flight, self._aborted = None, []
 
     def _queue(self, call: Call, requests: list[list[Sequence] | Exception], reorder: bool = False) -> int:
-        """Queue the requests that can be served; the number of sequences. reorder: see `longest_first`."""
+        """Queue the requests that can be served. Returns the number of sequences. reorder: see `longest_first`."""
         seqs = [seq for request in requests if isinstance(request, list) for seq in request]
         if reorder:
             manager = self.scheduler.block_manager
             capacity = len(manager.blocks) * manager.block_size
             seqs = longest_first(seqs, self.scheduler.max_seq_len, capacity, manager.enable_prefix_caching)
-        self._lock.own(call)  # Once more: the iterable that gave the prompts may have used the engine itself.
+        self._lock.own(call)  # again, because the iterable of prompts may have used the engine itself
         if self.scheduler.is_finished():
             self._watches_text = False
         now = time.perf_counter()
@@ -381,31 +350,30 @@ class LLMEngine:
         on_error: str = "raise",
         on_step: Callable[[EngineStats], object] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt. Those with the larger max_tokens may begin first.
+        """Complete every prompt. Prompts with a larger max_tokens may begin first.
 
         Args:
-            prompts: one prompt, or a list or other iterable of prompts. A prompt is a text; a list, tuple, array or
-                tensor of token ids; {"prompt": text}; {"prompt_token_ids": token ids}, which win over a text beside
-                them; or a tokenizer's output for one text. Several may also be a tokenizer's output for all of them,
-                whose padding is dropped, or an array or tensor of [num_prompts, num_tokens] without padding.
-            sampling_params: one for all prompts, or a list with one each; None samples with the defaults.
-            use_tqdm: show finished completions, and prefill and decode tokens a second, in a terminal or a notebook;
-                or a function that makes the bar, such as functools.partial(tqdm, leave=False).
-            on_error: what becomes of a prompt that cannot be served, or whose parameters cannot: "raise" refuses
-                them all before any work; "return" serves the others, and its own result has finish_reason "error"
-                and says in `error` what is wrong.
-            on_step: called with stats() after every step, to watch the engine at work; it may call abort_request.
+            prompts: one prompt, or an iterable of prompts. A prompt is a text; a list, tuple, array or tensor of token
+                ids; {"prompt": text}; {"prompt_token_ids": token ids}; or a tokenizer's output for one text. Several
+                may also be a tokenizer's output for all of them, or an array or tensor [num_prompts, num_tokens].
+            sampling_params: one for all prompts, or a list with one each; None for the defaults.
+            use_tqdm: show a progress bar in a terminal or a notebook; or a function that makes the bar, such as
+                functools.partial(tqdm, leave=False).
+            on_error: "raise" refuses all prompts before any work if one cannot be served; "return" serves the others,
+                and returns a result with finish_reason "error" for that one.
+            on_step: called with stats() after every step; may call abort_request.
 
         Returns:
-            One RequestOutput a prompt, in the order of the prompts. Whatever on_error says, its finish_reason is
-            "error" where the model's logits are NaN or infinite, or no token is left to draw.
+            One RequestOutput for each prompt, in order. With either on_error, finish_reason is "error" if the model's
+            logits are NaN or infinite, or no token is left to sample.
 
         Raises:
-            ValueError, TypeError: a wrong argument, before any work: the message names the argument and the
-                prompt's index. The engine stays usable, also after an exception or Ctrl-C half-way: the batch's
-                requests are dropped and their blocks are free again.
-            RuntimeError: after exit(), which another thread may call meanwhile; while requests of add_request(), a
-                stream() or a generate_iter() are unfinished; and while another thread is inside a call.
+            ValueError, TypeError: a wrong argument, before any work. The message names the argument and the prompt's
+                index.
+            RuntimeError: after exit(), also by another thread; while requests of add_request(), a stream() or a
+                generate_iter() are unfinished; and while another thread is inside a call.
+
+        After an exception or Ctrl-C, the requests are dropped and the engine is usable.
         """
         with self._lock.turn(call := self._new_call("generate()")):
             check_choice("on_error", on_error, ("raise", "return"))
@@ -415,16 +383,16 @@ class LLMEngine:
             prompts = list(self._checker.as_prompts(prompts))
             params = params_per_prompt(sampling_params, len(prompts))
             results = Results()
-            with old_objects_set_aside():  # Thousands of requests are enough new objects for a look at all old ones.
+            with old_objects_set_aside():  # Thousands of new objects would make the collector look at all old ones.
                 requests = self._make_requests(prompts, params, on_error)
             results.admit(requests)
             with self._driving(call), old_objects_set_aside():
                 num_seqs = self._queue(call, requests, reorder=True)
-                del requests  # A sequence goes when its result is there, and not all of them after the last step.
+                del requests  # so that each sequence is freed with its result, not all after the last step
                 with progress_bar(use_tqdm, num_seqs) as show:
                     while self._has_work(call):
                         finished, step = self._step()
-                        self._set_texts(finished)  # while the GPU works on the step that follows
+                        self._set_texts(finished)  # while the device computes the next step
                         results.record(finished)
                         if on_step is not None:
                             on_step(self.stats())
@@ -446,5 +414,5 @@ class LLMEngine:
         start: int = 0,
         streams: bool = False,
     ) -> list[list[Sequence] | Exception]:
-        """The samples of each prompt, or with on_error "return" what is wrong with it. start: the first one's index."""
+        """The samples of each prompt, or with on_error="return" its error. start: index of the first prompt."""
         return self._sequences.make_all(self._checker.check_all(prompts, params, on_error, start), params, streams)

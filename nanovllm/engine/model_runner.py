@@ -1,10 +1,9 @@
-"""ModelRunner: one rank's model on its device: load it, find out how much memory there is, run steps."""
+"""ModelRunner: loads a model on its device, finds out how much memory is left for the KV cache, and runs steps."""
 
 import gc
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -38,17 +37,7 @@ _IS_PLAIN = attrgetter("is_plain")
 
 
 class ModelRunner:
-    """Holds a model and runs its steps, on one rank.
-
-    Attributes:
-        config: the engine's options.
-        device: this rank's.
-        tp: what this rank does together with the others.
-        num_kvcache_blocks: blocks of the KV cache.
-        kv_cache: [2, layers, blocks, block_size, kv_heads, head_dim]; 0 = keys, 1 = values.
-        mixed_step_rows: tokens that a mixed step computes at most; 0 where there are to be none.
-        graphs, mixed_graphs: CUDA graphs of decode steps and of mixed steps; None without.
-    """
+    """Holds a model and runs its steps, on one rank."""
 
     def __init__(self, config: Config, device: torch.device, free_at_start: int = 0):
         """free_at_start: bytes of the device's memory that were free when this engine began."""
@@ -57,30 +46,23 @@ class ModelRunner:
         self.block_size = config.kvcache_block_size
         self.model: Any = None
         self.sampler: Sampler | None = None
-        self.kv_cache: torch.Tensor | None = None
+        self.num_kv_heads = 0  # of this rank
+        self.num_kvcache_blocks = 0
+        self.kv_cache: torch.Tensor | None = None  # [2, layers, blocks, block_size, kv_heads, head_dim]: keys, values
+        self.mixed_step_rows = 0  # most tokens of a mixed step; 0 for no mixed steps
         self.decode_inputs: DecodeInputs | None = None
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: DecodeGraphs | None = None  # of decode steps; None without CUDA graphs
         self.mixed_graphs: DecodeGraphs | None = None
         self.logit_steps: LogitSteps | None = None
         self.tp = TensorParallel()
-        self.mixed_step_rows = 0
-        self.num_kv_heads = 0
         self._check: Callable[[], None] | None = None
         self._threads = StepThreads(config.tensor_parallel_size)
         self._free_at_start = free_at_start
 
     def start(self, tp: TensorParallel, progress: StartProgress, check: Callable[[], None] | None = None) -> None:
-        """Build everything, ready for `run`. All ranks do so at the same time.
-
-        Args:
-            tp: this rank's place among them.
-            progress: told what is going on.
-            check: rank 0's with several ranks: raises where another rank has gone, for which the device would wait.
-        """
+        """Build everything, ready for `run`. All ranks do so at the same time. check: rank 0's, with several ranks;
+        raises if another rank has gone, for which the device would wait."""
         self.tp, self._check = tp, check
-        self._build(progress)
-
-    def _build(self, progress: StartProgress) -> None:
         config = self.config
         head_dim = get_head_dim(config.hf_config)
         backend = select_backend(config.attention_backend, config.device, config.dtype, head_dim, self.block_size)
@@ -88,7 +70,8 @@ class ModelRunner:
         set_up_model(self, backend, has_graphs, progress)
         billions = num_checkpoint_params(self.model) / 1e9
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
-        logger.info("device: %s", self.device_name)
+        name = torch.cuda.get_device_name(self.device) if config.device == "cuda" else "CPU"
+        logger.info("device: %s", name if tp.size == 1 else f"{tp.size} x {name}")
         logger.info("attention back end: %s", backend.description)
         progress.tell("measuring memory")
         self.warmup_model()
@@ -102,39 +85,31 @@ class ModelRunner:
             warmup_kernels(self)
 
     def load_weights(self) -> None:
-        """Fill the model's parameters as load_format says."""
         if self.config.load_format == "dummy":
             load_dummy(self.model, self.config.seed or 0, self.tp.rank)
         else:
             load_model(self.model, self.config.model)
 
-    @property
-    def device_name(self) -> str:
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        return name if self.tp.size == 1 else f"{self.tp.size} x {name}"
-
     def synchronize(self) -> None:
-        """Wait for the steps in flight, which need every rank and the host's memory. A device that has failed says so
-        at the next call."""
+        """Wait for the steps in flight, which need every rank and the host's memory."""
         if self.device.type == "cuda":
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # The next call raises it as well.
                 torch.cuda.synchronize(self.device)
 
     def exit(self) -> None:
-        """Give all memory back. Harmless when called again."""
+        """Give all memory back. Calling it again does nothing."""
         self.synchronize()
         if self.model is not None:
             for layer in self._attention_layers():
                 layer.k_cache = layer.v_cache = None
-            # A parameter and its loader's layer refer to each other: their memory would wait for the collector.
+            # A parameter and its loader's layer refer to each other, so only the collector would free them.
             for parameter in self.model.parameters():
                 vars(parameter).pop("weight_loader", None)
         self.model = self.sampler = self.kv_cache = self.graphs = self.mixed_graphs = None
         self.decode_inputs = self.logit_steps = None
         if self.device.type == "cuda":
-            # CUDA graphs and the functions that they were captured from refer to each other. The collector has to look
-            # at them once more where requests were under way (`collector.old_objects_set_aside`).
-            gc.unfreeze()
+            # CUDA graphs and the functions that they were captured from refer to each other.
+            gc.unfreeze()  # See `collector.old_objects_set_aside`.
             gc.collect()
         if self.tp.size > 1:
             thread = abort_group(self.tp)
@@ -148,8 +123,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warmup_model(self) -> None:
-        """One prefill at full size, so that the peak of the activations is known before the KV cache takes the
-        rest. Nothing to learn on a CPU, where the cache's size is an option."""
+        """One prefill at full size, which shows the peak of the activations. On a CPU, the KV cache's size is an option
+        and does not depend on it."""
         if self.device.type == "cpu":
             return
         torch.cuda.empty_cache()
@@ -160,16 +135,13 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
 
     def allocate_kv_cache(self) -> None:
-        """One tensor for all layers, each of which holds its slices of it.
-
-        Raises MemoryError where there is no room for one block, with the numbers.
-        """
+        """One tensor for all layers. Raises MemoryError, with the numbers, if there is no room for one block."""
         layers = self._attention_layers()
         sizes = len(layers), self.num_kv_heads
         self.use_kv_cache(allocate_kv_cache(self.config, *sizes, self.device, self.tp, self._free_at_start))
 
     def use_kv_cache(self, kv_cache: torch.Tensor | None) -> None:
-        """Give each layer its slices of [2, layers, blocks, block_size, kv_heads, head_dim]; None takes them away."""
+        """Give each layer its slices of the cache; None takes them away."""
         self.kv_cache = kv_cache
         self.num_kvcache_blocks = 0 if kv_cache is None else kv_cache.shape[2]
         for i, layer in enumerate(self._attention_layers()):
@@ -181,7 +153,7 @@ class ModelRunner:
     # -- one step ----------------------------------------------------------------------------------------------
 
     def prepare(self, seqs: list[Sequence], is_prefill: bool) -> Batch:
-        """The inputs of a step of these sequences, on the host."""
+        """The step's inputs, on the host."""
         batch = self.prepare_prefill(seqs) if is_prefill else self.prepare_decode(seqs)
         if not all(map(_IS_PLAIN, seqs)):
             batch.needs_logits = True
@@ -194,8 +166,8 @@ class ModelRunner:
         return prefill_batch(seqs, self.block_size, self.device)
 
     def prepare_decode(self, seqs: list[Sequence]) -> Batch:
-        """A row for each sequence's last token; in a mixed step, in which the last sequences are prefilled, also rows
-        for the other tokens of prompts. Padded to the next batch size that has a CUDA graph."""
+        """A row for each sequence's last token. In a mixed step, the last sequences are prefilled and have more rows.
+        Padded to the next batch size that has a CUDA graph."""
         is_mixed, num_seqs = seqs[-1].is_prefilling, len(seqs)
         graphs = self.mixed_graphs if is_mixed else self.graphs
         graph_size = graphs.padded(num_seqs) if graphs is not None and num_seqs <= graphs.max_batch_size else 0
@@ -209,13 +181,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> SampledTokens | Forward | None:
-        """Start one step, without waiting for it. One more step may be started before its tokens are read; sequences
-        whose last token is not known yet then take it from the device.
+        """Start a step, and do not wait for it. The next step may be started before this one's tokens are read.
 
         Returns:
-            The tokens to be: one per sequence, in order (that of a sequence whose prefill goes on means nothing). A
-            step that waits for the tokens of the step before gives a Forward, for `sample`. None on a worker where
-            rank 0 samples.
+            The future tokens, one for each sequence (meaningless if its prefill goes on). A Forward, for `sample`, if
+            the sampling needs the tokens of the step before. None on a worker if rank 0 samples.
         """
         with self._computing(batch.num_rows):
             if batch.needs_logits:
@@ -227,66 +197,63 @@ class ModelRunner:
                 with step_context(context):
                     self.run_model(*inputs)
             else:
-                self._run_decode(batch)
+                self.decode_inputs.send(batch)
+                if batch.graph_size:
+                    graphs = self.mixed_graphs if batch.is_mixed else self.graphs
+                    graphs.replay(batch.graph_size)
+                else:
+                    self._decode(batch.num_seqs, batch.num_rows if batch.is_mixed else 0)
                 host = self.decode_inputs.tokens_on_host(batch.num_seqs)
             return SampledTokens(sampled, check=self._check, host=host)
 
-    def _run_decode(self, batch: Batch) -> None:
-        self.decode_inputs.send(batch)
-        if batch.graph_size:
-            graphs = self.mixed_graphs if batch.is_mixed else self.graphs
-            graphs.replay(batch.graph_size)
-        else:
-            self._decode(batch.num_seqs, batch.num_rows, batch.is_mixed)
-
     @torch.inference_mode()
     def sample(self, forward: Forward | None = None) -> SampledTokens | None:
-        """Sample the tokens of a step that had to wait with it. A worker receives them from rank 0."""
+        """Sample the tokens of a Forward. A worker receives them from rank 0."""
         num_tokens = sum(seq.num_scheduled_tokens for seq in forward.seqs) if forward else 0
         with self._computing(num_tokens):
             return self.logit_steps.sample(forward)
 
     def _computing(self, num_tokens: int) -> AbstractContextManager:
-        """On a CPU, a block with as many threads as suit a step of so many tokens."""
+        """On a CPU, a block with the number of threads that suits a step of num_tokens."""
         if self.device.type != "cpu":
             return nullcontext()
         return self._threads.computing(num_tokens * self.model.num_layer_params)
 
-    def _decode(self, batch_size: int, num_rows: int | None = None, is_mixed: bool = False) -> None:
-        """Compute the first num_rows rows of decode_inputs, by default what this batch is padded to, and draw from the
-        first batch_size into its `sampled`. Captured as it stands."""
-        num_rows = num_rows or self.decode_inputs.padded[batch_size]
-        input_ids, positions, context = self.decode_inputs.for_layers(num_rows, batch_size if is_mixed else None)
+    def _decode(self, batch_size: int, mixed_rows: int = 0) -> None:
+        """Compute the rows of decode_inputs, and sample from the first batch_size. This is what CUDA graphs capture.
+        mixed_rows: rows of a mixed step; 0 for any other step."""
+        num_rows = mixed_rows or self.decode_inputs.padded[batch_size]
+        input_ids, positions, context = self.decode_inputs.for_layers(num_rows, batch_size if mixed_rows else None)
         names = ("temperatures", "seeds", "positions")
         sampling = (self.decode_inputs.rows[name][:batch_size] for name in names)
         with step_context(context):
             self.run_model(input_ids, positions, *sampling)
 
     def run_model(self, input_ids, positions, temperatures, seeds, sample_positions) -> None:
-        """Model, head and sampler: one token a sequence, into decode_inputs.sampled; rows after those of the
-        temperatures are padding. A token is drawn with the noise of the position that it follows."""
+        """Model, head and sampler: a token for each temperature, into decode_inputs.sampled. Further rows are padding.
+        The noise of a token depends on sample_positions, the positions before the sampled tokens."""
         logits = self.model.compute_logits(self.model(input_ids, positions)[: len(temperatures)])
         sampled = self.decode_inputs.sampled[: len(logits)]
         self.sampler(logits, temperatures, seeds, sample_positions, out=sampled)
 
     @torch.inference_mode()
     def capture_cudagraph(self, tell: Callable[[int, int], None] | None = None) -> None:
-        """Capture `_decode`, sampling included, at every batch size of graph_batch_sizes. tell: called with how many
-        are captured, and of how many."""
+        """Capture `_decode` at every batch size of graph_batch_sizes. tell: called with how many are captured, and of
+        how many."""
         sizes = graph_batch_sizes(self.config.max_num_seqs)
         self.graphs = DecodeGraphs(self._decode, self._run_padding, sizes, self.device)
         self.graphs.capture_all(tell)
         logger.info("CUDA graphs: %d, batch sizes 1 to %d", len(sizes), sizes[-1])
         rows = self.mixed_step_rows
         if rows:
-            decode, prepare = (partial(f, num_rows=rows, is_mixed=True) for f in (self._decode, self._run_padding))
             sizes = mixed_batch_sizes(rows, self.config.max_num_seqs)
-            self.mixed_graphs = DecodeGraphs(decode, prepare, sizes, self.device, self.graphs.pool)
+            functions = (lambda n: self._decode(n, rows)), (lambda n: self._run_padding(n, rows))
+            self.mixed_graphs = DecodeGraphs(*functions, sizes, self.device, self.graphs.pool)
             self.mixed_graphs.capture_all(tell)
             logger.info("CUDA graphs of mixed steps: %d, of %d rows", len(sizes), rows)
 
-    def _run_padding(self, batch_size: int, num_rows: int | None = None, is_mixed: bool = False) -> None:
-        """`_decode` of padding alone, through two layers: these launch whatever kernel all of them do."""
-        self.decode_inputs.pad(num_rows or self.decode_inputs.padded[batch_size])
+    def _run_padding(self, batch_size: int, mixed_rows: int = 0) -> None:
+        """`_decode` of padding alone, through two layers: these launch every kernel that all of them do."""
+        self.decode_inputs.pad(mixed_rows or self.decode_inputs.padded[batch_size])
         with self.model.first_and_last_layer():
-            self._decode(batch_size, num_rows, is_mixed)
+            self._decode(batch_size, mixed_rows)

@@ -6,50 +6,43 @@ from collections import deque
 from collections.abc import Iterable
 from functools import partial
 
-from nanovllm.engine.admission import Admission
+from nanovllm.engine.admission import Admission, MixedSteps
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.mixed_steps import MixedSteps
+from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.engine.sampling.logprobs import StepLogprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.layers.sampler import NON_FINITE
 
 logger = logging.getLogger(__name__)
 
-# Prompts that one step passes over because a prompt of the step computes their beginning. Each costs the host a hash
-# of its prompt while the device waits for the batch's first step.
+# Most prompts that one step defers because another of its prompts computes their beginning. Each costs the host a hash
+# of the prompt while the device waits for the batch's first step.
 MAX_DEFERRED = 32
 
-# No prompt is cut to fill the last max_num_batched_tokens // MIN_CHUNK_SHARE tokens of a step. The step that continues
-# a chunk reads the cache, which makes attention slower for all sequences of that step.
+# No prompt is cut to fill the last max_num_batched_tokens // MIN_CHUNK_SHARE tokens of a step: the step that continues
+# it reads the cache, which makes attention slower for all sequences of that step.
 MIN_CHUNK_SHARE = 8
 
-_NO_TOKEN = frozenset({NON_FINITE})  # Ends every sequence, so that postprocess finds it at no extra cost.
+_NO_TOKEN = frozenset({NON_FINITE})  # It ends every sequence, so that postprocess finds it at no extra cost.
 
 
 class Scheduler:
     """Waiting and running sequences over one BlockManager.
 
-    Prefill comes first, as far as `Admission` lets sequences begin. Where `MixedSteps` says so, prompts are computed
-    beside a decode step instead. When the cache is full, the sequence that began last is preempted.
+    Prefill comes first, as far as `Admission` lets sequences begin. If `MixedSteps` says so, prompts are computed in
+    spare rows of a decode step instead. When the cache is full, the sequence that began last is preempted.
 
-    Args:
-        max_num_seqs: most sequences of a step.
-        max_num_batched_tokens: most tokens of a prefill step.
-        max_model_len: longest sequence, prompt and completion, that the model may see.
-        num_kvcache_blocks, kvcache_block_size: the KV cache's blocks, and token slots per block.
+    The arguments are those of Config, and:
+        num_kvcache_blocks: blocks that were allocated.
         eos: end-of-sequence token ids.
-        enable_prefix_caching: whether equal beginnings share blocks.
-        mixed_step_rows: most tokens of a decode step that computes prompts too; 0 for no such steps.
-        supported_model_len: longest sequence that the model supports, for messages; None where it is unknown.
+        mixed_step_rows: most tokens of a mixed step; 0 for no such steps.
+        supported_model_len: longest sequence that the model supports, for messages; None if unknown.
 
     Attributes:
         waiting, running: the sequences, in order.
-        max_seq_len: longest sequence that the engine can hold.
-        num_preemptions: sequences that had to give their blocks back. This and the following count since the
-            beginning, and survive `reset`.
-        num_prompt_tokens: prompt tokens of the sequences that were started.
-        num_prefix_queries, num_prefix_hits: those that were looked up in the prefix cache, and those found.
-        num_generated_tokens: completion tokens.
+        max_seq_len: longest sequence that the engine can hold, prompt and completion.
+        num_preemptions, num_prompt_tokens, num_prefix_queries, num_prefix_hits, num_generated_tokens: counters for
+            `EngineStats`, which survive `reset`.
     """
 
     def __init__(
@@ -67,62 +60,36 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.mixed_step_rows = mixed_step_rows
-        self.max_seq_len = min(max_model_len, num_kvcache_blocks * kvcache_block_size)
+        self.length_limit = LengthLimit(max_model_len, supported_model_len, num_kvcache_blocks, kvcache_block_size)
+        self.max_seq_len = self.length_limit.max_seq_len
         self.eos = frozenset(eos)
         self._ends = self.eos | _NO_TOKEN
-        self.num_preemptions = 0
-        self.num_prompt_tokens = 0
-        self.num_prefix_queries = 0
-        self.num_prefix_hits = 0
-        self.num_generated_tokens = 0
-        self._max_model_len, self._supported_model_len = max_model_len, supported_model_len
+        self.num_preemptions = self.num_prompt_tokens = self.num_generated_tokens = 0
+        self.num_prefix_queries = self.num_prefix_hits = 0
         self._min_chunk = max_num_batched_tokens // MIN_CHUNK_SHARE
         self._has_warned = False
         self._make_block_manager = partial(BlockManager, num_kvcache_blocks, kvcache_block_size, enable_prefix_caching)
         self.reset()
 
     def reset(self) -> None:
-        """Drop every sequence and start over with free blocks. For after an exception: Ctrl-C can strike between
-        any two lines, so a half-way state is not worth repairing."""
+        """Drop all sequences and blocks. After an exception: Ctrl-C may have struck between any two lines."""
         self.block_manager = self._make_block_manager()
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
+        self._has_finished = False  # a sequence of `running`
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
 
-    # -- new sequences ---------------------------------------------------------------------------------------------
-
-    def check(self, num_prompt_tokens: int) -> None:
-        """Raises ValueError where a prompt of this length leaves no room for one completion token."""
-        if num_prompt_tokens >= self.max_seq_len:
-            raise ValueError(
-                f"the prompt has {num_prompt_tokens} tokens, and with one token of completion it is longer than the "
-                f"longest sequence of {self.max_seq_len} tokens, {self._explain_limit()}"
-            )
-
-    def _explain_limit(self) -> str:
-        """What sets max_seq_len, and how to raise it."""
-        blocks, size = len(self.block_manager.blocks), self.block_manager.block_size
-        if self.max_seq_len < self._max_model_len:
-            return (
-                f"which is all that the KV cache holds ({blocks} blocks x {size} tokens): shorten the prompt, or raise "
-                "num_kvcache_blocks, kvcache_gib or gpu_memory_utilization"
-            )
-        if self._max_model_len == self._supported_model_len:
-            return "which is all that the model supports (max_position_embeddings): shorten the prompt"
-        most = f", to at most {self._supported_model_len}" if self._supported_model_len is not None else ""
-        return f"which is max_model_len: shorten the prompt, or raise max_model_len{most}"
+    # -- the next step ---------------------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Raises ValueError where it could never run."""
-        self.check(seq.num_tokens)
+        """Queue a sequence. Raises ValueError if it is too long."""
+        self.length_limit.check(seq.num_tokens)
         stop = seq.params.stop_token_ids
         ends = _NO_TOKEN if seq.ignore_eos else self._ends
         seq.end_token_ids = ends.union(stop) if stop else ends
         self.waiting.append(seq)
-
-    # -- the next step ---------------------------------------------------------------------------------------------
 
     def schedule(self) -> tuple[list[Sequence], bool]:
         """The next step's sequences, and whether they are prefilled; never empty while work is left.
@@ -131,7 +98,7 @@ class Scheduler:
         slots for them. In a mixed step, which counts as a decode step, the last sequences are prefilled.
         """
         mixed = MixedSteps(self.running, self.waiting, self.mixed_step_rows, self.max_num_seqs, self.max_seq_len)
-        is_mixed = bool(self.waiting) and mixed.takes(self.waiting[0])
+        is_mixed = bool(self.waiting) and mixed.admits(self.waiting[0])
         if not is_mixed:
             seqs = self._schedule_prefill(self.max_num_batched_tokens)
             if seqs:
@@ -144,7 +111,7 @@ class Scheduler:
         return seqs, False
 
     def _schedule_prefill(self, budget: int, mixed: MixedSteps | None = None) -> list[Sequence]:
-        """Waiting sequences with up to `budget` tokens. mixed: decides which ones, for the rows of a decode step."""
+        """Waiting sequences, of which up to `budget` tokens are computed. mixed: beside a decode step."""
         if not self.waiting:
             return []
         manager = self.block_manager
@@ -156,16 +123,18 @@ class Scheduler:
         while self.waiting and len(seqs) < self.max_num_seqs and budget > 0:
             seq = self.waiting[0]
             if not seq.block_table:  # A sequence with blocks continues a chunk, and nobody else gets these blocks.
-                if not admission.is_open or (mixed and not mixed.takes(seq)):
+                if not admission.is_open or (mixed and not mixed.admits(seq)):
                     break
                 if manager.is_worth_waiting(seq, scheduled):
                     if len(deferred) == MAX_DEFERRED:
                         break
                     deferred.append(self.waiting.popleft())
                     continue
-                if budget < min_chunk and self._exceeds(seq, budget):
-                    break  # Never an empty step: the first sequence has the whole budget.
-                if not manager.can_allocate(seq, admission.num_spare):
+                # Most answers need no look at the cache. The first sequence of a step has the whole budget.
+                may_be_cut = budget < min(min_chunk, seq.num_tokens)
+                if may_be_cut and budget < seq.num_tokens - manager.num_findable_tokens(seq):
+                    break
+                if not manager.can_allocate(seq, admission.num_reserved):
                     break
                 self._allocate(seq)
             seq.num_scheduled_tokens = min(seq.num_tokens - seq.num_cached_tokens, budget)
@@ -173,22 +142,18 @@ class Scheduler:
             scheduled.update(manager.hashes_scheduled(seq))
             seqs.append(seq)
             if seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens:
-                # A chunk: the sequence keeps its blocks and goes to the very head of the queue. Behind a sequence that
-                # finds no free block it would wait for ever.
+                # A chunk: the sequence keeps its blocks, so it goes to the very head of the queue. Behind a sequence
+                # that finds no free block it would wait for ever.
                 self.waiting.popleft()
                 deferred.insert(0, seq)
                 break
             seq.status = SequenceStatus.RUNNING
             self.running.append(self.waiting.popleft())
-            admission.began(seq)
+            admission.add_running(seq)
             if mixed:
-                mixed.began(seq)
+                mixed.add_running(seq)
         self.waiting.extendleft(reversed(deferred))
         return seqs
-
-    def _exceeds(self, seq: Sequence, budget: int) -> bool:
-        """Whether a waiting sequence has more tokens to compute than these. Most answers need no look at the cache."""
-        return seq.num_tokens > budget and seq.num_tokens - self.block_manager.num_findable_tokens(seq) > budget
 
     def _allocate(self, seq: Sequence) -> None:
         is_new = seq.num_shared_tokens < 0
@@ -201,7 +166,6 @@ class Scheduler:
                 self.num_prefix_hits += seq.num_shared_tokens
 
     def _schedule_decode(self) -> list[Sequence]:
-        """The running sequences, one token each."""
         seqs: list[Sequence] = []
         block_size = self.block_manager.block_size
         while self.running and len(seqs) < self.max_num_seqs:
@@ -215,9 +179,9 @@ class Scheduler:
         return seqs
 
     def _make_room(self, seq: Sequence) -> bool:
-        """Give the sequence the block that its last token opens. Where none is free, preempt: first a prompt that is
-        computed in chunks, then the sequence that began last, and at last this one (False). A sequence that is alone
-        always fits, because none grows past max_seq_len."""
+        """Give the sequence a block for its last token. If none is free, preempt: first a prompt that is computed in
+        chunks, then the sequence that began last, and at last this one (False). A sequence that is alone always fits,
+        because none grows past max_seq_len."""
         while not self.block_manager.can_append(seq):
             if self.waiting and self.waiting[0].block_table:
                 victim = self.waiting.popleft()
@@ -230,7 +194,7 @@ class Scheduler:
         return True
 
     def preempt(self, seq: Sequence) -> None:
-        """Take the blocks of a sequence that is out of its queue. It is prefilled again, completion and all."""
+        """Take the blocks of a sequence, which is in no queue. It is prefilled again, completion and all."""
         self.num_preemptions += 1
         seq.status = SequenceStatus.WAITING
         seq.is_prefilling = True
@@ -240,17 +204,15 @@ class Scheduler:
     # -- after a step ----------------------------------------------------------------------------------------------
 
     def advance(self, seqs: list[Sequence]) -> None:
-        """Record what a launched step does, before its tokens are known, so that the next one can be scheduled:
-        register full blocks, append a placeholder for each new token, end what reaches its length.
+        """Record a launched step before its tokens are known, so that the next one can be scheduled: register full
+        blocks, append a placeholder for each new token, end what reaches its length.
 
-        The step may still read blocks that are given back here. Whoever gets them next writes them in a later step of
-        the same stream.
+        The step may still read blocks that are freed here. Their next owner writes them in a later step of the stream.
         """
         block_size, max_seq_len = self.block_manager.block_size, self.max_seq_len
-        ended = False
         for row, seq in enumerate(seqs):
             if seq.is_finished:
-                continue  # The tokens of the step before ended it after this step was launched.
+                continue  # A token of the step before ended it after this step was launched.
             before = seq.num_cached_tokens
             seq.num_cached_tokens = after = before + seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
@@ -262,118 +224,92 @@ class Scheduler:
             seq.append_pending(row)
             if seq.num_completion_tokens >= seq.max_tokens or seq.num_tokens >= max_seq_len:
                 self._end(seq, "length")
-                ended = True
-        if ended:
-            self._drop_finished()
+        self._drop_finished()
 
     def postprocess(
         self, seqs: list[Sequence], token_ids: list[int], logprobs: StepLogprobs | None = None
     ) -> list[Sequence]:
-        """Record the tokens of a step after `advance`: fill the placeholders, find the ends of sequence.
-
-        With another step in flight, that one's token of a sequence that ends here is dropped later.
+        """Record the tokens of a step after `advance`: replace the placeholders, end sequences at stop tokens. The
+        token of such a sequence in a further step in flight is ignored later.
 
         Args:
             seqs: what schedule() returned.
-            token_ids: one sampled token per sequence. That of a sequence whose prefill goes on is ignored; NON_FINITE
-                ends a sequence with finish reason "error".
-            logprobs: the step's log-probabilities, where a sequence asks for them.
+            token_ids: one for each sequence. Those of unfinished prefills are ignored; NON_FINITE ends a sequence with
+                finish reason "error".
+            logprobs: the step's, if a sequence asks for them.
 
         Returns:
-            The sequences that finished, their blocks given back.
+            The sequences that finished.
         """
         finished = []
-        dropped = False
         num_ignored = 0
         for row, (seq, token_id) in enumerate(zip(seqs, token_ids, strict=True)):
-            if seq.pending_row != row:
-                num_ignored += 1
-                continue  # Its prefill goes on, or it had ended before.
-            is_end = token_id in seq.end_token_ids
-            if is_end and token_id == NON_FINITE:
-                self._fail_without_token(seq)
-                finished.append(seq)
-                dropped = True
+            if seq.pending_row != row:  # Its prefill goes on, or it had ended before.
                 num_ignored += 1
                 continue
-            seq.resolve_pending(token_id)
-            if logprobs is not None:
-                logprobs.record(row, seq)
-            if is_end:
-                if not seq.is_finished:
-                    self._end(seq, "stop")
-                    dropped = True
-                seq.finish_reason = "stop"
-                seq.stop_reason = token_id if seq.ignore_eos or token_id not in self.eos else None
+            is_end = token_id in seq.end_token_ids
+            if is_end and token_id == NON_FINITE:
+                self._fail(seq)
+                num_ignored += 1
+            else:
+                seq.resolve_pending(token_id)
+                if logprobs is not None:
+                    logprobs.record(row, seq)
+                if is_end:
+                    if not seq.is_finished:  # Its length may have ended it before.
+                        self._end(seq, "stop")
+                    seq.finish_reason = "stop"
+                    seq.stop_reason = token_id if seq.ignore_eos or token_id not in self.eos else None
             if seq.is_finished:
                 finished.append(seq)
-        if dropped:
-            self._drop_finished()
+        self._drop_finished()
         self.num_generated_tokens += len(seqs) - num_ignored
         return finished
 
     def stop(self, seqs: list[Sequence]) -> None:
-        """End sequences at the token that postprocess() has just recorded: their text has reached a stop string."""
+        """End sequences whose text has reached a stop string, at the token that postprocess() has just recorded."""
         for seq in seqs:
             self._end(seq, "stop")
         self._drop_finished()
 
-    def fail(self, seqs: list[Sequence], error: str) -> None:
-        """End sequences with finish reason "error", wherever they are. They keep the tokens that they have; the token
-        of a step in flight is dropped."""
-        for seq in seqs:
-            self._fail(seq, error)
+    def abort(self, request_ids: Iterable[int] | None = None) -> list[Sequence]:
+        """Drop the sequences of these requests, or all, and return them. A token in flight is dropped as well."""
+        ids = None if request_ids is None else set(request_ids)
+        aborted = [seq for seq in (*self.waiting, *self.running) if ids is None or seq.request_id in ids]
+        for seq in aborted:
+            seq.drop_pending()
+            self._end(seq, "abort")
         self._drop_finished()
+        return aborted
 
-    def _fail(self, seq: Sequence, error: str) -> None:
+    def _fail(self, seq: Sequence) -> None:
+        """End a sequence for which the sampler found no token."""
         seq.drop_pending()
         if not seq.is_finished:
             self._end(seq, "error")
-        seq.finish_reason, seq.stop_reason, seq.error = "error", None, error
-
-    def _fail_without_token(self, seq: Sequence) -> None:
-        """End a sequence for which the sampler found no token."""
-        if seq.error is not None:  # Masks have left none.
-            self._fail(seq, seq.error)
+        seq.finish_reason, seq.stop_reason = "error", None
+        if seq.error is not None:  # Masks left no token.
             return
-        error = (
-            f"the model's logits for the token at position {seq.num_tokens - 1} hold NaN or infinity: its weights are "
+        seq.error = (
+            f"the model's logits for the token at position {seq.num_tokens} hold NaN or infinity: its weights are "
             "damaged, or overflow in this dtype; check the checkpoint's files, or try dtype='float32'"
         )
-        self._fail(seq, error)
         self.block_manager.forget_blocks(seq)  # Their keys and values are likely to be NaN too.
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("request %d: %s (results say so; this is logged once)", seq.request_id, error)
+            logger.warning("request %d: %s (results say so; this is logged once)", seq.request_id, seq.error)
 
     def _end(self, seq: Sequence, finish_reason: str) -> None:
-        was_preempted = seq.status is SequenceStatus.WAITING
+        if seq.status is SequenceStatus.WAITING:
+            self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = finish_reason
         seq.grammar = None  # It takes more memory than the tokens, and results wait for the whole batch.
         self.block_manager.deallocate(seq)
-        if was_preempted:
-            self.waiting.remove(seq)
+        self._has_finished = True
 
     def _drop_finished(self) -> None:
-        self.running = deque(seq for seq in self.running if seq.status is not SequenceStatus.FINISHED)
-
-    def abort(self, request_ids: Iterable[int] | None = None) -> list[Sequence]:
-        """Drop the sequences of these requests, or all, wherever they are, and return them. The token of a step in
-        flight is dropped as well."""
-        request_ids = None if request_ids is None else set(request_ids)
-        aborted = [
-            seq
-            for queue in (self.waiting, self.running)
-            for seq in queue
-            if request_ids is None or seq.request_id in request_ids
-        ]
-        for seq in aborted:
-            seq.status = SequenceStatus.FINISHED
-            seq.finish_reason = "abort"
-            seq.grammar = None
-            seq.drop_pending()
-            self.block_manager.deallocate(seq)
-        self.waiting = deque(seq for seq in self.waiting if not seq.is_finished)
-        self._drop_finished()
-        return aborted
+        """Remove from `running` what has ended, all at once: one by one would take quadratic time."""
+        if self._has_finished:
+            self.running = deque(seq for seq in self.running if seq.status is not SequenceStatus.FINISHED)
+            self._has_finished = False

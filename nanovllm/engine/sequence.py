@@ -23,34 +23,30 @@ class SequenceStatus(Enum):
 class Sequence:
     """One request's tokens, how many of them are in the KV cache, and the blocks that hold them.
 
-    Tokens are in an int32 array, four bytes each, so that 100,000 waiting prompts fit in memory. `token_ids`,
-    `prompt_token_ids`, `completion_token_ids` and `block(i)` return lists, each a copy.
-
-    Times are seconds of time.perf_counter().
+    Tokens are an int32 array, so that 100,000 waiting prompts fit in memory. `token_ids` and its relatives return
+    copies as lists. Times are seconds of time.perf_counter().
     """
 
     seq_id: int  # unique within the engine, in order of arrival
     tokens: array  # prompt and completion; given as any iterable of at least one token id
     params: SamplingParams = field(default_factory=SamplingParams)
     block_size: int = 256
-    seed: int = 0  # used where params name none
-    grammar: Any = None  # engine.sampling.structured.Grammar that it must follow; None after its end
-    logit_edits: Any = None  # engine.sampling.logit_edits.LogitEdits, where params ask for them
+    seed: int = 0  # used if params have none
+    grammar: Any = None  # the engine.sampling.structured.Grammar that it follows; None after its end
+    logit_edits: Any = None  # engine.sampling.logit_edits.LogitEdits, if params ask for them
 
-    # What the scheduler and the block manager keep.
+    # Its state, which the scheduler and the block manager keep.
     status: SequenceStatus = SequenceStatus.WAITING
-    # State of its own, not derived from the tokens: a preempted sequence is prefilled again, completion and all.
-    is_prefilling: bool = True
-    last_token: int = field(init=False)  # which a decode step feeds to the model
+    is_prefilling: bool = True  # also after preemption, when prompt and completion are prefilled again
+    last_token: int = field(init=False)  # the input of its next decode step
     num_tokens: int = field(init=False)  # prompt and completion
     num_prompt_tokens: int = field(init=False)
-    num_cached_tokens: int = 0  # from the front, whose keys and values are in the KV cache
-    num_shared_tokens: int = -1  # that the prefix cache gave at the first allocation; -1 before
-    num_scheduled_tokens: int = 0  # whose keys and values the current step computes
-    # Row of the step in flight that samples the last token, which is a placeholder until then; -1: all are known.
-    pending_row: int = -1
+    num_cached_tokens: int = 0  # the first tokens, whose keys and values are in the KV cache
+    num_shared_tokens: int = -1  # tokens from the prefix cache at the first allocation; -1 before
+    num_scheduled_tokens: int = 0  # tokens after the cached ones, which the next step computes
+    pending_row: int = -1  # if the last token is a placeholder: the row of the step in flight that samples it
     block_table: list[int] = field(default_factory=list)  # ids of its blocks, in order
-    block_hashes: list[int] = field(default_factory=list)  # of its full blocks, as far as computed
+    block_hashes: list[int] = field(default_factory=list)  # of its first full blocks, as far as computed
     end_token_ids: frozenset[int] = frozenset()  # tokens that end it, and NON_FINITE
 
     # What its request asks for.
@@ -58,18 +54,18 @@ class Sequence:
     temperature: float = field(init=False)
     max_tokens: int = field(init=False)
     ignore_eos: bool = field(init=False)
-    is_plain: bool = field(init=False)  # temperature and seed are all that sampling needs; see `LogitSteps`
-    is_constrained: bool = field(init=False)  # the tokens that it may draw depend on those before
-    needs_prompt_logits: bool = field(init=False)  # prompt_logprobs are to be computed, of the whole prompt
+    is_plain: bool = field(init=False)  # sampling needs only temperature and seed; see `LogitSteps`
+    is_constrained: bool = field(init=False)  # the allowed tokens depend on the completion so far
+    needs_prompt_logits: bool = field(init=False)  # for prompt_logprobs, so no part of the prompt may be shared
 
     # Its result.
-    text_stream: Any = None  # its text as its tokens come, where somebody asks for that
+    text_stream: Any = None  # detokenizes token by token, for streams and stop strings
     text: str | None = None
-    logprobs: list[dict[int, float]] | None = field(init=False)  # of each completion token, the sampled one first
+    logprobs: list[dict[int, float]] | None = field(init=False)  # of each completion token
     prompt_logprobs: list[dict[int, float] | None] | None = field(init=False)
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
-    stop_reason: str | int | None = None  # the stop string, or the one of stop_token_ids, that ended it
-    error: str | None = None  # why finish_reason is "error", or will be
+    stop_reason: str | int | None = None  # the stop string or the token of stop_token_ids that ended it
+    error: str | None = None  # why finish_reason is or will be "error"
     arrival_time: float | None = None
     scheduled_time: float | None = None
     first_token_time: float | None = None
@@ -84,8 +80,7 @@ class Sequence:
         self.temperature = float(params.temperature)
         self.max_tokens = sys.maxsize if params.max_tokens is None else params.max_tokens
         self.seed = self.seed if params.seed is None else params.seed
-        # After its end a grammar allows nothing but an end-of-sequence token.
-        self.ignore_eos = params.ignore_eos and self.grammar is None
+        self.ignore_eos = params.ignore_eos and self.grammar is None  # A complete form is followed by nothing else.
         self.is_plain = params.is_plain
         self.is_constrained = self.grammar is not None or (edits is not None and edits.reads_completion)
         self.logprobs = None if params.logprobs is None else []
@@ -124,21 +119,20 @@ class Sequence:
 
     @property
     def num_known_tokens(self) -> int:
-        """num_tokens without the placeholder of a step in flight."""
+        """num_tokens without a placeholder."""
         return self.num_tokens - (self.pending_row >= 0)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that num_tokens tokens take: ceil(num_tokens / block_size)."""
+        """ceil(num_tokens / block_size)"""
         return -(-self.num_tokens // self.block_size)
 
     @property
     def last_block_num_tokens(self) -> int:
-        """Tokens in the last block, 1..block_size."""
         return self.num_tokens - (self.num_blocks - 1) * self.block_size
 
     def block(self, i: int) -> list[int]:
-        """Token ids of block i, 0 <= i < num_blocks; the last one may be shorter than block_size."""
+        """Token ids of block i; the last block may be shorter than block_size."""
         if not 0 <= i < self.num_blocks:
             raise IndexError(f"block {i} of a sequence that has {self.num_blocks}")
         return self.tokens[i * self.block_size : (i + 1) * self.block_size].tolist()
@@ -154,12 +148,12 @@ class Sequence:
         self.pending_row = row
 
     def resolve_pending(self, token_id: int) -> None:
-        """Put the token that was sampled in the placeholder's place."""
+        """Replace the placeholder by the sampled token."""
         self.tokens[-1] = self.last_token = token_id
         self.pending_row = -1
 
     def drop_pending(self) -> None:
-        """Take the placeholder back: nobody will look at the token that is being sampled."""
+        """Remove the placeholder, if there is one: its token will be ignored."""
         if self.pending_row >= 0:
             self.tokens.pop()
             self.last_token = self.tokens[-1]

@@ -18,7 +18,7 @@ if HAS_TRITON:
 
 
 class Gemv(Candidate):
-    """Our kernel for 1 to 16 tokens, which reads the weights at the speed of memory, the norm inside."""
+    """Our kernel for 1 to 16 tokens, which contains the norm."""
 
     name = "gemv"
     posts_sums = True
@@ -28,7 +28,7 @@ class Gemv(Candidate):
             return False
         if problem.operation == "linear_add":
             return True
-        # It posts the sums of ranks where the reducer launches it (`posted_constants`).
+        # The reducer launches it for linear_sum (`posted_constants`).
         is_small = problem.has_norm and problem.weight.shape[1] <= gemv_kernels.MAX_NORM_SIZE
         return is_small and problem.out is None and problem.operation in ("linear", "linear_silu")
 
@@ -44,13 +44,13 @@ class Gemv(Candidate):
 
 
 class SplitK(Candidate):
-    """Our kernel for up to 128 tokens and weights of few rows, which K is split for. It asks for the weights while the
-    kernel before it still runs."""
+    """Our kernel for up to 128 tokens and weights with few rows, which splits K. It loads weights while the kernel
+    before it still runs."""
 
     name = "split-k"
 
     def __init__(self, device: torch.device):
-        # All launches of an engine share them: each waits for the one before.
+        # Shared by all launches of an engine, because each waits for the one before.
         self.arrivals = make_arrivals(device)
 
     def supports(self, problem: Problem) -> bool:
@@ -92,5 +92,4 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def our_candidates(device: torch.device) -> list[Candidate]:
-    """Our kernels, for a GPU."""
     return [Gemv(), SplitK(device), FusedSilu()] if HAS_TRITON and device.type == "cuda" else []

@@ -1,9 +1,8 @@
-"""Linear layers that know their shard: columns or rows over the tensor-parallel ranks (Megatron-LM, arXiv:1909.08053).
+"""Linear layers whose weights are split over tensor-parallel ranks, by columns or rows (Megatron-LM, arXiv:1909.08053).
 
-Every parameter carries two things for the loader: `shards`, the checkpoint tensors that make it up ({shard id:
-their full shape}), and `weight_loader(param, loaded, shard_id)`, which copies this rank's part of one of them.
-`loaded` is a tensor or anything that yields one when sliced, such as a safetensors slice, of which only the part
-asked for is read.
+Every parameter knows how it is loaded. `shards` are the checkpoint tensors that make it up: {shard id: full shape}.
+`weight_loader(param, loaded, shard_id)` copies this rank's part of one of them; `loaded` is a tensor, or a safetensors
+slice, of which only that part is read.
 """
 
 from collections.abc import Iterable
@@ -18,7 +17,7 @@ from nanovllm.utils.parallel import TensorParallel
 
 
 def make_parameter(shape: tuple[int, ...], shards: dict, weight_loader) -> nn.Parameter:
-    """An uninitialised parameter of this rank's shape, which knows how it is loaded."""
+    """An uninitialised parameter. shape: this rank's part."""
     parameter = nn.Parameter(torch.empty(shape), requires_grad=False)
     parameter.shards = shards
     parameter.weight_loader = weight_loader
@@ -26,22 +25,13 @@ def make_parameter(shape: tuple[int, ...], shards: dict, weight_loader) -> nn.Pa
 
 
 class LinearBase(nn.Module):
-    """A weight, perhaps a bias, and what multiplies them. A subclass has `weight_loader` and `bias_loader`.
-
-    Args:
-        weight_shape: of this rank's part, `[N, K]`.
-        shards: {shard id: full shape} of the checkpoint tensors that make up the weight.
-        bias: whether there is one, of as many rows.
-        tp: this rank's place.
-
-    Attributes:
-        matmul: the engine's; before the model has one, cuBLAS alone.
-    """
+    """A weight `[N, K]`, perhaps a bias `[N]`. A subclass has `weight_loader` and `bias_loader`."""
 
     def __init__(self, weight_shape: tuple[int, int], shards: dict, bias: bool, tp: TensorParallel):
+        """weight_shape: this rank's part. shards: of the weight."""
         super().__init__()
         self.tp = tp
-        self.matmul = Matmul()
+        self.matmul = Matmul()  # cuBLAS alone, before the model's `use_matmul`
         self.weight = make_parameter(weight_shape, shards, self.weight_loader)
         self.bias = None
         if bias:
@@ -50,18 +40,13 @@ class LinearBase(nn.Module):
 
 
 class ColumnParallelLinear(LinearBase):
-    """y = x W^T + b with W's output rows over the ranks; several matrices may be stacked into one.
+    """y = x W^T + b with W's rows, the output features, split over the ranks. W may be several matrices, stacked.
 
-    Args:
-        input_size: columns of W.
-        output_sizes: {shard id: output rows of that matrix in the checkpoint}.
-        bias: whether there is one.
-        tp: this rank's place.
-
-    forward: [num_tokens, input_size], or the norm that makes it -> [num_tokens, sum of this rank's parts].
+    forward: [num_tokens, input_size] -> [num_tokens, this rank's rows].
     """
 
     def __init__(self, input_size: int, output_sizes: dict, bias: bool, tp: TensorParallel):
+        """output_sizes: {shard id: rows of that matrix in the checkpoint}."""
         self.output_sizes = output_sizes
         self.parts = {key: self.part(key, tp) for key in output_sizes}
         rows = sum(num_rows for _, num_rows in self.parts.values())
@@ -69,7 +54,7 @@ class ColumnParallelLinear(LinearBase):
         super().__init__((rows, input_size), shards, bias, tp)
 
     def part(self, shard_id, tp: TensorParallel) -> tuple[int, int]:
-        """First row and number of rows that this rank takes of a checkpoint matrix."""
+        """First row and number of rows of a checkpoint matrix that this rank has."""
         num_rows = tp.shard(self.output_sizes[shard_id], f"output size of {shard_id or 'a layer'}")
         return tp.rank * num_rows, num_rows
 
@@ -95,23 +80,21 @@ class ColumnParallelLinear(LinearBase):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Equal-input matrices as one product: gate and up. Shard ids are 0, 1, ..."""
+    """Several matrices with the same input as one product: gate and up. Shard ids are 0, 1, ..."""
 
     def __init__(self, input_size: int, output_sizes: list[int], bias: bool, tp: TensorParallel):
         super().__init__(input_size, dict(enumerate(output_sizes)), bias, tp)
 
     def silu(self, x: torch.Tensor | Normed) -> torch.Tensor:
-        """SwiGLU (Shazeer 2020): `silu(gate) * up` of `gate, up = forward(x)`, for a layer without a bias:
-        [num_tokens, this rank's rows of the gate]."""
+        """SwiGLU (Shazeer 2020) without a bias: `silu(gate) * up` of `gate, up = forward(x)`."""
         return self.matmul.linear_silu(x, self.weight)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Query, key and value projections as one product, whole heads a rank. Shard ids are "q", "k" and "v". With fewer
-    KV heads than ranks, each rank holds the one that its query heads read.
+    """Query, key and value projections as one product. Shard ids are "q", "k" and "v". Each rank has whole heads; with
+    fewer KV heads than ranks, several ranks have a copy of the same KV head.
 
-    forward: [num_tokens, hidden_size] -> [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], both head
-    counts this rank's.
+    forward: [num_tokens, hidden_size] -> [num_tokens, this rank's (num_heads + 2 * num_kv_heads) * head_dim].
     """
 
     def __init__(
@@ -130,16 +113,14 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(LinearBase):
-    """y = x W^T + b with W's input columns over the ranks, and the sum over the ranks after it: always added to the
-    residual stream, so that the addition needs no pass over memory of its own. x: [num_tokens, this rank's part of
-    input_size]; residual: [num_tokens, output_size], the same on all ranks.
+    """y = x W^T + b with W's columns, the input features, split over the ranks, and y summed over the ranks.
 
-    Attributes:
-        operation: its product's, in the terms of `matmul`.
+    y is always added to the residual stream, because the product can do so without another pass over memory. x:
+    [num_tokens, this rank's part of input_size]; residual: [num_tokens, output_size], the same on all ranks.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):
-        self.operation = "linear_add" if tp.size == 1 else "linear_sum"
+        self.operation = "linear_add" if tp.size == 1 else "linear_sum"  # of `matmul`
         shape = (output_size, tp.shard(input_size, "input size of a row-parallel layer"))
         super().__init__(shape, {None: (output_size, input_size)}, bias, tp)
 
@@ -155,7 +136,7 @@ class RowParallelLinear(LinearBase):
         """residual + y, overwriting residual."""
         if self.tp.size == 1:
             return self.matmul.linear_add(residual, x, self.weight, self.bias)
-        if self.tp.rank == 0:  # It brings the residual into the sum as well.
+        if self.tp.rank == 0:  # whose part of the sum contains the residual
             residual.addmm_(x, self.weight.t())
             if self.bias is not None:
                 residual += self.bias

@@ -1,13 +1,11 @@
 """Matrix products: the candidates that can compute one, and the choice among them, which is a look-up in a table.
 
-Operations, of x `[num_tokens, K]` and a weight `[N, K]`:
+Operations, of x `[num_tokens, K]` and a weight W `[N, K]`:
 
 - linear: `x W^T + bias`.
-- linear_silu: `silu(x Wg^T) * (x Wu^T)` (SwiGLU, Shazeer 2020), the gate's N / 2 rows before the up's.
+- linear_silu: `silu(x Wg^T) * (x Wu^T)` (SwiGLU, Shazeer 2020). W holds the N / 2 rows of Wg, then those of Wu.
 - linear_add: `residual += x W^T + bias`.
-- linear_sum: linear, this rank's part of a sum over tensor-parallel ranks.
-
-x is a tensor or a `Normed`, which a candidate computes as part of the product or first.
+- linear_sum: linear, as one rank's part of a sum over tensor-parallel ranks.
 """
 
 import logging
@@ -31,43 +29,34 @@ _silu_and_mul = SiluAndMul()
 
 
 class Problem(NamedTuple):
-    """One product.
+    """One product to compute."""
 
-    Attributes:
-        operation: one of OPERATIONS.
-        x: `[num_tokens, K]`.
-        weight: `[N, K]` of x's dtype.
-        bias: `[N]`, or None.
-        out: `[num_tokens, N]`: of linear_add the residual, otherwise where the result goes, or None for a new tensor.
-    """
-
-    operation: str
-    x: Tensor | Normed
-    weight: Tensor
-    bias: Tensor | None = None
-    out: Tensor | None = None
+    operation: str  # one of OPERATIONS
+    x: Tensor | Normed  # [num_tokens, K]; a norm is computed within the product, or before it
+    weight: Tensor  # [N, K] of x's dtype
+    bias: Tensor | None = None  # [N]
+    out: Tensor | None = None  # [num_tokens, N]: linear_add's residual, or where the result goes; None: a new tensor
 
     @property
     def has_norm(self) -> bool:
-        """Whether x is a norm that is still to be computed."""
+        """Whether x is a norm that is not computed yet."""
         return isinstance(self.x, Normed) and not self.x.is_computed
 
     @property
     def input(self) -> Tensor:
-        """x as a tensor."""
         return self.x.value() if isinstance(self.x, Normed) else self.x
 
 
 class LayerProduct(NamedTuple):
-    """A product that each layer of a model computes, for any number of tokens; norm: the one ahead of it, if any."""
+    """A product of each layer of a model, for any number of tokens."""
 
     operation: str
     weight: Tensor
     bias: Tensor | None = None
-    norm: RMSNorm | None = None
+    norm: RMSNorm | None = None  # of its input
 
     def problem(self, num_tokens: int) -> Problem:
-        """A problem of so many tokens, on new tensors that may hold anything."""
+        """On new tensors with arbitrary content."""
         N, K = self.weight.shape
         x = self.weight.new_empty(num_tokens, K)
         out = self.weight.new_empty(num_tokens, N) if self.operation in ("linear_add", "linear_sum") else None
@@ -75,33 +64,27 @@ class LayerProduct(NamedTuple):
 
 
 class Candidate(ABC):
-    """One way to compute products.
+    """One way to compute products."""
 
-    Attributes:
-        name: in tables.
-        posts_sums: whether it can post a linear_sum to the other ranks itself, through the reducer.
-        suits_one_shape: whether constants for decode steps that suit one shape of a weight do not suit its neighbours.
-    """
-
-    name: str
-    posts_sums = False
-    suits_one_shape = False
+    name: str  # in tables
+    posts_sums = False  # whether it can write a linear_sum to the other ranks' memory itself
+    suits_one_shape = False  # whether its constants in decode steps are useless for other shapes of a weight
 
     @abstractmethod
     def supports(self, problem: Problem) -> bool:
-        """Whether it can compute this, here and now."""
+        """Whether it can compute this product on this machine in this step."""
 
     @abstractmethod
     def launch(self, problem: Problem, constants: tuple) -> Tensor | None:
-        """The result, or None if it failed and another candidate has to compute it. constants: those of the table."""
+        """The result, or None if it failed and another candidate must compute it. constants: from the table."""
 
     def serves(self, weight: Tensor) -> bool:
-        """Whether decode steps that are padded for this candidate gain by it."""
+        """Whether it computes this weight's products in decode steps, if these are padded for it."""
         return True
 
 
 class Cublas(Candidate):
-    """torch's own products, on any device and for every problem; the plain twin of the others."""
+    """torch's own products, for every problem on any device; the plain twin of the others."""
 
     name = "cublas"
 
@@ -121,15 +104,10 @@ class Cublas(Candidate):
 
 
 class Matmul:
-    """Computes products by the first candidate of the table's row that supports them, otherwise by cuBLAS.
-
-    Args:
-        table: None for cuBLAS alone.
-        candidates: those that this engine has, besides cuBLAS.
-        model: to name in the log where the table has no rows for a product.
-    """
+    """Computes a product by the first candidate in the table's row that supports it, otherwise by cuBLAS."""
 
     def __init__(self, table: Table | None = None, candidates: Sequence[Candidate] = (), model: str = "MODEL"):
+        """candidates: besides cuBLAS. model: its name, for the log."""
         self._cublas = Cublas()
         self._table = table or Table()
         self._candidates = {each.name: each for each in (self._cublas, *candidates)}
@@ -138,7 +116,7 @@ class Matmul:
         self._has_told = False
 
     def linear(self, x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None):
-        """`x W^T + bias`, arguments as in `Problem`: `out`, or a new `[num_tokens, N]`."""
+        """`x W^T + bias`: `out`, or a new `[num_tokens, N]`."""
         return self.run(Problem("linear", x, weight, bias, out))
 
     def linear_silu(self, x: Tensor | Normed, weight: Tensor) -> Tensor:
@@ -146,8 +124,8 @@ class Matmul:
         return self.run(Problem("linear_silu", x, weight))
 
     def linear_add(self, residual: Tensor, x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`residual += x W^T + bias`, which is returned. quack-kernels round the product before the sum, the others
-        round once where there is no bias."""
+        """`residual += x W^T + bias`. Returns residual. quack-kernels round the product before the sum; without a bias,
+        the others round once."""
         return self.run(Problem("linear_add", x, weight, bias, residual))
 
     def linear_sum(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -155,7 +133,6 @@ class Matmul:
         return self.run(Problem("linear_sum", x, weight, bias, out))
 
     def run(self, problem: Problem) -> Tensor:
-        """The result, which is `out` where there is one."""
         for candidate, constants in self.choices(problem.operation, problem.weight, len(problem.x)):
             if candidate.supports(problem):
                 y = candidate.launch(problem, constants)
@@ -164,11 +141,11 @@ class Matmul:
         return self._cublas.launch(problem)
 
     def choices(self, operation: str, weight: Tensor, num_tokens: int) -> tuple[tuple[Candidate, tuple], ...]:
-        """What the table names for a product in this step's phase: candidates with their constants, the best first."""
+        """The table's candidates for a product in this step's phase, the best first, with their constants."""
         return self._row(operation, weight)[num_tokens]
 
     def token_counts(self, operation: str, weight: Tensor, most_tokens: int) -> list[int]:
-        """Numbers of tokens, up to the most, among which is one for every bucket of the row of this product."""
+        """Numbers of tokens up to the most: one in every bucket of the product's row."""
         bounds = self._row(operation, weight).bounds
         return [bound for bound in bounds if bound < most_tokens] + [most_tokens]
 
@@ -180,12 +157,15 @@ class Matmul:
         return self._rows[short_key]
 
     def _find(self, key: Key) -> Row:
-        """The table's row, with the candidates that are here instead of their names."""
+        """The table's row, with the installed candidates instead of their names."""
         row, candidates = self._table.find(key), self._candidates
-        if key not in self._table.rows and key.phase == "decode":  # The row is that of another shape, if there is one.
-            self._tell_once(key)
+        if key not in self._table.rows and key.phase == "decode":  # Then the row, if any, is that of another shape.
             row = None if key.operation == "padding" else row
             candidates = {name: each for name, each in candidates.items() if not each.suits_one_shape}
+            if len(self._candidates) > 1 and key.operation in OPERATIONS and not self._has_told:
+                self._has_told = True
+                text = "%s with a weight [%d, %d] was not measured on this GPU; to measure it: nanovllm tune %s"
+                logger.info(text, key.operation, key.N, key.K, self._model)
         buckets = zip(row.bounds, row.choices, strict=True) if row else [(1, ())]
         return Row(
             {
@@ -194,22 +174,16 @@ class Matmul:
             }
         )
 
-    def _tell_once(self, key: Key) -> None:
-        if len(self._candidates) > 1 and key.operation in OPERATIONS and not self._has_told:
-            self._has_told = True
-            text = "%s with a weight [%d, %d] was not measured on this GPU; to measure it: nanovllm tune %s"
-            logger.info(text, key.operation, key.N, key.K, self._model)
-
     def posted_constants(self, weight: Tensor, num_tokens: int) -> tuple | None:
-        """The constants with which this linear_sum posts its result to the other ranks itself, otherwise None."""
+        """The constants of this linear_sum, if its first choice writes to the other ranks' memory itself, else None."""
         for candidate, constants in self.choices("linear_sum", weight, num_tokens)[:1]:
             if candidate.posts_sums:
                 return constants
         return None
 
     def padded_batch(self, num_seqs: int, gate_up: Tensor) -> int:
-        """The rows, padding included, with which a decode step of num_seqs sequences takes the least time, in a model
-        whose gate and up projection is this weight."""
+        """The number of rows, padding included, at which a decode step of num_seqs is fastest. gate_up: a layer's gate
+        and up projection, to which the table's rows for padding belong."""
         for candidate, (num_rows,) in self.choices("padding", gate_up, num_seqs):
             if candidate.serves(gate_up):
                 return max(num_rows, num_seqs)

@@ -21,9 +21,7 @@ if HAS_TRITON:
 
 logger = logging.getLogger(__name__)
 
-# The tensor memory accelerator needs rows of multiples of 16 bytes. Published models have multiples of this many
-# elements; less was not tried.
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # elements. The tensor memory accelerator needs 16 bytes; less than this was not tried.
 
 
 class Tile(NamedTuple):
@@ -32,8 +30,7 @@ class Tile(NamedTuple):
     tokens: int
     columns: int  # gate and up count as two
     cluster: tuple[int, int] = (1, 1)  # programs that share what they load, along the tokens and along the columns
-    # Whether two warp groups compute a tile each, one multiplying while the other stores, instead of one tile together.
-    pingpong: bool = False
+    pingpong: bool = False  # two warp groups compute a tile each, one multiplying while the other stores its results
 
 
 class Product(NamedTuple):
@@ -50,15 +47,15 @@ class Product(NamedTuple):
 class Quack(OptionalPackage, Candidate):
     """bfloat16 and float16 products on Hopper, summed in float32 and rounded once; linear_add rounds twice.
 
-    All launches are dependent ones, under the rule of `kernels.dependent_launch`. The first launch of a tile compiles
-    it, which takes seconds, or loads it from the disk. The package keeps 3 KB for each shape that it has seen, and so
-    for each number of tokens of a prefill. After the package's first error, which is logged, `launch` returns None.
+    All launches are dependent ones (see `kernels.dependent_launch`). The first launch of a tile compiles it, which
+    takes seconds, or loads it from the disk. The first error of the package is logged and ends its use: every later
+    `launch` returns None.
 
     Attributes:
-        decodes: whether decode steps use it too. A launch costs the host 0.1 ms, so it pays in a short step only if a
-            CUDA graph captures it.
-        wanted: the products, one a kernel, that `launch` did not launch because it was called in `compile_ahead`.
-        on_wanted: called with each of them when it is added; None for nobody.
+        decodes: whether decode steps use it too. A launch takes the host long, so CUDA graphs have to capture it.
+        wanted: the products, one for each kernel, for which `launch` was called within `compile_ahead`. It launches
+            nothing there.
+        on_wanted: called with each of them; None for nobody.
     """
 
     name = "quack-kernels"
@@ -66,7 +63,7 @@ class Quack(OptionalPackage, Candidate):
     DTYPES = (torch.bfloat16, torch.float16)
 
     def __init__(self, gemm_act: Callable, make_config: Callable, decodes: bool = True):
-        """gemm_act, make_config: `quack_early`'s function, and the package's GemmConfig."""
+        """gemm_act: `quack_early`'s. make_config: the package's GemmConfig."""
         self.decodes = decodes
         self.wanted: dict[tuple[str, Tile], Product] = {}
         self.on_wanted: Callable[[Product], None] | None = None
@@ -77,8 +74,8 @@ class Quack(OptionalPackage, Candidate):
         return self.works and self.decodes and self._takes(weight)
 
     def supports(self, problem: Problem) -> bool:
-        """16-bit floats, multiples of 64 rows and columns, no bias, and `out` for a sum alone. Rows of x are packed,
-        aligned to 16 bytes and multiples of 64 elements apart."""
+        """16-bit floats, multiples of 64 rows and columns, no bias, and `out` only for linear_add. x is packed and
+        aligned likewise."""
         operation, x, weight, bias, out = problem
         is_here = self.works and (self.decodes or get_context().is_prefill)
         if not is_here or bias is not None or (out is None) == (operation == "linear_add") or not self._takes(weight):
@@ -93,8 +90,8 @@ class Quack(OptionalPackage, Candidate):
         return x.dtype == weight.dtype and x.stride(1) == 1 and not (x.stride(0) % _ALIGNMENT or x.data_ptr() % 16)
 
     def launch(self, problem: Problem, constants: tuple) -> Tensor | None:
-        """The result, or None where the caller has to compute it: then a residual is as it was. constants: a Tile's.
-        Raises torch.OutOfMemoryError alone."""
+        """The result, or None if it failed; a residual is unchanged then. constants: a Tile's. Raises
+        torch.OutOfMemoryError only."""
         tile = Tile(*constants)
         operation, x, weight, out = problem.operation, problem.input, problem.weight, problem.out
         options = {"C": out} if operation == "linear_add" else {}
@@ -122,7 +119,7 @@ class Quack(OptionalPackage, Candidate):
             self.on_wanted(product)
 
     def load(self, product: Product, device: torch.device) -> None:
-        """Launch a product once, on arbitrary numbers, so that its kernel is loaded before a step needs it."""
+        """Launch a product once, on arbitrary numbers, to load its kernel."""
         x = torch.empty(product.num_tokens, product.K, dtype=product.dtype, device=device)
         weight = torch.empty(product.N, product.K, dtype=product.dtype, device=device)
         out = x.new_empty(product.num_tokens, product.N) if product.operation == "linear_add" else None
@@ -131,7 +128,7 @@ class Quack(OptionalPackage, Candidate):
 
 @cache
 def _config(make_config: Callable, tile: Tile):
-    """The package's object for a tile. The package recognises it by its identity, so it is kept."""
+    """Kept, because the package recognises it by its identity."""
     return make_config(
         tile_m=tile.tokens,
         tile_n=tile.columns,
@@ -144,11 +141,9 @@ def _config(make_config: Callable, tile: Tile):
 
 
 def load_quack(dtype: torch.dtype, device: torch.device, decodes: bool) -> Quack | None:
-    """The package if it is installed, supports this dtype and the device is a Hopper GPU, else None. The import takes
-    seconds. A package that is installed but cannot be used is logged as a warning. decodes: see `Quack`."""
-    if device.type != "cuda" or dtype not in Quack.DTYPES:
-        return None
-    if torch.cuda.get_device_properties(device).major != 9:
+    """None unless the package is installed, supports this dtype and the device is a Hopper GPU. The import takes
+    seconds. If it fails, that is logged as a warning."""
+    if device.type != "cuda" or dtype not in Quack.DTYPES or torch.cuda.get_device_properties(device).major != 9:
         return None
     try:
         installed = version("quack-kernels")
@@ -173,7 +168,7 @@ def _import_package() -> tuple[Callable, Callable]:
 
 
 def load_product(product: Product, device: torch.device) -> None:
-    """`Quack.load`, in a process of its own."""
+    """`Quack.load`, for a process of its own."""
     quack = load_quack(product.dtype, device, decodes=True)
     if quack is not None:
         with torch.cuda.device(device):

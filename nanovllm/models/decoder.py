@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -26,24 +27,18 @@ Rows = torch.Tensor | slice  # of a flat batch of tokens
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """What differs between families.
+    """What differs between families."""
 
-    Attributes:
-        qkv_bias: whether the q, k and v projections have biases.
-        o_bias: whether the output projection of attention has one.
-        qk_norm: whether each head of q and k is normalized before RoPE.
-    """
-
-    qkv_bias: bool = False
-    o_bias: bool = False
-    qk_norm: bool = False
+    qkv_bias: bool = False  # whether the q, k and v projections have biases
+    o_bias: bool = False  # whether the output projection of attention has one
+    qk_norm: bool = False  # whether each head of q and k is normalized before RoPE
 
 
 class DecoderAttention(nn.Module):
     """Fused q/k/v projection, RMSNorm on each head of q and k, RoPE, paged attention.
 
-    forward: hidden states [num_tokens, hidden_size] -> the input of o_proj, [num_tokens, num_heads * head_dim] of this
-    rank. The layer calls o_proj, which adds to the residual stream.
+    forward: [num_tokens, hidden_size] -> the input of o_proj, [num_tokens, this rank's num_heads * head_dim]. The layer
+    calls o_proj, which adds to the residual stream.
     """
 
     def __init__(
@@ -62,7 +57,7 @@ class DecoderAttention(nn.Module):
         self.attn = Attention(self.head_dim, backend)
 
     def forward(self, positions: torch.Tensor, hidden: Normed | NormedParts, rows: Rows | None = None) -> torch.Tensor:
-        """rows: the tokens that attend, all by default; the others leave their keys and values alone."""
+        """rows: the tokens whose attention is needed; only the keys and values of the others are. None: all."""
         qkv = self.qkv_proj(hidden)
         context = get_context()
         has_cache = self.attn.k_cache is not None  # The warm-up runs without one.
@@ -86,14 +81,14 @@ class DecoderAttention(nn.Module):
             return self.attn(q, k, v, context).flatten(1)
         if context.is_prefill:
             return self.attn(q[rows], k, v, context.of_last_tokens()).flatten(1)
-        return self.attn(q, k, v, context).flatten(1)[rows]  # The plan's pieces are of all rows.
+        return self.attn(q, k, v, context).flatten(1)[rows]  # decode_plan is for all rows.
 
 
 class DecoderMLP(nn.Module):
     """SwiGLU: silu(gate(x)) * up(x), gate and up in one product.
 
-    forward: hidden states [num_tokens, hidden_size] -> the input of down_proj, [num_tokens, this rank's
-    intermediate_size]; in parts if they come in parts. The layer calls down_proj, which adds to the residual stream.
+    forward: [num_tokens, hidden_size] -> the input of down_proj, [num_tokens, this rank's intermediate_size]; in parts
+    if the hidden states come in parts. The layer calls down_proj, which adds to the residual stream.
     """
 
     def __init__(self, config, tp: TensorParallel):
@@ -113,9 +108,11 @@ class DecoderMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP on a residual stream."""
 
-    def __init__(self, config, tp: TensorParallel, **attention):
+    def __init__(
+        self, config, spec: DecoderSpec, rotary_emb: RotaryEmbedding, backend: AttentionBackend, tp: TensorParallel
+    ):
         super().__init__()
-        self.self_attn = DecoderAttention(config, tp=tp, **attention)
+        self.self_attn = DecoderAttention(config, spec, rotary_emb, backend, tp)
         self.mlp = DecoderMLP(config, tp)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -126,13 +123,12 @@ class DecoderLayer(nn.Module):
         """
         Args:
             positions: int64 [num_tokens].
-            hidden: what input_layernorm makes of the residual stream, [num_tokens, hidden_size]. The stream is
-                overwritten.
-            next_norm: the next layer's first norm, or the final one.
-            rows: the tokens whose stream goes on, all by default.
+            hidden: input_layernorm of the residual stream [num_tokens, hidden_size], which is overwritten.
+            next_norm: the next layer's input_layernorm, or the final norm.
+            rows: the tokens that the next layer needs, all by default.
 
         Returns:
-            What next_norm makes of the residual stream.
+            next_norm of the residual stream.
         """
         residual = hidden.residual
         attended = self.self_attn(positions, hidden, rows)
@@ -142,7 +138,7 @@ class DecoderLayer(nn.Module):
         return self.mlp.down_proj.add(residual, self.mlp(hidden), next_norm)
 
     def products(self) -> list[LayerProduct]:
-        """The four, in order."""
+        """The layer's four matrix products, in order."""
         attn, mlp = self.self_attn, self.mlp
         qkv, o, gate_up, down = attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj
         return [
@@ -154,16 +150,15 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """Embedding, decoder layers, final norm: token ids and positions [num_tokens] -> [num_tokens, hidden_size], or what
-    Context.last_tokens or num_drawn asks for."""
+    """Embedding, decoder layers, final norm. forward: see `DecoderForCausalLM`."""
 
-    def __init__(self, config, max_position: int, tp: TensorParallel, **attention):
+    def __init__(self, config, spec: DecoderSpec, max_position: int, backend: AttentionBackend, tp: TensorParallel):
         super().__init__()
         self.tp = tp
         self.embed_tokens = ReplicatedEmbedding(config.vocab_size, config.hidden_size)
         rotary_emb = get_rope(get_head_dim(config), max_position, config)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, tp, rotary_emb=rotary_emb, **attention) for _ in range(config.num_hidden_layers)
+            DecoderLayer(config, spec, rotary_emb, backend, tp) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -179,8 +174,8 @@ class DecoderModel(nn.Module):
 
 
 def _rows_wanted() -> Rows | None:
-    """The rows that the step's tokens are sampled from: of a prompt's other tokens only keys and values are needed.
-    None: all."""
+    """The rows that the step's tokens are sampled from; None for all. Of other tokens only keys and values are
+    needed."""
     context = get_context()
     return context.last_tokens if context.num_drawn is None else slice(context.num_drawn)
 
@@ -188,56 +183,48 @@ def _rows_wanted() -> Rows | None:
 class DecoderForCausalLM(nn.Module):
     """A decoder with its head. A family is a subclass that says what differs.
 
-    Args:
-        config: its transformers configuration.
-        max_position: positions that RoPE's table must cover.
-        backend: computes attention.
-        tp: this rank's place.
-
-    Attributes:
-        matmul: computes the layers' products; before `use_matmul` by cuBLAS alone.
-
-    Raises:
-        ValueError: a configuration that asks for what we do not implement (sliding windows, other RoPE scaling).
+    Raises ValueError for a configuration that asks for what we do not implement (sliding windows, other RoPE scaling).
     """
 
-    # Fused parameter -> the checkpoint's names for its parts, with the shard id of each.
-    packed_modules_mapping: dict[str, dict[str, str | int]]
+    # Fused parameter -> {the checkpoint's name of a part: its shard id}
+    packed_modules_mapping: ClassVar[dict[str, dict[str, str | int]]] = {
+        "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
+        "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
+    }
 
     def __init__(self, config, max_position: int, backend: AttentionBackend, tp: TensorParallel):
+        """config: the transformers configuration. max_position: positions that RoPE's table must cover."""
         super().__init__()
-        self.matmul = Matmul()
+        self.matmul = Matmul()  # cuBLAS alone, before `use_matmul`
         if getattr(config, "use_sliding_window", False):
             raise ValueError("use_sliding_window=true in config.json: sliding windows are not supported")
-        self.model = DecoderModel(config, max_position, tp, spec=self.spec(config), backend=backend)
+        self.model = DecoderModel(config, self.spec(config), max_position, backend, tp)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
 
     @staticmethod
     def spec(config) -> DecoderSpec:
-        """The family's, for this transformers configuration."""
         raise NotImplementedError
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Token ids and positions, int64 [num_tokens] -> hidden states [num_tokens, hidden_size], or those that
-        Context.last_tokens or num_drawn asks for."""
+        """Token ids and positions, int64 [num_tokens] -> hidden states [num_tokens, hidden_size], or only those that
+        Context.last_tokens or num_drawn selects."""
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states [num_rows, hidden_size] -> logits of this rank's tokens [num_rows, num_tokens]."""
+        """Hidden states [num_rows, hidden_size] -> logits of this rank's part of the vocabulary."""
         return self.lm_head(hidden_states)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """What compute_logits returned on each rank -> logits [num_rows, vocab_size], on all of them."""
+        """The results of compute_logits on all ranks -> logits [num_rows, vocab_size], on all ranks."""
         return self.lm_head.gather(logits)
 
-    @cached_property  # asked for at each step on a CPU
+    @cached_property  # because a CPU needs it at each step
     def num_layer_params(self) -> int:
-        """Parameters of a layer, of this rank's part."""
+        """Parameters of one layer on this rank."""
         return sum(parameter.numel() for parameter in self.model.layers[0].parameters())
 
     def use_matmul(self, matmul: Matmul) -> None:
-        """Have the layers' products computed by this from now on."""
         self.matmul = matmul
         for module in self.modules():
             if isinstance(module, LinearBase):
@@ -249,7 +236,7 @@ class DecoderForCausalLM(nn.Module):
 
     @contextmanager
     def first_and_last_layer(self) -> Iterator[None]:
-        """A block in which the model has these two alone: whatever kernel a layer launches, one of them does."""
+        """A block in which the model has these layers only: they launch every kernel that any layer does."""
         layers = self.model.layers
         self.model.layers = nn.ModuleList([layers[0], *layers[1:][-1:]])
         try:

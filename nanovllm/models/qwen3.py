@@ -6,11 +6,6 @@ from nanovllm.models.decoder import DecoderForCausalLM, DecoderSpec
 class Qwen3ForCausalLM(DecoderForCausalLM):
     """RMSNorm on each head of q and k; `attention_bias` adds biases to q, k, v and o."""
 
-    packed_modules_mapping = {  # noqa: RUF012
-        "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
-        "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
-    }
-
     @staticmethod
     def spec(config) -> DecoderSpec:
         bias = bool(getattr(config, "attention_bias", False))

@@ -4,7 +4,7 @@ from random import Random
 
 from schedulers import add, make_scheduler, postprocess, step
 
-from nanovllm.engine.admission import SPARE_SHARE
+from nanovllm.engine.admission import RESERVED_SHARE
 
 
 def test_a_step_holds_max_num_seqs_sequences_and_nobody_begins_while_so_many_run():
@@ -32,7 +32,7 @@ def test_one_place_that_gets_free_is_enough_for_a_whole_step_of_prompts():
 
 def test_the_cache_is_not_filled_to_the_last_block_while_others_run():
     """64 blocks, of which 4 are spare, and 8 are free before anybody begins."""
-    assert SPARE_SHARE == 16
+    assert RESERVED_SHARE == 16
     scheduler = make_scheduler(num_blocks=64, max_num_batched_tokens=1000)
     big = add(scheduler, 4 * 50 - 2, max_tokens=40)
     a, b, c = (add(scheduler, 4 * n - 1, max_tokens=m) for n, m in ((3, 2), (7, 4), (1, 9)))

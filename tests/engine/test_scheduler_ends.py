@@ -98,9 +98,9 @@ def test_a_prompt_that_leaves_no_room_is_told_what_limits_it(
     with pytest.raises(ValueError, match=rf"\b{length} tokens.*\b{limit} tokens, .*{remedy}"):
         add(scheduler, length)
     with pytest.raises(ValueError, match=str(length)):
-        scheduler.check(length)
+        scheduler.length_limit.check(length)
     assert scheduler.is_finished()
-    scheduler.check(limit - 1)
+    scheduler.length_limit.check(limit - 1)
 
 
 def test_postprocess_wants_one_token_a_sequence():
@@ -338,31 +338,3 @@ def test_a_warning_is_logged_once(caplog):
         step(scheduler, NON_FINITE)
         scheduler.reset()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-
-def test_sequences_in_every_state_can_be_failed():
-    scheduler = make_scheduler(max_num_batched_tokens=10)
-    running, stays = add(scheduler, 4), add(scheduler, 4)
-    step(scheduler)
-    in_chunks, waiting = add(scheduler, 25), add(scheduler, 4)
-    seqs, _ = scheduler.schedule()
-    scheduler.advance(seqs)
-    check_scheduler(scheduler)
-    assert in_chunks.block_table
-    scheduler.fail([running, in_chunks, waiting], "not a NaN but a reason")
-    check_scheduler(scheduler)
-    for seq in (running, in_chunks, waiting):
-        assert_failed(seq, [900] if seq is running else [])
-        assert seq.error == "not a NaN but a reason"
-    assert (list(scheduler.waiting), list(scheduler.running)) == ([], [stays])
-
-
-def test_the_token_of_a_failed_sequence_is_dropped():
-    scheduler = make_scheduler()
-    a, b = add(scheduler, 3), add(scheduler, 4)
-    first = launch_ahead(scheduler)
-    scheduler.advance(first)
-    scheduler.fail([a], "NaN")
-    assert scheduler.postprocess(first, [EOS, 902]) == []
-    assert_failed(a, [])
-    assert b.completion_token_ids == [902]

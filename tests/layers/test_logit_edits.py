@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from nanovllm.engine.sampling.token_counts import TokenCounts
+from nanovllm.engine.sampling.sampling_pipeline import TokenCounts
 from nanovllm.layers import logprobs
 from nanovllm.layers.logprobs import token_logprobs
 from nanovllm.layers.penalties import IN_PROMPT, apply_penalties

@@ -2,6 +2,7 @@
 
 from typing_extensions import NotRequired, TypedDict
 
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
 
@@ -124,3 +125,25 @@ def _sample_output(seq: Sequence) -> SampleOutput:
     if seq.error is not None:
         output["error"] = seq.error
     return output
+
+
+def engine_stats(scheduler: Scheduler, num_steps: int, seconds: float) -> EngineStats:
+    """num_steps, seconds: what the engine has computed so far, and how long that took."""
+    manager = scheduler.block_manager
+    queries, hits = scheduler.num_prefix_queries, scheduler.num_prefix_hits
+    return EngineStats(
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        kv_blocks_total=len(manager.blocks),
+        kv_blocks_used=len(manager.used_block_ids),
+        kv_blocks_free=len(manager.free_block_ids),
+        prefix_cache_queries=queries,
+        prefix_cache_hits=hits,
+        prefix_cache_hit_rate=hits / queries if queries else 0.0,
+        prompt_tokens=scheduler.num_prompt_tokens,
+        generated_tokens=scheduler.num_generated_tokens,
+        steps=num_steps,
+        preemptions=scheduler.num_preemptions,
+        seconds=seconds,
+        tokens_per_second=scheduler.num_generated_tokens / seconds if seconds else 0.0,
+    )

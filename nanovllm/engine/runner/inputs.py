@@ -1,4 +1,4 @@
-"""A step's inputs: numpy arrays that rank 0 writes on the host, sent to the device in one copy."""
+"""A step's inputs: numpy arrays that rank 0 writes on the host and sends to the device in one copy."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -25,43 +25,40 @@ class Batch:
     seqs: list[Sequence] | None  # None on a worker
     is_prefill: bool
     num_seqs: int  # a token is sampled for each
-    num_rows: int  # a prefill's tokens; of a decode step the rows of the layers, padding included
-    arrays: dict[str, np.ndarray]  # on the host, as `DecodeInputs` or `prefill_batch` lay them out
+    num_rows: int  # tokens that the layers compute, padding included
+    arrays: dict[str, np.ndarray]  # on the host, named as in `DecodeInputs` or `prefill_batch`
     needs_logits: bool = False  # a request asks for more than a temperature: rank 0 samples from gathered logits
-    waits_for_tokens: bool = False  # what a request may draw depends on the tokens of the step before
-    # Of a decode step.
+    waits_for_tokens: bool = False  # a request's allowed tokens depend on the step before
+    # Of a decode step:
     graph_size: int = 0  # batch size of the CUDA graph that computes it; 0 for none
     is_mixed: bool = False  # the last sequences are prefilled
-    buffer: int = 0  # rank 0's: which host buffer of `DecodeInputs` holds the arrays
-    # Of a prefill.
+    buffer: int = 0  # rank 0: which host buffer of `DecodeInputs` holds the arrays
+    # Of a prefill:
     max_seqlen_q: int = 0  # most new tokens of a sequence
     max_seqlen_k: int = 0  # most keys of a sequence
     reads_cache: bool = False  # a sequence has a cached prefix
     prompt_rows: list[tuple[int, int]] = field(default_factory=list)  # (first, number), for prompt_logprobs
-    packed: PackedArrays | None = None  # rank 0's: the arrays, ready to be sent
+    packed: PackedArrays | None = None  # rank 0: memory of the arrays, ready to be sent
 
     def __getstate__(self) -> dict:
         return vars(self) | {"seqs": None, "packed": None}
 
 
 class DecodeInputs:
-    """The inputs of decode steps: fixed device memory, which CUDA graphs read, behind two host buffers.
+    """The inputs of decode steps: fixed device memory, which CUDA graphs read, and two host buffers.
 
-    While the device computes one step, the host writes the next one's inputs to the other buffer. A buffer is used
-    again only after the step that it was sent for has been read. Sampled tokens stay on the device, where the next step
-    takes them before the host has them.
+    While the device computes a step, the host writes the next step's inputs to the other buffer. Sampled tokens stay on
+    the device, where the next step takes them before the host has them.
 
-    A row is a sequence's last scheduled token. The other tokens of a mixed step's prompts are in the rows after those
-    of all sequences; nothing is sampled from them.
+    Each sequence has a row, for its last scheduled token. The other tokens of a mixed step's prompts are in the rows
+    after those; nothing is sampled from them.
 
     Attributes:
-        padded: rows of the layers by number of sequences, 0 to max_num_seqs.
-        rows: device tensors, one row a token: pending_rows int32, the row of `sampled` that holds the token (-1: the
-            host knew it); positions int64; seeds int64; temperatures float32; slot_mapping, context_lens and
-            block_tables [.., max_blocks], int32, as in Context.
-        work_items: int32 [.., PIECE_FIELDS], the plan of the step's attention (see `decode_plan`).
-        input_ids: int64 [most rows], the tokens that the rows feed.
-        sampled: int64 [most rows], the tokens of the last step; NON_FINITE where there was none to draw.
+        padded: number of rows for each number of sequences, 0 to max_num_seqs.
+        rows: {name: device tensor [max_rows, ...]}. pending_rows: the row of `sampled` that holds the input token, or
+            -1 if the host knew the token. The others are named as in Context and the sampler.
+        input_ids: int64 [max_rows].
+        sampled: int64 [max_rows], the tokens of the last step; NON_FINITE for a row that had none.
     """
 
     def __init__(
@@ -74,12 +71,11 @@ class DecodeInputs:
         padded: list[int] | None = None,
         mixed_step_rows: int = 0,
     ):
-        """num_kv_heads: to plan attention's work for; None makes no plan. padded: never less for more sequences; None
-        pads nothing. mixed_step_rows: most of a mixed step."""
+        """num_kv_heads: for Context.decode_plan; None makes no plan. padded: None pads nothing. mixed_step_rows: of the
+        largest mixed step."""
         self.padded = padded or list(range(max_num_seqs + 1))
         n = self.max_rows = max(self.padded[max_num_seqs], mixed_step_rows)
         self.num_kv_heads = num_kv_heads
-        num_items = num_work_items(n, num_kv_heads) if num_kv_heads else 0
         layout: Layout = {
             "tokens": ((n,), np.int64),
             "pending_rows": ((n,), np.int32),
@@ -89,20 +85,18 @@ class DecodeInputs:
             "slot_mapping": ((n,), np.int32),
             "context_lens": ((n,), np.int32),
             "block_tables": ((n, max_blocks), np.int32),
-            "work_items": ((num_items, PIECE_FIELDS), np.int32),
+            "work_items": ((self._num_work_items(n), PIECE_FIELDS), np.int32),
         }
         self.block_size = block_size
         memory = torch.zeros(packed_size(layout), dtype=torch.uint8, device=device)
         on_gpu = device.type == "cuda"
-        num_buffers = 2 if on_gpu else 1
-        self._buffers = [PackedArrays(layout, device, memory) for _ in range(num_buffers)]
+        self._buffers = [PackedArrays(layout, device, memory) for _ in range(2 if on_gpu else 1)]
         self._tables = [BlockTables(buffer.host["block_tables"]) for buffer in self._buffers]
-        self._turn = 0
+        self._last_buffer = 0
         self.rows = dict(self._buffers[0].device)
-        self._tokens, self.work_items = (self.rows.pop(name) for name in ("tokens", "work_items"))
+        self._tokens, self._work_items = (self.rows.pop(name) for name in ("tokens", "work_items"))
         self.input_ids, self.sampled = torch.zeros(2, n, dtype=torch.int64, device=device)
-        # What receive_step takes of each buffer.
-        self._sources = [
+        self._receive_arguments = [
             (
                 buffer.host_bytes.view(torch.int64),
                 buffer.device_bytes.view(torch.int64),
@@ -111,31 +105,29 @@ class DecodeInputs:
             for buffer in self._buffers
         ]
         self._host_tokens = torch.zeros(2, n, dtype=torch.int64, pin_memory=on_gpu)
-        self._host_tokens_turn = 0
+        self._last_host_tokens = 0
 
     def plan(self, num_rows: int) -> torch.Tensor | None:
-        """The plan of a step of so many rows, as far as the device is concerned: which memory it lies in."""
-        if self.num_kv_heads is None:
-            return None
-        return self.work_items[: num_work_items(num_rows, self.num_kv_heads)]
+        """Device memory of Context.decode_plan: int32 [num_items, PIECE_FIELDS]."""
+        return None if self.num_kv_heads is None else self._work_items[: self._num_work_items(num_rows)]
+
+    def _num_work_items(self, num_rows: int) -> int:
+        return 0 if self.num_kv_heads is None else num_work_items(num_rows, self.num_kv_heads)
 
     def for_layers(self, num_rows: int, num_drawn: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Context]:
-        """What the layers take of a step of so many rows, padding included: token ids and positions, int64, and the
-        context. num_drawn: of a mixed step, from how many of the first rows tokens are drawn."""
-        rows = {name: tensor[:num_rows] for name, tensor in self.rows.items()}
-        tensors = {name: rows[name] for name in ("slot_mapping", "context_lens", "block_tables")}
-        tensors["decode_plan"] = self.plan(num_rows)
-        return self.input_ids[:num_rows], rows["positions"], Context(**tensors, num_drawn=num_drawn)
+        """Token ids and positions [num_rows], and the context. num_drawn: as in Context."""
+        rows = {name: self.rows[name][:num_rows] for name in ("slot_mapping", "context_lens", "block_tables")}
+        context = Context(**rows, decode_plan=self.plan(num_rows), num_drawn=num_drawn)
+        return self.input_ids[:num_rows], self.rows["positions"][:num_rows], context
 
     def pad(self, num_rows: int) -> None:
         """Send a step of padding alone."""
         self.send(self.write([], num_rows))
 
     def write(self, seqs: list[Sequence], num_rows: int) -> Batch:
-        """A decode step: each sequence's last token, its position, slot and block table; behind them the other tokens
-        of prompts; and padding for the rows from there to num_rows."""
-        turn = self._next_buffer()
-        host, tables, n = self._buffers[turn].host, self._tables[turn], len(seqs)
+        """The arrays of a decode or mixed step, padded to num_rows."""
+        buffer = self._next_buffer()
+        host, tables, n = self._buffers[buffer].host, self._tables[buffer], len(seqs)
         for row, seq in enumerate(seqs):
             tables.write(row, seq.block_table)
         context_lens = [seq.num_tokens for seq in seqs]
@@ -156,50 +148,48 @@ class DecodeInputs:
         host["tokens"][:num_tokens] = tokens
         host["pending_rows"][:n] = [seq.pending_row for seq in seqs]
         host["pending_rows"][n:num_rows] = -1
-        # The rows that pad the batch write nothing and read nothing.
+        # Padding writes nothing and reads nothing.
         host["slot_mapping"][num_tokens:num_rows] = -1
         host["context_lens"][num_tokens:num_rows] = 0
         if self.num_kv_heads is not None:
-            items = host["work_items"][: num_work_items(num_rows, self.num_kv_heads)]
-            plan_decode(host["context_lens"][:num_rows], items)
-        return Batch(seqs, False, n, num_rows, self._used(host, num_rows), is_mixed=is_mixed, buffer=turn)
+            plan_decode(host["context_lens"][:num_rows], host["work_items"][: self._num_work_items(num_rows)])
+        return Batch(seqs, False, n, num_rows, self._used(host, num_rows), is_mixed=is_mixed, buffer=buffer)
 
     def _next_buffer(self) -> int:
-        self._turn = (self._turn + 1) % len(self._buffers)
-        return self._turn
+        self._last_buffer = (self._last_buffer + 1) % len(self._buffers)
+        return self._last_buffer
 
     def _used(self, host: dict[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
-        """The part of each array that a step of so many rows uses."""
+        """The part of each array that a step of num_rows uses."""
         arrays = {name: values[:num_rows] for name, values in host.items()}
-        num_items = num_work_items(num_rows, self.num_kv_heads) if self.num_kv_heads is not None else 0
-        return arrays | {"work_items": host["work_items"][:num_items]}
+        return arrays | {"work_items": host["work_items"][: self._num_work_items(num_rows)]}
 
     def send(self, batch: Batch) -> None:
-        """Copy a step's arrays to the device, in stream order, and find the tokens that the rows feed."""
-        turn = batch.buffer
+        """Copy a step's arrays to the device, in stream order, and fill input_ids."""
+        buffer = batch.buffer
         if batch.seqs is None:  # A worker's arrays come from rank 0.
-            turn = self._next_buffer()
-            for name, values in self._used(self._buffers[turn].host, batch.num_rows).items():
+            buffer = self._next_buffer()
+            for name, values in self._used(self._buffers[buffer].host, batch.num_rows).items():
                 values[...] = batch.arrays[name]
         input_ids = self.input_ids[: batch.num_rows]
         if use_kernels(input_ids):
-            receive_step(*self._sources[turn], self.sampled, input_ids)
+            receive_step(*self._receive_arguments[buffer], self.sampled, input_ids)
             return
-        self._buffers[turn].send()
+        self._buffers[buffer].send()
         pending = self.rows["pending_rows"][: batch.num_rows]
         drawn = self.sampled[pending.clamp(min=0)].clamp_(min=0)  # NON_FINITE must not reach the embedding.
         torch.where(pending < 0, self._tokens[: batch.num_rows], drawn, out=input_ids)
 
     def tokens_on_host(self, num_seqs: int) -> torch.Tensor:
-        """Page-locked memory for the tokens of a step, of which those of the one before may not have been read yet: it
-        comes up again at every other call."""
-        self._host_tokens_turn ^= 1
-        return self._host_tokens[self._host_tokens_turn, :num_seqs]
+        """Page-locked memory for a step's tokens. Two steps take turns, because the tokens of the one before may not
+        have been read yet."""
+        self._last_host_tokens ^= 1
+        return self._host_tokens[self._last_host_tokens, :num_seqs]
 
 
 def _append_prompts(seqs: list[Sequence], context_lens: list[int], tokens: list[int]) -> np.ndarray:
-    """Make the rows of a mixed step's prompts, the last of seqs, those of their last scheduled tokens, and append rows
-    for the scheduled tokens before these; returns whose each is, as a row of seqs."""
+    """Correct the rows of a mixed step's prompts, the last of seqs, to their last scheduled tokens, and append rows for
+    the scheduled tokens before these. Returns the index in seqs of each appended row's sequence."""
     owners, num_others = [], []
     for row in range(len(seqs) - 1, -1, -1):
         seq = seqs[row]
@@ -218,6 +208,7 @@ def prefill_batch(seqs: list[Sequence], block_size: int, device: torch.device) -
     """A prefill step: the flat batch of the sequences' scheduled tokens."""
     cached = np.array([seq.num_cached_tokens for seq in seqs])
     num_new = np.array([seq.num_scheduled_tokens for seq in seqs])
+    num_keys = cached + num_new
     table_lens = np.array([len(seq.block_table) for seq in seqs])
     num_tokens, num_seqs, max_blocks = int(num_new.sum()), len(seqs), int(table_lens.max())
     packed = PackedArrays(
@@ -244,15 +235,15 @@ def prefill_batch(seqs: list[Sequence], block_size: int, device: torch.device) -
     host["input_ids"][:] = np.frombuffer(tokens, np.int32)
     host["cu_seqlens_q"][0] = host["cu_seqlens_k"][0] = 0
     np.cumsum(num_new, out=host["cu_seqlens_q"][1:])
-    np.cumsum(cached + num_new, out=host["cu_seqlens_k"][1:])
+    np.cumsum(num_keys, out=host["cu_seqlens_k"][1:])
     positions = host["positions"]
     np.add(np.arange(num_tokens), np.repeat(cached - host["cu_seqlens_q"][:-1], num_new), out=positions)
-    blocks = positions // block_size  # of the sequence
-    first_blocks = np.repeat(np.arange(num_seqs) * max_blocks, num_new)  # in the tables, one row after the other
+    blocks = positions // block_size  # index in the sequence's table
+    first_blocks = np.repeat(np.arange(num_seqs) * max_blocks, num_new)  # of each token's table in the flat tables
     # block * block_size + positions % block_size
     host["slot_mapping"][:] = (tables.ravel().take(first_blocks + blocks) - blocks) * block_size + positions
     host["last_tokens"][:] = host["cu_seqlens_q"][1:] - 1
-    host["sample_positions"][:] = host["cu_seqlens_k"][1:] - host["cu_seqlens_k"][:-1] - 1
+    host["sample_positions"][:] = num_keys - 1
     host["temperatures"][:] = [seq.temperature for seq in seqs]
     host["seeds"][:] = [seq.seed for seq in seqs]
     return Batch(
@@ -262,21 +253,21 @@ def prefill_batch(seqs: list[Sequence], block_size: int, device: torch.device) -
         num_tokens,
         host,
         max_seqlen_q=int(num_new.max()),
-        max_seqlen_k=int((cached + num_new).max()),
+        max_seqlen_k=int(num_keys.max()),
         reads_cache=bool(cached.any()),
         packed=packed,
     )
 
 
 def prepare_block_tables(seqs: list[Sequence], table_lens: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """The sequences' block tables in `out`, int32 [num_seqs, max_blocks], right-padded with -1."""
+    """Write the sequences' block tables to `out`, int32 [num_seqs, max_blocks], right-padded with -1. Returns out."""
     out.fill(-1)
     out[np.arange(out.shape[1]) < table_lens[:, None]] = list(chain.from_iterable(seq.block_table for seq in seqs))
     return out
 
 
 def send_prefill(batch: Batch, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Context]:
-    """A prefill step's (input_ids, positions, temperatures, seeds, sample positions) on the device, and its context."""
+    """A prefill's (input_ids, positions, temperatures, seeds, sample positions) on the device, and its context."""
     if batch.packed is None:
         tensors = send_arrays(batch.arrays, device)
     else:
@@ -289,7 +280,7 @@ def send_prefill(batch: Batch, device: torch.device) -> tuple[tuple[torch.Tensor
         max_seqlen_q=batch.max_seqlen_q,
         max_seqlen_k=batch.max_seqlen_k,
         slot_mapping=tensors["slot_mapping"],
-        # Without a cached prefix, keys and values are all in the batch itself, and no table is looked up.
+        # Without a cached prefix, all keys and values are in the batch itself.
         block_tables=tensors["block_tables"] if batch.reads_cache else None,
         last_tokens=tensors["last_tokens"],
     )
