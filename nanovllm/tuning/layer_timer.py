@@ -6,6 +6,7 @@ from statistics import median
 
 import torch
 
+from nanovllm.engine.runner.package_kernels import CompileProcesses
 from nanovllm.kernels.launch import compile_ahead
 from nanovllm.layers.kernel_matmul import our_candidates
 from nanovllm.layers.layernorm import Normed, RMSNorm
@@ -13,7 +14,6 @@ from nanovllm.layers.matmul import Candidate, Cublas, Problem
 from nanovllm.layers.quack import Quack, load_product, load_quack
 from nanovllm.tuning.table import Choice
 from nanovllm.tuning.tuner import CUBLAS, Picks, Shape
-from nanovllm.utils.compile_processes import CompileProcesses
 from nanovllm.utils.context import Context, step_context
 
 _MIN_WEIGHT_BYTES = 400 * 10**6  # several times the L2 cache of any GPU
