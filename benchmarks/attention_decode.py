@@ -14,12 +14,12 @@ from itertools import product
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import torch
 from gpus import require_gpus
 from graph_timing import time_graph
 
-from nanovllm.kernels.decode_config import DecodeConfig
-from nanovllm.kernels.decode_plan import DecodeWorkspace, make_plan, num_work_items
+from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace, num_work_items, plan_decode
 from nanovllm.kernels.paged_decode import paged_decode
 
 HEAD_DIM, BLOCK_SIZE = 128, 256
@@ -71,11 +71,13 @@ class Case:
 def ours(case: Case, spare: int | None, config: DecodeConfig | None):
     (batch, num_heads, _), num_kv_heads = case.q.shape, case.num_kv_heads
     num_items = batch + -(-spare // num_kv_heads) if spare else num_work_items(batch, num_kv_heads)
-    plan = make_plan(case.context_lens, num_kv_heads, num_items)
+    items = np.empty((num_items, PIECE_FIELDS), np.int32)
+    plan_decode(np.array(case.lens), items)
+    plan = torch.from_numpy(items).to("cuda")
     workspace = DecodeWorkspace(batch, num_heads, num_kv_heads, HEAD_DIM, "cuda", num_items)
 
     def attend(k, v):
-        paged_decode(case.q, k, v, case.context_lens, case.tables, HEAD_DIM**-0.5, plan, workspace, config)
+        paged_decode(case.q, k, v, case.tables, HEAD_DIM**-0.5, plan, workspace, config)
 
     return attend
 

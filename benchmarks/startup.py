@@ -68,7 +68,7 @@ def measure(phases: Phases, model: str, options: dict) -> float:
         from nanovllm.engine import llm_engine, model_runner
         from nanovllm.engine.runner import kernel_compilation, model_setup
         from nanovllm.engine.runner.package_kernels import PackageKernels
-        from nanovllm.layers.attention_backend import AttentionBackend
+        from nanovllm.layers.attention_gpu import GpuBackend
     imported = sum(phases.seconds.values())
 
     phases.time_calls(llm_engine, "Config", "config")
@@ -77,7 +77,7 @@ def measure(phases: Phases, model: str, options: dict) -> float:
     phases.time_calls(kernel_compilation, "_trace", "trace kernels")
     phases.time_calls(runner, "load_weights", "weights")
     phases.time_calls(model_setup, "load_quack", "import quack-kernels")
-    phases.time_calls(AttentionBackend, "use_flash_attn4", "import flash-attn-4")
+    phases.time_calls(GpuBackend, "use_flash_attn4", "import flash-attn-4")
     phases.time_calls(PackageKernels, "load", "package kernels")
     phases.time_calls(runner, "warmup_model", "warm-up")
     phases.time_calls(runner, "allocate_kv_cache", "KV cache")

@@ -153,7 +153,7 @@ class Config:
         self._require("tokenizer", is_used, "None with skip_tokenizer_init=True, which loads no tokenizer")
 
     def _require_int(self, name: str, low: int, high: int, none: str = "") -> None:
-        """none: what None stands for, if it is allowed."""
+        # none: what None stands for, if it is allowed
         value = getattr(self, name)
         ok = is_int(value, low, high) or (value is None and none != "")
         self._require(name, ok, f"an integer in {low}..{high}" + (f", or None for {none}" if none else ""))
@@ -274,5 +274,4 @@ class Config:
             self.tokenizer = self.model if Path(self.model).is_dir() else None
             return
         name = str(self.tokenizer)
-        directory = find_directory(name, "tokenizer")
-        self.tokenizer = download(name, "tokenizer", OTHER_FILES) if directory is None else str(directory)
+        self.tokenizer = str(find_directory(name, "tokenizer") or download(name, "tokenizer", OTHER_FILES))

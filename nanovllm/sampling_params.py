@@ -35,9 +35,9 @@ class StructuredOutputsParams:
     """
 
     json: str | dict[str, Any] | type | None = None  # a JSON schema: dict, text or pydantic model; kept as text
-    regex: str | None = None  # that the whole completion matches; \d is 0-9
+    regex: str | None = None  # that the whole completion matches; \d is 0-9, \w and \s are Unicode's
     choice: Collection[str] | None = None  # texts; the completion is one of them
-    whitespace_pattern: str | None = None  # with json: regular expression of the whitespace between its parts
+    whitespace_pattern: str | None = None  # with json: of the whitespace between its parts; bound its length
 
     def __post_init__(self) -> None:
         given = [name for name in ("json", "regex", "choice") if getattr(self, name) is not None]

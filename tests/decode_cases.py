@@ -2,10 +2,13 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
-from nanovllm.kernels.paged_decode import TensorDescriptor, has_tma, paged_decode
+from nanovllm.kernels import paged_decode as kernel
+from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeWorkspace, num_work_items, plan_decode
+from nanovllm.kernels.paged_decode import TensorDescriptor, has_tma
 from nanovllm.layers.attention_torch import decode_attention_torch
 
 # Largest error against float64 that a dtype's rounding of inputs, weights and outputs explains.
@@ -16,6 +19,13 @@ HAS_TMA = TensorDescriptor is not None
 if HAS_TMA and torch.cuda.is_available():
     HAS_TMA = has_tma(128, 256, 2, torch.device("cuda", torch.cuda.current_device()))
 needs_tma = pytest.mark.skipif(not HAS_TMA, reason="needs Hopper's tensor memory accelerator, or the interpreter")
+
+
+def make_plan(context_lens, num_kv_heads, num_items=None):
+    """The plan of a launch outside the engine."""
+    items = np.empty((num_items or num_work_items(len(context_lens), num_kv_heads), PIECE_FIELDS), np.int32)
+    plan_decode(context_lens.cpu().numpy(), items)
+    return torch.from_numpy(items).to(context_lens.device)
 
 
 def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed, spare_blocks=2):
@@ -45,6 +55,18 @@ def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device
         "block_tables": tables.to(device),
         "scale": head_dim**-0.5,
     }
+
+
+def paged_decode(
+    q, k_cache, v_cache, context_lens, block_tables, scale, plan=None, workspace=None, config=None, pdl=False
+):
+    """The kernel, with a plan and a workspace made for the batch by default."""
+    (batch_size, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
+    if batch_size == 0:
+        return kernel.paged_decode(q, k_cache, v_cache, block_tables, scale, plan, workspace)
+    plan = make_plan(context_lens, num_kv_heads) if plan is None else plan
+    workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, len(plan))
+    return kernel.paged_decode(q, k_cache, v_cache, block_tables, scale, plan, workspace, config, pdl)
 
 
 def dense_decode(q, k_cache, v_cache, context_lens, block_tables, scale):

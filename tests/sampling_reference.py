@@ -4,6 +4,7 @@ import math
 
 import torch
 from checkpoints import Reference
+from draws import sample_torch
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -14,7 +15,6 @@ from transformers import (
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.sampler import sample_torch
 
 
 def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Sequence]:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, Reference, assert_idle, greedy, make_llm
+from draws import sample_torch
 from sampling_reference import completions, run
 
 from nanovllm import SamplingParams, StructuredOutputsParams
 from nanovllm.engine.sampling.structured import Grammars, fill_masks
-from nanovllm.layers.sampler import sample_torch
 from nanovllm.layers.token_masks import num_mask_words
 
 CHOICES = ("red", "green", "dark red", 'a "quoted"\n\\line', "größe", "red and green", "a DEL: \x7f")

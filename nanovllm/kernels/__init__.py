@@ -1,6 +1,6 @@
 """Triton kernels. Each has a plain-torch twin in `nanovllm.layers`, and a test that compares the two.
 
-The modules import Triton, so they may be imported only if `HAS_TRITON` is true. This file, `decode_config` and
+The modules import Triton, so they may be imported only if `HAS_TRITON` is true. This file and
 `decode_plan` do not import it.
 """
 

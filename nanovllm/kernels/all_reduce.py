@@ -1,15 +1,16 @@
 """Sum over tensor-parallel GPUs, residual addition and RMS norm in one launch, over memory that all GPUs map.
 
 All functions are "one shot": every rank reads all partial sums and adds them up itself, in float32 and in the order of
-ranks. So all ranks get the same bits.
+ranks. So all ranks get the same bits. `push_add_norm` is for few tokens and has the least latency. `pull_add_norm` is
+for many tokens and has the least traffic. `add_norm_arrived` is for long prefills over two ranks, whose sums a copy
+engine brings (see `LongSums`).
 
-`push_add_norm` is for few tokens and has the least latency. A rank writes its partial sums into the others' inboxes
-(see `messages`) and waits for theirs.
-
-`pull_add_norm` is for many tokens and has the least traffic. The programs of all ranks wait for each other, then read
-their rows from each other's memory.
-
-`add_norm_arrived` is for long prefills over two ranks, whose sums a copy engine brings (see `LongSums`).
+Each computes `residual += sum of the ranks' parts` and returns `residual / sqrt(mean(residual^2) + eps) * weight`, both
+rounded once. All ranks must call it with the same shapes: they wait for each other. Arguments of all functions:
+    residual: `[num_tokens, hidden]`, contiguous, the same on all ranks; overwritten.
+    weight, eps: `[hidden]`, of residual's dtype; and what is added to the mean square.
+    abort: int32 `[1]`; a value other than 0 ends all waiting, and the results then mean nothing.
+    rank: this rank.
 """
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.messages import await_messages, high_half, low_half, to_messages, to_words
+from nanovllm.kernels.posted_sums import await_messages, high_half, low_half, to_messages, to_words
 
 # The most programs of a pull. Each one waits for its peers once, and fewer do not use all of NVLink.
 MAX_PULL_PROGRAMS = 256
@@ -31,22 +32,10 @@ MAX_PUSH_TOKENS = 64
 
 @triton.jit
 def _push_kernel(
-    inboxes,
-    epochs,
-    abort,
-    partial,
-    residual,
-    weight,
-    y,
-    eps,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    MAX_TOKENS: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    inboxes, epochs, abort, partial, residual, weight, y, eps,
+    RANK: tl.constexpr, SIZE: tl.constexpr, MAX_TOKENS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0)
     word = tl.arange(0, BLOCK)
@@ -93,42 +82,25 @@ def push_add_norm(
     weight: Tensor,
     eps: float,
 ) -> Tensor:
-    """`residual += sum of the ranks' partial`, then `residual / sqrt(mean(residual^2) + eps) * weight`.
+    """The sum of the ranks' `partial`. A rank writes its part into the others' inboxes (see `posted_sums`), and waits
+    for theirs.
 
     Args:
         inboxes: int64 `[size]`, addresses of the ranks' inboxes, int64 `[2, size, MAX_PUSH_TOKENS, hidden / 2]` each,
             zero at first.
         epochs: int32 `[MAX_PUSH_TOKENS]`, zero at first, this rank's alone.
-        abort: int32 `[1]`; a value other than 0 ends all waiting, and the results mean nothing.
-        rank: this rank.
-        partial: `[num_tokens, hidden]`, contiguous, bfloat16 or float16, up to MAX_PUSH_TOKENS tokens.
-        residual: like partial, the same on all ranks; overwritten.
-        weight: `[hidden]`.
-        eps: added to the mean square.
-
-    Returns:
-        The norm, like residual. All ranks must call this with the same shapes: they wait for each other.
+        partial: like residual, bfloat16 or float16, up to MAX_PUSH_TOKENS tokens.
     """
     num_tokens, hidden = residual.shape
     y = torch.empty_like(residual)
     block = triton.next_power_of_2(hidden // 2)
+    words = (x.view(torch.int32) for x in (partial, residual, weight, y))
     launcher(_push_kernel, (num_tokens,), has_pdl(residual.device))(
-        inboxes,
-        epochs,
-        abort,
-        partial.view(torch.int32),
-        residual.view(torch.int32),
-        weight.view(torch.int32),
-        y.view(torch.int32),
-        eps,
-        RANK=rank,
-        SIZE=len(inboxes),
-        MAX_TOKENS=MAX_PUSH_TOKENS,
-        WORDS=hidden // 2,
-        BLOCK=block,
+        inboxes, epochs, abort, *words, eps,
+        RANK=rank, SIZE=len(inboxes), MAX_TOKENS=MAX_PUSH_TOKENS, WORDS=hidden // 2, BLOCK=block,
         DTYPE=tl.bfloat16 if residual.dtype == torch.bfloat16 else tl.float16,
         num_warps=min(max(block // 128, 1), 16),
-    )
+    )  # fmt: skip
     return y
 
 
@@ -160,20 +132,9 @@ def _store_sum_and_norm(total, residual, y, row, mask, scale, eps, HIDDEN: tl.co
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _pull_kernel(
-    buffers,
-    flags,
-    abort,
-    residual,
-    weight,
-    y,
-    num_tokens,
-    eps,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    buffers, flags, abort, residual, weight, y, num_tokens, eps,
+    RANK: tl.constexpr, SIZE: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     await_previous(PDL)
     for peer in tl.static_range(SIZE):
@@ -206,59 +167,31 @@ def _pull_kernel(
 def pull_add_norm(
     buffers: Tensor, flags: Tensor, abort: Tensor, rank: int, residual: Tensor, weight: Tensor, eps: float
 ) -> Tensor:
-    """`residual += sum of the ranks' buffers`, then `residual / sqrt(mean(residual^2) + eps) * weight`.
+    """The sum of the ranks' buffers. The programs of all ranks wait for each other, then read their rows from each
+    other's memory.
 
     A buffer may be written again once another pull has begun on all ranks, because all ranks have then finished this
     one. So two buffers that take turns are enough.
 
     Args:
-        buffers: int64 `[size]`, addresses of the ranks' partial sums, each like residual, contiguous.
+        buffers: int64 `[size]`, addresses of the ranks' partial sums, each like residual.
         flags: int64 `[size]`, addresses of the ranks' flags, int32 `[MAX_PULL_PROGRAMS, size]` each, zero at first.
-        abort: int32 `[1]`; a value other than 0 ends all waiting, and the results mean nothing.
-        rank: this rank.
-        residual: `[num_tokens, hidden]`, contiguous, the same on all ranks; overwritten.
-        weight: `[hidden]`.
-        eps: added to the mean square.
-
-    Returns:
-        Like residual. All ranks must call this with the same shapes: they wait for each other.
     """
     num_tokens, hidden = residual.shape
     y = torch.empty_like(residual)
     block = triton.next_power_of_2(hidden)
     launcher(_pull_kernel, (min(num_tokens, MAX_PULL_PROGRAMS),), has_pdl(residual.device))(
-        buffers,
-        flags,
-        abort,
-        residual,
-        weight,
-        y,
-        num_tokens,
-        eps,
-        RANK=rank,
-        SIZE=len(buffers),
-        HIDDEN=hidden,
-        BLOCK=block,
-        num_warps=min(max(block // 256, 1), 16),
-    )
+        buffers, flags, abort, residual, weight, y, num_tokens, eps,
+        RANK=rank, SIZE=len(buffers), HIDDEN=hidden, BLOCK=block, num_warps=min(max(block // 256, 1), 16),
+    )  # fmt: skip
     return y
 
 
 @triton.jit(do_not_specialize=["num_tokens", "number"])
 def _add_norm_kernel(
-    residual,
-    first,
-    second,
-    weight,
-    y,
-    arrival,
-    number,
-    abort,
-    num_tokens,
-    eps,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    residual, first, second, weight, y, arrival, number, abort, num_tokens, eps,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
@@ -286,37 +219,13 @@ def add_norm_arrived(
     number: int,
     abort: Tensor,
 ) -> Tensor:
-    """`residual += first + second`, then `residual / sqrt(mean(residual^2) + eps) * weight`, in float32, each rounded
-    once. Waits until `arrival` is `number`.
-
-    Args:
-        residual: `[num_tokens, hidden]`, contiguous, any float dtype; overwritten.
-        first, second: like residual; added in this order.
-        weight: `[hidden]`.
-        eps: added to the mean square.
-        arrival: int32, a scalar, which another device sets.
-        number: the value that it is set to, below 2^31.
-        abort: int32 `[1]`; a value other than 0 ends the waiting, and the results mean nothing.
-
-    Returns:
-        The norm, like residual.
-    """
+    """The sum of `first` and `second`, in this order and like residual. Waits until `arrival`, an int32 scalar that
+    another device sets, is `number`, which is below 2^31."""
     num_tokens, hidden = residual.shape
     y = torch.empty_like(residual)
     block = triton.next_power_of_2(hidden)
     launcher(_add_norm_kernel, (min(num_tokens, MAX_ADD_NORM_PROGRAMS),))(
-        residual,
-        first,
-        second,
-        weight,
-        y,
-        arrival,
-        number,
-        abort,
-        num_tokens,
-        eps,
-        HIDDEN=hidden,
-        BLOCK=block,
-        num_warps=min(max(block // 256, 1), 16),
-    )
+        residual, first, second, weight, y, arrival, number, abort, num_tokens, eps,
+        HIDDEN=hidden, BLOCK=block, num_warps=min(max(block // 256, 1), 16),
+    )  # fmt: skip
     return y

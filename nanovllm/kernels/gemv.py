@@ -1,26 +1,234 @@
-"""Linear layers of a small decode batch (1..16 tokens), each fused with what stands before and after it.
+"""Linear layers of a small decode batch (1..16 tokens), each fused with what stands before and after it: y = f(x) W^T.
 
-Such a layer takes as long as reading its weights; see `gemv_kernel`. Every function accepts `config`, launch constants,
-and `pdl`: programmatic dependent launch (see `dependent_launch`; no effect where the device or Triton lacks it).
-Weights, norm weights and biases are read before the wait. Rows of x don't influence each other. Equal calls give equal
-bits; another number of tokens may round differently.
+Such a layer takes as long as reading its weights. A program computes a few output columns, that is rows of W, over all
+of K. Nothing is combined between programs, so results are deterministic and a residual can be updated in place. All
+loads of a tile are independent, 16 bytes each, and issued before the first is used; the next tile is loaded before this
+one is multiplied. Every program computes the norm of the input anew, because x is small and in L2.
+
+For few tokens the plain cores multiply, with the weights in the registers that they were loaded to. For more tokens the
+tensor cores multiply: tokens are padded to 16, each warp has a slice of K, and the slices are added at the end.
+
+Arguments of all functions:
+    x: `[M, K]`, M in 1..16, float32 or a 16-bit float, any row stride.
+    weight: `[N, K]`, contiguous, of x's dtype; of `norm_linear_silu` the gate's N / 2 rows and then the up's.
+    bias: `[N]`, any float dtype, or None.
+    norm_weight, eps: `[K]`, any float dtype, K at most MAX_NORM_SIZE; and what is added to the mean square.
+    config: launch constants; None for some that work.
+    pdl: programmatic dependent launch (see `dependent_launch`). Weights, norm weights and biases are read before the
+        wait.
+
+Another shape, layout or dtype raises ValueError, and the message begins with the argument's name. Rows of x don't
+influence each other. Equal calls give equal bits; another number of tokens may round differently.
 """
 
+from typing import NamedTuple
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.gemv_kernel import MAX_TOKENS, GemvConfig, launch
+from nanovllm.kernels.dependent_launch import (
+    CACHE_LINE,
+    HAS_GDC,
+    gdc_launch_dependents,
+    gdc_wait,
+    has_pdl,
+    prefetch_lines,
+)
+from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.linear_checks import check_layer, check_result
-from nanovllm.kernels.posted_sums import Inboxes
+from nanovllm.kernels.posted_sums import MAX_TOKENS, Inboxes, post
 
 MAX_NORM_SIZE = 8192
+_MIN_DOT_ROWS = 8 if HAS_GDC else 16  # the least for which the compiler uses tensor cores
+# Up to here the plain cores keep pace with memory.
+_MAX_PLAIN_TOKENS = 4
 
 
-def _check_norm(norm_weight: Tensor, size: int) -> None:
-    if norm_weight.shape != (size,) or not norm_weight.is_contiguous() or size > MAX_NORM_SIZE:
+class GemvConfig(NamedTuple):
+    """Launch constants, all powers of two or 0."""
+
+    # Weight rows of a program; two make one output column of `norm_linear_silu`. With tensor cores at least 8.
+    rows_per_program: int
+    k_tile: int  # columns of a weight tile, at least 16; a program loads two tiles at once, or one that spans K
+    num_warps: int  # with tensor cores also slices of a tile, at least 16 columns each
+    tensor_cores: bool = False  # whether the tensor cores multiply; for 16-bit dtypes
+    prefetch: int = 0  # first columns of its rows that a program prefetches into L2, a cache line or more; 0 for none
+
+
+def default_config(M: int, K: int, itemsize: int) -> GemvConfig:
+    """Launch constants that work for M tokens and rows of K elements of `itemsize` bytes; those of the tuned table are
+    faster."""
+    k_tile = min(1024, max(16, triton.next_power_of_2(K)))
+    if itemsize == 2 and M > _MAX_PLAIN_TOKENS:
+        return GemvConfig(16, k_tile, max(1, min(4, k_tile // 128)), True)
+    return GemvConfig(4, k_tile, max(1, min(4, k_tile // 256)))
+
+
+@triton.jit
+def _prefetch(weight, row, inside, K: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr):
+    """Ask the first COLUMNS of the given rows into L2, a cache line of LINE elements at a time."""
+    column = tl.arange(0, COLUMNS // LINE) * LINE
+    offset = row.to(tl.int64)[:, None] * K + column[None, :]
+    # The instruction has no mask: instead of what lies outside, the first line is asked for.
+    prefetch_lines(weight + tl.where(inside[:, None] & (column < K)[None, :], offset, 0))
+
+
+@triton.jit(do_not_specialize=["index"])
+def gemv_kernel(
+    x, norm_weight, weight, bias, y, x_stride, y_stride, N, eps, inboxes, step, abort, index,
+    M: tl.constexpr, K: tl.constexpr, PADDED_M: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr,
+    SLICES: tl.constexpr, VECTOR: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr,
+    TENSOR_CORES: tl.constexpr, SILU_OUTPUT: tl.constexpr, ADD: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y [M, N] = f(x) W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU_OUTPUT; f: norm or none. With
+    inboxes it is posted to them and there is no y."""
+    row = tl.arange(0, ROWS)
+    if SILU_OUTPUT:
+        # Even rows of the tile are gates, from the weight's first N rows, odd ones the ups that belong to them.
+        OUTPUTS: tl.constexpr = ROWS // 2
+        column = tl.program_id(0) * OUTPUTS + row // 2
+        weight_row = column + row % 2 * N
+    else:
+        OUTPUTS: tl.constexpr = ROWS
+        column = tl.program_id(0) * OUTPUTS + row
+        weight_row = column
+    if PDL:
+        # The next kernel begins with its weights too: its programs are welcome as soon as there is room for them.
+        gdc_launch_dependents()
+    if PREFETCH > 0:
+        _prefetch(weight, weight_row, column < N, K, PREFETCH, LINE)
+
+    SLICE: tl.constexpr = K_TILE // SLICES
+    first_k = tl.arange(0, SLICES)[:, None, None] * SLICE
+    k = first_k + tl.arange(0, SLICE)[None, None, :]
+    if TENSOR_CORES:
+        # x is [slice, token, k], the weights [slice, k, row].
+        weight_k = first_k + tl.arange(0, SLICE)[None, :, None]
+        weight += weight_row.to(tl.int64)[None, None, :] * K + weight_k
+        inside_rows = (column < N)[None, None, :]
+    else:
+        # x is [token, 1, k], the weights [1, row, k].
+        weight_k = k
+        weight += weight_row.to(tl.int64)[None, :, None] * K + k
+        inside_rows = (column < N)[None, :, None]
+    w = tl.load(weight, mask=inside_rows & (weight_k < K), other=0.0)
+    if norm_weight is not None:
+        scale = tl.load(norm_weight + k, mask=k < K, other=0.0)
+    if bias is not None:
+        shift = tl.load(bias + weight_row, mask=column < N, other=0.0).to(tl.float32)
+    if inboxes is not None:
+        ranks = tl.arange(0, PADDED_SIZE)
+        addresses = tl.load(inboxes + ranks, mask=ranks < SIZE, other=0)
+        number = tl.load(step) + index
+    # Above this line nothing may be read that a launch under way writes, and nothing written (see dependent_launch).
+    if PDL:
+        gdc_wait()
+
+    tokens = tl.arange(0, PADDED_M)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside_y = (tokens < M)[:, None] & (outputs < N)[None, :]
+    if inboxes is not None:
+        # Once aborted, the others' memory may be gone with them.
+        num_words = tl.where(tl.load(abort, volatile=True) == 0, N // 2, 0)
+    else:
+        y += tokens[:, None] * y_stride + outputs[None, :]
+    if ADD:
+        total = tl.load(y, mask=inside_y, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros([PADDED_M, OUTPUTS], dtype=tl.float32)
+
+    token = tokens[None, :, None] if TENSOR_CORES else tokens[:, None, None]
+    x += token * x_stride + k
+    # A single tile's x is loaded once: the compiler finds both loads below to be the same.
+    if norm_weight is not None:
+        if TENSOR_CORES:
+            squares = tl.zeros([SLICES, PADDED_M, SLICE], dtype=tl.float32)
+        else:
+            squares = tl.zeros([PADDED_M, 1, SLICE], dtype=tl.float32)
+        for start in range(0, K, K_TILE):
+            value = tl.load(x + start, mask=(token < M) & (k < K - start), other=0.0).to(tl.float32)
+            squares += value * value
+        square_sum = tl.sum(squares, axis=2, keep_dims=True)
+        if TENSOR_CORES:
+            square_sum = tl.sum(square_sum, axis=0, keep_dims=True)
+        inverse_rms = tl.rsqrt(square_sum / K + eps)
+
+    if TENSOR_CORES:
+        acc = tl.zeros([SLICES, PADDED_M, ROWS], dtype=tl.float32)
+    else:
+        acc = tl.zeros([PADDED_M, ROWS, K_TILE // VECTOR], dtype=tl.float32)
+    for start in range(0, K, K_TILE):
+        value = tl.load(x + start, mask=(token < M) & (k < K - start), other=0.0)
+        left = K - K_TILE - start
+        next_w = tl.load(weight + K_TILE + start, mask=inside_rows & (weight_k < left), other=0.0)
+        if norm_weight is not None:
+            value = (value.to(tl.float32) * inverse_rms * scale.to(tl.float32)).to(value.dtype)
+            scale = tl.load(norm_weight + K_TILE + start + k, mask=k < left, other=0.0)
+        if TENSOR_CORES:
+            acc = tl.dot(value, w, acc)
+        else:
+            # A vector is what one thread loaded at once, so this sum needs no other thread.
+            product = value.to(tl.float32) * w.to(tl.float32)
+            acc += tl.sum(tl.reshape(product, (PADDED_M, ROWS, K_TILE // VECTOR, VECTOR)), axis=3)
+        w = next_w
+
+    result = tl.sum(acc, axis=0) if TENSOR_CORES else tl.sum(acc, axis=2)
+    if bias is not None:
+        result += shift[None, :]
+    if SILU_OUTPUT:
+        # Rounded, as it would be between two kernels.
+        result = result.to(y.dtype.element_ty).to(tl.float32)
+        gate, up = tl.split(tl.reshape(result, (PADDED_M, OUTPUTS, 2)))
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    if inboxes is not None:
+        DTYPE: tl.constexpr = x.dtype.element_ty
+        post(result, tl.program_id(0), addresses, number, index, num_words, M, N, PADDED_M, OUTPUTS, RANK, SIZE, DTYPE)
+    else:
+        tl.store(y, (total + result).to(y.dtype.element_ty), mask=inside_y)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor | None,
+    config: GemvConfig | None,
+    pdl: bool,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    silu_output: bool = False,
+    add: bool = False,
+    inboxes: Inboxes | None = None,
+    index: int = 0,
+) -> None:
+    """Run the kernel. y: None with inboxes."""
+    check_layer(x, weight, bias, MAX_TOKENS)
+    if add:
+        check_result("residual", y, x, weight)
+    M, (num_rows, K) = len(x), weight.shape
+    if norm_weight is not None and (norm_weight.shape != (K,) or not norm_weight.is_contiguous() or K > MAX_NORM_SIZE):
         raise ValueError(
-            f"norm_weight must be a contiguous [{size}] of at most {MAX_NORM_SIZE}, not {list(norm_weight.shape)}"
+            f"norm_weight must be a contiguous [{K}] of at most {MAX_NORM_SIZE}, not {list(norm_weight.shape)}"
         )
+    N = num_rows if y is None else y.shape[1]
+    size = 1 if inboxes is None else len(inboxes.addresses)
+    config = config or default_config(M, K, x.element_size())
+    rows, k_tile, num_warps, tensor_cores, prefetch = config
+    if tensor_cores:
+        # Of more rows two tiles do not fit in the shared memory of the smallest GPUs.
+        rows = max(_MIN_DOT_ROWS, rows if k_tile >= K else min(rows, 16))
+    launcher(gemv_kernel, (triton.cdiv(num_rows, rows),), pdl and has_pdl(x.device))(
+        x, norm_weight, weight, bias, y, x.stride(0), 0 if y is None else y.stride(0), N, eps,
+        inboxes and inboxes.addresses, inboxes and inboxes.step, inboxes and inboxes.abort, index,
+        M=M, K=K, PADDED_M=MAX_TOKENS if tensor_cores else triton.next_power_of_2(M), ROWS=rows, K_TILE=k_tile,
+        SLICES=num_warps if tensor_cores else 1, VECTOR=16 // x.element_size(),
+        PREFETCH=prefetch if isinstance(gemv_kernel, triton.JITFunction) else 0, LINE=CACHE_LINE // x.element_size(),
+        TENSOR_CORES=tensor_cores, SILU_OUTPUT=silu_output, ADD=add,
+        RANK=inboxes.rank if inboxes else 0, SIZE=size, PADDED_SIZE=triton.next_power_of_2(size), num_warps=num_warps,
+    )  # fmt: skip
 
 
 def norm_linear(
@@ -32,57 +240,36 @@ def norm_linear(
     config: GemvConfig | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """`rms_norm(x) W^T + bias`, the norm (Zhang & Sennrich 2019) rounded to x's dtype, the sum in float32.
-
-    Args:
-        x: `[M, K]`, M in 1..16, K at most 8192, float32 or a 16-bit float, any row stride.
-        norm_weight: `[K]`, any float dtype.
-        eps: added to the mean square.
-        weight: `[N, K]`, contiguous, of x's dtype.
-        bias: `[N]`, any float dtype, or None.
-        config: launch constants.
-        pdl: programmatic dependent launch.
-
-    Returns:
-        `[M, N]`, contiguous, of x's dtype.
-
-    Raises:
-        ValueError: another shape, layout or dtype; the message begins with the argument's name.
-    """
-    check_layer("x", x, weight.shape[-1], weight, bias, MAX_TOKENS)
-    _check_norm(norm_weight, x.shape[1])
+    """`rms_norm(x) W^T + bias`, the norm (Zhang & Sennrich 2019) rounded to x's dtype, the sum in float32: `[M, N]`."""
     y = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    launch(x, weight, y, config, pdl, norm_weight=norm_weight, eps=eps, bias=bias)
+    _launch(x, weight, y, config, pdl, norm_weight, eps, bias)
     return y
 
 
 def norm_linear_silu(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    config: GemvConfig | None = None,
-    pdl: bool = False,
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, config: GemvConfig | None = None, pdl: bool = False
 ) -> Tensor:
-    """`silu(gate) * up` (Shazeer 2020) of `gate, up = norm_linear(x, ...)`, which is rounded to x's dtype in between.
-
-    Args:
-        x, norm_weight, eps, config, pdl: as for `norm_linear`.
-        weight: `[2 * N, K]`, the gate's rows and then the up's, contiguous, of x's dtype.
-
-    Returns:
-        `[M, N]`, contiguous, of x's dtype.
-
-    Raises:
-        ValueError: another shape, layout or dtype; the message begins with the argument's name.
-    """
-    check_layer("x", x, weight.shape[-1], weight, None, MAX_TOKENS)
-    _check_norm(norm_weight, x.shape[1])
+    """`silu(gate) * up` (Shazeer 2020) of `gate, up = norm_linear(x, ...)`, which is rounded to x's dtype in between:
+    `[M, N / 2]`."""
     if len(weight) % 2:
         raise ValueError(f"weight must have an even number of rows, gate and up, not {len(weight)}")
     y = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    launch(x, weight, y, config, pdl, norm_weight=norm_weight, eps=eps, silu_output=True)
+    _launch(x, weight, y, config, pdl, norm_weight, eps, silu_output=True)
     return y
+
+
+def linear_add(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    bias: Tensor | None = None,
+    config: GemvConfig | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """`residual += x W^T + bias` in place, summed in float32 and rounded once. residual: `[M, N]` of x's dtype, any row
+    stride; shares no memory with x. Returned."""
+    _launch(x, weight, residual, config, pdl, bias=bias, add=True)
+    return residual
 
 
 def linear_post(
@@ -95,47 +282,7 @@ def linear_post(
     pdl: bool = False,
 ) -> None:
     """`x W^T + bias`, summed in float32, rounded to x's dtype and posted to all ranks, each of which has to `collect`
-    it next.
-
-    Args:
-        x: `[M, K]`, M in 1..16, bfloat16 or float16, any row stride.
-        weight: `[N, K]`, contiguous, of x's dtype, N even.
-        inboxes: of this rank.
-        index: of the sum in its step.
-        bias, config, pdl: as for `norm_linear`.
-
-    Raises:
-        ValueError: another shape, layout or dtype; the message begins with the argument's name.
-    """
-    check_layer("x", x, weight.shape[-1], weight, bias, MAX_TOKENS)
+    it next. For 16-bit floats and an even N. inboxes: this rank's. index: of the sum in its step."""
     if x.element_size() != 2 or len(weight) % 2:
         raise ValueError(f"weight must be of a 16-bit float with an even number of rows, not {list(weight.shape)}")
-    launch(x, weight, None, config, pdl, bias=bias, inboxes=inboxes, index=index)
-
-
-def linear_add(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    bias: Tensor | None = None,
-    config: GemvConfig | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """`residual += x W^T + bias` in place, summed in float32 and rounded once.
-
-    Args:
-        x: `[M, K]`, M in 1..16, float32 or a 16-bit float, any row stride; shares no memory with residual.
-        weight: `[N, K]`, contiguous, of x's dtype.
-        residual: `[M, N]` of x's dtype, any row stride. Overwritten.
-        bias, config, pdl: as for `norm_linear`.
-
-    Returns:
-        `residual` itself.
-
-    Raises:
-        ValueError: another shape, layout or dtype; the message begins with the argument's name.
-    """
-    check_layer("x", x, weight.shape[-1], weight, bias, MAX_TOKENS)
-    check_result("residual", residual, x, weight)
-    launch(x, weight, residual, config, pdl, bias=bias, add=True)
-    return residual
+    _launch(x, weight, None, config, pdl, bias=bias, inboxes=inboxes, index=index)

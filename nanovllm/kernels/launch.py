@@ -43,14 +43,17 @@ def compile_ahead(tell: Callable[[int, int], None] | None = None) -> Iterator[No
     """In this block and this thread, `launcher` compiles kernels instead of launching them; their outputs mean nothing.
 
     Other threads compile while the block runs. The block ends when all have finished, or, with an exception, when each
-    has finished its current variant. A kernel that fails to compile raises at its first launch. Triton before 3.4 does
-    not compile in threads, so there each call waits for its variant.
+    has finished its current variant. A kernel that fails to compile raises at its first launch.
 
     tell: called while the block waits, with the number of compiled variants and of all variants.
     """
     token = _variants.set(set())
+    pool = _CompilingPool(min(_MAX_THREADS, os.cpu_count() or 1))
+    # Triton before 3.4 does not compile in threads, so there each call waits for its variant.
+    has_threads = hasattr(triton, "AsyncCompileMode")
+    compiling = triton.AsyncCompileMode(pool, ignore_errors=True) if has_threads else nullcontext()
     try:
-        with _CompilingPool(min(_MAX_THREADS, os.cpu_count() or 1)) as pool, _compiling_in(pool):
+        with pool, compiling:
             try:
                 yield
                 pool.await_all(tell)
@@ -88,12 +91,6 @@ def _compile_with_launcher(compile_kernel: Callable):
     with suppress(Exception):  # The first launch tries again.
         driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel
-
-
-def _compiling_in(pool: ThreadPoolExecutor):
-    if hasattr(triton, "AsyncCompileMode"):
-        return triton.AsyncCompileMode(pool, ignore_errors=True)
-    return nullcontext()
 
 
 def _compile(kernel, grid: tuple[int, ...], *args, **options) -> None:

@@ -3,18 +3,18 @@
 from torch import Tensor
 
 
-def check_layer(name: str, x: Tensor, x_columns: int, weight: Tensor, bias: Tensor | None, max_tokens: int) -> None:
-    """Raise ValueError, beginning with the argument's name, unless x is `[1..max_tokens, x_columns]` with contiguous
-    rows, weight a contiguous `[N, K]` of its dtype and bias a contiguous `[N]` or None."""
+def check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, max_tokens: int) -> None:
+    """Raise ValueError, beginning with the argument's name, unless x is `[1..max_tokens, K]` with contiguous rows,
+    weight a contiguous `[N, K]` of its dtype and bias a contiguous `[N]` or None."""
     if weight.dim() != 2 or not weight.is_contiguous() or weight.numel() == 0:
         raise ValueError(f"weight must be a contiguous [N, K], not empty, not {list(weight.shape)} {weight.stride()}")
-    if x.dim() != 2 or not 1 <= len(x) <= max_tokens or x.shape[1] != x_columns or x.stride(1) != 1:
+    if x.dim() != 2 or not 1 <= len(x) <= max_tokens or x.shape[1] != weight.shape[1] or x.stride(1) != 1:
         raise ValueError(
-            f"{name} must be [1..{max_tokens}, {x_columns}] with contiguous rows for weight {list(weight.shape)}, "
+            f"x must be [1..{max_tokens}, {weight.shape[1]}] with contiguous rows for weight {list(weight.shape)}, "
             f"not {list(x.shape)} with strides {x.stride()}"
         )
     if weight.dtype != x.dtype:
-        raise ValueError(f"weight must have {name}'s dtype {x.dtype}, not {weight.dtype}")
+        raise ValueError(f"weight must have x's dtype {x.dtype}, not {weight.dtype}")
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
         raise ValueError(f"bias must be a contiguous [{len(weight)}], not {list(bias.shape)}")
 

@@ -28,18 +28,9 @@ _GROUP = 4
 # Every prefill has another number of tokens: specialised on it, the kernel would be compiled again in mid-run.
 @triton.jit(do_not_specialize=["num_tokens", "num_programs"])
 def _linear_silu_kernel(
-    x_desc,
-    weight_desc,
-    y_desc,
-    num_tokens,
-    intermediate,
-    K,
-    num_programs,
-    TILE_TOKENS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    TILE_K: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    x_desc, weight_desc, y_desc, num_tokens, intermediate, K, num_programs,
+    TILE_TOKENS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     token_tiles = tl.cdiv(num_tokens, TILE_TOKENS)
     column_tiles = intermediate // TILE_COLUMNS
     group_size = GROUP * column_tiles
@@ -72,25 +63,17 @@ def can_fuse(weight: Tensor) -> bool:
 
 
 def linear_silu(x: Tensor, weight: Tensor) -> Tensor:
-    """`silu(x Wg^T) * (x Wu^T)`, the two products kept in float32 (Shazeer 2020).
+    """`silu(x Wg^T) * (x Wu^T)`, the two products kept in float32 (Shazeer 2020): `[num_tokens, intermediate]`.
 
-    Args:
-        x: `[num_tokens, K]`, contiguous, bfloat16 or float16, K a multiple of 64.
-        weight: `[2 * intermediate, K]`, contiguous, of x's dtype: Wg, then Wu; intermediate a multiple of 128.
-
-    Returns:
-        `[num_tokens, intermediate]`, contiguous, of x's dtype.
-
-    Raises:
-        ValueError: shapes or dtypes other than these.
+    x: `[num_tokens, K]`, contiguous, bfloat16 or float16, K a multiple of 64. weight: `[2 * intermediate, K]`,
+    contiguous, of x's dtype: Wg, then Wu; intermediate a multiple of 128. Raises ValueError for others.
     """
     num_tokens, K = x.shape
     intermediate = weight.shape[0] // 2
     if weight.shape[1] != K or K % TILE_K or weight.shape[0] % (2 * TILE_COLUMNS) or x.dtype != weight.dtype:
         raise ValueError(
-            f"x {list(x.shape)} {x.dtype} and weight {list(weight.shape)} {weight.dtype}: must be of one dtype, "
-            f"[num_tokens, K] and [2 * intermediate, K], with K a multiple of {TILE_K} and intermediate one of "
-            f"{TILE_COLUMNS}"
+            f"x {list(x.shape)} {x.dtype} and weight {list(weight.shape)} {weight.dtype} must have one dtype, with K a "
+            f"multiple of {TILE_K} and intermediate one of {TILE_COLUMNS}"
         )
     y = torch.empty(num_tokens, intermediate, dtype=x.dtype, device=x.device)
     if num_tokens == 0:
@@ -102,15 +85,8 @@ def linear_silu(x: Tensor, weight: Tensor) -> Tensor:
         TensorDescriptor.from_tensor(x, [TILE_TOKENS, TILE_K]),
         TensorDescriptor.from_tensor(weight, [TILE_COLUMNS, TILE_K]),
         TensorDescriptor.from_tensor(y, [TILE_TOKENS, TILE_COLUMNS]),
-        num_tokens,
-        intermediate,
-        K,
-        num_programs,
-        TILE_TOKENS=TILE_TOKENS,
-        TILE_COLUMNS=TILE_COLUMNS,
-        TILE_K=TILE_K,
-        GROUP=_GROUP,
-        num_warps=_NUM_WARPS,
-        num_stages=_NUM_STAGES,
-    )
+        num_tokens, intermediate, K, num_programs,
+        TILE_TOKENS=TILE_TOKENS, TILE_COLUMNS=TILE_COLUMNS, TILE_K=TILE_K, GROUP=_GROUP,
+        num_warps=_NUM_WARPS, num_stages=_NUM_STAGES,
+    )  # fmt: skip
     return y

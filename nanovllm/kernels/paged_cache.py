@@ -12,31 +12,30 @@ import triton.language as tl
 SMALLEST_BLOCK = 16
 
 
-def check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    """Raise ValueError unless the two caches have the layout that the attention kernels expect."""
-    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
-        raise ValueError(
-            "k_cache and v_cache must be alike, [num_blocks, block_size, num_kv_heads, head_dim]; got "
-            f"{list(k_cache.shape)} {k_cache.dtype} and {list(v_cache.shape)} {v_cache.dtype}"
-        )
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError("k_cache and v_cache must be contiguous")
-    block_size = k_cache.shape[1]
-    if block_size < SMALLEST_BLOCK or block_size & (block_size - 1):
-        raise ValueError(f"block_size must be a power of two >= {SMALLEST_BLOCK}, got {block_size}")
+def check_layout(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, paged: bool) -> None:
+    """Raise ValueError unless the attention kernels can address these tensors.
 
-
-def check_heads(**tensors: torch.Tensor) -> None:
-    """Raise ValueError unless each tensor is `[num_tokens, heads, head_dim]` with its heads packed in every token.
-
-    The stride between tokens may be anything: these tensors are usually slices of the fused qkv projection.
+    q: `[num_tokens, num_heads, head_dim]`. keys, values: of the same layout with num_kv_heads, or the caches if
+    `paged`. All but caches may have any stride between tokens: they are usually slices of the fused qkv projection.
     """
-    for name, tensor in tensors.items():
-        if tensor.dim() != 3:
-            raise ValueError(f"{name} must be [num_tokens, heads, head_dim], got {list(tensor.shape)}")
-        _, heads, head_dim = tensor.shape
-        if tensor.stride(2) != 1 or (heads > 1 and tensor.stride(1) != head_dim):
-            raise ValueError(f"{name} must have its heads packed within a token, got strides {tensor.stride()}")
+    for tensor in (q,) if paged else (q, keys, values):
+        if tensor.dim() != 3 or tensor.stride(2) != 1 or (tensor.shape[1] > 1 and tensor.stride(1) != tensor.shape[2]):
+            raise ValueError(
+                "q, k and v must be [num_tokens, heads, head_dim] with their heads packed within a token, not "
+                f"{list(tensor.shape)} with strides {tensor.stride()}"
+            )
+    if paged:
+        block_size = keys.shape[1]
+        if keys.dim() != 4 or not (keys.is_contiguous() and values.is_contiguous()):
+            raise ValueError("caches must be contiguous [num_blocks, block_size, num_kv_heads, head_dim]")
+        if block_size < SMALLEST_BLOCK or block_size & (block_size - 1):
+            raise ValueError(f"block_size must be a power of two >= {SMALLEST_BLOCK}, got {block_size}")
+    is_alike = keys.shape == values.shape and q.dtype == keys.dtype == values.dtype
+    if not is_alike or keys.shape[-1] != q.shape[-1] or q.shape[1] % keys.shape[-2]:
+        raise ValueError(
+            f"q {list(q.shape)} {q.dtype}, keys {list(keys.shape)} {keys.dtype} and values {list(values.shape)} "
+            f"{values.dtype} must be alike: one head_dim, one dtype, and a whole number of query heads a KV head"
+        )
 
 
 @triton.jit

@@ -18,44 +18,27 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.decode_config import SPLIT_UNIT, DecodeConfig, choose_config
-from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeWorkspace, make_plan
+from nanovllm.kernels.decode_plan import PIECE_FIELDS, SPLIT_UNIT, DecodeConfig, DecodeWorkspace, choose_config
 from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents, gdc_wait, has_pdl, prefetch_lines
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.paged_cache import check_cache, check_heads, key_slots, load_blocks
+from nanovllm.kernels.paged_cache import check_layout, key_slots, load_blocks
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # Triton before 3.4
     TensorDescriptor = None
 
-# Tensor cores compute at least so many query heads at once. Those that pad a small group are thrown away.
+# Tensor cores compute at least this many query heads at once. A smaller group is padded.
 _MIN_GROUP, _MIN_GROUP_TMA = 16, 8
-
-
-@triton.jit
-def _load_piece(plan_ptr, item, PIECE_FIELDS: tl.constexpr):
-    """The fields of a piece: row (int64; negative = no piece), split, number of splits, first key, key after the last.
-    A padding row (context 0) has one piece without keys, which writes zeros."""
-    piece_ptr = plan_ptr + item * PIECE_FIELDS
-    row = tl.load(piece_ptr).to(tl.int64)
-    return row, tl.load(piece_ptr + 1), tl.load(piece_ptr + 2), tl.load(piece_ptr + 3), tl.load(piece_ptr + 4)
+_PIECE_FIELDS = tl.constexpr(PIECE_FIELDS)
 
 
 @triton.jit
 def _prefetch_keys(
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    first_key,
-    end_key,
-    ROW: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    LINE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    k_ptr, v_ptr, table_ptr, first_key, end_key,
+    TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, LINE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Request the keys and values of one head into L2, in cache lines of LINE elements."""
     dims = tl.arange(0, PADDED_DIM // LINE) * LINE
     for start in range(first_key, end_key, TILE):
@@ -63,23 +46,16 @@ def _prefetch_keys(
         slots = key_slots(load_blocks(table_ptr, start, end_key, BLOCK_SIZE, TILE), start, BLOCK_SIZE, TILE)
         inside = (keys < end_key)[:, None] & (dims < HEAD_DIM)[None, :]
         # Past the end this requests the first line of the cache, which is harmless.
-        lines = tl.where(inside, slots[:, None] * ROW + dims[None, :], 0)
+        lines = tl.where(inside, slots[:, None] * TOKEN + dims[None, :], 0)
         prefetch_lines(k_ptr + lines)
         prefetch_lines(v_ptr + lines)
 
 
 @triton.jit
 def _combine(
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    num_splits,
-    SPLIT_STRIDE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-):
+    out_ptr, partial_ptr, lse_ptr, num_splits, SPLIT_STRIDE: tl.constexpr,
+    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+):  # fmt: skip
     """Weigh the partial outputs of the splits by their softmax sums, always in the order of the splits."""
     heads = tl.arange(0, PADDED_GROUP)
     dims = tl.arange(0, PADDED_DIM)
@@ -103,27 +79,13 @@ def _combine(
 
 @triton.jit
 def _finish_piece(
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    arrivals_ptr,
-    acc,
-    head_max,
-    head_sum,
-    row,
-    kv_head,
-    item,
-    split,
-    num_splits,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-):
-    """Store the result of a piece. If its row has several, leave it in the workspace and count this split; the program
-    that finds all others counted combines them. (A second launch would cost a small batch as much as attention.) It
-    reads them in the same order whichever program it is, so equal launches give equal bits.
+    out_ptr, partial_ptr, lse_ptr, arrivals_ptr,
+    acc, head_max, head_sum, row, kv_head, item, split, num_splits, NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+):  # fmt: skip
+    """Store the result of a piece. If its row has several, leave it in the workspace and count this split. The program
+    that counts last combines them, always in the same order, so equal launches give equal bits. (A second launch would
+    cost a small batch as much as attention.)
 
     acc [PADDED_GROUP, PADDED_DIM]: of each head the sum over the piece's keys of exp2(score - head_max) * value;
     head_sum [PADDED_GROUP]: the sum of these weights; head_max: the largest score. Scores are in units of log2.
@@ -152,24 +114,14 @@ def _finish_piece(
         arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel")
         if arrived == num_splits - 1:
             tl.store(arrivals_ptr, 0)  # for the next launch
-            _combine(
-                out_ptr,
-                partial_ptr,
-                lse_ptr,
-                num_splits,
-                SPLIT_STRIDE,
-                GROUP,
-                PADDED_GROUP,
-                HEAD_DIM,
-                PADDED_DIM,
-            )
+            _combine(out_ptr, partial_ptr, lse_ptr, num_splits, SPLIT_STRIDE, GROUP, PADDED_GROUP, HEAD_DIM, PADDED_DIM)
 
 
 @triton.jit
 def _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK: tl.constexpr):
-    """One tile of the way for Hopper: q [HEAD_DIM, PADDED_GROUP], k and v [TILE, HEAD_DIM], acc [HEAD_DIM,
-    PADDED_GROUP], head_max and head_sum [PADDED_GROUP]. With MASK only the keys of is_key [TILE] count; the values of
-    others must be zeros."""
+    """Add one tile of keys with keys as the left operand: q [HEAD_DIM, PADDED_GROUP], k and v [TILE, HEAD_DIM], acc
+    [HEAD_DIM, PADDED_GROUP], head_max and head_sum [PADDED_GROUP]. With MASK only the keys of is_key [TILE] count; the
+    values of others must be zeros."""
     scores = tl.dot(k, q, input_precision="ieee")
     if MASK:
         scores = tl.where(is_key[:, None], scores, float("-inf"))
@@ -184,39 +136,20 @@ def _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK: tl.const
 # The table's width follows the longest context. Specialising on it would compile the kernel again in mid-run.
 @triton.jit(do_not_specialize=["table_stride"])
 def _paged_decode_kernel(
-    out_ptr,
-    q_ptr,
-    k_desc,
-    v_desc,
-    k_cache_ptr,
-    v_cache_ptr,
-    block_tables_ptr,
-    plan_ptr,
-    partial_ptr,
-    lse_ptr,
-    arrivals_ptr,
-    q_stride,
-    table_stride,
-    scale_log2,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PIECE_FIELDS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    LINE: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    TMA: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    out_ptr, q_ptr, k_desc, v_desc, k_cache_ptr, v_cache_ptr, block_tables_ptr, plan_ptr,
+    partial_ptr, lse_ptr, arrivals_ptr, q_stride, table_stride, scale_log2,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    LINE: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     # KV heads vary fastest: the heads of a token are neighbours in memory and are best read at the same time.
     kv_head = tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
-    row, split, num_splits, first_key, end_key = _load_piece(plan_ptr, item, PIECE_FIELDS)
+    piece_ptr = plan_ptr + item * _PIECE_FIELDS
+    row, split, num_splits = tl.load(piece_ptr).to(tl.int64), tl.load(piece_ptr + 1), tl.load(piece_ptr + 2)
+    first_key, end_key = tl.load(piece_ptr + 3), tl.load(piece_ptr + 4)
     if row < 0:
         return
     TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM  # elements of the cache
@@ -280,35 +213,19 @@ def _paged_decode_kernel(
             head_max = new_max
 
     _finish_piece(
-        out_ptr,
-        partial_ptr,
-        lse_ptr,
-        arrivals_ptr,
-        acc,
-        head_max,
-        head_sum,
-        row,
-        kv_head,
-        item,
-        split,
-        num_splits,
-        NUM_KV_HEADS,
-        GROUP,
-        PADDED_GROUP,
-        HEAD_DIM,
-        PADDED_DIM,
-    )
+        out_ptr, partial_ptr, lse_ptr, arrivals_ptr, acc, head_max, head_sum, row, kv_head, item, split, num_splits,
+        NUM_KV_HEADS, GROUP, PADDED_GROUP, HEAD_DIM, PADDED_DIM,
+    )  # fmt: skip
 
 
 def paged_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     scale: float,
-    plan: torch.Tensor | None = None,
-    workspace: DecodeWorkspace | None = None,
+    plan: torch.Tensor,
+    workspace: DecodeWorkspace,
     config: DecodeConfig | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -320,82 +237,46 @@ def paged_decode(
         q: `[batch_size, num_heads, head_dim]`, heads packed within a token, any stride between tokens.
         k_cache, v_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous, of q's dtype, block_size a
             power of two from 16 up. They hold the keys and values of all rows already.
-        context_lens: int32 `[batch_size]`, keys of each row, its own included. 0 marks a padding row, which reads no
-            key and whose output is zero. Read only if there is no plan, which says the same.
         block_tables: int32 `[batch_size, max_blocks]`, right-padded with -1.
         scale: positive factor of the scores, usually `head_dim ** -0.5`.
-        plan: int32 `[num_items, PIECE_FIELDS]`, made for these context_lens (see `decode_plan`). None makes one, which
-            waits for the device.
-        workspace: memory that the splits share; None allocates it.
+        plan: int32 `[num_items, PIECE_FIELDS]`, contiguous, made for the rows' context lengths (see `decode_plan`).
+        workspace: memory that the splits share.
         config: launch constants; None chooses them by the shapes.
         pdl: programmatic dependent launch (see `dependent_launch`). The plan and block_tables are read before the wait.
 
     Returns:
-        `[batch_size, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside.
+        `[batch_size, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside. Zeros for a padding row.
 
     Raises:
-        ValueError: a layout that the kernel cannot address, shapes or dtypes that do not agree, too small a workspace.
+        ValueError: see `check_layout`; or too small a workspace, or another layout of the plan.
     """
-    check_heads(q=q)
-    check_cache(k_cache, v_cache)
-    batch_size, num_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, cache_dim = k_cache.shape
-    if cache_dim != head_dim or num_heads % num_kv_heads or k_cache.dtype != q.dtype:
-        raise ValueError(
-            f"q {list(q.shape)} {q.dtype} and caches {list(k_cache.shape)} {k_cache.dtype} don't agree: one head_dim, "
-            "one dtype, and a whole number of query heads a KV head"
-        )
-    if not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale}")
+    check_layout(q, k_cache, v_cache, paged=True)
+    (batch_size, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
     out = torch.empty((batch_size, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if batch_size == 0:
         return out
-
-    pdl = pdl and plan is not None and has_pdl(q.device)  # A plan made here would be read before it is there.
-    if plan is None:
-        plan = make_plan(context_lens, num_kv_heads)
-    elif plan.dtype != torch.int32 or plan.shape[1:] != (PIECE_FIELDS,) or not plan.is_contiguous():
+    if plan.dtype != torch.int32 or plan.shape[1:] != (PIECE_FIELDS,) or not plan.is_contiguous():
         raise ValueError(
             f"plan must be a contiguous int32 [num_items, {PIECE_FIELDS}], not {list(plan.shape)} {plan.dtype} with "
             f"strides {plan.stride()}"
         )
-    num_items = len(plan)
-    workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, num_items)
-    workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, num_items)
+    workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, len(plan))
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     if config is None:
         tma = has_tma(head_dim, block_size, q.element_size(), q.device)
         config = choose_config(batch_size * num_kv_heads, padded_dim, q.element_size(), tma)
-    descriptors = _descriptors(k_cache, v_cache, config.tile) if config.tma else (None, None)
+    k_desc, v_desc = _descriptors(k_cache, v_cache, config.tile) if config.tma else (None, None)
     group = num_heads // num_kv_heads
-    launcher(_paged_decode_kernel, (num_kv_heads, num_items), pdl)(
-        out,
-        q,
-        *descriptors,
-        k_cache,
-        v_cache,
-        block_tables,
-        plan,
-        workspace.partial,
-        workspace.lse,
-        workspace.arrivals,
-        q.stride(0),
-        block_tables.stride(0),
-        scale * math.log2(math.e),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
+    launcher(_paged_decode_kernel, (num_kv_heads, len(plan)), pdl and has_pdl(q.device))(
+        out, q, k_desc, v_desc, k_cache, v_cache, block_tables, plan,
+        workspace.partial, workspace.lse, workspace.arrivals,
+        q.stride(0), block_tables.stride(0), scale * math.log2(math.e),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group,
         PADDED_GROUP=max(_MIN_GROUP_TMA if config.tma else _MIN_GROUP, triton.next_power_of_2(group)),
-        HEAD_DIM=head_dim,
-        PADDED_DIM=padded_dim,
-        PIECE_FIELDS=PIECE_FIELDS,
-        BLOCK_SIZE=block_size,
-        TILE=config.tile,
-        LINE=min(padded_dim, CACHE_LINE // q.element_size()),
-        PREFETCH=config.prefetch,
-        TMA=config.tma,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=config.tile,
+        LINE=min(padded_dim, CACHE_LINE // q.element_size()), PREFETCH=config.prefetch, TMA=config.tma,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     return out
 
 
@@ -409,17 +290,13 @@ def has_tma(head_dim: int, block_size: int, itemsize: int, device: torch.device)
 
 
 def _descriptors(k_cache: torch.Tensor, v_cache: torch.Tensor, tile: int) -> tuple:
-    """What the tensor memory accelerator has to know of the caches: tiles of `tile` keys of one head.
-
-    Raises ValueError if head_dim is no power of two, a tile is no part of a block, or Triton is older than 3.4.
-    """
-    if TensorDescriptor is None:
-        raise ValueError(f"config.tma needs Triton 3.4 or newer, and this is {triton.__version__}")
+    """What the tensor memory accelerator has to know of the caches: tiles of `tile` keys of one head. Raises ValueError
+    unless head_dim is a power of two and a tile a part of a block."""
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     if head_dim & (head_dim - 1) or tile > block_size:
         raise ValueError(
-            f"head_dim {head_dim} and block_size {block_size}: with tiles by the tensor memory accelerator head_dim "
-            f"must be a power of two and block_size no less than a tile of {tile} keys"
+            f"the tensor memory accelerator reads heads of a power of two, not head_dim {head_dim}, in blocks of no "
+            f"less than a tile of {tile} keys, not {block_size}"
         )
     rows = (cache.view(-1, num_kv_heads * head_dim) for cache in (k_cache, v_cache))
     return tuple(TensorDescriptor.from_tensor(cache, [tile, head_dim]) for cache in rows)

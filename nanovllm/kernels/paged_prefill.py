@@ -1,4 +1,7 @@
-"""Causal attention of many query tokens over variable-length sequences, keys packed or in the paged cache."""
+"""Causal attention of many query tokens over variable-length sequences, keys packed or in the paged cache.
+
+The algorithm is FlashAttention-2 (Dao 2023), over the pages of PagedAttention (Kwon et al. 2023).
+"""
 
 import math
 from typing import NamedTuple
@@ -8,23 +11,16 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.paged_cache import check_cache, check_heads, key_slots, load_blocks
+from nanovllm.kernels.paged_cache import check_layout, key_slots, load_blocks
 
 
 class PrefillTiles(NamedTuple):
-    """Launch constants.
+    """Launch constants."""
 
-    Attributes:
-        rows: (query, head) pairs of a tile.
-        keys: keys of a tile.
-        num_warps: warps of a program.
-        num_stages: of the load pipeline.
-    """
-
-    rows: int
-    keys: int
+    rows: int  # (query, head) pairs of a tile
+    keys: int  # of a tile
     num_warps: int
-    num_stages: int
+    num_stages: int  # of the load pipeline
 
 
 def choose_tiles(padded_dim: int, itemsize: int, max_rows: int, paged: bool) -> PrefillTiles:
@@ -48,26 +44,10 @@ def choose_tiles(padded_dim: int, itemsize: int, max_rows: int, paged: bool) -> 
 
 @triton.jit
 def _attend(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    positions,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    k_stride,
-    v_stride,
-    first_key,
-    end_key,
-    scale_log2,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PAGED: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-):
+    acc, row_max, row_sum, q, positions, k_ptr, v_ptr, table_ptr, k_stride, v_stride, first_key, end_key, scale_log2,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TILE_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PAGED: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
     """Add keys first_key..end_key to the running softmax. Without DIAGONAL every row attends to all of them."""
     dims = tl.arange(0, PADDED_DIM)
     for start in range(first_key, end_key, TILE_KEYS):
@@ -102,27 +82,11 @@ def _attend(
 # The table's width changes from step to step. Specialising on it would compile the kernel again in mid-run.
 @triton.jit(do_not_specialize=["table_stride"])
 def _paged_prefill_kernel(
-    out_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    block_tables_ptr,
-    q_stride,
-    k_stride,
-    v_stride,
-    table_stride,
-    scale_log2,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PAGED: tl.constexpr,
-):
+    out_ptr, q_ptr, k_ptr, v_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, block_tables_ptr,
+    q_stride, k_stride, v_stride, table_stride, scale_log2,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     # The last rows have the most keys. They start first, so that short programs even out the end.
@@ -193,43 +157,22 @@ def paged_prefill(
 
     Args:
         q: `[total_q, num_heads, head_dim]`, heads packed within a token, any stride between tokens.
-        k, v: `[total_k, num_kv_heads, head_dim]`, of the same layout; read only if `block_tables` is None.
+        k, v: `[total_k, num_kv_heads, head_dim]`, of the same layout; read if `block_tables` is None.
         k_cache, v_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous, block_size a power of two
-            from 16 up; read only if `block_tables` is given. They hold the new tokens' keys and values already.
+            from 16 up; read otherwise. They hold the new tokens' keys and values already.
         cu_seqlens_q, cu_seqlens_k: int32 `[num_seqs + 1]`, running totals from 0 of the tokens and of the keys. A
             sequence has at least as many keys as queries: query i is at position len_k - len_q + i.
         max_seqlen_q: the most query tokens of a sequence.
         block_tables: int32 `[num_seqs, max_blocks]`, right-padded with -1, or None.
         scale: positive factor of the scores, usually `head_dim ** -0.5`.
 
-    Returns:
-        `[total_q, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside.
-
-    Raises:
-        ValueError: a layout that the kernel cannot address, or shapes and dtypes that do not agree.
-
-    The algorithm is FlashAttention-2 (Dao 2023), reading pages as PagedAttention (Kwon et al. 2023) lays them out.
+    Returns `[total_q, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside. Raises ValueError: see
+    `check_layout`.
     """
-    check_heads(q=q)
     paged = block_tables is not None
-    if paged:
-        check_cache(k_cache, v_cache)
-        keys, values, key_stride, value_stride = k_cache, v_cache, k_cache.stride(1), v_cache.stride(1)
-    else:
-        check_heads(k=k, v=v)
-        keys, values, key_stride, value_stride = k, v, k.stride(0), v.stride(0)
-    total_q, num_heads, head_dim = q.shape
-    num_kv_heads = keys.shape[-2]
-    if keys.shape[-1] != head_dim or keys.shape != values.shape or num_heads % num_kv_heads:
-        raise ValueError(
-            f"q {list(q.shape)}, keys {list(keys.shape)} and values {list(values.shape)} don't agree: one head_dim, "
-            "and a whole number of query heads a KV head"
-        )
-    if not (q.dtype == keys.dtype == values.dtype):
-        raise ValueError(f"q, keys and values must have one dtype, got {q.dtype}, {keys.dtype}, {values.dtype}")
-    if not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale}")
-
+    keys, values = (k_cache, v_cache) if paged else (k, v)
+    check_layout(q, keys, values, paged)
+    (total_q, num_heads, head_dim), num_kv_heads = q.shape, keys.shape[-2]
     out = torch.empty((total_q, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if total_q == 0:
         return out
@@ -237,29 +180,12 @@ def paged_prefill(
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     tiles = choose_tiles(padded_dim, q.element_size(), max_seqlen_q * group, paged)
     grid = (num_kv_heads, cu_seqlens_q.numel() - 1, triton.cdiv(max_seqlen_q * group, tiles.rows))
+    tables = block_tables if paged else cu_seqlens_k  # It is not read without a table.
     launcher(_paged_prefill_kernel, grid)(
-        out,
-        q,
-        keys,
-        values,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        # Without a table the kernel needs some pointer, which it never reads.
-        block_tables if paged else cu_seqlens_k,
-        q.stride(0),
-        key_stride,
-        value_stride,
-        block_tables.stride(0) if paged else 0,
-        scale * math.log2(math.e),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        PADDED_DIM=padded_dim,
-        TILE_ROWS=tiles.rows,
-        TILE_KEYS=tiles.keys,
-        BLOCK_SIZE=k_cache.shape[1] if paged else tiles.keys,
-        PAGED=paged,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
+        out, q, keys, values, cu_seqlens_q, cu_seqlens_k, tables,
+        q.stride(0), keys.stride(-3), values.stride(-3), tables.stride(0) if paged else 0, scale * math.log2(math.e),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim,
+        TILE_ROWS=tiles.rows, TILE_KEYS=tiles.keys, BLOCK_SIZE=keys.shape[1] if paged else tiles.keys, PAGED=paged,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
     return out

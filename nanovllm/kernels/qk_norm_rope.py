@@ -10,24 +10,11 @@ from nanovllm.kernels.launch import launcher
 
 @triton.jit
 def _qk_norm_rope_store_kernel(
-    qkv,
-    q_weight,
-    k_weight,
-    cos_sin_cache,
-    positions,
-    k_cache,
-    v_cache,
-    slot_mapping,
-    eps,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_CACHE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, HEADS_BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     Q_GROUPS: tl.constexpr = (NUM_HEADS + HEADS_BLOCK - 1) // HEADS_BLOCK
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS_BLOCK - 1) // HEADS_BLOCK
@@ -104,17 +91,25 @@ def qk_norm_rope_store(
     num_kv_heads: int,
     pdl: bool = False,
 ) -> None:
-    """`layers.qk_norm_rope.qk_norm_rope_store`, which describes the arguments, on a GPU: one launch contains the norms,
+    """`layers.qk_norm_rope.qk_norm_rope_store_torch`, which describes the arguments, in one launch: the norms,
     `apply_rotary_emb` and `store_kvcache`.
 
     pdl: programmatic dependent launch (see `dependent_launch`); all but qkv is read before the wait.
 
-    Raises ValueError on a wrong shape, stride or dtype, or if only one of a pair of arguments is None. Positions are
-    not checked.
+    Raises ValueError if it would read or write outside qkv or the caches. Positions and slots are not checked.
     """
-    head_dim = cos_sin_cache.shape[1]
-    check_arguments(qkv, q_weight, k_weight, cos_sin_cache, k_cache, v_cache, slot_mapping, num_heads, num_kv_heads)
-    num_tokens = qkv.shape[0]
+    (num_tokens, width), head_dim = qkv.shape, cos_sin_cache.shape[1]
+    if width != (num_heads + 2 * num_kv_heads) * head_dim or not qkv.is_contiguous():
+        raise ValueError(
+            f"qkv must be contiguous [num_tokens, {num_heads + 2 * num_kv_heads} heads of {head_dim}], not "
+            f"{list(qkv.shape)}"
+        )
+    for cache in () if k_cache is None else (k_cache, v_cache):
+        if cache.shape[2:] != (num_kv_heads, head_dim) or not cache.is_contiguous() or cache.dtype != qkv.dtype:
+            raise ValueError(
+                f"caches must be contiguous [num_blocks, block_size, {num_kv_heads}, {head_dim}] of {qkv.dtype}, "
+                f"not {list(cache.shape)} of {cache.dtype}"
+            )
     if num_tokens == 0:
         return
     # 8 heads of 128 are two warps, with one 16-byte load of each half a thread. That is small enough for a single token
@@ -125,53 +120,8 @@ def qk_norm_rope_store(
     q_groups, kv_groups = triton.cdiv(num_heads, heads_block), triton.cdiv(num_kv_heads, heads_block)
     grid = (num_tokens, q_groups + kv_groups * (2 if has_cache else 1))
     launcher(_qk_norm_rope_store_kernel, grid, pdl and has_pdl(qkv.device))(
-        qkv,
-        q_weight,
-        k_weight,
-        cos_sin_cache,
-        positions,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        eps,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        HALF_BLOCK=half_block,
-        HEADS_BLOCK=heads_block,
-        HAS_NORM=q_weight is not None,
-        HAS_CACHE=has_cache,
+        qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, eps,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        HALF_BLOCK=half_block, HEADS_BLOCK=heads_block, HAS_NORM=q_weight is not None, HAS_CACHE=has_cache,
         num_warps=min(max(heads_block * half_block // 256, 1), 8),
-    )
-
-
-def check_arguments(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos_sin_cache: Tensor,
-    k_cache: Tensor | None,
-    v_cache: Tensor | None,
-    slot_mapping: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-) -> None:
-    """Raises ValueError if `qk_norm_rope_store` would read or write outside its tensors."""
-    head_dim = cos_sin_cache.shape[1]
-    width = (num_heads + 2 * num_kv_heads) * head_dim
-    if qkv.dim() != 2 or qkv.shape[1] != width or not qkv.is_contiguous():
-        raise ValueError(f"qkv must be a contiguous [num_tokens, {width}], not {list(qkv.shape)}")
-    if head_dim % 2 or not cos_sin_cache.is_contiguous():
-        raise ValueError(f"cos_sin_cache must be contiguous with an even width, not {list(cos_sin_cache.shape)}")
-    if (q_weight is None) != (k_weight is None):
-        raise ValueError("q_weight and k_weight must both be given, or both be None")
-    if len({k_cache is None, v_cache is None, slot_mapping is None}) == 2:
-        raise ValueError("k_cache, v_cache and slot_mapping must all be given, or all be None")
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache is None:
-            continue
-        if cache.shape[2:] != (num_kv_heads, head_dim) or not cache.is_contiguous() or cache.dtype != qkv.dtype:
-            raise ValueError(
-                f"{name} must be a contiguous [num_blocks, block_size, {num_kv_heads}, {head_dim}] of "
-                f"{qkv.dtype}, not {list(cache.shape)} of {cache.dtype}"
-            )
+    )  # fmt: skip

@@ -25,35 +25,21 @@ def _rms_norm_kernel(x, weight, y, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: t
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` for each row, in float32, rounded once (Zhang & Sennrich 2019).
 
-    Args:
-        x: `[num_tokens, hidden]`, any float dtype and any row stride, contiguous in its last dimension.
-        weight: `[hidden]`.
-        eps: added to the mean square.
-
-    Returns:
-        `[num_tokens, hidden]`, contiguous, of x's dtype.
-
-    Raises:
-        ValueError: on shapes or strides other than these.
+    x: `[num_tokens, hidden]`, any float dtype and row stride, contiguous in its last dimension. weight: `[hidden]`.
+    Returns a contiguous tensor like x. Raises ValueError for other strides or another weight.
     """
     num_tokens, hidden = x.shape
-    if hidden > 1 and x.stride(1) != 1:
-        raise ValueError(f"x must be contiguous in its last dimension; its strides are {x.stride()}")
-    if weight.shape != (hidden,) or not weight.is_contiguous():
-        raise ValueError(f"weight must be a contiguous [{hidden}], not {list(weight.shape)}")
+    if x.stride(1) != 1 or weight.shape != (hidden,):
+        raise ValueError(
+            f"x must be contiguous in its last dimension, and weight must be as long: their shapes are {list(x.shape)} "
+            f"and {list(weight.shape)}, the strides of x {x.stride()}"
+        )
     y = torch.empty(num_tokens, hidden, dtype=x.dtype, device=x.device)
-    if num_tokens == 0 or hidden == 0:
+    if num_tokens == 0:
         return y
     block = triton.next_power_of_2(hidden)
+    num_warps = min(max(block // 256, 1), 16)  # 8 elements a thread are one 16-byte load of a half-precision row
     launcher(_rms_norm_kernel, (num_tokens,), has_pdl(x.device))(
-        x,
-        weight,
-        y,
-        x.stride(0),
-        eps,
-        HIDDEN=hidden,
-        BLOCK=block,
-        # 8 elements a thread are one 16-byte load of a half-precision row.
-        num_warps=min(max(block // 256, 1), 16),
+        x, weight, y, x.stride(0), eps, HIDDEN=hidden, BLOCK=block, num_warps=num_warps
     )
     return y

@@ -13,7 +13,7 @@ MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
-_GROUP = tl.constexpr(16)  # layers.sampler.GROUP
+_GROUP = tl.constexpr(16)  # layers.exponential_race.GROUP
 _NON_FINITE = tl.constexpr(-1)  # layers.sampler.NON_FINITE
 
 
@@ -49,7 +49,7 @@ def _log2(x, FAST: tl.constexpr):
 
 @triton.jit
 def log2_exponential(bits, FAST: tl.constexpr):
-    """log2 of the Exponential(1) draw that belongs to uint32 bits; see `layers.sampler.log2_exponential`."""
+    """log2 of the Exponential(1) draw that belongs to uint32 bits; see `layers.exponential_race.log2_exponential`."""
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
     return _log2(tl.where(u < 0.03125, series, _log2(1.0 - u, FAST) * -_LN_2), FAST)
@@ -78,20 +78,10 @@ def _load(logits_row, columns, vocab_size, threshold, TRUNCATED: tl.constexpr):
 
 @triton.jit
 def _race(
-    logits_row,
-    first_group,
-    vocab_size,
-    scale,
-    seed,
-    position,
-    threshold,
-    FIRST_COLUMN: tl.constexpr,
-    NOISY: tl.constexpr,
-    TRUNCATED: tl.constexpr,
-    TILES: tl.constexpr,
-    GROUPS: tl.constexpr,
+    logits_row, first_group, vocab_size, scale, seed, position, threshold, NOISY: tl.constexpr,
+    FIRST_COLUMN: tl.constexpr, TRUNCATED: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
     FAST_LOG2: tl.constexpr,
-):
+):  # fmt: skip
     """The best score among TILES * GROUPS groups of columns, and its column. The score is +inf if a logit is NaN or
     +inf, -inf if all are -inf, and finite otherwise."""
     lane = tl.arange(0, GROUPS)
@@ -144,21 +134,10 @@ def _race(
 
 @triton.jit
 def _race_kernel(
-    logits,
-    temperatures,
-    seeds,
-    positions,
-    thresholds,
-    candidates,
-    vocab_size,
-    row_stride,
-    FIRST_COLUMN: tl.constexpr,
-    TRUNCATED: tl.constexpr,
-    TILES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FAST_LOG2: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, temperatures, seeds, positions, thresholds, candidates, vocab_size, row_stride,
+    FIRST_COLUMN: tl.constexpr, TRUNCATED: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
+    FAST_LOG2: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -173,36 +152,14 @@ def _race_kernel(
     if temperature > 0:
         scale = scale_of(temperature)
         score, column = _race(
-            logits_row,
-            first_group,
-            vocab_size,
-            scale,
-            seed,
-            position,
-            threshold,
-            FIRST_COLUMN=FIRST_COLUMN,
-            NOISY=True,
-            TRUNCATED=TRUNCATED,
-            TILES=TILES,
-            GROUPS=GROUPS,
-            FAST_LOG2=FAST_LOG2,
-        )
+            logits_row, first_group, vocab_size, scale, seed, position, threshold, True,
+            FIRST_COLUMN, TRUNCATED, TILES, GROUPS, FAST_LOG2,
+        )  # fmt: skip
     else:
         score, column = _race(
-            logits_row,
-            first_group,
-            vocab_size,
-            temperature,
-            seed,
-            position,
-            threshold,
-            FIRST_COLUMN=FIRST_COLUMN,
-            NOISY=False,
-            TRUNCATED=TRUNCATED,
-            TILES=TILES,
-            GROUPS=GROUPS,
-            FAST_LOG2=FAST_LOG2,
-        )
+            logits_row, first_group, vocab_size, temperature, seed, position, threshold, False,
+            FIRST_COLUMN, TRUNCATED, TILES, GROUPS, FAST_LOG2,
+        )  # fmt: skip
     candidate = candidates + (row * tl.num_programs(1) + split) * 2
     tl.store(candidate, score.to(tl.int32, bitcast=True))
     tl.store(candidate + 1, column + FIRST_COLUMN)
@@ -222,34 +179,6 @@ def _pick_kernel(candidates, tokens, batch, num_splits, num_candidates, BLOCK: t
     tl.store(tokens + row, tl.where(tl.abs(best) < float("inf"), winner, _NON_FINITE).to(tl.int64))
 
 
-def sample(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    thresholds: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`layers.sampler.Sampler.forward` on a GPU, for logits of the whole vocabulary.
-
-    Two launches without host synchronization, and little memory: fit for CUDA graph capture. The result does not depend
-    on how the vocabulary is split over programs.
-
-    Raises ValueError if logits are strided in the vocabulary, or the vocabulary is empty.
-    """
-    check_logits(logits)
-    best = best_of_shard(logits, temperatures, seeds, positions, thresholds)
-    return pick_best(best.unsqueeze(0), out, pdl=True)
-
-
-def check_logits(logits: Tensor) -> int:
-    """The batch size. Raises ValueError as `sample`."""
-    batch, vocab_size = logits.shape
-    if vocab_size == 0 or (vocab_size > 1 and logits.stride(1) != 1):
-        raise ValueError(f"logits must be [batch, vocab_size > 0] with contiguous rows, not {list(logits.shape)}")
-    return batch
-
-
 def best_of_shard(
     logits: Tensor,
     temperatures: Tensor,
@@ -259,12 +188,12 @@ def best_of_shard(
     first_column: int = 0,
     shard_size: int | None = None,
 ) -> Tensor:
-    """The first half of `sample` over some columns of the vocabulary: the best of each split of them.
+    """The best of each split of some columns of the vocabulary: the first half of `layers.sampler.Sampler`, which
+    describes the arguments that are not described here. The draw does not depend on how the vocabulary is split.
 
     Args:
-        logits: `[batch, num_columns]`, as for `sample`; there may be no columns.
-        temperatures, seeds, positions, thresholds: as for `sample`.
-        first_column: the first of the columns in the whole vocabulary, a multiple of `layers.sampler.GROUP`.
+        logits: `[batch, num_columns]`, any float dtype, rows contiguous; there may be no columns.
+        first_column: the first of the columns in the whole vocabulary, a multiple of `layers.exponential_race.GROUP`.
         shard_size: the most columns that a rank has; None for num_columns.
 
     Returns:
@@ -279,33 +208,22 @@ def best_of_shard(
     candidates = torch.empty(batch, num_splits, 2, dtype=torch.int32, device=logits.device)
     if batch == 0:
         return candidates
+    options = (temperatures, seeds, positions, temperatures if thresholds is None else thresholds)
     launcher(_race_kernel, (batch, num_splits), has_pdl(logits.device))(
-        logits,
-        temperatures.contiguous(),
-        seeds.contiguous(),
-        positions.contiguous(),
-        (temperatures if thresholds is None else thresholds).contiguous(),  # not read without TRUNCATED
-        candidates,
-        num_columns,
-        logits.stride(0),
-        FIRST_COLUMN=first_column,
-        TRUNCATED=thresholds is not None,
-        TILES=tiles,
-        GROUPS=groups,  # one a thread
-        FAST_LOG2=isinstance(_race_kernel, triton.JITFunction),
-        num_warps=groups // 32,
-    )
+        logits, *(option.contiguous() for option in options), candidates, num_columns, logits.stride(0),
+        FIRST_COLUMN=first_column, TRUNCATED=thresholds is not None, TILES=tiles, GROUPS=groups,
+        FAST_LOG2=isinstance(_race_kernel, triton.JITFunction), num_warps=groups // 32,
+    )  # fmt: skip
     return candidates
 
 
-def pick_best(candidates: Tensor, out: Tensor | None = None, pdl: bool = False) -> Tensor:
+def pick_best(candidates: Tensor, out: Tensor | None = None) -> Tensor:
     """The second half: each row's winner.
 
     Args:
         candidates: int32 `[num_shards, batch, num_splits, 2]`, contiguous: what `best_of_shard` returned for each shard
             of the vocabulary.
         out: int64 `[batch]`, contiguous, to write to.
-        pdl: programmatic dependent launch (see `dependent_launch`).
 
     Returns:
         int64 `[batch]`, or `out`; the lowest column on a tie. `layers.sampler.NON_FINITE` for a row that has no token.
@@ -315,8 +233,9 @@ def pick_best(candidates: Tensor, out: Tensor | None = None, pdl: bool = False) 
     if batch == 0:
         return tokens
     num_candidates = num_shards * num_splits
+    pdl = num_shards == 1 and has_pdl(candidates.device)  # Several shards are gathered by launches that are not ours.
     block = triton.next_power_of_2(num_candidates)
-    launcher(_pick_kernel, (batch,), pdl and has_pdl(candidates.device))(
+    launcher(_pick_kernel, (batch,), pdl)(
         candidates, tokens, batch, num_splits, num_candidates, BLOCK=block, num_warps=1
     )
     return tokens

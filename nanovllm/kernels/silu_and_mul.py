@@ -28,14 +28,8 @@ def _silu_and_mul_kernel(x, y, x_stride, intermediate, BLOCK: tl.constexpr, PDL:
 def silu_and_mul(x: Tensor) -> Tensor:
     """`silu(gate) * up` where x holds gate and up side by side (Shazeer 2020); float32 inside, rounded once.
 
-    Args:
-        x: `[num_tokens, 2 * intermediate]`, any float dtype and row stride, contiguous in its last dimension.
-
-    Returns:
-        `[num_tokens, intermediate]`, contiguous, of x's dtype.
-
-    Raises:
-        ValueError: if the last dimension is odd or strided.
+    x: `[num_tokens, 2 * intermediate]`, any float dtype and row stride, contiguous in its last dimension. Returns
+    `[num_tokens, intermediate]`, contiguous, of x's dtype. Raises ValueError if the last dimension is odd or strided.
     """
     num_tokens, width = x.shape
     if width % 2 or (width > 1 and x.stride(1) != 1):

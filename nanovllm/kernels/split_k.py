@@ -1,25 +1,204 @@
 """Linear layers of a decode batch of up to 128 tokens, with the activation or the residual addition that follows.
 
-Every function accepts `config`, launch constants, `arrivals`, the counters that launches with splits of K share
-(`make_arrivals`; made for the call if None, which costs a launch), and `pdl`: programmatic dependent launch (see
-`dependent_launch`; no effect where the device or Triton lacks it). Weights and biases are read before the wait. Rows
-of x don't influence each other. Equal calls give equal bits; another number of tokens may round differently.
+Such a product takes a few microseconds, in which the weights are read. So the weights must be requested early, and all
+multiprocessors must read equal shares of them. A program computes up to 64 tokens with some rows of the weight and one
+split of K. It prefetches its weights into L2 while the kernel before it still runs.
+
+Splits are combined without a second launch. Each program writes its sum in float32 and counts itself as arrived. The
+last one adds all sums, always in the order of the splits, so equal calls give equal bits.
+
+Arguments of all functions:
+    x: `[M, K]`, M in 1..128, bfloat16 or float16, any row stride. Rows of a multiple of 8 elements, 8 elements apart
+        and aligned to 16 bytes, are read fast.
+    weight: `[N, K]`, contiguous, of x's dtype; of `linear_silu` the gate's N / 2 rows and then the up's.
+    bias: `[N]`, any float dtype, or None.
+    config: launch constants; None for some that work.
+    arrivals: from `make_arrivals`, the counters that launches with splits share; None makes some for the call.
+    pdl: programmatic dependent launch (see `dependent_launch`). Weights and biases are read before the wait.
+
+Another shape, layout or dtype raises ValueError, and the message begins with the argument's name. Rows of x don't
+influence each other. Another number of tokens may round differently.
 """
 
+from typing import NamedTuple
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents, gdc_wait, has_pdl, prefetch_lines
+from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.linear_checks import check_layer, check_result
-from nanovllm.kernels.split_k_kernel import MAX_TOKENS, SplitKConfig, launch
 
 DTYPES = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # columns; other rows are read two bytes at a time
+# The rows of Hopper's tensor-core instruction. Fewer tokens are padded.
+TILE_TOKENS = 64
+MAX_TOKENS = 2 * TILE_TOKENS
+_NUM_WARPS = 4
+# Counters for launches with splits, one a tile of results.
+_MAX_SPLIT_TILES = 1024
+_MIN_TILE_ROWS = 16
+# So many rows of a weight have counters at every number of tokens and in the smallest tiles.
+MAX_ROWS = _MAX_SPLIT_TILES * _MIN_TILE_ROWS * TILE_TOKENS // MAX_TOKENS
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    check_layer("x", x, weight.shape[-1], weight, bias, MAX_TOKENS)
+class SplitKConfig(NamedTuple):
+    """Launch constants, the first three powers of two."""
+
+    tile_rows: int = 32  # weight rows of a program, at least 16; two make one output column of `linear_silu`
+    tile_k: int = 128  # columns of a step, at least 16
+    splits: int = 1  # programs among which K is divided
+    # Of the load pipeline. A stage holds (TILE_TOKENS + tile_rows) * tile_k elements; all must fit in 227 KiB.
+    num_stages: int = 6
+    prefetch: int = 1024  # first columns of its split that a program prefetches into L2 while it waits; 0 for none
+
+
+def default_config(K: int) -> SplitKConfig:
+    """Launch constants that work for rows of K elements; those of the tuned table are faster."""
+    return SplitKConfig(tile_k=min(128, max(16, triton.next_power_of_2(K))), num_stages=4, prefetch=0)
+
+
+def make_arrivals(device: torch.device | str | None = None) -> Tensor:
+    """The counters that launches with splits share: int32, zero, as every launch leaves them. Allocate once, outside
+    any CUDA graph; launches that may run at the same time (other streams, other engines) need their own."""
+    return torch.zeros(_MAX_SPLIT_TILES, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def _prefetch(weight, row, inside, first_row, first_k, K: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr):
+    """Ask COLUMNS of the given rows into L2, from first_k on, a cache line of LINE elements at a time."""
+    # Columns come in the largest power of two that divides them.
+    CHUNK: tl.constexpr = COLUMNS & -COLUMNS
+    column = tl.arange(0, CHUNK // LINE) * LINE
+    for start in tl.static_range(0, COLUMNS, CHUNK):
+        offset = row.to(tl.int64)[:, None] * K + (first_k + start + column)[None, :]
+        # The instruction has no mask: instead of what lies outside, the tile's first line is asked for.
+        within = inside[:, None] & (first_k + start + column < K)[None, :]
+        prefetch_lines(weight + tl.where(within, offset, first_row.to(tl.int64) * K))
+
+
+# Every batch has another number of tokens; specialising on it would compile the kernel again.
+@triton.jit(do_not_specialize=["M"])
+def split_k_kernel(
+    x, weight, bias, y, partial, arrivals, M, N, x_stride, y_stride,
+    K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT_K: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr,
+    SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y [M, N] = x W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU."""
+    if PDL:
+        gdc_launch_dependents()
+    tile, split, token_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.arange(0, ROWS)
+    if SILU:
+        # Even rows of the tile are gates, from the weight's first N rows, odd ones the ups that belong to them: a
+        # thread's results are pairs.
+        OUTPUTS: tl.constexpr = ROWS // 2
+        column = tile * OUTPUTS + row // 2
+        weight_row = column + row % 2 * N
+    else:
+        OUTPUTS: tl.constexpr = ROWS
+        column = tile * OUTPUTS + row
+        weight_row = column
+    inside_rows = column < N
+    first_k = split * SPLIT_K
+    if PDL and PREFETCH > 0:
+        _prefetch(weight, weight_row, inside_rows, tile * OUTPUTS, first_k, K, PREFETCH, LINE)
+    if bias is not None:
+        shift = tl.load(bias + weight_row, mask=inside_rows, other=0.0).to(tl.float32)
+    # Above this line nothing may be read that a kernel writes, and nothing may be written (see dependent_launch).
+    if PDL:
+        gdc_wait()
+
+    token = token_tile * TOKENS + tl.arange(0, TOKENS)
+    output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside_y = (token < M)[:, None] & (output < N)[None, :]
+    y_tile = y + token[:, None] * y_stride + output[None, :]
+    if ADD and SPLITS == 1:
+        residual = tl.load(y_tile, mask=inside_y, other=0.0)
+
+    k = first_k + tl.arange(0, K_TILE)
+    x_tile = x + token[:, None] * x_stride + k[None, :]
+    weight_tile = weight + weight_row.to(tl.int64)[:, None] * K + k[None, :]
+    inside_tokens = (token < M)[:, None]
+    inside_rows = inside_rows[:, None]
+    acc = tl.zeros([TOKENS, ROWS], dtype=tl.float32)
+    for start in range(0, SPLIT_K, K_TILE):
+        if SPLITS * SPLIT_K == K:
+            x_mask, weight_mask = inside_tokens, inside_rows
+        else:
+            inside_k = (k < K - start)[None, :]
+            x_mask, weight_mask = inside_tokens & inside_k, inside_rows & inside_k
+        values = tl.load(x_tile + start, mask=x_mask, other=0.0)
+        weights = tl.load(weight_tile + start, mask=weight_mask, other=0.0)
+        acc = tl.dot(values, tl.trans(weights), acc)
+
+    if SPLITS > 1:
+        tile += token_tile * tl.num_programs(0)  # of the results: its number among all
+        sums = partial + tile * (SPLITS * TOKENS * ROWS) + tl.arange(0, TOKENS)[:, None] * ROWS + row[None, :]
+        tl.store(sums + split * (TOKENS * ROWS), acc, mask=inside_tokens)
+        # One thread does the atomic: it may release the stores of all only after all have made theirs.
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") < SPLITS - 1:
+            return
+        # Everyone has counted, so the counter can go back to zero for the next launch.
+        tl.store(arrivals + tile, 0)
+        if ADD:
+            residual = tl.load(y_tile, mask=inside_y, other=0.0)
+        # ".cg" goes past L1, which need not know what other multiprocessors wrote.
+        acc = tl.load(sums, mask=inside_tokens, other=0.0, cache_modifier=".cg")
+        for other in tl.static_range(1, SPLITS):
+            acc += tl.load(sums + other * (TOKENS * ROWS), mask=inside_tokens, other=0.0, cache_modifier=".cg")
+    if bias is not None:
+        acc += shift[None, :]
+    if SILU:
+        # Rounded, as it would be between two kernels.
+        acc = acc.to(y.dtype.element_ty).to(tl.float32)
+        gate, up = tl.split(tl.reshape(acc, (TOKENS, OUTPUTS, 2)))
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+    if ADD:
+        acc += residual.to(tl.float32)
+    tl.store(y_tile, acc.to(y.dtype.element_ty), mask=inside_y)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    config: SplitKConfig | None,
+    arrivals: Tensor | None,
+    pdl: bool,
+    bias: Tensor | None = None,
+    silu: bool = False,
+    add: bool = False,
+) -> None:
+    """Run the kernel."""
+    check_layer(x, weight, bias, MAX_TOKENS)
     if x.dtype not in DTYPES:
         raise ValueError(f"x must be bfloat16 or float16, not {x.dtype}")
+    if not silu:
+        check_result("residual" if add else "out", y, x, weight)
+    (M, N), (num_rows, K) = y.shape, weight.shape
+    token_tiles = triton.cdiv(M, TILE_TOKENS)
+    rows, k_tile, splits, num_stages, prefetch = config or default_config(K)
+    row_tiles, partial = triton.cdiv(num_rows, rows), None
+    tiles = row_tiles * token_tiles
+    if splits > 1:
+        if arrivals is None:
+            arrivals = torch.zeros(tiles, dtype=torch.int32, device=x.device)
+        elif arrivals.numel() < tiles:
+            raise ValueError(f"arrivals must hold the counters of {tiles} tiles, not {arrivals.numel()}")
+        partial = torch.empty(tiles * splits * TILE_TOKENS * rows, dtype=torch.float32, device=x.device)
+    split_k = triton.cdiv(triton.cdiv(K, k_tile), splits) * k_tile
+    line = CACHE_LINE // x.element_size()
+    launcher(split_k_kernel, (row_tiles, splits, token_tiles), pdl and has_pdl(x.device))(
+        x, weight, bias, y, partial, arrivals if splits > 1 else None, M, N, x.stride(0), y.stride(0),
+        K=K, TOKENS=TILE_TOKENS, ROWS=rows, K_TILE=k_tile, SPLITS=splits, SPLIT_K=split_k,
+        PREFETCH=triton.cdiv(min(prefetch, split_k), line) * line, LINE=line, SILU=silu, ADD=add,
+        num_warps=_NUM_WARPS, num_stages=num_stages,
+    )  # fmt: skip
 
 
 def linear(
@@ -31,56 +210,22 @@ def linear(
     arrivals: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """`x W^T + bias`, summed in float32.
-
-    Args:
-        x: `[M, K]`, M in 1..128, bfloat16 or float16, any row stride; rows of a multiple of 8 elements, 8 elements
-            apart and aligned to 16 bytes are read fast.
-        weight: `[N, K]`, contiguous, of x's dtype.
-        bias: `[N]`, any float dtype, or None.
-        out: `[M, N]` of x's dtype, any row stride, for the result; None makes one.
-        config: launch constants.
-        arrivals: int32 counters, all zero.
-        pdl: programmatic dependent launch.
-
-    Returns:
-        `out`, or a contiguous `[M, N]` of x's dtype.
-
-    Raises:
-        ValueError: another shape, layout or dtype; the message begins with the argument's name.
-    """
-    _check(x, weight, bias)
+    """`x W^T + bias`, summed in float32: `out`, `[M, N]` of x's dtype with any row stride, or a new tensor."""
     if out is None:
         out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    check_result("out", out, x, weight)
-    launch(x, weight, out, config, arrivals, pdl, bias=bias)
+    _launch(x, weight, out, config, arrivals, pdl, bias)
     return out
 
 
 def linear_silu(
-    x: Tensor,
-    weight: Tensor,
-    config: SplitKConfig | None = None,
-    arrivals: Tensor | None = None,
-    pdl: bool = False,
+    x: Tensor, weight: Tensor, config: SplitKConfig | None = None, arrivals: Tensor | None = None, pdl: bool = False
 ) -> Tensor:
-    """`silu(gate) * up` (Shazeer 2020) of `gate, up = linear(x, weight)`, which is rounded to x's dtype in between.
-
-    Args:
-        x, config, arrivals, pdl: as for `linear`.
-        weight: `[2 * N, K]`, the gate's rows and then the up's, contiguous, of x's dtype.
-
-    Returns:
-        `[M, N]`, contiguous, of x's dtype.
-
-    Raises:
-        ValueError: another shape, layout or dtype; the message begins with the argument's name.
-    """
-    _check(x, weight, None)
+    """`silu(gate) * up` (Shazeer 2020) of `gate, up = linear(x, weight)`, which is rounded to x's dtype in between:
+    `[M, N / 2]`."""
     if len(weight) % 2:
         raise ValueError(f"weight must have an even number of rows, gate and up, not {len(weight)}")
     y = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    launch(x, weight, y, config, arrivals, pdl, silu=True)
+    _launch(x, weight, y, config, arrivals, pdl, silu=True)
     return y
 
 
@@ -93,20 +238,7 @@ def linear_add(
     arrivals: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """`residual += x W^T + bias` in place, summed in float32 and rounded once.
-
-    Args:
-        x: as for `linear`; shares no memory with residual.
-        weight, bias, config, arrivals, pdl: as for `linear`.
-        residual: `[M, N]` of x's dtype, any row stride. Overwritten.
-
-    Returns:
-        `residual` itself.
-
-    Raises:
-        ValueError: another shape, layout or dtype; the message begins with the argument's name.
-    """
-    _check(x, weight, bias)
-    check_result("residual", residual, x, weight)
-    launch(x, weight, residual, config, arrivals, pdl, bias=bias, add=True)
+    """`residual += x W^T + bias` in place, summed in float32 and rounded once. residual: `[M, N]` of x's dtype, any row
+    stride; shares no memory with x. Returned."""
+    _launch(x, weight, residual, config, arrivals, pdl, bias, add=True)
     return residual

@@ -34,12 +34,7 @@ def _return_kernel(source, target, num_words, BLOCK: tl.constexpr):
 
 
 def receive_step(
-    host_words: Tensor,
-    device_words: Tensor,
-    tokens: Tensor,
-    pending_rows: Tensor,
-    sampled: Tensor,
-    input_ids: Tensor,
+    host_words: Tensor, device_words: Tensor, tokens: Tensor, pending_rows: Tensor, sampled: Tensor, input_ids: Tensor
 ) -> None:
     """Copy the inputs, and find the token that each row feeds. The twin is the copy and the `where` of `DecodeInputs`.
 

@@ -1,10 +1,52 @@
-"""Attention over the paged KV cache."""
+"""Attention over the paged KV cache: the layer, and what it asks of a back end."""
+
+from abc import ABC, abstractmethod
 
 import torch
 from torch import nn
 
-from nanovllm.layers.attention_backend import AttentionBackend
+from nanovllm.layers.flash_attn4 import FlashAttn4
 from nanovllm.utils.context import Context
+
+
+class AttentionBackend(ABC):
+    """Computes attention. The engine chooses one at start-up, by `attention_backend.select_backend`.
+
+    Shapes are those of `Attention`. The caches are None in a prefill before there is a cache.
+
+    Attributes:
+        name: the value of the option `attention_backend` that selects it.
+        wants_plan: whether decode reads Context.decode_plan.
+        supports_cuda_graphs: whether a decode step can be captured.
+        flash_attn4: the package that computes long prefills instead, where it is used.
+    """
+
+    name: str
+    wants_plan = False
+    supports_cuda_graphs = True
+    flash_attn4: FlashAttn4 | None = None
+
+    @property
+    def description(self) -> str:
+        return self.name
+
+    def prepare(
+        self, max_batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+    ) -> None:
+        """Allocate what decode steps of up to max_batch_size rows share. Called once, before the first of them."""
+        return None
+
+    def use_flash_attn4(self, dtype: torch.dtype, head_dim: int, **sizes: int) -> None:
+        """Give prefills to flash-attn-4 where it is faster (see `GpuBackend`)."""
+        return None
+
+    @abstractmethod
+    def prefill(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor:
+        """Attention of the flat batch of new tokens, each to the keys up to its own."""
+
+    @abstractmethod
+    def decode(self, q, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor:
+        """Attention of one token a row to its context_lens keys; zeros if that is 0."""
 
 
 class Attention(nn.Module):

@@ -3,6 +3,24 @@
 import torch
 import torch.nn.functional as F
 
+from nanovllm.layers.attention import AttentionBackend
+
+
+class TorchBackend(AttentionBackend):
+    """Plain torch, on any device: the back end for CPUs, and the twin of the others."""
+
+    name = "torch"
+    supports_cuda_graphs = False  # It reads lengths on the host.
+
+    def prefill(self, q, k, v, k_cache, v_cache, context, scale):
+        c = context
+        return prefill_attention_torch(
+            q, k, v, k_cache, v_cache, c.cu_seqlens_q, c.cu_seqlens_k, c.max_seqlen_q, c.block_tables, scale
+        )
+
+    def decode(self, q, k_cache, v_cache, context, scale):
+        return decode_attention_torch(q, k_cache, v_cache, context.context_lens, context.block_tables, scale)
+
 
 def store_kvcache(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -30,11 +48,8 @@ def prefill_attention_torch(
     block_tables: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of a flat batch of sequences, one at a time; arguments and result as in `paged_prefill`.
-
-    q: `[total_q, num_heads, head_dim]`; k, v: `[total_k, num_kv_heads, head_dim]`. With `block_tables` (int32
-    `[num_seqs, max_blocks]`) the caches are read instead. Only the kernel uses `max_seqlen_q`.
-    """
+    """Causal attention of a flat batch of sequences, one at a time; arguments and result as in `paged_prefill`. Only
+    the kernel uses `max_seqlen_q`."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for seq in range(len(starts_q) - 1):
@@ -70,10 +85,8 @@ def decode_attention_torch(
     block_tables: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of one query token a row to its context; arguments and result as in `paged_decode`.
-
-    q: `[batch_size, num_heads, head_dim]`; context_lens: int32 `[batch_size]`, 0 gives zeros; block_tables: int32
-    `[batch_size, max_blocks]`.
+    """Attention of one query token a row to its context; arguments and result as in `paged_decode`. context_lens: int32
+    `[batch_size]`, keys of each row, its own included; 0 gives zeros.
 
     Each row is computed alone, over exactly its keys. A batched product would sum in an order that depends on the
     batch's shape and padding, but the rest of the batch must not change a bit of a row's result.

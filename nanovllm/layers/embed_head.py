@@ -7,8 +7,8 @@ from torch import nn
 from nanovllm.layers.linear import make_parameter
 from nanovllm.utils.parallel import TensorParallel
 
-# A shard of the head is a multiple of so many tokens (except the last one): whole groups for the sampler, whole tiles
-# for the product.
+# Shards of the head are multiples of this many tokens (except the last): whole groups for the sampler, whole tiles for
+# the product.
 SHARD_MULTIPLE = 64
 
 

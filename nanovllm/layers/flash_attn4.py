@@ -20,8 +20,8 @@ if HAS_TRITON:
 
 logger = logging.getLogger(__name__)
 
-# For more sequences flash-attn-4 compiles one more kernel of each kind, which takes seconds. Prompts of such batches
-# are too short to gain from it.
+# For more sequences flash-attn-4 compiles further kernels, which takes seconds. Prompts of such batches are too short
+# to gain from it.
 MAX_SEQS = 256
 
 # Tiles of queries and keys for Hopper with head_dim 128. By default the package uses 128 x 128 and keeps probabilities
@@ -45,14 +45,16 @@ class FlashAttn4(OptionalPackage):
 
     It supports bfloat16 and float16, and blocks of any size. `load` every kernel before the first step, which would
     wait for the compiler otherwise. An error of the package is logged once, and every later `prefill` returns None.
+
+    Args:
+        varlen_func: like flash_attn.cute.flash_attn_varlen_func.
+        paged_func: the same for keys in pages; None for varlen_func.
     """
 
     name = "flash-attn-4"
     NUM_KERNELS = 2
 
     def __init__(self, varlen_func: Callable, paged_func: Callable | None = None):
-        """varlen_func: like flash_attn.cute.flash_attn_varlen_func. paged_func: the same for keys in pages; None for
-        varlen_func."""
         self.varlen_func = varlen_func
         self.paged_func = paged_func or varlen_func
 
@@ -77,17 +79,16 @@ class FlashAttn4(OptionalPackage):
         return self.attempt(lambda: attend(q, k, v, **options)[0])
 
     def load(self, shape: AttentionShape, kernel: int) -> None:
-        """Compile one of the NUM_KERNELS kernels of `prefill` by calling it, without or with a block table. Takes
-        seconds, or milliseconds if a process has left the kernel on the disk."""
+        """Compile one of the NUM_KERNELS kernels by calling it: 0 without a block table, 1 with one. Takes seconds, or
+        milliseconds if a process has left the kernel on the disk."""
         num_heads, num_kv_heads, head_dim, block_size, dtype, device = shape
         length = 512
         qkv = torch.zeros(length, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
         q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         k_cache, v_cache = torch.zeros(2, 2, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
-        tables = torch.zeros(2, -(-length // block_size), dtype=torch.int32, device=device)
+        tables = torch.zeros(2, -(-length // block_size), dtype=torch.int32, device=device) if kernel else None
         cu_seqlens = torch.tensor([0, 2, length], dtype=torch.int32, device=device)
-        block_tables = (None, tables)[kernel]
-        context = Context(True, cu_seqlens, cu_seqlens, length - 2, length - 2, block_tables=block_tables)
+        context = Context(True, cu_seqlens, cu_seqlens, length - 2, length - 2, block_tables=tables)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Its compiler warns about the package's own code.
             self.prefill(q, k, v, k_cache, v_cache, context, head_dim**-0.5)
@@ -115,7 +116,8 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
         return None
     keep_kernels()
     try:
-        flash_attn_varlen_func = import_without_torch_compile(_import_package)
+        package = import_without_torch_compile(lambda: import_module("flash_attn.cute"))
+        flash_attn_varlen_func = package.flash_attn_varlen_func
     except Exception as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name in ("flash_attn", "flash_attn.cute")
         if not is_missing:
@@ -123,12 +125,6 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
         return None
     in_tiles = _in_our_tiles() if capability == 9 and head_dim == 128 else None
     return FlashAttn4(in_tiles or flash_attn_varlen_func, flash_attn_varlen_func)
-
-
-def _import_package() -> Callable:
-    from flash_attn.cute import flash_attn_varlen_func
-
-    return flash_attn_varlen_func
 
 
 def _in_our_tiles() -> Callable | None:

@@ -13,8 +13,8 @@ if HAS_TRITON:
     from nanovllm.kernels import linear_silu as fused_silu_kernel
     from nanovllm.kernels import split_k as split_k_kernels
     from nanovllm.kernels.dependent_launch import has_pdl
-    from nanovllm.kernels.gemv_kernel import GemvConfig
-    from nanovllm.kernels.split_k_kernel import MAX_ROWS, SplitKConfig, make_arrivals
+    from nanovllm.kernels.gemv import GemvConfig
+    from nanovllm.kernels.split_k import MAX_ROWS, SplitKConfig, make_arrivals
 
 
 class Gemv(Candidate):

@@ -24,34 +24,7 @@ def qk_norm_rope_store_torch(
     num_heads: int,
     num_kv_heads: int,
 ) -> None:
-    """Twin of `kernels.qk_norm_rope.qk_norm_rope_store`: the same arguments, the same tensors written."""
-    head_dim = cos_sin_cache.shape[1]
-    cos, sin = cos_sin_cache[positions].chunk(2, dim=-1)
-    heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    for part, weight in ((q, q_weight), (k, k_weight)):
-        # In float32 up to the end, so that half-precision values are rounded once.
-        value = part.float() if weight is None else rms_norm_torch(part.float(), weight, eps)
-        part.copy_(apply_rotary_emb(value, cos, sin))
-    if k_cache is not None:
-        store_kvcache(k, v, k_cache, v_cache, slot_mapping)
-
-
-def qk_norm_rope_store(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos_sin_cache: Tensor,
-    positions: Tensor,
-    k_cache: Tensor | None,
-    v_cache: Tensor | None,
-    slot_mapping: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    pdl: bool = False,
-) -> None:
-    """Normalizes and rotates q and k inside qkv, and stores k and v in the paged cache.
+    """Normalizes and rotates q and k inside qkv, and stores k and v in the paged cache; the kernel's twin.
 
     Each head of q and k is RMS-normalized (Qwen3 has weights for that, Qwen2 has none) and rotated at its token's
     position, in float32 with one rounding at the end.
@@ -68,11 +41,22 @@ def qk_norm_rope_store(
         slot_mapping: int32 or int64 `[num_tokens]`: block * block_size + offset; negative stores nothing.
         num_heads: query heads of this rank.
         num_kv_heads: key heads (and value heads) of this rank.
-        pdl: programmatic dependent launch, on a GPU (see `kernels.dependent_launch`).
     """
-    norms, rope = (qkv, q_weight, k_weight, eps), (cos_sin_cache, positions)
-    cache, heads = (k_cache, v_cache, slot_mapping), (num_heads, num_kv_heads)
+    head_dim = cos_sin_cache.shape[1]
+    cos, sin = cos_sin_cache[positions].chunk(2, dim=-1)
+    heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    for part, weight in ((q, q_weight), (k, k_weight)):
+        # In float32 up to the end, so that half-precision values are rounded once.
+        value = part.float() if weight is None else rms_norm_torch(part.float(), weight, eps)
+        part.copy_(apply_rotary_emb(value, cos, sin))
+    if k_cache is not None:
+        store_kvcache(k, v, k_cache, v_cache, slot_mapping)
+
+
+def qk_norm_rope_store(qkv: Tensor, *args, pdl: bool = False) -> None:
+    """`qk_norm_rope_store_torch`, by one kernel on a GPU. pdl: use a dependent launch (`kernels.dependent_launch`)."""
     if use_kernels(qkv):
-        kernels.qk_norm_rope_store(*norms, *rope, *cache, *heads, pdl)
+        kernels.qk_norm_rope_store(qkv, *args, pdl)
     else:
-        qk_norm_rope_store_torch(*norms, *rope, *cache, *heads)
+        qk_norm_rope_store_torch(qkv, *args)

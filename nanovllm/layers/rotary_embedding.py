@@ -15,30 +15,19 @@ SUPPORTED_TYPES = ("default", "linear", "yarn")
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """How positions become angles; the fields of a Hugging Face rope configuration under their own names.
+    """How positions become angles; the fields of a Hugging Face rope configuration under their own names."""
 
-    Attributes:
-        base: theta of the paper; dimension pair i turns at `base ** (-2i / head_dim)` radians a position.
-        type: "default", "linear" (Chen et al. 2023, position interpolation) or "yarn" (Peng et al. 2023).
-        factor: how many times longer than the trained context positions may get (linear and yarn).
-        original_max_position_embeddings: the trained context in tokens (yarn, as all that follows).
-        beta_fast: pairs that turn more often than this within the trained context stay as they are.
-        beta_slow: pairs that turn less often than this within the trained context are fully interpolated.
-        attention_factor: multiplies cos and sin; None derives it from factor and the mscales.
-        mscale, mscale_all_dim: weights of the numerator and the denominator of the derived attention factor.
-        truncate: whether the ends of the ramp are rounded outwards to whole pairs.
-    """
-
-    base: float = 10000.0
-    type: str = "default"
-    factor: float = 1.0
-    original_max_position_embeddings: int | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
+    base: float = 10000.0  # theta of the paper: dimension pair i turns at base ** (-2i / head_dim) radians a position
+    type: str = "default"  # or "linear" (Chen et al. 2023, position interpolation) or "yarn" (Peng et al. 2023)
+    factor: float = 1.0  # how many times longer than the trained context positions may get (linear and yarn)
+    # Only yarn has the others.
+    original_max_position_embeddings: int | None = None  # the trained context in tokens
+    beta_fast: float = 32.0  # pairs that turn more often than this within the trained context stay as they are
+    beta_slow: float = 1.0  # pairs that turn less often than this within the trained context are fully interpolated
+    attention_factor: float | None = None  # multiplies cos and sin; None derives it from factor and the mscales
+    mscale: float | None = None  # weight of the numerator of the derived attention factor
+    mscale_all_dim: float | None = None  # weight of its denominator
+    truncate: bool = True  # whether the ends of the ramp are rounded outwards to whole pairs
 
     def __post_init__(self) -> None:
         if self.type not in SUPPORTED_TYPES:
@@ -94,13 +83,11 @@ def _yarn_magnitude(factor: float, weight: float) -> float:
 
 
 def rope_parameters(hf_config: Any) -> RopeParameters:
-    """Reads the rope settings of a transformers configuration.
+    """The rope settings of a transformers configuration: of 4.51 (`rope_theta`, `rope_scaling` with "rope_type" or
+    "type") or 5.x (`rope_parameters`).
 
-    Understands 4.51 (`rope_theta`, `rope_scaling` with "rope_type" or "type") and 5.x (`rope_parameters`).
-
-    Raises:
-        ValueError: for a type other than those supported, a partial rotation, settings by kind of layer, or a
-            missing factor.
+    Raises ValueError for a type other than those supported, a partial rotation, settings by kind of layer, or a missing
+    factor.
     """
     settings = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
     if any(isinstance(value, dict) for value in settings.values()):
@@ -139,13 +126,8 @@ def rope_parameters(hf_config: Any) -> RopeParameters:
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + head_dim / 2) of each head, in float32, rounded once.
-
-    Args:
-        x: `[num_tokens, heads, head_dim]`.
-        cos: float32 `[num_tokens, head_dim / 2]`.
-        sin: like cos.
-    """
+    """Rotates the pairs (i, i + head_dim / 2) of each head of x `[num_tokens, heads, head_dim]`, in float32, rounded
+    once. cos, sin: float32 `[num_tokens, head_dim / 2]`."""
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -154,16 +136,13 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class RotaryEmbedding(nn.Module):
     """Half-split rotary embedding with a precomputed table; one instance serves all layers.
 
-    The table `cos_sin_cache`, float32 `[max_position, head_dim]`, holds a position's cosines in the first half of its
-    row and its sines in the second.
-
     Args:
-        head_dim: even.
+        head_dim: even, or ValueError is raised.
         max_position: positions in the table; every position looked up must be below it.
         rope: the checkpoint's settings, from `rope_parameters`.
 
-    Raises:
-        ValueError: if head_dim is odd.
+    Attributes:
+        cos_sin_cache: float32 `[max_position, head_dim]`, each position's cosines and then its sines.
     """
 
     cos_sin_cache: Tensor
@@ -178,16 +157,8 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin_cache", cache, persistent=False)
 
     def forward(self, positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotates q and k.
-
-        Args:
-            positions: int32 or int64 `[num_tokens]`, each below max_position.
-            q: `[num_tokens, num_heads, head_dim]`, any float dtype.
-            k: `[num_tokens, num_kv_heads, head_dim]`.
-
-        Returns:
-            q and k rotated, in new tensors.
-        """
+        """q `[num_tokens, num_heads, head_dim]` and k `[num_tokens, num_kv_heads, head_dim]`, rotated, in new tensors.
+        positions: int32 or int64 `[num_tokens]`, each below max_position."""
         cos, sin = self.cos_sin_cache[positions].chunk(2, dim=-1)
         return apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -65,11 +65,5 @@ def without_torch_compile() -> Iterator[None]:
 def _compile_when_called(function: Any = None, **options: Any) -> Any:
     if function is None:
         return lambda later: _compile_when_called(later, **options)
-    compiled = None
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal compiled
-        compiled = compiled or torch.compile(function, **options)
-        return compiled(*args, **kwargs)
-
-    return call
+    compiled = cache(lambda: torch.compile(function, **options))
+    return lambda *args, **kwargs: compiled()(*args, **kwargs)

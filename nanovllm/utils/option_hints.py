@@ -94,8 +94,8 @@ def unknown_option(name: str, known: Iterable[str], hints: Mapping[str, str], ot
 def explains_unknown_options(
     hints: Mapping[str, str], otherwise: Callable[[str, object], str] = lambda name, value: ""
 ) -> Callable[[Function], Function]:
-    """A decorator: an unknown keyword of the function or class raises `unknown_option`'s TypeError. The signature
-    stays. otherwise: (keyword, value) -> unknown_option's `otherwise`."""
+    """A decorator: an unknown keyword of the function or class raises `unknown_option`'s TypeError. `otherwise` makes
+    that function's argument from the keyword and its value."""
 
     def decorate(function: Any) -> Any:
         if isinstance(function, type):

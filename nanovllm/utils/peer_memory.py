@@ -46,8 +46,7 @@ class Peers:
 
 
 def make_peers(rank: int, size: int, store: dist.Store, device: torch.device) -> Peers | None:
-    """A Peers, or None if its kernels cannot run or the GPUs cannot map each other's memory. All ranks must call this,
-    and get the same answer."""
+    """A Peers, or None if its kernels cannot run or the GPUs cannot map each other's memory: the same on all ranks."""
     if device.type != "cuda" or not HAS_TRITON:
         return None
     first = device.index - rank
@@ -64,7 +63,7 @@ def make_peers(rank: int, size: int, store: dist.Store, device: torch.device) ->
 
 
 def find_obstacle(peers: Peers) -> str | None:
-    """Why some rank cannot map another one's memory (containers and drivers may forbid it); None if all can."""
+    """Why a rank cannot map another one's memory (containers and drivers may forbid it); None if all can."""
     try:
         probe, answer = peers.share("probe", (1,), torch.int32), _ALL_WELL
     except RuntimeError as error:
@@ -78,10 +77,8 @@ def find_obstacle(peers: Peers) -> str | None:
 class PeerMemory:
     """Zeros of one shape on every rank, which all ranks can address. Freed when it is collected.
 
-    Attributes:
-        tensor: this rank's part, on its device.
-        addresses: of all ranks' parts, in the order of ranks, as this device sees them.
-        address_table: the same as a tensor, int64 [size] on the device.
+    `tensor` is this rank's part. `addresses` are those of all ranks' parts as this device sees them; `address_table`
+    holds them on the device, int64 [size].
     """
 
     def __init__(self, peers: Peers, name: str, shape: tuple[int, ...], dtype: torch.dtype):
@@ -122,7 +119,6 @@ class _Allocation:
         self._device = torch.cuda.current_device()
 
     def handle(self) -> bytes:
-        """What another process opens this memory by."""
         handle = (ctypes.c_char * _HANDLE_BYTES)()
         _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self.address))
         return bytes(handle)

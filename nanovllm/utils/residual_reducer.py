@@ -11,8 +11,7 @@ if HAS_TRITON:
     from nanovllm.kernels import all_reduce as kernels
     from nanovllm.kernels import posted_sums
     from nanovllm.kernels.all_reduce import add_norm_arrived
-    from nanovllm.kernels.gemv import linear_post
-    from nanovllm.kernels.gemv_kernel import GemvConfig
+    from nanovllm.kernels.gemv import GemvConfig, linear_post
     from nanovllm.kernels.posted_sums import Inboxes, collect
 
 # With more than two ranks a one-shot sum moves more bytes than NCCL does, so it pays only for few tokens.
@@ -31,9 +30,8 @@ class ResidualReducer:
     Every forward pass must call `add_norm` for more than MAX_PUSH_TOKENS tokens an even number of times: two buffers
     take turns, and a CUDA graph replays the turns that it captured.
 
-    Attributes:
-        long_sums: for prefills of thousands of tokens over two ranks, else None.
-        is_posting: whether all sums of this forward pass go through `add_linear`.
+    `long_sums` is for prefills of thousands of tokens over two ranks, else None. While `is_posting`, all sums of a
+    forward pass go through `add_linear`.
     """
 
     def __init__(self, peers: Peers, max_tokens: int, hidden_size: int, dtype: torch.dtype):
@@ -102,10 +100,8 @@ class ResidualReducer:
     def add_norm(self, residual: torch.Tensor, partial: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """residual += the sum of all ranks' `partial`, which `partial()` returned; then the RMS norm of residual."""
         if len(residual) <= kernels.MAX_PUSH_TOKENS:
-            inboxes = self._inboxes.address_table
-            return kernels.push_add_norm(
-                inboxes, self._epochs, self._abort_flag, self.rank, partial, residual, weight, eps
-            )
+            inboxes, epochs = self._inboxes.address_table, self._epochs
+            return kernels.push_add_norm(inboxes, epochs, self._abort_flag, self.rank, partial, residual, weight, eps)
         buffers, flags = self._buffers[self._turn].address_table, self._flags.address_table
         self._turn = 1 - self._turn
         return kernels.pull_add_norm(buffers, flags, self._abort_flag, self.rank, residual, weight, eps)

@@ -46,9 +46,7 @@ class StepThreads:
 def threads_per_rank(num_ranks: int) -> int:
     """Threads of one rank: as many as the caller allows torch, but with several ranks at most its share of cores."""
     allowed = torch.get_num_threads()
-    if num_ranks == 1:
-        return allowed
-    return max(1, min(available_cores() // num_ranks, allowed))
+    return allowed if num_ranks == 1 else max(1, min(available_cores() // num_ranks, allowed))
 
 
 def available_cores() -> int:

@@ -17,7 +17,7 @@ from nanovllm.engine.runner.kernel_compilation import (
     warmup_kernels,
 )
 from nanovllm.engine.runner.memory import largest_prefill
-from nanovllm.kernels.decode_config import choose_config
+from nanovllm.kernels.decode_plan import choose_config
 from nanovllm.kernels.paged_prefill import choose_tiles
 from nanovllm.layers.attention_backend import TorchBackend
 from nanovllm.layers.matmul import Matmul

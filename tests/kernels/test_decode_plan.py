@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from nanovllm.kernels import paged_decode
-from nanovllm.kernels.decode_config import SPLIT_UNIT, choose_config
-from nanovllm.kernels.decode_plan import MAX_SPLITS, PIECE_FIELDS, num_work_items, plan_decode
+from nanovllm.kernels.decode_plan import (
+    MAX_SPLITS,
+    PIECE_FIELDS,
+    SPLIT_UNIT,
+    choose_config,
+    num_work_items,
+    plan_decode,
+)
 
 
 @settings(max_examples=200)

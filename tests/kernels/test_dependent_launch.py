@@ -6,8 +6,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.decode_config import DecodeConfig
-from nanovllm.kernels.decode_plan import DecodeWorkspace, make_plan
+from decode_cases import make_plan
+
+from nanovllm.kernels.decode_plan import DecodeConfig, DecodeWorkspace
 from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.gemv import linear_add, norm_linear
 from nanovllm.kernels.paged_decode import has_tma, paged_decode
@@ -59,7 +60,7 @@ def test_a_chain_in_a_graph(batch, config, device):
             qk_norm_rope_store(qkv, *norms, *args, pdl=pdl)
             q = qkv.view(batch, -1, HEAD_DIM)[:, :HEADS]
             scale = HEAD_DIM**-0.5
-            o = paged_decode(q, keys, values, context_lens, tables, scale, plan, workspace, config, pdl=pdl)
+            o = paged_decode(q, keys, values, tables, scale, plan, workspace, config, pdl=pdl)
             linear_add(o.flatten(1), out_weight, residual, pdl=pdl)
         y.copy_(rms_norm(residual, norm, EPS))
 

@@ -10,8 +10,15 @@ pytest.importorskip("triton")
 from linear_inputs import make_linear, make_rows
 
 from nanovllm.kernels.dependent_launch import has_pdl
-from nanovllm.kernels.gemv import MAX_NORM_SIZE, linear_add, norm_linear, norm_linear_silu
-from nanovllm.kernels.gemv_kernel import MAX_TOKENS, GemvConfig, default_config
+from nanovllm.kernels.gemv import (
+    MAX_NORM_SIZE,
+    MAX_TOKENS,
+    GemvConfig,
+    default_config,
+    linear_add,
+    norm_linear,
+    norm_linear_silu,
+)
 from nanovllm.layers.matmul_torch import linear_add_torch, norm_linear_silu_torch, norm_linear_torch
 from nanovllm.tuning.table import package_table
 

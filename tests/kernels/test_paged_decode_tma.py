@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from decode_cases import check, make_case, needs_tma
+from decode_cases import check, make_case, make_plan, needs_tma, paged_decode
 
 import nanovllm.kernels.paged_decode as paged_decode_module
-from nanovllm.kernels.decode_config import DecodeConfig
-from nanovllm.kernels.decode_plan import DecodeWorkspace, make_plan
-from nanovllm.kernels.paged_decode import paged_decode
+from nanovllm.kernels.decode_plan import DecodeConfig, DecodeWorkspace
 
 pytestmark = needs_tma
 

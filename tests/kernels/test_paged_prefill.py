@@ -169,7 +169,6 @@ def test_no_tokens(device):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scale": 0.0}, "scale must be positive"),
         ({"q": torch.zeros(3, 3, 32)}, "whole number of query heads"),
         ({"q": torch.zeros(3, 4, 64)}, "one head_dim"),
         ({"q": torch.zeros(3, 4, 32, dtype=torch.float16)}, "one dtype"),

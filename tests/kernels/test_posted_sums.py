@@ -6,8 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.kernels.dependent_launch import has_pdl
-from nanovllm.kernels.gemv import linear_post
-from nanovllm.kernels.gemv_kernel import GemvConfig
+from nanovllm.kernels.gemv import GemvConfig, linear_post
 from nanovllm.kernels.posted_sums import MAX_TOKENS, Inboxes, collect
 from nanovllm.layers.matmul_torch import linear_torch
 

@@ -109,10 +109,8 @@ def test_twin_equals_transformers():
     ("index", "value", "message"),
     [
         (0, torch.zeros(6, 200), "qkv must be"),
-        (1, None, "both be None"),
-        (6, None, "all be None"),
-        (6, torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2, 16), "k_cache must be"),
-        (7, torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2, 32, dtype=torch.float16), "v_cache must be"),
+        (6, torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2, 16), "caches must be"),
+        (7, torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2, 32, dtype=torch.float16), "caches must be"),
     ],
 )
 def test_wrong_arguments_are_refused(index, value, message, device):

@@ -6,9 +6,11 @@ import torch
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
+from draws import sample, sample_torch  # noqa: E402
 
 from nanovllm.kernels import sampler as kernels  # noqa: E402
-from nanovllm.layers import sampler as twin  # noqa: E402
+from nanovllm.layers import exponential_race as twin  # noqa: E402
+from nanovllm.layers.sampler import NON_FINITE  # noqa: E402
 
 INF = float("inf")
 SEEDS = torch.tensor([0, -1, 2**62 + 12345, -(2**63), 7, 7, 2**32, 99, 1234567890123])
@@ -57,8 +59,8 @@ def test_exponentials_equal_the_twins(device):
 
 def assert_same_draws(logits, temperatures, seeds, positions, thresholds=None):
     """Equal tokens, or, where two columns' scores are equal to rounding, a token that could as well have won."""
-    tokens = kernels.sample(logits, temperatures, seeds, positions, thresholds)
-    expected = twin.sample_torch(logits, temperatures, seeds, positions, thresholds)
+    tokens = sample(logits, temperatures, seeds, positions, thresholds)
+    expected = sample_torch(logits, temperatures, seeds, positions, thresholds)
     if thresholds is not None:
         assert (logits.gather(1, tokens[:, None]).squeeze(1).float() >= thresholds).all()
     assert tokens.dtype == torch.int64
@@ -129,10 +131,8 @@ def test_the_batch_does_not_matter(device):
     logits = torch.randn(5, 2500, device=device)
     temperatures = torch.full((5,), 0.8, device=device)
     seeds, positions = torch.arange(5, device=device), torch.arange(5, device=device) * 100
-    together = kernels.sample(logits, temperatures, seeds, positions)
-    alone = [
-        kernels.sample(logits[i : i + 1], temperatures[:1], seeds[i : i + 1], positions[i : i + 1]) for i in range(5)
-    ]
+    together = sample(logits, temperatures, seeds, positions)
+    alone = [sample(logits[i : i + 1], temperatures[:1], seeds[i : i + 1], positions[i : i + 1]) for i in range(5)]
     assert torch.equal(together, torch.cat(alone))
 
 
@@ -160,11 +160,11 @@ def test_a_row_without_a_token(temperature, truncated, device):
     # Truncation looks at what is finite, as sampling_thresholds does.
     best = logits.nan_to_num(nan=-INF, posinf=0.0, neginf=-INF).amax(dim=1)
     thresholds = best - 0.5 if truncated else None
-    tokens = kernels.sample(logits, temperatures, zeros, zeros, thresholds)
-    assert tokens[:9].tolist() == [twin.NON_FINITE] * 8 + [1055]
+    tokens = sample(logits, temperatures, zeros, zeros, thresholds)
+    assert tokens[:9].tolist() == [NON_FINITE] * 8 + [1055]
     assert tokens[9] == 700
     assert 0 <= tokens[10] < vocab_size
-    expected = twin.sample_torch(logits, temperatures, zeros, zeros, thresholds)
+    expected = sample_torch(logits, temperatures, zeros, zeros, thresholds)
     assert expected[:10].tolist() == tokens[:10].tolist()
     assert 0 <= expected[10] < vocab_size
 
@@ -175,12 +175,12 @@ def test_no_row_is_spoilt_by_its_neighbour(temperature, dtype, device):
     logits = (torch.randn(9, 1500, device=device) * 3).to(dtype)
     temperatures = torch.full((9,), temperature, device=device)
     arguments = SEEDS.to(device), torch.arange(9, device=device)
-    expected = kernels.sample(logits, temperatures, *arguments)
+    expected = sample(logits, temperatures, *arguments)
     spoilt = logits.clone()
     spoilt[1::2, 777] = float("nan")
     spoilt[5, 777] = INF
-    tokens = kernels.sample(spoilt, temperatures, *arguments)
-    assert (tokens[1::2] == twin.NON_FINITE).all()
+    tokens = sample(spoilt, temperatures, *arguments)
+    assert (tokens[1::2] == NON_FINITE).all()
     assert torch.equal(tokens[::2], expected[::2])
 
 
@@ -192,8 +192,8 @@ def test_the_smallest_temperatures_are_greedy(device):
     logits[2, 30] = -4.0
     temperatures = torch.tensor([4e-39, 1e-40, 1e-38], device=device)
     zeros = torch.zeros(3, dtype=torch.int64, device=device)
-    for sample in (kernels.sample, twin.sample_torch):
-        best, tied, negative = sample(logits, temperatures, zeros, zeros).tolist()
+    for draw in (sample, sample_torch):
+        best, tied, negative = draw(logits, temperatures, zeros, zeros).tolist()
         assert best % 4 == 2
         assert 0 <= tied < 40
         assert negative == 30
@@ -206,7 +206,7 @@ def test_the_highest_temperatures_draw_what_is_not_masked(device):
     logits[0, 40:43], logits[1, 99], logits[2, 17:] = -1e8, 1e8, 3.0
     draw = torch.full((3,), highest, device=device), SEEDS[:3].to(device), torch.arange(3, device=device)
     assert_same_draws(logits, *draw)
-    assert logits.gather(1, kernels.sample(logits, *draw).unsqueeze(1)).isfinite().all()
+    assert logits.gather(1, sample(logits, *draw).unsqueeze(1)).isfinite().all()
 
 
 def test_greedy_takes_the_lowest_of_equals(device):
@@ -215,14 +215,7 @@ def test_greedy_takes_the_lowest_of_equals(device):
     for columns in ([5000, 8999], [3, 4], [1023, 1024], [700, 8000, 8001]):
         tied = logits.clone()
         tied[0, columns] = 1.0
-        assert kernels.sample(tied, zero.float(), zero, zero).item() == columns[0]
-
-
-def test_wrong_layouts_are_refused(device):
-    zeros = torch.zeros(4, dtype=torch.int64, device=device)
-    for logits in (torch.zeros(4, 0, device=device), torch.zeros(4, 4, device=device).t()):
-        with pytest.raises(ValueError, match="logits must be"):
-            kernels.sample(logits, zeros.float(), zeros, zeros)
+        assert sample(tied, zero.float(), zero, zero).item() == columns[0]
 
 
 @pytest.mark.gpu
@@ -230,11 +223,11 @@ def test_captured_in_a_cuda_graph():
     logits = torch.randn(5, 151_936, device="cuda", dtype=torch.bfloat16)
     temperatures = torch.full((5,), 0.6, device="cuda")
     seeds, positions = torch.arange(5, device="cuda"), torch.arange(5, device="cuda")
-    kernels.sample(logits, temperatures, seeds, positions)
+    sample(logits, temperatures, seeds, positions)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens = kernels.sample(logits, temperatures, seeds, positions)
+        tokens = sample(logits, temperatures, seeds, positions)
     for step in range(3):
         positions.fill_(step)
         graph.replay()
-        assert torch.equal(tokens, kernels.sample(logits, temperatures, seeds, positions))
+        assert torch.equal(tokens, sample(logits, temperatures, seeds, positions))

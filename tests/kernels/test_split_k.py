@@ -11,13 +11,15 @@ from linear_inputs import make_linear, make_rows
 
 from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.kernels.split_k import linear, linear_add, linear_silu
-from nanovllm.kernels.split_k_kernel import (
+from nanovllm.kernels.split_k import (
     MAX_ROWS,
     MAX_TOKENS,
     TILE_TOKENS,
     SplitKConfig,
     default_config,
+    linear,
+    linear_add,
+    linear_silu,
     make_arrivals,
 )
 from nanovllm.layers.matmul_torch import linear_add_torch, linear_silu_torch, linear_torch

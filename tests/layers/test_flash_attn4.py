@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.layers import attention_backend
-from nanovllm.layers.attention_backend import TritonBackend
+from nanovllm.layers import attention_gpu
+from nanovllm.layers.attention_gpu import TritonBackend
 from nanovllm.layers.attention_torch import prefill_attention_torch
 from nanovllm.layers.flash_attn4 import MAX_SEQS, AttentionShape, FlashAttn4, load_flash_attn4
 from nanovllm.utils.context import Context
@@ -106,7 +106,7 @@ def test_what_is_short_is_the_back_ends_to_say(monkeypatch, device):
 def test_few_tokens_are_our_kernels(monkeypatch, device):
     """Of all new tokens of the step, also where only the last ones are asked for."""
     package = Package()
-    monkeypatch.setattr(attention_backend, "load_flash_attn4", lambda dtype, head_dim: FlashAttn4(package))
+    monkeypatch.setattr(attention_gpu, "load_flash_attn4", lambda dtype, head_dim: FlashAttn4(package))
     backend = TritonBackend()
     sizes = {"min_tokens": 300, "max_num_batched_tokens": 300, "max_model_len": 300}
     backend.use_flash_attn4(torch.float32, HEAD_DIM, **sizes)
@@ -119,7 +119,7 @@ def test_few_tokens_are_our_kernels(monkeypatch, device):
     ends = torch.tensor([0, 290, 300], dtype=torch.int32, device=device)
     context = Context(True, ends, ends, 290, 290).of_last_tokens()
     assert is_the_packages(backend.prefill(q, kv, kv, None, None, context, SCALE))
-    monkeypatch.setattr(attention_backend, "_MANY_KEYS", 5 * BLOCK_SIZE)
+    monkeypatch.setattr(attention_gpu, "_MANY_KEYS", 5 * BLOCK_SIZE)
     for num_cached, who in ((4 * BLOCK_SIZE, 0), (5 * BLOCK_SIZE, 1)):
         package.calls.clear()
         prefill(backend, [(num_cached, 2)], device)
@@ -131,7 +131,7 @@ def test_few_tokens_are_our_kernels(monkeypatch, device):
 )
 def test_where_no_step_is_large_enough_it_is_not_loaded(max_num_tokens, max_model_len, is_loaded, monkeypatch):
     package = Package()
-    monkeypatch.setattr(attention_backend, "load_flash_attn4", lambda dtype, head_dim: FlashAttn4(package))
+    monkeypatch.setattr(attention_gpu, "load_flash_attn4", lambda dtype, head_dim: FlashAttn4(package))
     backend = TritonBackend()
     limits = {"max_num_batched_tokens": max_num_tokens, "max_model_len": max_model_len}
     backend.use_flash_attn4(torch.float32, HEAD_DIM, min_tokens=300, **limits)

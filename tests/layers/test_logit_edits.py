@@ -5,15 +5,16 @@ import math
 import numpy as np
 import pytest
 import torch
+from draws import sample_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from nanovllm.engine.sampling.token_counts import TokenCounts
+from nanovllm.engine.sampling.sampling_pipeline import TokenCounts
 from nanovllm.layers import logprobs
 from nanovllm.layers.logprobs import token_logprobs
 from nanovllm.layers.penalties import IN_PROMPT, apply_penalties
-from nanovllm.layers.sampler import NON_FINITE, sample_torch
+from nanovllm.layers.sampler import NON_FINITE
 from nanovllm.layers.sampling_thresholds import sampling_thresholds_torch
 from nanovllm.layers.token_masks import apply_bitmask, forbid, num_mask_words, pack_mask, unpack_mask
 

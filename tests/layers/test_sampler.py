@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from nanovllm.layers.sampler import NON_FINITE, Sampler, log2_exponential, philox4x32
+from nanovllm.layers.exponential_race import log2_exponential, philox4x32
+from nanovllm.layers.sampler import NON_FINITE, Sampler
 
 VOCAB_SIZE = 24  # a group of tokens and a half
 NUM_DRAWS = 40_000

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from nanovllm.kernels import gemv as gemv_kernels
 from nanovllm.kernels import split_k as split_k_kernels
-from nanovllm.kernels.gemv_kernel import GemvConfig
+from nanovllm.kernels.gemv import GemvConfig
 from nanovllm.layers import kernel_matmul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import TorchBackend

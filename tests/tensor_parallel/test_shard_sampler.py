@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from draws import sample_torch
 
 from nanovllm.kernels import HAS_TRITON, use_kernels
-from nanovllm.layers.sampler import NON_FINITE, Sampler, best_of_shard_torch, pick_best_torch, sample_torch
+from nanovllm.layers.sampler import NON_FINITE, Sampler, best_of_shard_torch, pick_best_torch
 
 if HAS_TRITON:
     from nanovllm.kernels.sampler import best_of_shard, pick_best

@@ -135,8 +135,8 @@ def published_products(name: str, size: int) -> list[tuple[str, int, int]]:
 def test_tables_of_the_package(path):
     """They have every published size on one GPU and on two, and their candidates take the constants."""
     pytest.importorskip("triton")
-    from nanovllm.kernels.gemv_kernel import GemvConfig
-    from nanovllm.kernels.split_k_kernel import SplitKConfig
+    from nanovllm.kernels.gemv import GemvConfig
+    from nanovllm.kernels.split_k import SplitKConfig
     from nanovllm.layers.kernel_matmul import FusedSilu, Gemv, SplitK
     from nanovllm.layers.matmul import OPERATIONS, Cublas
     from nanovllm.layers.quack import Quack, Tile

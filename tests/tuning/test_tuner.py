@@ -146,8 +146,8 @@ def test_padding_never_falls(gains):
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_challengers_are_few_and_launchable(phase):
     pytest.importorskip("triton")
-    from nanovllm.kernels.gemv_kernel import GemvConfig
-    from nanovllm.kernels.split_k_kernel import TILE_TOKENS, SplitKConfig
+    from nanovllm.kernels.gemv import GemvConfig
+    from nanovllm.kernels.split_k import TILE_TOKENS, SplitKConfig
     from nanovllm.layers.quack import Tile
 
     for key in package_table("NVIDIA H200").rows:

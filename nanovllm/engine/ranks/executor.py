@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.ranks.workers import HeldInterrupt, WorkerError, Workers
+from nanovllm.engine.ranks.workers import WorkerError, Workers, held_interrupt
 from nanovllm.engine.runner.memory import free_memory
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling.sampling_pipeline import Forward
@@ -21,12 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 class Executor:
-    """Owns rank 0's model runner, which lives in the caller's process, and the processes of the other ranks.
-
-    Attributes:
-        model_runner: rank 0's.
-        workers: the other ranks; None with one rank.
-    """
+    """Owns rank 0's `model_runner`, which lives in the caller's process, and the `workers`, the other ranks (None with
+    one rank)."""
 
     def __init__(self, config: Config):
         """Start all ranks. If that fails, everything is given back. Raises ValueError, MemoryError or WorkerError."""
@@ -51,13 +47,13 @@ class Executor:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def run(self, seqs: list[Sequence], is_prefill: bool) -> SampledTokens | Forward:
-        """Start a step of these sequences on all ranks; see `ModelRunner.run`. The workers get its packed inputs."""
+        """`ModelRunner.run` on all ranks. The workers get the step's packed inputs."""
         with self._on_device():
             batch = self.model_runner.prepare(seqs, is_prefill)
         return self.call("run", batch)
 
     def sample(self, forward: Forward) -> SampledTokens:
-        """Sample the tokens of a step that had to wait with it, on rank 0; the workers receive them."""
+        """`ModelRunner.sample` on all ranks."""
         return self.call("sample", forward, for_workers=())
 
     def call(self, method: str, *args, for_workers: tuple | None = None):
@@ -72,7 +68,7 @@ class Executor:
             if self.workers is None:
                 return getattr(self.model_runner, method)(*args)
             try:
-                with HeldInterrupt():
+                with held_interrupt():
                     self.write_shm(method, *(args if for_workers is None else for_workers))
                     return getattr(self.model_runner, method)(*args)
             except KeyboardInterrupt:

@@ -7,7 +7,8 @@ import signal
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from copy import copy
 from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
@@ -29,29 +30,23 @@ class WorkerError(RuntimeError):
     """A worker process died or failed; the message says which rank and how. The engine has ended: make a new one."""
 
 
-class HeldInterrupt:
+@contextmanager
+def held_interrupt() -> Iterator[None]:
     """Within the block SIGINT waits for its end, where the previous handler gets it once: what all ranks must do
-    together is done by all or by none. Signals reach only the main thread. An exception of the block's own takes the
-    interrupt's place.
-    """
-
-    def __enter__(self) -> None:
-        self._is_pending = False
-        self._handler = None
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):
-                self._handler = handler
-                signal.signal(signal.SIGINT, self._hold)
-
-    def _hold(self, signum, frame) -> None:
-        self._is_pending = True
-
-    def __exit__(self, error_type, error, traceback) -> None:
-        if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
-            if self._is_pending and error_type is None:
-                signal.raise_signal(signal.SIGINT)
+    together is done by all or by none. An exception of the block's own takes the interrupt's place."""
+    handler = signal.getsignal(signal.SIGINT)
+    # Signals reach only the main thread.
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    held: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if held:
+        signal.raise_signal(signal.SIGINT)
 
 
 class Workers:
@@ -84,7 +79,7 @@ class Workers:
         self._wake_up, self._woken = multiprocessing.Pipe(duplex=False)
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
         try:
-            with HeldInterrupt():
+            with held_interrupt():
                 self._start(config)
             self._watcher.start()
             self._wait_for("attached")
@@ -95,7 +90,9 @@ class Workers:
 
     def _start(self, config: Config) -> None:
         context = multiprocessing.get_context("spawn")
-        config = _without_transformers(config)
+        # Plain fields for hf_config: to unpickle its class a worker would import transformers, which takes long.
+        config, hf_config = copy(config), config.hf_config
+        config.hf_config = SimpleNamespace(**vars(hf_config) | {"model_type": hf_config.model_type})
         # Ctrl-C reaches every process of a terminal. Blocked here, it stays blocked in what is started from here.
         blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
@@ -186,7 +183,7 @@ class Workers:
         """
         if self._has_ended or os.getpid() != self._owner:  # A fork of the caller's owns none of it.
             return
-        with HeldInterrupt():
+        with held_interrupt():
             self._has_ended = True
             if self._watcher.is_alive():
                 self._woken.send_bytes(b"0")
@@ -197,7 +194,13 @@ class Workers:
                 with suppress(EOFError, OSError):
                     self._channel.write(farewell)
                     seconds = EXIT_SECONDS
-            self._end_processes(seconds)
+            deadline = time.monotonic() + seconds
+            for process in self._processes.values():
+                process.join(max(0.0, deadline - time.monotonic()))
+            for process in self._processes.values():
+                process.kill()  # They hold nothing that would want an orderly end.
+            for process in self._processes.values():
+                process.join(EXIT_SECONDS / 2)
             if not seconds and self._group is not None:
                 abort_group(self._group)
             self._channel.close()
@@ -205,16 +208,6 @@ class Workers:
             for connection in (*self._reports.values(), self._wake_up, self._woken):
                 connection.close()
             self._group = None
-
-    def _end_processes(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for process in self._processes.values():
-            process.join(max(0.0, deadline - time.monotonic()))
-        # They hold nothing that would want an orderly end.
-        for process in self._processes.values():
-            process.kill()
-        for process in self._processes.values():
-            process.join(EXIT_SECONDS / 2)
 
     # -- the thread that watches them ------------------------------------------------------------------------------
 
@@ -283,11 +276,3 @@ class Workers:
             process.kill()
         if self._group is not None:
             abort_group(self._group)
-
-
-def _without_transformers(config: Config) -> Config:
-    """The same options with plain fields for hf_config: to unpickle its class a worker would import transformers, a
-    third of the time that its start takes."""
-    config, hf_config = copy(config), config.hf_config
-    config.hf_config = SimpleNamespace(**vars(hf_config) | {"model_type": hf_config.model_type})
-    return config

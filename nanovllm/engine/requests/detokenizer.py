@@ -54,7 +54,7 @@ class Detokenizer:
         return TextStream(WindowCharacters(lambda ids: self.decode([ids], False)[0], skipped), params)
 
     def _bytes_of(self, skipped: Set[int], token_id: int) -> bytes:
-        """None for an id that the tokenizer lacks."""
+        """Empty for an id that the tokenizer lacks."""
         if token_id in skipped:
             return b""
         if token_id not in self._token_bytes:

@@ -45,7 +45,6 @@ class RequestChecker:
         self._logit_edits = lru_cache(_MAX_LOGIT_EDITS)(self._make_logit_edits)
 
     def as_prompts(self, prompts: Any, name: str = "prompts") -> Iterable[Prompt]:
-        """See `prompts.as_prompts`."""
         return as_prompts(prompts, name, self.tokenizer)
 
     def check_one(self, prompt: Prompt, params: SamplingParams) -> Request:

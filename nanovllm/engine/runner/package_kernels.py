@@ -58,9 +58,8 @@ class PackageKernels:
         versions = installed_versions(*_PACKAGES, _COMPILER, "torch")
         if rank or device.type != "cuda" or versions.keys().isdisjoint(_PACKAGES):
             return
-        if config.dtype not in Quack.DTYPES:  # Which are flash-attn-4's too.
-            return
-        if torch.cuda.get_device_capability(device)[0] < 9:  # Neither package is used there.
+        # Neither package is used for other dtypes, or on older GPUs.
+        if config.dtype not in Quack.DTYPES or torch.cuda.get_device_capability(device)[0] < 9:
             return
         shape = [getattr(config.hf_config, name, None) for name in _SHAPE]
         options = [getattr(config, name) for name in _OPTIONS]
@@ -162,8 +161,8 @@ class CompileProcesses:
         while answers and time.monotonic() < deadline:
             if num_ended < self._num_tasks:
                 tell(num_ended, self._num_tasks)
-            stream: Any
-            for stream in wait(answers, 1.0):
+            ready: list[Any] = wait(answers, 1.0)
+            for stream in ready:
                 answer = stream.read(1)
                 num_ended += len(answer)
                 if not answer:

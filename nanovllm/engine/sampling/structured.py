@@ -106,9 +106,7 @@ class Grammar:
 
 def fill_masks(grammars: list[Grammar], bitmask: np.ndarray) -> None:
     """Write the tokens that each grammar allows next. bitmask: int32 [grammars, num_mask_words]."""
-    if len(grammars) == 1:
-        grammars[0].matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
-    elif grammars:
+    if grammars:
         work = [(grammar.matcher, i) for i, grammar in enumerate(grammars)]
         grammars[0].grammars.executor.unsafe_compute_mask_ptr(
             work, bitmask.ctypes.data, bitmask.strides[0], len(bitmask)

@@ -1,0 +1,115 @@
+"""The back ends of attention that need a GPU: our Triton kernels, and the flash-attn packages."""
+
+from abc import abstractmethod
+
+import torch
+
+from nanovllm.kernels import HAS_TRITON
+from nanovllm.kernels.decode_plan import DecodeWorkspace
+from nanovllm.layers.attention import AttentionBackend
+from nanovllm.layers.flash_attn4 import load_flash_attn4
+from nanovllm.utils.context import Context
+
+if HAS_TRITON:
+    from nanovllm.kernels.paged_decode import paged_decode
+    from nanovllm.kernels.paged_prefill import paged_prefill
+
+# A call of flash-attn-4 costs the host twice as much as one of our kernels. So it pays only if the device works on a
+# layer for longer than the host launches it: for steps of many new tokens, and for any sequence with more keys than
+# this (measured on an H200).
+_MANY_KEYS = 4096
+
+
+class GpuBackend(AttentionBackend):
+    """A back end that leaves prefills to flash-attn-4, except for short prompts and few tokens.
+
+    Attributes:
+        max_short_prompt: tokens of a prompt up to which its own prefill is faster than flash-attn-4 (H200).
+        flash_attn4_min_tokens: new tokens from which on a step is given to flash-attn-4.
+    """
+
+    max_short_prompt: int
+    flash_attn4_min_tokens = 0
+
+    @property
+    def description(self) -> str:
+        if self.flash_attn4 is None:
+            return self.name
+        return f"{self.name} (prefill: flash-attn-4, in steps of {self.flash_attn4_min_tokens} tokens or more)"
+
+    def use_flash_attn4(self, dtype, head_dim, *, min_tokens, max_num_batched_tokens, max_model_len):
+        """Use it from now on, if it is installed and supports this model. It is not imported, which takes seconds, if
+        no step can be long enough for it. min_tokens: new tokens of a step for which it pays."""
+        self.flash_attn4_min_tokens = min_tokens
+        if max_num_batched_tokens >= self.flash_attn4_min_tokens or max_model_len > _MANY_KEYS:
+            self.flash_attn4 = load_flash_attn4(dtype, head_dim)
+
+    def prefill(self, q, k, v, k_cache, v_cache, context, scale):
+        longest = context.max_seqlen_k
+        is_short = context.block_tables is None and longest <= self.max_short_prompt
+        are_few = len(k) < self.flash_attn4_min_tokens and longest <= _MANY_KEYS
+        out = None
+        if self.flash_attn4 is not None and not is_short and not are_few:
+            out = self.flash_attn4.prefill(q, k, v, k_cache, v_cache, context, scale)
+        return self.own_prefill(q, k, v, k_cache, v_cache, context, scale) if out is None else out
+
+    @abstractmethod
+    def own_prefill(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor:
+        """`prefill` without flash-attn-4."""
+
+
+class TritonBackend(GpuBackend):
+    """Our own kernels: float32, bfloat16 and float16, any block size that is a power of two from 16."""
+
+    name = "triton"
+    wants_plan = True
+    max_short_prompt = 256
+
+    def prepare(self, max_batch_size, num_heads, num_kv_heads, head_dim, device):
+        self.workspace = DecodeWorkspace(max_batch_size, num_heads, num_kv_heads, head_dim, device)
+
+    def own_prefill(self, q, k, v, k_cache, v_cache, context, scale):
+        c = context
+        return paged_prefill(
+            q, k, v, k_cache, v_cache, c.cu_seqlens_q, c.cu_seqlens_k, c.max_seqlen_q, c.block_tables, scale
+        )
+
+    def decode(self, q, k_cache, v_cache, context, scale):
+        tables, plan = context.block_tables, context.decode_plan
+        return paged_decode(q, k_cache, v_cache, tables, scale, plan, self.workspace, pdl=True)
+
+
+class FlashAttnBackend(GpuBackend):
+    """The flash-attn package (FlashAttention-2, arXiv:2307.08691): bfloat16 and float16, blocks of 256 n."""
+
+    name = "flash_attn"
+    max_short_prompt = 128
+
+    def __init__(self):
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        self.varlen_func = flash_attn_varlen_func
+        self.with_kvcache = flash_attn_with_kvcache
+
+    def own_prefill(self, q, k, v, k_cache, v_cache, context, scale):
+        if context.block_tables is not None:
+            k, v = k_cache, v_cache
+        return self.varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=context.cu_seqlens_q,
+            cu_seqlens_k=context.cu_seqlens_k,
+            max_seqlen_q=context.max_seqlen_q,
+            max_seqlen_k=context.max_seqlen_k,
+            softmax_scale=scale,
+            causal=True,
+            block_table=context.block_tables,
+        )
+
+    def decode(self, q, k_cache, v_cache, context, scale):
+        lens, tables = context.context_lens, context.block_tables
+        out = self.with_kvcache(
+            q.unsqueeze(1), k_cache, v_cache, cache_seqlens=lens, block_table=tables, softmax_scale=scale, causal=True
+        )
+        return out.squeeze(1)
