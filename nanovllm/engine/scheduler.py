@@ -29,8 +29,8 @@ _NO_TOKEN = frozenset({NON_FINITE})  # It ends every sequence, so that postproce
 class Scheduler:
     """Waiting and running sequences over one BlockManager.
 
-    Prefill comes first, as far as `Admission` lets sequences begin. If `MixedSteps` says so, prompts are computed in
-    spare rows of a decode step instead. When the cache is full, the sequence that began last is preempted.
+    Prefill comes first, if `Admission` lets sequences begin. If `MixedSteps` admits prompts, they are computed in spare
+    rows of a decode step instead. When the cache is full, the sequence that began last is preempted.
 
     The arguments are those of Config, and:
         num_kvcache_blocks: blocks that were allocated.

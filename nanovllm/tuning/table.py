@@ -18,7 +18,7 @@ import torch
 from nanovllm.utils.optional_packages import kernel_cache
 
 _TABLES = Path(__file__).parent / "tables"
-_DEFAULT_GPU = "NVIDIA H200"  # Its table serves GPUs that have none, as far as its candidates run there.
+_DEFAULT_GPU = "NVIDIA H200"  # Its table also serves GPUs that have none.
 _SAME_SPEED = {"float16": "bfloat16"}
 
 

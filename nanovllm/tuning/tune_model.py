@@ -83,8 +83,8 @@ def _gpu(name: str) -> torch.device:
 
 
 def layer_shapes(model: str, num_gpus: int = 1) -> list[Shape]:
-    """The four products of a model's layer on one of so many GPUs. Raises ValueError if there is no such model, or if
-    it cannot be split so."""
+    """The four products of a model's layer on one GPU of num_gpus. Raises ValueError if there is no such model, or if
+    it cannot be split."""
     dtype = "bfloat16"  # float16 takes the same time.
     options = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True}
     config = Config(model, dtype=dtype, tensor_parallel_size=num_gpus, **options)
