@@ -161,7 +161,7 @@ def main() -> None:
     size, device = ModelSize.of(llm.config.hf_config, llm.config.dtype), llm.model_runner.device
     report = {
         "options": {name: value for name, value in vars(args).items() if name != "json"},
-        "device": llm.model_runner.device_name,
+        "device": str(llm.model_runner.device),
         "engine": {
             "max_num_batched_tokens": llm.config.max_num_batched_tokens,
             "mixed_step_rows": llm.model_runner.mixed_step_rows,

@@ -1,4 +1,4 @@
-"""LLM: the facade that users import: all ways to ask the engine for something."""
+"""LLM: the class that users import; chat, stream, generate_iter and score."""
 
 import math
 from array import array
@@ -23,18 +23,18 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.collector import old_objects_set_aside
 from nanovllm.utils.option_hints import CHAT_HINTS, explains_unknown_options
 
-# In order, generate_iter takes prompts this many batches of max_num_seqs ahead of the result that comes next: results
-# may pile up behind a slow one for as long as most of a batch is still at work.
+# generate_iter(ordered=True) takes at most this many times max_num_seqs prompts ahead of the next result: results may
+# wait for a slow one only as long as the batch stays full.
 BATCHES_AHEAD = 8
 
-PROMPTS_AT_ONCE = 32  # that generate_iter takes
+PROMPTS_AT_ONCE = 32  # taken by generate_iter
 
 
 class LLM(LLMEngine):
     """Offline batch inference: `LLM(model).generate(prompts, sampling_params)`.
 
-    generate and stepping by hand are LLMEngine's; here are the others. One call works at a time: while a stream or an
-    iterator is half read, all others raise RuntimeError; closing or dropping it drops its requests.
+    One call works at a time: while a stream or an iterator is half read, all other calls raise RuntimeError. Closing or
+    dropping it drops its requests.
     """
 
     @explains_unknown_options(CHAT_HINTS, misplaced_option)
@@ -58,20 +58,20 @@ class LLM(LLMEngine):
             chat_template: a Jinja template instead of the tokenizer's own.
             chat_template_kwargs: variables of the template, such as {"enable_thinking": False}.
             add_generation_prompt: end the prompt with the beginning of an answer.
-            continue_final_message: go on with the last message, instead of answering it; wants
+            continue_final_message: continue the last message instead of answering it; needs
                 add_generation_prompt=False.
-            tools: what the model may call, for the template: OpenAI's schemas, or functions with type hints and a
-                docstring in Google's style.
+            tools: functions that the model may call, for the template: OpenAI's schemas, or Python functions with type
+                hints and a docstring in Google's style.
 
         Returns:
-            One RequestOutput a conversation.
+            One RequestOutput for each conversation.
 
         Raises:
-            ValueError: no template, or a malformed message; names the conversation and the message. Also as generate.
-            TypeError: an unknown keyword, with where it belongs, or an argument of another type.
+            ValueError: no template, or a malformed message, which is named. Also as generate.
+            TypeError: an argument of a wrong type, or an unknown one, with a hint where it belongs.
         """
         with self._lock.turn(self._new_call("chat()")):
-            pass  # Refused at once where generate would be.
+            pass  # Raises at once if generate would.
         if self.tokenizer is None:
             raise ValueError("chat() needs the model's tokenizer, but skip_tokenizer_init is set")
         if add_generation_prompt and continue_final_message:
@@ -94,19 +94,19 @@ class LLM(LLMEngine):
     def stream(
         self, prompts: Prompt | Iterable[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None
     ) -> Iterator[StreamDelta]:
-        """Complete prompts, and give what each step adds to each completion.
+        """Complete prompts, and yield what each step adds to each completion.
 
             for delta in llm.stream("Once upon a time"):
                 print(delta["text"], end="", flush=True)
 
-        The arguments are checked at once; work begins with the first delta and goes on as they are read. Stopping
-        half-way (break, close(), del) drops the requests and frees their blocks.
+        The arguments are checked at once. Steps are computed as deltas are read. Stopping half-way (break, close(),
+        del) drops the requests and frees their blocks.
 
         Args:
             prompts, sampling_params: as in generate.
 
         Returns:
-            An iterator of StreamDelta; those of several prompts and samples come in turns.
+            An iterator of StreamDelta. Those of several prompts and samples alternate.
 
         Raises:
             ValueError, TypeError, RuntimeError: as generate.
@@ -122,7 +122,7 @@ class LLM(LLMEngine):
             with self._lock.turn(call):
                 self._queue(call, requests)
             while self._has_work(call):
-                with self._lock.turn(call):  # Between two steps the stream may go on in another thread.
+                with self._lock.turn(call):  # for one step only, so that another thread may read on
                     finished, step = self._step()
                     self._set_texts(finished)
                     deltas = list(reader.read(step.seqs, finished))
@@ -135,25 +135,24 @@ class LLM(LLMEngine):
         ordered: bool = False,
         on_error: str = "raise",
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Complete as many prompts as an iterable gives, a generator over a million included.
+        """Complete any number of prompts, such as a generator over a million, in bounded memory.
 
-        Prompts are taken, tokenized and checked a few at a time while the device works, as many as keep it busy, and
-        results are handed out and forgotten: memory stays bounded. Stopping half-way (break, close(), del) drops what
-        is unfinished and frees its blocks.
+        Prompts are taken and checked a few at a time, just enough to keep the device busy, and results are not kept.
+        Stopping half-way (break, close(), del) drops unfinished requests and frees their blocks.
 
         Args:
             prompts: in any form that generate accepts.
             sampling_params: one for all, or an iterable with one each.
-            ordered: in the order of the prompts, instead of as they finish. Behind a slow one results wait, up to 8
-                times max_num_seqs of them, before no more prompts are taken.
-            on_error: "raise" ends it all at the first prompt that cannot be served; "return" gives its error, as in
-                generate, among the results.
+            ordered: yield results in the order of the prompts, instead of as they finish. Up to 8 times max_num_seqs
+                results may wait for a slow one.
+            on_error: "raise" ends the iterator at the first prompt that cannot be served; "return" yields an error
+                result for it, as in generate.
 
         Returns:
             An iterator of (index of the prompt, RequestOutput).
 
         Raises:
-            ValueError, TypeError: a wrong argument at once; a wrong prompt when it is taken, naming its index.
+            ValueError, TypeError: a wrong argument, at once; a wrong prompt, when it is taken, naming its index.
             RuntimeError: as generate.
         """
         with self._lock.turn(call := self._new_call("generate_iter()")):
@@ -175,8 +174,8 @@ class LLM(LLMEngine):
                 yield from feed.results()
 
     def _refill(self, call: Call, feed: PromptFeed, on_error: str) -> bool:
-        """Queue prompts until twice what a step computes is under way; whether there were any. So many at a time that
-        a prefill is worth it, and so few that tokenizing them holds up no step."""
+        """Queue prompts until twice max_num_seqs sequences are under way. Returns whether there were any. A few prompts
+        at a time: enough for a prefill, but too few to delay a step by tokenizing them."""
         scheduler, max_num_seqs = self.scheduler, self.config.max_num_seqs
         num = min(PROMPTS_AT_ONCE, max_num_seqs)
         before = feed.num_taken
@@ -186,7 +185,7 @@ class LLM(LLMEngine):
                 requests = self._make_requests(list(prompts), list(params), on_error, feed.num_taken - len(batch))
                 feed.admit(requests)
                 if not self._queue(call, requests):
-                    break  # Nothing but faults: they go out before more are taken.
+                    break  # All were wrong: yield their errors before taking more.
         return feed.num_taken > before
 
     def score(
@@ -199,16 +198,15 @@ class LLM(LLMEngine):
 
         Args:
             prompts: in any form that generate accepts.
-            completions: likewise, one each. Prompt and completion are tokenized apart, so that the tokens of both are
-                what they are on their own.
+            completions: likewise, one for each prompt. Prompt and completion are tokenized separately.
             use_tqdm: as in generate.
 
         Returns:
-            One Score a pair.
+            One Score for each pair.
 
         Raises:
-            ValueError, TypeError: as generate; and for another number of completions than of prompts, or more tokens in
-                a pair than the engine's longest sequence less one.
+            ValueError, TypeError: as generate; also if there are not as many completions as prompts, or a pair is as
+                long as the engine's longest sequence.
             RuntimeError: the model's logits for a pair are NaN or infinite; or as generate.
         """
         with self._lock.turn(self._new_call("score()")):
@@ -231,8 +229,7 @@ class LLM(LLMEngine):
 
 
 def _score(index: int, token_ids: array, output: RequestOutput) -> Score:
-    """The score of pair number `index`, whose output has the log-probabilities. Raises RuntimeError where these are no
-    numbers."""
+    """output: of the pair, with the log-probabilities of its tokens. token_ids: the completion's."""
     if "error" in output:
         raise RuntimeError(f"prompts[{index}]: cannot be scored: {output['error']}")
     logprobs = output["prompt_logprobs"][-len(token_ids) :]

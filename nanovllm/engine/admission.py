@@ -5,8 +5,8 @@ from collections.abc import Collection
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 
-# At most one in so many blocks is reserved for the running sequences. Twice the reserve has to be free before others
-# begin, so that several do at once: a prefill step of one prompt takes the host as long as one of ten.
+# At most one block in RESERVED_SHARE is reserved for the running sequences. Twice the reserve has to be free before
+# others begin, so that several do at once: a prefill step of one prompt takes the host as long as one of ten.
 RESERVED_SHARE = 16
 
 # A mixed step reads a prompt's keys once for each of its tokens, a prefill step once for many tokens.

@@ -52,8 +52,7 @@ class Step(NamedTuple):
 class LLMEngine:
     """Generates completions for batches of prompts.
 
-    Use it as a context manager, call exit(), or just drop it: each gives all memory back. It cannot be pickled or
-    copied.
+    Use it as a context manager, call exit(), or delete it: each frees all memory. It cannot be pickled or copied.
 
     It serves one thread at a time. While one thread is inside a call, others may call exit(), stats() and
     is_finished(); any other call of theirs raises RuntimeError.
@@ -225,7 +224,7 @@ class LLMEngine:
         drops the surplus token that the next step computes for it.
         """
         start = time.perf_counter()
-        if self._in_flight is None and not self.scheduler.is_finished():
+        if self._in_flight is None and not self.scheduler.is_finished():  # nothing to read yet
             with self._computing():
                 self._in_flight = self._advance(self._launch())
         with self._computing():

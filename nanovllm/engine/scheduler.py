@@ -29,8 +29,8 @@ _NO_TOKEN = frozenset({NON_FINITE})  # It ends every sequence, so that postproce
 class Scheduler:
     """Waiting and running sequences over one BlockManager.
 
-    Prefill comes first, as far as `Admission` lets sequences begin. If `MixedSteps` says so, prompts are computed in
-    spare rows of a decode step instead. When the cache is full, the sequence that began last is preempted.
+    Prefill comes first, if `Admission` lets sequences begin. If `MixedSteps` admits prompts, they are computed in spare
+    rows of a decode step instead. When the cache is full, the sequence that began last is preempted.
 
     The arguments are those of Config, and:
         num_kvcache_blocks: blocks that were allocated.
@@ -170,7 +170,7 @@ class Scheduler:
         block_size = self.block_manager.block_size
         while self.running and len(seqs) < self.max_num_seqs:
             seq = self.running.popleft()
-            # The common case without a call: with 512 sequences this loop is what the host does between two steps.
+            # The common case needs no call: between two steps, this loop runs over up to 512 sequences.
             if seq.num_tokens > len(seq.block_table) * block_size and not self._make_room(seq):
                 continue
             seq.num_scheduled_tokens = 1
@@ -180,8 +180,8 @@ class Scheduler:
 
     def _make_room(self, seq: Sequence) -> bool:
         """Give the sequence a block for its last token. If none is free, preempt: first a prompt that is computed in
-        chunks, then the sequence that began last, and at last this one (False). A sequence that is alone always fits,
-        because none grows past max_seq_len."""
+        chunks, then the sequence that began last, and finally this one (returns False). A sequence that is alone always
+        fits, because none grows past max_seq_len."""
         while not self.block_manager.can_append(seq):
             if self.waiting and self.waiting[0].block_table:
                 victim = self.waiting.popleft()
@@ -194,7 +194,7 @@ class Scheduler:
         return True
 
     def preempt(self, seq: Sequence) -> None:
-        """Take the blocks of a sequence, which is in no queue. It is prefilled again, completion and all."""
+        """Take the blocks of a sequence that is in no queue, and queue it to be prefilled again with its completion."""
         self.num_preemptions += 1
         seq.status = SequenceStatus.WAITING
         seq.is_prefilling = True

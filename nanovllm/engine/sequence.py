@@ -46,7 +46,7 @@ class Sequence:
     num_scheduled_tokens: int = 0  # tokens after the cached ones, which the next step computes
     pending_row: int = -1  # if the last token is a placeholder: the row of the step in flight that samples it
     block_table: list[int] = field(default_factory=list)  # ids of its blocks, in order
-    block_hashes: list[int] = field(default_factory=list)  # of its first full blocks, as far as computed
+    block_hashes: list[int] = field(default_factory=list)  # of its first full blocks, computed when needed
     end_token_ids: frozenset[int] = frozenset()  # tokens that end it, and NON_FINITE
 
     # What its request asks for.

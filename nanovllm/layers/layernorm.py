@@ -38,7 +38,7 @@ class RMSNorm(nn.Module):
 
 
 class Normed:
-    """The RMS norm of the residual stream, not computed yet: the product that reads it computes it as a part of itself,
+    """The RMS norm of the residual stream, not computed yet. The product that reads it computes it within its kernel,
     or asks for its value first.
 
     Attributes:
@@ -47,7 +47,7 @@ class Normed:
     """
 
     def __init__(self, residual: Tensor, norm: RMSNorm, value: Tensor | None = None):
-        """value: the norm, where it has been computed."""
+        """value: the norm, if it has been computed."""
         self.residual, self.weight, self.eps = residual, norm.weight, norm.eps
         self._norm, self._value = norm, value
 

@@ -1,8 +1,8 @@
-"""Sums over tensor-parallel GPUs that map each other's memory, hidden behind other work where there is any.
+"""Sums over tensor-parallel GPUs that map each other's memory.
 
-There are three ways, by the number of tokens. For the fewest, the product itself posts its part to the other ranks. In
-long prefills over two GPUs, half of the tokens' sum travels while the other half is multiplied. Otherwise one kernel
-adds all parts and computes the norm. See `utils.residual_reducer`.
+There are three ways. For the fewest tokens, the product itself writes its part to the other ranks' memory. In long
+prefills over two GPUs, one half of the tokens is summed while the other half is multiplied. Otherwise one kernel adds
+all parts and computes the norm. See `utils.residual_reducer`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,12 +16,8 @@ from nanovllm.utils.residual_reducer import ResidualReducer
 
 
 class NormedParts:
-    """A `Normed` whose value comes in parts that follow each other. A part is computed when it is asked for.
-
-    Attributes:
-        residual: `[num_tokens, hidden_size]`.
-        parts: the parts' values, once.
-    """
+    """A `Normed` whose value comes in parts, consecutive tokens each. `parts` can be read once, and computes each part
+    when it is asked for."""
 
     def __init__(self, residual: Tensor, parts: Iterator[Tensor]):
         self.residual, self.parts = residual, parts
@@ -31,7 +27,7 @@ class NormedParts:
 
 
 def begin_sums(layers: nn.ModuleList, num_tokens: int, reducer: ResidualReducer) -> None:
-    """At the beginning of each forward pass of decoder layers: whether their products post the sums themselves."""
+    """Call this before each forward pass of decoder layers: it decides whether their products post the sums."""
     projections = layers[0].self_attn.o_proj, layers[0].mlp.down_proj
     posts = all(proj.matmul.posted_constants(proj.weight, num_tokens) is not None for proj in projections)
     reducer.begin_step(2 * len(layers) if posts else 0)
@@ -40,7 +36,7 @@ def begin_sums(layers: nn.ModuleList, num_tokens: int, reducer: ResidualReducer)
 def add_over_ranks(
     proj: nn.Module, residual: Tensor, x: Tensor | Iterable[Tensor], norm: RMSNorm
 ) -> Normed | NormedParts:
-    """`RowParallelLinear.add` with a reducer. x may come in parts that follow each other: then the result does too."""
+    """`RowParallelLinear.add` with a reducer. If x comes in parts, the result does too."""
     reducer = proj.tp.reducer
     if isinstance(x, Tensor) and reducer.takes_parts(len(x)) and get_context().is_prefill:
         x = x.chunk(2)
@@ -58,8 +54,7 @@ def add_over_ranks(
 
 
 def _add_parts(proj: nn.Module, residual: Tensor, parts: Iterable[Tensor], norm: RMSNorm) -> Iterator[Tensor]:
-    """The parts are asked for when the first result is. The last sum travels while the caller works on the first
-    result."""
+    """Sends all parts when the first result is asked for. The caller works on it while the last part is summed."""
     sums = proj.tp.reducer.long_sums
     under_way, start = [], 0
     for x in parts:
@@ -72,5 +67,5 @@ def _add_parts(proj: nn.Module, residual: Tensor, parts: Iterable[Tensor], norm:
 
 
 def _bias_of_rank(proj: nn.Module) -> Tensor | None:
-    """One rank brings the bias into the sum, which would otherwise hold it once a rank."""
+    """Only rank 0 adds the bias, or the sum would contain it several times."""
     return proj.bias if proj.tp.rank == 0 else None

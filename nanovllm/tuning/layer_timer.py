@@ -23,10 +23,10 @@ _MAX_DISTANCE = 0.03  # of bfloat16 results from cuBLAS's, relative to their nor
 
 
 class LayerTimer:
-    """Layers of one shape with weights of their own, so many that none is in the L2 cache when it comes up again.
+    """Times several layers of one shape, whose weights together are larger than the L2 cache.
 
-    Decode steps are captured in a CUDA graph, prefills are launched by the host. Attention is left out: the first rows
-    of the q, k, v product stand for its result. So are sums over ranks: linear_sum is timed as linear_add.
+    Decode steps are captured in a CUDA graph; prefills are launched by the host. Attention is left out: the first
+    columns of the q, k, v product stand for its result. So are sums over ranks: linear_sum is timed as linear_add.
     """
 
     def __init__(self, shapes: Sequence[Shape], device: torch.device):
@@ -51,7 +51,7 @@ class LayerTimer:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def compile(self, trials: Iterable[tuple[str, int, int, Choice]], tell: Callable[[int, int], None]) -> None:
-        """Compile what these need, side by side: (phase, number of tokens, which product, choice)."""
+        """Compile the kernels of (phase, number of tokens, index of the product, choice) in parallel."""
         quack = self.candidates.get(Quack.name)
         with ExitStack() as stack:
             processes = stack.enter_context(CompileProcesses(["nanovllm.layers.quack_early"])) if quack else None
@@ -68,7 +68,7 @@ class LayerTimer:
 
     @torch.inference_mode()
     def __call__(self, phase: str, num_tokens: int, picks: Picks) -> float | None:
-        """Microseconds a layer with these choices, one for each product; None if one of them does not work."""
+        """Microseconds for a layer with these choices, one for each product; None if one of them does not work."""
         if not all(self._is_right(phase, num_tokens, i, choice) for i, choice in enumerate(picks)):
             return None
         hidden_size = self.shapes[0].K
@@ -81,7 +81,7 @@ class LayerTimer:
         return _time(run if phase == "prefill" else self._captured(run), len(self._layers))
 
     def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Without `torch.cuda.graph`, which collects garbage and empties the allocator's cache each time."""
+        """Without `torch.cuda.graph`, which collects garbage and empties the allocator's cache."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -114,7 +114,7 @@ class LayerTimer:
         return Problem(shape.operation, Normed(x, self._norm), weight)
 
     def _is_right(self, phase: str, num_tokens: int, i: int, choice: Choice) -> bool:
-        """Whether the candidate supports the product, runs, and gives cuBLAS's result but for rounding."""
+        """Whether the candidate supports the product and gives cuBLAS's result, except for rounding."""
         key = phase, num_tokens, i, choice
         if key not in self._works:
             problem = self._problem(i, num_tokens)
@@ -132,7 +132,7 @@ class LayerTimer:
 
 
 def _time(run: Callable[[], None], num_layers: int) -> float:
-    """Microseconds a layer, of runs that follow each other: at the power limit cards rank tiles differently."""
+    """Microseconds for a layer, in runs back to back: at the power limit other tiles are the fastest."""
     run()
     micros = _elapsed(run, 1)
     repeats = max(1, round(_RUN_MICROS / micros))

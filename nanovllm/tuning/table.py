@@ -1,8 +1,8 @@
 """The table of measured choices: which candidate computes a product, with which constants.
 
-A table is a JSON file for one GPU. A row belongs to an operation, a phase and a weight `[N, K]` of a dtype. It maps a
-number of tokens to the candidates that compute such a product, in order of preference, each with its constants. A key
-of `tokens` is the largest count that it holds for; the last key holds for all larger counts too.
+A table is a JSON file for one GPU. A row belongs to an operation, a phase and a weight `[N, K]` of a dtype. It maps
+numbers of tokens to candidates in order of preference, each with its constants. A key of `tokens` is the largest number
+that it is for; the last key is for all larger numbers too.
 """
 
 import json
@@ -18,9 +18,7 @@ import torch
 from nanovllm.utils.optional_packages import kernel_cache
 
 _TABLES = Path(__file__).parent / "tables"
-# A GPU without a table of its own uses this one's, as far as its candidates run there.
-_DEFAULT_GPU = "NVIDIA H200"
-# Both 16-bit dtypes take the same time.
+_DEFAULT_GPU = "NVIDIA H200"  # Its table also serves GPUs that have none.
 _SAME_SPEED = {"float16": "bfloat16"}
 
 
@@ -40,7 +38,7 @@ class Key(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A candidate's name, and its constants, which it knows the meaning of."""
+    """A candidate's name, and its constants, in the order that it defines."""
 
     candidate: str
     constants: tuple = ()
@@ -59,13 +57,7 @@ class Row:
 
 
 class Table:
-    """The rows of one GPU.
-
-    Attributes:
-        rows: Key -> Row.
-        settings: other measured numbers: name -> key -> value.
-        versions: the packages that they were measured with.
-    """
+    """The rows of one GPU, and other measured numbers."""
 
     def __init__(
         self,
@@ -73,6 +65,7 @@ class Table:
         settings: Mapping[str, Mapping[str, Any]] | None = None,
         versions: Mapping[str, str] | None = None,
     ):
+        """settings: {name: {key: value}}. versions: of the packages with which they were measured."""
         self.rows = dict(rows or {})
         self.settings = dict(settings or {})
         self.versions = dict(versions or {})
@@ -83,7 +76,7 @@ class Table:
         return self.rows.get(key) or self.rows.get(min(others, key=partial(_distance, key), default=key))
 
     def setting(self, name: str, key: str) -> Any:
-        """A number that is no product's. Raises KeyError for one that the table does not have."""
+        """Raises KeyError if the table does not have it."""
         return self.settings[name][key]
 
     def updated(self, other: "Table") -> "Table":
@@ -96,8 +89,7 @@ def _distance(key: Key, other: Key) -> float:
 
 
 def load_table(device: torch.device) -> Table:
-    """The package's table for this GPU, with the rows that `nanovllm tune` has left in the user's cache. A CPU has no
-    rows."""
+    """The package's table for this GPU, updated with the user's own from `nanovllm tune`. A CPU has no rows."""
     if device.type != "cuda":
         return Table(settings=package_table(_DEFAULT_GPU).settings)
     gpu = torch.cuda.get_device_name(device)
@@ -108,7 +100,7 @@ def load_table(device: torch.device) -> Table:
 
 @cache
 def package_table(gpu: str) -> Table:
-    """The table in the package for a GPU of this name (`torch.cuda.get_device_name`), or for the nearest there is."""
+    """gpu: as `torch.cuda.get_device_name` gives it. The default GPU's table if there is none of this name."""
     path = package_path(gpu)
     return read_table(path) if path.is_file() else package_table(_DEFAULT_GPU)
 
@@ -122,7 +114,7 @@ def user_path(gpu: str) -> Path:
 
 
 def read_table(path: Path) -> Table:
-    """A table from its file. Raises ValueError, naming the file, for anything else."""
+    """Raises ValueError, naming the file, if it is no table."""
     try:
         content = json.loads(path.read_text())
         rows = {}
@@ -144,7 +136,7 @@ def _choice(items: list) -> Choice:
 
 
 def write_table(path: Path, gpu: str, table: Table) -> None:
-    """One line a row."""
+    """Write one line for each row."""
     rows = []
     for key, row in sorted(table.rows.items()):
         tokens = {

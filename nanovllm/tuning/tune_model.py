@@ -35,8 +35,8 @@ _DRY_CANDIDATES = {"cublas", "gemv", "split-k", "fused-silu"}
 def tune_model(
     model: str, *, num_gpus: int, device: str, output: Path | None, into_package: bool, dry_run: bool
 ) -> None:
-    """Measure a model's products on a GPU, telling the terminal how far it is, and write the table to `output`, into
-    the package, or to the user's cache. Raises ValueError, in words for the user."""
+    """Measure a model's products on a GPU, with a progress bar, and write the table to `output`, into the package, or
+    to the user's cache. Raises ValueError with a message for the user."""
     shapes = layer_shapes(model, num_gpus)
     if dry_run:
         _list(shapes)
@@ -61,7 +61,7 @@ def tune_model(
                 return timer(*args)
 
             found = tuner.tune(time_layer, _COUNTS, bar.write)
-    # A file that is there keeps its rows of other models.
+    # An existing file keeps its rows of other models.
     settings = package_table(gpu).settings if into_package else None
     before = read_table(path) if path.is_file() else Table(settings=settings)
     table = before.updated(Table(found.rows, versions=installed_versions(*_PACKAGES)))
@@ -83,8 +83,8 @@ def _gpu(name: str) -> torch.device:
 
 
 def layer_shapes(model: str, num_gpus: int = 1) -> list[Shape]:
-    """The four products of a model's layer on one of so many GPUs. Raises ValueError if there is no such model, or if
-    it cannot be split so."""
+    """The four products of a model's layer on one GPU of num_gpus. Raises ValueError if there is no such model, or if
+    it cannot be split."""
     dtype = "bfloat16"  # float16 takes the same time.
     options = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True}
     config = Config(model, dtype=dtype, tensor_parallel_size=num_gpus, **options)

@@ -1,8 +1,8 @@
 """The tuner: times the ways to compute a layer's products, and writes the best into a table.
 
-What is timed is a whole layer without its attention, because launches overlap: the products as the table has them now,
-then with one of the four by each challenger. All four winners together become the table's rows if they take 2 % less
-time than the rows before, in two runs.
+It times a whole layer without its attention, because launches overlap: first with the table's present choices, then
+with each challenger for one of the four products. The four winners together become the table's rows if they take 2 %
+less time than the present choices, in two runs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,21 +35,15 @@ TimeLayer = Callable[[str, int, Picks], float | None]
 
 
 class Result(NamedTuple):
-    """What was found for one number of tokens.
+    """What was found for one number of tokens."""
 
-    Attributes:
-        choices: for each product, the best first; none for cuBLAS.
-        micros: microseconds a layer, with the best.
-        is_new: whether these are others than the table had.
-    """
-
-    choices: list[list[Choice]]
-    micros: float
-    is_new: bool
+    choices: list[list[Choice]]  # for each product, the best first; none for cuBLAS
+    micros: float  # microseconds for a layer, with the best choices
+    is_new: bool  # whether these are not the table's
 
 
 def challengers(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: int) -> list[Choice]:
-    """All that is tried for a product besides what the table has."""
+    """All choices to try for a product besides the table's."""
     kinds = {"decode": (_gemv, _split_k, _decode_tiles), "prefill": (_fused_silu, _prefill_tiles)}[phase]
     return [CUBLAS, *(choice for kind in kinds for choice in kind(shape, num_tokens, num_multiprocessors))]
 
@@ -81,7 +75,7 @@ def _split_k(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterato
 
 
 def _decode_tiles(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
-    """Tiles of which there is about one for each multiprocessor, or the smallest where there are fewer."""
+    """Tiles of a size that gives each multiprocessor about one; the smallest tiles for small products."""
     if num_tokens <= 16:
         return
     is_silu = shape.operation == "linear_silu"
@@ -113,21 +107,14 @@ def _fused_silu(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iter
 
 
 class Tuner:
-    """Measures one model's layer.
-
-    Args:
-        shapes: of its four products, in order.
-        table: what it takes the present choices from.
-        available: names of the candidates that are installed.
-        num_multiprocessors: of the GPU.
-    """
+    """Measures one model's layer."""
 
     def __init__(self, shapes: Sequence[Shape], table: Table, available: set[str], num_multiprocessors: int):
+        """shapes: of the four products, in order. table: has the present choices. available: candidates' names."""
         self.shapes, self.table, self.available = tuple(shapes), table, available
         self.num_multiprocessors = num_multiprocessors
 
     def present(self, phase: str, num_tokens: int) -> Picks:
-        """The table's choices."""
         return tuple(self._present(shape.key(phase), num_tokens) for shape in self.shapes)
 
     def _present(self, key: Key, num_tokens: int) -> Choice:
@@ -136,7 +123,7 @@ class Tuner:
         return next(found, CUBLAS)
 
     def trials(self, phase: str, num_tokens: int) -> list[list[Choice]]:
-        """For each product the challengers that are installed."""
+        """The installed challengers for each product."""
         return [
             [
                 choice
@@ -176,7 +163,7 @@ class Tuner:
         return Result([_ranked(pick, each) for pick, each in zip(picks, times, strict=True)], micros, is_new)
 
     def tune(self, time_layer: TimeLayer, counts: Mapping[str, Sequence[int]], tell: Callable[[str], None]) -> Table:
-        """Rows for these numbers of tokens a phase; tell: called with a line for each."""
+        """Rows for these numbers of tokens in each phase. tell: called with a line of text for each."""
         rows: dict[Key, Row] = {}
         for phase, tokens in counts.items():
             results: dict[int, Result] = {}
@@ -194,7 +181,7 @@ class Tuner:
 
 
 def _ranked(pick: Choice, times: Mapping[Choice, float]) -> list[Choice]:
-    """The pick, then the best of each other candidate, for installs without the first; none after cuBLAS."""
+    """The pick, then the best of each other candidate, in case the first is not installed; none after cuBLAS."""
     ranked = [pick]
     for choice in sorted(times, key=times.get):
         if choice.candidate not in {each.candidate for each in ranked}:
@@ -203,23 +190,19 @@ def _ranked(pick: Choice, times: Mapping[Choice, float]) -> list[Choice]:
 
 
 def _row(phase: str, choices: Mapping[int, list[Choice]]) -> Row:
-    """In decode steps of more tokens than were measured cuBLAS multiplies: no graph is captured for them. In shorter
-    prefills too: they are over before the host has launched another product."""
-    buckets = dict(choices)
-    if phase == "decode":
-        buckets[max(choices) + 1] = []
-    else:
-        buckets[min(choices) - 1] = []
-    return Row(_merged(buckets))
+    """cuBLAS computes decode steps of more tokens than were measured, which have no graph, and shorter prefills, where
+    the other candidates' launches would take the host too long."""
+    unmeasured = max(choices) + 1 if phase == "decode" else min(choices) - 1
+    return Row(_merged({**choices, unmeasured: []}))
 
 
 def _padding(results: Mapping[int, Result]) -> Row:
-    """Where a step of more rows takes less time, it is padded to them; and where a product is by tiles, to whole ones:
-    the counts that were measured."""
+    """A step is padded to a larger measured number of rows if that takes less time, and to the next one if a product is
+    computed in tiles."""
     buckets: dict[int, list[Choice]] = {}
     best = 0
     for num_tokens, result in sorted(results.items()):
-        is_passed = best >= num_tokens  # Fewer tokens are padded to more than these: so are these.
+        is_passed = best >= num_tokens  # Fewer tokens are padded to more than these, so these are too.
         if not is_passed:
             best = min((n for n in results if n >= num_tokens), key=lambda n: results[n].micros)
             if results[best].micros > (1 - _MIN_GAIN) * result.micros:
@@ -235,7 +218,7 @@ def _padding(results: Mapping[int, Result]) -> Row:
 
 
 def _merged(buckets: Mapping[int, list[Choice]]) -> dict[int, list[Choice]]:
-    """Without buckets that say the same as the next one."""
+    """Without buckets that are equal to the next one."""
     bounds = sorted(buckets)
     return {
         bound: buckets[bound]

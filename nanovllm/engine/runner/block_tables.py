@@ -1,13 +1,13 @@
-"""BlockTables: block tables of a step, of which only what has changed is written again."""
+"""BlockTables: a step's block tables, in which only changes are written."""
 
 import numpy as np
 
 
 class BlockTables:
-    """Block tables as rows of an int32 array, where only rows that changed are written again.
+    """Block tables as rows of an int32 array, right-padded with -1.
 
-    A sequence's table is appended to, or replaced by a new list when its blocks are handed out anew; so the same
-    list object at the same length means the same content.
+    A sequence's table is appended to, or replaced by a new list. So the same list object with the same length has the
+    same content, and need not be written again.
     """
 
     def __init__(self, array: np.ndarray):
@@ -28,6 +28,6 @@ class BlockTables:
         self._written[row] = (block_table, new_length)
 
     def repeat(self, rows: slice, sources: np.ndarray) -> None:
-        """Write the tables of the rows `sources` into these rows too."""
+        """Copy the tables of the rows `sources` to these rows."""
         self.array[rows] = self.array[sources]
         self._written[rows] = [([], 0)] * len(sources)

@@ -1,4 +1,4 @@
-"""A model with its weights, and every kernel that it will launch: what the start of a ModelRunner builds first."""
+"""The first part of a ModelRunner's start: the model with its weights, and every kernel that it will launch."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
         runner.sampler = Sampler(tp, model.lm_head.first, model.lm_head.shard_size)
         num_heads = tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
         _, runner.num_kv_heads = tp.shard_kv_heads(config.hf_config.num_key_value_heads)
-        # Over two GPUs it gained nothing.
+        # With two GPUs it gained nothing.
         quack = load_quack(config.dtype, device, decodes=has_graphs) if tp.size == 1 else None
         table = load_table(device)
         candidates = our_candidates(device) + ([] if quack is None else [quack])
@@ -49,13 +49,13 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
             progress.tell("loading weights")
             runner.load_weights()
         packages.load(tp, progress.count("compiling kernels of packages"))
-        if quack is not None and not quack.works:  # Nothing is padded for it then.
+        if quack is not None and not quack.works:  # because steps were padded for it
             _make_decode_inputs(runner, backend)
 
 
 def choose_mixed_step_rows(config: Config, has_graphs: bool, num_layer_params: int, table: Table) -> int:
-    """Rows of a mixed step, 0 for none: config.mixed_step_rows, or if that is None, the table's number where mixed
-    steps pay. A mixed step has two sequences at least."""
+    """config.mixed_step_rows; if that is None, the table's number if mixed steps pay, else 0. A mixed step has at least
+    two sequences."""
     num_rows = config.mixed_step_rows
     if num_rows is None:
         min_layer_params = table.setting("mixed_steps", "min_layer_params")
