@@ -6,6 +6,7 @@ slice, of which only that part is read.
 """
 
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from nanovllm.utils.parallel import TensorParallel
 
 def make_parameter(shape: tuple[int, ...], shards: dict, weight_loader) -> nn.Parameter:
     """An uninitialised parameter. shape: this rank's part."""
-    parameter = nn.Parameter(torch.empty(shape), requires_grad=False)
+    parameter: Any = nn.Parameter(torch.empty(shape), requires_grad=False)
     parameter.shards = shards
     parameter.weight_loader = weight_loader
     return parameter
@@ -148,6 +149,6 @@ class RowParallelLinear(LinearBase):
         self, residual: torch.Tensor, x: torch.Tensor | Iterable[torch.Tensor], norm: RMSNorm
     ) -> Normed | NormedParts:
         """norm(residual + y), overwriting residual with the sum."""
-        if self.tp.reducer is None:
-            return Normed(self.add_to(residual, x), norm)
+        if self.tp.reducer is None:  # Then nothing comes in parts.
+            return Normed(self.add_to(residual, cast(torch.Tensor, x)), norm)
         return add_over_ranks(self, residual, x, norm)

@@ -149,14 +149,14 @@ class Matmul:
         bounds = self._row(operation, weight).bounds
         return [bound for bound in bounds if bound < most_tokens] + [most_tokens]
 
-    def _row(self, operation: str, weight: Tensor) -> Row:
+    def _row(self, operation: str, weight: Tensor) -> Row[tuple[Candidate, tuple]]:
         is_prefill = get_context().is_prefill
         short_key = operation, is_prefill, weight.shape, weight.dtype
         if short_key not in self._rows:
             self._rows[short_key] = self._find(Key.of(operation, is_prefill, weight))
         return self._rows[short_key]
 
-    def _find(self, key: Key) -> Row:
+    def _find(self, key: Key) -> Row[tuple[Candidate, tuple]]:
         """The table's row, with the installed candidates instead of their names."""
         row, candidates = self._table.find(key), self._candidates
         if key not in self._table.rows and key.phase == "decode":  # Then the row, if any, is that of another shape.

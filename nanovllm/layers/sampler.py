@@ -100,7 +100,8 @@ def best_of_shard_torch(
     # A few rows at a time, so that intermediate results stay in a CPU's cache.
     rows_at_once = max(1, _COLUMNS_AT_ONCE // logits.shape[1])
     for rows in (temperatures > 0).nonzero().squeeze(1).split(rows_at_once):
-        chosen, *draw = (x[rows] for x in (logits, temperatures, seeds, positions))
+        chosen = logits[rows]
+        draw = temperatures[rows], seeds[rows], positions[rows]
         best[rows], groups = group_scores(chosen, *draw, first_column).max(dim=1)
         members = in_groups(chosen)[torch.arange(len(rows), device=logits.device), groups]
         within = race_scores(members, *draw, first_column + groups * GROUP).argmax(dim=1)

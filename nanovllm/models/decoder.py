@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -165,7 +165,7 @@ class DecoderModel(nn.Module):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if self.tp.reducer is not None:
             begin_sums(self.layers, len(input_ids), self.tp.reducer)
-        norms = [layer.input_layernorm for layer in self.layers] + [self.norm]
+        norms: list[Any] = [layer.input_layernorm for layer in self.layers] + [self.norm]
         hidden = Normed(self.embed_tokens(input_ids), norms[0])
         for layer, next_norm in zip(self.layers, norms[1:], strict=True):
             rows = _rows_wanted() if next_norm is self.norm else None
@@ -232,7 +232,8 @@ class DecoderForCausalLM(nn.Module):
 
     def padded_batch(self, num_seqs: int) -> int:
         """The rows, padding included, with which a decode step of num_seqs sequences takes the least time."""
-        return self.matmul.padded_batch(num_seqs, self.model.layers[0].mlp.gate_up_proj.weight)
+        first: Any = self.model.layers[0]
+        return self.matmul.padded_batch(num_seqs, first.mlp.gate_up_proj.weight)
 
     @contextmanager
     def first_and_last_layer(self) -> Iterator[None]:

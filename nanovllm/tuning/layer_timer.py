@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ class LayerTimer:
         self.device = device
         dtype = getattr(torch, shapes[0].dtype)
         is_alone = all(shape.operation != "linear_sum" for shape in shapes)  # Over several GPUs engines have no Quack.
-        quack = load_quack(dtype, device, decodes=True) if is_alone else None
+        quack: Any = load_quack(dtype, device, decodes=True) if is_alone else None
         if quack is not None:
             quack.attempt = lambda launch: launch()  # An error ends one trial here, not the use of the package.
         found = [Cublas(), *our_candidates(device), *([] if quack is None else [quack])]
@@ -52,7 +53,7 @@ class LayerTimer:
 
     def compile(self, trials: Iterable[tuple[str, int, int, Choice]], tell: Callable[[int, int], None]) -> None:
         """Compile the kernels of (phase, number of tokens, index of the product, choice) in parallel."""
-        quack = self.candidates.get(Quack.name)
+        quack: Any = self.candidates.get(Quack.name)
         with ExitStack() as stack:
             processes = stack.enter_context(CompileProcesses(["nanovllm.layers.quack_early"])) if quack else None
             with torch.inference_mode(), compile_ahead(tell):

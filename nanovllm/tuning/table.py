@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from nanovllm.utils.optional_packages import kernel_cache
 _TABLES = Path(__file__).parent / "tables"
 _DEFAULT_GPU = "NVIDIA H200"  # Its table also serves GPUs that have none.
 _SAME_SPEED = {"float16": "bfloat16"}
+
+T = TypeVar("T")
 
 
 class Key(NamedTuple):
@@ -33,8 +35,8 @@ class Key(NamedTuple):
 
     @classmethod
     def of(cls, operation: str, is_prefill: bool, weight: torch.Tensor) -> "Key":
-        dtype = str(weight.dtype).removeprefix("torch.")
-        return cls(operation, "prefill" if is_prefill else "decode", *weight.shape, _SAME_SPEED.get(dtype, dtype))
+        dtype, (N, K) = str(weight.dtype).removeprefix("torch."), weight.shape
+        return cls(operation, "prefill" if is_prefill else "decode", N, K, _SAME_SPEED.get(dtype, dtype))
 
 
 class Choice(NamedTuple):
@@ -44,15 +46,15 @@ class Choice(NamedTuple):
     constants: tuple = ()
 
 
-class Row:
-    """Choices by the number of tokens."""
+class Row(Generic[T]):
+    """Choices by the number of tokens: a table's `Choice`s, or candidates with their constants."""
 
-    def __init__(self, buckets: Mapping[int, Iterable[Choice]]):
+    def __init__(self, buckets: Mapping[int, Iterable[T]]):
         """buckets: the largest number of tokens -> choices, the best first."""
         self.bounds = sorted(buckets)
         self.choices = [tuple(buckets[bound]) for bound in self.bounds]
 
-    def __getitem__(self, num_tokens: int) -> tuple[Choice, ...]:
+    def __getitem__(self, num_tokens: int) -> tuple[T, ...]:
         return self.choices[min(bisect_left(self.bounds, num_tokens), len(self.bounds) - 1)]
 
 
@@ -61,7 +63,7 @@ class Table:
 
     def __init__(
         self,
-        rows: Mapping[Key, Row] | None = None,
+        rows: Mapping[Key, Row[Choice]] | None = None,
         settings: Mapping[str, Mapping[str, Any]] | None = None,
         versions: Mapping[str, str] | None = None,
     ):
@@ -70,7 +72,7 @@ class Table:
         self.settings = dict(settings or {})
         self.versions = dict(versions or {})
 
-    def find(self, key: Key) -> Row | None:
+    def find(self, key: Key) -> Row[Choice] | None:
         """The row of this key, otherwise of the nearest shape; None if this operation has none in this phase."""
         others = (other for other in self.rows if other[:2] == key[:2] and other.dtype == key.dtype)
         return self.rows.get(key) or self.rows.get(min(others, key=partial(_distance, key), default=key))

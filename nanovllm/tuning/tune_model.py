@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -86,12 +87,13 @@ def layer_shapes(model: str, num_gpus: int = 1) -> list[Shape]:
     """The four products of a model's layer on one GPU of num_gpus. Raises ValueError if there is no such model, or if
     it cannot be split."""
     dtype = "bfloat16"  # float16 takes the same time.
-    options = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True}
+    options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True}
     config = Config(model, dtype=dtype, tensor_parallel_size=num_gpus, **options)
     config.hf_config.num_hidden_layers = 1
     tp = TensorParallel(size=num_gpus)
-    decoder = make_model(config.hf_config, config.dtype, torch.device("meta"), 1, TorchBackend(), tp)
-    return [Shape(product.operation, *product.weight.shape, dtype) for product in decoder.model.layers[0].products()]
+    decoder: Any = make_model(config.hf_config, config.dtype, torch.device("meta"), 1, TorchBackend(), tp)
+    weights = [(product.operation, product.weight) for product in decoder.model.layers[0].products()]
+    return [Shape(operation, weight.shape[0], weight.shape[1], dtype) for operation, weight in weights]
 
 
 def _all_trials(tuner: Tuner) -> Iterator[tuple[str, int, int, Choice]]:

@@ -80,7 +80,7 @@ def _decode_tiles(shape: Shape, num_tokens: int, num_multiprocessors: int) -> It
         return
     is_silu = shape.operation == "linear_silu"
     for tokens in (64, 128, 192, 256):
-        all_columns = (64, 96, 128, 192) if is_silu else (32, 48, 64, 96, 128)
+        all_columns: tuple[int, ...] = (64, 96, 128, 192) if is_silu else (32, 48, 64, 96, 128)
         if is_silu and tokens == 192:
             all_columns = (64, 96, 128)  # The package gets SwiGLU in tiles of 192 x 192 wrong.
         for columns in all_columns:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, Store
@@ -24,7 +25,7 @@ class TensorParallel:
 
     rank: int = 0
     size: int = 1  # ranks that share the model
-    group: object | None = None  # the engine's own ProcessGroupNCCL or ProcessGroupGloo
+    group: Any = None  # the engine's own ProcessGroupNCCL or ProcessGroupGloo
     store: Store | None = None  # where the ranks met; gone once they have started
     peers: Peers | None = None  # memory that the GPUs map of each other; None if they cannot
     reducer: ResidualReducer | None = None  # adds to the residual stream over such memory

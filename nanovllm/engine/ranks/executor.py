@@ -36,7 +36,7 @@ class Executor:
                 if config.tensor_parallel_size > 1:
                     self.workers = Workers(config, self._device)
                     tp = self.workers.meet()
-                self.model_runner.start(tp, progress, self.workers and self.check_workers)
+                self.model_runner.start(tp, progress, self.check_workers if self.workers else None)
                 if self.workers is not None:
                     self.workers.wait_ready()
         except BaseException as error:

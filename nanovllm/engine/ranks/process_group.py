@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,16 +59,19 @@ def join_group(store: dist.Store, rank: int, size: int, device: torch.device) ->
     """
     prefixed = dist.PrefixStore("tensor_parallel", store)
     is_cuda = device.type == "cuda"
+    options: Any
+    group: Any
     with torch.cuda.device(device) if is_cuda else nullcontext(), _environment_defaults(_NCCL_SETTINGS):
         if is_cuda:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = COLLECTIVE_TIMEOUT
             group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
         else:
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname="127.0.0.1")]
             options._timeout = COLLECTIVE_TIMEOUT
-            group = dist.ProcessGroupGloo(prefixed, rank, size, options)
+            group = gloo(prefixed, rank, size, options)
         tp = TensorParallel(rank, size, group, store)
         tp.all_reduce(torch.zeros(1, device=device)).item()  # NCCL connects here, gloo above.
     return tp
@@ -91,7 +95,8 @@ def abort_group(tp: TensorParallel) -> threading.Thread | None:
         tp.peers.abort()
     if not isinstance(tp.group, getattr(dist, "ProcessGroupNCCL", ())):
         return None
-    thread = threading.Thread(target=tp.group.abort, name="nanovllm-abort", daemon=True)
+    group: Any = tp.group
+    thread = threading.Thread(target=group.abort, name="nanovllm-abort", daemon=True)
     thread.start()
     return thread
 

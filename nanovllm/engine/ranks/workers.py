@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -69,7 +70,7 @@ class Workers:
         self._condition = threading.Condition()
         self._stages: dict[int, set[str]] = {rank: set() for rank in range(1, self._size)}
         self._suspects: list[tuple[bool, str]] = []  # (whether another rank's failure caused it, what to say)
-        self._processes: dict[int, multiprocessing.Process] = {}
+        self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
         self._reports: dict[int, Connection] = {}
         self._group: TensorParallel | None = None
         self._has_ended = False
@@ -213,7 +214,7 @@ class Workers:
 
     def _watch(self) -> None:
         """Until a worker's failure is known: one that no other failure caused, or after BLAME_SECONDS any."""
-        ranks: dict[Connection | int, int] = {connection: rank for rank, connection in self._reports.items()}
+        ranks: dict[Any, int] = {connection: rank for rank, connection in self._reports.items()}
         ranks |= {process.sentinel: rank for rank, process in self._processes.items()}
         deadline = None
         while not self._has_ended:

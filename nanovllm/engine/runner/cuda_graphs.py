@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ class DecodeGraphs:
         prepare: Callable[[int], None],
         sizes: list[int],
         device: torch.device,
-        pool: tuple[int, int] | None = None,
+        pool: Any = None,
     ):
         """decode(n) computes the first n rows of buffers that stay where they are. prepare(n) fills them with padding
         and launches every kernel that decode(n) launches, because a capture can neither load nor compile one. pool:

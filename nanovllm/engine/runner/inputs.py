@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,7 +97,7 @@ class DecodeInputs:
         self.rows = dict(self._buffers[0].device)
         self._tokens, self._work_items = (self.rows.pop(name) for name in ("tokens", "work_items"))
         self.input_ids, self.sampled = torch.zeros(2, n, dtype=torch.int64, device=device)
-        self._receive_arguments = [
+        self._receive_arguments: list[Any] = [
             (
                 buffer.host_bytes.view(torch.int64),
                 buffer.device_bytes.view(torch.int64),
@@ -116,7 +117,9 @@ class DecodeInputs:
 
     def for_layers(self, num_rows: int, num_drawn: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Context]:
         """Token ids and positions [num_rows], and the context. num_drawn: as in Context."""
-        rows = {name: self.rows[name][:num_rows] for name in ("slot_mapping", "context_lens", "block_tables")}
+        rows: dict[str, Any] = {
+            name: self.rows[name][:num_rows] for name in ("slot_mapping", "context_lens", "block_tables")
+        }
         context = Context(**rows, decode_plan=self.plan(num_rows), num_drawn=num_drawn)
         return self.input_ids[:num_rows], self.rows["positions"][:num_rows], context
 
@@ -130,14 +133,14 @@ class DecodeInputs:
         host, tables, n = self._buffers[buffer].host, self._tables[buffer], len(seqs)
         for row, seq in enumerate(seqs):
             tables.write(row, seq.block_table)
-        context_lens = [seq.num_tokens for seq in seqs]
+        lens = [seq.num_tokens for seq in seqs]
         tokens = [seq.last_token for seq in seqs]
         is_mixed = n > 0 and seqs[-1].is_prefilling
         if is_mixed:
-            owners = _append_prompts(seqs, context_lens, tokens)
+            owners = _append_prompts(seqs, lens, tokens)
             tables.repeat(slice(n, len(tokens)), owners)
         num_tokens = len(tokens)
-        context_lens = np.array(context_lens, np.int64)
+        context_lens = np.array(lens, np.int64)
         positions = context_lens - 1
         host["positions"][:num_tokens] = positions
         host["context_lens"][:num_tokens] = context_lens
@@ -173,7 +176,8 @@ class DecodeInputs:
                 values[...] = batch.arrays[name]
         input_ids = self.input_ids[: batch.num_rows]
         if use_kernels(input_ids):
-            receive_step(*self._receive_arguments[buffer], self.sampled, input_ids)
+            host_words, device_words, tokens, pending_rows = self._receive_arguments[buffer]
+            receive_step(host_words, device_words, tokens, pending_rows, self.sampled, input_ids)
             return
         self._buffers[buffer].send()
         pending = self.rows["pending_rows"][: batch.num_rows]

@@ -1,5 +1,6 @@
 """An engine's start: compiling its Triton kernels while the weights load, and launching each once at the end."""
 
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -109,7 +110,7 @@ def warmup_batches(config: Config, num_blocks: int) -> Iterator[list[Sequence]]:
 
 
 def _sequence(num_scheduled: int, block_size: int, num_cached: int = 0) -> Sequence:
-    seq = Sequence(0, [0] * (num_cached + num_scheduled), block_size=block_size)
+    seq = Sequence(0, array("i", [0]) * (num_cached + num_scheduled), block_size=block_size)
     seq.block_table = list(range(seq.num_blocks))
     seq.num_cached_tokens, seq.num_scheduled_tokens = num_cached, num_scheduled
     return seq

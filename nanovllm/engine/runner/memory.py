@@ -91,8 +91,8 @@ def allocate_kv_cache(
 ) -> torch.Tensor:
     """This rank's KV cache, [2, layers, blocks, block_size, kv_heads, head_dim], of as many blocks as every rank has
     room for. Raises MemoryError, with the numbers, if there is no room for one."""
-    shape = (config.kvcache_block_size, num_kv_heads, get_head_dim(config.hf_config))
-    block_bytes = 2 * num_layers * math.prod(shape) * config.dtype.itemsize
+    block_shape = (config.kvcache_block_size, num_kv_heads, get_head_dim(config.hf_config))
+    block_bytes = 2 * num_layers * math.prod(block_shape) * config.dtype.itemsize
     blocks, limit = config.num_kvcache_blocks, "num_kvcache_blocks"
     if blocks == -1:
         budget = kv_cache_budget(config, device, free_at_start)
@@ -116,7 +116,7 @@ def allocate_kv_cache(
         min(config.max_model_len, capacity),
         "max_model_len" if config.max_model_len <= capacity else "the KV cache",
     )
-    shape = (2, num_layers, blocks, *shape)
+    shape = (2, num_layers, blocks, *block_shape)
     if device.type == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if blocks * block_bytes > memory:

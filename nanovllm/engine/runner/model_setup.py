@@ -22,7 +22,7 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
     """Give a ModelRunner its model, with weights, its sampler and its decode_inputs. Kernels compile meanwhile."""
     with PackageKernels(runner.config, runner.tp.rank, runner.device) as packages:
         config, head_dim, tp, device = runner.config, get_head_dim(runner.config.hf_config), runner.tp, runner.device
-        model = make_model(config.hf_config, config.dtype, device, config.max_model_len, backend, tp)
+        model: Any = make_model(config.hf_config, config.dtype, device, config.max_model_len, backend, tp)
         runner.model = model
         runner.sampler = Sampler(tp, model.lm_head.first, model.lm_head.shard_size)
         num_heads = tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")

@@ -24,7 +24,8 @@ class PackedArrays:
         self.device_bytes = device_bytes
         self.host_bytes = torch.zeros(size, dtype=torch.uint8, pin_memory=True) if on_gpu else device_bytes
         host_bytes = self.host_bytes.numpy()
-        self.host, self.device = {}, {}
+        self.host: dict[str, np.ndarray] = {}
+        self.device: dict[str, torch.Tensor] = {}
         start = 0
         for name, (shape, dtype) in layout.items():
             end = start + math.prod(shape) * np.dtype(dtype).itemsize
