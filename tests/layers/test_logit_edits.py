@@ -79,7 +79,9 @@ def test_no_number_that_is_accepted_draws_a_forbidden_token(
     token = sample_torch(logits, temperatures, torch.tensor([5]), torch.tensor([9]), thresholds).item()
     assert token in allowed
     if temperature <= 1e-30 and top_k <= 1:
-        assert logits[0, token] == logits.max()
+        # Logits that a penalty has made as small as the temperature are still drawn from: this one e^100 times rarer.
+        drawn, highest = logits[0, token].double(), logits.max().double()
+        assert drawn == highest or highest - drawn <= 100 * temperature
 
 
 @given(st.sets(st.integers(0, 99)), st.sets(st.integers(0, 99)), st.sampled_from([100, 128]))
