@@ -161,7 +161,7 @@ def main() -> None:
     size, device = ModelSize.of(llm.config.hf_config, llm.config.dtype), llm.model_runner.device
     report = {
         "options": {name: value for name, value in vars(args).items() if name != "json"},
-        "device": device_name(device, args.tensor_parallel_size),
+        "device": llm.model_runner.device_name,
         "engine": {
             "max_num_batched_tokens": llm.config.max_num_batched_tokens,
             "mixed_step_rows": llm.model_runner.mixed_step_rows,
@@ -187,11 +187,6 @@ def main() -> None:
         print_summary(report["workloads"][name], ceilings)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
-
-
-def device_name(device: torch.device, num_gpus: int) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return name if num_gpus == 1 else f"{num_gpus} x {name}"
 
 
 def installed_versions(*names: str) -> dict[str, str | None]:

@@ -30,12 +30,12 @@ CPU_KVCACHE_GIB = 2.0
 # Longer prefill steps are faster, but take memory for activations from the KV cache: at most this share of the GPU's.
 _STEP_TOKENS, _LONG_STEP_TOKENS = 16384, 32768
 _LONG_STEP_SHARE = 1 / 40
-MAX_MIXED_STEP_ROWS = 1024  # Attention's partial sums for one row take 64 KB (Qwen3-8B).
+MAX_MIXED_STEP_ROWS = 1024  # Attention keeps tens of kilobytes of partial sums for one row.
 # A CUDA grid has at most 65,535 programs on its second axis, where attention has one a sequence and a few hundred more.
 MAX_NUM_SEQS = 2**15
-MAX_NUM_BATCHED_TOKENS = 2**20  # The MLP's activations already take 12 GiB, even for Qwen3-0.6B.
+MAX_NUM_BATCHED_TOKENS = 2**20  # Activations already take 12 GiB, even in the smallest published shape.
 MAX_MODEL_LEN = 2**24  # RoPE's table takes 8 GiB at a head_dim of 128. No published model is longer.
-MAX_KVCACHE_BLOCK_SIZE = 2**16  # One block takes 7 GiB, even for Qwen3-0.6B.
+MAX_KVCACHE_BLOCK_SIZE = 2**16  # One block takes 7 GiB, even in the smallest published shape.
 MAX_KVCACHE_GIB = 2**16  # more than one machine has
 MAX_SLOTS = 2**31  # Kernels count KV cache slots, and the keys of all sequences of a step, in int32.
 

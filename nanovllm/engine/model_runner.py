@@ -70,8 +70,7 @@ class ModelRunner:
         set_up_model(self, backend, has_graphs, progress)
         billions = num_checkpoint_params(self.model) / 1e9
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
-        name = torch.cuda.get_device_name(self.device) if config.device == "cuda" else "CPU"
-        logger.info("device: %s", name if tp.size == 1 else f"{tp.size} x {name}")
+        logger.info("device: %s", self.device_name)
         logger.info("attention back end: %s", backend.description)
         progress.tell("measuring memory")
         self.warmup_model()
@@ -83,6 +82,12 @@ class ModelRunner:
         self.logit_steps = LogitSteps(config, self.model, self.tp, self.decode_inputs, self.graphs, self._check)
         if config.device == "cuda":
             warmup_kernels(self)
+
+    @property
+    def device_name(self) -> str:
+        """The GPU's name, ahead of it how many there are; or "CPU"."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        return name if self.tp.size == 1 else f"{self.tp.size} x {name}"
 
     def load_weights(self) -> None:
         if self.config.load_format == "dummy":

@@ -31,8 +31,7 @@ class DecodeConfig(NamedTuple):
     tma: bool = False  # load whole tiles with Hopper's tensor memory accelerator
 
 
-# Measured on an H200 (benchmarks/attention_decode.py --sweep). Each table: (largest number of sequences x KV heads,
-# value).
+# Found by benchmarks/attention_decode.py --sweep. Each table: (largest number of sequences x KV heads, value).
 # Programs beyond one a sequence and KV head. More balance the load better, but each costs its start and a partial
 # result.
 _SPARE_PROGRAMS = ((256, 165), (1536, 264), (float("inf"), 660))

@@ -1,5 +1,6 @@
 """The decoder that all families share: pre-norm attention and a gated MLP on a residual stream."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -180,7 +181,7 @@ def _rows_wanted() -> Rows | None:
     return context.last_tokens if context.num_drawn is None else slice(context.num_drawn)
 
 
-class DecoderForCausalLM(nn.Module):
+class DecoderForCausalLM(nn.Module, ABC):
     """A decoder with its head. A family is a subclass that says what differs.
 
     Raises ValueError for a configuration that asks for what we do not implement (sliding windows, other RoPE scaling).
@@ -203,8 +204,9 @@ class DecoderForCausalLM(nn.Module):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
 
     @staticmethod
+    @abstractmethod
     def spec(config) -> DecoderSpec:
-        raise NotImplementedError
+        """What this family's configuration asks for."""
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Token ids and positions, int64 [num_tokens] -> hidden states [num_tokens, hidden_size], or only those that
