@@ -1,0 +1,1 @@
+"""Files of prompts in, files of answers out, resumable: docs/jobs.md."""
