@@ -10,13 +10,14 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from typing_extensions import Self
 
 from nanovllm.jobs.inputs import hash_id
-from nanovllm.jobs.lines import Answered, from_json, read_answer
+from nanovllm.jobs.lines import Answered, Row, from_json, read_answer
 from nanovllm.jobs.parquet import ParquetFormat, read_parquet_answers
 
 PART_LINES = 10_000
@@ -142,12 +143,12 @@ class JobFolder:
         are_complete = {number for number, _ in self._numbered(_PART)}
         for number, path in self._numbered(_OPEN_PART):
             # A part of Parquet is complete before its rows in JSON are deleted.
-            if number in are_complete or not _cut_torn_end(path):
+            if number in are_complete or not _cut_torn_end(path, read_answer):
                 os.unlink(path)
             else:
                 self.complete(number, parquet)
         if (self.path / ERRORS).exists():
-            _cut_torn_end(self.path / ERRORS)
+            _cut_torn_end(self.path / ERRORS, itemgetter("id"))
 
     def forget_errors(self) -> None:
         (self.path / ERRORS).unlink(missing_ok=True)
@@ -191,14 +192,14 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise ValueError(f"{path}:{number}: {error}") from None
 
 
-def _cut_torn_end(path: Path) -> int:
-    """Cut the file where the first line begins that is not whole. Returns its new size."""
+def _cut_torn_end(path: Path, read: Callable[[Row], object]) -> int:
+    """Cut the file where the first line begins that is not whole. Returns its new size. read: fails for such a row."""
     size = 0
     with open(path, "r+b") as file:
         for raw in file:
             try:
-                from_json(raw if raw.endswith(b"\n") else b"")
-            except ValueError:
+                read(from_json(raw if raw.endswith(b"\n") else b""))
+            except (KeyError, TypeError, ValueError):
                 break
             size += len(raw)
         file.truncate(size)
