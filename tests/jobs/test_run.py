@@ -77,19 +77,21 @@ def test_every_line_is_answered_as_generate_does(job, llm, answers):
 
 
 def test_wrong_lines_do_not_stop_the_others(job, answers):
-    """A thousand of every kind, and one of ten megabytes."""
+    """A thousand of every kind, and one of a megabyte. A good one has ten megabytes that are not the prompt."""
     bad = ["{", "[]", '{"id": [1], "prompt": "a"}', '{"text": "a"}', '{"prompt": "a", "temperature": -1}']
     bad += ['{"prompt": "a", "stop_token_ids": [100000]}', json.dumps({"prompt": "a " * 300})]
     bad += ['{"prompt": "\\ud800"}', '{"prompt": [1, 100000]}', '{"messages": [{"role": "user", "content": "a"}]}']
-    rows = [*prompts(5), *(bad[i % len(bad)] for i in range(1000)), json.dumps({"prompt": "a " * 5_000_000})]
+    good = prompts(5)
+    good[3]["topic"] = "x" * 10_000_000
+    rows = [*good, *(bad[i % len(bad)] for i in range(1000)), json.dumps({"prompt": "a" * 1_000_000})]
     random.Random(0).shuffle(rows)
     assert job(rows)[:3] == (1006, 5, 1001)
-    assert [row["id"] for row in by_id(read_folder(answers))] == [0, 1, 2, 3, 4]
+    assert [(row["id"], row["topic"]) for row in by_id(read_folder(answers))] == [(r["id"], r["topic"]) for r in good]
     errors = read_lines(answers / "errors.jsonl")
     assert {row["line"] for row in errors} == {i for i, row in enumerate(rows, 1) if isinstance(row, str)}
     assert {row["file"] for row in errors} == {"prompts.jsonl"}
     starts = ["is not JSON", "must be a JSON object", "id=[1]: must be a text", "has no prompt", "temperature=-1"]
-    starts += ["stop_token_ids: token id 100000", "the prompt has 301 tokens", "the prompt has 5000001 tokens"]
+    starts += ["stop_token_ids: token id 100000", "the prompt has 301 tokens", "the prompt has 1000000 tokens"]
     starts += ["the prompt cannot be tokenized", "token id 100000 is outside", "chat_template: the model's tokenizer"]
     for start in starts:
         assert any(row["error"].startswith(start) for row in errors), start
