@@ -39,6 +39,7 @@ class ReadPlan(NamedTuple):
     revision: str | None
     is_done: np.ndarray | None  # bool [num_lines]: lines to leave out
     block_size: int  # tokens of a KV cache block: prompts share whole blocks
+    names: list[str] | None = None  # of the files, if they are not all of the job
 
 
 class Prepared(NamedTuple):
@@ -117,7 +118,7 @@ def read(plan: ReadPlan) -> Iterator[list[Prepared]]:
 
     tokenizer: Any = load_tokenizer(SimpleNamespace(model=plan.tokenizer, tokenizer=str(directory)))  # type: ignore
     preparer = Preparer(tokenizer, plan.line_format)
-    lines = Inputs(plan.paths).lines(plan.is_done)
+    lines = Inputs(plan.paths, plan.names).lines(plan.is_done)
     for window in _windows((position, line) for position, (_, line) in enumerate(lines)):
         yield from _batches(grouped(preparer.prepare(window), plan.block_size))
 

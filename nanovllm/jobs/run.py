@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from importlib.metadata import version
 from itertools import count
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -25,8 +25,11 @@ from nanovllm.jobs.parquet import ParquetFormat
 from nanovllm.jobs.reader import Prepared, ReadAhead, ReadPlan
 from nanovllm.jobs.writer import Writer
 from nanovllm.llm import LLM
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import require
+from nanovllm.sampling_params import MAX_INT32, SamplingParams
+from nanovllm.utils.checks import is_int, require
+
+if TYPE_CHECKING:
+    from nanovllm.jobs.ray_job import Cluster
 
 
 class JobError(RuntimeError):
@@ -58,6 +61,8 @@ def run_batch(
     ordered: bool = False,
     overwrite: bool = False,
     retry_errors: bool = False,
+    replicas: int | None = None,
+    ray_address: str | None = None,
     use_tqdm: bool = True,
     **options: Any,
 ) -> Summary:
@@ -74,6 +79,9 @@ def run_batch(
         ordered: keep the order of the input.
         overwrite: delete the answers in the folder and start over.
         retry_errors: try the lines of errors.jsonl again.
+        replicas: engines, on this machine or a cluster, by Ray Data; each has tensor_parallel_size GPUs. None: one engine
+            in this process, or with ray_address as many as the cluster's GPUs allow.
+        ray_address: of a Ray cluster, such as "auto". All its machines must share the output's folder.
         use_tqdm: show a progress bar in a terminal.
         options: of SamplingParams, for lines without their own, and of LLM.
 
@@ -81,7 +89,7 @@ def run_batch(
         ValueError, TypeError, OSError, ImportError: a wrong call, before any work. Among them: another model or other
             parameters than the folder's job has, a changed input, an id given twice, and a folder on which another
             process works.
-        JobError: the answers cannot be written any more, as on a full disk.
+        JobError: the answers cannot be written any more, as on a full disk, or Ray has given up.
         KeyboardInterrupt: also for SIGTERM. All answers so far are in complete parts.
     """
     require("format", format, format in (None, "jsonl", "parquet"), "'jsonl' or 'parquet'")
@@ -90,20 +98,28 @@ def run_batch(
     if "://" in str(output):
         raise ValueError(f"output={str(output)!r}: must be a local folder")
     arguments = Arguments(model, prompt_column, template, system, chat_template_kwargs, seed, options)
+    cluster = _check_cluster(replicas, ray_address, model, ordered)
     inputs = Inputs(find_files(input))
     format = format or ("parquet" if inputs.are_parquet else "jsonl")
     with JobFolder(output) as folder, _sigterm_as_interrupt():
-        return _Job(folder, inputs, arguments, format, ordered, use_tqdm).run(overwrite, retry_errors)
+        return _Job(folder, inputs, arguments, format, ordered, cluster, use_tqdm).run(overwrite, retry_errors)
 
 
 class _Job:
     """One call of run_batch, which holds the folder's lock."""
 
     def __init__(
-        self, folder: JobFolder, inputs: Inputs, arguments: Arguments, format: str, ordered: bool, use_tqdm: bool
+        self,
+        folder: JobFolder,
+        inputs: Inputs,
+        arguments: Arguments,
+        format: str,
+        ordered: bool,
+        cluster: "Cluster | None",
+        use_tqdm: bool,
     ):
         self._folder, self._inputs, self._arguments = folder, inputs, arguments
-        self._format, self._ordered, self._use_tqdm = format, ordered, use_tqdm
+        self._format, self._ordered, self._cluster, self._use_tqdm = format, ordered, cluster, use_tqdm
         self._parquet: ParquetFormat | None = None
 
     def run(self, overwrite: bool, retry_errors: bool) -> Summary:
@@ -112,6 +128,8 @@ class _Job:
         if retry_errors:
             self._folder.forget_errors()
         is_done, before = self._read_answers(found)
+        if self._cluster is not None:
+            return self._run_on_ray(manifest, found, is_done)
         writer = Writer(PartWriter(self._folder, self._parquet), self._arguments.model_name, self._ordered)
         start = time.perf_counter()
         try:
@@ -127,6 +145,35 @@ class _Job:
                 self._folder.write_manifest(manifest)
             if writer.error is not None:
                 raise JobError(f"{self._folder.path}: cannot be written: {writer.error}") from writer.error
+        return Summary(found.num_lines, *counts, seconds)
+
+    def _run_on_ray(self, manifest: Row, found: Scan, is_done: np.ndarray) -> Summary:
+        from ray.exceptions import RayError
+
+        from nanovllm.jobs.ray_job import answer_on_ray
+
+        start = time.perf_counter()
+        try:
+            if not is_done.all():
+                answer_on_ray(
+                    self._cluster,
+                    self._plan(is_done),
+                    found.lines_per_file,
+                    self._arguments,
+                    self._folder,
+                    self._parquet,
+                    self._use_tqdm,
+                )
+        except (OSError, RayError) as error:
+            raise JobError(f"{self._folder.path}: the job has stopped: {error}") from error
+        finally:
+            seconds = time.perf_counter() - start
+            counts = self._folder.read()
+            manifest["progress"] = counts._asdict() | {"seconds": manifest["progress"]["seconds"] + seconds}
+            with suppress(OSError):
+                self._folder.write_manifest(manifest)
+        if (missing := found.num_lines - counts.answered - counts.failed) > 0:
+            raise JobError(f"{self._folder.path}: {missing} lines are missing: do all machines share this folder?")
         return Summary(found.num_lines, *counts, seconds)
 
     # -- before work begins --------------------------------------------------------------------------------------------
@@ -204,6 +251,7 @@ class _Job:
             options.get("revision"),
             is_done,
             options.get("kvcache_block_size", 256),
+            self._inputs.names,
         )
 
     def _answer(self, llm: LLM, lines: Iterable[Prepared], writer: Writer, num_lines: int, before: Counts) -> None:
@@ -248,6 +296,21 @@ class _Job:
 
     def _bar_options(self) -> Row:
         return {"disable": None if self._use_tqdm else True}  # None: unless standard error is a terminal
+
+
+def _check_cluster(replicas: int | None, address: str | None, model: Model, ordered: bool) -> "Cluster | None":
+    if replicas is None and address is None:
+        return None
+    require("replicas", replicas, replicas is None or is_int(replicas, 1, MAX_INT32), "a positive integer")
+    if ordered:
+        raise ValueError("ordered=True: several replicas finish out of order; sort the answers, or use one engine")
+    if isinstance(model, LLM):
+        raise TypeError("model: must be a directory or a hub id, of which every replica makes its own LLM")
+    try:
+        from nanovllm.jobs.ray_job import Cluster
+    except ImportError as error:
+        raise ImportError(f"replicas and ray_address need Ray: pip install 'nanovllm[ray]' ({error})") from error
+    return Cluster(replicas, address)
 
 
 def _versions() -> dict[str, str]:
