@@ -32,8 +32,8 @@ from nanovllm.jobs.writer import error_row
 
 BLOCKS_PER_PART = 8  # at least, except in the last one. A killed driver loses those that wait for others.
 
-# A row of the dataset is a whole batch of lines, and a block is one row, which is never split. So a retry makes the same
-# blocks, also if its answers are longer, and no line gets lost or comes twice.
+# A row of the dataset is a whole batch of lines, and a block is one row, which is never split. So a retry makes the
+# same blocks, also if its answers are longer, and no line gets lost or comes twice.
 _LINES = pa.schema([("lines", pa.binary())])  # a pickled list of Prepared
 _ANSWERS = pa.schema([("answers", pa.list_(pa.string())), ("errors", pa.list_(pa.string()))])  # rows of output, in JSON
 _BLOCK_BYTES = 1  # Ray ends a block behind the row with which it has as many.
@@ -168,10 +168,8 @@ class _Parts(Datasink):
 
     def _write_part(self, answers: list[str], number: int) -> None:
         if not self._staging.is_dir():
-            host = socket.gethostname()
-            raise FileNotFoundError(
-                f"{self._staging}: is not there on {host}: all machines must share the output's folder"
-            )
+            where = f"{self._staging}: is not there on {socket.gethostname()}"
+            raise FileNotFoundError(f"{where}: all machines must share the folder of the answers")
         staging = JobFolder(self._staging)
         with open(staging.open_part(number), "w", encoding="utf-8") as file:
             file.writelines(f"{answer}\n" for answer in answers)

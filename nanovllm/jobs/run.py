@@ -79,8 +79,8 @@ def run_batch(
         ordered: keep the order of the input.
         overwrite: delete the answers in the folder and start over.
         retry_errors: try the lines of errors.jsonl again.
-        replicas: engines, on this machine or a cluster, by Ray Data; each has tensor_parallel_size GPUs. None: one engine
-            in this process, or with ray_address as many as the cluster's GPUs allow.
+        replicas: engines, which Ray Data runs on this machine or a cluster. Each has tensor_parallel_size GPUs. None:
+            one engine in this process, or with ray_address as many as the cluster's GPUs allow.
         ray_address: of a Ray cluster, such as "auto". All its machines must share the output's folder.
         use_tqdm: show a progress bar in a terminal.
         options: of SamplingParams, for lines without their own, and of LLM.
