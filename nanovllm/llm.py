@@ -142,7 +142,7 @@ class LLM(LLMEngine):
 
         Args:
             prompts: in any form that generate accepts. A None among them says that there is none at the moment: the
-                next one is taken after the next step, or at once if nothing is under way.
+                next one is taken after the next step. The iterator ends with a None if nothing is under way.
             sampling_params: one for all, or an iterable with one each (and any for a None).
             ordered: yield results in the order of the prompts, instead of as they finish. Up to 8 times max_num_seqs
                 results may wait for a slow one.
