@@ -29,8 +29,9 @@ BLOCK_LINES = 64  # about, as the reader makes them
 # Lines that an actor has in hand, as a multiple of max_num_seqs: a block is held until its longest answer is complete.
 _LINES_AHEAD = 4
 _BLOCKS_AHEAD = 4  # at the actor, and not begun
-# Reads and writes run as tasks of one CPU. Actors that asked for whole CPUs would leave them none on a small machine.
-_ACTOR_CPUS = 0.1
+# Reads, writes and the filter of a checkpoint want whole CPUs. If actors had any part of one, a machine of one or two
+# CPUs would never start a job.
+_ACTOR_CPUS = 0
 
 
 class _Request(NamedTuple):

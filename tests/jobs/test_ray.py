@@ -11,6 +11,10 @@ from job_files import ReadHere, by_id, prompts, read_folder, read_lines, write_l
 
 ray = pytest.importorskip("ray")
 
+from pyarrow import Table  # noqa: E402
+from pyarrow.parquet import read_table, write_table  # noqa: E402
+from ray.data.checkpoint import CheckpointConfig  # noqa: E402
+
 from nanovllm.jobs import GenerateActor, ray_job, run, run_batch  # noqa: E402
 from nanovllm.jobs.folder import JobFolder  # noqa: E402
 
@@ -65,21 +69,17 @@ def kill_an_actor(answers):
 
 
 def test_an_own_pipeline(cluster, path, tmp_path):
-    from ray.data.checkpoint import CheckpointConfig
-
-    context = ray.data.DataContext.get_current().copy()
-    context.checkpoint_config = CheckpointConfig("id", str(tmp_path / "checkpoint"), delete_checkpoint_on_success=False)
     rows = [{"id": i, "question": f"a block {i}", "text": "kept", "max_tokens": 1 + i % 5} for i in range(20)]
     rows[7]["question"] = None
-    source = tmp_path / "prompts"
+    source = tmp_path / "prompts.parquet"
+    write_table(Table.from_pylist(rows), source)
+    context = ray.data.DataContext.get_current().copy()
+    context.checkpoint_config = CheckpointConfig("id", str(tmp_path / "checkpoint"), delete_checkpoint_on_success=False)
     with ray.data.DataContext.current(context):
-        ray.data.from_items(rows).write_parquet(str(source))
         dataset = ray.data.read_parquet(str(source))
         pool = GenerateActor.pool(path, replicas=1, prompt_column="question", temperature=0, **ENGINE)
         dataset.map_batches(GenerateActor, **pool).write_parquet(str(tmp_path / "answers"))
-    import pyarrow.parquet as pq
-
-    found = {row["id"]: row for row in pq.read_table(tmp_path / "answers").to_pylist()}
+    found = {row["id"]: row for row in read_table(tmp_path / "answers").to_pylist()}
     assert sorted(found) == list(range(20))
     assert [found[i]["num_completion_tokens"] for i in (0, 1, 2)] == [1, 2, 3]
     assert found[3]["input_text"] == "kept"
