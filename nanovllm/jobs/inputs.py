@@ -94,7 +94,8 @@ def find_files(patterns: str | os.PathLike | Iterable[str | os.PathLike]) -> lis
     """
     patterns = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
     found: dict[str, None] = {}
-    for pattern in map(os.fspath, patterns):
+    for each in patterns:
+        pattern = os.fspath(each)
         if "://" in pattern:
             import_extra("fsspec")
             from fsspec.core import get_fs_token_paths
@@ -154,7 +155,8 @@ def _rows(path: str) -> Iterator[tuple[int, bytes | Row]]:
             for number, content in enumerate(
                 _parquet_rows(file) if path.endswith(".parquet") else _text(path, file), 1
             ):
-                if not isinstance(content, bytes) or not content.isspace():
+                is_blank = isinstance(content, bytes) and content.isspace()
+                if not is_blank:
                     yield number, content
         except (EOFError, OSError, ValueError, zlib.error) as error:
             raise ValueError(f"{path}: cannot be read after line {number}: {error}") from error

@@ -66,12 +66,13 @@ class Preparer:
         encoded = iter(self._encode(texts))
         prepared = []
         for position, raw, line in lines:
-            prompt = next(encoded) if isinstance(line, Line) and isinstance(line.prompt, str) else None
-            if isinstance(line, Line) and line.is_chat:
-                prompt = self._render(line)
-            error = next((str(each) for each in (line, prompt) if isinstance(each, Exception)), None)
-            served = None if error else line if prompt is None else line._replace(prompt=prompt)
-            prepared.append(Prepared(position, raw.id, raw.file, raw.number, served, error))
+            result: Line | Exception = line
+            if isinstance(line, Line):
+                is_text = isinstance(line.prompt, str)
+                prompt = next(encoded) if is_text else self._render(line) if line.is_chat else line.prompt
+                result = prompt if isinstance(prompt, Exception) else line._replace(prompt=prompt)
+            outcome = (result, None) if isinstance(result, Line) else (None, str(result))
+            prepared.append(Prepared(position, raw.id, raw.file, raw.number, *outcome))
         return prepared
 
     def _read(self, raw: RawLine) -> Line | Exception:
@@ -93,11 +94,12 @@ class Preparer:
             return [each for text in texts for each in self._encode([text])]
 
     def _render(self, line: Line) -> list[int] | Exception:
+        conversation: Any = line.prompt
         options = line.chat_options
         try:
             (token_ids,) = render_chat(
                 self._tokenizer,
-                [line.prompt],
+                [conversation],
                 None,
                 add_generation_prompt=True,
                 tools=options.get("tools"),

@@ -235,7 +235,7 @@ class _Job:
                 yield params.popleft()
 
         num_tokens, start = 0, time.perf_counter()
-        outputs = llm.generate_iter(prompts(), params_of_prompts(), self._ordered, on_error="return")
+        outputs: Any = llm.generate_iter(prompts(), params_of_prompts(), self._ordered, on_error="return")
         with bar, closing(outputs):
             for index, output in outputs:
                 writer.put(under_way.pop(index), output)
