@@ -5,7 +5,7 @@ from itertools import count
 
 from xxhash import xxh64_intdigest
 
-from nanovllm.engine.requests.detokenizer import Detokenizer
+from nanovllm.engine.requests.detokenizer import Detokenizer, TextStream
 from nanovllm.engine.requests.request_checker import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ class SequenceMaker:
             if sample:
                 seq.seed = _hash_seed(sample, seed)
             if self._detokenizer is not None and (streams or params.stop):
-                seq.text_stream = self._detokenizer.stream(params)
+                seq.text_stream = TextStream(self._detokenizer, params)
             seqs.append(seq)
             if params.prompt_logprobs is not None and params.n > 1:
                 params = dataclasses.replace(params, prompt_logprobs=None)  # The first sample's are all the others'.
