@@ -190,7 +190,7 @@ def test_min_tokens_that_no_choice_has(llm):
     says = r"^sampling_params\[0\]: min_tokens=8: the longest choice has no more than 7 tokens"
     with pytest.raises(ValueError, match=says):
         llm.generate([[1]], [form(choice=["größe", "a"], min_tokens=8)], use_tqdm=False)
-    llm._checker.check_one([1], form(choice=["größe", "a"], min_tokens=7))
+    llm._sequences.make_one([1], form(choice=["größe", "a"], min_tokens=7))
 
 
 def test_forms_with_tokens_that_may_and_may_not_be_drawn(llm):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nanovllm.engine.requests.detokenizer import Detokenizer, TextStream
+from nanovllm.engine.requests.detokenizer import TextStream
 from nanovllm.sampling_params import SamplingParams
 
 DEMO_MODEL = Path(__file__).parents[2] / "assets" / "demo-model"
@@ -42,7 +42,7 @@ def encode(text: str) -> list[int]:
 
 def read(tokenizer, token_ids: list[int], **params) -> tuple[list[str], str, int, str | None]:
     """What each token adds, the whole text, the tokens read, and the stop string found."""
-    stream = TextStream(Detokenizer(tokenizer), SamplingParams(max_tokens=None, **params))
+    stream = TextStream(tokenizer, SamplingParams(max_tokens=None, **params))
     pieces = []
     for token_id in token_ids:
         stopped = stream.push(token_id)

@@ -1,4 +1,4 @@
-"""Detokenizer: tokens to text, all at once or as they come, up to stop strings."""
+"""Tokens to text, all at once or as they come, up to stop strings."""
 
 from typing import Any
 
@@ -10,29 +10,23 @@ from nanovllm.sampling_params import SamplingParams
 REPLACEMENT = "\ufffd"  # UTF-8 decoders write it for bytes that are no character, or not yet one.
 
 
-class Detokenizer:
-    """The text of token ids, by one tokenizer."""
+def decode(tokenizer: Any, completions: list[list[int]], skip_special_tokens: bool) -> list[str]:
+    return tokenizer.batch_decode(
+        completions, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
 
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
-        self.backend = getattr(tokenizer, "backend_tokenizer", None)  # None for a tokenizer written in Python
 
-    def decode(self, completions: list[list[int]], skip_special_tokens: bool) -> list[str]:
-        return self.tokenizer.batch_decode(
-            completions, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-
-    def set_texts(self, seqs: list[Sequence]) -> None:
-        """Give finished sequences their text."""
-        for skip_special_tokens in (True, False):
-            group = [s for s in seqs if s.text_stream is None and s.params.skip_special_tokens == skip_special_tokens]
-            texts = self.decode([seq.completion_token_ids for seq in group], skip_special_tokens) if group else []
-            for seq, text in zip(group, texts, strict=True):
-                seq.text = text
-        for seq in seqs:
-            if seq.text_stream is not None:
-                read_new_tokens(seq)
-                seq.text = seq.text_stream.finish()
+def set_texts(tokenizer: Any, seqs: list[Sequence]) -> None:
+    """Give finished sequences their text."""
+    for skip_special_tokens in (True, False):
+        group = [s for s in seqs if s.text_stream is None and s.params.skip_special_tokens == skip_special_tokens]
+        texts = decode(tokenizer, [seq.completion_token_ids for seq in group], skip_special_tokens) if group else []
+        for seq, text in zip(group, texts, strict=True):
+            seq.text = text
+    for seq in seqs:
+        if seq.text_stream is not None:
+            read_new_tokens(seq)
+            seq.text = seq.text_stream.finish()
 
 
 class TextStream:
@@ -45,10 +39,11 @@ class TextStream:
         stop_reason: the stop string that ended the text, or None.
     """
 
-    def __init__(self, detokenizer: Detokenizer, params: SamplingParams):
+    def __init__(self, tokenizer: Any, params: SamplingParams):
         self.token_ids: list[int] = []
         self.stop_reason: str | None = None
-        self._detokenizer = detokenizer
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)  # None for a tokenizer written in Python
         self._decoder = DecodeStream(skip_special_tokens=params.skip_special_tokens)
         self._params = params
         self._pieces: list[str] = []
@@ -82,18 +77,17 @@ class TextStream:
 
     def _decode_next(self, token_id: int) -> str:
         """The characters that this token completes."""
-        backend = self._detokenizer.backend
-        if backend is None:
+        if self._backend is None:
             whole = self._decode_all()
             return "" if whole.endswith(REPLACEMENT) else whole[len("".join(self._pieces) + self._held) :]
         try:
-            return self._decoder.step(backend, token_id) or ""
+            return self._decoder.step(self._backend, token_id) or ""
         except Exception:  # A vocabulary with byte tokens takes characters back when a wrong byte follows.
             self._decoder = DecodeStream(skip_special_tokens=self._params.skip_special_tokens)
-            return self._decoder.step(backend, token_id) or ""
+            return self._decoder.step(self._backend, token_id) or ""
 
     def _decode_all(self) -> str:
-        return self._detokenizer.decode([self.token_ids], self._params.skip_special_tokens)[0]
+        return decode(self._tokenizer, [self.token_ids], self._params.skip_special_tokens)[0]
 
     def _num_undecided(self) -> int:
         """Characters at the end that may be the beginning of a stop string."""

@@ -85,10 +85,6 @@ class Grammar:
         self._compiled = compiled
         self._num_tokens = 0
 
-    def fresh(self) -> "Grammar":
-        """The same before its first token."""
-        return Grammar(self.grammars, self._compiled)
-
     @cached_property
     def matcher(self) -> Any:
         """Its own state, made when its sequence runs, because thousands may be waiting."""
