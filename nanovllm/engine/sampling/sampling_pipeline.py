@@ -8,7 +8,6 @@ import torch
 
 from nanovllm.engine.runner.packed_arrays import send_arrays
 from nanovllm.engine.sampling.logprobs import LogprobRows, StepLogprobs
-from nanovllm.engine.sampling.structured import fill_masks
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logprobs import token_logprobs
 from nanovllm.layers.penalties import IN_PROMPT, apply_penalties
@@ -161,16 +160,16 @@ class SamplingPipeline:
         }
 
     def _mask_arrays(self, seqs: list[Sequence], rows: list[int]) -> dict[str, np.ndarray]:
-        rows = sorted(rows, key=lambda row: seqs[row].grammar is None)
+        bitmask = np.full((len(rows), num_mask_words(self.vocab_size)), -1, np.int32)
         grammars = []
-        for seq in (seqs[row] for row in rows):
+        for i, seq in enumerate(seqs[row] for row in rows):
             if seq.grammar is not None:
-                grammars.append(seq.grammar)
+                grammars.append((seq.grammar, i))
                 fault = seq.grammar.advance(seq.tokens, seq.num_completion_tokens)
                 if fault is not None:
                     seq.error = f"structured_outputs: the form cannot be followed any further: {fault}"
-        bitmask = np.full((len(rows), num_mask_words(self.vocab_size)), -1, np.int32)
-        fill_masks(grammars, bitmask[: len(grammars)])
+        if grammars:
+            grammars[0][0].grammars.fill_masks(grammars, bitmask)
         for mask, row in zip(bitmask, rows, strict=True):
             self._narrow(mask, seqs[row])
             if seqs[row].error is not None:
