@@ -12,19 +12,12 @@ Message = dict[str, Any]
 Conversation = list[Message]
 Tool = dict[str, Any] | Callable
 
-# Arguments of apply_chat_template that are no variables of a template.
 _OF_CHAT = ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "tools")
-_RESERVED = {
-    **dict.fromkeys(_OF_CHAT, "an argument of chat()"),
-    "conversation": "chat()'s messages",
-    "max_length": "no variable of a template: whole prompts are rendered",
-    "padding": "no variable of a template: prompts are not padded",
-    "return_assistant_tokens_mask": "no variable of a template: nothing would read it",
-    "return_dict": "no variable of a template: chat() reads the tokens itself",
-    "return_tensors": "no variable of a template: chat() reads the tokens itself",
-    "tokenize": "no variable of a template: chat() needs tokens",
-    "truncation": "no variable of a template: prompts are not shortened",
-}
+# Arguments of apply_chat_template that are no variables of a template.
+_OF_TRANSFORMERS = (
+    *("conversation", "max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors"),
+    *("tokenize", "tokenizer_kwargs", "truncation"),
+)
 
 
 def as_conversations(messages: Any) -> list[Conversation]:
@@ -74,8 +67,12 @@ def check_template_options(chat_template: Any, chat_template_kwargs: Any) -> Non
     if not isinstance(chat_template_kwargs, Mapping) or not all(isinstance(name, str) for name in chat_template_kwargs):
         raise TypeError(f"chat_template_kwargs={chat_template_kwargs!r}: must be a dict of the template's variables")
     for name in chat_template_kwargs:
-        if name in _RESERVED:
-            raise ValueError(f"chat_template_kwargs: {name!r} is {_RESERVED[name]}")
+        if name in _OF_CHAT:
+            raise ValueError(f"chat_template_kwargs: {name!r} is an argument of chat()")
+        if name in _OF_TRANSFORMERS:
+            raise ValueError(
+                f"chat_template_kwargs: {name!r} is no variable of a template: chat() renders and reads whole prompts"
+            )
 
 
 def as_tools(tools: Any) -> list[dict[str, Any]] | None:
