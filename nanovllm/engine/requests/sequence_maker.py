@@ -100,13 +100,13 @@ class SequenceMaker:
                 raise token_ids
             self._check_length(len(token_ids))
         except (TypeError, ValueError) as error:
-            raise _error_at(where, error) from error
+            raise type(error)(f"{where}{error}") from error
         if not isinstance(params, SamplingParams):
             raise TypeError(f"{where_params}must be a SamplingParams, not {type(params).__name__}")
         try:
             edits, grammars = self._read_params(params)
         except (ValueError, ImportError) as error:
-            raise _error_at(where_params, error) from error
+            raise type(error)(f"{where_params}{error}") from error
         request_id = self.num_requests
         self.num_requests += 1
         # A hash and not a sum, so that neighbouring requests do not draw from related streams.
@@ -197,7 +197,7 @@ class SequenceMaker:
         encoded = self._encode(prompts, **options)
         for i, token_ids in enumerate(encoded):
             if isinstance(token_ids, Exception):
-                raise _error_at(f"{name}[{i}]: ", token_ids) from token_ids
+                raise type(token_ids)(f"{name}[{i}]: {token_ids}") from token_ids
         return encoded
 
     def _encode(self, prompts: list[Prompt], **options: Any) -> list[Any]:
@@ -220,12 +220,6 @@ def _result_or_error(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     except (TypeError, ValueError) as error:
         return error
-
-
-def _error_at(where: str, error: Exception) -> Exception:
-    """The error with `where` ahead of its message; of a plain class, because a UnicodeError wants other arguments."""
-    kind = next(kind for kind in (TypeError, ImportError, ValueError) if isinstance(error, kind))
-    return kind(f"{where}{error}")
 
 
 def _hash_seed(number: int, seed: int) -> int:
