@@ -19,7 +19,7 @@ from nanovllm.models.hf_config import (
 )
 from nanovllm.utils.checks import is_int, is_number, require
 from nanovllm.utils.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
-from nanovllm.utils.option_hints import ENGINE_HINTS, explains_unknown_options
+from nanovllm.utils.option_hints import HINTS, explains_unknown_options
 from nanovllm.utils.parallel import check_shardable
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ MAX_KVCACHE_GIB = 2**16  # more than one machine has
 MAX_SLOTS = 2**31  # Kernels count KV cache slots, and the keys of all sequences of a step, in int32.
 
 
-@explains_unknown_options(ENGINE_HINTS)
+@explains_unknown_options(HINTS["Config"])
 @dataclass
 class Config:
     """Options of one engine; docs/reference.md describes each of them.

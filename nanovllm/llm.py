@@ -22,7 +22,7 @@ from nanovllm.engine.requests.streaming import PromptFeed, new_deltas
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import require
 from nanovllm.utils.collector import old_objects_set_aside
-from nanovllm.utils.option_hints import CHAT_HINTS, explains_unknown_options
+from nanovllm.utils.option_hints import HINTS, explains_unknown_options
 
 # generate_iter(ordered=True) takes at most this many times max_num_seqs prompts ahead of the next result: results may
 # wait for a slow one only as long as the batch stays full.
@@ -38,7 +38,7 @@ class LLM(LLMEngine):
     dropping it drops its requests.
     """
 
-    @explains_unknown_options(CHAT_HINTS, misplaced_option)
+    @explains_unknown_options(HINTS["chat"], misplaced_option)
     def chat(
         self,
         messages: Conversation | list[Conversation],

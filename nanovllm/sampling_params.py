@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from nanovllm.utils.checks import is_int, require
-from nanovllm.utils.option_hints import FORM_HINTS, SAMPLING_HINTS, explains_unknown_options
+from nanovllm.utils.option_hints import HINTS, explains_unknown_options
 
 MAX_INT32 = 2**31 - 1  # token ids, and counts of tokens
 MAX_SEED = 2**63 - 1
@@ -21,7 +21,7 @@ MAX_BIAS = 100
 MIN_FLOAT, MAX_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
-@explains_unknown_options(FORM_HINTS)
+@explains_unknown_options(HINTS["StructuredOutputsParams"])
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
     """The form that a completion must have: exactly one of json, regex and choice.
@@ -81,7 +81,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-@explains_unknown_options(SAMPLING_HINTS)
+@explains_unknown_options(HINTS["SamplingParams"])
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request is sampled and when it ends. Names and meanings are vLLM's; docs/reference.md describes each.
