@@ -7,15 +7,7 @@ from typing import Any
 
 from nanovllm.engine.engine_lock import Call
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.requests.chat import (
-    Conversation,
-    Tool,
-    as_conversations,
-    as_tools,
-    check_template_options,
-    misplaced_option,
-    render_chat,
-)
+from nanovllm.engine.requests.chat import Conversation, Tool, misplaced_option, render_chat
 from nanovllm.engine.requests.outputs import RequestOutput, Score, StreamDelta
 from nanovllm.engine.requests.prompts import Prompt, as_prompts, pair_lazily, params_per_prompt
 from nanovllm.engine.requests.streaming import PromptFeed, new_deltas
@@ -80,15 +72,14 @@ class LLM(LLMEngine):
                 "continue_final_message=True: the last message is either continued or answered; pass "
                 "add_generation_prompt=False with it"
             )
-        check_template_options(chat_template, chat_template_kwargs)
         prompts = render_chat(
             self.tokenizer,
-            as_conversations(messages),
+            messages,
             chat_template,
+            chat_template_kwargs,
+            tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tools=as_tools(tools),
-            **chat_template_kwargs or {},
         )
         return self.generate(prompts, sampling_params, use_tqdm)
 

@@ -58,7 +58,7 @@ def _check_message(message: Any, where: str) -> Message:
     return dict(message) | {"content": "\n".join(part["text"] for part in content)}
 
 
-def check_template_options(chat_template: Any, chat_template_kwargs: Any) -> None:
+def _check_template_options(chat_template: Any, chat_template_kwargs: Any) -> None:
     """Raises TypeError or ValueError, naming the argument."""
     if chat_template is not None and not isinstance(chat_template, str):
         raise TypeError(f"chat_template: must be the text of a Jinja template, not {type(chat_template).__name__}")
@@ -117,25 +117,32 @@ def misplaced_option(name: str, value: object) -> str:
 
 
 def render_chat(
-    tokenizer: Any, conversations: list[Conversation], chat_template: str | None, **options: Any
+    tokenizer: Any,
+    messages: Any,
+    chat_template: str | None,
+    chat_template_kwargs: dict[str, Any] | None,
+    tools: Any,
+    **options: bool,
 ) -> list[list[int]]:
-    """Token ids of each conversation. Raises ValueError, naming the template or the conversation.
+    """Token ids of each conversation. Raises ValueError or TypeError, naming the argument or the conversation.
 
     Args:
+        messages, tools: as in as_conversations and as_tools.
         chat_template: a Jinja template; None uses the tokenizer's.
-        options: arguments of apply_chat_template, such as tools, and variables of the template.
+        chat_template_kwargs: variables of the template.
+        options: other arguments of apply_chat_template.
     """
+    _check_template_options(chat_template, chat_template_kwargs)
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat_template: the model's tokenizer has none; pass one, or give generate() whole prompts")
-    tools = options.get("tools")
+    conversations, tools = as_conversations(messages), as_tools(tools)
     if tools and "tools" not in tokenizer.get_chat_template(chat_template, tools):
         raise ValueError("tools: the chat template has no place for them; pass a chat_template that has")
+    options = {"chat_template": chat_template, "tools": tools} | options | (chat_template_kwargs or {})
     token_ids = []
     for i, conversation in enumerate(conversations):
         try:
-            encoded = tokenizer.apply_chat_template(
-                conversation, chat_template=chat_template, tokenize=True, return_dict=True, **options
-            )
+            encoded = tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=True, **options)
         except (TemplateError, TypeError, ValueError) as error:
             raise ValueError(f"conversation {i}: the chat template cannot render it: {error}") from error
         token_ids.append(list(encoded["input_ids"]))
