@@ -230,3 +230,18 @@ def test_tokens_have_memory_of_their_own_until_the_step_after_next():
     inputs.pad(2)
     inputs.tokens_on_host(6).fill_(3)
     assert second.tolist() == [2] * 6
+
+
+@pytest.mark.gpu
+def test_a_capture_before_a_step_is_sent_leaves_its_host_buffer_alone():
+    inputs = DecodeInputs(4, 4, 256, torch.device("cuda"), None)
+    seqs = [Sequence(i, [10 + i], SamplingParams(), 256, seed=i) for i in range(2)]
+    for seq in seqs:
+        seq.block_table, seq.is_prefilling = [0], False
+    batch = inputs.write(seqs[:1], 1)
+    inputs.pad(2)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**8)  # The device is behind: the host writes the next step before this one is received.
+    inputs.send(batch)
+    inputs.write(seqs[1:], 1)
+    assert inputs.for_layers(1)[0].tolist() == [10]

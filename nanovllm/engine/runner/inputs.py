@@ -124,8 +124,11 @@ class DecodeInputs:
         return self.input_ids[:num_rows], self.rows["positions"][:num_rows], context
 
     def pad(self, num_rows: int) -> None:
-        """Send a step of padding alone."""
+        """Send a step of padding alone. The host buffers keep taking turns as if it had not been: a step that was
+        written before, and is sent after it, must not be in the buffer that the next one is written to."""
+        last = self._last_buffer
         self.send(self.write([], num_rows))
+        self._last_buffer = last
 
     def write(self, seqs: list[Sequence], num_rows: int) -> Batch:
         """The arrays of a decode or mixed step, padded to num_rows."""
