@@ -135,8 +135,7 @@ class SequenceMaker:
         self._check_vocabulary("stop_token_ids", params.stop_token_ids)
         edits = None
         if params.edits_logits:
-            tokens: Any = (params.logit_bias, params.allowed_token_ids, params.bad_words, params.stop_token_ids)
-            edits = self._logit_edits(*tokens, params.min_tokens > 0, form is not None)
+            edits = self._logit_edits(replace(params, seed=None))  # Requests seldom differ in more than the seed.
         if form is None:
             return edits, None
         if self._tokenizer is None:
@@ -157,34 +156,26 @@ class SequenceMaker:
         if highest >= self._vocab_size:
             raise ValueError(f"{name}: token id {highest} is outside the vocabulary, 0..{self._vocab_size - 1}")
 
-    def _make_logit_edits(
-        self,
-        biases: tuple[tuple[int, float], ...],
-        allowed: tuple[int, ...] | None,
-        bad_words: tuple[str, ...],
-        stop_token_ids: tuple[int, ...],
-        has_min_tokens: bool,
-        has_form: bool,
-    ) -> LogitEdits:
-        self._check_vocabulary("logit_bias", (token for token, _ in biases))
-        self._check_vocabulary("allowed_token_ids", allowed or ())
-        if bad_words and self._tokenizer is None:
+    def _make_logit_edits(self, params: SamplingParams) -> LogitEdits:
+        self._check_vocabulary("logit_bias", dict(params.logit_bias))
+        self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+        if params.bad_words and self._tokenizer is None:
             raise ValueError(
-                f"bad_words={bad_words!r}: need the model's tokenizer, but skip_tokenizer_init is set; logit_bias and "
-                "allowed_token_ids take token ids"
+                f"bad_words={params.bad_words!r}: need the model's tokenizer, but skip_tokenizer_init is set; "
+                "logit_bias and allowed_token_ids take token ids"
             )
-        words = tokenize_bad_words(self._tokenizer, bad_words)
+        words = tokenize_bad_words(self._tokenizer, params.bad_words)
         self._check_vocabulary("bad_words", (token for word in words for token in word))
-        edits = LogitEdits(biases, allowed, words, self._vocab_size)
+        edits = LogitEdits(params, words, self._vocab_size)
         is_left = unpack_mask(edits.mask, self._vocab_size)
         eos = [token for token in self._eos if token < self._vocab_size]
-        if has_form and eos and not is_left[eos].any():
+        if params.structured_outputs is not None and eos and not is_left[eos].any():
             raise ValueError(
                 f"structured_outputs: a form ends with one of the tokens {eos}, and allowed_token_ids or bad_words "
                 "exclude them"
             )
-        if has_min_tokens:
-            is_left[[*eos, *stop_token_ids]] = False
+        if params.min_tokens > 0:
+            is_left[[*eos, *params.stop_token_ids]] = False
         if not is_left.any():
             raise ValueError(
                 "no token is left to draw: allowed_token_ids, bad_words and min_tokens, which keeps away the ends, "
