@@ -2,7 +2,6 @@
 
 import logging
 import os
-import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -92,14 +91,7 @@ class LLMEngine:
             self.model_runner.mixed_step_rows,
             config.supported_model_len,
         )
-        self._sequences = SequenceMaker(
-            self.tokenizer,
-            config.hf_config.vocab_size,
-            config.eos,
-            config.kvcache_block_size,
-            secrets.randbits(63) if config.seed is None else config.seed,
-            self.scheduler.length_limit.check,
-        )
+        self._sequences = SequenceMaker(config, self.tokenizer, self.scheduler.length_limit.check)
         self._calls = count(1)
         self._num_steps = 0
         self._seconds = 0.0  # in _step

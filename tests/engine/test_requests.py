@@ -1,6 +1,7 @@
 """SequenceMaker: prompts that are checked together give what each of them gives by itself."""
 
 from array import array
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,7 +36,8 @@ def check_length(num_tokens: int) -> None:
         raise ValueError("is too long")
 
 
-maker = SequenceMaker(None, VOCAB_SIZE, (), 16, 0, check_length)
+config = SimpleNamespace(hf_config=SimpleNamespace(vocab_size=VOCAB_SIZE), eos=(), kvcache_block_size=16, seed=0)
+maker = SequenceMaker(config, None, check_length)
 
 
 def check(prompts: list, **options) -> list:

@@ -1,5 +1,6 @@
 """SequenceMaker: from prompts and sampling parameters to checked sequences; and the order in which a batch begins."""
 
+import secrets
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 from xxhash import xxh64_intdigest
 
+from nanovllm.config import Config
 from nanovllm.engine.requests.detokenizer import TextStream
 from nanovllm.engine.requests.prompts import Prompt, as_array, read_prompt
 from nanovllm.engine.sampling.logit_edits import LogitEdits, tokenize_bad_words
@@ -23,28 +25,16 @@ _MAX_LOGIT_EDITS = 256  # kept for later requests, 20 KB each for 150,000 tokens
 class SequenceMaker:
     """Checks requests and makes their sequences. `num_requests` so far is the next request's id."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        vocab_size: int,
-        eos: Iterable[int],
-        block_size: int,
-        seed: int,
-        check_length: Callable[[int], None],
-    ):
-        """
-        Args:
-            tokenizer: None accepts token ids only.
-            seed: of requests that name none, each of which gets one of its own.
-            check_length: raises ValueError for too many prompt tokens.
-        """
+    def __init__(self, config: Config, tokenizer: Any, check_length: Callable[[int], None]):
+        """tokenizer: None accepts token ids only. check_length: raises ValueError for too many prompt tokens."""
         self.num_requests = 0
         self._seq_ids = count()
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._eos = tuple(eos)
-        self._block_size = block_size
-        self._seed = seed
+        self._vocab_size = config.hf_config.vocab_size
+        self._eos = config.eos
+        self._block_size = config.kvcache_block_size
+        # From it requests without a seed get one each.
+        self._seed = secrets.randbits(63) if config.seed is None else config.seed
         self._check_length = check_length
         self._grammars: Grammars | None = None
         self._logit_edits = lru_cache(_MAX_LOGIT_EDITS)(self._make_logit_edits)

@@ -109,8 +109,7 @@ class LogitSteps:
             self._tp.broadcast(sampled)
             return None
         if self.pipeline is None:
-            config, vocab_size = self._config, self._config.hf_config.vocab_size
-            self.pipeline = SamplingPipeline(vocab_size, config.max_num_seqs, config.eos, sampled.device)
+            self.pipeline = SamplingPipeline(self._config, sampled.device)
         tokens, logprobs = self.pipeline.draw(forward)
         sampled.copy_(tokens)
         self._tp.broadcast(sampled)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nanovllm.config import Config
 from nanovllm.engine.runner.packed_arrays import send_arrays
 from nanovllm.engine.sampling.logprobs import LogprobRows, StepLogprobs
 from nanovllm.engine.sequence import Sequence
@@ -39,12 +40,11 @@ class SamplingPipeline:
     same tokens whatever else is in the step. Nothing waits for the device.
     """
 
-    def __init__(self, vocab_size: int, max_num_seqs: int, eos: tuple[int, ...], device: torch.device):
-        """eos: the tokens, besides a request's stop_token_ids, that min_tokens forbids."""
+    def __init__(self, config: Config, device: torch.device):
         self.sampler = Sampler()
-        self.vocab_size = vocab_size
-        self.max_num_seqs = max_num_seqs
-        self.eos = eos
+        self.vocab_size = config.hf_config.vocab_size
+        self.max_num_seqs = config.max_num_seqs
+        self.eos = config.eos
         self.device = device
         self._counts: TokenCounts | None = None
 
