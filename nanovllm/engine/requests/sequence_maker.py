@@ -125,7 +125,7 @@ class SequenceMaker:
         self._check_vocabulary("stop_token_ids", params.stop_token_ids)
         edits = None
         if params.edits_logits:
-            edits = self._logit_edits(replace(params, seed=None))  # Requests seldom differ in more than the seed.
+            edits = self._logit_edits(replace(params, seed=None))  # Requests of a batch differ in little else.
         if form is None:
             return edits, None
         if self._tokenizer is None:
