@@ -8,7 +8,7 @@ from dataclasses import fields
 from nanovllm.config import Config
 from nanovllm.jobs.lines import SAMPLING_OPTIONS, LineFormat, Row
 from nanovllm.llm import LLM
-from nanovllm.utils.option_hints import ENGINE_HINTS, unknown_option
+from nanovllm.utils.option_hints import HINTS, unknown_option
 
 Model = str | os.PathLike[str] | LLM
 
@@ -42,7 +42,7 @@ class Arguments:
         known = {field.name for field in fields(Config)} - _NOT_OF_JOBS
         for name in self.engine_options:
             if name not in known:
-                raise unknown_option(name, [*known, *SAMPLING_OPTIONS], ENGINE_HINTS)
+                raise unknown_option(name, [*known, *SAMPLING_OPTIONS], HINTS["Config"])
         if isinstance(model, LLM):
             if self.engine_options:
                 raise TypeError(f"{next(iter(self.engine_options))!r}: model is an LLM, which has its options already")

@@ -152,12 +152,13 @@ def _rows(path: str) -> Iterator[tuple[int, bytes | Row]]:
     number = 0
     with open_file(path) as file:
         try:
-            for number, content in enumerate(
-                _parquet_rows(file) if path.endswith(".parquet") else _text(path, file), 1
-            ):
-                is_blank = isinstance(content, bytes) and content.isspace()
-                if not is_blank:
-                    yield number, content
+            if path.endswith(".parquet"):
+                for number, row in enumerate(_parquet_rows(file), 1):
+                    yield number, row
+                return
+            for number, raw in enumerate(_text(path, file), 1):
+                if not raw.isspace():
+                    yield number, raw
         except (EOFError, OSError, ValueError, zlib.error) as error:
             raise ValueError(f"{path}: cannot be read after line {number}: {error}") from error
 
