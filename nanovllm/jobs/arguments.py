@@ -9,6 +9,7 @@ from nanovllm.config import Config
 from nanovllm.jobs.lines import SAMPLING_OPTIONS, LineFormat, Row
 from nanovllm.llm import LLM
 from nanovllm.utils.option_hints import HINTS, unknown_option
+from nanovllm.utils.progress import tqdm
 
 Model = str | os.PathLike[str] | LLM
 
@@ -59,6 +60,13 @@ class Arguments:
             return self.model.config.tokenizer
         return os.fspath(self.engine_options.get("tokenizer") or self.model)
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV cache block."""
+        if isinstance(self.model, LLM):
+            return self.model.config.kvcache_block_size
+        return self.engine_options.get("kvcache_block_size", Config.kvcache_block_size)
+
     @contextmanager
     def engine(self) -> Iterator[LLM]:
         """The caller's, or a new one for the block."""
@@ -76,3 +84,9 @@ class Arguments:
         options |= form.sampling | {"prompt_column": form.prompt_column, "template": form.template}
         options |= {"system": form.system, "chat_template_kwargs": form.chat_template_kwargs or None, "seed": form.seed}
         return {"model": os.path.realpath(path) if os.path.isdir(path) else path} | options
+
+
+def line_bar(title: str, use_tqdm: bool, total: int | None = None, initial: int = 0) -> tqdm:
+    """A progress bar of lines, in a terminal only."""
+    disable = None if use_tqdm else True
+    return tqdm(desc=title, total=total, initial=initial, unit=" lines", dynamic_ncols=True, disable=disable)

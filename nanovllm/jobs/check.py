@@ -4,12 +4,10 @@ import os
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tqdm.auto import tqdm
-
 from nanovllm.config import Config
 from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.engine.requests.sequence_maker import SequenceMaker
-from nanovllm.jobs.arguments import Arguments, Model
+from nanovllm.jobs.arguments import Arguments, Model, line_bar
 from nanovllm.jobs.inputs import Inputs, find_files, scan
 from nanovllm.jobs.lines import Line, Row
 from nanovllm.jobs.reader import ReadPlan, read
@@ -48,14 +46,15 @@ def check_batch(
     """
     arguments = Arguments(model, prompt_column, template, system, chat_template_kwargs, None, options)
     inputs = Inputs(find_files(input))
-    bar_options: Row = {"unit": " lines", "dynamic_ncols": True, "disable": None if use_tqdm else True}
-    with tqdm(desc="Checking ids", **bar_options) as bar:
+    with line_bar("Checking ids", use_tqdm) as bar:
         num_lines = scan(inputs, bar.update).num_lines
     checker, limit = _make_checker(arguments)
-    plan = ReadPlan(inputs.paths, arguments.line_format, arguments.tokenizer, None, None, 1)
+    plan = ReadPlan(
+        inputs.paths, arguments.line_format, arguments.tokenizer, arguments.engine_options.get("revision"), None, 1
+    )
     num_failed = num_prompt_tokens = max_completion_tokens = 0
     errors: list[Row] = []
-    with tqdm(desc="Checking prompts", total=num_lines, **bar_options) as bar:
+    with line_bar("Checking prompts", use_tqdm, num_lines) as bar:
         for batch in read(plan):
             for prepared in batch:
                 error = prepared.error if prepared.line is None else _find_error(checker, prepared.line)
