@@ -21,8 +21,14 @@ from nanovllm.jobs.lines import LineFormat
 from nanovllm.jobs.reader import ReadAhead, ReadPlan
 
 DEMO_MODEL = Path(__file__).parents[2] / "assets" / "demo-model"
-NUM_KILLS, NUM_LINES = int(os.environ.get("JOB_KILLS", 1)), int(os.environ.get("JOB_LINES", 120))
-OPTIONS = {"temperature": 0, "max_tokens": 24, "kvcache_gib": 0.1, "device": "cpu"}
+NUM_KILLS, NUM_LINES = int(os.environ.get("JOB_KILLS", 1)), int(os.environ.get("JOB_LINES", 200))
+OPTIONS = {
+    "temperature": 0,
+    "max_tokens": 24,
+    "kvcache_gib": 0.1,
+    "max_num_seqs": 4,
+    "device": "cpu",
+}  # They take a while.
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +94,7 @@ def test_killed_at_random_moments(files, tmp_path):
 
 
 def test_interrupted_and_starved(files, tmp_path):
-    """A limit of the size of files stands for a full disk. Then SIGTERM, with a second process beside it; Ctrl-C."""
+    """A limit of the size of files stands for a full disk. Then SIGTERM, then Ctrl-C."""
     file, expected, _ = files
     answers = tmp_path / "answers"
     limit = len(json.dumps(expected[0])) * 20
@@ -102,9 +108,6 @@ def test_interrupted_and_starved(files, tmp_path):
     for number in (signal.SIGTERM, signal.SIGINT):
         process = start(file, answers, "--retry-errors")
         wait_for_rows(process, answers, num_rows(answers) + 1)
-        if number == signal.SIGTERM:
-            with pytest.raises(ValueError, match="another process works on this folder"):
-                run_batch(file, answers, DEMO_MODEL, **OPTIONS)
         process.send_signal(number)
         _, said = process.communicate(timeout=300)
         assert process.returncode == 130, said
