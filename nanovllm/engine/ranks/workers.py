@@ -7,8 +7,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import copy
 from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from nanovllm.config import Config
 from nanovllm.engine.ranks.call_channel import CallWriter
 from nanovllm.engine.ranks.process_group import abort_group, join_group, open_store, remove_store, share_memory
 from nanovllm.engine.ranks.worker import MAIN_GUARD, Report, WorkerSeat, check_may_spawn, worker_main
+from nanovllm.utils.interrupts import held_interrupt
 from nanovllm.utils.parallel import CollectiveError, TensorParallel
 from nanovllm.utils.threads import threads_per_rank
 
@@ -29,25 +29,6 @@ EXIT_SECONDS = 10.0  # for workers that have been told to exit; half as long for
 
 class WorkerError(RuntimeError):
     """A worker process died or failed; the message says which rank and how. The engine has ended: make a new one."""
-
-
-@contextmanager
-def held_interrupt() -> Iterator[None]:
-    """Within the block SIGINT waits for its end, where the previous handler gets it once: what all ranks must do
-    together is done by all or by none. An exception of the block's own takes the interrupt's place."""
-    handler = signal.getsignal(signal.SIGINT)
-    # Signals reach only the main thread.
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    held: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if held:
-        signal.raise_signal(signal.SIGINT)
 
 
 class Workers:
