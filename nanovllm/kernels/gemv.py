@@ -38,8 +38,9 @@ from nanovllm.kernels.dependent_launch import (
 )
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.linear_checks import check_layer, check_result
-from nanovllm.kernels.posted_sums import MAX_TOKENS, Inboxes, post
+from nanovllm.kernels.posted_sums import Inboxes, post
 
+MAX_TOKENS = 16
 MAX_NORM_SIZE = 8192
 _MIN_DOT_ROWS = 8 if HAS_GDC else 16  # the least for which the compiler uses tensor cores
 # Up to here the plain cores keep pace with memory.

@@ -30,7 +30,7 @@ def begin_sums(layers: nn.ModuleList, num_tokens: int, reducer: ResidualReducer)
     """Call this before each forward pass of decoder layers: it decides whether their products post the sums."""
     projections = layers[0].self_attn.o_proj, layers[0].mlp.down_proj
     posts = all(proj.matmul.posted_constants(proj.weight, num_tokens) is not None for proj in projections)
-    reducer.begin_step(2 * len(layers) if posts else 0)
+    reducer.begin_pass(2 * len(layers), posts)
 
 
 def add_over_ranks(

@@ -1,4 +1,4 @@
-"""Sums that a product posts to all ranks, with all "ranks" in one process, one after the other."""
+"""Sums by messages that go to all ranks, with all "ranks" in one process, one after the other."""
 
 import pytest
 import torch
@@ -7,9 +7,11 @@ pytest.importorskip("triton")
 
 from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.gemv import GemvConfig, linear_post
-from nanovllm.kernels.posted_sums import MAX_TOKENS, Inboxes, collect
+from nanovllm.kernels.posted_sums import MAX_TOKENS, Inboxes, collect, push_add_norm
+from nanovllm.layers.layernorm import rms_norm_torch
 from nanovllm.layers.matmul_torch import linear_torch
 
+EPS = 1e-6
 FLOAT16 = torch.float16
 # Triton's interpreter multiplies bfloat16 wrongly, and truncates to it where the hardware rounds.
 BFLOAT16 = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -56,6 +58,45 @@ def test_posted_sums(size, num_tokens, hidden, K, dtype, config, has_bias, devic
             tolerance = 2.0**-7 if dtype == FLOAT16 else 2.0**-5
             torch.testing.assert_close(results[0].float(), expected, rtol=tolerance, atol=tolerance)
             assert all(torch.equal(result, results[0]) for result in results), "the ranks' residuals differ"
+
+
+def put(partial, number, inbox, sender):
+    """Messages by hand: each pair of values below the number of the sum."""
+    words = partial.view(torch.int32).long() & 0xFFFFFFFF
+    inbox[number % 2, sender, : len(partial)] = words | number << 32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 64), (3, 100), (5, 256)])
+def test_pushed_sums(dtype, num_tokens, hidden, device):
+    """Rank 0 goes first, so what rank 1 would have sent it by then is put there; rank 1 takes what rank 0 has sent."""
+    inboxes = make_inboxes(2, hidden, device)
+    for number in (1, 2, 3):  # the inboxes of the first are used again by the third
+        partials = [random(num_tokens, hidden, dtype=dtype, device=device) for _ in range(2)]
+        residual = random(num_tokens, hidden, dtype=dtype, device=device)
+        weight = (1 + 0.3 * torch.randn(hidden, device=device)).to(dtype)
+        total = (residual.float() + (partials[0].float() + partials[1].float())).to(dtype)
+        put(partials[1], number, inboxes[0].own, sender=1)
+        results = [residual.clone(), residual.clone()]
+        for rank in range(2):
+            y = push_add_norm(inboxes[rank], number, partials[rank], results[rank], weight, EPS)
+            # Triton's interpreter truncates to bfloat16 where the hardware rounds.
+            loose = device == "cpu" and dtype == torch.bfloat16
+            torch.testing.assert_close(results[rank], total, rtol=2.0**-7 if loose else 0, atol=1e-6 if loose else 0)
+            rtol = 2.0**-9 if dtype == torch.float16 else 2.0**-6
+            torch.testing.assert_close(y, rms_norm_torch(total, weight, EPS), rtol=rtol, atol=1e-3)
+        assert torch.equal(*results)
+        sent = inboxes[1].own[number % 2, 0] >> 32
+        assert sent[:num_tokens].eq(number).all()
+        assert sent[num_tokens:].eq(0).all()
+
+
+def test_a_push_waits_for_nobody_once_it_is_aborted(device):
+    inboxes = make_inboxes(2, 64, device)
+    inboxes[0].abort.fill_(1)
+    partial, residual = torch.randn(2, 2, 64, device=device).half()
+    push_add_norm(inboxes[0], 1, partial, residual, torch.ones(64, device=device).half(), EPS)
+    assert inboxes[1].own.eq(0).all(), "it wrote to a rank that may be gone"
 
 
 def test_nothing_is_sent_to_ranks_that_may_be_gone_nor_waited_for(device):

@@ -81,8 +81,8 @@ class AloneReducer:
     def __init__(self):
         self.num_posted = []
 
-    def begin_step(self, num_sums):
-        self.is_posting = num_sums > 0
+    def begin_pass(self, num_sums, is_posting):
+        self.is_posting = is_posting
         self.num_posted.append(0)
 
     def takes(self, num_tokens):
