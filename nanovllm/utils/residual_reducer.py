@@ -76,7 +76,7 @@ class ResidualReducer:
         """num_sums: how many sums the pass will have. is_posting: whether `add_linear` makes all of them; then at least
         one ordinary launch must come before the first."""
         self.is_posting = is_posting
-        # A CUDA graph replays indices, so the step must tell passes apart. Indices end at 0. If they began there, a short
+        # A CUDA graph replays indices, so the step tells passes apart. Indices end at 0. If they began there, a short
         # pass could repeat numbers of a longer one before it.
         self._inboxes.step.add_(num_sums)
         self._index = -num_sums
