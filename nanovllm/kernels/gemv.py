@@ -1,19 +1,18 @@
-"""Linear layers of a small decode batch (1..16 tokens), each fused with what stands before and after it: y = f(x) W^T.
+"""Linear layers of 1 to 4 tokens, each fused with what stands before and after it: y = f(x) W^T.
 
 Such a layer takes as long as reading its weights. A program computes a few output columns, that is rows of W, over all
 of K. Nothing is combined between programs, so results are deterministic and a residual can be updated in place. All
 loads of a tile are independent, 16 bytes each, and issued before the first is used; the next tile is loaded before this
 one is multiplied. Every program computes the norm of the input anew, because x is small and in L2.
 
-For few tokens the plain cores multiply, with the weights in the registers that they were loaded to. For more tokens the
-tensor cores multiply: tokens are padded to 16, each warp has a slice of K, and the slices are added at the end.
+For so few tokens the plain cores keep pace with memory, with the weights in the registers that they were loaded to.
 
 Arguments of all functions:
-    x: `[M, K]`, M in 1..16, float32 or a 16-bit float, any row stride.
+    x: `[M, K]`, M in 1..4, float32 or a 16-bit float, any row stride.
     weight: `[N, K]`, contiguous, of x's dtype; of `norm_linear_silu` the gate's N / 2 rows and then the up's.
     bias: `[N]`, any float dtype, or None.
     norm_weight, eps: `[K]`, any float dtype, K at most MAX_NORM_SIZE; and what is added to the mean square.
-    config: launch constants; None for some that work.
+    config: launch constants.
     pdl: programmatic dependent launch (see `dependent_launch`). Weights, norm weights and biases are read before the
         wait.
 
@@ -28,60 +27,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.dependent_launch import (
-    CACHE_LINE,
-    HAS_GDC,
-    gdc_launch_dependents,
-    gdc_wait,
-    has_pdl,
-    prefetch_lines,
-)
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.linear_checks import check_layer, check_result
 from nanovllm.kernels.posted_sums import Inboxes, post
 
-MAX_TOKENS = 16
+MAX_TOKENS = 4
 MAX_NORM_SIZE = 8192
-_MIN_DOT_ROWS = 8 if HAS_GDC else 16  # the least for which the compiler uses tensor cores
-# Up to here the plain cores keep pace with memory.
-_MAX_PLAIN_TOKENS = 4
 
 
 class GemvConfig(NamedTuple):
-    """Launch constants, all powers of two or 0."""
+    """Launch constants, all powers of two."""
 
-    # Weight rows of a program; two make one output column of `norm_linear_silu`. With tensor cores at least 8.
-    rows_per_program: int
+    rows_per_program: int  # weight rows of a program; two make one output column of `norm_linear_silu`
     k_tile: int  # columns of a weight tile, at least 16; a program loads two tiles at once, or one that spans K
-    num_warps: int  # with tensor cores also slices of a tile, at least 16 columns each
-    tensor_cores: bool = False  # whether the tensor cores multiply; for 16-bit dtypes
-    prefetch: int = 0  # first columns of its rows that a program prefetches into L2, a cache line or more; 0 for none
-
-
-def default_config(M: int, K: int, itemsize: int) -> GemvConfig:
-    """Launch constants that work for M tokens and rows of K elements of `itemsize` bytes; those of the tuned table are
-    faster."""
-    k_tile = min(1024, max(16, triton.next_power_of_2(K)))
-    if itemsize == 2 and M > _MAX_PLAIN_TOKENS:
-        return GemvConfig(16, k_tile, max(1, min(4, k_tile // 128)), True)
-    return GemvConfig(4, k_tile, max(1, min(4, k_tile // 256)))
-
-
-@triton.jit
-def _prefetch(weight, row, inside, K: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr):
-    """Ask the first COLUMNS of the given rows into L2, a cache line of LINE elements at a time."""
-    column = tl.arange(0, COLUMNS // LINE) * LINE
-    offset = row.to(tl.int64)[:, None] * K + column[None, :]
-    # The instruction has no mask: instead of what lies outside, the first line is asked for.
-    prefetch_lines(weight + tl.where(inside[:, None] & (column < K)[None, :], offset, 0))
+    num_warps: int
 
 
 @triton.jit(do_not_specialize=["index"])
 def gemv_kernel(
     x, norm_weight, weight, bias, y, x_stride, y_stride, N, eps, inboxes, step, abort, index,
     M: tl.constexpr, K: tl.constexpr, PADDED_M: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr,
-    SLICES: tl.constexpr, VECTOR: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr,
-    TENSOR_CORES: tl.constexpr, SILU_OUTPUT: tl.constexpr, ADD: tl.constexpr,
+    VECTOR: tl.constexpr, SILU_OUTPUT: tl.constexpr, ADD: tl.constexpr,
     RANK: tl.constexpr, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] = f(x) W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU_OUTPUT; f: norm or none. With
@@ -99,23 +66,12 @@ def gemv_kernel(
     if PDL:
         # The next kernel begins with its weights too: its programs are welcome as soon as there is room for them.
         gdc_launch_dependents()
-    if PREFETCH > 0:
-        _prefetch(weight, weight_row, column < N, K, PREFETCH, LINE)
 
-    SLICE: tl.constexpr = K_TILE // SLICES
-    first_k = tl.arange(0, SLICES)[:, None, None] * SLICE
-    k = first_k + tl.arange(0, SLICE)[None, None, :]
-    if TENSOR_CORES:
-        # x is [slice, token, k], the weights [slice, k, row].
-        weight_k = first_k + tl.arange(0, SLICE)[None, :, None]
-        weight += weight_row.to(tl.int64)[None, None, :] * K + weight_k
-        inside_rows = (column < N)[None, None, :]
-    else:
-        # x is [token, 1, k], the weights [1, row, k].
-        weight_k = k
-        weight += weight_row.to(tl.int64)[None, :, None] * K + k
-        inside_rows = (column < N)[None, :, None]
-    w = tl.load(weight, mask=inside_rows & (weight_k < K), other=0.0)
+    # x is [token, 1, k], the weights [1, row, k].
+    k = tl.arange(0, K_TILE)[None, None, :]
+    inside_rows = (column < N)[None, :, None]
+    weight += weight_row.to(tl.int64)[None, :, None] * K + k
+    w = tl.load(weight, mask=inside_rows & (k < K), other=0.0)
     if norm_weight is not None:
         scale = tl.load(norm_weight + k, mask=k < K, other=0.0)
     if bias is not None:
@@ -141,42 +97,30 @@ def gemv_kernel(
     else:
         total = tl.zeros([PADDED_M, OUTPUTS], dtype=tl.float32)
 
-    token = tokens[None, :, None] if TENSOR_CORES else tokens[:, None, None]
+    token = tokens[:, None, None]
     x += token * x_stride + k
     # A single tile's x is loaded once: the compiler finds both loads below to be the same.
     if norm_weight is not None:
-        if TENSOR_CORES:
-            squares = tl.zeros([SLICES, PADDED_M, SLICE], dtype=tl.float32)
-        else:
-            squares = tl.zeros([PADDED_M, 1, SLICE], dtype=tl.float32)
+        squares = tl.zeros([PADDED_M, 1, K_TILE], dtype=tl.float32)
         for start in range(0, K, K_TILE):
             value = tl.load(x + start, mask=(token < M) & (k < K - start), other=0.0).to(tl.float32)
             squares += value * value
-        square_sum = tl.sum(squares, axis=2, keep_dims=True)
-        if TENSOR_CORES:
-            square_sum = tl.sum(square_sum, axis=0, keep_dims=True)
-        inverse_rms = tl.rsqrt(square_sum / K + eps)
+        inverse_rms = tl.rsqrt(tl.sum(squares, axis=2, keep_dims=True) / K + eps)
 
-    if TENSOR_CORES:
-        acc = tl.zeros([SLICES, PADDED_M, ROWS], dtype=tl.float32)
-    else:
-        acc = tl.zeros([PADDED_M, ROWS, K_TILE // VECTOR], dtype=tl.float32)
+    acc = tl.zeros([PADDED_M, ROWS, K_TILE // VECTOR], dtype=tl.float32)
     for start in range(0, K, K_TILE):
         value = tl.load(x + start, mask=(token < M) & (k < K - start), other=0.0)
         left = K - K_TILE - start
-        next_w = tl.load(weight + K_TILE + start, mask=inside_rows & (weight_k < left), other=0.0)
+        next_w = tl.load(weight + K_TILE + start, mask=inside_rows & (k < left), other=0.0)
         if norm_weight is not None:
             value = (value.to(tl.float32) * inverse_rms * scale.to(tl.float32)).to(value.dtype)
             scale = tl.load(norm_weight + K_TILE + start + k, mask=k < left, other=0.0)
-        if TENSOR_CORES:
-            acc = tl.dot(value, w, acc)
-        else:
-            # A vector is what one thread loaded at once, so this sum needs no other thread.
-            product = value.to(tl.float32) * w.to(tl.float32)
-            acc += tl.sum(tl.reshape(product, (PADDED_M, ROWS, K_TILE // VECTOR, VECTOR)), axis=3)
+        # A vector is what one thread loaded at once, so this sum needs no other thread.
+        product = value.to(tl.float32) * w.to(tl.float32)
+        acc += tl.sum(tl.reshape(product, (PADDED_M, ROWS, K_TILE // VECTOR, VECTOR)), axis=3)
         w = next_w
 
-    result = tl.sum(acc, axis=0) if TENSOR_CORES else tl.sum(acc, axis=2)
+    result = tl.sum(acc, axis=2)
     if bias is not None:
         result += shift[None, :]
     if SILU_OUTPUT:
@@ -195,7 +139,7 @@ def _launch(
     x: Tensor,
     weight: Tensor,
     y: Tensor | None,
-    config: GemvConfig | None,
+    config: GemvConfig,
     pdl: bool,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
@@ -216,19 +160,13 @@ def _launch(
         )
     N = num_rows if y is None else y.shape[1]
     size = 1 if inboxes is None else len(inboxes.addresses)
-    config = config or default_config(M, K, x.element_size())
-    rows, k_tile, num_warps, tensor_cores, prefetch = config
-    if tensor_cores:
-        # Of more rows two tiles do not fit in the shared memory of the smallest GPUs.
-        rows = max(_MIN_DOT_ROWS, rows if k_tile >= K else min(rows, 16))
+    rows, k_tile, num_warps = config
     launcher(gemv_kernel, (triton.cdiv(num_rows, rows),), pdl and has_pdl(x.device))(
         x, norm_weight, weight, bias, y, x.stride(0), 0 if y is None else y.stride(0), N, eps,
         inboxes and inboxes.addresses, inboxes and inboxes.step, inboxes and inboxes.abort, index,
-        M=M, K=K, PADDED_M=MAX_TOKENS if tensor_cores else triton.next_power_of_2(M), ROWS=rows, K_TILE=k_tile,
-        SLICES=num_warps if tensor_cores else 1, VECTOR=16 // x.element_size(),
-        PREFETCH=prefetch if isinstance(gemv_kernel, triton.JITFunction) else 0, LINE=CACHE_LINE // x.element_size(),
-        TENSOR_CORES=tensor_cores, SILU_OUTPUT=silu_output, ADD=add,
-        RANK=inboxes.rank if inboxes else 0, SIZE=size, PADDED_SIZE=triton.next_power_of_2(size), num_warps=num_warps,
+        M=M, K=K, PADDED_M=triton.next_power_of_2(M), ROWS=rows, K_TILE=k_tile, VECTOR=16 // x.element_size(),
+        SILU_OUTPUT=silu_output, ADD=add, RANK=inboxes.rank if inboxes else 0, SIZE=size,
+        PADDED_SIZE=triton.next_power_of_2(size), num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -237,8 +175,8 @@ def norm_linear(
     norm_weight: Tensor,
     eps: float,
     weight: Tensor,
-    bias: Tensor | None = None,
-    config: GemvConfig | None = None,
+    bias: Tensor | None,
+    config: GemvConfig,
     pdl: bool = False,
 ) -> Tensor:
     """`rms_norm(x) W^T + bias`, the norm (Zhang & Sennrich 2019) rounded to x's dtype, the sum in float32: `[M, N]`."""
@@ -248,7 +186,7 @@ def norm_linear(
 
 
 def norm_linear_silu(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, config: GemvConfig | None = None, pdl: bool = False
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, config: GemvConfig, pdl: bool = False
 ) -> Tensor:
     """`silu(gate) * up` (Shazeer 2020) of `gate, up = norm_linear(x, ...)`, which is rounded to x's dtype in between:
     `[M, N / 2]`."""
@@ -263,8 +201,8 @@ def linear_add(
     x: Tensor,
     weight: Tensor,
     residual: Tensor,
-    bias: Tensor | None = None,
-    config: GemvConfig | None = None,
+    bias: Tensor | None,
+    config: GemvConfig,
     pdl: bool = False,
 ) -> Tensor:
     """`residual += x W^T + bias` in place, summed in float32 and rounded once. residual: `[M, N]` of x's dtype, any row
@@ -278,8 +216,8 @@ def linear_post(
     weight: Tensor,
     inboxes: Inboxes,
     index: int,
-    bias: Tensor | None = None,
-    config: GemvConfig | None = None,
+    bias: Tensor | None,
+    config: GemvConfig,
     pdl: bool = False,
 ) -> None:
     """`x W^T + bias`, summed in float32, rounded to x's dtype and posted to all ranks, each of which has to `collect`

@@ -18,7 +18,7 @@ if HAS_TRITON:
 
 
 class Gemv(Candidate):
-    """Our kernel for 1 to 16 tokens, which contains the norm."""
+    """Our kernel for 1 to 4 tokens, which contains the norm."""
 
     name = "gemv"
     posts_sums = True

@@ -49,18 +49,13 @@ def challengers(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: 
 
 
 def _gemv(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
-    if num_tokens > 16:
+    if num_tokens > 4:
         return
     row = 1 << (shape.K - 1).bit_length()
-    if num_tokens <= 4:
-        for rows, k_tile, num_warps in ((4, 1024, 1), (4, 1024, 2), (8, 1024, 1), (8, 1024, 2), (4, 2048, 4)):
-            yield Choice("gemv", (rows, min(row, k_tile), num_warps, False, 0))
-        for rows in (2, 4):
-            yield Choice("gemv", (rows, min(row, 4096), 4, False, 0))
-    if num_tokens > 2:
-        for rows in (8, 16, 32):
-            for prefetch in (0, row):
-                yield Choice("gemv", (rows, min(row, 1024), 4, True, prefetch))
+    for rows, k_tile, num_warps in ((4, 1024, 1), (4, 1024, 2), (8, 1024, 1), (8, 1024, 2), (4, 2048, 4)):
+        yield Choice("gemv", (rows, min(row, k_tile), num_warps))
+    for rows in (2, 4):
+        yield Choice("gemv", (rows, min(row, 4096), 4))
 
 
 def _split_k(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:

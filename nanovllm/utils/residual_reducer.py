@@ -87,12 +87,11 @@ class ResidualReducer:
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        constants: tuple | None = None,
+        constants: tuple,
     ) -> None:
-        """residual += the sum of all ranks' `x W^T + bias`, by dependent launches, for up to 16 tokens. constants: the
-        GEMV kernel's."""
-        config = GemvConfig(*constants) if constants else None
-        linear_post(x, weight, self._inboxes, self._index, bias, config, pdl=True)
+        """residual += the sum of all ranks' `x W^T + bias`, by dependent launches, for up to `gemv.MAX_TOKENS` tokens.
+        constants: the GEMV kernel's."""
+        linear_post(x, weight, self._inboxes, self._index, bias, GemvConfig(*constants), pdl=True)
         collect(self._inboxes, self._index, residual, pdl=True)
         self._index += 1
 
