@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+from nanovllm.kernels.decode_plan import SPLIT_UNIT
+from nanovllm.layers.decode_constants import DecodeConstants
 from nanovllm.models.presets import PRESET_NAMES, preset_config
 from nanovllm.tuning import table as table_module
 from nanovllm.tuning.table import (
@@ -129,7 +131,12 @@ def published_products(name: str, size: int) -> list[tuple[str, int, int]]:
     return [("linear", q + 2 * kv, hidden), (add, hidden, q), gate_up, (add, hidden, intermediate)]
 
 
-@pytest.mark.parametrize("path", sorted(package_path(H200).parent.glob("*.json")), ids=lambda path: path.stem)
+each_table = pytest.mark.parametrize(
+    "path", sorted(package_path(H200).parent.glob("*.json")), ids=lambda path: path.stem
+)
+
+
+@each_table
 def test_tables_of_the_package(path):
     """They have every published size on one GPU and on two, and their candidates take the constants."""
     pytest.importorskip("triton")
@@ -156,8 +163,31 @@ def test_tables_of_the_package(path):
                     assert row[constants[0]] == listed or not row[constants[0]], "padding is padded again"
                 else:
                     constant_types[name](*constants)
+    constants = DecodeConstants(table)
+    for num_kv_heads in (1, 2, 3, 4, 8, 16):
+        num_items = [constants.num_work_items(n, num_kv_heads) for n in range(1, 3000)]
+        assert num_items == sorted(num_items), "what is allocated for the largest batch is for all"
     assert {"torch", "triton"} <= table.versions.keys()
     assert table.setting("mixed_steps", "rows") > 0
     assert table.setting("mixed_steps", "min_layer_params") > 0
     assert table.setting("flash_attn4", "min_layer_work") > 0
     assert table_module.package_table(json.loads(path.read_text())["gpu"]).rows.keys() == table.rows.keys()
+
+
+@each_table
+@pytest.mark.parametrize("num_rows", [1, 9, 16, 17, 32, 33, 256, 257, 512, 513, 1536, 1537, 2048, 2049, 8192])
+def test_decode_attention_can_be_launched_for_any_heads(path, num_rows):
+    """The smallest cards have 99 KiB of shared memory, of which queries and sums want their part."""
+    constants = DecodeConstants(read_table(path))
+    for head_dim in (8, 16, 64, 80, 96, 112, 128, 160, 192, 256):
+        for itemsize in (2, 4):
+            for tma in {False, itemsize == 2 and head_dim in (64, 128)}:
+                config = constants.config(num_rows, 1, head_dim, itemsize, tma)
+                assert tma or not config.tma
+                assert not (config.tma and config.prefetch)
+                assert config.tile in (16, 32, 64)
+                assert config.tile <= SPLIT_UNIT
+                assert config.num_warps in (1, 2, 4, 8)
+                padded_dim = 1 << (max(head_dim, 16) - 1).bit_length()
+                tiles = (config.num_stages - 1) * 2 * config.tile * padded_dim * itemsize
+                assert 0 < tiles <= 64 * 1024

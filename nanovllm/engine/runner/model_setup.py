@@ -1,5 +1,6 @@
 """The first part of a ModelRunner's start: the model with its weights, and every kernel that it will launch."""
 
+from functools import partial
 from typing import Any
 
 from nanovllm.config import Config
@@ -7,6 +8,7 @@ from nanovllm.engine.runner.inputs import DecodeInputs
 from nanovllm.engine.runner.kernel_compilation import compiling_kernels
 from nanovllm.engine.runner.package_kernels import PackageKernels
 from nanovllm.layers.attention_backend import AttentionBackend
+from nanovllm.layers.decode_constants import DecodeConstants
 from nanovllm.layers.flash_attn4 import AttentionShape
 from nanovllm.layers.kernel_matmul import our_candidates
 from nanovllm.layers.matmul import Matmul
@@ -33,8 +35,9 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
         candidates = our_candidates(device) + ([] if quack is None else [quack])
         model.use_matmul(Matmul(table, candidates, config.model))
         runner.mixed_step_rows = choose_mixed_step_rows(config, has_graphs, model.num_layer_params, table)
-        _make_decode_inputs(runner, backend)
-        backend.prepare(runner.decode_inputs.max_rows, num_heads, runner.num_kv_heads, head_dim, device)
+        constants = DecodeConstants(table)
+        _make_decode_inputs(runner, backend, constants)
+        backend.prepare(constants, runner.decode_inputs.max_rows, num_heads, runner.num_kv_heads, head_dim, device)
         backend.use_flash_attn4(
             config.dtype,
             head_dim,
@@ -50,7 +53,7 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
             runner.load_weights()
         packages.load(tp, progress.count("compiling kernels of packages"))
         if quack is not None and not quack.works:  # because steps were padded for it
-            _make_decode_inputs(runner, backend)
+            _make_decode_inputs(runner, backend, constants)
 
 
 def choose_mixed_step_rows(config: Config, has_graphs: bool, num_layer_params: int, table: Table) -> int:
@@ -64,7 +67,7 @@ def choose_mixed_step_rows(config: Config, has_graphs: bool, num_layer_params: i
     return num_rows if min(num_rows, config.max_num_seqs) > 1 else 0
 
 
-def _make_decode_inputs(runner: Any, backend: AttentionBackend) -> None:
+def _make_decode_inputs(runner: Any, backend: AttentionBackend, constants: DecodeConstants) -> None:
     config = runner.config
     max_blocks = -(-config.max_model_len // runner.block_size)
     padded = [runner.model.padded_batch(n) for n in range(config.max_num_seqs + 1)]
@@ -73,7 +76,7 @@ def _make_decode_inputs(runner: Any, backend: AttentionBackend) -> None:
         max_blocks,
         runner.block_size,
         runner.device,
-        runner.num_kv_heads if backend.wants_plan else None,
+        partial(constants.num_work_items, num_kv_heads=runner.num_kv_heads) if backend.wants_plan else None,
         padded,
         runner.mixed_step_rows,
     )
