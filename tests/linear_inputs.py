@@ -1,4 +1,4 @@
-"""Weights and rows for the tests of linear layers' kernels."""
+"""Weights and rows for the tests of linear layers' kernels, and these as functions that return their results."""
 
 import torch
 
@@ -14,3 +14,55 @@ def make_rows(M: int, width: int, dtype: torch.dtype, device: str) -> torch.Tens
     wide = torch.full((M, width + 24), float("nan"), device=device, dtype=dtype)
     wide[:, 8 : 8 + width] = torch.randn(M, width, device=device)
     return wide[:, 8 : 8 + width]
+
+
+def empty_result(x: torch.Tensor, weight: torch.Tensor, silu: bool = False) -> torch.Tensor:
+    return torch.empty(len(x), len(weight) // 2 if silu else len(weight), dtype=x.dtype, device=x.device)
+
+
+def gemv_norm_linear(x, norm_weight, eps, weight, bias=None, *, config, pdl=False):
+    from nanovllm.kernels.gemv import gemv
+
+    y = empty_result(x, weight)
+    gemv(x, weight, y, bias, config, norm_weight=norm_weight, eps=eps, pdl=pdl)
+    return y
+
+
+def gemv_norm_linear_silu(x, norm_weight, eps, weight, *, config, pdl=False):
+    from nanovllm.kernels.gemv import gemv
+
+    y = empty_result(x, weight, silu=True)
+    gemv(x, weight, y, None, config, norm_weight=norm_weight, eps=eps, silu=True, pdl=pdl)
+    return y
+
+
+def gemv_linear_add(x, weight, residual, bias=None, *, config, pdl=False):
+    from nanovllm.kernels.gemv import gemv
+
+    gemv(x, weight, residual, bias, config, add=True, pdl=pdl)
+    return residual
+
+
+def split_k_linear(x, weight, bias=None, out=None, *, config, arrivals=None, pdl=False):
+    from nanovllm.kernels.split_k import make_arrivals, split_k
+
+    y = empty_result(x, weight) if out is None else out
+    split_k(x, weight, y, bias, config, make_arrivals(x.device) if arrivals is None else arrivals, pdl=pdl)
+    return y
+
+
+def split_k_linear_silu(x, weight, *, config, arrivals=None, pdl=False):
+    from nanovllm.kernels.split_k import make_arrivals, split_k
+
+    y = empty_result(x, weight, silu=True)
+    arrivals = make_arrivals(x.device) if arrivals is None else arrivals
+    split_k(x, weight, y, None, config, arrivals, silu=True, pdl=pdl)
+    return y
+
+
+def split_k_linear_add(x, weight, residual, bias=None, *, config, arrivals=None, pdl=False):
+    from nanovllm.kernels.split_k import make_arrivals, split_k
+
+    arrivals = make_arrivals(x.device) if arrivals is None else arrivals
+    split_k(x, weight, residual, bias, config, arrivals, add=True, pdl=pdl)
+    return residual

@@ -6,23 +6,10 @@ loads of a tile are independent, 16 bytes each, and issued before the first is u
 one is multiplied. Every program computes the norm of the input anew, because x is small and in L2.
 
 For so few tokens the plain cores keep pace with memory, with the weights in the registers that they were loaded to.
-
-Arguments of all functions:
-    x: `[M, K]`, M in 1..4, float32 or a 16-bit float, any row stride.
-    weight: `[N, K]`, contiguous, of x's dtype; of `norm_linear_silu` the gate's N / 2 rows and then the up's.
-    bias: `[N]`, any float dtype, or None.
-    norm_weight, eps: `[K]`, any float dtype, K at most MAX_NORM_SIZE; and what is added to the mean square.
-    config: launch constants.
-    pdl: programmatic dependent launch (see `dependent_launch`). Weights, norm weights and biases are read before the
-        wait.
-
-Another shape, layout or dtype raises ValueError, and the message begins with the argument's name. Rows of x don't
-influence each other. Equal calls give equal bits; another number of tokens may round differently.
 """
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,7 +26,7 @@ MAX_NORM_SIZE = 8192
 class GemvConfig(NamedTuple):
     """Launch constants, all powers of two."""
 
-    rows_per_program: int  # weight rows of a program; two make one output column of `norm_linear_silu`
+    rows_per_program: int  # weight rows of a program; two make one output column with `silu`
     k_tile: int  # columns of a weight tile, at least 16; a program loads two tiles at once, or one that spans K
     num_warps: int
 
@@ -135,29 +122,53 @@ def gemv_kernel(
         tl.store(y, (total + result).to(y.dtype.element_ty), mask=inside_y)
 
 
-def _launch(
+def gemv(
     x: Tensor,
     weight: Tensor,
     y: Tensor | None,
+    bias: Tensor | None,
     config: GemvConfig,
-    pdl: bool,
+    *,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
-    bias: Tensor | None = None,
-    silu_output: bool = False,
+    silu: bool = False,
     add: bool = False,
     inboxes: Inboxes | None = None,
     index: int = 0,
+    pdl: bool = False,
 ) -> None:
-    """Run the kernel. y: None with inboxes."""
+    """`y = f(x) W^T + bias`, summed in float32 and rounded once, where f is the RMS norm or nothing.
+
+    Rows of x don't influence each other. Equal calls give equal bits; another number of tokens may round differently.
+
+    Args:
+        x: `[M, K]`, M in 1..MAX_TOKENS, float32 or a 16-bit float, any row stride.
+        weight: `[N, K]`, contiguous, of x's dtype.
+        y: `[M, N]` of x's dtype, any row stride; shares no memory with x. None with inboxes.
+        bias: `[N]`, any float dtype, or None.
+        norm_weight, eps: of the norm (Zhang & Sennrich 2019), which is rounded to x's dtype: `[K]`, any float dtype, K
+            at most MAX_NORM_SIZE; and what is added to the mean square.
+        silu: whether y `[M, N / 2]` becomes `silu(gate) * up` (Shazeer 2020) instead. The weight holds the gate's N / 2
+            rows and then the up's. Both results are rounded to x's dtype in between.
+        add: whether the result is added to y, before it is rounded.
+        inboxes, index: this rank's, and the number of the sum, if the result is posted to all ranks instead of written
+            to y. Each has to `collect` it next. For 16-bit floats and an even N.
+        pdl: programmatic dependent launch (see `dependent_launch`). Weights, norm weights and biases are read before
+            the wait.
+
+    Raises:
+        ValueError: another shape, layout or dtype; the message begins with the argument's name.
+    """
     check_layer(x, weight, bias, MAX_TOKENS)
-    if add:
-        check_result("residual", y, x, weight)
     M, (num_rows, K) = len(x), weight.shape
     if norm_weight is not None and (norm_weight.shape != (K,) or not norm_weight.is_contiguous() or K > MAX_NORM_SIZE):
         raise ValueError(
             f"norm_weight must be a contiguous [{K}] of at most {MAX_NORM_SIZE}, not {list(norm_weight.shape)}"
         )
+    if inboxes is not None and (x.element_size() != 2 or num_rows % 2):
+        raise ValueError(f"weight must be of a 16-bit float with an even number of rows, not {list(weight.shape)}")
+    if inboxes is None:
+        check_result(y, x, weight, silu)
     N = num_rows if y is None else y.shape[1]
     size = 1 if inboxes is None else len(inboxes.addresses)
     rows, k_tile, num_warps = config
@@ -165,63 +176,6 @@ def _launch(
         x, norm_weight, weight, bias, y, x.stride(0), 0 if y is None else y.stride(0), N, eps,
         inboxes and inboxes.addresses, inboxes and inboxes.step, inboxes and inboxes.abort, index,
         M=M, K=K, PADDED_M=triton.next_power_of_2(M), ROWS=rows, K_TILE=k_tile, VECTOR=16 // x.element_size(),
-        SILU_OUTPUT=silu_output, ADD=add, RANK=inboxes.rank if inboxes else 0, SIZE=size,
+        SILU_OUTPUT=silu, ADD=add, RANK=inboxes.rank if inboxes else 0, SIZE=size,
         PADDED_SIZE=triton.next_power_of_2(size), num_warps=num_warps,
     )  # fmt: skip
-
-
-def norm_linear(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    config: GemvConfig,
-    pdl: bool = False,
-) -> Tensor:
-    """`rms_norm(x) W^T + bias`, the norm (Zhang & Sennrich 2019) rounded to x's dtype, the sum in float32: `[M, N]`."""
-    y = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    _launch(x, weight, y, config, pdl, norm_weight, eps, bias)
-    return y
-
-
-def norm_linear_silu(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, config: GemvConfig, pdl: bool = False
-) -> Tensor:
-    """`silu(gate) * up` (Shazeer 2020) of `gate, up = norm_linear(x, ...)`, which is rounded to x's dtype in between:
-    `[M, N / 2]`."""
-    if len(weight) % 2:
-        raise ValueError(f"weight must have an even number of rows, gate and up, not {len(weight)}")
-    y = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    _launch(x, weight, y, config, pdl, norm_weight, eps, silu_output=True)
-    return y
-
-
-def linear_add(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    bias: Tensor | None,
-    config: GemvConfig,
-    pdl: bool = False,
-) -> Tensor:
-    """`residual += x W^T + bias` in place, summed in float32 and rounded once. residual: `[M, N]` of x's dtype, any row
-    stride; shares no memory with x. Returned."""
-    _launch(x, weight, residual, config, pdl, bias=bias, add=True)
-    return residual
-
-
-def linear_post(
-    x: Tensor,
-    weight: Tensor,
-    inboxes: Inboxes,
-    index: int,
-    bias: Tensor | None,
-    config: GemvConfig,
-    pdl: bool = False,
-) -> None:
-    """`x W^T + bias`, summed in float32, rounded to x's dtype and posted to all ranks, each of which has to `collect`
-    it next. For 16-bit floats and an even N. inboxes: this rank's. index: of the sum in its step."""
-    if x.element_size() != 2 or len(weight) % 2:
-        raise ValueError(f"weight must be of a 16-bit float with an even number of rows, not {list(weight.shape)}")
-    _launch(x, weight, None, config, pdl, bias=bias, inboxes=inboxes, index=index)

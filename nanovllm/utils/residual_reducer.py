@@ -11,7 +11,7 @@ if HAS_TRITON:
     from nanovllm.kernels import all_reduce as kernels
     from nanovllm.kernels import posted_sums
     from nanovllm.kernels.all_reduce import add_norm_arrived
-    from nanovllm.kernels.gemv import GemvConfig, linear_post
+    from nanovllm.kernels.gemv import GemvConfig, gemv
     from nanovllm.kernels.posted_sums import Inboxes, collect, push_add_norm
 
 # With more than two ranks a one-shot sum moves more bytes than NCCL does, so it pays only for few tokens.
@@ -91,7 +91,7 @@ class ResidualReducer:
     ) -> None:
         """residual += the sum of all ranks' `x W^T + bias`, by dependent launches, for up to `gemv.MAX_TOKENS` tokens.
         constants: the GEMV kernel's."""
-        linear_post(x, weight, self._inboxes, self._index, bias, GemvConfig(*constants), pdl=True)
+        gemv(x, weight, None, bias, GemvConfig(*constants), inboxes=self._inboxes, index=self._index, pdl=True)
         collect(self._inboxes, self._index, residual, pdl=True)
         self._index += 1
 

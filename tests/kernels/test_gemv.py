@@ -5,16 +5,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from linear_inputs import make_linear, make_rows
+from linear_inputs import gemv_linear_add, gemv_norm_linear, gemv_norm_linear_silu, make_linear, make_rows
 
 from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.gemv import (
     MAX_NORM_SIZE,
     MAX_TOKENS,
     GemvConfig,
-    linear_add,
-    norm_linear,
-    norm_linear_silu,
 )
 from nanovllm.layers.matmul_torch import linear_add_torch, norm_linear_silu_torch, norm_linear_torch
 from nanovllm.tuning.table import package_table
@@ -27,7 +24,7 @@ FLOAT32, FLOAT16 = torch.float32, torch.float16
 # Triton's interpreter multiplies bfloat16 wrongly.
 BFLOAT16 = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 
-KERNELS = norm_linear, norm_linear_silu, linear_add
+KERNELS = gemv_norm_linear, gemv_norm_linear_silu, gemv_linear_add
 TWINS = norm_linear_torch, norm_linear_silu_torch, linear_add_torch
 
 # A GPU takes a second to compile a kernel, and each M, K, dtype, config, presence of a bias and divisibility of N and
@@ -151,25 +148,25 @@ def test_wrong_arguments_are_refused(device):
     norm_weight = torch.ones(32, device=device)
     for bad in (x.new_zeros(5, 32), x.new_zeros(0, 32), x[:, :16], x.new_zeros(32, 2).t(), x[0]):
         with pytest.raises(ValueError, match=r"^x must be \[1\.\.4, 32\]"):
-            norm_linear(bad, norm_weight, EPS, weight, None, CONFIG)
+            gemv_norm_linear(bad, norm_weight, EPS, weight, config=CONFIG)
         with pytest.raises(ValueError, match=r"^x must be \[1\.\.4, 32\]"):
-            linear_add(bad, weight, residual, None, CONFIG)
+            gemv_linear_add(bad, weight, residual, config=CONFIG)
     for bad in (weight[0], weight[:, :16], weight[:0]):
         with pytest.raises(ValueError, match=r"^weight must be a contiguous"):
-            norm_linear(x, norm_weight, EPS, bad, None, CONFIG)
+            gemv_norm_linear(x, norm_weight, EPS, bad, config=CONFIG)
     with pytest.raises(ValueError, match=r"^weight must have x's dtype"):
-        linear_add(x, weight.half(), residual, None, CONFIG)
+        gemv_linear_add(x, weight.half(), residual, config=CONFIG)
     with pytest.raises(ValueError, match=r"^weight must have an even number"):
-        norm_linear_silu(x, norm_weight, EPS, weight[:7], CONFIG)
+        gemv_norm_linear_silu(x, norm_weight, EPS, weight[:7], config=CONFIG)
     for bad in (residual[:1], residual[:, :4], residual.half(), residual.new_zeros(8, 2).t()):
-        with pytest.raises(ValueError, match=r"^residual must be"):
-            linear_add(x, weight, bad, None, CONFIG)
+        with pytest.raises(ValueError, match=r"^y must be"):
+            gemv_linear_add(x, weight, bad, config=CONFIG)
     with pytest.raises(ValueError, match=r"^bias must be"):
-        norm_linear(x, norm_weight, EPS, weight, norm_weight, CONFIG)
+        gemv_norm_linear(x, norm_weight, EPS, weight, norm_weight, config=CONFIG)
     with pytest.raises(ValueError, match=r"^norm_weight must be"):
-        norm_linear(x, norm_weight[:8], EPS, weight, None, CONFIG)
+        gemv_norm_linear(x, norm_weight[:8], EPS, weight, config=CONFIG)
     with pytest.raises(ValueError, match=r"^norm_weight must be .* at most 8192"):
-        norm_linear(x.new_zeros(1, 8208), x.new_zeros(8208), EPS, x.new_zeros(1, 8208), None, CONFIG)
+        gemv_norm_linear(x.new_zeros(1, 8208), x.new_zeros(8208), EPS, x.new_zeros(1, 8208), config=CONFIG)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -206,10 +203,10 @@ def test_dependent_launches_in_a_graph(M, device):
     def chain(pdl: bool):
         for layer, (up, down) in enumerate(zip(ups, downs, strict=True)):
             if layer % 2:
-                x = norm_linear_silu(residual, norm_weight, EPS, up, CONFIG, pdl)
+                x = gemv_norm_linear_silu(residual, norm_weight, EPS, up, config=CONFIG, pdl=pdl)
             else:
-                x = norm_linear(residual, norm_weight, EPS, up[:intermediate], None, CONFIG, pdl)
-            linear_add(x, down, residual, None, CONFIG, pdl)
+                x = gemv_norm_linear(residual, norm_weight, EPS, up[:intermediate], config=CONFIG, pdl=pdl)
+            gemv_linear_add(x, down, residual, config=CONFIG, pdl=pdl)
 
     chain(False)
     expected = residual.clone()

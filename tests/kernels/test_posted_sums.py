@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.kernels.dependent_launch import has_pdl
-from nanovllm.kernels.gemv import GemvConfig, linear_post
+from nanovllm.kernels.gemv import GemvConfig, gemv
 from nanovllm.kernels.posted_sums import MAX_TOKENS, Inboxes, collect, push_add_norm
 from nanovllm.layers.layernorm import rms_norm_torch
 from nanovllm.layers.matmul_torch import linear_torch
@@ -52,7 +52,7 @@ def test_posted_sums(size, num_tokens, hidden, K, dtype, config, has_bias, devic
             parts = []
             for rank in range(size):
                 own_bias = bias if rank == 0 else None
-                linear_post(xs[rank], weights[rank], inboxes[rank], index, own_bias, config)
+                gemv(xs[rank], weights[rank], None, own_bias, config, inboxes=inboxes[rank], index=index)
                 parts.append(linear_torch(xs[rank], weights[rank], own_bias))
             results = [collect(inboxes[rank], index, residual.clone()) for rank in range(size)]
             expected = residual.float() + sum(part.float() for part in parts)
@@ -105,7 +105,7 @@ def test_nothing_is_sent_to_ranks_that_may_be_gone_nor_waited_for(device):
     inboxes[0].step.add_(4)
     inboxes[0].abort.fill_(1)
     x, weight = torch.randn(2, 32, device=device).half(), torch.randn(64, 32, device=device).half()
-    linear_post(x, weight, inboxes[0], 0, None, CONFIG)
+    gemv(x, weight, None, None, CONFIG, inboxes=inboxes[0])
     assert inboxes[1].own.eq(0).all()
     collect(inboxes[0], 0, torch.zeros(2, 64, device=device, dtype=FLOAT16))
 
@@ -114,11 +114,11 @@ def test_wrong_arguments_are_refused(device):
     inboxes = make_inboxes(2, 8, device)
     x, weight = torch.zeros(2, 32, device=device), torch.zeros(8, 32, device=device)
     with pytest.raises(ValueError, match=r"^weight must be of a 16-bit float"):
-        linear_post(x, weight, inboxes[0], 0, None, CONFIG)
+        gemv(x, weight, None, None, CONFIG, inboxes=inboxes[0])
     with pytest.raises(ValueError, match=r"^weight must be of a 16-bit float with an even number"):
-        linear_post(x.half(), weight.half()[:7], inboxes[0], 0, None, CONFIG)
+        gemv(x.half(), weight.half()[:7], None, None, CONFIG, inboxes=inboxes[0])
     with pytest.raises(ValueError, match=r"^x must be \[1\.\.4, 32\]"):
-        linear_post(x.half().new_zeros(5, 32), weight.half(), inboxes[0], 0, None, CONFIG)
+        gemv(x.half().new_zeros(5, 32), weight.half(), None, None, CONFIG, inboxes=inboxes[0])
 
 
 @pytest.mark.gpu
@@ -141,7 +141,8 @@ def test_a_chain_in_a_graph(num_tokens, device):
         for index in range(num_sums):
             for rank in range(2):
                 x, weight = residuals[rank], weights[index, rank]
-                linear_post(x, weight, inboxes[rank], index, None, CONFIG, pdl and rank == 1)
+                options = {"inboxes": inboxes[rank], "index": index, "pdl": pdl and rank == 1}
+                gemv(x, weight, None, None, CONFIG, **options)
             for rank in range(2):
                 collect(inboxes[rank], index, residuals[rank], pdl=pdl and rank == 0)
 

@@ -100,7 +100,7 @@ class AloneReducer:
 
     def add_linear(self, residual, x, weight, bias, constants):
         self.num_posted[-1] += 1
-        gemv_kernels.linear_add(x, weight, residual, bias, GemvConfig(*constants))
+        gemv_kernels.gemv(x, weight, residual, bias, GemvConfig(*constants), add=True)
 
 
 @pytest.fixture(params=["alone", "reducer"])
@@ -148,20 +148,27 @@ def make_matmul(model, candidate: str, *constants, operations=("linear", "linear
 
 
 @pytest.fixture
-def calls(monkeypatch) -> list[tuple[str, dict]]:
-    """What is launched of the kernels: (name, options)."""
+def calls(monkeypatch) -> list[dict]:
+    """The options of the kernels' launches by candidates."""
     calls = []
 
     def count(module, name):
         function = getattr(module, name)
-        record = lambda *args, **options: calls.append((name, options)) or function(*args, **options)  # noqa: E731
+
+        def record(*args, **options):
+            if "pdl" in options:  # AloneReducer's have none.
+                calls.append(options | {"arrivals": args[-1]})
+            return function(*args, **options)
+
         monkeypatch.setattr(module, name, record)
 
-    for name in ("linear", "linear_silu", "linear_add"):
-        count(split_k_kernels, name)
-    for name in ("norm_linear", "norm_linear_silu"):
-        count(gemv_kernels, name)
+    count(split_k_kernels, "split_k")
+    count(gemv_kernels, "gemv")
     return calls
+
+
+def operations(calls) -> list[str]:
+    return ["silu" if options["silu"] else "add" if options["add"] else "linear" for options in calls]
 
 
 @pytest.mark.parametrize("num_seqs", [9, 17, 64, 100])
@@ -172,10 +179,10 @@ def test_a_step_by_the_split_k_kernel_is_the_same_step(kernels_everywhere, model
     found = decode(model, num_seqs)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
     # A residual that others add to as well is the reducer's.
-    add = "linear_add" if model.model.tp.reducer is None else "linear"
-    assert [name for name, _ in calls] == ["linear", add, "linear_silu", add] * 2
-    assert all(options["pdl"] for _, options in calls)
-    assert not any(options["arrivals"].any() for _, options in calls)
+    add = "add" if model.model.tp.reducer is None else "linear"
+    assert operations(calls) == ["linear", add, "silu", add] * 2
+    assert all(options["pdl"] for options in calls)
+    assert not any(options["arrivals"].any() for options in calls)
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 4])
@@ -185,8 +192,10 @@ def test_a_step_by_the_gemv_kernel_is_the_same_step(kernels_everywhere, model, c
     model.use_matmul(make_matmul(model, "gemv", 64, 512, 4))
     found = decode(model, num_seqs)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
-    assert [name for name, _ in calls] == ["norm_linear", "norm_linear_silu"] * 2
     reducer = model.model.tp.reducer
+    add = [] if reducer else ["add"]
+    assert operations(calls) == ["linear", *add, "silu", *add] * 2
+    assert all(("norm_weight" in options) != options["add"] for options in calls)
     assert reducer is None or reducer.num_posted == [0, 4]
 
 
