@@ -1,6 +1,10 @@
-"""Weights and rows for the tests of linear layers' kernels, and these as functions that return their results."""
+"""Weights and rows for the tests of linear layers' kernels, these as functions that return results, and their twins."""
 
 import torch
+import torch.nn.functional as F
+
+from nanovllm.layers.activation import silu_and_mul_torch
+from nanovllm.layers.layernorm import rms_norm_torch
 
 
 def make_linear(N: int, K: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,3 +70,28 @@ def split_k_linear_add(x, weight, residual, bias=None, *, config, arrivals=None,
     arrivals = make_arrivals(x.device) if arrivals is None else arrivals
     split_k(x, weight, residual, bias, config, arrivals, add=True, pdl=pdl)
     return residual
+
+
+# The plain twins of the kernels: sums in float32, rounded where the kernels round.
+
+
+def linear_torch(x, weight, bias=None):
+    product = F.linear(x.float(), weight.float())
+    return (product if bias is None else product + bias.float()).to(x.dtype)
+
+
+def linear_silu_torch(x, weight):
+    return silu_and_mul_torch(linear_torch(x, weight))
+
+
+def linear_add_torch(x, weight, residual, bias=None):
+    total = residual.float() + F.linear(x.float(), weight.float())
+    return residual.copy_(total if bias is None else total + bias.float())
+
+
+def norm_linear_torch(x, norm_weight, eps, weight, bias=None):
+    return linear_torch(rms_norm_torch(x, norm_weight, eps), weight, bias)
+
+
+def norm_linear_silu_torch(x, norm_weight, eps, weight):
+    return linear_silu_torch(rms_norm_torch(x, norm_weight, eps), weight)

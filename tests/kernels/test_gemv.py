@@ -5,7 +5,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from linear_inputs import gemv_linear_add, gemv_norm_linear, gemv_norm_linear_silu, make_linear, make_rows
+from linear_inputs import (
+    gemv_linear_add,
+    gemv_norm_linear,
+    gemv_norm_linear_silu,
+    linear_add_torch,
+    make_linear,
+    make_rows,
+    norm_linear_silu_torch,
+    norm_linear_torch,
+)
 
 from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.gemv import (
@@ -13,7 +22,6 @@ from nanovllm.kernels.gemv import (
     MAX_TOKENS,
     GemvConfig,
 )
-from nanovllm.layers.matmul_torch import linear_add_torch, norm_linear_silu_torch, norm_linear_torch
 from nanovllm.tuning.table import package_table
 
 EPS = 1e-6

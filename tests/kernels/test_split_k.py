@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from linear_inputs import make_linear, make_rows
+from linear_inputs import linear_add_torch, linear_silu_torch, linear_torch, make_linear, make_rows
 from linear_inputs import split_k_linear as linear
 from linear_inputs import split_k_linear_add as linear_add
 from linear_inputs import split_k_linear_silu as linear_silu
@@ -21,7 +21,6 @@ from nanovllm.kernels.split_k import (
     SplitKConfig,
     make_arrivals,
 )
-from nanovllm.layers.matmul_torch import linear_add_torch, linear_silu_torch, linear_torch
 from nanovllm.tuning.table import package_table
 
 # Of results of order one; the activation's factors may come to lie one rounding apart.
