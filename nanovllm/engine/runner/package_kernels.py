@@ -51,9 +51,8 @@ class PackageKernels:
         self._stack = ExitStack()
         self._processes: CompileProcesses | None = None
         self._note: Path | None = None
-        self._quack: Quack | None = None
-        self._flash_attn4: FlashAttn4 | None = None
-        self._shape: AttentionShape | None = None
+        self._device = device
+        self._loads: list[Callable[[], object]] = []
         versions = installed_versions(*_PACKAGES, _COMPILER, "torch")
         if rank or device.type != "cuda" or versions.keys().isdisjoint(_PACKAGES):
             return
@@ -81,12 +80,13 @@ class PackageKernels:
     def compile(self, quack: Quack | None, flash_attn4: FlashAttn4 | None, shape: AttentionShape) -> None:
         """Have flash-attn-4's kernels for this shape compiled, and the products that quack was asked for within
         `compile_ahead`."""
-        self._quack, self._flash_attn4, self._shape = quack, flash_attn4, shape
         tasks: list[tuple] = []
-        if flash_attn4 is not None:
-            tasks += [(load_kernel, shape, kernel) for kernel in range(flash_attn4.NUM_KERNELS)]
-        if quack is not None:
-            tasks += [(load_product, product, shape.device) for product in quack.wanted.values()]
+        for kernel in range(flash_attn4.NUM_KERNELS if flash_attn4 is not None else 0):
+            tasks.append((load_kernel, shape, kernel))
+            self._loads.append(partial(flash_attn4.load, shape, kernel))
+        for product in quack.wanted.values() if quack is not None else ():
+            tasks.append((load_product, product, shape.device))
+            self._loads.append(partial(quack.load, product, shape.device))
         if self._processes is not None:
             self._processes.submit(tasks)
 
@@ -96,15 +96,10 @@ class PackageKernels:
         if self._processes is not None:
             self._processes.wait(tell)
             self._stack.close()  # Their memory is free from here on.
-        device = self._shape.device
         if tp.size > 1:
-            tp.all_reduce(torch.zeros(1, device=device))  # The other ranks wait for rank 0's processes.
-        if self._flash_attn4 is not None:
-            for kernel in range(self._flash_attn4.NUM_KERNELS):
-                self._flash_attn4.load(self._shape, kernel)
-        if self._quack is not None:
-            for product in self._quack.wanted.values():
-                self._quack.load(product, device)
+            tp.all_reduce(torch.zeros(1, device=self._device))  # The other ranks wait for rank 0's processes.
+        for load in self._loads:
+            load()
         if self._note is not None:
             with suppress(OSError):  # Without the note the next start compiles again.
                 self._note.parent.mkdir(parents=True, exist_ok=True)
