@@ -82,7 +82,7 @@ class DecoderAttention(nn.Module):
             return self.attn(q, k, v, context).flatten(1)
         if context.is_prefill:
             return self.attn(q[rows], k, v, context.of_last_tokens()).flatten(1)
-        return self.attn(q, k, v, context).flatten(1)[rows]  # decode_plan is for all rows.
+        return self.attn(q, k, v, context).flatten(1)[rows]  # Plans are for all rows.
 
 
 class DecoderMLP(nn.Module):
