@@ -7,6 +7,8 @@ from typing import Any
 ARCHITECTURES = {
     "Qwen3ForCausalLM": "nanovllm.models.qwen3",
     "Qwen2ForCausalLM": "nanovllm.models.qwen2",
+    "Gemma3ForCausalLM": "nanovllm.models.gemma3",
+    "Gemma3ForConditionalGeneration": "nanovllm.models.gemma3",
 }
 
 
