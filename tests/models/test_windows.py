@@ -1,0 +1,47 @@
+"""Sliding windows of families that have them as an option, against transformers; and which layers have one."""
+
+from types import SimpleNamespace
+
+import pytest
+from checkpoints import Reference, complete, greedy, make_checkpoint, make_llm
+
+from nanovllm.models.hf_config import windows_of_layers
+
+WINDOW = {"sliding_window": 13, "num_hidden_layers": 3}
+FAMILIES = {
+    "qwen2": WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen3": WINDOW | {"use_sliding_window": True, "max_window_layers": 2},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows_of_every_family(family, tmp_path):
+    path = make_checkpoint(tmp_path, family=family, **FAMILIES[family])
+    reference = Reference(path)
+    prompts = reference.draw_prompts((1, 13, 90, 30), 12)
+    expected = reference.greedy(prompts, 12)
+    with make_llm(path) as llm:
+        assert 13 in [layer.window for layer in llm.model_runner.attention_layers()]
+        assert complete(llm, prompts, greedy(12)) == expected
+    with make_llm(path, num_kvcache_blocks=8, max_num_batched_tokens=20, mixed_step_rows=8) as llm:
+        assert complete(llm, prompts, greedy(12)) == expected
+        assert llm.scheduler.num_preemptions > 0
+    with make_llm(path, max_model_len=13) as llm:  # No sequence can be longer than the window.
+        assert {layer.window for layer in llm.model_runner.attention_layers()} == {None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [None] * 4),
+        ({"sliding_window": None, "layer_types": ["sliding_attention"] * 4}, [None] * 4),
+        ({"sliding_window": 8}, [8] * 4),
+        ({"sliding_window": 8, "use_sliding_window": False}, [None] * 4),
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, [None, None, None, 8]),
+        ({"sliding_window": 8, "sliding_window_pattern": 3}, [8, 8, None, 8]),
+        ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}, [None, 8, None, 8]),
+    ],
+    ids=str,
+)
+def test_which_layers_have_the_window(fields, expected):
+    assert list(windows_of_layers(SimpleNamespace(num_hidden_layers=4, **fields))) == expected
