@@ -105,7 +105,7 @@ def phi3(draw):
 
 
 def olmo2(draw):
-    return common(draw) | {"attention_bias": draw.random() < 0.5}
+    return common(draw) | {"attention_bias": draw.random() < 0.5, "rope_scaling": None}
 
 
 FAMILIES = (llama, qwen2, qwen3, mistral, smollm3, phi3, olmo2)
