@@ -196,7 +196,6 @@ def test_the_scale_of_embeddings_is_rounded_as_in_training():
         {"attn_logit_softcapping": 50.0},
         {"use_bidirectional_attention": True},
         {"hidden_activation": "gelu"},
-        {"sliding_window": 0},
     ],
     ids=lambda change: next(iter(change)),
 )

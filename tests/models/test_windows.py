@@ -11,6 +11,9 @@ WINDOW = {"sliding_window": 13, "num_hidden_layers": 3}
 FAMILIES = {
     "qwen2": WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
     "qwen3": WINDOW | {"use_sliding_window": True, "max_window_layers": 2},
+    "mistral": WINDOW,
+    "phi3": WINDOW,
+    "smollm3": WINDOW | {"use_sliding_window": True, "no_rope_layers": [1, 0, 1]},
 }
 
 
@@ -28,6 +31,12 @@ def test_windows_of_every_family(family, tmp_path):
         assert llm.scheduler.num_preemptions > 0
     with make_llm(path, max_model_len=13) as llm:  # No sequence can be longer than the window.
         assert {layer.window for layer in llm.model_runner.attention_layers()} == {None}
+
+
+def test_layer_types_that_name_too_few_layers_are_refused():
+    fields = {"num_hidden_layers": 3, "sliding_window": 8, "layer_types": ["full_attention"]}
+    with pytest.raises(ValueError, match="layer_types"):
+        windows_of_layers(SimpleNamespace(**fields))
 
 
 @pytest.mark.parametrize(
