@@ -182,7 +182,9 @@ def _paged_decode_kernel(
     if TMA:
         q = tl.load(q_row + heads[None, :] * HEAD_DIM + dims[:, None], mask=(heads < GROUP)[None, :], other=0.0)
         keys = rest + tl.arange(0, TILE)
-        is_key = (keys >= first_key) & (keys < end_key)
+        is_key = keys < end_key
+        if WINDOWED:
+            is_key &= keys >= first_key
         tile = key_slots(rest_blocks, rest, BLOCK_SIZE, TILE)[:, None] * TOKEN + dims[None, :]
         k_rest = tl.load(k_ptr + tile, mask=is_key[:, None], other=0.0)
         v_rest = tl.load(v_ptr + tile, mask=is_key[:, None], other=0.0)
@@ -290,9 +292,8 @@ def paged_decode(
 
 @cache
 def has_tma(head_dim: int, block_size: int, itemsize: int, device: torch.device) -> bool:
-    """Whether Hopper's tensor memory accelerator can be used: in half precision, for the head_dims of most models. For
-    256, the sums of a warp or two would not fit the registers. Triton before 3.6 may not have products of eight
-    columns."""
+    """Whether Hopper's tensor memory accelerator can be used: in half precision, for the head_dims that it was
+    measured with. Triton before 3.6 may not have products of eight columns."""
     is_new = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
     fits = itemsize == 2 and head_dim in (64, 128) and block_size >= SPLIT_UNIT
     return is_new and fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -117,9 +117,8 @@ def _paged_prefill_kernel(
     q_tile = q_ptr + tokens[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     q = tl.load(q_tile, mask=inside, other=0.0)
 
-    # Query i of a sequence is at position len_k - len_q + i and attends to the keys up to its own. A padding row is
-    # like the last query, because it must see a key too.
-    positions = len_k - len_q + tl.minimum(queries, len_q - 1)
+    # Query i of a sequence is at position len_k - len_q + i and attends to the keys up to its own.
+    positions = len_k - len_q + queries
     first_position = len_k - len_q + tile * TILE_ROWS // GROUP
     last_query = tl.minimum((tile * TILE_ROWS + TILE_ROWS - 1) // GROUP, len_q - 1)
     end_key = len_k - len_q + last_query + 1
@@ -138,6 +137,7 @@ def _paged_prefill_kernel(
     # Only the tiles that the diagonal, the end of the keys or a window's start cuts need a mask.
     first_unmasked = 0
     if WINDOW is not None:
+        positions = tl.minimum(positions, len_k - 1)  # because a padding row must see a key too
         first_seen = tl.maximum(first_position - WINDOW + 1, 0) // TILE_KEYS * TILE_KEYS
         all_start = tl.maximum(end_key - WINDOW, 0)  # The last query's window starts here.
         first_unmasked = tl.minimum(tl.cdiv(all_start, TILE_KEYS) * TILE_KEYS, seen_by_all)
