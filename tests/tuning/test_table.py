@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
+from configs import TUNED
 
-from nanovllm.models.presets import PRESET_NAMES, preset_config
+from nanovllm.models.presets import preset_config
 from nanovllm.tuning import table as table_module
 from nanovllm.tuning.table import (
     Choice,
@@ -133,7 +134,7 @@ def published_products(name: str, size: int) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("path", sorted(package_path(H200).parent.glob("*.json")), ids=lambda path: path.stem)
 def test_tables_of_the_package(path):
-    """They have every published size on one GPU and on two, and their candidates take the constants."""
+    """They have every size that is tuned on one GPU and on two, and their candidates take the constants."""
     pytest.importorskip("triton")
     from nanovllm.kernels.gemv import GemvConfig
     from nanovllm.kernels.split_k import SplitKConfig
@@ -145,7 +146,7 @@ def test_tables_of_the_package(path):
     constant_types |= dict.fromkeys((Cublas.name, FusedSilu.name), tuple)
     table = read_table(path)
     assert path == package_path(json.loads(path.read_text())["gpu"])
-    for name in PRESET_NAMES:
+    for name in TUNED:
         for size in (1, 2):
             for operation, N, K in published_products(name, size):
                 assert Key(operation, "decode", N, K, "bfloat16") in table.rows
