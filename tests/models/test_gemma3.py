@@ -18,6 +18,7 @@ from checkpoints import (
     random_prompt,
     randomize,
 )
+from gpu_engines import REGRET, gpu_llm, needs_flash_attn
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig
 
 from nanovllm.models.gemma3 import Gemma3ForCausalLM
@@ -104,6 +105,29 @@ def test_two_ranks(base):
     with make_llm(path, tensor_parallel_size=2, num_kvcache_blocks=9, max_num_batched_tokens=24) as llm:
         assert complete(llm, prompts, greedy(16)) == reference.greedy(prompts, 16)
         assert llm.scheduler.num_preemptions > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "most_regret"),
+    [
+        ("triton", "float32", 1e-3),
+        ("triton", "bfloat16", REGRET["bfloat16"]),
+        pytest.param("flash_attn", "float16", REGRET["float16"], marks=needs_flash_attn),
+    ],
+)
+def test_on_a_gpu(backend, dtype, most_regret, head_dim, tmp_path):
+    """With CUDA graphs, which read a plan for each window, and with mixed steps."""
+    path = make_gemma3(tmp_path, sliding_window=100, head_dim=head_dim)
+    reference = Reference(path)
+    prompts = [random_prompt(length, seed=length) for length in (1, 99, 100, 101, 300, 700)]
+    for options in ({"mixed_step_rows": 0}, {"mixed_step_rows": 128, "max_num_batched_tokens": 400}):
+        with gpu_llm(path, attention_backend=backend, dtype=dtype, **options) as llm:
+            for _ in range(2):  # and from the cache
+                outputs = complete(llm, prompts, greedy(12))
+                for prompt, tokens in zip(prompts, outputs, strict=True):
+                    assert reference.regret(prompt, tokens) < most_regret
 
 
 def test_the_text_part_of_a_model_with_a_vision_tower(base, tmp_path):
