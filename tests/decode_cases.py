@@ -7,9 +7,13 @@ import pytest
 import torch
 
 from nanovllm.kernels import paged_decode as kernel
-from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeWorkspace, num_work_items, plan_decode
+from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeWorkspace, plan_decode
 from nanovllm.kernels.paged_decode import TensorDescriptor, has_tma
 from nanovllm.layers.attention_torch import decode_attention_torch
+from nanovllm.layers.decode_constants import DecodeConstants
+from nanovllm.tuning.table import package_table
+
+H200 = DecodeConstants(package_table("NVIDIA H200"))
 
 # Largest error against float64 that a dtype's rounding of inputs, weights and outputs explains.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -23,7 +27,7 @@ needs_tma = pytest.mark.skipif(not HAS_TMA, reason="needs Hopper's tensor memory
 
 def make_plan(context_lens, num_kv_heads, num_items=None):
     """The plan of a launch outside the engine."""
-    items = np.empty((num_items or num_work_items(len(context_lens), num_kv_heads), PIECE_FIELDS), np.int32)
+    items = np.empty((num_items or H200.num_work_items(len(context_lens), num_kv_heads), PIECE_FIELDS), np.int32)
     plan_decode(context_lens.cpu().numpy(), items)
     return torch.from_numpy(items).to(context_lens.device)
 
@@ -60,10 +64,13 @@ def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device
 def paged_decode(
     q, k_cache, v_cache, context_lens, block_tables, scale, plan=None, workspace=None, config=None, pdl=False
 ):
-    """The kernel, with a plan and a workspace made for the batch by default."""
-    (batch_size, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
+    """The kernel, with what the engine gives it for this batch by default."""
+    (batch_size, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
+    if config is None:
+        tma = kernel.has_tma(head_dim, block_size, q.element_size(), q.device)
+        config = H200.config(batch_size, num_kv_heads, head_dim, q.element_size(), tma)
     if batch_size == 0:
-        return kernel.paged_decode(q, k_cache, v_cache, block_tables, scale, plan, workspace)
+        return kernel.paged_decode(q, k_cache, v_cache, block_tables, scale, plan, workspace, config)
     plan = make_plan(context_lens, num_kv_heads) if plan is None else plan
     workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, len(plan))
     return kernel.paged_decode(q, k_cache, v_cache, block_tables, scale, plan, workspace, config, pdl)

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.decode_plan import PIECE_FIELDS, SPLIT_UNIT, DecodeConfig, DecodeWorkspace, choose_config
+from nanovllm.kernels.decode_plan import PIECE_FIELDS, SPLIT_UNIT, DecodeConfig, DecodeWorkspace
 from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents, gdc_wait, has_pdl, prefetch_lines
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.paged_cache import check_layout, key_slots, load_blocks
@@ -226,7 +226,7 @@ def paged_decode(
     scale: float,
     plan: torch.Tensor,
     workspace: DecodeWorkspace,
-    config: DecodeConfig | None = None,
+    config: DecodeConfig,
     pdl: bool = False,
 ) -> torch.Tensor:
     """Attention of each row's token to its whole context: softmax(q k^T * scale) v, grouped-query heads.
@@ -241,7 +241,7 @@ def paged_decode(
         scale: positive factor of the scores, usually `head_dim ** -0.5`.
         plan: int32 `[num_items, PIECE_FIELDS]`, contiguous, made for the rows' context lengths (see `decode_plan`).
         workspace: memory that the splits share.
-        config: launch constants; None chooses them by the shapes.
+        config: launch constants; with `tma` only where `has_tma`.
         pdl: programmatic dependent launch (see `dependent_launch`). The plan and block_tables are read before the wait.
 
     Returns:
@@ -262,9 +262,6 @@ def paged_decode(
         )
     workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, len(plan))
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    if config is None:
-        tma = has_tma(head_dim, block_size, q.element_size(), q.device)
-        config = choose_config(batch_size * num_kv_heads, padded_dim, q.element_size(), tma)
     k_desc, v_desc = _descriptors(k_cache, v_cache, config.tile) if config.tma else (None, None)
     group = num_heads // num_kv_heads
     launcher(_paged_decode_kernel, (num_kv_heads, len(plan)), pdl and has_pdl(q.device))(

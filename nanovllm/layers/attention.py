@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
+from nanovllm.layers.decode_constants import DecodeConstants
 from nanovllm.layers.flash_attn4 import FlashAttn4
 from nanovllm.utils.context import Context
 
@@ -31,9 +32,16 @@ class AttentionBackend(ABC):
         return self.name
 
     def prepare(
-        self, max_batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+        self,
+        constants: DecodeConstants,
+        max_batch_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
     ) -> None:
-        """Allocate what decode steps of up to max_batch_size rows share. Called once, before the first of them."""
+        """Allocate what decode steps of up to max_batch_size rows share. Called once, before the first of them.
+        constants: the GPU's."""
         return None
 
     def use_flash_attn4(self, dtype: torch.dtype, head_dim: int, **sizes: int) -> None:

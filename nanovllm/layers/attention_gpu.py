@@ -11,7 +11,7 @@ from nanovllm.layers.flash_attn4 import load_flash_attn4
 from nanovllm.utils.context import Context
 
 if HAS_TRITON:
-    from nanovllm.kernels.paged_decode import paged_decode
+    from nanovllm.kernels.paged_decode import has_tma, paged_decode
     from nanovllm.kernels.paged_prefill import paged_prefill
 
 # A call of flash-attn-4 costs the host twice as much as one of our kernels. So it pays only if the device works on a
@@ -65,8 +65,10 @@ class TritonBackend(GpuBackend):
     wants_plan = True
     max_short_prompt = 256
 
-    def prepare(self, max_batch_size, num_heads, num_kv_heads, head_dim, device):
-        self.workspace = DecodeWorkspace(max_batch_size, num_heads, num_kv_heads, head_dim, device)
+    def prepare(self, constants, max_batch_size, num_heads, num_kv_heads, head_dim, device):
+        self.constants = constants
+        num_items = constants.num_work_items(max_batch_size, num_kv_heads)
+        self.workspace = DecodeWorkspace(max_batch_size, num_heads, num_kv_heads, head_dim, device, num_items)
 
     def own_prefill(self, q, k, v, k_cache, v_cache, context, scale):
         c = context
@@ -76,7 +78,10 @@ class TritonBackend(GpuBackend):
 
     def decode(self, q, k_cache, v_cache, context, scale):
         tables, plan = context.block_tables, context.decode_plan
-        return paged_decode(q, k_cache, v_cache, tables, scale, plan, self.workspace, pdl=True)
+        (_, block_size, num_kv_heads, head_dim), itemsize = k_cache.shape, q.element_size()
+        tma = has_tma(head_dim, block_size, itemsize, q.device)
+        config = self.constants.config(len(q), num_kv_heads, head_dim, itemsize, tma)
+        return paged_decode(q, k_cache, v_cache, tables, scale, plan, self.workspace, config, pdl=True)
 
 
 class FlashAttnBackend(GpuBackend):

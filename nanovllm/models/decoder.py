@@ -306,6 +306,12 @@ class DecoderForCausalLM(nn.Module, ABC):
         """Parameters of one layer on this rank."""
         return sum(parameter.numel() for parameter in self.model.layers[0].parameters())
 
+    @property
+    def gate_up(self) -> torch.Tensor:
+        """A layer's gate and up projection. The table's rows for whole steps belong to its shape."""
+        first: Any = self.model.layers[0]
+        return first.products()[2].weight
+
     def use_matmul(self, matmul: Matmul) -> None:
         self.matmul = matmul
         for module in self.modules():
@@ -314,8 +320,7 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     def padded_batch(self, num_seqs: int) -> int:
         """The rows, padding included, with which a decode step of num_seqs sequences takes the least time."""
-        first: Any = self.model.layers[0]
-        return self.matmul.padded_batch(num_seqs, first.products()[2].weight)
+        return self.matmul.padded_batch(num_seqs, self.gate_up)
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import fields
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,15 @@ from nanovllm import SamplingParams
 from nanovllm.engine.runner.inputs import DecodeInputs, prefill_batch, send_prefill
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.decode_plan import DecodeWorkspace
+from nanovllm.layers.decode_constants import DecodeConstants
+from nanovllm.tuning.table import package_table
 from nanovllm.utils.context import Context
+
+CONSTANTS = DecodeConstants(package_table("NVIDIA H200"))
+
+
+def pieces(num_kv_heads: int):
+    return partial(CONSTANTS.num_work_items, num_kv_heads=num_kv_heads)
 
 
 @st.composite
@@ -76,7 +85,7 @@ def test_a_worker_has_the_same_tensors_of_a_pickled_prefill(drawn):
 @given(steps=st.lists(st.tuples(scheduled(), st.integers(0, 3)), min_size=1, max_size=4))
 def test_a_worker_has_the_same_tensors_of_pickled_decode_steps(steps):
     """Also those that it takes from its own last step, and after a step of its own that rank 0 has not written."""
-    ours, theirs = (DecodeInputs(4, 12, 4, torch.device("cpu"), 2) for _ in range(2))
+    ours, theirs = (DecodeInputs(4, 12, 4, torch.device("cpu"), pieces(2)) for _ in range(2))
     for inputs in (ours, theirs):
         inputs.sampled.copy_(torch.arange(100, 100 + len(inputs.sampled)))
     theirs.pad(3)
@@ -93,7 +102,7 @@ def test_a_worker_has_the_same_tensors_of_pickled_decode_steps(steps):
 
 
 def test_what_a_worker_gets_of_a_decode_step_does_not_grow_with_the_tokens_of_its_sequences():
-    inputs, sizes = DecodeInputs(512, 200, 256, torch.device("cpu"), 8), []
+    inputs, sizes = DecodeInputs(512, 200, 256, torch.device("cpu"), pieces(8)), []
     for num_tokens in (300, 30_000):
         seq = Sequence(0, [7] * num_tokens)
         seq.block_table, seq.is_prefilling = list(range(seq.num_blocks)), False
@@ -115,7 +124,8 @@ def _flat(inputs, *rest) -> list:
 def test_mixed_inputs(steps, num_kv_heads):
     """Several steps, as a row may have had another sequence's table before, or the same; all of one block size."""
     tables = [[16 * row + i for i in range(12)] for row in range(4)]
-    inputs = DecodeInputs(4, 12, 4, torch.device("cpu"), num_kv_heads, mixed_step_rows=60)
+    num_work_items = num_kv_heads and pieces(num_kv_heads)
+    inputs = DecodeInputs(4, 12, 4, torch.device("cpu"), num_work_items, mixed_step_rows=60)
     for (seqs, _), num_running, num_padding in steps:
         for row, seq in enumerate(seqs):
             seq.is_prefilling = row >= num_running
@@ -164,8 +174,8 @@ def _row(seq: Sequence, position: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize("max_num_seqs", [1, 5, 40, 200])
 def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
     """They fit the inputs' memory and the workspace, and every row has its keys in them."""
-    inputs = DecodeInputs(max_num_seqs, 20, 256, torch.device("cpu"), num_kv_heads)
-    workspace = DecodeWorkspace(max_num_seqs, 16, num_kv_heads, 16, "cpu")
+    inputs = DecodeInputs(max_num_seqs, 20, 256, torch.device("cpu"), pieces(num_kv_heads))
+    workspace = DecodeWorkspace(max_num_seqs, 16, num_kv_heads, 16, "cpu", pieces(num_kv_heads)(max_num_seqs))
     seqs = []
     for i in range(max_num_seqs):
         seq = Sequence(i, [0] * (1 + 977 * i % 5000), SamplingParams(), 256, seed=i)
@@ -184,7 +194,7 @@ def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
 
 def test_padding_rows_read_and_write_nothing():
     """Those that make up a captured batch, and those that the layers want besides."""
-    inputs = DecodeInputs(5, 20, 256, torch.device("cpu"), 2, padded=[0, 4, 4, 4, 4, 8])
+    inputs = DecodeInputs(5, 20, 256, torch.device("cpu"), pieces(2), padded=[0, 4, 4, 4, 4, 8])
     seqs = []
     for i in range(5):
         seq = Sequence(i, list(range(10 * i + 1)), SamplingParams(), 256, seed=i)
@@ -230,3 +240,18 @@ def test_tokens_have_memory_of_their_own_until_the_step_after_next():
     inputs.pad(2)
     inputs.tokens_on_host(6).fill_(3)
     assert second.tolist() == [2] * 6
+
+
+@pytest.mark.gpu
+def test_a_capture_before_a_step_is_sent_leaves_its_host_buffer_alone():
+    inputs = DecodeInputs(4, 4, 256, torch.device("cuda"), None)
+    seqs = [Sequence(i, [10 + i], SamplingParams(), 256, seed=i) for i in range(2)]
+    for seq in seqs:
+        seq.block_table, seq.is_prefilling = [0], False
+    batch = inputs.write(seqs[:1], 1)
+    inputs.pad(2)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**8)  # The device is behind: the host writes the next step before this one is received.
+    inputs.send(batch)
+    inputs.write(seqs[1:], 1)
+    assert inputs.for_layers(1)[0].tolist() == [10]

@@ -9,6 +9,8 @@ from configs import TUNED
 
 pytest.importorskip("triton")
 
+from decode_cases import H200
+
 from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE, graph_batch_sizes
 from nanovllm.engine.runner.kernel_compilation import (
     _trace,
@@ -18,7 +20,6 @@ from nanovllm.engine.runner.kernel_compilation import (
     warmup_kernels,
 )
 from nanovllm.engine.runner.memory import largest_prefill
-from nanovllm.kernels.decode_plan import choose_config
 from nanovllm.kernels.paged_prefill import choose_tiles
 from nanovllm.layers.attention_backend import TorchBackend
 from nanovllm.layers.matmul import Matmul
@@ -35,7 +36,7 @@ from nanovllm.utils.parallel import TensorParallel
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 16, 33, 100, 193, 256, 257, 500, 512, 513, 800, 1024, 1500])
 def test_every_variant_of_decode_attention_is_among_them(max_num_seqs, num_kv_heads, tma):
     def variants(batch_sizes):
-        return {choose_config(n * num_kv_heads, 128, 2, tma) for n in batch_sizes}
+        return {H200.config(n, num_kv_heads, 128, 2, tma) for n in batch_sizes}
 
     sizes = telling_batch_sizes(max_num_seqs)
     assert max(sizes) == max_num_seqs

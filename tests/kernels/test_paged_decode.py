@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from decode_cases import HAS_TMA, TOLERANCE, check, dense_decode, make_case, make_plan, needs_tma, paged_decode
+from decode_cases import H200, HAS_TMA, TOLERANCE, check, dense_decode, make_case, make_plan, needs_tma, paged_decode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace, choose_config
+from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace
 from nanovllm.layers.attention_torch import decode_attention_torch
 
 
@@ -54,7 +54,7 @@ def test_shared_block(device):
 
 
 def test_workspace_serves_batches_of_every_size(device):
-    workspace = DecodeWorkspace(6, 4, 2, 32, device)
+    workspace = DecodeWorkspace(6, 4, 2, 32, device, H200.num_work_items(6, 2))
     for batch_size in (6, 1):
         lens = [17 + 30 * i for i in range(batch_size)]
         check(make_case(lens, 4, 2, 32, 16, torch.float32, device, seed=batch_size), workspace=workspace)
@@ -105,8 +105,8 @@ def test_no_sequences(device):
     [
         ({"q": torch.zeros(2, 3, 32)}, "whole number of query heads"),
         ({"q": torch.zeros(2, 4, 32, dtype=torch.float16)}, "one dtype"),
-        ({"workspace": DecodeWorkspace(1, 4, 2, 32, "cpu")}, "workspace too small"),
-        ({"workspace": DecodeWorkspace(2, 4, 2, 32, "cpu", num_items=3)}, "workspace too small"),
+        ({"workspace": DecodeWorkspace(1, 4, 2, 32, "cpu", 999)}, "workspace too small"),
+        ({"workspace": DecodeWorkspace(2, 4, 2, 32, "cpu", 3)}, "workspace too small"),
         ({"plan": torch.zeros(3, PIECE_FIELDS, dtype=torch.int64)}, "plan must be"),
         ({"plan": torch.zeros(3, 2, dtype=torch.int32)}, "plan must be"),
         ({"plan": torch.zeros(6, PIECE_FIELDS, dtype=torch.int32)[::2]}, "plan must be"),
@@ -149,7 +149,7 @@ def test_a_sequence_of_nan_spoils_no_other(config, device):
 def test_graph_replays_with_other_context_lengths(config):
     lens = [4000, 300, 0, 1]
     case = make_case(lens, 16, 8, 128, 256, torch.bfloat16, "cuda", seed=0)
-    workspace = DecodeWorkspace(4, 16, 8, 128, "cuda")
+    workspace = DecodeWorkspace(4, 16, 8, 128, "cuda", H200.num_work_items(4, 8))
     plan = make_plan(case["context_lens"], 8)
     paged_decode(**case, plan=plan, workspace=workspace, config=config)
     torch.cuda.synchronize()
@@ -171,7 +171,7 @@ def test_graph_replays_with_other_context_lengths(config):
 @BOTH_KERNELS
 def test_splits_arriving_in_any_order_give_the_same_bits(config):
     case = make_case([30000] * 2, 16, 8, 128, 256, torch.bfloat16, "cuda", seed=0)
-    workspace = DecodeWorkspace(2, 16, 8, 128, "cuda")
+    workspace = DecodeWorkspace(2, 16, 8, 128, "cuda", H200.num_work_items(2, 8))
     first = paged_decode(**case, workspace=workspace, config=config)
     assert all(torch.equal(first, paged_decode(**case, workspace=workspace, config=config)) for _ in range(200))
 
@@ -199,4 +199,4 @@ def test_the_engines_constants(num_rows, tma):
     """What is chosen for so many sequences x KV heads, with few of them: lengths at the edges of tiles and splits."""
     lens = [0, 1, 31, 32, 33, 64, 65, 200, 640, 3000]
     case = make_case(lens, 16, 8, 128, 256, torch.bfloat16, "cuda", seed=num_rows)
-    check(case, config=choose_config(num_rows, 128, 2, tma))
+    check(case, config=H200.config(num_rows, 1, 128, 2, tma))

@@ -1,6 +1,7 @@
 """A step's inputs: numpy arrays that rank 0 writes on the host and sends to the device in one copy."""
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -12,7 +13,7 @@ from nanovllm.engine.runner.block_tables import BlockTables
 from nanovllm.engine.runner.packed_arrays import Layout, PackedArrays, packed_size, send_arrays
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import HAS_TRITON, use_kernels
-from nanovllm.kernels.decode_plan import PIECE_FIELDS, num_work_items, plan_decode
+from nanovllm.kernels.decode_plan import PIECE_FIELDS, plan_decode
 from nanovllm.utils.context import Context
 
 if HAS_TRITON:
@@ -68,15 +69,16 @@ class DecodeInputs:
         max_blocks: int,
         block_size: int,
         device: torch.device,
-        num_kv_heads: int | None,
+        num_work_items: Callable[[int], int] | None,
         padded: list[int] | None = None,
         mixed_step_rows: int = 0,
     ):
-        """num_kv_heads: for Context.decode_plan; None makes no plan. padded: None pads nothing. mixed_step_rows: of the
-        largest mixed step."""
+        """num_work_items: pieces of Context.decode_plan for a number of rows; None makes no plan. padded: None pads
+        nothing. mixed_step_rows: of the largest mixed step."""
         self.padded = padded or list(range(max_num_seqs + 1))
         n = self.max_rows = max(self.padded[max_num_seqs], mixed_step_rows)
-        self.num_kv_heads = num_kv_heads
+        self._num_work_items = num_work_items or (lambda num_rows: 0)
+        self._makes_plan = num_work_items is not None
         layout: Layout = {
             "tokens": ((n,), np.int64),
             "pending_rows": ((n,), np.int32),
@@ -110,10 +112,7 @@ class DecodeInputs:
 
     def plan(self, num_rows: int) -> torch.Tensor | None:
         """Device memory of Context.decode_plan: int32 [num_items, PIECE_FIELDS]."""
-        return None if self.num_kv_heads is None else self._work_items[: self._num_work_items(num_rows)]
-
-    def _num_work_items(self, num_rows: int) -> int:
-        return 0 if self.num_kv_heads is None else num_work_items(num_rows, self.num_kv_heads)
+        return self._work_items[: self._num_work_items(num_rows)] if self._makes_plan else None
 
     def for_layers(self, num_rows: int, num_drawn: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Context]:
         """Token ids and positions [num_rows], and the context. num_drawn: as in Context."""
@@ -124,8 +123,11 @@ class DecodeInputs:
         return self.input_ids[:num_rows], self.rows["positions"][:num_rows], context
 
     def pad(self, num_rows: int) -> None:
-        """Send a step of padding alone."""
+        """Send a step of padding alone. The host buffers keep taking turns as if it had not been: a step that was
+        written before, and is sent after it, must not be in the buffer that the next one is written to."""
+        last = self._last_buffer
         self.send(self.write([], num_rows))
+        self._last_buffer = last
 
     def write(self, seqs: list[Sequence], num_rows: int) -> Batch:
         """The arrays of a decode or mixed step, padded to num_rows."""
@@ -154,7 +156,7 @@ class DecodeInputs:
         # Padding writes nothing and reads nothing.
         host["slot_mapping"][num_tokens:num_rows] = -1
         host["context_lens"][num_tokens:num_rows] = 0
-        if self.num_kv_heads is not None:
+        if self._makes_plan:
             plan_decode(host["context_lens"][:num_rows], host["work_items"][: self._num_work_items(num_rows)])
         return Batch(seqs, False, n, num_rows, self._used(host, num_rows), is_mixed=is_mixed, buffer=buffer)
 
