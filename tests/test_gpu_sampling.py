@@ -183,8 +183,10 @@ def test_memory_is_given_back(base, requests):
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
-    before = allocated()
-    llm = gpu_llm(base[0])
-    assert complete(llm, prompts, params) == expected
-    llm.exit()
-    assert allocated() <= before + 2**20
+    after = []
+    for _ in range(2):  # The first engine of a process leaves cuBLAS's workspaces.
+        llm = gpu_llm(base[0])
+        assert complete(llm, prompts, params) == expected
+        llm.exit()
+        after.append(allocated())
+    assert after[1] <= after[0] + 2**20

@@ -3,8 +3,9 @@
 import torch
 
 from nanovllm.layers.rotary_embedding import RopeParameters, rope_parameters
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.hf_config import local_layers, windows_of_layers
+from nanovllm.models.spec import DecoderSpec
 
 
 class Gemma3ForCausalLM(DecoderForCausalLM):

@@ -1,6 +1,7 @@
 """What each family's configuration may ask for, and the error that names what it may not."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import CONFIG_MAPPING
 from nanovllm.config import Config
 from nanovllm.layers.attention_torch import TorchBackend
 from nanovllm.models import make_model
+from nanovllm.models.hf_config import windows_of_layers
 from nanovllm.models.presets import PRESET_NAMES, preset_config
 from nanovllm.models.registry import model_class
 from nanovllm.utils.loader import num_checkpoint_params
@@ -84,6 +86,25 @@ def test_what_changes_nothing_is_accepted(family_dir, family, changes):
         pytest.skip("this transformers does not know the family")
     config = Config(family_dir(family, **changes)).hf_config
     assert not any(model_class(config).checked_spec(config).windows)
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({}, (None,) * 3),
+        ({"sliding_window": None}, (None,) * 3),
+        ({"sliding_window": 64}, (64,) * 3),
+        ({"sliding_window": 512}, (None,) * 3),
+        ({"sliding_window": 64, "use_sliding_window": False}, (None,) * 3),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, (None, 64, 64)),
+        ({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}, (64, None, 64)),
+    ],
+    ids=str,
+)
+def test_which_layers_have_a_window(fields, windows):
+    """By the names of transformers 4 and 5."""
+    config = SimpleNamespace(num_hidden_layers=3, max_position_embeddings=512, **fields)
+    assert windows_of_layers(config) == windows
 
 
 # Billions of parameters, from the model cards.
