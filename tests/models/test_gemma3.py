@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import (
-    VOCAB_SIZE,
     Reference,
     assert_idle,
     complete,
@@ -14,12 +13,12 @@ from checkpoints import (
     edit_tensors,
     generate,
     greedy,
+    make_checkpoint,
     make_llm,
     random_prompt,
-    randomize,
 )
 from gpu_engines import REGRET, gpu_llm, needs_flash_attn
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm.models.gemma3 import Gemma3ForCausalLM
 
@@ -40,28 +39,9 @@ ENGINES = {
 
 
 def make_gemma3(directory: Path, **overrides) -> Path:
-    """Save a random text model whose layers all matter to its logits. RoPE's bases are so small that one for the other
-    shows."""
-    fields = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 7,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 1024,
-        "query_pre_attn_scalar": 50,
-        "rope_theta": 700.0,
-        "rope_local_base_freq": 30.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    model = AutoModelForCausalLM.from_config(Gemma3TextConfig(**fields | overrides))
-    randomize(model, seed=0)
-    model.save_pretrained(directory)
-    return directory
+    """A text model. RoPE's bases are so small that one for the other shows."""
+    fields = {"num_hidden_layers": 7, "query_pre_attn_scalar": 50, "rope_theta": 700.0, "rope_local_base_freq": 30.0}
+    return make_checkpoint(directory, family="gemma3_text", **fields | overrides)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

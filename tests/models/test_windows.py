@@ -37,20 +37,3 @@ def test_layer_types_that_name_too_few_layers_are_refused():
     fields = {"num_hidden_layers": 3, "sliding_window": 8, "layer_types": ["full_attention"]}
     with pytest.raises(ValueError, match="layer_types"):
         windows_of_layers(SimpleNamespace(**fields))
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, [None] * 4),
-        ({"sliding_window": None, "layer_types": ["sliding_attention"] * 4}, [None] * 4),
-        ({"sliding_window": 8}, [8] * 4),
-        ({"sliding_window": 8, "use_sliding_window": False}, [None] * 4),
-        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, [None, None, None, 8]),
-        ({"sliding_window": 8, "sliding_window_pattern": 3}, [8, 8, None, 8]),
-        ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}, [None, 8, None, 8]),
-    ],
-    ids=str,
-)
-def test_which_layers_have_the_window(fields, expected):
-    assert list(windows_of_layers(SimpleNamespace(num_hidden_layers=4, **fields))) == expected
