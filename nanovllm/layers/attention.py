@@ -13,7 +13,7 @@ from nanovllm.utils.context import Context
 class AttentionBackend(ABC):
     """Computes attention. The engine chooses one at start-up, by `attention_backend.select_backend`.
 
-    Shapes are those of `Attention`. The caches are None in a prefill before there is a cache.
+    Shapes and `window` are those of `Attention`. The caches are None in a prefill before there is a cache.
 
     Attributes:
         name: the value of the option `attention_backend` that selects it.
