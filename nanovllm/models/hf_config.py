@@ -105,15 +105,16 @@ def check_hf_config(hf_config: Any, where: str) -> None:
     else:
         allowed = f"a multiple of twice num_attention_heads ({num_heads}), or head_dim be given"
         require(f"{where}: hidden_size", fields["hidden_size"], fields["hidden_size"] % (2 * num_heads) == 0, allowed)
+    family = model_class(hf_config)
     try:
-        spec = model_class(hf_config).checked_spec(hf_config)
+        spec = family.checked_spec(hf_config)
         for rope in filter(None, dict.fromkeys(spec.ropes)):
             rope.inverse_frequencies(get_head_dim(hf_config))
             if not all(0 < number < math.inf for number in (rope.base, rope.factor, supported_length(hf_config))):
                 raise ValueError(f"rope_theta={rope.base}, factor={rope.factor}: must be finite numbers > 0")
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    except Exception as error:
+    except (TypeError, AttributeError, ArithmeticError) as error:  # All other fields are checked.
         raise ValueError(f"{where}: its RoPE settings cannot be used: {one_line(error)}") from error
 
 
