@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from configs import TUNED
 
 from nanovllm.kernels.decode_plan import SPLIT_UNIT
 from nanovllm.layers.decode_constants import DecodeConstants
-from nanovllm.models.presets import PRESET_NAMES, preset_config
+from nanovllm.models.presets import preset_config
 from nanovllm.tuning import table as table_module
 from nanovllm.tuning.table import (
     Choice,
@@ -56,9 +57,7 @@ def test_both_16_bit_dtypes_share_rows():
 
 
 def test_a_file_holds_all_of_a_table(tmp_path):
-    row = Row(
-        {1: [Choice("gemv", (4, 1024, 1, False, 0))], 64: [Choice("quack-kernels", (64, 48, (2, 1), True))], 65: []}
-    )
+    row = Row({1: [Choice("gemv", (4, 1024, 1))], 64: [Choice("quack-kernels", (64, 48, (2, 1), True))], 65: []})
     table = Table({KEY: row, KEY._replace(N=1): Row({1: []})}, {"flash_attn4": {"rows": 256}}, {"torch": "2.11.0"})
     path = tmp_path / "cache" / "table.json"
     write_table(path, "some GPU", table)
@@ -140,7 +139,7 @@ each_table = pytest.mark.parametrize(
 
 @each_table
 def test_tables_of_the_package(path):
-    """They have every published size on one GPU and on two, and their candidates take the constants."""
+    """They have every size that is tuned on one GPU and on two, and their candidates take the constants."""
     pytest.importorskip("triton")
     from nanovllm.kernels.gemv import GemvConfig
     from nanovllm.kernels.split_k import SplitKConfig
@@ -152,7 +151,7 @@ def test_tables_of_the_package(path):
     constant_types |= dict.fromkeys((Cublas.name, FusedSilu.name), tuple)
     table = read_table(path)
     assert path == package_path(json.loads(path.read_text())["gpu"])
-    for name in PRESET_NAMES:
+    for name in TUNED:
         for size in (1, 2):
             for operation, N, K in published_products(name, size):
                 assert Key(operation, "decode", N, K, "bfloat16") in table.rows
