@@ -144,7 +144,7 @@ PUBLISHED = {
 def model_size(monkeypatch):
     """benchmarks.floor.ModelSize"""
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
-    from benchmarks.floor import ModelSize
+    from nanovllm.bench.floor import ModelSize
 
     return ModelSize
 
