@@ -19,8 +19,10 @@ import torch
 from gpus import require_gpus
 from graph_timing import time_graph
 
-from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace, num_work_items, plan_decode
-from nanovllm.kernels.paged_decode import paged_decode
+from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace, plan_decode
+from nanovllm.kernels.paged_decode import has_tma, paged_decode
+from nanovllm.layers.decode_constants import DecodeConstants
+from nanovllm.tuning.table import load_table
 
 HEAD_DIM, BLOCK_SIZE = 128, 256
 HEADS, KV_HEADS = 16, 8  # Qwen3-0.6B's
@@ -70,7 +72,11 @@ class Case:
 
 def ours(case: Case, spare: int | None, config: DecodeConfig | None):
     (batch, num_heads, _), num_kv_heads = case.q.shape, case.num_kv_heads
-    num_items = batch + -(-spare // num_kv_heads) if spare else num_work_items(batch, num_kv_heads)
+    device = case.q.device
+    constants = DecodeConstants(load_table(device))
+    num_items = batch + -(-spare // num_kv_heads) if spare else constants.num_work_items(batch, num_kv_heads)
+    tma = has_tma(HEAD_DIM, BLOCK_SIZE, 2, device)
+    config = config or constants.config(batch, num_kv_heads, HEAD_DIM, 2, tma)
     items = np.empty((num_items, PIECE_FIELDS), np.int32)
     plan_decode(np.array(case.lens), items)
     plan = torch.from_numpy(items).to("cuda")

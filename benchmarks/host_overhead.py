@@ -10,6 +10,7 @@ import argparse
 import json
 import time
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -20,6 +21,8 @@ from nanovllm import SamplingParams
 from nanovllm.engine.runner.inputs import DecodeInputs
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.decode_constants import DecodeConstants
+from nanovllm.tuning.table import package_table
 
 BLOCK_SIZE, PROMPT_TOKENS = 256, 500
 STEPS = 200
@@ -29,7 +32,8 @@ def measure(batch: int, waiting: int) -> dict:
     """Median milliseconds of each part of a decode step, with `waiting` more requests queued than there is room for."""
     rng = Random(0)
     scheduler = Scheduler(batch, 1 << 20, 4096, batch * 4, BLOCK_SIZE)
-    inputs = DecodeInputs(batch, 4096 // BLOCK_SIZE, BLOCK_SIZE, torch.device("cpu"), num_kv_heads=8)
+    num_work_items = partial(DecodeConstants(package_table("NVIDIA H200")).num_work_items, num_kv_heads=8)
+    inputs = DecodeInputs(batch, 4096 // BLOCK_SIZE, BLOCK_SIZE, torch.device("cpu"), num_work_items, [None])
     params = SamplingParams(max_tokens=PROMPT_TOKENS, ignore_eos=True)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]

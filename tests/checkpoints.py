@@ -9,15 +9,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-)
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.layers.attention_backend import select_backend
@@ -42,10 +35,11 @@ def make_checkpoint(
     tokenizer: bool = False,
     **overrides,
 ) -> Path:
-    """Save a random Qwen3 or Qwen2 whose layers all matter to its logits; returns the directory.
+    """Save a random model whose layers all matter to its logits; returns the directory.
 
-    Biases are not zero and norms not one, so that leaving one out shows. `rope_scaling` takes the field names of
-    transformers 4 and is translated for 5; `overrides` are fields of the configuration.
+    Biases are not zero and norms not one, so that leaving one out shows. `family` is transformers' model_type.
+    `rope_scaling` takes the field names of transformers 4 and is translated for 5; `overrides` are fields of the
+    configuration.
     """
     fields = {
         "vocab_size": VOCAB_SIZE,
@@ -59,13 +53,15 @@ def make_checkpoint(
     }
     if family == "qwen3":
         fields["head_dim"] = 32
-    if int(transformers.__version__.split(".")[0]) >= 5:
+    if not family.startswith("qwen"):  # Their defaults are of a larger vocabulary.
+        fields |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    # Gemma 3's settings differ by the kind of layer, and both releases read the old spelling.
+    if int(transformers.__version__.split(".")[0]) >= 5 and family != "gemma3_text":
         scaling = rope_scaling or {"rope_type": "default"}
         fields["rope_parameters"] = {"rope_theta": rope_theta, **scaling}
     else:
         fields |= {"rope_theta": rope_theta, "rope_scaling": rope_scaling}
-    config_class = {"qwen3": Qwen3Config, "qwen2": Qwen2Config}[family]
-    model = AutoModelForCausalLM.from_config(config_class(**fields | overrides))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields | overrides))
     randomize(model, seed)
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     if tokenizer:
@@ -90,21 +86,29 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
         parameter.data.normal_(float(is_norm), 0.1 if is_norm else 0.15, generator=generator)
 
 
-def make_tokenizer(directory: str | Path) -> None:
-    """A byte-level BPE of at most VOCAB_SIZE tokens, any text round trips; EOS ends a sequence."""
+def make_tokenizer(
+    directory: str | Path, special_tokens: Iterable[str] = ("<|endoftext|>", EOS), eos_token: str = EOS, **options
+) -> None:
+    """A byte-level BPE of at most VOCAB_SIZE tokens, any text round trips; eos_token ends a sequence. A bos_token among
+    the options begins each text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=["<|endoftext|>", EOS],
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(
         ["a block is a row of slots, and a table names the blocks of a sequence"] * 2, trainer
     )
-    options = {"eos_token": EOS, "clean_up_tokenization_spaces": False}
+    bos = options.get("bos_token")
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    options = {"eos_token": eos_token, "clean_up_tokenization_spaces": False, **options}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(directory)
 
 

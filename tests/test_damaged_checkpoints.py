@@ -213,10 +213,9 @@ def test_tensor_in_two_files(copy):
         ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "LlamaForCausalLM"),
         ({"architectures": None}, "architectures=None"),
         ({"model_type": "no-such-model"}, "no-such-model"),
-        ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
-    ids=["moe", "llama", "no-architecture", "unknown-type", "sliding-window", "gelu"],
+    ids=["moe", "llama", "no-architecture", "unknown-type", "gelu"],
 )
 def test_model_that_is_not_supported(copy, changes, message):
     path = copy()

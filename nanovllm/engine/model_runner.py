@@ -55,14 +55,14 @@ class ModelRunner:
         self.mixed_graphs: DecodeGraphs | None = None
         self.logit_steps: LogitSteps | None = None
         self.tp = TensorParallel()
-        self._check: Callable[[], None] | None = None
+        self.check: Callable[[], None] | None = None
         self._threads = StepThreads(config.tensor_parallel_size)
         self._free_at_start = free_at_start
 
     def start(self, tp: TensorParallel, progress: StartProgress, check: Callable[[], None] | None = None) -> None:
         """Build everything, ready for `run`. All ranks do so at the same time. check: rank 0's, with several ranks;
         raises if another rank has gone, for which the device would wait."""
-        self.tp, self._check = tp, check
+        self.tp, self.check = tp, check
         config = self.config
         head_dim = get_head_dim(config.hf_config)
         backend = select_backend(config.attention_backend, config.device, config.dtype, head_dim, self.block_size)
@@ -79,7 +79,7 @@ class ModelRunner:
             self.capture_cudagraph(progress.count("capturing CUDA graphs"))
         else:
             logger.info("CUDA graphs: none")
-        self.logit_steps = LogitSteps(config, self.model, self.tp, self.decode_inputs, self.graphs, self._check)
+        self.logit_steps = LogitSteps(self)
         if config.device == "cuda":
             warmup_kernels(self)
 
@@ -105,7 +105,7 @@ class ModelRunner:
         """Give all memory back. Calling it again does nothing."""
         self.synchronize()
         if self.model is not None:
-            for layer in self._attention_layers():
+            for layer in self.attention_layers():
                 layer.k_cache = layer.v_cache = None
             # A parameter and its loader's layer refer to each other, so only the collector would free them.
             for parameter in self.model.parameters():
@@ -141,7 +141,7 @@ class ModelRunner:
 
     def allocate_kv_cache(self) -> None:
         """One tensor for all layers. Raises MemoryError, with the numbers, if there is no room for one block."""
-        layers = self._attention_layers()
+        layers = self.attention_layers()
         sizes = len(layers), self.num_kv_heads
         self.use_kv_cache(allocate_kv_cache(self.config, *sizes, self.device, self.tp, self._free_at_start))
 
@@ -149,10 +149,10 @@ class ModelRunner:
         """Give each layer its slices of the cache; None takes them away."""
         self.kv_cache = kv_cache
         self.num_kvcache_blocks = 0 if kv_cache is None else kv_cache.shape[2]
-        for i, layer in enumerate(self._attention_layers()):
+        for i, layer in enumerate(self.attention_layers()):
             layer.k_cache, layer.v_cache = (None, None) if kv_cache is None else kv_cache[:, i]
 
-    def _attention_layers(self) -> list[Attention]:
+    def attention_layers(self) -> list[Attention]:
         return [module for module in self.model.modules() if isinstance(module, Attention)]
 
     # -- one step ----------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class ModelRunner:
                 else:
                     self._decode(batch.num_seqs, batch.num_rows if batch.is_mixed else 0)
                 host = self.decode_inputs.tokens_on_host(batch.num_seqs)
-            return SampledTokens(sampled, check=self._check, host=host)
+            return SampledTokens(sampled, check=self.check, host=host)
 
     @torch.inference_mode()
     def sample(self, forward: Forward | None = None) -> SampledTokens | None:
@@ -258,7 +258,7 @@ class ModelRunner:
             logger.info("CUDA graphs of mixed steps: %d, of %d rows", len(sizes), rows)
 
     def _run_padding(self, batch_size: int, mixed_rows: int = 0) -> None:
-        """`_decode` of padding alone, through two layers: these launch every kernel that all of them do."""
+        """`_decode` of padding alone, through a few layers: these launch every kernel that all of them do."""
         self.decode_inputs.pad(mixed_rows or self.decode_inputs.padded[batch_size])
-        with self.model.first_and_last_layer():
+        with self.model.few_layers():
             self._decode(batch_size, mixed_rows)

@@ -8,7 +8,8 @@ from dataclasses import fields
 from nanovllm.config import Config
 from nanovllm.jobs.lines import SAMPLING_OPTIONS, LineFormat, Row
 from nanovllm.llm import LLM
-from nanovllm.utils.option_hints import ENGINE_HINTS, unknown_option
+from nanovllm.utils.option_hints import HINTS, unknown_option
+from nanovllm.utils.progress import tqdm
 
 Model = str | os.PathLike[str] | LLM
 
@@ -42,7 +43,7 @@ class Arguments:
         known = {field.name for field in fields(Config)} - _NOT_OF_JOBS
         for name in self.engine_options:
             if name not in known:
-                raise unknown_option(name, [*known, *SAMPLING_OPTIONS], ENGINE_HINTS)
+                raise unknown_option(name, [*known, *SAMPLING_OPTIONS], HINTS["Config"])
         if isinstance(model, LLM):
             if self.engine_options:
                 raise TypeError(f"{next(iter(self.engine_options))!r}: model is an LLM, which has its options already")
@@ -58,6 +59,13 @@ class Arguments:
         if isinstance(self.model, LLM):
             return self.model.config.tokenizer
         return os.fspath(self.engine_options.get("tokenizer") or self.model)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV cache block."""
+        if isinstance(self.model, LLM):
+            return self.model.config.kvcache_block_size
+        return self.engine_options.get("kvcache_block_size", Config.kvcache_block_size)
 
     @contextmanager
     def engine(self) -> Iterator[LLM]:
@@ -76,3 +84,9 @@ class Arguments:
         options |= form.sampling | {"prompt_column": form.prompt_column, "template": form.template}
         options |= {"system": form.system, "chat_template_kwargs": form.chat_template_kwargs or None, "seed": form.seed}
         return {"model": os.path.realpath(path) if os.path.isdir(path) else path} | options
+
+
+def line_bar(title: str, use_tqdm: bool, total: int | None = None, initial: int = 0) -> tqdm:
+    """A progress bar of lines, in a terminal only."""
+    disable = None if use_tqdm else True
+    return tqdm(desc=title, total=total, initial=initial, unit=" lines", dynamic_ncols=True, disable=disable)

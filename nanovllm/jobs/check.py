@@ -4,17 +4,16 @@ import os
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tqdm.auto import tqdm
-
 from nanovllm.config import Config
 from nanovllm.engine.requests.length_limit import LengthLimit
-from nanovllm.engine.requests.request_checker import RequestChecker, load_tokenizer
-from nanovllm.jobs.arguments import Arguments, Model
+from nanovllm.engine.requests.sequence_maker import SequenceMaker
+from nanovllm.jobs.arguments import Arguments, Model, line_bar
 from nanovllm.jobs.inputs import Inputs, find_files, scan
 from nanovllm.jobs.lines import Line, Row
 from nanovllm.jobs.reader import ReadPlan, read
 from nanovllm.jobs.writer import error_row
 from nanovllm.llm import LLM
+from nanovllm.utils.model_files import load_tokenizer
 
 _MAX_ERRORS = 1000
 
@@ -47,14 +46,15 @@ def check_batch(
     """
     arguments = Arguments(model, prompt_column, template, system, chat_template_kwargs, None, options)
     inputs = Inputs(find_files(input))
-    bar_options: Row = {"unit": " lines", "dynamic_ncols": True, "disable": None if use_tqdm else True}
-    with tqdm(desc="Checking ids", **bar_options) as bar:
+    with line_bar("Checking ids", use_tqdm) as bar:
         num_lines = scan(inputs, bar.update).num_lines
     checker, limit = _make_checker(arguments)
-    plan = ReadPlan(inputs.paths, arguments.line_format, arguments.tokenizer, None, None, 1)
+    plan = ReadPlan(
+        inputs.paths, arguments.line_format, arguments.tokenizer, arguments.engine_options.get("revision"), None, 1
+    )
     num_failed = num_prompt_tokens = max_completion_tokens = 0
     errors: list[Row] = []
-    with tqdm(desc="Checking prompts", total=num_lines, **bar_options) as bar:
+    with line_bar("Checking prompts", use_tqdm, num_lines) as bar:
         for batch in read(plan):
             for prepared in batch:
                 error = prepared.error if prepared.line is None else _find_error(checker, prepared.line)
@@ -70,7 +70,7 @@ def check_batch(
     return Check(num_lines, num_failed, num_prompt_tokens, max_completion_tokens, errors)
 
 
-def _make_checker(arguments: Arguments) -> tuple[RequestChecker, LengthLimit]:
+def _make_checker(arguments: Arguments) -> tuple[SequenceMaker, LengthLimit]:
     model = arguments.model
     if isinstance(model, LLM):
         config, limit = model.config, model.scheduler.length_limit
@@ -80,9 +80,10 @@ def _make_checker(arguments: Arguments) -> tuple[RequestChecker, LengthLimit]:
         config = Config(os.fspath(model), **options)
         num_blocks = -(-config.max_model_len // config.kvcache_block_size)
         limit = LengthLimit(config.max_model_len, config.supported_model_len, num_blocks, config.kvcache_block_size)
-    return RequestChecker(load_tokenizer(config), config.hf_config.vocab_size, config.eos, limit.check), limit
+    return SequenceMaker(config, load_tokenizer(config.model, config.tokenizer), limit.check), limit
 
 
-def _find_error(checker: RequestChecker, line: Line) -> str | None:
-    (request,) = checker.check_all([line.prompt], [line.params], on_error="return")  # type: ignore[list-item]
+def _find_error(checker: SequenceMaker, line: Line) -> str | None:
+    prompt: Any = line.prompt
+    (request,) = checker.make_all([prompt], [line.params], on_error="return")
     return str(request) if isinstance(request, Exception) else None

@@ -267,12 +267,12 @@ class PartWriter:
         if errors:
             self._errors = self._errors or AppendedFile(self._folder.path / ERRORS)
             self._errors.append(errors)
-        for start in range(0, len(answers), PART_LINES):
-            some = answers[start : start + PART_LINES]
+        while answers:
+            some, answers = answers[: PART_LINES - self._num_lines], answers[PART_LINES - self._num_lines :]
             self._part = self._part or AppendedFile(self._folder.open_part(self._number))
             self._part.append(some)
             self._num_lines += len(some)
-            if self._num_lines >= PART_LINES:
+            if self._num_lines == PART_LINES:
                 self._complete()
         if time.monotonic() >= self._next_sync:
             self.sync()

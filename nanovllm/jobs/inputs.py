@@ -95,7 +95,8 @@ def find_files(patterns: str | os.PathLike | Iterable[str | os.PathLike]) -> lis
     """
     patterns = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
     found: dict[str, None] = {}
-    for pattern in map(os.fspath, patterns):
+    for each in patterns:
+        pattern = os.fspath(each)
         if "://" in pattern:
             import_extra("fsspec")
             from fsspec.core import get_fs_token_paths
@@ -152,11 +153,13 @@ def _rows(path: str) -> Iterator[tuple[int, bytes | Row]]:
     number = 0
     with open_file(path) as file:
         try:
-            for number, content in enumerate(
-                _parquet_rows(file) if path.endswith(".parquet") else _text(path, file), 1
-            ):
-                if not isinstance(content, bytes) or not content.isspace():
-                    yield number, content
+            if path.endswith(".parquet"):
+                for number, row in enumerate(_parquet_rows(file), 1):
+                    yield number, row
+                return
+            for number, raw in enumerate(_text(path, file), 1):
+                if not raw.isspace():
+                    yield number, raw
         except (EOFError, OSError, ValueError, zlib.error) as error:
             raise ValueError(f"{path}: cannot be read after line {number}: {error}") from error
 

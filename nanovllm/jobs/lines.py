@@ -13,7 +13,8 @@ from xxhash import xxh3_64_intdigest
 
 from nanovllm.engine.requests.chat import Conversation, as_conversations
 from nanovllm.jobs import openai_batch
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import MAX_SEED, SamplingParams, StructuredOutputsParams
+from nanovllm.utils.checks import is_int, require
 
 Row = dict[str, Any]
 LineId = str | int
@@ -64,6 +65,7 @@ class LineFormat:
     def __post_init__(self) -> None:
         if self.template is not None and self.prompt_column is not None:
             raise ValueError("template: makes the prompt, so that prompt_column cannot be given as well")
+        require("seed", self.seed, self.seed is None or is_int(self.seed, 0, MAX_SEED), "None or in 0..2**63 - 1")
         _ = self._base_params, self._template_parts
 
     @cached_property

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ import numpy as np
 from nanovllm.engine.requests.chat import render_chat
 from nanovllm.jobs.inputs import Inputs, RawLine
 from nanovllm.jobs.lines import Line, LineFormat, LineId
-from nanovllm.utils.model_files import OTHER_FILES, download, find_directory
+from nanovllm.utils.model_files import OTHER_FILES, download, find_directory, load_tokenizer
 
 # Lines are grouped by their beginnings within a window. The first windows are small, so that work begins at once.
 _FIRST_WINDOW, _WINDOW = 64, 4096
@@ -67,12 +66,13 @@ class Preparer:
         encoded = iter(self._encode(texts))
         prepared = []
         for position, raw, line in lines:
-            prompt = next(encoded) if isinstance(line, Line) and isinstance(line.prompt, str) else None
-            if isinstance(line, Line) and line.is_chat:
-                prompt = self._render(line)
-            error = next((str(each) for each in (line, prompt) if isinstance(each, Exception)), None)
-            served = None if error else line if prompt is None else line._replace(prompt=prompt)
-            prepared.append(Prepared(position, raw.id, raw.file, raw.number, served, error))
+            result: Line | Exception = line
+            if isinstance(line, Line):
+                is_text = isinstance(line.prompt, str)
+                prompt = next(encoded) if is_text else self._render(line) if line.is_chat else line.prompt
+                result = prompt if isinstance(prompt, Exception) else line._replace(prompt=prompt)
+            outcome = (result, None) if isinstance(result, Line) else (None, str(result))
+            prepared.append(Prepared(position, raw.id, raw.file, raw.number, *outcome))
         return prepared
 
     def _read(self, raw: RawLine) -> Line | Exception:
@@ -95,14 +95,10 @@ class Preparer:
 
     def _render(self, line: Line) -> list[int] | Exception:
         options = line.chat_options
+        variables, tools = options["chat_template_kwargs"], options.get("tools")
         try:
             (token_ids,) = render_chat(
-                self._tokenizer,
-                [line.prompt],
-                None,
-                add_generation_prompt=True,
-                tools=options.get("tools"),
-                **options["chat_template_kwargs"],
+                self._tokenizer, [line.prompt], None, variables, tools, add_generation_prompt=True
             )
             return token_ids
         except Exception as error:  # Templates raise whatever they like.
@@ -114,10 +110,7 @@ def read(plan: ReadPlan) -> Iterator[list[Prepared]]:
     directory = find_directory(plan.tokenizer, "tokenizer") or download(
         plan.tokenizer, "tokenizer", OTHER_FILES, plan.revision
     )
-    from nanovllm.engine.requests.request_checker import load_tokenizer
-
-    tokenizer: Any = load_tokenizer(SimpleNamespace(model=plan.tokenizer, tokenizer=str(directory)))  # type: ignore
-    preparer = Preparer(tokenizer, plan.line_format)
+    preparer = Preparer(load_tokenizer(plan.tokenizer, str(directory)), plan.line_format)
     lines = Inputs(plan.paths, plan.names).lines(plan.is_done)
     for window in _windows((position, line) for position, (_, line) in enumerate(lines)):
         yield from _batches(grouped(preparer.prepare(window), plan.block_size))

@@ -13,11 +13,10 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
-from tqdm.auto import tqdm
 from xxhash import xxh3_128_hexdigest
 
 from nanovllm import __version__
-from nanovllm.jobs.arguments import Arguments, Model
+from nanovllm.jobs.arguments import Arguments, Model, line_bar
 from nanovllm.jobs.folder import Counts, JobFolder, PartWriter
 from nanovllm.jobs.inputs import Inputs, Scan, find_files, scan
 from nanovllm.jobs.lines import Row, from_json, to_json
@@ -188,7 +187,7 @@ class _Job:
         files = [file._asdict() for file in self._inputs.fingerprints()]
         if manifest is not None:
             self._check_same_files(manifest["input"], files)
-        with tqdm(desc="Checking", unit=" lines", dynamic_ncols=True, **self._bar_options()) as bar:
+        with line_bar("Checking", self._use_tqdm) as bar:
             found = scan(self._inputs, bar.update)
         if self._format == "parquet":
             if found.first_openai is not None:
@@ -243,29 +242,16 @@ class _Job:
 
     def _plan(self, is_done: np.ndarray) -> ReadPlan:
         arguments = self._arguments
-        options = arguments.engine_options
-        return ReadPlan(
-            self._inputs.paths,
-            arguments.line_format,
-            arguments.tokenizer,
-            options.get("revision"),
-            is_done,
-            options.get("kvcache_block_size", 256),
-            self._inputs.names,
-        )
+        revision = arguments.engine_options.get("revision")
+        paths, line_format, block_size = self._inputs.paths, arguments.line_format, arguments.block_size
+        names = self._inputs.names
+        return ReadPlan(paths, line_format, arguments.tokenizer, revision, is_done, block_size, names)
 
     def _answer(self, llm: LLM, lines: Iterable[Prepared], writer: Writer, num_lines: int, before: Counts) -> None:
         """Let the engine work on all lines. This loop shares Python's lock with the engine, so it does little."""
         under_way: dict[int, Prepared] = {}
         params: deque[SamplingParams] = deque()
-        bar = tqdm(
-            desc="Answering",
-            total=num_lines,
-            initial=before.answered + before.failed,
-            unit=" lines",
-            dynamic_ncols=True,
-            **self._bar_options(),
-        )
+        bar = line_bar("Answering", self._use_tqdm, num_lines, before.answered + before.failed)
 
         def prompts() -> Iterator[Any]:
             indices = count()
@@ -283,7 +269,7 @@ class _Job:
                 yield params.popleft()
 
         num_tokens, start = 0, time.perf_counter()
-        outputs = llm.generate_iter(prompts(), params_of_prompts(), self._ordered, on_error="return")
+        outputs: Any = llm.generate_iter(prompts(), params_of_prompts(), self._ordered, on_error="return")
         with bar, closing(outputs):
             for index, output in outputs:
                 writer.put(under_way.pop(index), output)
@@ -293,9 +279,6 @@ class _Job:
                 bar.update()
                 if writer.error is not None:
                     return
-
-    def _bar_options(self) -> Row:
-        return {"disable": None if self._use_tqdm else True}  # None: unless standard error is a terminal
 
 
 def _check_cluster(replicas: int | None, address: str | None, model: Model, ordered: bool) -> "Cluster | None":

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanovllm.layers.rotary_embedding import rope_parameters
-from nanovllm.models.registry import find_architecture
+from nanovllm.layers.rotary_embedding import RopeParameters, rope_parameters, rope_settings
+from nanovllm.models.registry import find_architecture, model_class
 from nanovllm.utils.checks import is_int, is_number, require
 from nanovllm.utils.light_imports import without_generated_docstrings
 from nanovllm.utils.model_files import one_line, read_json
@@ -22,10 +22,38 @@ _REQUIRED = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
-_FLAGS = ("attention_bias", "tie_word_embeddings", "use_sliding_window")
+_FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
 _QUANTISATIONS = ("quantization_config", "compression_config")
-_OPTIONAL = ("head_dim", "eos_token_id", *_FLAGS, *_QUANTISATIONS)
+_OPTIONAL = ("head_dim", "sliding_window", "no_rope_layers", "eos_token_id", *_FLAGS, *_QUANTISATIONS)
 _MAX_SIZE = 2**31 - 1
+# Keys that change what a decoder computes, with the value that changes nothing, as null does. A family reads some of
+# them (`DecoderForCausalLM.switches`); the others are refused.
+_SWITCHES: dict[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "qkv_bias": False,
+    "o_bias": False,
+    "hidden_act": "silu",
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "use_bidirectional_attention": False,
+    "attention_chunk_size": None,
+    "no_rope_layers": None,
+    "partial_rotary_factor": 1.0,
+    "qk_layernorm": False,
+    "use_qk_norm": False,
+    "clip_qkv": None,
+    "query_pre_attn_scalar": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
+    "num_experts": None,
+    "num_local_experts": None,
+}
 
 
 def read_hf_config(directory: str) -> Any:
@@ -36,14 +64,28 @@ def read_hf_config(directory: str) -> Any:
     content = read_json(file)
     # Before transformers checks it: its messages name neither the file nor what is allowed, and differ by version.
     _check_architecture(content.get("architectures"), content.get("model_type"), str(file))
-    _check_values(content, str(file))
+    for part in (content, content.get("text_config")):
+        if isinstance(part, dict):
+            _check_values(part, str(file))
     try:
         with without_generated_docstrings():
             from transformers import AutoConfig
 
-            return AutoConfig.from_pretrained(directory)
+            return _text_config(AutoConfig.from_pretrained(directory))
     except Exception as error:
         raise ValueError(f"{file}: cannot be used: {one_line(error)}") from error
+
+
+def _text_config(config: Any) -> Any:
+    """The configuration of the text model, where it is a part of a larger model."""
+    text = getattr(config, "text_config", None)
+    if text is None:
+        return config
+    text.architectures = config.architectures
+    for name in ("dtype", "torch_dtype", "eos_token_id"):
+        if vars(config).get(name) is not None:
+            setattr(text, name, vars(config)[name])
+    return text
 
 
 def check_hf_config(hf_config: Any, where: str) -> None:
@@ -63,24 +105,73 @@ def check_hf_config(hf_config: Any, where: str) -> None:
     else:
         allowed = f"a multiple of twice num_attention_heads ({num_heads}), or head_dim be given"
         require(f"{where}: hidden_size", fields["hidden_size"], fields["hidden_size"] % (2 * num_heads) == 0, allowed)
+    family = model_class(hf_config)
     try:
-        rope = rope_parameters(hf_config)
-        is_usable = all(0 < number < math.inf for number in (rope.base, rope.factor, supported_length(hf_config)))
-    except Exception as error:
+        spec = family.checked_spec(hf_config)
+        for rope in filter(None, dict.fromkeys(spec.ropes)):
+            rope.inverse_frequencies(get_head_dim(hf_config))
+            if not all(0 < number < math.inf for number in (rope.base, rope.factor, supported_length(hf_config))):
+                raise ValueError(f"rope_theta={rope.base}, factor={rope.factor}: must be finite numbers > 0")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    except (TypeError, AttributeError, ArithmeticError) as error:  # All other fields are checked.
         raise ValueError(f"{where}: its RoPE settings cannot be used: {one_line(error)}") from error
-    if not is_usable:
-        raise ValueError(f"{where}: rope_theta={rope.base}, factor={rope.factor}: must be finite numbers > 0")
 
 
 def supported_length(hf_config: Any) -> int:
-    """Tokens of the longest sequence that the model supports: max_position_embeddings, or the length that RoPE scaling
-    extends the original one to."""
+    """Tokens of the longest sequence that the model supports: max_position_embeddings, or the length that YaRN extends
+    the original one to."""
     limit = hf_config.max_position_embeddings
-    scaling = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    scaling = rope_settings(hf_config)
     original = scaling.get("original_max_position_embeddings")
-    if original and scaling.get("factor"):
+    if "yarn" in (scaling.get("rope_type"), scaling.get("type")) and original and scaling.get("factor"):
         limit = max(limit, int(original * scaling["factor"]))
     return limit
+
+
+def check_switches(hf_config: Any, read: frozenset[str]) -> None:
+    """Raises ValueError, naming the key, if a configuration sets one of `_SWITCHES` that its family does not read."""
+    for name, neutral in _SWITCHES.items():
+        value = rope_settings(hf_config).get(name, getattr(hf_config, name, None))
+        if name not in read and value is not None and value != neutral:
+            raise ValueError(f"{name}={value!r}: is not supported for {hf_config.model_type}")
+    kinds = set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}
+    if "sliding_window" in read:
+        kinds.discard("sliding_attention")
+    if kinds:
+        supported = "full_attention" + (" and sliding_attention" if "sliding_window" in read else "")
+        raise ValueError(f"layer_types={sorted(kinds)}: supported for {hf_config.model_type} are {supported}")
+
+
+def rope_of_layers(hf_config: Any) -> tuple[RopeParameters | None, ...]:
+    """The same RoPE for each layer: `DecoderSpec.ropes` of most families."""
+    return (rope_parameters(hf_config),) * hf_config.num_hidden_layers
+
+
+def windows_of_layers(hf_config: Any) -> tuple[int | None, ...]:
+    """Each layer's sliding window: the number of keys that a token sees, its own included; None for all."""
+    window = getattr(hf_config, "sliding_window", None)
+    is_off = getattr(hf_config, "use_sliding_window", True) is False
+    if window is None or is_off:
+        return (None,) * hf_config.num_hidden_layers
+    return tuple(window if is_local else None for is_local in local_layers(hf_config))
+
+
+def local_layers(hf_config: Any) -> list[bool]:
+    """Which layers have the configured `sliding_window`. Transformers 5 lists `layer_types`. In 4 every n-th layer is a
+    global one (`sliding_window_pattern`), or the first ones are (`max_window_layers`)."""
+    num_layers = hf_config.num_hidden_layers
+    layers = range(num_layers)
+    kinds = getattr(hf_config, "layer_types", None)
+    pattern = getattr(hf_config, "sliding_window_pattern", None)
+    if kinds:
+        allowed = f"a list of {num_layers} kinds, one for each of num_hidden_layers"
+        require("layer_types", kinds, len(kinds) >= num_layers, allowed)
+        return [kind == "sliding_attention" for kind in kinds[:num_layers]]
+    if pattern:
+        return [(layer + 1) % pattern != 0 for layer in layers]
+    num_global = getattr(hf_config, "max_window_layers", None) or 0
+    return [layer >= num_global for layer in layers]
 
 
 def get_head_dim(hf_config: Any) -> int:
@@ -110,10 +201,14 @@ def _check_values(fields: Mapping[str, Any], where: str) -> None:
             continue
         if name == "rms_norm_eps":
             require(field, value, is_number(value) and 0 <= value < math.inf, "a finite number >= 0")
-        elif name in _REQUIRED or name == "head_dim":
+        elif name in (*_REQUIRED, "head_dim", "sliding_window"):
             require(field, value, is_int(value, 1, _MAX_SIZE), f"an integer in 1..{_MAX_SIZE}")
         elif name in _FLAGS:
             require(field, value, isinstance(value, bool), "true or false")
+        elif name == "no_rope_layers":
+            num_layers = fields.get("num_hidden_layers") or 0
+            is_long_enough = isinstance(value, list) and len(value) >= num_layers
+            require(field, value, is_long_enough, f"a list of {num_layers} flags, one for each of num_hidden_layers")
         elif name == "eos_token_id":
             check_token_ids(value, where, name)
         elif name in _QUANTISATIONS and value:

@@ -1,47 +1,36 @@
-"""Published shapes of Qwen3's dense models, for `load_format="dummy"`, which reads no file.
+"""Published shapes, for `load_format="dummy"`, which reads no file. presets.json names the source of each family."""
 
-Source: the config.json files of the Qwen3 model cards (Qwen3 Technical Report, arXiv:2505.09388, table 1).
-"""
-
+import json
+from pathlib import Path
 from typing import Any
 
 from nanovllm.utils.light_imports import without_generated_docstrings
 
-# name: (hidden, intermediate, layers, query heads, tied head); 8 KV heads of 128, 151,936 tokens throughout.
-_SHAPES = {
-    "Qwen3-0.6B": (1024, 3072, 28, 16, True),
-    "Qwen3-1.7B": (2048, 6144, 28, 16, True),
-    "Qwen3-4B": (2560, 9728, 36, 32, True),
-    "Qwen3-8B": (4096, 12288, 36, 32, False),
-    "Qwen3-14B": (5120, 17408, 40, 40, False),
-    "Qwen3-32B": (5120, 25600, 64, 64, False),
+_FAMILIES = json.loads(Path(__file__).with_suffix(".json").read_text())
+# Name -> (organization of the hub, fields of its config.json in the spelling of transformers 4, which 5 reads too)
+_PRESETS = {
+    name: (family["organization"], family["common"] | fields)
+    for family in _FAMILIES
+    for name, fields in family["sizes"].items()
 }
 
-PRESET_NAMES = tuple(_SHAPES)
+PRESET_NAMES = tuple(_PRESETS)
+
+
+def find_preset(model: str) -> str | None:
+    """The one of PRESET_NAMES that a name or hub id means; None if there is none."""
+    organization, _, name = model.rpartition("/")
+    known = _PRESETS.get(name)
+    return name if known is not None and organization in ("", known[0]) else None
 
 
 def preset_config(name: str) -> Any:
-    """The published transformers configuration of one of PRESET_NAMES. Raises KeyError for another name."""
+    """The published transformers configuration of one of PRESET_NAMES. Raises KeyError for another name, ValueError if
+    the installed transformers is older than the model."""
+    _, fields = _PRESETS[name]
     with without_generated_docstrings():
-        from transformers import Qwen3Config
-    hidden_size, intermediate_size, num_layers, num_heads, tied = _SHAPES[name]
-    options: dict[str, Any] = {"rope_theta": 1_000_000.0}
-    config = Qwen3Config(
-        vocab_size=151936,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=tied,
-        eos_token_id=151645,
-        architectures=["Qwen3ForCausalLM"],
-        **options,
-    )
-    rope: Any = getattr(config, "rope_parameters", None)
-    if rope:  # transformers 5
-        rope.update(options)
-    return config
+        from transformers import CONFIG_MAPPING, AutoConfig, __version__
+
+        if fields["model_type"] not in CONFIG_MAPPING:
+            raise ValueError(f"{name}: transformers {__version__} does not know {fields['model_type']}: upgrade it")
+        return AutoConfig.for_model(**fields)

@@ -5,8 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import complete, greedy, make_checkpoint, make_llm, random_prompt
+from configs import TUNED
 
 pytest.importorskip("triton")
+
+from decode_cases import H200
 
 from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE, graph_batch_sizes
 from nanovllm.engine.runner.kernel_compilation import (
@@ -17,12 +20,11 @@ from nanovllm.engine.runner.kernel_compilation import (
     warmup_kernels,
 )
 from nanovllm.engine.runner.memory import largest_prefill
-from nanovllm.kernels.decode_plan import choose_config
 from nanovllm.kernels.paged_prefill import choose_tiles
 from nanovllm.layers.attention_backend import TorchBackend
 from nanovllm.layers.matmul import Matmul
 from nanovllm.layers.quack import Quack
-from nanovllm.models.presets import PRESET_NAMES, preset_config
+from nanovllm.models.presets import preset_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.tuning.table import package_table
 from nanovllm.utils.context import Context, step_context
@@ -34,7 +36,7 @@ from nanovllm.utils.parallel import TensorParallel
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 16, 33, 100, 193, 256, 257, 500, 512, 513, 800, 1024, 1500])
 def test_every_variant_of_decode_attention_is_among_them(max_num_seqs, num_kv_heads, tma):
     def variants(batch_sizes):
-        return {choose_config(n * num_kv_heads, 128, 2, tma) for n in batch_sizes}
+        return {H200.config(n, num_kv_heads, 128, 2, tma) for n in batch_sizes}
 
     sizes = telling_batch_sizes(max_num_seqs)
     assert max(sizes) == max_num_seqs
@@ -61,7 +63,7 @@ class RecordingQuack(Quack):
         return problem.out if problem.operation == "linear_add" else problem.x
 
 
-@pytest.mark.parametrize("name", PRESET_NAMES)
+@pytest.mark.parametrize("name", TUNED)
 @pytest.mark.parametrize("max_num_seqs", [1, 20, 33, 64, 100, 129, 193, 209, 256, 257, 300, 385, 500, 512, 800])
 def test_every_tile_of_quack_kernels_is_compiled_at_the_start(max_num_seqs, name):
     """A tile that the first step of its size had to compile would hold that one up for seconds."""

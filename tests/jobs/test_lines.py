@@ -165,6 +165,7 @@ def test_lines_that_cannot_be_served(row, message):
         ({"template": "{a!r}"}, "must name columns in braces"),
         ({"template": "{a}", "prompt_column": "b"}, "template: makes the prompt"),
         ({"sampling": {"temperature": -1}}, "temperature=-1"),
+        ({"seed": -1}, "seed=-1"),
     ],
     ids=str,
 )

@@ -203,6 +203,11 @@ def test_wrong_calls_are_refused_before_any_work(job, answers, options, error, m
     assert not answers.exists()
 
 
+def test_a_folder_on_which_another_process_works_is_refused(job, answers):
+    with folder.JobFolder(answers), pytest.raises(ValueError, match="another process works on this folder"):
+        job(prompts(2), overwrite=True)
+
+
 def test_duplicate_ids_are_refused_and_leave_the_old_answers(job, answers):
     job(prompts(3))
     with pytest.raises(ValueError, match="1 ids are given twice"):
@@ -224,19 +229,17 @@ def test_a_folder_below_a_file(job, tmp_path):
 
 
 def test_a_full_disk_stops_the_job_and_it_goes_on_later(job, answers, monkeypatch):
-    rows, write, size = prompts(60), os.write, 0
+    rows, write, room = prompts(60), os.write, 3000
 
-    def is_full(file, data):
-        nonlocal size
-        if size + len(data) > 3000:
-            if size < 3000:
-                size += write(file, data[: 3000 - size])
-                return len(data)
+    def write_what_fits(file, data):
+        nonlocal room
+        if not room:
             raise OSError(28, "No space left on device")
-        size += len(data)
-        return write(file, data)
+        written = write(file, data[:room])
+        room -= written
+        return written
 
-    monkeypatch.setattr(folder.os, "write", is_full)
+    monkeypatch.setattr(folder.os, "write", write_what_fits)
     with pytest.raises(JobError, match=r"answers: cannot be written: .*No space left on device"):
         job(rows)
     monkeypatch.setattr(folder.os, "write", write)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from decode_cases import HAS_TMA, TOLERANCE, check, dense_decode, make_case, make_plan, needs_tma, paged_decode
+from decode_cases import H200, HAS_TMA, TOLERANCE, check, dense_decode, make_case, make_plan, needs_tma, paged_decode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace, choose_config
+from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace
 from nanovllm.layers.attention_torch import decode_attention_torch
 
 
@@ -47,6 +47,16 @@ def test_any_number_of_pieces(num_items, device):
     assert torch.equal(first, again)
 
 
+@pytest.mark.parametrize("window", [1, 16, 63, 64, 65, 129, 500])
+@pytest.mark.parametrize("tma", [False, pytest.param(True, marks=needs_tma)])
+def test_windows(window, tma, device):
+    """That end before, at and after the edges of tiles, blocks and splits, shorter and longer than the context."""
+    lens = [0, 1, 64, 65, 130, 200, 421]
+    case = make_case(lens, 4, 2, 64, 64, torch.float16, device, seed=window, window=window)
+    plan = make_plan(case["context_lens"], 2, 12, window)
+    check(case, plan=plan, config=DecodeConfig(32, 1, 3, tma=True) if tma else DecodeConfig(64, 4, 2))
+
+
 def test_shared_block(device):
     case = make_case([40, 33], 4, 2, 32, 16, torch.float32, device, seed=1)
     case["block_tables"][1, :2] = case["block_tables"][0, :2]
@@ -54,34 +64,35 @@ def test_shared_block(device):
 
 
 def test_workspace_serves_batches_of_every_size(device):
-    workspace = DecodeWorkspace(6, 4, 2, 32, device)
+    workspace = DecodeWorkspace(6, 4, 2, 32, device, H200.num_work_items(6, 2))
     for batch_size in (6, 1):
         lens = [17 + 30 * i for i in range(batch_size)]
         check(make_case(lens, 4, 2, 32, 16, torch.float32, device, seed=batch_size), workspace=workspace)
         assert (workspace.arrivals == 0).all()
 
 
-@settings(max_examples=8)
+@settings(max_examples=12)
 @given(
     lens=st.lists(st.integers(0, 150), min_size=1, max_size=4),
     tma=st.booleans(),
     group=st.sampled_from([1, 2, 4, 7, 8, 16]),
     num_kv_heads=st.integers(1, 2),
-    head_dim=st.sampled_from([32, 48, 80]),
+    head_dim=st.sampled_from([32, 48, 80, 256]),
     block_size=st.sampled_from([16, 32, 64, 256]),
     spare=st.sampled_from([None, 1, 2, 5]),
     tile=st.sampled_from([16, 32, 64]),
+    window=st.none() | st.integers(1, 160),
     seed=st.integers(0, 2**31),
 )
-def test_any_batch(lens, tma, group, num_kv_heads, head_dim, block_size, spare, tile, seed):
+def test_any_batch(lens, tma, group, num_kv_heads, head_dim, block_size, spare, tile, window, seed):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32
     tma = tma and HAS_TMA
     if tma:
         head_dim, tile, dtype = 64, min(tile, block_size), torch.float16
     num_heads = group * num_kv_heads
-    case = make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed)
-    plan = make_plan(case["context_lens"], num_kv_heads, spare and len(lens) + spare)
+    case = make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed, window=window)
+    plan = make_plan(case["context_lens"], num_kv_heads, spare and len(lens) + spare, window)
     check(case, plan=plan, config=DecodeConfig(tile, 1 if tma else 4, 2, tma=tma))
 
 
@@ -105,8 +116,8 @@ def test_no_sequences(device):
     [
         ({"q": torch.zeros(2, 3, 32)}, "whole number of query heads"),
         ({"q": torch.zeros(2, 4, 32, dtype=torch.float16)}, "one dtype"),
-        ({"workspace": DecodeWorkspace(1, 4, 2, 32, "cpu")}, "workspace too small"),
-        ({"workspace": DecodeWorkspace(2, 4, 2, 32, "cpu", num_items=3)}, "workspace too small"),
+        ({"workspace": DecodeWorkspace(1, 4, 2, 32, "cpu", 999)}, "workspace too small"),
+        ({"workspace": DecodeWorkspace(2, 4, 2, 32, "cpu", 3)}, "workspace too small"),
         ({"plan": torch.zeros(3, PIECE_FIELDS, dtype=torch.int64)}, "plan must be"),
         ({"plan": torch.zeros(3, 2, dtype=torch.int32)}, "plan must be"),
         ({"plan": torch.zeros(6, PIECE_FIELDS, dtype=torch.int32)[::2]}, "plan must be"),
@@ -149,7 +160,7 @@ def test_a_sequence_of_nan_spoils_no_other(config, device):
 def test_graph_replays_with_other_context_lengths(config):
     lens = [4000, 300, 0, 1]
     case = make_case(lens, 16, 8, 128, 256, torch.bfloat16, "cuda", seed=0)
-    workspace = DecodeWorkspace(4, 16, 8, 128, "cuda")
+    workspace = DecodeWorkspace(4, 16, 8, 128, "cuda", H200.num_work_items(4, 8))
     plan = make_plan(case["context_lens"], 8)
     paged_decode(**case, plan=plan, workspace=workspace, config=config)
     torch.cuda.synchronize()
@@ -171,7 +182,7 @@ def test_graph_replays_with_other_context_lengths(config):
 @BOTH_KERNELS
 def test_splits_arriving_in_any_order_give_the_same_bits(config):
     case = make_case([30000] * 2, 16, 8, 128, 256, torch.bfloat16, "cuda", seed=0)
-    workspace = DecodeWorkspace(2, 16, 8, 128, "cuda")
+    workspace = DecodeWorkspace(2, 16, 8, 128, "cuda", H200.num_work_items(2, 8))
     first = paged_decode(**case, workspace=workspace, config=config)
     assert all(torch.equal(first, paged_decode(**case, workspace=workspace, config=config)) for _ in range(200))
 
@@ -199,4 +210,4 @@ def test_the_engines_constants(num_rows, tma):
     """What is chosen for so many sequences x KV heads, with few of them: lengths at the edges of tiles and splits."""
     lens = [0, 1, 31, 32, 33, 64, 65, 200, 640, 3000]
     case = make_case(lens, 16, 8, 128, 256, torch.bfloat16, "cuda", seed=num_rows)
-    check(case, config=choose_config(num_rows, 128, 2, tma))
+    check(case, config=H200.config(num_rows, 1, 128, 2, tma))

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
-from decode_cases import check, make_case, make_plan, needs_tma, paged_decode
+from decode_cases import H200, check, make_case, make_plan, needs_tma, paged_decode
 
 import nanovllm.kernels.paged_decode as paged_decode_module
 from nanovllm.kernels.decode_plan import DecodeConfig, DecodeWorkspace
+from nanovllm.layers import attention_gpu
+from nanovllm.layers.attention_gpu import TritonBackend
+from nanovllm.layers.attention_torch import decode_attention_torch
+from nanovllm.utils.context import Context
 
 pytestmark = needs_tma
 
@@ -40,12 +44,17 @@ def test_whole_tiles_by_the_memory_accelerator(
 
 def test_the_memory_accelerators_kernel_is_taken_where_it_can_be(monkeypatch, device):
     asked, launched = [], []
-    monkeypatch.setattr(paged_decode_module, "has_tma", lambda *case: asked.append(case) or True)
+    monkeypatch.setattr(attention_gpu, "has_tma", lambda *case: asked.append(case) or True)
     describe = paged_decode_module._descriptors
     monkeypatch.setattr(paged_decode_module, "_descriptors", lambda *args: launched.append(args) or describe(*args))
+    backend = TritonBackend()
+    backend.prepare(H200, 3, 16, 8, 64, device)
     for batch, is_taken in ((2, False), (3, True)):
         case = make_case([33 + i for i in range(batch)], 16, 8, 64, 64, torch.float16, device, seed=batch)
-        check(case)
+        lens, tables = case["context_lens"], case["block_tables"]
+        context = Context(context_lens=lens, block_tables=tables, decode_plans={None: make_plan(lens, 8)})
+        out = backend.decode(case["q"], case["k_cache"], case["v_cache"], context, case["scale"])
+        torch.testing.assert_close(out, decode_attention_torch(**case), atol=4e-3, rtol=4e-3)
         assert bool(launched) == is_taken
     assert set(asked) == {(64, 64, 2, case["q"].device)}
 

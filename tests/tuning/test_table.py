@@ -4,8 +4,11 @@ import json
 
 import pytest
 import torch
+from configs import TUNED
 
-from nanovllm.models.presets import PRESET_NAMES, preset_config
+from nanovllm.kernels.decode_plan import SPLIT_UNIT
+from nanovllm.layers.decode_constants import DecodeConstants
+from nanovllm.models.presets import preset_config
 from nanovllm.tuning import table as table_module
 from nanovllm.tuning.table import (
     Choice,
@@ -54,10 +57,8 @@ def test_both_16_bit_dtypes_share_rows():
 
 
 def test_a_file_holds_all_of_a_table(tmp_path):
-    row = Row(
-        {1: [Choice("gemv", (4, 1024, 1, False, 0))], 64: [Choice("quack-kernels", (64, 48, (2, 1), True))], 65: []}
-    )
-    table = Table({KEY: row, KEY._replace(N=1): Row({1: []})}, {"mixed_steps": {"rows": 256}}, {"torch": "2.11.0"})
+    row = Row({1: [Choice("gemv", (4, 1024, 1))], 64: [Choice("quack-kernels", (64, 48, (2, 1), True))], 65: []})
+    table = Table({KEY: row, KEY._replace(N=1): Row({1: []})}, {"flash_attn4": {"rows": 256}}, {"torch": "2.11.0"})
     path = tmp_path / "cache" / "table.json"
     write_table(path, "some GPU", table)
     again = read_table(path)
@@ -102,12 +103,12 @@ def test_the_users_rows_take_precedence(gpu):
     table = load_table(device)
     assert table.find(KEY) is package_table(H200).rows[KEY]
     own = Row({1: choices("cublas")})
-    write_table(user_path(H200), H200, Table({KEY: own, KEY._replace(N=8): own}, {"mixed_steps": {"rows": 1}}))
+    write_table(user_path(H200), H200, Table({KEY: own, KEY._replace(N=8): own}, {"flash_attn4": {"rows": 1}}))
     tuned = load_table(device)
     assert tuned.find(KEY).choices == own.choices
     assert tuned.find(KEY._replace(N=8)).choices == own.choices
     assert len(tuned.rows) == len(table.rows) + 1
-    assert tuned.setting("mixed_steps", "rows") == 1
+    assert tuned.setting("flash_attn4", "rows") == 1
     assert package_table(H200).rows[KEY] is table.rows[KEY], "the package's table has changed"
 
 
@@ -118,7 +119,7 @@ def test_a_gpu_without_a_table_takes_the_h200s(gpu):
 
 def test_a_setting_that_is_not_there_is_an_error():
     with pytest.raises(KeyError):
-        Table().setting("mixed_steps", "rows")
+        Table().setting("flash_attn4", "rows")
 
 
 def published_products(name: str, size: int) -> list[tuple[str, int, int]]:
@@ -131,9 +132,14 @@ def published_products(name: str, size: int) -> list[tuple[str, int, int]]:
     return [("linear", q + 2 * kv, hidden), (add, hidden, q), gate_up, (add, hidden, intermediate)]
 
 
-@pytest.mark.parametrize("path", sorted(package_path(H200).parent.glob("*.json")), ids=lambda path: path.stem)
+each_table = pytest.mark.parametrize(
+    "path", sorted(package_path(H200).parent.glob("*.json")), ids=lambda path: path.stem
+)
+
+
+@each_table
 def test_tables_of_the_package(path):
-    """They have every published size on one GPU and on two, and their candidates take the constants."""
+    """They have every size that is tuned on one GPU and on two, and their candidates take the constants."""
     pytest.importorskip("triton")
     from nanovllm.kernels.gemv import GemvConfig
     from nanovllm.kernels.split_k import SplitKConfig
@@ -145,21 +151,45 @@ def test_tables_of_the_package(path):
     constant_types |= dict.fromkeys((Cublas.name, FusedSilu.name), tuple)
     table = read_table(path)
     assert path == package_path(json.loads(path.read_text())["gpu"])
-    for name in PRESET_NAMES:
+    for name in TUNED:
         for size in (1, 2):
             for operation, N, K in published_products(name, size):
                 assert Key(operation, "decode", N, K, "bfloat16") in table.rows
     for key, row in table.rows.items():
-        assert key.operation in (*OPERATIONS, "padding")
+        assert key.operation in (*OPERATIONS, "padding", "mixed_steps")
         for bound, listed in zip(row.bounds, row.choices, strict=True):
             for name, constants in listed:
-                if key.operation == "padding":
+                if key.operation == "mixed_steps":
+                    assert (name, bound) == ("rows", 1)
+                    assert constants[0] > 1
+                elif key.operation == "padding":
                     assert constants[0] >= bound
                     assert row[constants[0]] == listed or not row[constants[0]], "padding is padded again"
                 else:
                     constant_types[name](*constants)
+    constants = DecodeConstants(table)
+    for num_kv_heads in (1, 2, 3, 4, 8, 16):
+        num_items = [constants.num_work_items(n, num_kv_heads) for n in range(1, 3000)]
+        assert num_items == sorted(num_items), "what is allocated for the largest batch is for all"
     assert {"torch", "triton"} <= table.versions.keys()
-    assert table.setting("mixed_steps", "rows") > 0
-    assert table.setting("mixed_steps", "min_layer_params") > 0
     assert table.setting("flash_attn4", "min_layer_work") > 0
     assert table_module.package_table(json.loads(path.read_text())["gpu"]).rows.keys() == table.rows.keys()
+
+
+@each_table
+@pytest.mark.parametrize("num_rows", [1, 9, 16, 17, 32, 33, 256, 257, 512, 513, 1536, 1537, 2048, 2049, 8192])
+def test_decode_attention_can_be_launched_for_any_heads(path, num_rows):
+    """The smallest cards have 99 KiB of shared memory, of which queries and sums want their part."""
+    constants = DecodeConstants(read_table(path))
+    for head_dim in (8, 16, 64, 80, 96, 112, 128, 160, 192, 256):
+        for itemsize in (2, 4):
+            for tma in {False, itemsize == 2 and head_dim in (64, 128)}:
+                config = constants.config(num_rows, 1, head_dim, itemsize, tma)
+                assert tma or not config.tma
+                assert not (config.tma and config.prefetch)
+                assert config.tile in (16, 32, 64)
+                assert config.tile <= SPLIT_UNIT
+                assert config.num_warps in (1, 2, 4, 8)
+                padded_dim = 1 << (max(head_dim, 16) - 1).bit_length()
+                tiles = (config.num_stages - 1) * 2 * config.tile * padded_dim * itemsize
+                assert 0 < tiles <= 64 * 1024

@@ -1,6 +1,7 @@
 """A step's inputs: numpy arrays that rank 0 writes on the host and sends to the device in one copy."""
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -12,7 +13,7 @@ from nanovllm.engine.runner.block_tables import BlockTables
 from nanovllm.engine.runner.packed_arrays import Layout, PackedArrays, packed_size, send_arrays
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import HAS_TRITON, use_kernels
-from nanovllm.kernels.decode_plan import PIECE_FIELDS, num_work_items, plan_decode
+from nanovllm.kernels.decode_plan import PIECE_FIELDS, plan_decode
 from nanovllm.utils.context import Context
 
 if HAS_TRITON:
@@ -38,7 +39,7 @@ class Batch:
     max_seqlen_q: int = 0  # most new tokens of a sequence
     max_seqlen_k: int = 0  # most keys of a sequence
     reads_cache: bool = False  # a sequence has a cached prefix
-    prompt_rows: list[tuple[int, int]] = field(default_factory=list)  # (first, number), for prompt_logprobs
+    prompt_rows: list[tuple[int, int, int]] = field(default_factory=list)  # for `prompt_logprobs`
     packed: PackedArrays | None = None  # rank 0: memory of the arrays, ready to be sent
 
     def __getstate__(self) -> dict:
@@ -68,15 +69,21 @@ class DecodeInputs:
         max_blocks: int,
         block_size: int,
         device: torch.device,
-        num_kv_heads: int | None,
+        num_work_items: Callable[[int], int],
+        windows: list[int | None],
         padded: list[int] | None = None,
         mixed_step_rows: int = 0,
     ):
-        """num_kv_heads: for Context.decode_plan; None makes no plan. padded: None pads nothing. mixed_step_rows: of the
-        largest mixed step."""
+        """
+        Args:
+            num_work_items: pieces of one of Context.decode_plans, for a number of rows.
+            windows: those of the layers, without repetition, which need a plan each.
+            padded: None pads nothing.
+            mixed_step_rows: of the largest mixed step.
+        """
         self.padded = padded or list(range(max_num_seqs + 1))
         n = self.max_rows = max(self.padded[max_num_seqs], mixed_step_rows)
-        self.num_kv_heads = num_kv_heads
+        self._num_work_items, self._windows = num_work_items, windows
         layout: Layout = {
             "tokens": ((n,), np.int64),
             "pending_rows": ((n,), np.int32),
@@ -86,7 +93,7 @@ class DecodeInputs:
             "slot_mapping": ((n,), np.int32),
             "context_lens": ((n,), np.int32),
             "block_tables": ((n, max_blocks), np.int32),
-            "work_items": ((self._num_work_items(n), PIECE_FIELDS), np.int32),
+            "work_items": ((len(windows), num_work_items(n), PIECE_FIELDS), np.int32),
         }
         self.block_size = block_size
         memory = torch.zeros(packed_size(layout), dtype=torch.uint8, device=device)
@@ -108,24 +115,24 @@ class DecodeInputs:
         self._host_tokens = torch.zeros(2, n, dtype=torch.int64, pin_memory=on_gpu)
         self._last_host_tokens = 0
 
-    def plan(self, num_rows: int) -> torch.Tensor | None:
-        """Device memory of Context.decode_plan: int32 [num_items, PIECE_FIELDS]."""
-        return None if self.num_kv_heads is None else self._work_items[: self._num_work_items(num_rows)]
-
-    def _num_work_items(self, num_rows: int) -> int:
-        return 0 if self.num_kv_heads is None else num_work_items(num_rows, self.num_kv_heads)
+    def plans(self, num_rows: int) -> dict[int | None, torch.Tensor]:
+        """Device memory of Context.decode_plans: int32 [num_items, PIECE_FIELDS] for each window."""
+        return dict(zip(self._windows, self._work_items[:, : self._num_work_items(num_rows)], strict=True))
 
     def for_layers(self, num_rows: int, num_drawn: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Context]:
         """Token ids and positions [num_rows], and the context. num_drawn: as in Context."""
         rows: dict[str, Any] = {
             name: self.rows[name][:num_rows] for name in ("slot_mapping", "context_lens", "block_tables")
         }
-        context = Context(**rows, decode_plan=self.plan(num_rows), num_drawn=num_drawn)
+        context = Context(**rows, decode_plans=self.plans(num_rows), num_drawn=num_drawn)
         return self.input_ids[:num_rows], self.rows["positions"][:num_rows], context
 
     def pad(self, num_rows: int) -> None:
-        """Send a step of padding alone."""
+        """Send a step of padding alone. The host buffers keep taking turns as if it had not been: a step that was
+        written before, and is sent after it, must not be in the buffer that the next one is written to."""
+        last = self._last_buffer
         self.send(self.write([], num_rows))
+        self._last_buffer = last
 
     def write(self, seqs: list[Sequence], num_rows: int) -> Batch:
         """The arrays of a decode or mixed step, padded to num_rows."""
@@ -154,8 +161,8 @@ class DecodeInputs:
         # Padding writes nothing and reads nothing.
         host["slot_mapping"][num_tokens:num_rows] = -1
         host["context_lens"][num_tokens:num_rows] = 0
-        if self.num_kv_heads is not None:
-            plan_decode(host["context_lens"][:num_rows], host["work_items"][: self._num_work_items(num_rows)])
+        for window, items in zip(self._windows, host["work_items"], strict=True):
+            plan_decode(host["context_lens"][:num_rows], items[: self._num_work_items(num_rows)], window)
         return Batch(seqs, False, n, num_rows, self._used(host, num_rows), is_mixed=is_mixed, buffer=buffer)
 
     def _next_buffer(self) -> int:
@@ -165,7 +172,7 @@ class DecodeInputs:
     def _used(self, host: dict[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
         """The part of each array that a step of num_rows uses."""
         arrays = {name: values[:num_rows] for name, values in host.items()}
-        return arrays | {"work_items": host["work_items"][: self._num_work_items(num_rows)]}
+        return arrays | {"work_items": host["work_items"][:, : self._num_work_items(num_rows)]}
 
     def send(self, batch: Batch) -> None:
         """Copy a step's arrays to the device, in stream order, and fill input_ids."""

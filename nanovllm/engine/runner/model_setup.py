@@ -1,12 +1,16 @@
 """The first part of a ModelRunner's start: the model with its weights, and every kernel that it will launch."""
 
+from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from nanovllm.config import Config
 from nanovllm.engine.runner.inputs import DecodeInputs
 from nanovllm.engine.runner.kernel_compilation import compiling_kernels
 from nanovllm.engine.runner.package_kernels import PackageKernels
 from nanovllm.layers.attention_backend import AttentionBackend
+from nanovllm.layers.decode_constants import DecodeConstants
 from nanovllm.layers.flash_attn4 import AttentionShape
 from nanovllm.layers.kernel_matmul import our_candidates
 from nanovllm.layers.matmul import Matmul
@@ -14,7 +18,7 @@ from nanovllm.layers.quack import load_quack
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import make_model
 from nanovllm.models.hf_config import get_head_dim
-from nanovllm.tuning.table import Table, load_table
+from nanovllm.tuning.table import Key, Table, load_table
 from nanovllm.utils.progress import StartProgress
 
 
@@ -32,9 +36,10 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
         table = load_table(device)
         candidates = our_candidates(device) + ([] if quack is None else [quack])
         model.use_matmul(Matmul(table, candidates, config.model))
-        runner.mixed_step_rows = choose_mixed_step_rows(config, has_graphs, model.num_layer_params, table)
-        _make_decode_inputs(runner, backend)
-        backend.prepare(runner.decode_inputs.max_rows, num_heads, runner.num_kv_heads, head_dim, device)
+        runner.mixed_step_rows = choose_mixed_step_rows(config, has_graphs, model.gate_up, table)
+        constants = DecodeConstants(table)
+        _make_decode_inputs(runner, backend, constants)
+        backend.prepare(constants, runner.decode_inputs.max_rows, num_heads, runner.num_kv_heads, head_dim, device)
         backend.use_flash_attn4(
             config.dtype,
             head_dim,
@@ -43,37 +48,40 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
             max_model_len=config.max_model_len,
         )
         shape = AttentionShape(num_heads, runner.num_kv_heads, head_dim, runner.block_size, config.dtype, device)
-        packages.want(quack, backend.flash_attn4, shape)
         progress.tell("compiling kernels")
         with compiling_kernels(runner, progress.count("compiling kernels")):
+            packages.compile(quack, backend.flash_attn4, shape)
             progress.tell("loading weights")
             runner.load_weights()
         packages.load(tp, progress.count("compiling kernels of packages"))
         if quack is not None and not quack.works:  # because steps were padded for it
-            _make_decode_inputs(runner, backend)
+            _make_decode_inputs(runner, backend, constants)
 
 
-def choose_mixed_step_rows(config: Config, has_graphs: bool, num_layer_params: int, table: Table) -> int:
-    """config.mixed_step_rows; if that is None, the table's number if mixed steps pay, else 0. A mixed step has at least
-    two sequences."""
+def choose_mixed_step_rows(config: Config, has_graphs: bool, gate_up: Tensor, table: Table) -> int:
+    """config.mixed_step_rows; if that is None, the table's number for the model's shape. 0 for no mixed steps. A mixed
+    step has at least two sequences."""
     num_rows = config.mixed_step_rows
     if num_rows is None:
-        min_layer_params = table.setting("mixed_steps", "min_layer_params")
-        pays = has_graphs and config.tensor_parallel_size == 1 and num_layer_params >= min_layer_params
-        num_rows = min(table.setting("mixed_steps", "rows"), config.max_num_batched_tokens) if pays else 0
+        row = table.find(Key.of("mixed_steps", False, gate_up))
+        is_measured = row is not None and has_graphs and config.tensor_parallel_size == 1
+        num_rows = max((choice.constants[0] for choice in row[1]), default=0) if is_measured else 0
+        num_rows = min(num_rows, config.max_num_batched_tokens)
     return num_rows if min(num_rows, config.max_num_seqs) > 1 else 0
 
 
-def _make_decode_inputs(runner: Any, backend: AttentionBackend) -> None:
+def _make_decode_inputs(runner: Any, backend: AttentionBackend, constants: DecodeConstants) -> None:
     config = runner.config
     max_blocks = -(-config.max_model_len // runner.block_size)
     padded = [runner.model.padded_batch(n) for n in range(config.max_num_seqs + 1)]
+    windows = list(dict.fromkeys(layer.window for layer in runner.attention_layers()))
     runner.decode_inputs = DecodeInputs(
         config.max_num_seqs,
         max_blocks,
         runner.block_size,
         runner.device,
-        runner.num_kv_heads if backend.wants_plan else None,
+        partial(constants.num_work_items, num_kv_heads=runner.num_kv_heads),
+        windows if backend.wants_plan else [],
         padded,
         runner.mixed_step_rows,
     )

@@ -1,0 +1,244 @@
+"""Greedy output of every family against transformers: float32 on the CPU, token for token.
+
+Each case is a small random checkpoint whose switches are drawn. NANOVLLM_PARITY_CASES sets how many a family has.
+"""
+
+import json
+import os
+import random
+
+import pytest
+import transformers
+from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm
+
+NUM_CASES = int(os.environ.get("NANOVLLM_PARITY_CASES", 2))
+HEAD_DIMS = (32, 48, 64, 80, 96, 128, 256)
+BLOCK_SIZE = 16
+# With original contexts that are shorter than the prompts.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+ENGINES = {
+    "roomy": {},
+    # Prompts in chunks, and sequences that are preempted.
+    "cramped": {"num_kvcache_blocks": 8, "max_num_batched_tokens": 20},
+    "one by one, no cache": {"overlap_steps": False, "enable_prefix_caching": False, "num_kvcache_blocks": 8},
+}
+
+
+def heads(draw: random.Random, head_dim_is_free: bool) -> dict:
+    """Attention's shape. Where head_dim is no field of the configuration, the hidden size follows from it."""
+    num_kv_heads, ratio = draw.choice([(1, 1), (1, 4), (2, 1), (2, 2), (2, 3), (4, 1), (1, 7)])
+    head_dim = draw.choice(HEAD_DIMS)
+    shape = {"num_attention_heads": num_kv_heads * ratio, "num_key_value_heads": num_kv_heads}
+    if not head_dim_is_free:
+        return shape | {"hidden_size": num_kv_heads * ratio * head_dim}
+    # transformers 5 requires that the heads divide the hidden size of a Llama, though they do not use it.
+    return shape | {"head_dim": head_dim, "hidden_size": num_kv_heads * ratio * draw.choice((8, 16, 24))}
+
+
+def rope(draw: random.Random) -> dict:
+    linear = {"rope_type": "linear", "factor": draw.choice((2.0, 3.5))}
+    scaling = draw.choice([None, linear, YARN, LLAMA3, LLAMA3 | {"factor": 32.0}])
+    return {"rope_theta": draw.choice((500.0, 1e4, 5e5)), "rope_scaling": scaling, "max_position_embeddings": 128}
+
+
+def common(draw: random.Random, head_dim_is_free: bool = False) -> dict:
+    return {
+        "vocab_size": draw.choice((307, 320)),
+        "intermediate_size": draw.choice((96, 109, 160)),
+        "num_hidden_layers": draw.choice((1, 2, 3)),
+        "tie_word_embeddings": draw.random() < 0.5,
+        "rms_norm_eps": draw.choice((1e-6, 1e-5, 0.1)),
+        **heads(draw, head_dim_is_free),
+        **rope(draw),
+    }
+
+
+def llama(draw):
+    return common(draw, head_dim_is_free=True) | {"attention_bias": draw.random() < 0.5}
+
+
+def window(draw: random.Random) -> int:
+    """Shorter than most prompts, a number of blocks, or longer than all. (With a window of 1, the cache of transformers
+    keeps all keys.)"""
+    return draw.choice((2, 7, 13, 32, 45, 127))
+
+
+def layers_with_a_window(draw: random.Random) -> dict:
+    """Of Qwen and SmolLM3."""
+    if draw.random() < 0.5:
+        return {}
+    return {"use_sliding_window": True, "sliding_window": window(draw), "max_window_layers": draw.choice((0, 1))}
+
+
+def qwen2(draw):
+    return common(draw) | layers_with_a_window(draw)
+
+
+def qwen3(draw):
+    switches = {"attention_bias": draw.random() < 0.5, **layers_with_a_window(draw)}
+    return common(draw, head_dim_is_free=True) | switches
+
+
+def mistral(draw):
+    return common(draw, head_dim_is_free=True) | {"sliding_window": draw.choice((None, window(draw)))}
+
+
+def smollm3(draw):
+    switches = {"attention_bias": draw.random() < 0.5, **layers_with_a_window(draw)}
+    fields = common(draw) | switches | {"num_hidden_layers": 4}
+    if draw.random() < 0.5:
+        fields["no_rope_layers"] = [draw.randint(0, 1) for _ in range(4)]
+    return fields
+
+
+def phi3(draw):
+    fields = common(draw)
+    head_dim = fields["hidden_size"] // fields["num_attention_heads"]
+    share = draw.choice((1.0, 0.75, 0.5, 0.25))
+    fields |= {
+        "partial_rotary_factor": share,
+        "rope_scaling": None,
+        "sliding_window": draw.choice((None, 128, window(draw))),
+    }
+    kind = draw.choice(("default", "short", "long"))
+    if kind != "default":
+        factors = [[draw.uniform(1, 8) for _ in range(int(head_dim * share) // 2)] for _ in range(2)]
+        scaling = {"type": "longrope", "short_factor": factors[0], "long_factor": factors[1]}
+        # All prompts are longer than the original context, or none is.
+        trained = 112 if kind == "short" else 16
+        fields |= {"rope_scaling": scaling, "original_max_position_embeddings": trained}
+    return fields
+
+
+def olmo2(draw):
+    return common(draw) | {"attention_bias": draw.random() < 0.5, "rope_scaling": None}
+
+
+def gemma3_text(draw):
+    switches = {
+        "attention_bias": draw.random() < 0.5,
+        "sliding_window": window(draw),
+        "sliding_window_pattern": draw.choice((2, 3)),
+        "rope_local_base_freq": draw.choice((30.0, 1e4)),
+        "query_pre_attn_scalar": draw.choice((20, 168, 256)),
+        "num_hidden_layers": draw.choice((3, 4)),
+    }
+    return common(draw, head_dim_is_free=True) | switches
+
+
+FAMILIES = (llama, qwen2, qwen3, mistral, smollm3, phi3, olmo2, gemma3_text)
+needs_family = pytest.mark.skipif(
+    transformers.__version__.startswith(("4.51.", "4.52.")), reason="SmolLM3 is in transformers from 4.53 on"
+)
+CASES = [
+    pytest.param(family, seed, id=f"{family.__name__}-{seed}", marks=needs_family if family is smollm3 else ())
+    for family in FAMILIES
+    for seed in range(NUM_CASES)
+]
+
+
+def make_case(family, seed: int, directory, **changes):
+    """A checkpoint, its reference, and the longest sequence for which one set of RoPE's factors holds."""
+    fields = family(random.Random(f"{family.__name__} {seed}")) | changes
+    path = make_checkpoint(directory, family=family.__name__, seed=seed, **fields)
+    return path, Reference(path), min(fields.get("original_max_position_embeddings", 0), 128) or 128
+
+
+def record_mixed_steps(llm) -> list[bool]:
+    """Whether each decode step from now on is a mixed one."""
+    runner, is_mixed = llm.model_runner, []
+    prepare = runner.prepare_decode
+
+    def prepare_and_record(seqs):
+        batch = prepare(seqs)
+        is_mixed.append(batch.is_mixed)
+        return batch
+
+    runner.prepare_decode = prepare_and_record
+    return is_mixed
+
+
+@pytest.mark.parametrize(("family", "seed"), CASES)
+def test_output_is_that_of_transformers(family, seed, tmp_path):
+    path, reference, longest = make_case(family, seed, tmp_path)
+    max_model_len = longest if longest > 100 else 128
+    head = reference.draw_prompts((2 * BLOCK_SIZE,), 1, seed)[0]
+    prompts = reference.draw_prompts((17, 26, 90, 28), 14, seed)
+    prompts += reference.draw_prompts((2 * BLOCK_SIZE + 1, 3 * BLOCK_SIZE), 14, seed, prefix=head)
+    expected = reference.greedy(prompts, 14)
+    for name, options in ENGINES.items():
+        with make_llm(path, max_model_len=max_model_len, **options) as llm:
+            assert complete(llm, prompts, greedy(14)) == expected, name
+            if name == "roomy":  # and from the cache
+                assert complete(llm, prompts[::-1], greedy(14)) == expected[::-1]
+            assert (llm.scheduler.num_preemptions > 0) == (name != "roomy")
+            assert_idle(llm)
+    # The first prompt alone is prefilled. The others enter beside its decode steps, since they end before it.
+    limits = (14, 6, 2, 4, 3, 3)
+    with make_llm(path, max_model_len=max_model_len, mixed_step_rows=17, max_num_batched_tokens=17) as llm:
+        is_mixed = record_mixed_steps(llm)
+        tokens = complete(llm, prompts, [greedy(limit) for limit in limits])
+        assert tokens == [found[:limit] for found, limit in zip(expected, limits, strict=True)]
+        assert sum(is_mixed) > 2
+        assert_idle(llm)
+
+
+TWO_RANKS = {
+    # Both ranks have a copy of the KV head, whose norm is over the heads of all ranks.
+    "olmo2": (olmo2, {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 128, "attention_bias": True}),
+    # Parts of the fused tensors.
+    "phi3": (phi3, {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 192, "rope_scaling": None}),
+}
+
+
+@pytest.mark.parametrize(("family", "changes"), TWO_RANKS.values(), ids=TWO_RANKS)
+def test_two_ranks(family, changes, tmp_path):
+    path, reference, _ = make_case(family, 0, tmp_path, intermediate_size=98, num_hidden_layers=2, **changes)
+    prompts = reference.draw_prompts((17, 26, 90, 28), 14)
+    with make_llm(path, max_model_len=128, tensor_parallel_size=2, **ENGINES["cramped"]) as llm:
+        assert complete(llm, prompts, greedy(14)) == reference.greedy(prompts, 14)
+
+
+def respell(file) -> None:
+    """Write a config.json with the names of the other transformers, 4 or 5."""
+    config = json.loads(file.read_text())
+    if "rope_parameters" in config:
+        rope = config.pop("rope_parameters")
+        names = ("rope_theta", "partial_rotary_factor")
+        config |= {name: rope.pop(name) for name in names if name in rope}
+        config |= {"rope_scaling": rope if rope.get("rope_type") != "default" else None}
+        config["torch_dtype"] = config.pop("dtype")
+    else:
+        rope = config.pop("rope_scaling", None) or {"rope_type": "default"}
+        rope.setdefault("rope_type", rope.get("type"))
+        names = ("rope_theta", "partial_rotary_factor")
+        config["rope_parameters"] = rope | {name: config.pop(name) for name in names if name in config}
+        config["dtype"] = config.pop("torch_dtype")
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        (llama, {"rope_scaling": LLAMA3}),
+        (qwen3, {"rope_scaling": YARN}),
+        (phi3, {"partial_rotary_factor": 0.5, "rope_scaling": None}),
+    ],
+    ids=["llama3", "yarn", "partial"],
+)
+def test_both_spellings_of_the_configuration(family, changes, tmp_path):
+    path, reference, _ = make_case(family, 0, tmp_path, rope_theta=500.0, **changes)
+    prompts = reference.draw_prompts((17, 90), 8)
+    before = set(json.loads((path / "config.json").read_text()))
+    respell(path / "config.json")
+    assert len(before ^ set(json.loads((path / "config.json").read_text()))) >= 4
+    with make_llm(path, max_model_len=128) as llm:
+        assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
