@@ -74,7 +74,7 @@ def test_a_job_on_ray_survives_kills(path, tmp_path, kind):
     answers, expected = tmp_path / "answers", tmp_path / "expected"
     with open(tmp_path / "log", "wb") as log:
         assert start(command(path, file, expected), log).wait() == 3
-        rng, num_killed, num_starts, num_before = random.Random(kind), 0, 1, 0
+        rng, num_killed, num_starts, num_before, num_lines = random.Random(kind), 0, 1, 0, 0
         arguments = command(path, file, answers, "--replicas", "2")
         job = start(arguments, log)
         while (status := job.poll()) is None or status == -signal.SIGKILL:
