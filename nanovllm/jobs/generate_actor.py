@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BLOCK_LINES = 64  # about, as the reader makes them
-# Lines that an actor has in hand, as a multiple of max_num_seqs: a block is held until its longest answer is complete.
-_LINES_AHEAD = 4
-_BLOCKS_AHEAD = 4  # at the actor, and not begun
+# Blocks that an actor works on. Together they should have a few times max_num_seqs lines, because a block is held until
+# its longest answer is complete.
+_BLOCKS_AT_ONCE = 8
+_BLOCKS_AHEAD = 2  # at the actor, and not begun
 # Reads, writes and the filter of a checkpoint want whole CPUs. If actors had any part of one, a machine of one or two
 # CPUs would never start a job.
 _ACTOR_CPUS = 0
@@ -150,11 +150,10 @@ def actor_pool(replicas: int, engine_options: Row, use_gpus: bool | None = None)
 
     if use_gpus is None:
         use_gpus = engine_options.get("device") != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
-    num_blocks = -(-_LINES_AHEAD * engine_options.get("max_num_seqs", 512) // BLOCK_LINES)
     compute = ActorPoolStrategy(
         size=replicas,
-        max_concurrent_calls_per_actor=num_blocks,
-        max_tasks_in_flight_per_actor=num_blocks + _BLOCKS_AHEAD,
+        max_concurrent_calls_per_actor=_BLOCKS_AT_ONCE,
+        max_tasks_in_flight_per_actor=_BLOCKS_AT_ONCE + _BLOCKS_AHEAD,
         enable_true_multi_threading=True,
     )
     num_gpus = engine_options.get("tensor_parallel_size", 1) if use_gpus else 0

@@ -30,7 +30,9 @@ from nanovllm.jobs.parquet import ParquetFormat
 from nanovllm.jobs.reader import Prepared, ReadPlan, read
 from nanovllm.jobs.writer import error_row
 
-BLOCKS_PER_PART = 8  # at least, except in the last one. A killed driver loses those that wait for others.
+# Each block costs the driver milliseconds, so blocks are large. The first ones are small, so that work begins at once.
+_FIRST_BLOCK, _BLOCK = 64, 256  # lines
+BLOCKS_PER_PART = 4  # at least, except in the last one. A killed driver loses those that wait for others.
 
 # A row of the dataset is a whole batch of lines, and a block is one row, which is never split. So a retry makes the
 # same blocks, also if its answers are longer, and no line gets lost or comes twice.
@@ -118,8 +120,14 @@ class _Lines(Datasource):
 
 
 def _read_blocks(plan: ReadPlan) -> Iterator[pa.Table]:
+    lines, limit = list[Prepared](), _FIRST_BLOCK
     for batch in read(plan):
-        yield pa.table([[pickle.dumps(batch)]], schema=_LINES)
+        lines += batch
+        if len(lines) >= limit:
+            yield pa.table([[pickle.dumps(lines)]], schema=_LINES)
+            lines, limit = [], min(2 * limit, _BLOCK)
+    if lines:
+        yield pa.table([[pickle.dumps(lines)]], schema=_LINES)
 
 
 # -- answering ---------------------------------------------------------------------------------------------------------
