@@ -258,7 +258,7 @@ class ModelRunner:
             logger.info("CUDA graphs of mixed steps: %d, of %d rows", len(sizes), rows)
 
     def _run_padding(self, batch_size: int, mixed_rows: int = 0) -> None:
-        """`_decode` of padding alone, through two layers: these launch every kernel that all of them do."""
+        """`_decode` of padding alone, through a few layers: these launch every kernel that all of them do."""
         self.decode_inputs.pad(mixed_rows or self.decode_inputs.padded[batch_size])
-        with self.model.first_and_last_layer():
+        with self.model.few_layers():
             self._decode(batch_size, mixed_rows)

@@ -11,11 +11,13 @@ from nanovllm.kernels.launch import launcher
 @triton.jit
 def _qk_norm_rope_store_kernel(
     qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, eps,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     HALF_BLOCK: tl.constexpr, HEADS_BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
+    ROTARY_HALF: tl.constexpr = ROTARY_DIM // 2
+    IS_PARTIAL: tl.constexpr = (ROTARY_DIM > 0) & (ROTARY_DIM < HEAD_DIM)
     Q_GROUPS: tl.constexpr = (NUM_HEADS + HEADS_BLOCK - 1) // HEADS_BLOCK
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS_BLOCK - 1) // HEADS_BLOCK
     token = tl.program_id(0).to(tl.int64)
@@ -29,7 +31,15 @@ def _qk_norm_rope_store_kernel(
     heads = ((group - first_group) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK))[:, None]
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     mask = (heads < tl.where(is_q, NUM_HEADS, NUM_KV_HEADS)) & (pair < HALF)
-    offsets = heads * HEAD_DIM + pair
+    # A pair is (dim, dim + shift). The dimensions that are not rotated make up the last pairs.
+    dim = pair
+    shift = HALF
+    rotated = mask
+    if IS_PARTIAL:
+        dim = tl.where(pair < ROTARY_HALF, pair, pair + ROTARY_HALF)
+        shift = tl.where(pair < ROTARY_HALF, ROTARY_HALF, HALF - ROTARY_HALF)
+        rotated = mask & (pair < ROTARY_HALF)
+    offsets = heads * HEAD_DIM + dim
     heads_before = tl.where(is_q, 0, tl.where(is_v, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS))
     first_at = qkv + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + heads_before * HEAD_DIM + offsets
     if HAS_CACHE:
@@ -41,40 +51,43 @@ def _qk_norm_rope_store_kernel(
             if PDL:
                 gdc_wait()
             first_values = tl.load(first_at, mask=mask)
-            second_values = tl.load(first_at + HALF, mask=mask)
+            second_values = tl.load(first_at + shift, mask=mask)
             if slot >= 0:
                 tl.store(v_cache + cached_at, first_values, mask=mask)
-                tl.store(v_cache + cached_at + HALF, second_values, mask=mask)
+                tl.store(v_cache + cached_at + shift, second_values, mask=mask)
     else:
         # A table row is loaded once for each head, after the first one from the L1 cache. A row loaded once would have
         # to be spread over the tile through shared memory, at two barriers a row.
-        in_row = heads * 0 + pair
-        table_row = cos_sin_cache + tl.load(positions + token).to(tl.int64) * HEAD_DIM
-        cos = tl.load(table_row + in_row, mask=mask, other=0.0)
-        sin = tl.load(table_row + HALF + in_row, mask=mask, other=0.0)
+        if ROTARY_DIM > 0:
+            in_row = heads * 0 + pair
+            table_row = cos_sin_cache + tl.load(positions + token).to(tl.int64) * ROTARY_DIM
+            cos = tl.load(table_row + in_row, mask=rotated, other=1.0 if IS_PARTIAL else 0.0)
+            sin = tl.load(table_row + ROTARY_HALF + in_row, mask=rotated, other=0.0)
         if HAS_NORM:
             weight = q_weight
             if not is_q:
                 weight = k_weight
-            first_scale = tl.load(weight + in_row, mask=mask, other=0.0).to(tl.float32)
-            second_scale = tl.load(weight + HALF + in_row, mask=mask, other=0.0).to(tl.float32)
+            in_head = heads * 0 + dim
+            first_scale = tl.load(weight + in_head, mask=mask, other=0.0).to(tl.float32)
+            second_scale = tl.load(weight + shift + in_head, mask=mask, other=0.0).to(tl.float32)
         if PDL:
             gdc_wait()
         first = tl.load(first_at, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(first_at + HALF, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(first_at + shift, mask=mask, other=0.0).to(tl.float32)
         if HAS_NORM:
             inverse_rms = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + eps)
             first = first * inverse_rms[:, None] * first_scale
             second = second * inverse_rms[:, None] * second_scale
+        if ROTARY_DIM > 0:
+            first, second = first * cos - second * sin, second * cos + first * sin
         dtype: tl.constexpr = qkv.dtype.element_ty
-        rotated_first = (first * cos - second * sin).to(dtype)
-        rotated_second = (second * cos + first * sin).to(dtype)
-        tl.store(first_at, rotated_first, mask=mask)
-        tl.store(first_at + HALF, rotated_second, mask=mask)
+        first, second = first.to(dtype), second.to(dtype)
+        tl.store(first_at, first, mask=mask)
+        tl.store(first_at + shift, second, mask=mask)
         if HAS_CACHE:  # noqa: SIM102 (no cache, no slot)
             if (not is_q) & (slot >= 0):
-                tl.store(k_cache + cached_at, rotated_first, mask=mask)
-                tl.store(k_cache + cached_at + HALF, rotated_second, mask=mask)
+                tl.store(k_cache + cached_at, first, mask=mask)
+                tl.store(k_cache + cached_at + shift, second, mask=mask)
 
 
 def qk_norm_rope_store(
@@ -82,7 +95,7 @@ def qk_norm_rope_store(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
-    cos_sin_cache: Tensor,
+    cos_sin_cache: Tensor | None,
     positions: Tensor,
     k_cache: Tensor | None,
     v_cache: Tensor | None,
@@ -98,12 +111,13 @@ def qk_norm_rope_store(
 
     Raises ValueError if it would read or write outside qkv or the caches. Positions and slots are not checked.
     """
-    (num_tokens, width), head_dim = qkv.shape, cos_sin_cache.shape[1]
-    if width != (num_heads + 2 * num_kv_heads) * head_dim or not qkv.is_contiguous():
-        raise ValueError(
-            f"qkv must be contiguous [num_tokens, {num_heads + 2 * num_kv_heads} heads of {head_dim}], not "
-            f"{list(qkv.shape)}"
-        )
+    (num_tokens, width), all_heads = qkv.shape, num_heads + 2 * num_kv_heads
+    head_dim = width // all_heads
+    if width % (2 * all_heads) or not qkv.is_contiguous():
+        raise ValueError(f"qkv must be contiguous, {all_heads} heads of an even size a row, not {list(qkv.shape)}")
+    rotary_dim = 0 if cos_sin_cache is None else cos_sin_cache.shape[1]
+    if rotary_dim > head_dim or rotary_dim % 2:
+        raise ValueError(f"cos_sin_cache must have an even number of columns up to {head_dim}, not {rotary_dim}")
     for cache in () if k_cache is None else (k_cache, v_cache):
         if cache.shape[2:] != (num_kv_heads, head_dim) or not cache.is_contiguous() or cache.dtype != qkv.dtype:
             raise ValueError(
@@ -121,7 +135,7 @@ def qk_norm_rope_store(
     grid = (num_tokens, q_groups + kv_groups * (2 if has_cache else 1))
     launcher(_qk_norm_rope_store_kernel, grid, pdl and has_pdl(qkv.device))(
         qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, eps,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
         HALF_BLOCK=half_block, HEADS_BLOCK=heads_block, HAS_NORM=q_weight is not None, HAS_CACHE=has_cache,
         num_warps=min(max(heads_block * half_block // 256, 1), 8),
     )  # fmt: skip

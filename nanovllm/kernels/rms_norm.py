@@ -10,7 +10,10 @@ from nanovllm.kernels.launch import launcher
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, y, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm_kernel(
+    x, weight, y, x_stride, y_stride, eps,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -18,28 +21,50 @@ def _rms_norm_kernel(x, weight, y, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: t
     value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     # Loaded before the reduction, so that its latency overlaps with that of the row.
     scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    y_at = y + row * y_stride + columns
+    if ADD:
+        before = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(value * value, axis=0) / HIDDEN + eps)
-    tl.store(y + row * HIDDEN + columns, (value * inverse_rms * scale).to(y.dtype.element_ty), mask=mask)
+    normed = value * inverse_rms * scale
+    if ADD:
+        normed += before
+    tl.store(y_at, normed.to(y.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` for each row, in float32, rounded once (Zhang & Sennrich 2019).
 
     x: `[num_tokens, hidden]`, any float dtype and row stride, contiguous in its last dimension. weight: `[hidden]`.
-    Returns a contiguous tensor like x. Raises ValueError for other strides or another weight.
+    Returns `out`, a tensor like x which may be x itself, or a new contiguous one. Raises ValueError for other strides
+    or another weight.
     """
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    return _launch(x, weight, eps, y, add=False)
+
+
+def rms_norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`residual += rms_norm(x)`, in float32, rounded once. Arguments and errors as in `rms_norm`; residual like x.
+    Returns residual."""
+    return _launch(x, weight, eps, residual, add=True)
+
+
+def _launch(x: Tensor, weight: Tensor, eps: float, y: Tensor, add: bool) -> Tensor:
     num_tokens, hidden = x.shape
     if x.stride(1) != 1 or weight.shape != (hidden,):
         raise ValueError(
             f"x must be contiguous in its last dimension, and weight must be as long: their shapes are {list(x.shape)} "
             f"and {list(weight.shape)}, the strides of x {x.stride()}"
         )
-    y = torch.empty(num_tokens, hidden, dtype=x.dtype, device=x.device)
+    if y.shape != x.shape or y.stride(1) != 1:
+        raise ValueError(
+            f"the output must be contiguous in its last dimension and of x's shape {list(x.shape)}, not "
+            f"{list(y.shape)} with strides {y.stride()}"
+        )
     if num_tokens == 0:
         return y
     block = triton.next_power_of_2(hidden)
     num_warps = min(max(block // 256, 1), 16)  # 8 elements a thread are one 16-byte load of a half-precision row
     launcher(_rms_norm_kernel, (num_tokens,), has_pdl(x.device))(
-        x, weight, y, x.stride(0), eps, HIDDEN=hidden, BLOCK=block, num_warps=num_warps
+        x, weight, y, x.stride(0), y.stride(0), eps, HIDDEN=hidden, BLOCK=block, ADD=add, num_warps=num_warps
     )
     return y

@@ -1,4 +1,4 @@
-"""The SwiGLU activation over a fused gate-and-up projection."""
+"""The activations over a fused gate-and-up projection: SwiGLU, and GEGLU with the approximation by tanh."""
 
 import torch
 import triton
@@ -13,7 +13,9 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(x, y, x_stride, intermediate, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _activate_and_mul_kernel(
+    x, y, x_stride, intermediate, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -21,7 +23,11 @@ def _silu_and_mul_kernel(x, y, x_stride, intermediate, BLOCK: tl.constexpr, PDL:
     gate_row = x + row * x_stride
     gate = tl.load(gate_row + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_row + intermediate + columns, mask=mask, other=0.0).to(tl.float32)
-    product = gate / (1.0 + tl.exp(-gate)) * up
+    # silu(x) = x * sigmoid(x), and (1 + tanh(z)) / 2 = sigmoid(2 z).
+    logit = gate
+    if GELU:
+        logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
+    product = gate / (1.0 + tl.exp(-logit)) * up
     tl.store(y + row * intermediate + columns, product.to(y.dtype.element_ty), mask=mask)
 
 
@@ -31,6 +37,15 @@ def silu_and_mul(x: Tensor) -> Tensor:
     x: `[num_tokens, 2 * intermediate]`, any float dtype and row stride, contiguous in its last dimension. Returns
     `[num_tokens, intermediate]`, contiguous, of x's dtype. Raises ValueError if the last dimension is odd or strided.
     """
+    return _launch(x, gelu=False)
+
+
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    """`gelu(gate) * up`, the gelu by tanh (Hendrycks & Gimpel 2016); otherwise like `silu_and_mul`."""
+    return _launch(x, gelu=True)
+
+
+def _launch(x: Tensor, gelu: bool) -> Tensor:
     num_tokens, width = x.shape
     if width % 2 or (width > 1 and x.stride(1) != 1):
         raise ValueError(f"x must be [num_tokens, 2 * intermediate] with contiguous rows, not {list(x.shape)}")
@@ -39,5 +54,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     if y.numel() == 0:
         return y
     grid = (num_tokens, triton.cdiv(intermediate, _BLOCK))
-    launcher(_silu_and_mul_kernel, grid, has_pdl(x.device))(x, y, x.stride(0), intermediate, BLOCK=_BLOCK, num_warps=4)
+    launcher(_activate_and_mul_kernel, grid, has_pdl(x.device))(
+        x, y, x.stride(0), intermediate, GELU=gelu, BLOCK=_BLOCK, num_warps=4
+    )
     return y

@@ -60,14 +60,19 @@ class AttentionBackend(ABC):
 class Attention(nn.Module):
     """Causal grouped-query attention of one layer, over its slices of the KV cache.
 
+    Args:
+        window: the number of keys that a token attends to, its own included; None: all.
+        scale: factor of the scores; None: `head_dim ** -0.5`.
+
     Attributes:
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], set by the model runner; None until
             then (the warm-up runs without a cache).
     """
 
-    def __init__(self, head_dim: int, backend: AttentionBackend):
+    def __init__(self, head_dim: int, backend: AttentionBackend, window: int | None = None, scale: float | None = None):
         super().__init__()
-        self.scale = head_dim**-0.5
+        self.window = window
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.backend = backend
         self.k_cache: torch.Tensor | None = None
         self.v_cache: torch.Tensor | None = None

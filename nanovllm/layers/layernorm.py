@@ -1,4 +1,6 @@
-"""RMSNorm: the only normalization in Qwen models."""
+"""RMSNorm: the only normalization of the decoders."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -6,14 +8,20 @@ from torch import Tensor, nn
 from nanovllm.kernels import HAS_TRITON, use_kernels
 
 if HAS_TRITON:
-    from nanovllm.kernels.rms_norm import rms_norm
+    from nanovllm.kernels.rms_norm import rms_norm, rms_norm_add
 
 
-def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_torch(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """Twin of `kernels.rms_norm.rms_norm`; x may have any number of leading dimensions."""
     value = x.float()
     inverse_rms = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
-    return (value * inverse_rms * weight.float()).to(x.dtype)
+    normed = (value * inverse_rms * weight.float()).to(x.dtype)
+    return normed if out is None else out.copy_(normed)
+
+
+def rms_norm_add_torch(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Twin of `kernels.rms_norm.rms_norm_add`."""
+    return residual.copy_(residual.float() + rms_norm_torch(x.float(), weight, eps))
 
 
 class RMSNorm(nn.Module):
@@ -24,17 +32,31 @@ class RMSNorm(nn.Module):
     Args:
         hidden_size: length of the normalized (last) dimension.
         eps: added to the mean square.
+        offset: added to the weight of the checkpoint when it is loaded. Gemma stores its weights less 1. The sum stays
+            in float32.
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+    def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps, self.offset = eps, offset
+        self.weight: Any = nn.Parameter(torch.ones(hidden_size, dtype=torch.float32 if offset else None))
+        if offset:
+            self.weight.weight_loader = self.weight_loader
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[num_tokens, hidden_size]`, any float dtype, to the same shape and dtype."""
+    def weight_loader(self, param: nn.Parameter, loaded: Any, shard_id: object = None) -> None:
+        param.data.copy_(loaded[...])
+        param.data += self.offset
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[num_tokens, hidden_size]`, any float dtype, to the same shape and dtype: `out`, which may be x, or a new
+        tensor."""
         norm = rms_norm if use_kernels(x) else rms_norm_torch
-        return norm(x, self.weight, self.eps)
+        return norm(x, self.weight, self.eps, out)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + norm(x), overwriting residual; both `[num_tokens, hidden_size]`."""
+        norm = rms_norm_add if use_kernels(x) else rms_norm_add_torch
+        return norm(residual, x, self.weight, self.eps)
 
 
 class Normed:
@@ -43,13 +65,14 @@ class Normed:
 
     Attributes:
         residual: `[num_tokens, hidden_size]`. It must not change before the norm has been read.
-        weight, eps: as in RMSNorm.
+        weight, eps: as in RMSNorm. None where the residual stream is read without a norm.
     """
 
-    def __init__(self, residual: Tensor, norm: RMSNorm, value: Tensor | None = None):
+    def __init__(self, residual: Tensor, norm: RMSNorm | None, value: Tensor | None = None):
         """value: the norm, if it has been computed."""
-        self.residual, self.weight, self.eps = residual, norm.weight, norm.eps
-        self._norm, self._value = norm, value
+        self.residual = residual
+        self.weight, self.eps = (None, None) if norm is None else (norm.weight, norm.eps)
+        self._norm, self._value = norm, residual if norm is None else value
 
     def __len__(self) -> int:
         return len(self.residual)
@@ -60,6 +83,6 @@ class Normed:
 
     def value(self) -> Tensor:
         """`[num_tokens, hidden_size]` of the residual's dtype; computed once."""
-        if self._value is None:
+        if self._value is None and self._norm is not None:
             self._value = self._norm(self.residual)
         return self._value

@@ -57,7 +57,8 @@ class ReplicatedLinear(LinearBase):
 
 
 class ColumnParallelLinear(LinearBase):
-    """y = x W^T + b with W's rows, the output features, split over the ranks. W may be several matrices, stacked.
+    """y = x W^T + b with W's rows, the output features, split over the ranks. W may be several matrices, stacked. The
+    checkpoint has them one by one, or all as one tensor, whose shard id is None.
 
     forward: [num_tokens, input_size] -> [num_tokens, this rank's rows].
     """
@@ -68,6 +69,7 @@ class ColumnParallelLinear(LinearBase):
         self.parts = {key: self.part(key, tp) for key in output_sizes}
         rows = sum(num_rows for _, num_rows in self.parts.values())
         shards = {key: (size, input_size) for key, size in output_sizes.items()}
+        shards[None] = (sum(output_sizes.values()), input_size)
         super().__init__((rows, input_size), shards, bias, tp)
 
     def part(self, shard_id, tp: TensorParallel) -> tuple[int, int]:
@@ -76,13 +78,13 @@ class ColumnParallelLinear(LinearBase):
         return tp.rank * num_rows, num_rows
 
     def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
-        offset = 0
+        offset = first_row = 0
         for key, (start, num_rows) in self.parts.items():
-            if key == shard_id:
+            if shard_id in (key, None):
+                start += first_row if shard_id is None else 0
                 param.data[offset : offset + num_rows].copy_(loaded[start : start + num_rows])
-                return
             offset += num_rows
-        raise KeyError(shard_id)
+            first_row += self.output_sizes[key]
 
     bias_loader = weight_loader
 
@@ -132,8 +134,8 @@ class QKVParallelLinear(ColumnParallelLinear):
 class RowParallelLinear(LinearBase):
     """y = x W^T + b with W's columns, the input features, split over the ranks, and y summed over the ranks.
 
-    y is always added to the residual stream, because the product can do so without another pass over memory. x:
-    [num_tokens, this rank's part of input_size]; residual: [num_tokens, output_size], the same on all ranks.
+    y is added to the residual stream, because the product can do so without another pass over memory. x: [num_tokens,
+    this rank's part of input_size]; residual: [num_tokens, output_size], the same on all ranks.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):
@@ -170,10 +172,22 @@ class RowParallelLinear(LinearBase):
         """Only rank 0 adds the bias, or the sum would contain it several times."""
         return self.bias if self.tp.rank == 0 else None
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y: [num_tokens, output_size], the same on all ranks."""
+        y = self.matmul.linear(x, self.weight, self.bias_of_rank)
+        return self.tp.all_reduce(y)
+
     def add(
-        self, residual: torch.Tensor, x: torch.Tensor | Iterable[torch.Tensor], norm: RMSNorm
+        self,
+        residual: torch.Tensor,
+        x: torch.Tensor | Iterable[torch.Tensor],
+        norm: RMSNorm | None,
+        output_norm: RMSNorm | None = None,
     ) -> Normed | NormedParts:
-        """norm(residual + y), overwriting residual with the sum."""
+        """norm(residual + y), overwriting residual with the sum; with an output_norm norm(residual + output_norm(y)).
+        No norm stands for the sum itself."""
+        if output_norm is not None:
+            return Normed(output_norm.add_to(residual, self(cast(torch.Tensor, x))), norm)
         if self.tp.reducer is None:  # Then nothing comes in parts.
             return Normed(self.add_to(residual, cast(torch.Tensor, x)), norm)
         return add_over_ranks(self, residual, x, norm)

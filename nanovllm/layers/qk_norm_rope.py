@@ -16,7 +16,7 @@ def qk_norm_rope_store_torch(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
-    cos_sin_cache: Tensor,
+    cos_sin_cache: Tensor | None,
     positions: Tensor,
     k_cache: Tensor | None,
     v_cache: Tensor | None,
@@ -26,15 +26,16 @@ def qk_norm_rope_store_torch(
 ) -> None:
     """Normalizes and rotates q and k inside qkv, and stores k and v in the paged cache; the kernel's twin.
 
-    Each head of q and k is RMS-normalized (Qwen3 has weights for that, Qwen2 has none) and rotated at its token's
-    position, in float32 with one rounding at the end.
+    Each head of q and k is RMS-normalized, if there are weights for that, and rotated at its token's position, if there
+    is a table, in float32 with one rounding at the end.
 
     Args:
         qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`, contiguous: q, then k, then v. Overwritten.
         q_weight: `[head_dim]`, or None for no norm.
         k_weight: `[head_dim]`, or None for no norm.
         eps: added to the mean square of a head.
-        cos_sin_cache: float32 `[max_position, head_dim]`, the table of a `RotaryEmbedding`.
+        cos_sin_cache: float32 `[max_position, rotary_dim]`, the table of a `RotaryEmbedding`, which rotates the first
+            dimensions of each head; None for no rotation.
         positions: int32 or int64 `[num_tokens]`, each below max_position.
         k_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous; None stores nothing.
         v_cache: like k_cache.
@@ -42,14 +43,15 @@ def qk_norm_rope_store_torch(
         num_heads: query heads of this rank.
         num_kv_heads: key heads (and value heads) of this rank.
     """
-    head_dim = cos_sin_cache.shape[1]
-    cos, sin = cos_sin_cache[positions].chunk(2, dim=-1)
+    head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     for part, weight in ((q, q_weight), (k, k_weight)):
         # In float32 up to the end, so that half-precision values are rounded once.
         value = part.float() if weight is None else rms_norm_torch(part.float(), weight, eps)
-        part.copy_(apply_rotary_emb(value, cos, sin))
+        if cos_sin_cache is not None:
+            value = apply_rotary_emb(value, *cos_sin_cache[positions].chunk(2, dim=-1))
+        part.copy_(value)
     if k_cache is not None:
         store_kvcache(k, v, k_cache, v_cache, slot_mapping)
 

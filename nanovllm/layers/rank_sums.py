@@ -28,8 +28,9 @@ class NormedParts:
 
 def begin_sums(layers: nn.ModuleList, num_tokens: int, reducer: ResidualReducer) -> None:
     """Call this before each forward pass of decoder layers: it decides whether their products post the sums."""
-    projections = layers[0].self_attn.o_proj, layers[0].mlp.down_proj
-    posts = all(proj.matmul.posted_constants(proj.weight, num_tokens) is not None for proj in projections)
+    projections = [layer.summed_projections() for layer in layers]
+    constants = [proj.matmul.posted_constants(proj.weight, num_tokens) for proj in projections[0]]
+    posts = all(projections) and None not in constants
     reducer.begin_step(2 * len(layers) if posts else 0)
 
 

@@ -10,24 +10,35 @@ from torch import Tensor, nn
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_TYPES = ("default", "linear", "yarn")
+SUPPORTED_TYPES = ("default", "linear", "yarn", "llama3", "longrope")
 
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """How positions become angles; the fields of a Hugging Face rope configuration under their own names."""
+    """How positions become angles; the fields of a Hugging Face rope configuration under their own names.
 
-    base: float = 10000.0  # theta of the paper: dimension pair i turns at base ** (-2i / head_dim) radians a position
-    type: str = "default"  # or "linear" (Chen et al. 2023, position interpolation) or "yarn" (Peng et al. 2023)
-    factor: float = 1.0  # how many times longer than the trained context positions may get (linear and yarn)
-    # Only yarn has the others.
-    original_max_position_embeddings: int | None = None  # the trained context in tokens
+    Types: "default" (Su et al. 2021), "linear" (Chen et al. 2023, position interpolation), "yarn" (Peng et al. 2023),
+    "llama3" (the Llama 3.1 model cards) and "longrope" (Ding et al. 2024).
+    """
+
+    base: float = 10000.0  # theta of the paper: dimension pair i turns at base ** (-2i / rotary_dim) radians a position
+    type: str = "default"
+    factor: float = 1.0  # how many times longer than the trained context positions may get
+    original_max_position_embeddings: int | None = None  # the trained context in tokens (all but linear)
+    partial_rotary_factor: float = 1.0  # share of a head's dimensions that are rotated: the first ones
+    attention_factor: float | None = None  # multiplies cos and sin (yarn and longrope); None derives it
+    # Only yarn has these.
     beta_fast: float = 32.0  # pairs that turn more often than this within the trained context stay as they are
     beta_slow: float = 1.0  # pairs that turn less often than this within the trained context are fully interpolated
-    attention_factor: float | None = None  # multiplies cos and sin; None derives it from factor and the mscales
     mscale: float | None = None  # weight of the numerator of the derived attention factor
     mscale_all_dim: float | None = None  # weight of its denominator
     truncate: bool = True  # whether the ends of the ramp are rounded outwards to whole pairs
+    # Only llama3 has these: the same two bounds, of which the low one is that of the slow pairs.
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    # Only longrope has these: what each pair's period is multiplied by, up to the trained context and beyond it.
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.type not in SUPPORTED_TYPES:
@@ -35,44 +46,83 @@ class RopeParameters:
             raise ValueError(f"rope type {self.type!r} is not supported; supported: {supported}")
         if self.factor <= 0:
             raise ValueError(f"rope factor must be positive, not {self.factor}")
-        if self.type == "yarn" and not self.original_max_position_embeddings:
-            raise ValueError("rope type 'yarn' needs original_max_position_embeddings")
+        if not 0 < self.partial_rotary_factor <= 1:
+            raise ValueError(f"partial_rotary_factor must be in (0, 1], not {self.partial_rotary_factor}")
+        needed = {
+            "yarn": ("original_max_position_embeddings",),
+            "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+            "longrope": ("original_max_position_embeddings", "short_factor", "long_factor"),
+        }
+        for name in needed.get(self.type, ()):
+            if not getattr(self, name):
+                raise ValueError(f"rope type {self.type!r} needs {name}")
 
     @property
     def attention_scaling(self) -> float:
-        """The factor of cos and sin: 1, except that yarn sets the attention's temperature by it."""
-        if self.type != "yarn":
+        """The factor of cos and sin: 1, except that yarn and longrope set the attention's temperature by it."""
+        if self.type not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.type == "longrope":
+            return math.sqrt(1 + math.log(max(self.factor, 1.0)) / math.log(self.original_max_position_embeddings))
         if self.mscale and self.mscale_all_dim:
             numerator = _yarn_magnitude(self.factor, self.mscale)
             return numerator / _yarn_magnitude(self.factor, self.mscale_all_dim)
         return _yarn_magnitude(self.factor, 1.0)
 
-    def inverse_frequencies(self, head_dim: int) -> Tensor:
-        """Radians a position for each pair of dimensions: float32 `[head_dim / 2]`."""
-        period = self.base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many of a head's dimensions are rotated. Raises ValueError if they do not come in pairs."""
+        size = int(head_dim * self.partial_rotary_factor)
+        if size < 2 or size % 2:
+            share = f" ({size} of {head_dim}: partial_rotary_factor={self.partial_rotary_factor})"
+            raise ValueError(
+                f"head_dim must be even to be rotated in pairs, not {size}{share if size != head_dim else ''}"
+            )
+        return size
+
+    def inverse_frequencies(self, head_dim: int, max_position: int = 0) -> Tensor:
+        """Radians a position for each pair of dimensions: float32 `[rotary_dim / 2]`. max_position: tokens of the
+        longest sequence, which only longrope asks for: all positions use long_factor if it exceeds the trained
+        context."""
+        dim = self.rotary_dim(head_dim)
+        period = self.base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
         if self.type == "default":
             return 1.0 / period
         if self.type == "linear":
             return 1.0 / period / self.factor
-        start, end = self._yarn_ramp(head_dim)
-        pair = torch.arange(head_dim // 2, dtype=torch.float32, device=period.device)
+        if self.type == "llama3":
+            return self._llama3_frequencies(1.0 / period)
+        if self.type == "longrope":
+            is_long = max_position > self.original_max_position_embeddings
+            name = "long_factor" if is_long else "short_factor"
+            factors = torch.tensor(getattr(self, name), dtype=torch.float32)
+            if len(factors) != dim // 2:
+                raise ValueError(f"{name} must hold {dim // 2} numbers, one for each pair, not {len(factors)}")
+            return 1.0 / (factors * period)
+        start, end = self._yarn_ramp(dim)
+        pair = torch.arange(dim // 2, dtype=torch.float32, device=period.device)
         kept = 1.0 - ((pair - start) / (end - start)).clamp(0.0, 1.0)
         return 1.0 / (self.factor * period) * (1.0 - kept) + 1.0 / period * kept
 
-    def _yarn_ramp(self, head_dim: int) -> tuple[float, float]:
+    def _llama3_frequencies(self, frequencies: Tensor) -> Tensor:
+        """Fast pairs keep their frequency, slow ones are interpolated, and between them it changes linearly with the
+        number of turns within the trained context."""
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0.0, 1.0)
+        return (1.0 - kept) * frequencies / self.factor + kept * frequencies
+
+    def _yarn_ramp(self, rotary_dim: int) -> tuple[float, float]:
         """The pairs between which yarn changes from the trained frequency to the interpolated one."""
 
         def pair_turning(times: float) -> float:
             period = self.original_max_position_embeddings / (2 * math.pi * times)
-            return head_dim * math.log(period) / (2 * math.log(self.base))
+            return rotary_dim * math.log(period) / (2 * math.log(self.base))
 
         start, end = pair_turning(self.beta_fast), pair_turning(self.beta_slow)
         if self.truncate:
             start, end = math.floor(start), math.ceil(end)
-        start, end = max(start, 0), min(end, head_dim - 1)
+        start, end = max(start, 0), min(end, rotary_dim - 1)
         # As in transformers, a ramp without width becomes a steep one, to avoid dividing by zero.
         return start, end if end != start else end + 0.001
 
@@ -82,14 +132,21 @@ def _yarn_magnitude(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def rope_parameters(hf_config: Any) -> RopeParameters:
-    """The rope settings of a transformers configuration: of 4.51 (`rope_theta`, `rope_scaling` with "rope_type" or
-    "type") or 5.x (`rope_parameters`).
+def rope_settings(hf_config: Any) -> dict[str, Any]:
+    """What a configuration says of RoPE, in transformers 5 (`rope_parameters`) or 4 (`rope_scaling`)."""
+    return getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
 
-    Raises ValueError for a type other than those supported, a partial rotation, settings by kind of layer, or a missing
-    factor.
+
+def rope_parameters(hf_config: Any, layer_type: str | None = None) -> RopeParameters:
+    """The rope settings of a transformers configuration: of 4.51 (`rope_theta`, `rope_scaling` with "rope_type" or
+    "type") or 5.x (`rope_parameters`). layer_type: the kind of layer, where the settings differ by it.
+
+    Raises ValueError for a type other than those supported, settings by a kind of layer that is not asked for, or a
+    missing one.
     """
-    settings = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    settings = rope_settings(hf_config)
+    if layer_type is not None and isinstance(settings.get(layer_type), dict):
+        settings = settings[layer_type]
     if any(isinstance(value, dict) for value in settings.values()):
         raise ValueError(f"rope settings by kind of layer are not supported: {', '.join(settings)}")
 
@@ -99,12 +156,13 @@ def rope_parameters(hf_config: Any) -> RopeParameters:
     old_name = settings.pop("type", "default")
     rope_type = settings.pop("rope_type", old_name)
     partial = settings.pop("partial_rotary_factor", getattr(hf_config, "partial_rotary_factor", None))
-    if partial not in (None, 1):
-        raise ValueError(f"partial_rotary_factor {partial} is not supported: only whole heads are rotated")
-    if rope_type not in ("linear", "yarn"):
-        return RopeParameters(base=base, type=rope_type)
+    partial = 1.0 if partial is None else float(partial)
+    if rope_type == "su":  # the first name of longrope, in early checkpoints
+        rope_type = "longrope"
+    if rope_type == "default" or rope_type not in SUPPORTED_TYPES:
+        return RopeParameters(base, rope_type, partial_rotary_factor=partial)
 
-    if rope_type == "yarn":
+    if rope_type in ("yarn", "longrope"):
         trained = getattr(hf_config, "original_max_position_embeddings", None)
         trained = trained or settings.get("original_max_position_embeddings")
         trained = trained or hf_config.max_position_embeddings
@@ -115,44 +173,45 @@ def rope_parameters(hf_config: Any) -> RopeParameters:
         settings["beta_slow"] = settings.get("beta_slow") or 1.0
     elif "factor" not in settings:
         raise ValueError(f"rope type {rope_type!r} needs a factor")
+    for name in ("short_factor", "long_factor"):
+        settings[name] = tuple(map(float, settings.get(name, ())))
 
     known = RopeParameters.__dataclass_fields__
     unknown = [name for name in settings if name not in known]
     if unknown:
         logger.warning("rope type %r has no use for %s: ignored", rope_type, ", ".join(unknown))
-    return RopeParameters(
-        base=base, type=rope_type, **{name: value for name, value in settings.items() if name in known}
-    )
+    fields = {name: value for name, value in settings.items() if name in known}
+    return RopeParameters(base, rope_type, partial_rotary_factor=partial, **fields)
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + head_dim / 2) of each head of x `[num_tokens, heads, head_dim]`, in float32, rounded
-    once. cos, sin: float32 `[num_tokens, head_dim / 2]`."""
-    first, second = x.float().chunk(2, dim=-1)
+    """Rotates the pairs (i, i + rotary_dim / 2) of each head of x `[num_tokens, heads, head_dim]`, in float32, rounded
+    once. cos, sin: float32 `[num_tokens, rotary_dim / 2]`. The dimensions from rotary_dim on stay as they are."""
+    rotary_dim = 2 * cos.shape[-1]
+    first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
 
 
 class RotaryEmbedding(nn.Module):
-    """Half-split rotary embedding with a precomputed table; one instance serves all layers.
+    """Half-split rotary embedding with a precomputed table; one instance serves all layers with the same settings.
 
     Args:
-        head_dim: even, or ValueError is raised.
+        head_dim: of which `rope.rotary_dim` are rotated; ValueError is raised if that is odd.
         max_position: positions in the table; every position looked up must be below it.
         rope: the checkpoint's settings, from `rope_parameters`.
 
     Attributes:
-        cos_sin_cache: float32 `[max_position, head_dim]`, each position's cosines and then its sines.
+        cos_sin_cache: float32 `[max_position, rotary_dim]`, each position's cosines and then its sines.
     """
 
     cos_sin_cache: Tensor
 
     def __init__(self, head_dim: int, max_position: int, rope: RopeParameters) -> None:
         super().__init__()
-        if head_dim % 2:
-            raise ValueError(f"head_dim must be even to be rotated in pairs, not {head_dim}")
         positions = torch.arange(max_position, dtype=torch.float32)
-        angles = torch.outer(positions, rope.inverse_frequencies(head_dim))
+        angles = torch.outer(positions, rope.inverse_frequencies(head_dim, max_position))
         cache = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_scaling
         self.register_buffer("cos_sin_cache", cache, persistent=False)
 
@@ -161,9 +220,3 @@ class RotaryEmbedding(nn.Module):
         positions: int32 or int64 `[num_tokens]`, each below max_position."""
         cos, sin = self.cos_sin_cache[positions].chunk(2, dim=-1)
         return apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
-
-
-def get_rope(head_dim: int, max_position: int, hf_config: Any) -> RotaryEmbedding:
-    """The rotary embedding that a transformers configuration asks for, over `max_position` positions. Raises ValueError
-    as `rope_parameters` and `RotaryEmbedding`."""
-    return RotaryEmbedding(head_dim, max_position, rope_parameters(hf_config))

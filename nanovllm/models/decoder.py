@@ -1,15 +1,16 @@
-"""The decoder that all families share: pre-norm attention and a gated MLP on a residual stream."""
+"""The decoder that all families share: attention and a gated MLP on a residual stream."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
+from nanovllm.layers.activation import GeluTanhAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import AttentionBackend
 from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding
@@ -18,8 +19,9 @@ from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVPa
 from nanovllm.layers.matmul import LayerProduct, Matmul
 from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.rank_sums import NormedParts, begin_sums
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
-from nanovllm.models.hf_config import get_head_dim
+from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding
+from nanovllm.layers.sharded_norm import ShardedRMSNorm, normalize_over_ranks
+from nanovllm.models.hf_config import check_switches, get_head_dim
 from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import TensorParallel
 
@@ -28,46 +30,81 @@ Rows = torch.Tensor | slice  # of a flat batch of tokens
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """What differs between families."""
+    """What differs between families.
 
-    qkv_bias: bool = False  # whether the q, k and v projections have biases
-    o_bias: bool = False  # whether the output projection of attention has one
-    qk_norm: bool = False  # whether each head of q and k is normalized before RoPE
+    Attributes:
+        ropes: each layer's RoPE; None for a layer without one.
+        windows: how many keys a token of each layer sees, its own included; None for all.
+        qkv_bias: whether the q, k and v projections have biases.
+        o_bias: whether the output projection of attention has one.
+        qk_norm: what is normalized before RoPE: each head of q and k, or all heads of q and all of k.
+        norms: where a layer has norms: before attention and the MLP, after them, or both.
+        norm_offset: what the norms' weights in the checkpoint lack.
+        activation: of the gate of the MLP.
+        embedding_scale: what embeddings are multiplied by.
+        attention_scale: what the products of q and k are multiplied by; None for head_dim ** -0.5.
+    """
+
+    ropes: tuple[RopeParameters | None, ...]
+    windows: tuple[int | None, ...]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: Literal["head", "full"] | None = None
+    norms: Literal["before", "after", "both"] = "before"
+    norm_offset: float = 0.0
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
 
 
 class DecoderAttention(nn.Module):
-    """Fused q/k/v projection, RMSNorm on each head of q and k, RoPE, paged attention.
+    """Fused q/k/v projection, RMSNorm of q and k, RoPE, paged attention: each as the specification says.
 
     forward: [num_tokens, hidden_size] -> the input of o_proj, [num_tokens, this rank's num_heads * head_dim]. The layer
     calls o_proj, which adds to the residual stream.
     """
 
     def __init__(
-        self, config, spec: DecoderSpec, rotary_emb: RotaryEmbedding, backend: AttentionBackend, tp: TensorParallel
+        self,
+        config,
+        spec: DecoderSpec,
+        layer: int,
+        rotary_emb: RotaryEmbedding | None,
+        backend: AttentionBackend,
+        tp: TensorParallel,
     ):
         super().__init__()
+        self.tp = tp
         self.head_dim = get_head_dim(config)
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.qkv_proj = QKVParallelLinear(config.hidden_size, self.head_dim, num_heads, num_kv_heads, spec.qkv_bias, tp)
         self.o_proj = RowParallelLinear(num_heads * self.head_dim, config.hidden_size, spec.o_bias, tp)
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if spec.qk_norm else None
         self.eps = config.rms_norm_eps
+        self.q_norm: Any = None
+        self.k_norm: Any = None
+        self.qk_norm = spec.qk_norm
+        if spec.qk_norm == "head":
+            self.q_norm, self.k_norm = (RMSNorm(self.head_dim, self.eps, spec.norm_offset) for _ in "qk")
+        elif spec.qk_norm == "full":
+            parts, sizes = self.qkv_proj.parts, self.qkv_proj.output_sizes
+            self.q_norm, self.k_norm = (ShardedRMSNorm(*parts[name], sizes[name], self.eps) for name in "qk")
         self.rotary_emb = rotary_emb
-        self.attn = Attention(self.head_dim, backend)
+        self.attn = Attention(self.head_dim, backend, spec.windows[layer], spec.attention_scale)
 
     def forward(self, positions: torch.Tensor, hidden: Normed | NormedParts, rows: Rows | None = None) -> torch.Tensor:
         """rows: the tokens whose attention is needed; only the keys and values of the others are. None: all."""
         qkv = self.qkv_proj(hidden)
         context = get_context()
         has_cache = self.attn.k_cache is not None  # The warm-up runs without one.
+        if self.qk_norm == "full":
+            self._normalize_full_width(qkv)
         qk_norm_rope_store(
             qkv,
-            self.q_norm.weight if self.q_norm else None,
-            self.k_norm.weight if self.k_norm else None,
+            self.q_norm.weight if self.qk_norm == "head" else None,
+            self.k_norm.weight if self.qk_norm == "head" else None,
             self.eps,
-            self.rotary_emb.cos_sin_cache,
+            self.rotary_emb.cos_sin_cache if self.rotary_emb else None,
             positions,
             self.attn.k_cache,
             self.attn.v_cache,
@@ -84,42 +121,81 @@ class DecoderAttention(nn.Module):
             return self.attn(q[rows], k, v, context.of_last_tokens()).flatten(1)
         return self.attn(q, k, v, context).flatten(1)[rows]  # decode_plan is for all rows.
 
+    def _normalize_full_width(self, qkv: torch.Tensor) -> None:
+        sizes = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q, k, _ = qkv.split(sizes, dim=1)
+        normalize_over_ranks([(q, self.q_norm), (k, self.k_norm)], self.tp)
+
 
 class DecoderMLP(nn.Module):
-    """SwiGLU: silu(gate(x)) * up(x), gate and up in one product.
+    """A gated MLP: activation(gate(x)) * up(x), gate and up in one product, then down."""
 
-    forward: [num_tokens, hidden_size] -> the input of down_proj, [num_tokens, this rank's intermediate_size]; in parts
-    if the hidden states come in parts. The layer calls down_proj, which adds to the residual stream.
-    """
-
-    def __init__(self, config, tp: TensorParallel):
+    def __init__(self, config, spec: DecoderSpec, tp: TensorParallel):
         super().__init__()
-        if config.hidden_act != "silu":
-            raise ValueError(f"hidden_act={config.hidden_act!r} in config.json: supported is silu")
         hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, False, tp)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, False, tp)
+        self.gelu = GeluTanhAndMul() if spec.activation == "gelu_tanh" else None
 
-    def forward(self, hidden: Normed | NormedParts) -> torch.Tensor | Iterator[torch.Tensor]:
+    def add(
+        self,
+        residual: torch.Tensor,
+        hidden: Normed | NormedParts,
+        norm: RMSNorm | None,
+        output_norm: RMSNorm | None = None,
+    ) -> Normed | NormedParts:
+        """norm(residual + y), overwriting residual with the sum, of the MLP's output y of hidden; with an output_norm
+        norm(residual + output_norm(y)). residual: [num_tokens, hidden_size]."""
+        return self.down_proj.add(residual, self._gated(hidden), norm, output_norm)
+
+    def _gated(self, hidden: Normed | NormedParts) -> torch.Tensor | Iterator[torch.Tensor]:
+        """The input of down_proj, [num_tokens, this rank's intermediate_size]; in parts if the hidden states are."""
+        if self.gelu is not None:
+            return self.gelu(self.gate_up_proj(hidden))
         if isinstance(hidden, NormedParts):
             return map(self.gate_up_proj.silu, hidden.parts)
         return self.gate_up_proj.silu(hidden)
 
+    def products(self, norm: RMSNorm | None, adds: bool) -> list[LayerProduct]:
+        """The matrix products. norm: of their input. adds: whether the result is added to the residual stream without
+        a norm in between."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        return [
+            LayerProduct("linear_silu" if self.gelu is None else "linear", gate_up.weight, norm=norm),
+            LayerProduct(down.operation if adds else "linear", down.weight, down.bias),
+        ]
+
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP on a residual stream."""
+    """Attention and an MLP on a residual stream, with norms before them, after them, or both."""
 
     def __init__(
-        self, config, spec: DecoderSpec, rotary_emb: RotaryEmbedding, backend: AttentionBackend, tp: TensorParallel
+        self,
+        config,
+        spec: DecoderSpec,
+        layer: int,
+        rotary_emb: RotaryEmbedding | None,
+        mlp: nn.Module,
+        backend: AttentionBackend,
+        tp: TensorParallel,
     ):
         super().__init__()
-        self.self_attn = DecoderAttention(config, spec, rotary_emb, backend, tp)
-        self.mlp = DecoderMLP(config, tp)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+        def norm(is_there: bool) -> RMSNorm | None:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, spec.norm_offset) if is_there else None
+
+        self.kind = spec.ropes[layer] is not None, spec.windows[layer], type(mlp)
+        self.self_attn = DecoderAttention(config, spec, layer, rotary_emb, backend, tp)
+        self.mlp: Any = mlp
+        # The first two are called as in Llama. Where there are others, `packed_modules_mapping` has the checkpoint's
+        # names.
+        self.input_layernorm = norm(spec.norms != "after")
+        self.post_attention_layernorm = norm(spec.norms != "after")  # before the MLP
+        self.attention_output_norm = norm(spec.norms != "before")
+        self.mlp_output_norm = norm(spec.norms != "before")
 
     def forward(
-        self, positions: torch.Tensor, hidden: Normed | NormedParts, next_norm: RMSNorm, rows: Rows | None = None
+        self, positions: torch.Tensor, hidden: Normed | NormedParts, next_norm: RMSNorm | None, rows: Rows | None = None
     ) -> Normed | NormedParts:
         """
         Args:
@@ -135,39 +211,56 @@ class DecoderLayer(nn.Module):
         attended = self.self_attn(positions, hidden, rows)
         if rows is not None:
             residual = residual[rows]
-        hidden = self.self_attn.o_proj.add(residual, attended, self.post_attention_layernorm)
-        return self.mlp.down_proj.add(residual, self.mlp(hidden), next_norm)
+        o_proj = self.self_attn.o_proj
+        hidden = o_proj.add(residual, attended, self.post_attention_layernorm, self.attention_output_norm)
+        return self.mlp.add(residual, hidden, next_norm, self.mlp_output_norm)
+
+    def summed_projections(self) -> list[RowParallelLinear]:
+        """The projections whose results are added over all ranks and to the residual stream at once."""
+        return [self.self_attn.o_proj, self.mlp.down_proj] if self.attention_output_norm is None else []
 
     def products(self) -> list[LayerProduct]:
-        """The layer's four matrix products, in order."""
-        attn, mlp = self.self_attn, self.mlp
-        qkv, o, gate_up, down = attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj
+        """The layer's matrix products, in order."""
+        qkv, o, adds = self.self_attn.qkv_proj, self.self_attn.o_proj, self.attention_output_norm is None
         return [
             LayerProduct("linear", qkv.weight, qkv.bias, self.input_layernorm),
-            LayerProduct(o.operation, o.weight, o.bias),
-            LayerProduct("linear_silu", gate_up.weight, norm=self.post_attention_layernorm),
-            LayerProduct(down.operation, down.weight, down.bias),
+            LayerProduct(o.operation if adds else "linear", o.weight, o.bias),
+            *self.mlp.products(self.post_attention_layernorm, adds),
         ]
 
 
 class DecoderModel(nn.Module):
     """Embedding, decoder layers, final norm. forward: see `DecoderForCausalLM`."""
 
-    def __init__(self, config, spec: DecoderSpec, max_position: int, backend: AttentionBackend, tp: TensorParallel):
+    def __init__(
+        self,
+        config,
+        spec: DecoderSpec,
+        mlps: list[nn.Module],
+        max_position: int,
+        backend: AttentionBackend,
+        tp: TensorParallel,
+    ):
         super().__init__()
         self.tp = tp
+        self.embedding_scale = spec.embedding_scale
         self.embed_tokens = ReplicatedEmbedding(config.vocab_size, config.hidden_size)
-        rotary_emb = get_rope(get_head_dim(config), max_position, config)
+        # One table for all layers with the same settings.
+        tables = {rope: RotaryEmbedding(get_head_dim(config), max_position, rope) for rope in set(spec.ropes) if rope}
         self.layers = nn.ModuleList(
-            DecoderLayer(config, spec, rotary_emb, backend, tp) for _ in range(config.num_hidden_layers)
+            DecoderLayer(config, spec, i, tables.get(rope), mlp, backend, tp)
+            for i, (rope, mlp) in enumerate(zip(spec.ropes, mlps, strict=True))
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, spec.norm_offset)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if self.tp.reducer is not None:
             begin_sums(self.layers, len(input_ids), self.tp.reducer)
         norms: list[Any] = [layer.input_layernorm for layer in self.layers] + [self.norm]
-        hidden = Normed(self.embed_tokens(input_ids), norms[0])
+        residual = self.embed_tokens(input_ids)
+        if self.embedding_scale != 1:
+            residual *= self.embedding_scale
+        hidden = Normed(residual, norms[0])
         for layer, next_norm in zip(self.layers, norms[1:], strict=True):
             rows = _rows_wanted() if next_norm is self.norm else None
             hidden = layer(positions, hidden, next_norm, rows)
@@ -184,22 +277,24 @@ def _rows_wanted() -> Rows | None:
 class DecoderForCausalLM(nn.Module, ABC):
     """A decoder with its head. A family is a subclass that says what differs.
 
-    Raises ValueError for a configuration that asks for what we do not implement (sliding windows, other RoPE scaling).
+    Raises ValueError for a configuration that asks for what we do not implement.
     """
 
-    # Fused parameter -> {the checkpoint's name of a part: its shard id}
-    packed_modules_mapping: ClassVar[dict[str, dict[str, str | int]]] = {
+    # Our name of a module -> {the checkpoint's names of its parts: their shard ids}. Names that are not here are equal.
+    packed_modules_mapping: ClassVar[dict[str, dict[str, str | int | None]]] = {
         "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
         "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
     }
+    # Keys of the configuration, among those that change what a decoder computes, that this family's `spec` reads.
+    switches: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config, max_position: int, backend: AttentionBackend, tp: TensorParallel):
         """config: the transformers configuration. max_position: positions that RoPE's table must cover."""
         super().__init__()
         self.matmul = Matmul()  # cuBLAS alone, before `use_matmul`
-        if getattr(config, "use_sliding_window", False):
-            raise ValueError("use_sliding_window=true in config.json: sliding windows are not supported")
-        self.model = DecoderModel(config, self.spec(config), max_position, backend, tp)
+        spec = self.checked_spec(config)
+        mlps = [self.mlp(config, spec, i, tp) for i in range(config.num_hidden_layers)]
+        self.model = DecoderModel(config, spec, mlps, max_position, backend, tp)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
 
@@ -207,6 +302,20 @@ class DecoderForCausalLM(nn.Module, ABC):
     @abstractmethod
     def spec(config) -> DecoderSpec:
         """What this family's configuration asks for."""
+
+    @staticmethod
+    def mlp(config, spec: DecoderSpec, layer: int, tp: TensorParallel) -> nn.Module:
+        """The MLP of a layer, with the methods `add` and `products` of DecoderMLP."""
+        return DecoderMLP(config, spec, tp)
+
+    @classmethod
+    def checked_spec(cls, config) -> DecoderSpec:
+        """`spec`. Raises ValueError, naming the key, if the configuration asks for what this family does not have."""
+        check_switches(config, cls.switches)
+        spec = cls.spec(config)
+        if any(window is not None for window in spec.windows):
+            raise ValueError(f"sliding_window={config.sliding_window}: sliding windows are not supported")
+        return spec
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Token ids and positions, int64 [num_tokens] -> hidden states [num_tokens, hidden_size], or only those that
@@ -235,13 +344,16 @@ class DecoderForCausalLM(nn.Module, ABC):
     def padded_batch(self, num_seqs: int) -> int:
         """The rows, padding included, with which a decode step of num_seqs sequences takes the least time."""
         first: Any = self.model.layers[0]
-        return self.matmul.padded_batch(num_seqs, first.mlp.gate_up_proj.weight)
+        return self.matmul.padded_batch(num_seqs, first.products()[2].weight)
 
     @contextmanager
-    def first_and_last_layer(self) -> Iterator[None]:
-        """A block in which the model has these layers only: they launch every kernel that any layer does."""
-        layers = self.model.layers
-        self.model.layers = nn.ModuleList([layers[0], *layers[1:][-1:]])
+    def few_layers(self) -> Iterator[None]:
+        """A block in which the model has its first layer, its last one, and one of each other kind: they launch every
+        kernel that any layer does."""
+        layers: Any = self.model.layers
+        one_of_each = {layer.kind: i for i, layer in reversed(list(enumerate(layers)))}
+        indices = {*one_of_each.values(), 0, len(layers) - 1}
+        self.model.layers = nn.ModuleList(layers[i] for i in sorted(indices))
         try:
             yield
         finally:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanovllm.layers.rotary_embedding import rope_parameters
-from nanovllm.models.registry import find_architecture
+from nanovllm.layers.rotary_embedding import RopeParameters, rope_parameters, rope_settings
+from nanovllm.models.registry import find_architecture, model_class
 from nanovllm.utils.checks import is_int, is_number, require
 from nanovllm.utils.light_imports import without_generated_docstrings
 from nanovllm.utils.model_files import one_line, read_json
@@ -22,10 +22,37 @@ _REQUIRED = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
-_FLAGS = ("attention_bias", "tie_word_embeddings", "use_sliding_window")
+_FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
 _QUANTISATIONS = ("quantization_config", "compression_config")
 _OPTIONAL = ("head_dim", "eos_token_id", *_FLAGS, *_QUANTISATIONS)
 _MAX_SIZE = 2**31 - 1
+# Keys that change what a decoder computes, with the value that changes nothing, as null does. A family reads some of
+# them (`DecoderForCausalLM.switches`); the others are refused.
+_SWITCHES: dict[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "qkv_bias": False,
+    "o_bias": False,
+    "hidden_act": "silu",
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "attention_chunk_size": None,
+    "no_rope_layers": None,
+    "partial_rotary_factor": 1.0,
+    "qk_layernorm": False,
+    "use_qk_norm": False,
+    "clip_qkv": None,
+    "query_pre_attn_scalar": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
+    "num_experts": None,
+    "num_local_experts": None,
+}
 
 
 def read_hf_config(directory: str) -> Any:
@@ -66,21 +93,62 @@ def check_hf_config(hf_config: Any, where: str) -> None:
     try:
         rope = rope_parameters(hf_config)
         is_usable = all(0 < number < math.inf for number in (rope.base, rope.factor, supported_length(hf_config)))
+        rope.inverse_frequencies(get_head_dim(hf_config))
     except Exception as error:
         raise ValueError(f"{where}: its RoPE settings cannot be used: {one_line(error)}") from error
     if not is_usable:
         raise ValueError(f"{where}: rope_theta={rope.base}, factor={rope.factor}: must be finite numbers > 0")
+    try:
+        model_class(hf_config).checked_spec(hf_config)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def supported_length(hf_config: Any) -> int:
-    """Tokens of the longest sequence that the model supports: max_position_embeddings, or the length that RoPE scaling
-    extends the original one to."""
+    """Tokens of the longest sequence that the model supports: max_position_embeddings, or the length that YaRN extends
+    the original one to."""
     limit = hf_config.max_position_embeddings
-    scaling = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    scaling = rope_settings(hf_config)
     original = scaling.get("original_max_position_embeddings")
-    if original and scaling.get("factor"):
+    if "yarn" in (scaling.get("rope_type"), scaling.get("type")) and original and scaling.get("factor"):
         limit = max(limit, int(original * scaling["factor"]))
     return limit
+
+
+def check_switches(hf_config: Any, read: frozenset[str]) -> None:
+    """Raises ValueError, naming the key, if a configuration sets one of `_SWITCHES` that its family does not read."""
+    for name, neutral in _SWITCHES.items():
+        value = getattr(hf_config, name, None)
+        if name not in read and value is not None and value != neutral:
+            raise ValueError(f"{name}={value!r}: is not supported for {hf_config.model_type}")
+    kinds = set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}
+    if "sliding_window" in read:
+        kinds.discard("sliding_attention")
+    if kinds:
+        supported = "full_attention" + (" and sliding_attention" if "sliding_window" in read else "")
+        raise ValueError(f"layer_types={sorted(kinds)}: supported for {hf_config.model_type} are {supported}")
+
+
+def rope_of_layers(hf_config: Any) -> tuple[RopeParameters | None, ...]:
+    """The same RoPE for each layer: `DecoderSpec.ropes` of most families."""
+    return (rope_parameters(hf_config),) * hf_config.num_hidden_layers
+
+
+def windows_of_layers(hf_config: Any) -> tuple[int | None, ...]:
+    """Each layer's sliding window: the number of keys that a token sees, its own included; None for all.
+
+    Which layers have the configured `sliding_window` is in `layer_types` (transformers 5), or follows from
+    `use_sliding_window` and `max_window_layers` (transformers 4). A window that no sequence can exceed is none.
+    """
+    num_layers, window = hf_config.num_hidden_layers, getattr(hf_config, "sliding_window", None)
+    is_off = getattr(hf_config, "use_sliding_window", True) is False
+    if is_off or window is None or window >= supported_length(hf_config):
+        return (None,) * num_layers
+    kinds = getattr(hf_config, "layer_types", None)
+    if kinds:
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds[:num_layers])
+    first = getattr(hf_config, "max_window_layers", None) or 0
+    return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
 def get_head_dim(hf_config: Any) -> int:

@@ -1,12 +1,16 @@
 """Qwen3 (arXiv:2505.09388), dense."""
 
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanovllm.models.hf_config import rope_of_layers, windows_of_layers
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
     """RMSNorm on each head of q and k; `attention_bias` adds biases to q, k, v and o."""
 
+    switches = frozenset({"attention_bias", "sliding_window", "use_sliding_window"})
+
     @staticmethod
     def spec(config) -> DecoderSpec:
         bias = bool(getattr(config, "attention_bias", False))
-        return DecoderSpec(qkv_bias=bias, o_bias=bias, qk_norm=True)
+        ropes, windows = rope_of_layers(config), windows_of_layers(config)
+        return DecoderSpec(ropes, windows, qkv_bias=bias, o_bias=bias, qk_norm="head")

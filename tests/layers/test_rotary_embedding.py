@@ -88,9 +88,9 @@ def test_yarn_derives_what_is_left_out():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rope_type": "llama3", "factor": 8.0}, "'llama3' is not supported; supported: default, linear, yarn"),
+        ({"rope_type": "llama3", "factor": 8.0}, "'llama3' needs original_max_position_embeddings"),
         ({"type": "dynamic", "factor": 2.0}, "'dynamic' is not supported"),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_type": "default", "partial_rotary_factor": 1.5}, "partial_rotary_factor must be in"),
         ({"rope_type": "linear"}, "needs a factor"),
         ({"rope_type": "linear", "factor": 0.0}, "must be positive"),
         ({"full_attention": {"rope_type": "default"}}, "full_attention"),

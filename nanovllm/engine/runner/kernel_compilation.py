@@ -34,7 +34,7 @@ def compiling_kernels(runner, tell: Callable[[int, int], None] | None = None) ->
         yield
         return
     with compile_ahead(tell):
-        with runner.model.first_and_last_layer():
+        with runner.model.few_layers():
             _trace(runner)
         yield
 
