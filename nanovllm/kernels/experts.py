@@ -36,7 +36,7 @@ except ImportError:  # Triton before 3.4
 
 MAX_EXPERTS = 1024  # What one program sorts and compares at once.
 _ROUTE_ELEMENTS = 2048  # logits of a program of `route`
-_SORT_BLOCK = 4096
+_SORT_BLOCKS = (1024, 4096)  # experts of pairs that a program of `sort_by_expert` reads at once: of few pairs, of many
 
 
 class TileConfig(NamedTuple):
@@ -59,7 +59,8 @@ def default_config(num_pairs: int, num_experts: int, itemsize: int) -> TileConfi
     return TileConfig(tokens, 64, 128 // itemsize, 4, 3)
 
 
-@triton.jit
+# Every batch has another number of tokens; specialising on it would compile the kernel again.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
     logits, context_lens, experts, weights, num_tokens, logits_stride, num_experts,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, TOKENS: tl.constexpr,
@@ -164,9 +165,9 @@ def sort_by_expert(experts: Tensor, num_experts: int, pdl: bool = False) -> tupl
     num_pairs = experts.numel()
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
-    block = min(_SORT_BLOCK, max(128, triton.next_power_of_2(num_pairs)))
+    block = _SORT_BLOCKS[num_pairs > _SORT_BLOCKS[0]]
     launcher(_sort_kernel, (num_experts + 1,), pdl and has_pdl(experts.device))(
-        experts, order, starts, num_pairs, num_experts, BLOCK=block, num_warps=max(1, min(8, block // 512))
+        experts, order, starts, num_pairs, num_experts, BLOCK=block, num_warps=block // 512
     )
     return order, starts
 

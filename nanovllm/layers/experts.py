@@ -11,7 +11,7 @@ from torch import nn
 from nanovllm.layers.expert_products import ExpertsProblem, ExpertsProduct
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear, make_parameter
-from nanovllm.layers.matmul import Matmul
+from nanovllm.layers.matmul import LayerProduct, Matmul
 from nanovllm.layers.rank_sums import NormedParts, add_over_ranks
 from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import TensorParallel
@@ -89,21 +89,32 @@ class MixtureOfExperts(nn.Module):
         self.gate = ReplicatedLinear(hidden_size, num_experts, False, tp)
         self.experts = Experts(num_experts, hidden_size, intermediate_size, tp)
 
-    def add(self, residual: torch.Tensor, hidden: Normed | NormedParts, norm: RMSNorm) -> Normed | NormedParts:
-        """norm(residual + experts(hidden)), overwriting residual with the sum. hidden: a norm of residual."""
+    def add(
+        self,
+        residual: torch.Tensor,
+        hidden: Normed | NormedParts,
+        norm: RMSNorm | None,
+        output_norm: RMSNorm | None = None,
+    ) -> Normed | NormedParts:
+        """norm(residual + y), overwriting residual with the sum, of the experts' output y of hidden; with an
+        output_norm norm(residual + output_norm(y)). residual: [num_tokens, hidden_size]."""
+        if output_norm is not None:
+            y = torch.empty_like(residual)
+            self.part_of_sum(hidden.value(), y)
+            return Normed(output_norm.add_to(residual, self.tp.all_reduce(y)), norm)
         if self.tp.reducer is None:  # Then nothing comes in parts.
             return Normed(self.add_to(residual, hidden), norm)
         x: torch.Tensor | Iterable = hidden.parts if isinstance(hidden, NormedParts) else hidden.value()
         return add_over_ranks(self, residual, x, norm)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor | Normed) -> torch.Tensor:
-        """residual + experts(x), overwriting residual."""
+        """residual + y, overwriting residual."""
         # Rank 0's part of the sum contains the residual.
         self._multiply(x, residual, add=self.tp.rank == 0)
         return self.tp.all_reduce(residual)
 
     def part_of_sum(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """This rank's part of experts(x), into out."""
+        """This rank's part of y, into out."""
         self._multiply(x, out, add=False)
 
     def _multiply(self, x: torch.Tensor | Normed, out: torch.Tensor, add: bool) -> None:
@@ -114,7 +125,18 @@ class MixtureOfExperts(nn.Module):
         gate_up, down = self.experts.gate_up_proj.weight, self.experts.down_proj.weight
         self.matmul.run(ExpertsProblem(x, logits, gate_up, down, self.top_k, self.normalize, out, add, context_lens))
 
-    def product(self, norm: RMSNorm) -> ExpertsProduct:
-        """norm: of its input."""
+    def products(self, norm: RMSNorm | None, adds: bool) -> list[LayerProduct | ExpertsProduct]:
+        """The matrix products. norm: of their input. adds: whether the result is added to the residual stream without
+        a norm in between."""
         weights = self.experts.gate_up_proj.weight, self.experts.down_proj.weight
-        return ExpertsProduct(*weights, self.top_k, self.normalize, norm)
+        adds &= self.tp.size == 1
+        return [
+            LayerProduct("linear", self.gate.weight, norm=norm),
+            ExpertsProduct(*weights, self.top_k, self.normalize, adds, norm),
+        ]
+
+    @property
+    def num_idle_params(self) -> int:
+        """Parameters on this rank that a token does not use."""
+        experts = self.experts.gate_up_proj.weight, self.experts.down_proj.weight
+        return sum(weight.numel() // len(weight) * (len(weight) - self.top_k) for weight in experts)

@@ -12,7 +12,7 @@ Operations, of x `[num_tokens, K]` and a weight W `[N, K]`:
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -73,11 +73,12 @@ class Candidate(ABC):
     suits_one_shape = False  # whether its constants in decode steps are useless for other shapes of a weight
 
     @abstractmethod
-    def supports(self, problem: Problem) -> bool:
-        """Whether it can compute this product on this machine in this step."""
+    def supports(self, problem: Any) -> bool:
+        """Whether it can compute this product, of an operation that the table names it for, on this machine in this
+        step."""
 
     @abstractmethod
-    def launch(self, problem: Problem, constants: tuple) -> Tensor | None:
+    def launch(self, problem: Any, constants: tuple) -> Tensor | None:
         """The result, or None if it failed and another candidate must compute it. constants: from the table."""
 
     def serves(self, weight: Tensor) -> bool:
@@ -91,7 +92,7 @@ class Cublas(Candidate):
 
     name = "cublas"
 
-    def supports(self, problem: Problem) -> bool:
+    def supports(self, problem: Problem | ExpertsProblem) -> bool:
         return True
 
     def launch(self, problem: Problem | ExpertsProblem, constants: tuple = ()) -> Tensor:

@@ -1,4 +1,4 @@
-"""Published shapes of Qwen3's dense models, for `load_format="dummy"`, which reads no file.
+"""Published shapes of Qwen3's models, for `load_format="dummy"`, which reads no file.
 
 Source: the config.json files of the Qwen3 model cards (Qwen3 Technical Report, arXiv:2505.09388, table 1).
 """
@@ -17,31 +17,48 @@ _SHAPES = {
     "Qwen3-32B": (5120, 25600, 64, 64, False),
 }
 
-PRESET_NAMES = tuple(_SHAPES)
+# name: (hidden, intermediate of an expert, layers, query heads); 128 experts, 8 of them for a token; 4 KV heads.
+_SHAPES_WITH_EXPERTS = {
+    "Qwen3-30B-A3B": (2048, 768, 48, 32),
+    "Qwen3-235B-A22B": (4096, 1536, 94, 64),
+}
+
+PRESET_NAMES = (*_SHAPES, *_SHAPES_WITH_EXPERTS)
 
 
 def preset_config(name: str) -> Any:
     """The published transformers configuration of one of PRESET_NAMES. Raises KeyError for another name."""
     with without_generated_docstrings():
-        from transformers import Qwen3Config
-    hidden_size, intermediate_size, num_layers, num_heads, tied = _SHAPES[name]
-    options: dict[str, Any] = {"rope_theta": 1_000_000.0}
-    config = Qwen3Config(
-        vocab_size=151936,
+        from transformers import Qwen3Config, Qwen3MoeConfig
+    rope_options: dict[str, Any] = {"rope_theta": 1_000_000.0}
+    options: dict[str, Any] = {
+        "vocab_size": 151936,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": 151645,
+    }
+    config_class: Any
+    if name in _SHAPES:
+        hidden_size, intermediate_size, num_layers, num_heads, tied = _SHAPES[name]
+        config_class, num_kv_heads = Qwen3Config, 8
+        options |= {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": tied}
+    else:
+        hidden_size, expert_size, num_layers, num_heads = _SHAPES_WITH_EXPERTS[name]
+        config_class, num_kv_heads, intermediate_size = Qwen3MoeConfig, 4, 8 * expert_size
+        options |= {"architectures": ["Qwen3MoeForCausalLM"], "tie_word_embeddings": False}
+        options |= {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+        options |= {"moe_intermediate_size": expert_size}
+    config = config_class(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=tied,
-        eos_token_id=151645,
-        architectures=["Qwen3ForCausalLM"],
+        num_key_value_heads=num_kv_heads,
         **options,
+        **rope_options,
     )
     rope: Any = getattr(config, "rope_parameters", None)
     if rope:  # transformers 5
-        rope.update(options)
+        rope.update(rope_options)
     return config

@@ -6,6 +6,7 @@ from typing import Any
 # Name -> the module that has a class of this name. A family is imported when a model asks for it.
 ARCHITECTURES = {
     "Qwen3ForCausalLM": "nanovllm.models.qwen3",
+    "Qwen3MoeForCausalLM": "nanovllm.models.qwen3_moe",
     "Qwen2ForCausalLM": "nanovllm.models.qwen2",
 }
 

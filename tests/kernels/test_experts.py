@@ -99,7 +99,9 @@ def test_routing(device, num_tokens, num_experts, top_k, routing, normalize, has
 
 
 def test_more_pairs_than_a_program_sorts_at_once(device, monkeypatch):
-    monkeypatch.setattr(kernels, "_SORT_BLOCK", 128)
+    monkeypatch.setattr(kernels, "_SORT_BLOCKS", (128, 512))
+    order, starts = sort_by_expert(torch.zeros(60, 2, dtype=torch.int16, device=device), 2)
+    assert order.tolist() == list(range(120))
     experts = torch.randint(0, 6, (300, 2), dtype=torch.int16, device=device)
     order, starts = sort_by_expert(experts, 5)
     torch.testing.assert_close(order.long(), experts.flatten().argsort(stable=True))
