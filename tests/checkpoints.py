@@ -10,14 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.layers.attention_backend import select_backend
@@ -42,10 +35,11 @@ def make_checkpoint(
     tokenizer: bool = False,
     **overrides,
 ) -> Path:
-    """Save a random Qwen3 or Qwen2 whose layers all matter to its logits; returns the directory.
+    """Save a random model whose layers all matter to its logits; returns the directory.
 
-    Biases are not zero and norms not one, so that leaving one out shows. `rope_scaling` takes the field names of
-    transformers 4 and is translated for 5; `overrides` are fields of the configuration.
+    Biases are not zero and norms not one, so that leaving one out shows. `family` is transformers' model_type.
+    `rope_scaling` takes the field names of transformers 4 and is translated for 5; `overrides` are fields of the
+    configuration.
     """
     fields = {
         "vocab_size": VOCAB_SIZE,
@@ -59,13 +53,14 @@ def make_checkpoint(
     }
     if family == "qwen3":
         fields["head_dim"] = 32
+    if not family.startswith("qwen"):  # Their defaults are of a larger vocabulary.
+        fields |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     if int(transformers.__version__.split(".")[0]) >= 5:
         scaling = rope_scaling or {"rope_type": "default"}
         fields["rope_parameters"] = {"rope_theta": rope_theta, **scaling}
     else:
         fields |= {"rope_theta": rope_theta, "rope_scaling": rope_scaling}
-    config_class = {"qwen3": Qwen3Config, "qwen2": Qwen2Config}[family]
-    model = AutoModelForCausalLM.from_config(config_class(**fields | overrides))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields | overrides))
     randomize(model, seed)
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     if tokenizer:

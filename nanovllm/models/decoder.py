@@ -36,7 +36,7 @@ class DecoderSpec:
 
     Attributes:
         ropes: each layer's RoPE; None for a layer without one.
-        windows: how many keys a token of each layer sees, its own included; None for all.
+        windows: how many keys a token of each layer sees, its own included; None for all. Empty if no layer has one.
         qkv_bias: whether the q, k and v projections have biases.
         o_bias: whether the output projection of attention has one.
         qk_norm: what is normalized before RoPE: each head of q and k, or all heads of q and all of k.
@@ -48,7 +48,7 @@ class DecoderSpec:
     """
 
     ropes: tuple[RopeParameters | None, ...]
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...] = ()
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: Literal["head", "full"] | None = None
@@ -57,6 +57,9 @@ class DecoderSpec:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: float = 1.0
     attention_scale: float | None = None
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
 
 
 class DecoderAttention(nn.Module):
@@ -92,7 +95,7 @@ class DecoderAttention(nn.Module):
             parts, sizes = self.qkv_proj.parts, self.qkv_proj.output_sizes
             self.q_norm, self.k_norm = (ShardedRMSNorm(*parts[name], sizes[name], self.eps) for name in "qk")
         self.rotary_emb = rotary_emb
-        self.attn = Attention(self.head_dim, backend, spec.windows[layer], spec.attention_scale)
+        self.attn = Attention(self.head_dim, backend, spec.window(layer), spec.attention_scale)
 
     def forward(self, positions: torch.Tensor, hidden: Normed | NormedParts, rows: Rows | None = None) -> torch.Tensor:
         """rows: the tokens whose attention is needed; only the keys and values of the others are. None: all."""
@@ -186,7 +189,7 @@ class DecoderLayer(nn.Module):
         def norm(is_there: bool) -> RMSNorm | None:
             return RMSNorm(config.hidden_size, config.rms_norm_eps, spec.norm_offset) if is_there else None
 
-        self.kind = spec.ropes[layer] is not None, spec.windows[layer], type(mlp)
+        self.kind = spec.ropes[layer] is not None, spec.window(layer), type(mlp)
         self.self_attn = DecoderAttention(config, spec, layer, rotary_emb, backend, tp)
         self.mlp: Any = mlp
         # The first two are called as in Llama. Where there are others, `packed_modules_mapping` has the checkpoint's

@@ -24,7 +24,7 @@ _REQUIRED = (
 )
 _FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
 _QUANTISATIONS = ("quantization_config", "compression_config")
-_OPTIONAL = ("head_dim", "eos_token_id", *_FLAGS, *_QUANTISATIONS)
+_OPTIONAL = ("head_dim", "sliding_window", "eos_token_id", *_FLAGS, *_QUANTISATIONS)
 _MAX_SIZE = 2**31 - 1
 # Keys that change what a decoder computes, with the value that changes nothing, as null does. A family reads some of
 # them (`DecoderForCausalLM.switches`); the others are refused.
@@ -91,17 +91,15 @@ def check_hf_config(hf_config: Any, where: str) -> None:
         allowed = f"a multiple of twice num_attention_heads ({num_heads}), or head_dim be given"
         require(f"{where}: hidden_size", fields["hidden_size"], fields["hidden_size"] % (2 * num_heads) == 0, allowed)
     try:
-        rope = rope_parameters(hf_config)
-        is_usable = all(0 < number < math.inf for number in (rope.base, rope.factor, supported_length(hf_config)))
-        rope.inverse_frequencies(get_head_dim(hf_config))
+        spec = model_class(hf_config).checked_spec(hf_config)
+        for rope in filter(None, dict.fromkeys(spec.ropes)):
+            rope.inverse_frequencies(get_head_dim(hf_config))
+            if not all(0 < number < math.inf for number in (rope.base, rope.factor, supported_length(hf_config))):
+                raise ValueError(f"rope_theta={rope.base}, factor={rope.factor}: must be finite numbers > 0")
+    except ValueError as error:
+        raise ValueError(f"{where}: {one_line(error)}") from error
     except Exception as error:
         raise ValueError(f"{where}: its RoPE settings cannot be used: {one_line(error)}") from error
-    if not is_usable:
-        raise ValueError(f"{where}: rope_theta={rope.base}, factor={rope.factor}: must be finite numbers > 0")
-    try:
-        model_class(hf_config).checked_spec(hf_config)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
 
 
 def supported_length(hf_config: Any) -> int:
@@ -118,7 +116,7 @@ def supported_length(hf_config: Any) -> int:
 def check_switches(hf_config: Any, read: frozenset[str]) -> None:
     """Raises ValueError, naming the key, if a configuration sets one of `_SWITCHES` that its family does not read."""
     for name, neutral in _SWITCHES.items():
-        value = getattr(hf_config, name, None)
+        value = rope_settings(hf_config).get(name, getattr(hf_config, name, None))
         if name not in read and value is not None and value != neutral:
             raise ValueError(f"{name}={value!r}: is not supported for {hf_config.model_type}")
     kinds = set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}
@@ -132,6 +130,14 @@ def check_switches(hf_config: Any, read: frozenset[str]) -> None:
 def rope_of_layers(hf_config: Any) -> tuple[RopeParameters | None, ...]:
     """The same RoPE for each layer: `DecoderSpec.ropes` of most families."""
     return (rope_parameters(hf_config),) * hf_config.num_hidden_layers
+
+
+def flags_of_layers(hf_config: Any, name: str) -> list[bool]:
+    """A field with a flag for each layer. Raises ValueError, naming it, if it has too few."""
+    num_layers, flags = hf_config.num_hidden_layers, getattr(hf_config, name)
+    is_long_enough = isinstance(flags, list | tuple) and len(flags) >= num_layers
+    require(name, flags, is_long_enough, f"a list of {num_layers} flags, one for each of num_hidden_layers")
+    return [bool(flag) for flag in flags[:num_layers]]
 
 
 def windows_of_layers(hf_config: Any) -> tuple[int | None, ...]:
@@ -178,7 +184,7 @@ def _check_values(fields: Mapping[str, Any], where: str) -> None:
             continue
         if name == "rms_norm_eps":
             require(field, value, is_number(value) and 0 <= value < math.inf, "a finite number >= 0")
-        elif name in _REQUIRED or name == "head_dim":
+        elif name in (*_REQUIRED, "head_dim", "sliding_window"):
             require(field, value, is_int(value, 1, _MAX_SIZE), f"an integer in 1..{_MAX_SIZE}")
         elif name in _FLAGS:
             require(field, value, isinstance(value, bool), "true or false")

@@ -7,7 +7,13 @@ from typing import Any
 ARCHITECTURES = {
     "Qwen3ForCausalLM": "nanovllm.models.qwen3",
     "Qwen3MoeForCausalLM": "nanovllm.models.qwen3_moe",
+    "LlamaForCausalLM": "nanovllm.models.llama",
+    "MistralForCausalLM": "nanovllm.models.mistral",
+    "Olmo2ForCausalLM": "nanovllm.models.olmo2",
+    "Phi3ForCausalLM": "nanovllm.models.phi3",
     "Qwen2ForCausalLM": "nanovllm.models.qwen2",
+    "Qwen3ForCausalLM": "nanovllm.models.qwen3",
+    "SmolLM3ForCausalLM": "nanovllm.models.smollm3",
 }
 
 
@@ -19,7 +25,7 @@ def find_architecture(architectures: list[str] | None, model_type: str | None, w
             return name
     raise ValueError(
         f"{where}: architectures={architectures or None} (model_type {model_type!r}): "
-        f"supported are {', '.join(ARCHITECTURES)}"
+        f"supported are {', '.join(ARCHITECTURES)}; docs/adding-a-model.md says how to add one"
     )
 
 

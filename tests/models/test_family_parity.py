@@ -1,0 +1,152 @@
+"""Greedy output of every family against transformers: float32 on the CPU, token for token.
+
+Each case is a small random checkpoint whose switches are drawn. NANOVLLM_PARITY_CASES sets how many a family has.
+"""
+
+import os
+import random
+
+import pytest
+import transformers
+from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm
+
+NUM_CASES = int(os.environ.get("NANOVLLM_PARITY_CASES", 2))
+HEAD_DIMS = (32, 48, 64, 80, 96, 128, 256)
+BLOCK_SIZE = 16
+
+ENGINES = {
+    "roomy": {},
+    # Prompts in chunks, and sequences that are preempted.
+    "cramped": {"num_kvcache_blocks": 8, "max_num_batched_tokens": 20},
+    "mixed": {"mixed_step_rows": 16, "max_num_batched_tokens": 100},
+    "one by one, no cache": {"overlap_steps": False, "enable_prefix_caching": False, "num_kvcache_blocks": 8},
+}
+
+
+def heads(draw: random.Random, head_dim_is_free: bool) -> dict:
+    """Attention's shape. Where head_dim is no field of the configuration, the hidden size follows from it."""
+    num_kv_heads, ratio = draw.choice([(1, 1), (1, 4), (2, 1), (2, 2), (2, 3), (4, 1), (1, 7)])
+    head_dim = draw.choice(HEAD_DIMS)
+    shape = {"num_attention_heads": num_kv_heads * ratio, "num_key_value_heads": num_kv_heads}
+    if not head_dim_is_free:
+        return shape | {"hidden_size": num_kv_heads * ratio * head_dim}
+    # transformers 5 requires that the heads divide the hidden size of a Llama, though they do not use it.
+    return shape | {"head_dim": head_dim, "hidden_size": num_kv_heads * ratio * draw.choice((8, 16, 24))}
+
+
+def rope(draw: random.Random) -> dict:
+    """For prompts of up to 106 tokens, beyond the original context of those that are scaled."""
+    trained = {"original_max_position_embeddings": 32}
+    scaling = draw.choice(
+        [
+            None,
+            {"rope_type": "linear", "factor": draw.choice((2.0, 3.5))},
+            {"rope_type": "yarn", "factor": 4.0, **trained},
+            {
+                "rope_type": "llama3",
+                "factor": draw.choice((8.0, 32.0)),
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                **trained,
+            },
+        ]
+    )
+    return {"rope_theta": draw.choice((500.0, 1e4, 5e5)), "rope_scaling": scaling, "max_position_embeddings": 128}
+
+
+def common(draw: random.Random, head_dim_is_free: bool = False) -> dict:
+    return {
+        "vocab_size": draw.choice((307, 320)),
+        "intermediate_size": draw.choice((96, 109, 160)),
+        "num_hidden_layers": draw.choice((1, 2, 3)),
+        "tie_word_embeddings": draw.random() < 0.5,
+        "rms_norm_eps": draw.choice((1e-6, 1e-5, 0.1)),
+        **heads(draw, head_dim_is_free),
+        **rope(draw),
+    }
+
+
+def llama(draw):
+    return common(draw, head_dim_is_free=True) | {"attention_bias": draw.random() < 0.5}
+
+
+def qwen2(draw):
+    return common(draw)
+
+
+def qwen3(draw):
+    return common(draw, head_dim_is_free=True) | {"attention_bias": draw.random() < 0.5}
+
+
+def qwen3_moe(draw):
+    num_experts = draw.choice((4, 5, 16, 128))
+    fields = qwen3(draw) | {"num_experts": num_experts, "num_experts_per_tok": draw.randint(1, min(8, num_experts))}
+    fields |= {"moe_intermediate_size": draw.choice((24, 33)), "norm_topk_prob": draw.random() < 0.5}
+    if draw.random() < 0.5:  # Layers without experts, in two ways.
+        fields |= {"num_hidden_layers": 3, "mlp_only_layers": draw.choice(([], [0], [2])), "decoder_sparse_step": 2}
+    return fields
+
+
+def mistral(draw):
+    return common(draw, head_dim_is_free=True) | {"sliding_window": None}
+
+
+def smollm3(draw):
+    fields = common(draw) | {"attention_bias": draw.random() < 0.5, "num_hidden_layers": 4}
+    if draw.random() < 0.5:
+        fields["no_rope_layers"] = [draw.randint(0, 1) for _ in range(4)]
+    return fields
+
+
+def phi3(draw):
+    fields = common(draw)
+    head_dim = fields["hidden_size"] // fields["num_attention_heads"]
+    share = draw.choice((1.0, 0.75, 0.5, 0.25))
+    fields |= {"partial_rotary_factor": share, "rope_scaling": None, "sliding_window": draw.choice((None, 128))}
+    kind = draw.choice(("default", "short", "long"))
+    if kind != "default":
+        factors = [[draw.uniform(1, 8) for _ in range(int(head_dim * share) // 2)] for _ in range(2)]
+        scaling = {"rope_type": "longrope", "short_factor": factors[0], "long_factor": factors[1]}
+        # All prompts are longer than the original context, or none is.
+        trained = 112 if kind == "short" else 16
+        fields |= {"rope_scaling": scaling, "original_max_position_embeddings": trained}
+    return fields
+
+
+def olmo2(draw):
+    return common(draw) | {"attention_bias": draw.random() < 0.5, "rope_scaling": None}
+
+
+FAMILIES = (llama, qwen2, qwen3, qwen3_moe, mistral, smollm3, phi3, olmo2)
+needs_family = pytest.mark.skipif(
+    transformers.__version__.startswith(("4.51.", "4.52.")), reason="SmolLM3 is in transformers from 4.53 on"
+)
+CASES = [
+    pytest.param(family, seed, id=f"{family.__name__}-{seed}", marks=needs_family if family is smollm3 else ())
+    for family in FAMILIES
+    for seed in range(NUM_CASES)
+]
+
+
+def make_case(family, seed: int, directory, **changes):
+    """A checkpoint, its reference, and the longest sequence for which one set of RoPE's factors holds."""
+    fields = family(random.Random(f"{family.__name__} {seed}")) | changes
+    path = make_checkpoint(directory, family=family.__name__, seed=seed, **fields)
+    return path, Reference(path), min(fields.get("original_max_position_embeddings", 0), 128) or 128
+
+
+@pytest.mark.parametrize(("family", "seed"), CASES)
+def test_output_is_that_of_transformers(family, seed, tmp_path):
+    path, reference, longest = make_case(family, seed, tmp_path)
+    max_model_len = longest if longest > 100 else 128
+    head = reference.draw_prompts((2 * BLOCK_SIZE,), 1, seed)[0]
+    prompts = reference.draw_prompts((17, 26, 90, 28), 14, seed)
+    prompts += reference.draw_prompts((2 * BLOCK_SIZE + 1, 3 * BLOCK_SIZE), 14, seed, prefix=head)
+    expected = reference.greedy(prompts, 14)
+    for name, options in ENGINES.items():
+        with make_llm(path, max_model_len=max_model_len, **options) as llm:
+            assert complete(llm, prompts, greedy(14)) == expected, name
+            if name == "roomy":  # and from the cache
+                assert complete(llm, prompts[::-1], greedy(14)) == expected[::-1]
+            assert llm.scheduler.num_preemptions > 0 or name in ("roomy", "mixed")
+            assert_idle(llm)
