@@ -5,14 +5,13 @@ from typing import Any
 
 # Name -> the module that has a class of this name. A family is imported when a model asks for it.
 ARCHITECTURES = {
-    "Qwen3ForCausalLM": "nanovllm.models.qwen3",
-    "Qwen3MoeForCausalLM": "nanovllm.models.qwen3_moe",
     "LlamaForCausalLM": "nanovllm.models.llama",
     "MistralForCausalLM": "nanovllm.models.mistral",
     "Olmo2ForCausalLM": "nanovllm.models.olmo2",
     "Phi3ForCausalLM": "nanovllm.models.phi3",
     "Qwen2ForCausalLM": "nanovllm.models.qwen2",
     "Qwen3ForCausalLM": "nanovllm.models.qwen3",
+    "Qwen3MoeForCausalLM": "nanovllm.models.qwen3_moe",
     "SmolLM3ForCausalLM": "nanovllm.models.smollm3",
 }
 
