@@ -20,7 +20,6 @@ _SHAPES = {
 # name: (hidden, intermediate of an expert, layers, query heads); 128 experts, 8 of them for a token; 4 KV heads.
 _SHAPES_WITH_EXPERTS = {
     "Qwen3-30B-A3B": (2048, 768, 48, 32),
-    "Qwen3-235B-A22B": (4096, 1536, 94, 64),
 }
 
 PRESET_NAMES = (*_SHAPES, *_SHAPES_WITH_EXPERTS)
