@@ -184,10 +184,10 @@ class Config:
 
     def _has_shape(self) -> bool:
         """Whether there is a configuration without files: the given one, or that of a published shape."""
-        from nanovllm.models.presets import PRESET_NAMES, preset_config
+        from nanovllm.models.presets import find_preset, preset_config
 
-        name = self.model.removeprefix("Qwen/")
-        if name in PRESET_NAMES and self.hf_config is None:
+        name = find_preset(self.model)
+        if name is not None and self.hf_config is None:
             self.hf_config = preset_config(name)
         return self.hf_config is not None
 

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 from checkpoints import edit_json
-from configs import dummy, needs_transformers_5
+from configs import TUNED, dummy, needs_transformers_5
 
 from nanovllm.config import Config
-from nanovllm.models.presets import PRESET_NAMES, preset_config
+from nanovllm.models.presets import preset_config
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
 
 @pytest.mark.parametrize("prefix", ["", "Qwen/"])
-@pytest.mark.parametrize("name", PRESET_NAMES)
+@pytest.mark.parametrize("name", TUNED)
 def test_a_published_shape_needs_no_file(name, prefix, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = Config(prefix + name, load_format="dummy", max_model_len=10**6)
@@ -27,8 +27,8 @@ def test_a_published_shape_needs_no_file(name, prefix, tmp_path, monkeypatch):
 
 
 def test_the_shapes_differ():
-    shapes = {(c.hidden_size, c.num_hidden_layers, c.num_attention_heads) for c in map(preset_config, PRESET_NAMES)}
-    assert len(shapes) == len(PRESET_NAMES)
+    shapes = {(c.hidden_size, c.num_hidden_layers, c.num_attention_heads) for c in map(preset_config, TUNED)}
+    assert len(shapes) == len(TUNED)
 
 
 def test_a_directory_of_a_published_shapes_name_goes_first(model_dir, tmp_path, monkeypatch):
@@ -159,8 +159,8 @@ def test_a_size_that_is_none(model_dir, name, value):
         ({"architectures": "Qwen3ForCausalLM"}, "architectures='Qwen3ForCausalLM': must be a list of names"),
         ({"architectures": 5}, "architectures=5: must be a list of names"),
         (
-            {"architectures": ["LlamaForCausalLM"], "hidden_size": "x"},
-            r"architectures=\['LlamaForCausalLM'\].*supported",
+            {"architectures": ["GPT2LMHeadModel"], "hidden_size": "x"},
+            r"architectures=\['GPT2LMHeadModel'\].*supported are Llama.*Qwen3ForCausalLM.*docs/adding-a-model.md",
         ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -5.0}}, r"rope_theta=-5\.0"),
         ({"rope_parameters": {"rope_type": "linear", "factor": -2.0}}, "factor"),

@@ -1,63 +1,36 @@
-"""Published shapes of Qwen3's models, for `load_format="dummy"`, which reads no file.
+"""Published shapes, for `load_format="dummy"`, which reads no file. presets.json names the source of each family."""
 
-Source: the config.json files of the Qwen3 model cards (Qwen3 Technical Report, arXiv:2505.09388, table 1).
-"""
-
+import json
+from pathlib import Path
 from typing import Any
 
 from nanovllm.utils.light_imports import without_generated_docstrings
 
-# name: (hidden, intermediate, layers, query heads, tied head); 8 KV heads of 128, 151,936 tokens throughout.
-_SHAPES = {
-    "Qwen3-0.6B": (1024, 3072, 28, 16, True),
-    "Qwen3-1.7B": (2048, 6144, 28, 16, True),
-    "Qwen3-4B": (2560, 9728, 36, 32, True),
-    "Qwen3-8B": (4096, 12288, 36, 32, False),
-    "Qwen3-14B": (5120, 17408, 40, 40, False),
-    "Qwen3-32B": (5120, 25600, 64, 64, False),
+_FAMILIES = json.loads(Path(__file__).with_suffix(".json").read_text())
+# Name -> (organization of the hub, fields of its config.json in the spelling of transformers 4, which 5 reads too)
+_PRESETS = {
+    name: (family["organization"], family["common"] | fields)
+    for family in _FAMILIES
+    for name, fields in family["sizes"].items()
 }
 
-# name: (hidden, intermediate of an expert, layers, query heads); 128 experts, 8 of them for a token; 4 KV heads.
-_SHAPES_WITH_EXPERTS = {
-    "Qwen3-30B-A3B": (2048, 768, 48, 32),
-}
+PRESET_NAMES = tuple(_PRESETS)
 
-PRESET_NAMES = (*_SHAPES, *_SHAPES_WITH_EXPERTS)
+
+def find_preset(model: str) -> str | None:
+    """The one of PRESET_NAMES that a name or hub id means; None if there is none."""
+    organization, _, name = model.rpartition("/")
+    known = _PRESETS.get(name)
+    return name if known is not None and organization in ("", known[0]) else None
 
 
 def preset_config(name: str) -> Any:
-    """The published transformers configuration of one of PRESET_NAMES. Raises KeyError for another name."""
+    """The published transformers configuration of one of PRESET_NAMES. Raises KeyError for another name, ValueError if
+    the installed transformers is older than the model."""
+    _, fields = _PRESETS[name]
     with without_generated_docstrings():
-        from transformers import Qwen3Config, Qwen3MoeConfig
-    rope_options: dict[str, Any] = {"rope_theta": 1_000_000.0}
-    options: dict[str, Any] = {
-        "vocab_size": 151936,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "eos_token_id": 151645,
-    }
-    config_class: Any
-    if name in _SHAPES:
-        hidden_size, intermediate_size, num_layers, num_heads, tied = _SHAPES[name]
-        config_class, num_kv_heads = Qwen3Config, 8
-        options |= {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": tied}
-    else:
-        hidden_size, expert_size, num_layers, num_heads = _SHAPES_WITH_EXPERTS[name]
-        config_class, num_kv_heads, intermediate_size = Qwen3MoeConfig, 4, 8 * expert_size
-        options |= {"architectures": ["Qwen3MoeForCausalLM"], "tie_word_embeddings": False}
-        options |= {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
-        options |= {"moe_intermediate_size": expert_size}
-    config = config_class(
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        **options,
-        **rope_options,
-    )
-    rope: Any = getattr(config, "rope_parameters", None)
-    if rope:  # transformers 5
-        rope.update(rope_options)
-    return config
+        from transformers import CONFIG_MAPPING, AutoConfig, __version__
+
+        if fields["model_type"] not in CONFIG_MAPPING:
+            raise ValueError(f"{name}: transformers {__version__} does not know {fields['model_type']}: upgrade it")
+        return AutoConfig.for_model(**fields)

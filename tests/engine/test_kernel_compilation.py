@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import complete, greedy, make_checkpoint, make_llm, random_prompt
+from configs import TUNED
 
 pytest.importorskip("triton")
 
@@ -23,7 +24,7 @@ from nanovllm.kernels.paged_prefill import choose_tiles
 from nanovllm.layers.attention_backend import TorchBackend
 from nanovllm.layers.matmul import Matmul
 from nanovllm.layers.quack import Quack
-from nanovllm.models.presets import PRESET_NAMES, preset_config
+from nanovllm.models.presets import preset_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.tuning.table import package_table
 from nanovllm.utils.context import Context, step_context
@@ -62,7 +63,7 @@ class RecordingQuack(Quack):
         return problem.out if problem.operation == "linear_add" else problem.x
 
 
-@pytest.mark.parametrize("name", PRESET_NAMES)
+@pytest.mark.parametrize("name", TUNED)
 @pytest.mark.parametrize("max_num_seqs", [1, 20, 33, 64, 100, 129, 193, 209, 256, 257, 300, 385, 500, 512, 800])
 def test_every_tile_of_quack_kernels_is_compiled_at_the_start(max_num_seqs, name):
     """A tile that the first step of its size had to compile would hold that one up for seconds."""

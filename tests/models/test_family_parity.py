@@ -3,6 +3,7 @@
 Each case is a small random checkpoint whose switches are drawn. NANOVLLM_PARITY_CASES sets how many a family has.
 """
 
+import json
 import os
 import random
 
@@ -13,6 +14,15 @@ from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoin
 NUM_CASES = int(os.environ.get("NANOVLLM_PARITY_CASES", 2))
 HEAD_DIMS = (32, 48, 64, 80, 96, 128, 256)
 BLOCK_SIZE = 16
+# With original contexts that are shorter than the prompts.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 ENGINES = {
     "roomy": {},
@@ -35,22 +45,8 @@ def heads(draw: random.Random, head_dim_is_free: bool) -> dict:
 
 
 def rope(draw: random.Random) -> dict:
-    """For prompts of up to 106 tokens, beyond the original context of those that are scaled."""
-    trained = {"original_max_position_embeddings": 32}
-    scaling = draw.choice(
-        [
-            None,
-            {"rope_type": "linear", "factor": draw.choice((2.0, 3.5))},
-            {"rope_type": "yarn", "factor": 4.0, **trained},
-            {
-                "rope_type": "llama3",
-                "factor": draw.choice((8.0, 32.0)),
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                **trained,
-            },
-        ]
-    )
+    linear = {"rope_type": "linear", "factor": draw.choice((2.0, 3.5))}
+    scaling = draw.choice([None, linear, YARN, LLAMA3, LLAMA3 | {"factor": 32.0}])
     return {"rope_theta": draw.choice((500.0, 1e4, 5e5)), "rope_scaling": scaling, "max_position_embeddings": 128}
 
 
@@ -106,7 +102,7 @@ def phi3(draw):
     kind = draw.choice(("default", "short", "long"))
     if kind != "default":
         factors = [[draw.uniform(1, 8) for _ in range(int(head_dim * share) // 2)] for _ in range(2)]
-        scaling = {"rope_type": "longrope", "short_factor": factors[0], "long_factor": factors[1]}
+        scaling = {"type": "longrope", "short_factor": factors[0], "long_factor": factors[1]}
         # All prompts are longer than the original context, or none is.
         trained = 112 if kind == "short" else 16
         fields |= {"rope_scaling": scaling, "original_max_position_embeddings": trained}
@@ -150,3 +146,56 @@ def test_output_is_that_of_transformers(family, seed, tmp_path):
                 assert complete(llm, prompts[::-1], greedy(14)) == expected[::-1]
             assert llm.scheduler.num_preemptions > 0 or name in ("roomy", "mixed")
             assert_idle(llm)
+
+
+TWO_RANKS = {
+    # Both ranks have a copy of the KV head, whose norm is over the heads of all ranks.
+    "olmo2": (olmo2, {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 128, "attention_bias": True}),
+    # Parts of the fused tensors.
+    "phi3": (phi3, {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 192, "rope_scaling": None}),
+}
+
+
+@pytest.mark.parametrize(("family", "changes"), TWO_RANKS.values(), ids=TWO_RANKS)
+def test_two_ranks(family, changes, tmp_path):
+    path, reference, _ = make_case(family, 0, tmp_path, intermediate_size=98, num_hidden_layers=2, **changes)
+    prompts = reference.draw_prompts((17, 26, 90, 28), 14)
+    with make_llm(path, max_model_len=128, tensor_parallel_size=2, **ENGINES["cramped"]) as llm:
+        assert complete(llm, prompts, greedy(14)) == reference.greedy(prompts, 14)
+
+
+def respell(file) -> None:
+    """Write a config.json with the names of the other transformers, 4 or 5."""
+    config = json.loads(file.read_text())
+    if "rope_parameters" in config:
+        rope = config.pop("rope_parameters")
+        names = ("rope_theta", "partial_rotary_factor")
+        config |= {name: rope.pop(name) for name in names if name in rope}
+        config |= {"rope_scaling": rope if rope.get("rope_type") != "default" else None}
+        config["torch_dtype"] = config.pop("dtype")
+    else:
+        rope = config.pop("rope_scaling", None) or {"rope_type": "default"}
+        rope.setdefault("rope_type", rope.get("type"))
+        names = ("rope_theta", "partial_rotary_factor")
+        config["rope_parameters"] = rope | {name: config.pop(name) for name in names if name in config}
+        config["dtype"] = config.pop("torch_dtype")
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        (llama, {"rope_scaling": LLAMA3}),
+        (qwen3, {"rope_scaling": YARN}),
+        (phi3, {"partial_rotary_factor": 0.5, "rope_scaling": None}),
+    ],
+    ids=["llama3", "yarn", "partial"],
+)
+def test_both_spellings_of_the_configuration(family, changes, tmp_path):
+    path, reference, _ = make_case(family, 0, tmp_path, rope_theta=500.0, **changes)
+    prompts = reference.draw_prompts((17, 90), 8)
+    before = set(json.loads((path / "config.json").read_text()))
+    respell(path / "config.json")
+    assert len(before ^ set(json.loads((path / "config.json").read_text()))) >= 4
+    with make_llm(path, max_model_len=128) as llm:
+        assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)

@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_llm
+from configs import TUNED
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from nanovllm.config import Config
 from nanovllm.layers.attention_backend import TorchBackend
-from nanovllm.models.presets import PRESET_NAMES, preset_config
+from nanovllm.models.presets import preset_config
 from nanovllm.models.registry import model_class
 from nanovllm.utils import loader
 from nanovllm.utils.parallel import TensorParallel, check_shardable
@@ -130,8 +131,8 @@ def test_random_weights_that_every_rank_holds_are_the_same(path):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_every_preset_can_be_shared(size):
-    for name in PRESET_NAMES:
+def test_every_tuned_size_can_be_shared(size):
+    for name in TUNED:
         check_shardable(preset_config(name), size)
 
 
