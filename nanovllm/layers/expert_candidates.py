@@ -1,5 +1,7 @@
 """The candidates of `matmul` for a layer's experts."""
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,7 +63,7 @@ class GroupedMm(Candidate):
             and weight.dtype == torch.bfloat16
             and len(weight) <= MAX_EXPERTS
             and not any(size % 8 for size in (*weight.shape[1:], problem.down.shape[2]))
-            and torch.cuda.get_device_capability(weight.device)[0] == 9
+            and _is_hopper(weight.device)
         )
 
     def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
@@ -74,6 +76,11 @@ class GroupedMm(Candidate):
         y *= weights.flatten()[pairs, None].to(y.dtype)
         y = torch.empty_like(y).index_copy_(0, pairs, y).view(*weights.shape, -1)
         return add_pairs(y, out, add, context_lens, pdl=True)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def expert_candidates(device: torch.device) -> list[Candidate]:

@@ -149,6 +149,12 @@ def test_output_is_that_of_transformers(family, seed, tmp_path):
 
 
 TWO_RANKS = {
+    # A layer with experts and one without, whose sums go the same ways.
+    "qwen3_moe": (
+        qwen3_moe,
+        {"num_experts": 16, "num_experts_per_tok": 3, "mlp_only_layers": [0], "decoder_sparse_step": 1}
+        | {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 64},
+    ),
     # Both ranks have a copy of the KV head, whose norm is over the heads of all ranks.
     "olmo2": (olmo2, {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 128, "attention_bias": True}),
     # Parts of the fused tensors.
