@@ -28,12 +28,16 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 
     @staticmethod
     def mlp(config, spec: DecoderSpec, layer: int, tp: TensorParallel) -> nn.Module:
-        num_experts = _num_experts(config)
-        is_sparse = layer not in (config.mlp_only_layers or ()) and (layer + 1) % config.decoder_sparse_step == 0
-        if not is_sparse or num_experts == 0:
+        if not has_experts(config, layer):
             return DecoderMLP(config, spec, tp)
-        sizes = config.hidden_size, config.moe_intermediate_size, num_experts, config.num_experts_per_tok
+        sizes = config.hidden_size, config.moe_intermediate_size, _num_experts(config), config.num_experts_per_tok
         return MixtureOfExperts(*sizes, config.norm_topk_prob, tp)
+
+
+def has_experts(config, layer: int) -> bool:
+    """Whether a layer has experts instead of an MLP."""
+    is_excluded = layer in (config.mlp_only_layers or ()) or (layer + 1) % config.decoder_sparse_step
+    return not is_excluded and _num_experts(config) > 0
 
 
 def _num_experts(config) -> int:
