@@ -19,13 +19,13 @@ from nanovllm.models.hf_config import (
 )
 from nanovllm.utils.checks import is_int, is_number, require
 from nanovllm.utils.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
-from nanovllm.utils.option_hints import ENGINE_HINTS, explains_unknown_options
+from nanovllm.utils.option_hints import HINTS, explains_unknown_options
 from nanovllm.utils.parallel import check_shardable
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's
+DTYPES |= {"half": torch.float16, "float": torch.float32}  # vLLM's names
 CPU_KVCACHE_GIB = 2.0
 # Longer prefill steps are faster, but take memory for activations from the KV cache: at most this share of the GPU's.
 _STEP_TOKENS, _LONG_STEP_TOKENS = 16384, 32768
@@ -40,7 +40,7 @@ MAX_KVCACHE_GIB = 2**16  # more than one machine has
 MAX_SLOTS = 2**31  # Kernels count KV cache slots, and the keys of all sequences of a step, in int32.
 
 
-@explains_unknown_options(ENGINE_HINTS)
+@explains_unknown_options(HINTS["Config"])
 @dataclass
 class Config:
     """Options of one engine; docs/reference.md describes each of them.
@@ -141,8 +141,7 @@ class Config:
         self._require_one_of("attention_backend", ("auto", "flash_attn", "triton", "torch"))
         if self.dtype in DTYPES.values():
             self.dtype = str(self.dtype).removeprefix("torch.")
-        self._require_one_of("dtype", ("auto", *DTYPES, *_DTYPE_ALIASES))
-        self.dtype = _DTYPE_ALIASES.get(self.dtype, self.dtype)
+        self._require_one_of("dtype", ("auto", *DTYPES))
         self._require("seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), "None or in 0..2**63 - 1")
         are_tokens = isinstance(self.eos, list) and all(is_int(token, 0) for token in self.eos)
         self._require("eos", are_tokens, "token ids >= 0")

@@ -7,21 +7,14 @@ from typing import Any
 
 from nanovllm.engine.engine_lock import Call
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.requests.chat import (
-    Conversation,
-    Tool,
-    as_conversations,
-    as_tools,
-    check_template_options,
-    misplaced_option,
-    render_chat,
-)
+from nanovllm.engine.requests.chat import Conversation, Tool, misplaced_option, render_chat
 from nanovllm.engine.requests.outputs import RequestOutput, Score, StreamDelta
-from nanovllm.engine.requests.request_checker import Prompt, check_choice, pair_lazily, params_per_prompt
-from nanovllm.engine.requests.streaming import DeltaReader, PromptFeed
+from nanovllm.engine.requests.prompts import Prompt, as_prompts, pair_lazily, params_per_prompt
+from nanovllm.engine.requests.streaming import PromptFeed, new_deltas
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import require
 from nanovllm.utils.collector import old_objects_set_aside
-from nanovllm.utils.option_hints import CHAT_HINTS, explains_unknown_options
+from nanovllm.utils.option_hints import HINTS, explains_unknown_options
 
 # generate_iter(ordered=True) takes at most this many times max_num_seqs prompts ahead of the next result: results may
 # wait for a slow one only as long as the batch stays full.
@@ -37,7 +30,7 @@ class LLM(LLMEngine):
     dropping it drops its requests.
     """
 
-    @explains_unknown_options(CHAT_HINTS, misplaced_option)
+    @explains_unknown_options(HINTS["chat"], misplaced_option)
     def chat(
         self,
         messages: Conversation | list[Conversation],
@@ -79,15 +72,14 @@ class LLM(LLMEngine):
                 "continue_final_message=True: the last message is either continued or answered; pass "
                 "add_generation_prompt=False with it"
             )
-        check_template_options(chat_template, chat_template_kwargs)
         prompts = render_chat(
             self.tokenizer,
-            as_conversations(messages),
+            messages,
             chat_template,
+            chat_template_kwargs,
+            tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tools=as_tools(tools),
-            **chat_template_kwargs or {},
         )
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -112,12 +104,11 @@ class LLM(LLMEngine):
             ValueError, TypeError, RuntimeError: as generate.
         """
         with self._lock.turn(call := self._new_call("stream()")):
-            prompts = list(self._checker.as_prompts(prompts))
+            prompts = list(as_prompts(prompts, "prompts", self.tokenizer))
             params = params_per_prompt(sampling_params, len(prompts))
-            return self._stream(call, self._make_requests(prompts, params, streams=True))
+            return self._stream(call, self._sequences.make_all(prompts, params, streams=True))
 
     def _stream(self, call: Call, requests: list[Any]) -> Iterator[StreamDelta]:
-        reader = DeltaReader(requests)
         with self._driving(call), old_objects_set_aside():
             with self._lock.turn(call):
                 self._queue(call, requests)
@@ -125,7 +116,7 @@ class LLM(LLMEngine):
                 with self._lock.turn(call):  # for one step only, so that another thread may read on
                     finished, step = self._step()
                     self._set_texts(finished)
-                    deltas = list(reader.read(step.seqs, finished))
+                    deltas = list(new_deltas(step.seqs, finished))
                 yield from deltas
 
     def generate_iter(
@@ -156,8 +147,8 @@ class LLM(LLMEngine):
             RuntimeError: as generate.
         """
         with self._lock.turn(call := self._new_call("generate_iter()")):
-            check_choice("on_error", on_error, ("raise", "return"))
-            pairs = pair_lazily(self._checker.as_prompts(prompts), sampling_params)
+            require("on_error", on_error, on_error in ("raise", "return"), "one of raise, return")
+            pairs = pair_lazily(as_prompts(prompts, "prompts", self.tokenizer), sampling_params)
             max_ahead = BATCHES_AHEAD * self.config.max_num_seqs if ordered else None
             return self._generate_iter(call, PromptFeed(pairs, max_ahead), on_error)
 
@@ -182,8 +173,9 @@ class LLM(LLMEngine):
         while len(scheduler.waiting) + len(scheduler.running) + num <= 2 * max_num_seqs and (batch := feed.take(num)):
             prompts, params = zip(*batch, strict=True)
             with self._lock.turn(call):
-                requests = self._make_requests(list(prompts), list(params), on_error, feed.num_taken - len(batch))
-                feed.admit(requests)
+                start = feed.num_taken - len(batch)
+                requests = self._sequences.make_all(list(prompts), params, on_error, start)
+                feed.refuse(requests, start)
                 if not self._queue(call, requests):
                     break  # All were wrong: yield their errors before taking more.
         return feed.num_taken > before
@@ -210,13 +202,13 @@ class LLM(LLMEngine):
             RuntimeError: the model's logits for a pair are NaN or infinite; or as generate.
         """
         with self._lock.turn(self._new_call("score()")):
-            prompts = list(self._checker.as_prompts(prompts))
-            completions = list(self._checker.as_prompts(completions, "completions"))
+            prompts = list(as_prompts(prompts, "prompts", self.tokenizer))
+            completions = list(as_prompts(completions, "completions", self.tokenizer))
             if len(prompts) != len(completions):
                 raise ValueError(f"completions: {len(completions)} of them for {len(prompts)} prompts; pass one each")
-            beginnings: list[Any] = self._checker.check_all(prompts, params_per_prompt(None, len(prompts)))
-            endings = self._checker.encode_completions(completions)
-            whole = [[*beginning.token_ids, *ending] for beginning, ending in zip(beginnings, endings, strict=True)]
+            beginnings = self._sequences.encode_all(prompts, "prompts")
+            endings = self._sequences.encode_all(completions, "completions", add_special_tokens=False)
+            whole = [[*beginning, *ending] for beginning, ending in zip(beginnings, endings, strict=True)]
             limit = self.scheduler.max_seq_len - 1
             for i, token_ids in enumerate(whole):
                 if len(token_ids) > limit:

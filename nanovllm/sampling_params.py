@@ -3,15 +3,13 @@
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from numbers import Real
-from operator import index
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from nanovllm.utils.checks import is_int, require
-from nanovllm.utils.option_hints import FORM_HINTS, SAMPLING_HINTS, explains_unknown_options
+from nanovllm.utils.option_hints import HINTS, explains_unknown_options
 
 MAX_INT32 = 2**31 - 1  # token ids, and counts of tokens
 MAX_SEED = 2**63 - 1
@@ -23,7 +21,7 @@ MAX_BIAS = 100
 MIN_FLOAT, MAX_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
-@explains_unknown_options(FORM_HINTS)
+@explains_unknown_options(HINTS["StructuredOutputsParams"])
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
     """The form that a completion must have: exactly one of json, regex and choice.
@@ -83,7 +81,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-@explains_unknown_options(SAMPLING_HINTS)
+@explains_unknown_options(HINTS["SamplingParams"])
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request is sampled and when it ends. Names and meanings are vLLM's; docs/reference.md describes each.
@@ -181,7 +179,7 @@ class _Rule(NamedTuple):
 
 
 def _integer(low: int, high: int, allowed: str, optional: bool = False) -> _Rule:
-    return _Rule(_as_int, lambda value: is_int(value, low, high) or (optional and value is None), allowed)
+    return _Rule(_as_python, lambda value: is_int(value, low, high) or (optional and value is None), allowed)
 
 
 def _number(low: float, high: float, allowed: str) -> _Rule:
@@ -201,16 +199,6 @@ def _as_python(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
-def _as_int(value: Any) -> Any:
-    value = _as_python(value)
-    if isinstance(value, bool):  # To index(), a bool is an integer.
-        return value
-    try:
-        return index(value)
-    except TypeError:
-        return value
-
-
 def _as_float(value: Any) -> Any:
     value = _as_python(value)
     try:
@@ -219,9 +207,9 @@ def _as_float(value: Any) -> Any:
         return value
 
 
-def _as_tuple(values: Any, convert: Callable[[Any], Any] = _as_python) -> Any:
+def _as_tuple(values: Any) -> Any:
     try:
-        return () if values is None else tuple(map(convert, values))
+        return () if values is None else tuple(map(_as_python, values))
     except TypeError:
         return values
 
@@ -237,7 +225,9 @@ def _as_pairs(biases: Any) -> Any:
         biases = biases.items()
     try:
         pairs = () if biases is None else biases
-        return tuple((int(t) if isinstance(t, str) and t.isdecimal() else _as_int(t), _as_float(b)) for t, b in pairs)
+        return tuple(
+            (int(t) if isinstance(t, str) and t.isdecimal() else _as_python(t), _as_float(b)) for t, b in pairs
+        )
     except (TypeError, ValueError):
         return biases
 
@@ -277,14 +267,14 @@ _RULES = {
     "ignore_eos": _FLAG,
     "seed": _integer(0, MAX_SEED, "None or an integer in 0..2**63 - 1", optional=True),
     "top_k": _integer(0, MAX_INT32, "an integer in 1..2**31 - 1, or 0 or -1 for all tokens")._replace(
-        convert=lambda value: 0 if is_int(_as_int(value), -1, -1) else _as_int(value)
+        convert=lambda value: 0 if is_int(_as_python(value), -1, -1) else _as_python(value)
     ),
     "top_p": _number(MIN_FLOAT, 1, f"a number in {_LOW}..1"),
     "min_p": _number(0, 1, "a number in 0..1 that float32 can hold"),
     "min_tokens": _integer(0, MAX_INT32, "an integer in 0..2**31 - 1"),
     "stop": _TEXTS,
     "include_stop_str_in_output": _FLAG,
-    "stop_token_ids": _Rule(partial(_as_tuple, convert=_as_int), _are_token_ids, "a list of token ids >= 0"),
+    "stop_token_ids": _Rule(_as_tuple, _are_token_ids, "a list of token ids >= 0"),
     "n": _integer(1, MAX_N, f"an integer in 1..{MAX_N}"),
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
@@ -293,13 +283,11 @@ _RULES = {
     "repetition_penalty": _number(MIN_FLOAT, MAX_FLOAT, f"a finite number in {_LOW}..{_HIGH} (1 is none)"),
     "skip_special_tokens": _FLAG,
     "structured_outputs": _Rule(
-        lambda form: form,
-        lambda form: form is None or isinstance(form, StructuredOutputsParams),
-        "StructuredOutputsParams",
+        _as_python, lambda form: form is None or isinstance(form, StructuredOutputsParams), "StructuredOutputsParams"
     ),
     "logit_bias": _Rule(_as_pairs, _are_biases, f"a dict of token ids >= 0 to numbers in -{MAX_BIAS}..{MAX_BIAS}"),
     "allowed_token_ids": _Rule(
-        lambda ids: ids if ids is None else _as_tuple(ids, _as_int),
+        lambda ids: None if ids is None else _as_tuple(ids),
         lambda ids: ids is None or (ids != () and _are_token_ids(ids)),
         "a list of one or more token ids >= 0, or None",
     ),

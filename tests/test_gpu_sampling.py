@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,7 +46,8 @@ def test_pipeline_equals_its_twin(vocab_size, dtype):
     fields = [each for each in SETTINGS if "stop_token_ids" not in each] * 4
     params = [SamplingParams(seed=i, **each) for i, each in enumerate(fields)]
     generator = torch.Generator().manual_seed(0)
-    pipelines = {name: SamplingPipeline(vocab_size, 32, (5, 7), torch.device(name)) for name in ("cpu", "cuda")}
+    config = SimpleNamespace(hf_config=SimpleNamespace(vocab_size=vocab_size), max_num_seqs=32, eos=(5, 7))
+    pipelines = {name: SamplingPipeline(config, torch.device(name)) for name in ("cpu", "cuda")}
     seqs = [decoding(i + 1, each, vocab_size) for i, each in enumerate(params)]
     for step in range(4):
         logits = (torch.randn(len(seqs), vocab_size, generator=generator) * 3).to(dtype)
@@ -183,8 +185,10 @@ def test_memory_is_given_back(base, requests):
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
-    before = allocated()
-    llm = gpu_llm(base[0])
-    assert complete(llm, prompts, params) == expected
-    llm.exit()
-    assert allocated() <= before + 2**20
+    after = []
+    for _ in range(2):  # The first engine of a process leaves cuBLAS's workspaces.
+        llm = gpu_llm(base[0])
+        assert complete(llm, prompts, params) == expected
+        llm.exit()
+        after.append(allocated())
+    assert after[1] <= after[0] + 2**20

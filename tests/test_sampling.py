@@ -225,11 +225,11 @@ def test_a_bad_word_is_kept_away_after_a_space_too(path):
         block, spaced = (llm.tokenizer.encode(text) for text in ("block", " block"))
         assert spaced[-len(block) :] != block
         for word in ("block", " block"):
-            request = llm._checker.check_one([1], SamplingParams(bad_words=word))
+            (seq,) = llm._sequences.make_one([1], SamplingParams(bad_words=word))
             for *beginning, last in (block, spaced):
                 completion = array("i", [7, *beginning])
-                found = request.logit_edits.completing(completion, len(beginning))
-                assert last in found if beginning else last in request.logit_edits.banned
+                found = seq.logit_edits.completing(completion, len(beginning))
+                assert last in found if beginning else last in seq.logit_edits.banned
 
 
 # -- tokens that may and may not be drawn -------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
-from nanovllm.utils.option_hints import ENGINE_HINTS, unknown_option
+from nanovllm.utils.option_hints import HINTS, unknown_option
 
 NAN, INF = math.nan, math.inf
 
@@ -338,9 +338,9 @@ def test_the_signature_names_every_field():
 
 def test_hints_for_the_engine_name_real_options():
     known = ["max_model_len", "kvcache_gib"]
-    assert str(unknown_option("kv_cache_memory_bytes", known, ENGINE_HINTS)).endswith("use kvcache_gib")
-    assert str(unknown_option("max_model_length", known, ENGINE_HINTS)).endswith("did you mean 'max_model_len'?")
-    assert str(unknown_option("x", known, ENGINE_HINTS)).endswith("known: max_model_len, kvcache_gib")
+    assert str(unknown_option("kv_cache_memory_bytes", known, HINTS["Config"])).endswith("use kvcache_gib")
+    assert str(unknown_option("max_model_length", known, HINTS["Config"])).endswith("did you mean 'max_model_len'?")
+    assert str(unknown_option("x", known, HINTS["Config"])).endswith("known: max_model_len, kvcache_gib")
 
 
 def test_one_object_can_serve_many_requests():

@@ -13,7 +13,7 @@ from draws import sample_torch
 from sampling_reference import completions, run
 
 from nanovllm import SamplingParams, StructuredOutputsParams
-from nanovllm.engine.sampling.structured import Grammars, fill_masks
+from nanovllm.engine.sampling.structured import Grammars
 from nanovllm.layers.token_masks import num_mask_words
 
 CHOICES = ("red", "green", "dark red", 'a "quoted"\n\\line', "größe", "red and green", "a DEL: \x7f")
@@ -69,10 +69,11 @@ def test_all_forms_in_one_batch(llm):
 
 def allowed_tokens(llm, params, completion) -> list[int]:
     """What the library allows after a completion, asked afresh."""
-    grammar = Grammars(llm.tokenizer, VOCAB_SIZE, llm.config.eos).start(params.structured_outputs)
+    grammars = Grammars(llm.tokenizer, VOCAB_SIZE, llm.config.eos)
+    grammar = grammars.start(params.structured_outputs)
     grammar.advance(completion, len(completion))
     bitmask = np.zeros((1, num_mask_words(VOCAB_SIZE)), np.int32)
-    fill_masks([grammar], bitmask)
+    grammars.fill_masks([(grammar, 0)], bitmask)
     return np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little")).tolist()
 
 
@@ -190,7 +191,7 @@ def test_min_tokens_that_no_choice_has(llm):
     says = r"^sampling_params\[0\]: min_tokens=8: the longest choice has no more than 7 tokens"
     with pytest.raises(ValueError, match=says):
         llm.generate([[1]], [form(choice=["größe", "a"], min_tokens=8)], use_tqdm=False)
-    llm._checker.check_one([1], form(choice=["größe", "a"], min_tokens=7))
+    llm._sequences.make_one([1], form(choice=["größe", "a"], min_tokens=7))
 
 
 def test_forms_with_tokens_that_may_and_may_not_be_drawn(llm):

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -15,16 +14,9 @@ from typing_extensions import Self
 from nanovllm.config import Config
 from nanovllm.engine.engine_lock import Call, EngineLock
 from nanovllm.engine.ranks.executor import Executor
-from nanovllm.engine.requests.detokenizer import Detokenizer, read_new_tokens
+from nanovllm.engine.requests.detokenizer import read_new_tokens, set_texts
 from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, engine_stats
-from nanovllm.engine.requests.request_checker import (
-    Prompt,
-    RequestChecker,
-    check_choice,
-    check_params,
-    load_tokenizer,
-    params_per_prompt,
-)
+from nanovllm.engine.requests.prompts import Prompt, as_prompts, params_per_prompt
 from nanovllm.engine.requests.sequence_maker import SequenceMaker, longest_first
 from nanovllm.engine.requests.streaming import Results
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
@@ -32,7 +24,9 @@ from nanovllm.engine.sampling.sampling_pipeline import Forward
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import require
 from nanovllm.utils.collector import old_objects_set_aside
+from nanovllm.utils.model_files import load_tokenizer
 from nanovllm.utils.progress import check_use_tqdm, progress_bar
 
 logger = logging.getLogger(__name__)
@@ -78,8 +72,7 @@ class LLMEngine:
         """
         start = time.perf_counter()
         self.config = config = Config(cast(str, model), **options)  # which turns a path into a str
-        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config)
-        self._detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer)
+        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model, config.tokenizer)
         if self.tokenizer is not None and "eos" not in options and self.tokenizer.eos_token_id is not None:
             config.add_eos([self.tokenizer.eos_token_id], "tokenizer")
         self.executor = executor = Executor(config)
@@ -98,10 +91,7 @@ class LLMEngine:
             self.model_runner.mixed_step_rows,
             config.supported_model_len,
         )
-        check_length = self.scheduler.length_limit.check
-        self._checker = RequestChecker(self.tokenizer, config.hf_config.vocab_size, config.eos, check_length)
-        seed = secrets.randbits(63) if config.seed is None else config.seed
-        self._sequences = SequenceMaker(config.kvcache_block_size, seed, self._detokenizer)
+        self._sequences = SequenceMaker(config, self.tokenizer, self.scheduler.length_limit.check)
         self._calls = count(1)
         self._num_steps = 0
         self._seconds = 0.0  # in _step
@@ -146,8 +136,7 @@ class LLMEngine:
         or generate_iter() is under way.
         """
         with self._lock.turn(_BY_HAND):
-            params = check_params(SamplingParams() if sampling_params is None else sampling_params)
-            seqs = self._sequences.make(self._checker.check_one(prompt, params), params)
+            seqs = self._sequences.make_one(prompt, SamplingParams() if sampling_params is None else sampling_params)
             self._queue(_BY_HAND, [seqs])
             return seqs[0].request_id
 
@@ -375,16 +364,16 @@ class LLMEngine:
         After an exception or Ctrl-C, the requests are dropped and the engine is usable.
         """
         with self._lock.turn(call := self._new_call("generate()")):
-            check_choice("on_error", on_error, ("raise", "return"))
+            require("on_error", on_error, on_error in ("raise", "return"), "one of raise, return")
             check_use_tqdm(use_tqdm)
             if on_step is not None and not callable(on_step):
                 raise TypeError(f"on_step={on_step!r}: must be callable, or None")
-            prompts = list(self._checker.as_prompts(prompts))
+            prompts = list(as_prompts(prompts, "prompts", self.tokenizer))
             params = params_per_prompt(sampling_params, len(prompts))
             results = Results()
             with old_objects_set_aside():  # Thousands of new objects would make the collector look at all old ones.
-                requests = self._make_requests(prompts, params, on_error)
-            results.admit(requests)
+                requests = self._sequences.make_all(prompts, params, on_error)
+            results.refuse(requests)
             with self._driving(call), old_objects_set_aside():
                 num_seqs = self._queue(call, requests, reorder=True)
                 del requests  # so that each sequence is freed with its result, not all after the last step
@@ -399,19 +388,8 @@ class LLMEngine:
             return [results.ready[i] for i in range(len(prompts))]
 
     def _set_texts(self, finished: list[Sequence]) -> None:
-        if finished and self._detokenizer is not None:
-            self._detokenizer.set_texts(finished)
+        if finished and self.tokenizer is not None:
+            set_texts(self.tokenizer, finished)
 
     def _new_call(self, name: str) -> Call:
         return Call(name, next(self._calls))
-
-    def _make_requests(
-        self,
-        prompts: list[Prompt],
-        params: list[SamplingParams],
-        on_error: str = "raise",
-        start: int = 0,
-        streams: bool = False,
-    ) -> list[list[Sequence] | Exception]:
-        """The samples of each prompt, or with on_error="return" its error. start: index of the first prompt."""
-        return self._sequences.make_all(self._checker.check_all(prompts, params, on_error, start), params, streams)

@@ -55,14 +55,14 @@ class ModelRunner:
         self.mixed_graphs: DecodeGraphs | None = None
         self.logit_steps: LogitSteps | None = None
         self.tp = TensorParallel()
-        self._check: Callable[[], None] | None = None
+        self.check: Callable[[], None] | None = None
         self._threads = StepThreads(config.tensor_parallel_size)
         self._free_at_start = free_at_start
 
     def start(self, tp: TensorParallel, progress: StartProgress, check: Callable[[], None] | None = None) -> None:
         """Build everything, ready for `run`. All ranks do so at the same time. check: rank 0's, with several ranks;
         raises if another rank has gone, for which the device would wait."""
-        self.tp, self._check = tp, check
+        self.tp, self.check = tp, check
         config = self.config
         head_dim = get_head_dim(config.hf_config)
         backend = select_backend(config.attention_backend, config.device, config.dtype, head_dim, self.block_size)
@@ -79,7 +79,7 @@ class ModelRunner:
             self.capture_cudagraph(progress.count("capturing CUDA graphs"))
         else:
             logger.info("CUDA graphs: none")
-        self.logit_steps = LogitSteps(config, self.model, self.tp, self.decode_inputs, self.graphs, self._check)
+        self.logit_steps = LogitSteps(self)
         if config.device == "cuda":
             warmup_kernels(self)
 
@@ -209,7 +209,7 @@ class ModelRunner:
                 else:
                     self._decode(batch.num_seqs, batch.num_rows if batch.is_mixed else 0)
                 host = self.decode_inputs.tokens_on_host(batch.num_seqs)
-            return SampledTokens(sampled, check=self._check, host=host)
+            return SampledTokens(sampled, check=self.check, host=host)
 
     @torch.inference_mode()
     def sample(self, forward: Forward | None = None) -> SampledTokens | None:

@@ -51,6 +51,8 @@ class Sequence:
 
     # What its request asks for.
     request_id: int = field(init=False)  # shared by the samples of one prompt
+    prompt_index: int = 0  # in its call
+    sample: int = 0  # index of the completion
     temperature: float = field(init=False)
     max_tokens: int = field(init=False)
     ignore_eos: bool = field(init=False)
@@ -61,6 +63,7 @@ class Sequence:
     # Its result.
     text_stream: Any = None  # detokenizes token by token, for streams and stop strings
     text: str | None = None
+    num_streamed_tokens: int = 0  # of the completion, in deltas
     logprobs: list[dict[int, float]] | None = field(init=False)  # of each completion token
     prompt_logprobs: list[dict[int, float] | None] | None = field(init=False)
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"

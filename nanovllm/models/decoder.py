@@ -344,6 +344,13 @@ class DecoderForCausalLM(nn.Module, ABC):
         idle = layer.mlp.num_idle_params if isinstance(layer.mlp, MixtureOfExperts) else 0
         return sum(parameter.numel() for parameter in layer.parameters()) - idle
 
+    @property
+    def gate_up(self) -> torch.Tensor:
+        """A layer's gate and up projection, of all experts if it has some. The table's rows for whole steps belong to
+        its shape."""
+        mlp: Any = self.model.layers[0].mlp
+        return (mlp.experts if isinstance(mlp, MixtureOfExperts) else mlp).gate_up_proj.weight
+
     def use_matmul(self, matmul: Matmul) -> None:
         self.matmul = matmul
         for module in self.modules():
@@ -352,8 +359,7 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     def padded_batch(self, num_seqs: int) -> int:
         """The rows, padding included, with which a decode step of num_seqs sequences takes the least time."""
-        first: Any = self.model.layers[0]
-        return self.matmul.padded_batch(num_seqs, first.products()[2].weight)
+        return self.matmul.padded_batch(num_seqs, self.gate_up)
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:

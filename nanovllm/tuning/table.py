@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 
 class Key(NamedTuple):
-    """What a row is for: an operation of `layers.matmul` (or "padding"), "decode" or "prefill", and a weight."""
+    """What a row is for: an operation of `layers.matmul`, "decode" or "prefill", and a weight. "padding" and
+    "mixed_steps" are about the rows of whole steps; their weight is a layer's gate and up projection."""
 
     operation: str
     phase: str

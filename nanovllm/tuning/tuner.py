@@ -8,6 +8,7 @@ time than the present choices, in two runs.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from nanovllm.tuning.table import Choice, Key, Row, Table
@@ -56,10 +57,9 @@ def _gemv(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[C
         return
     row = 1 << (shape.K - 1).bit_length()
     if num_tokens <= 4:
-        for rows, k_tile, num_warps in ((4, 1024, 1), (4, 1024, 2), (8, 1024, 1), (8, 1024, 2), (4, 2048, 4)):
-            yield Choice("gemv", (rows, min(row, k_tile), num_warps, False, 0))
-        for rows in (2, 4):
-            yield Choice("gemv", (rows, min(row, 4096), 4, False, 0))
+        for rows, k_tile, num_warps in product((2, 4, 8, 16), (512, 1024, 2048, 4096), (1, 2, 4, 8)):
+            if k_tile <= row and 64 <= rows * k_tile // (32 * num_warps) <= 128:  # weights that a thread holds
+                yield Choice("gemv", (rows, k_tile, num_warps, False, 0))
     if num_tokens > 2:
         for rows in (8, 16, 32):
             for prefetch in (0, row):

@@ -11,6 +11,9 @@ _MAX_SHOWN = 100  # characters of a name in a message
 WEIGHT_FILES = ("*.safetensors",)
 OTHER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # configurations and tokenizers
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model")
+_OTHER_TOKENIZERS = "tokenizer= takes another's, and skip_tokenizer_init=True does without"
+
 
 def find_directory(name: str, option: str) -> Path | None:
     """The directory of this name (~ expands), or None if nothing has this name. Raises ValueError, naming the option,
@@ -81,6 +84,36 @@ def check_readable(file: Path) -> None:
             f"{file}: is a Git LFS pointer, not the file itself: run `git lfs pull` in its directory, or download the "
             "model again"
         )
+
+
+def load_tokenizer(model: str, directory: str | None) -> Any:
+    """A transformers tokenizer. Raises FileNotFoundError or ValueError, naming the file and the alternatives.
+
+    Args:
+        model: the option, for messages.
+        directory: where its files are; None if it is a published shape, which has none.
+    """
+    from transformers import AutoTokenizer
+
+    if directory is None:
+        raise ValueError(f"model={model!r}: a published shape has no tokenizer; {_OTHER_TOKENIZERS}")
+    files = [file for name in _TOKENIZER_FILES if os.path.lexists(file := Path(directory, name))]
+    if not files:
+        raise FileNotFoundError(f"{directory}: holds no {_TOKENIZER_FILES[0]}; {_OTHER_TOKENIZERS}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, use_fast=True)
+        # Without a vocabulary transformers 5 makes up an empty one.
+        if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
+            raise ValueError("it has no vocabulary")
+        return tokenizer
+    except Exception as error:
+        for file in files:
+            if file.suffix == ".json":
+                read_json(file)  # Raises for the file at fault. Only now, because these files have megabytes.
+        names = ", ".join(file.name for file in files)
+        raise ValueError(
+            f"{directory}: its tokenizer ({names}) cannot be loaded: {one_line(error)}; {_OTHER_TOKENIZERS}"
+        ) from error
 
 
 def one_line(error: BaseException) -> str:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nanovllm.engine.requests.detokenizer import Detokenizer
+from nanovllm.engine.requests.detokenizer import TextStream
 from nanovllm.sampling_params import SamplingParams
 
 DEMO_MODEL = Path(__file__).parents[2] / "assets" / "demo-model"
@@ -29,13 +29,20 @@ def word_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
+class PythonTokenizer:
+    """What a tokenizer without a part in Rust offers."""
+
+    def batch_decode(self, token_ids, **options):
+        return demo_tokenizer().batch_decode(token_ids, **options)
+
+
 def encode(text: str) -> list[int]:
     return demo_tokenizer()(text)["input_ids"]
 
 
 def read(tokenizer, token_ids: list[int], **params) -> tuple[list[str], str, int, str | None]:
     """What each token adds, the whole text, the tokens read, and the stop string found."""
-    stream = Detokenizer(tokenizer).stream(SamplingParams(max_tokens=None, **params))
+    stream = TextStream(tokenizer, SamplingParams(max_tokens=None, **params))
     pieces = []
     for token_id in token_ids:
         stopped = stream.push(token_id)
@@ -44,7 +51,7 @@ def read(tokenizer, token_ids: list[int], **params) -> tuple[list[str], str, int
             break
     text = stream.finish()
     pieces.append(stream.take())
-    return pieces, text, stream.num_tokens, stream.stop_reason
+    return pieces, text, len(stream.token_ids), stream.stop_reason
 
 
 def whole(token_ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -63,6 +70,8 @@ def test_the_pieces_make_the_text_of_the_whole(token_ids, skip_special_tokens):
     pieces, text, num_tokens, _ = read(demo_tokenizer(), token_ids, skip_special_tokens=skip_special_tokens)
     assert "".join(pieces) == text == whole(token_ids, skip_special_tokens)
     assert num_tokens == len(token_ids)
+    pieces, text, *_ = read(PythonTokenizer(), token_ids, skip_special_tokens=skip_special_tokens)
+    assert "".join(pieces) == text == whole(token_ids, skip_special_tokens)
 
 
 @given(st.text(st.sampled_from("a🙂漢é🏳️‍🌈ß "), max_size=20))
@@ -133,6 +142,34 @@ def test_special_tokens_count_as_text_where_they_are_kept():
 def test_a_tokenizer_that_is_not_byte_level(token_ids, skip_special_tokens):
     pieces, text, *_ = read(word_tokenizer(), token_ids, skip_special_tokens=skip_special_tokens)
     assert "".join(pieces) == text == word_tokenizer().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("make", [demo_tokenizer, PythonTokenizer])
+def test_no_half_character_of_a_tokenizer_in_python_either(make):
+    token_ids = encode("a🙂 is x, é is y")
+    pieces, text, num_tokens, reason = read(make(), token_ids, stop=" y")
+    assert "\ufffd" not in "".join(pieces)
+    assert (text, reason, num_tokens) == ("a🙂 is x, é is", " y", len(token_ids))
+
+
+@cache
+def byte_fallback_tokenizer():
+    """As Llama 2 has it: a character that is no token is one token for each of its bytes."""
+    vocabulary = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b"]
+    model = models.BPE({token: i for i, token in enumerate(vocabulary)}, [], unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_bytes_as_tokens():
+    tokenizer = byte_fallback_tokenizer()
+    token_ids = tokenizer("a漢b")["input_ids"]
+    assert len(token_ids) == 5
+    assert read(tokenizer, token_ids)[0] == ["a", "", "", "漢", "b", ""]
+    # A wrong byte takes the character before it back. The text goes on.
+    pieces, *_ = read(tokenizer, [*token_ids[:4], token_ids[1], token_ids[4], token_ids[0]])
+    assert "".join(pieces).endswith("ba")
 
 
 def test_stop_strings_of_a_tokenizer_that_is_not_byte_level():

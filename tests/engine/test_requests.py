@@ -1,6 +1,7 @@
-"""RequestChecker: prompts that are checked together give what each of them gives by itself."""
+"""SequenceMaker: prompts that are checked together give what each of them gives by itself."""
 
 from array import array
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine.requests.request_checker import RequestChecker
+from nanovllm.engine.requests.sequence_maker import SequenceMaker
 
 VOCAB_SIZE, LONGEST = 1000, 40
 GOOD = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=LONGEST)
@@ -35,18 +36,19 @@ def check_length(num_tokens: int) -> None:
         raise ValueError("is too long")
 
 
-checker = RequestChecker(None, VOCAB_SIZE, (), check_length)
+config = SimpleNamespace(hf_config=SimpleNamespace(vocab_size=VOCAB_SIZE), eos=(), kvcache_block_size=16, seed=0)
+maker = SequenceMaker(config, None, check_length)
 
 
 def check(prompts: list, **options) -> list:
-    return checker.check_all(prompts, [SamplingParams()] * len(prompts), **options)
+    return maker.make_all(prompts, [SamplingParams()] * len(prompts), **options)
 
 
 @given(prompts=st.lists(GOOD | st.sampled_from([(1, 2), range(3), array("i", [4]), np.array([5, 6])]), max_size=12))
 def test_checked_prompts_are_what_they_were(prompts):
     checked = check(prompts)
-    assert [request.token_ids.tolist() for request in checked] == [list(prompt) for prompt in prompts]
-    assert all(request.token_ids.typecode == "i" for request in checked)
+    assert [seq.token_ids for (seq,) in checked] == [list(prompt) for prompt in prompts]
+    assert all(seq.tokens.typecode == "i" for (seq,) in checked)
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
@@ -58,12 +60,12 @@ def test_a_fault_is_found_where_it_is_and_nowhere_else(fault, before, after, sta
     error = checked.pop(len(before))
     assert isinstance(error, TypeError | ValueError)
     assert str(error).startswith(f"prompts[{start + len(before)}]: ")
-    assert [request.token_ids.tolist() for request in checked] == before + after
+    assert [seq.token_ids for (seq,) in checked] == before + after
     with pytest.raises(type(error)) as raised:
         check(prompts, start=start)
     assert str(raised.value) == str(error)
     with pytest.raises(type(error), match=r"^prompt: "):
-        checker.check_one(fault, SamplingParams())
+        maker.make_one(fault, SamplingParams())
 
 
 def test_of_several_faults_the_first_is_raised():

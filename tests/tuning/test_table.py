@@ -60,7 +60,7 @@ def test_a_file_holds_all_of_a_table(tmp_path):
     row = Row(
         {1: [Choice("gemv", (4, 1024, 1, False, 0))], 64: [Choice("quack-kernels", (64, 48, (2, 1), True))], 65: []}
     )
-    table = Table({KEY: row, KEY._replace(N=1): Row({1: []})}, {"mixed_steps": {"rows": 256}}, {"torch": "2.11.0"})
+    table = Table({KEY: row, KEY._replace(N=1): Row({1: []})}, {"flash_attn4": {"rows": 256}}, {"torch": "2.11.0"})
     path = tmp_path / "cache" / "table.json"
     write_table(path, "some GPU", table)
     again = read_table(path)
@@ -105,12 +105,12 @@ def test_the_users_rows_take_precedence(gpu):
     table = load_table(device)
     assert table.find(KEY) is package_table(H200).rows[KEY]
     own = Row({1: choices("cublas")})
-    write_table(user_path(H200), H200, Table({KEY: own, KEY._replace(N=8): own}, {"mixed_steps": {"rows": 1}}))
+    write_table(user_path(H200), H200, Table({KEY: own, KEY._replace(N=8): own}, {"flash_attn4": {"rows": 1}}))
     tuned = load_table(device)
     assert tuned.find(KEY).choices == own.choices
     assert tuned.find(KEY._replace(N=8)).choices == own.choices
     assert len(tuned.rows) == len(table.rows) + 1
-    assert tuned.setting("mixed_steps", "rows") == 1
+    assert tuned.setting("flash_attn4", "rows") == 1
     assert package_table(H200).rows[KEY] is table.rows[KEY], "the package's table has changed"
 
 
@@ -121,7 +121,7 @@ def test_a_gpu_without_a_table_takes_the_h200s(gpu):
 
 def test_a_setting_that_is_not_there_is_an_error():
     with pytest.raises(KeyError):
-        Table().setting("mixed_steps", "rows")
+        Table().setting("flash_attn4", "rows")
 
 
 def published_keys(name: str, size: int) -> list[Key]:
@@ -169,10 +169,13 @@ def test_tables_of_the_package(path):
         for size in (1, 2):
             assert set(published_keys(name, size)) <= table.rows.keys()
     for key, row in table.rows.items():
-        assert key.operation in (*OPERATIONS, "padding")
+        assert key.operation in (*OPERATIONS, "padding", "mixed_steps")
         for bound, listed in zip(row.bounds, row.choices, strict=True):
             for name, constants in listed:
-                if key.operation == "padding":
+                if key.operation == "mixed_steps":
+                    assert (name, bound) == ("rows", 1)
+                    assert constants[0] > 1
+                elif key.operation == "padding":
                     assert constants[0] >= bound
                     assert row[constants[0]] == listed or not row[constants[0]], "padding is padded again"
                 elif key.operation == "experts":
@@ -185,8 +188,6 @@ def test_tables_of_the_package(path):
         num_items = [constants.num_work_items(n, num_kv_heads) for n in range(1, 3000)]
         assert num_items == sorted(num_items), "what is allocated for the largest batch is for all"
     assert {"torch", "triton"} <= table.versions.keys()
-    assert table.setting("mixed_steps", "rows") > 0
-    assert table.setting("mixed_steps", "min_layer_params") > 0
     assert table.setting("flash_attn4", "min_layer_work") > 0
     assert table_module.package_table(json.loads(path.read_text())["gpu"]).rows.keys() == table.rows.keys()
 

@@ -169,7 +169,7 @@ def test_challengers_are_few_and_launchable(phase):
         for num_tokens in DECODE_TOKENS if phase == "decode" else PREFILL_TOKENS:
             found = challengers(shape, phase, num_tokens, H200)
             assert found[0] == CUBLAS
-            assert len(found) < 50
+            assert len(found) < 60
             for name, constants in found[1:]:
                 if name == "gemv":
                     config = GemvConfig(*constants)

@@ -12,19 +12,12 @@ Message = dict[str, Any]
 Conversation = list[Message]
 Tool = dict[str, Any] | Callable
 
-# Arguments of apply_chat_template that are no variables of a template.
 _OF_CHAT = ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "tools")
-_RESERVED = {
-    **dict.fromkeys(_OF_CHAT, "an argument of chat()"),
-    "conversation": "chat()'s messages",
-    "max_length": "no variable of a template: whole prompts are rendered",
-    "padding": "no variable of a template: prompts are not padded",
-    "return_assistant_tokens_mask": "no variable of a template: nothing would read it",
-    "return_dict": "no variable of a template: chat() reads the tokens itself",
-    "return_tensors": "no variable of a template: chat() reads the tokens itself",
-    "tokenize": "no variable of a template: chat() needs tokens",
-    "truncation": "no variable of a template: prompts are not shortened",
-}
+# Arguments of apply_chat_template that are no variables of a template.
+_OF_TRANSFORMERS = (
+    *("conversation", "max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors"),
+    *("tokenize", "tokenizer_kwargs", "truncation"),
+)
 
 
 def as_conversations(messages: Any) -> list[Conversation]:
@@ -65,7 +58,7 @@ def _check_message(message: Any, where: str) -> Message:
     return dict(message) | {"content": "\n".join(part["text"] for part in content)}
 
 
-def check_template_options(chat_template: Any, chat_template_kwargs: Any) -> None:
+def _check_template_options(chat_template: Any, chat_template_kwargs: Any) -> None:
     """Raises TypeError or ValueError, naming the argument."""
     if chat_template is not None and not isinstance(chat_template, str):
         raise TypeError(f"chat_template: must be the text of a Jinja template, not {type(chat_template).__name__}")
@@ -74,8 +67,12 @@ def check_template_options(chat_template: Any, chat_template_kwargs: Any) -> Non
     if not isinstance(chat_template_kwargs, Mapping) or not all(isinstance(name, str) for name in chat_template_kwargs):
         raise TypeError(f"chat_template_kwargs={chat_template_kwargs!r}: must be a dict of the template's variables")
     for name in chat_template_kwargs:
-        if name in _RESERVED:
-            raise ValueError(f"chat_template_kwargs: {name!r} is {_RESERVED[name]}")
+        if name in _OF_CHAT:
+            raise ValueError(f"chat_template_kwargs: {name!r} is an argument of chat()")
+        if name in _OF_TRANSFORMERS:
+            raise ValueError(
+                f"chat_template_kwargs: {name!r} is no variable of a template: chat() renders and reads whole prompts"
+            )
 
 
 def as_tools(tools: Any) -> list[dict[str, Any]] | None:
@@ -120,25 +117,32 @@ def misplaced_option(name: str, value: object) -> str:
 
 
 def render_chat(
-    tokenizer: Any, conversations: list[Conversation], chat_template: str | None, **options: Any
+    tokenizer: Any,
+    messages: Any,
+    chat_template: str | None,
+    chat_template_kwargs: dict[str, Any] | None,
+    tools: Any,
+    **options: bool,
 ) -> list[list[int]]:
-    """Token ids of each conversation. Raises ValueError, naming the template or the conversation.
+    """Token ids of each conversation. Raises ValueError or TypeError, naming the argument or the conversation.
 
     Args:
+        messages, tools: as in as_conversations and as_tools.
         chat_template: a Jinja template; None uses the tokenizer's.
-        options: arguments of apply_chat_template, such as tools, and variables of the template.
+        chat_template_kwargs: variables of the template.
+        options: other arguments of apply_chat_template.
     """
+    _check_template_options(chat_template, chat_template_kwargs)
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat_template: the model's tokenizer has none; pass one, or give generate() whole prompts")
-    tools = options.get("tools")
+    conversations, tools = as_conversations(messages), as_tools(tools)
     if tools and "tools" not in tokenizer.get_chat_template(chat_template, tools):
         raise ValueError("tools: the chat template has no place for them; pass a chat_template that has")
+    options = {"chat_template": chat_template, "tools": tools} | options | (chat_template_kwargs or {})
     token_ids = []
     for i, conversation in enumerate(conversations):
         try:
-            encoded = tokenizer.apply_chat_template(
-                conversation, chat_template=chat_template, tokenize=True, return_dict=True, **options
-            )
+            encoded = tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=True, **options)
         except (TemplateError, TypeError, ValueError) as error:
             raise ValueError(f"conversation {i}: the chat template cannot render it: {error}") from error
         token_ids.append(list(encoded["input_ids"]))

@@ -1,9 +1,15 @@
-"""The forms in which prompts are accepted. Each becomes a text or a list of token ids."""
+"""The forms in which prompts and their sampling parameters are accepted."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress, repeat, zip_longest
 from numbers import Number
+from operator import index
 from typing import Any
+
+import numpy as np
+
+from nanovllm.sampling_params import SamplingParams
 
 # A text, token ids, {"prompt": text}, {"prompt_token_ids": token ids}, or a tokenizer's output for one text.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -53,6 +59,11 @@ def as_prompts(prompts: Any, name: str = "prompts", tokenizer: Any = None) -> It
 
 def read_prompt(prompt: Any) -> str | list[int]:
     """A prompt's text or token ids. The items of the list are not checked. Raises TypeError or ValueError."""
+    if isinstance(prompt, str):
+        try:
+            prompt.encode()  # The tokenizer's own message for a lone surrogate is that this is no text.
+        except UnicodeError as error:
+            raise ValueError(f"cannot be encoded: {error}") from error
     if isinstance(prompt, str | list):
         return prompt
     if isinstance(prompt, Mapping):
@@ -86,7 +97,7 @@ def _read_mapping(prompt: Mapping[str, Any]) -> str | list[int]:
     text = given["prompt"]
     if not isinstance(text, str):
         raise TypeError(f"'prompt' must be a string, not {_name(text)}; token ids go into 'prompt_token_ids'")
-    return text
+    return read_prompt(text)
 
 
 def _describe_keys(prompt: Mapping[str, Any]) -> str:
@@ -132,3 +143,67 @@ def _is_number(value: Any) -> bool:
 
 def _name(value: object) -> str:
     return type(value).__name__
+
+
+def as_array(token_ids: list[int], vocab_size: int) -> array:
+    """int32 token ids. Raises TypeError or ValueError unless all are in the vocabulary: any other would end the
+    process's CUDA context."""
+    if not token_ids:
+        raise ValueError("is empty: it must hold at least one token")
+    # Without a loop over ids in Python: the device waits while the prompts of a batch are checked.
+    try:
+        tokens = array("I", token_ids)  # Unsigned integers convert in a third of the time; a negative one overflows.
+        values = np.frombuffer(tokens, np.uint32)
+        # To an array, a bool is an integer too: 0 or 1.
+        is_right = np.maximum.reduce(values) < vocab_size
+        if is_right and (np.minimum.reduce(values) > 1 or bool not in set(map(type, token_ids))):
+            return array("i", tokens.tobytes())
+    except (TypeError, OverflowError):
+        pass
+    odd = [type(i).__name__ for i in token_ids if isinstance(i, bool) or not hasattr(i, "__index__")]
+    try:
+        ids = [] if odd else list(map(index, token_ids))
+    except TypeError:
+        ids = []
+    if not ids:
+        found = f"; this list holds a {odd[0]}" if odd else ""
+        raise TypeError(f"must be a string or a list of integer token ids{found}")
+    bad = min(ids) if min(ids) < 0 else max(ids)
+    raise ValueError(f"token id {bad} is outside the vocabulary, 0..{vocab_size - 1}")
+
+
+def params_per_prompt(params: Any, num_prompts: int) -> list[SamplingParams]:
+    """From one for all, a list with one each, whose items are not checked, or None for the defaults."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    params = list(_check_iterable(params))
+    if len(params) != num_prompts:
+        raise ValueError(
+            f"sampling_params: {len(params)} of them for {num_prompts} prompts; pass one for all, or one each"
+        )
+    return params
+
+
+def pair_lazily(prompts: Iterable[Prompt], params: Any) -> Iterator[tuple[Prompt, SamplingParams]]:
+    """Prompts with their SamplingParams, given as to params_per_prompt; both may be long iterables. Raises ValueError
+    when one of them ends before the other."""
+    if params is None or isinstance(params, SamplingParams):
+        return zip(prompts, repeat(params or SamplingParams()), strict=False)
+    return _pair_strictly(prompts, _check_iterable(params))
+
+
+def _pair_strictly(prompts: Iterable[Prompt], params: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    missing = object()
+    for i, (prompt, p) in enumerate(zip_longest(prompts, params, fillvalue=missing)):
+        if prompt is missing or p is missing:
+            shorter, longer = ("prompts", "sampling_params") if prompt is missing else ("sampling_params", "prompts")
+            raise ValueError(
+                f"sampling_params: {shorter} ended after {i}, {longer} did not; pass one for all, or one each"
+            )
+        yield prompt, p
+
+
+def _check_iterable(params: Any) -> Iterable[Any]:
+    if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
+        raise TypeError(f"sampling_params: must be a SamplingParams or a list of them, not {type(params).__name__}")
+    return params

@@ -1,57 +1,206 @@
-"""From checked requests to the sequences that the scheduler queues, and the order in which a batch begins."""
+"""SequenceMaker: from prompts and sampling parameters to checked sequences; and the order in which a batch begins."""
 
-import dataclasses
+import secrets
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
 from itertools import count
+from typing import Any
 
 from xxhash import xxh64_intdigest
 
-from nanovllm.engine.requests.detokenizer import Detokenizer
-from nanovllm.engine.requests.request_checker import Request
+from nanovllm.config import Config
+from nanovllm.engine.requests.detokenizer import TextStream
+from nanovllm.engine.requests.prompts import Prompt, as_array, read_prompt
+from nanovllm.engine.sampling.logit_edits import LogitEdits, tokenize_bad_words
+from nanovllm.engine.sampling.structured import Grammars
 from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.token_masks import unpack_mask
 from nanovllm.sampling_params import SamplingParams
+
+_MAX_LOGIT_EDITS = 256  # kept for later requests, 20 KB each for 150,000 tokens
 
 
 class SequenceMaker:
-    """Gives requests and sequences their ids and seeds. `num_requests` so far is the next request's id."""
+    """Checks requests and makes their sequences. `num_requests` so far is the next request's id."""
 
-    def __init__(self, block_size: int, seed: int, detokenizer: Detokenizer | None):
-        """seed: of requests that name none, each of which gets one of its own."""
+    def __init__(self, config: Config, tokenizer: Any, check_length: Callable[[int], None]):
+        """tokenizer: None accepts token ids only. check_length: raises ValueError for too many prompt tokens."""
         self.num_requests = 0
         self._seq_ids = count()
-        self._block_size = block_size
-        self._seed = seed
-        self._detokenizer = detokenizer
+        self._tokenizer = tokenizer
+        self._vocab_size = config.hf_config.vocab_size
+        self._eos = config.eos
+        self._block_size = config.kvcache_block_size
+        # From it requests without a seed get one each.
+        self._seed = secrets.randbits(63) if config.seed is None else config.seed
+        self._check_length = check_length
+        self._grammars: Grammars | None = None
+        self._logit_edits = lru_cache(_MAX_LOGIT_EDITS)(self._make_logit_edits)
 
-    def make(self, request: Request, params: SamplingParams, streams: bool = False) -> list[Sequence]:
-        """The n samples of a request. Each has a seed of its own, the first one the request's. streams: whether their
-        text is wanted as it comes."""
+    def make_one(self, prompt: Prompt, params: SamplingParams) -> list[Sequence]:
+        """The samples of one request. Raises as make_all."""
+        (token_ids,) = self._encode([prompt])
+        return self._make(token_ids, params, "prompt: ", "sampling_params: ")
+
+    def make_all(
+        self,
+        prompts: list[Prompt],
+        params: Iterable[SamplingParams],
+        on_error: str = "raise",
+        start: int = 0,
+        streams: bool = False,
+    ) -> list[list[Sequence] | Exception]:
+        """The samples of each request; texts go through the tokenizer in one batch.
+
+        Args:
+            params: one for each prompt.
+            on_error: "raise" the first error, or "return" it in the place of its request.
+            start: index of the first prompt.
+            streams: whether texts are wanted as they come.
+
+        Raises ValueError, TypeError, or ImportError for a missing library; the message begins with the argument and the
+        index.
+        """
+        made: list[list[Sequence] | Exception] = []
+        num_requests = self.num_requests
+        for i, (token_ids, each) in enumerate(zip(self._encode(prompts), params, strict=True), start):
+            try:
+                made.append(self._make(token_ids, each, f"prompts[{i}]: ", f"sampling_params[{i}]: ", i, streams))
+            except (TypeError, ValueError, ImportError) as error:
+                if on_error == "raise":
+                    self.num_requests = num_requests  # Ids have no gaps.
+                    raise
+                made.append(error)
+        return made
+
+    def _make(
+        self,
+        token_ids: array | Exception,
+        params: SamplingParams,
+        where: str,
+        where_params: str,
+        index: int = 0,
+        streams: bool = False,
+    ) -> list[Sequence]:
+        """The n samples of a request. Each has a seed of its own, the first one the request's."""
+        try:
+            if isinstance(token_ids, Exception):
+                raise token_ids
+            self._check_length(len(token_ids))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{where}{error}") from error
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"{where_params}must be a SamplingParams, not {type(params).__name__}")
+        try:
+            edits, grammars = self._read_params(params)
+        except (ValueError, ImportError) as error:
+            raise type(error)(f"{where_params}{error}") from error
         request_id = self.num_requests
         self.num_requests += 1
         # A hash and not a sum, so that neighbouring requests do not draw from related streams.
         seed = _hash_seed(request_id, self._seed) if params.seed is None else params.seed
         seqs = []
         for sample in range(params.n):
-            grammar = request.grammar and request.grammar.fresh()
-            edits = request.logit_edits
-            seq = Sequence(next(self._seq_ids), request.token_ids, params, self._block_size, seed, grammar, edits)
-            seq.request_id = request_id
+            grammar = grammars.start(params.structured_outputs) if grammars else None
+            seq = Sequence(next(self._seq_ids), token_ids, params, self._block_size, seed, grammar, edits)
+            seq.request_id, seq.prompt_index, seq.sample = request_id, index, sample
             if sample:
                 seq.seed = _hash_seed(sample, seed)
-            if self._detokenizer is not None and (streams or params.stop):
-                seq.text_stream = self._detokenizer.stream(params)
+            if self._tokenizer is not None and (streams or params.stop):
+                seq.text_stream = TextStream(self._tokenizer, params)
             seqs.append(seq)
             if params.prompt_logprobs is not None and params.n > 1:
-                params = dataclasses.replace(params, prompt_logprobs=None)  # The first sample's are all the others'.
+                params = replace(params, prompt_logprobs=None)  # The first sample's are all the others'.
         return seqs
 
-    def make_all(
-        self, requests: list[Request | Exception], params: list[SamplingParams], streams: bool = False
-    ) -> list[list[Sequence] | Exception]:
-        """The samples of each request, or the exception that says why it cannot be served."""
+    def _read_params(self, params: SamplingParams) -> tuple[LogitEdits | None, Grammars | None]:
+        """What the options need beside the sampler. Raises ValueError or ImportError for what this model cannot do."""
+        form = params.structured_outputs
+        if form is None and not (params.stop or params.stop_token_ids or params.edits_logits):
+            return None, None  # Nearly all of them: thousands are checked while the device waits.
+        if params.stop and self._tokenizer is None:
+            raise ValueError(f"stop={params.stop!r}: without a tokenizer there is no text to find it in")
+        self._check_vocabulary("stop_token_ids", params.stop_token_ids)
+        edits = None
+        if params.edits_logits:
+            edits = self._logit_edits(replace(params, seed=None))  # Requests of a batch differ in little else.
+        if form is None:
+            return edits, None
+        if self._tokenizer is None:
+            raise ValueError("structured_outputs: need the model's tokenizer, but skip_tokenizer_init is set")
+        if self._grammars is None:
+            self._grammars = Grammars(self._tokenizer, self._vocab_size, self._eos)
+        self._grammars.start(form)
+        if form.choice is not None:
+            longest = max(len(text.encode()) for text in form.choice)  # A token has one byte at least.
+            if params.min_tokens > longest:
+                raise ValueError(
+                    f"min_tokens={params.min_tokens}: the longest choice has no more than {longest} tokens"
+                )
+        return edits, self._grammars
+
+    def _check_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:
+        highest = max(token_ids, default=0)
+        if highest >= self._vocab_size:
+            raise ValueError(f"{name}: token id {highest} is outside the vocabulary, 0..{self._vocab_size - 1}")
+
+    def _make_logit_edits(self, params: SamplingParams) -> LogitEdits:
+        self._check_vocabulary("logit_bias", dict(params.logit_bias))
+        self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+        if params.bad_words and self._tokenizer is None:
+            raise ValueError(
+                f"bad_words={params.bad_words!r}: need the model's tokenizer, but skip_tokenizer_init is set; "
+                "logit_bias and allowed_token_ids take token ids"
+            )
+        words = tokenize_bad_words(self._tokenizer, params.bad_words)
+        self._check_vocabulary("bad_words", (token for word in words for token in word))
+        edits = LogitEdits(params, words, self._vocab_size)
+        is_left = unpack_mask(edits.mask, self._vocab_size)
+        eos = [token for token in self._eos if token < self._vocab_size]
+        if params.structured_outputs is not None and eos and not is_left[eos].any():
+            raise ValueError(
+                f"structured_outputs: a form ends with one of the tokens {eos}, and allowed_token_ids or bad_words "
+                "exclude them"
+            )
+        if params.min_tokens > 0:
+            is_left[[*eos, *params.stop_token_ids]] = False
+        if not is_left.any():
+            raise ValueError(
+                "no token is left to draw: allowed_token_ids, bad_words and min_tokens, which keeps away the ends, "
+                "exclude all of them"
+            )
+        return edits
+
+    def encode_all(self, prompts: list[Prompt], name: str, **options: Any) -> list[array]:
+        """Token ids of each prompt. Raises ValueError or TypeError, with the name and the index of a wrong one."""
+        encoded = self._encode(prompts, **options)
+        for i, token_ids in enumerate(encoded):
+            if isinstance(token_ids, Exception):
+                raise type(token_ids)(f"{name}[{i}]: {token_ids}") from token_ids
+        return encoded
+
+    def _encode(self, prompts: list[Prompt], **options: Any) -> list[Any]:
+        """Token ids of each prompt, or the exception that says what is wrong with it. options: the tokenizer's."""
+        found = [prompt if type(prompt) is list else _result_or_error(read_prompt, prompt) for prompt in prompts]
+        texts = [i for i, prompt in enumerate(found) if isinstance(prompt, str)]
+        encoded = [ValueError("is a text, but skip_tokenizer_init is set: pass token ids")] * len(texts)
+        if texts and self._tokenizer is not None:
+            encoded = self._tokenizer([found[i] for i in texts], **options)["input_ids"]
+        for i, token_ids in zip(texts, encoded, strict=True):
+            found[i] = token_ids
         return [
-            request if isinstance(request, Exception) else self.make(request, each, streams)
-            for request, each in zip(requests, params, strict=True)
+            prompt if isinstance(prompt, Exception) else _result_or_error(as_array, prompt, self._vocab_size)
+            for prompt in found
         ]
+
+
+def _result_or_error(function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except (TypeError, ValueError) as error:
+        return error
 
 
 def _hash_seed(number: int, seed: int) -> int:

@@ -1,7 +1,9 @@
 """Results before the batch is done: the deltas of a stream, and requests that finish one after the other."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
+from operator import attrgetter
 
 from nanovllm.engine.requests.outputs import RequestOutput, StreamDelta, error_output, request_output
 from nanovllm.engine.requests.prompts import Prompt
@@ -9,44 +11,33 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 
-class DeltaReader:
-    """Finds what is new in the sequences of a stream."""
+def new_deltas(seqs: list[Sequence], finished: list[Sequence]) -> Iterator[StreamDelta]:
+    """What is new after a step of seqs. finished: those that it completed, with their texts, and those that were
+    aborted since the last step."""
+    ended = set(finished)
+    for seq in dict.fromkeys([*seqs, *finished]):
+        start, end = seq.num_streamed_tokens, seq.num_known_tokens - seq.num_prompt_tokens
+        is_last = seq in ended
+        if start < end or is_last:
+            seq.num_streamed_tokens = end
+            yield _delta(seq, start, end, is_last)
 
-    def __init__(self, requests: list[list[Sequence]]):
-        self._places = {
-            seq.seq_id: (index, sample) for index, seqs in enumerate(requests) for sample, seq in enumerate(seqs)
-        }
-        self._num_read = dict.fromkeys(self._places, 0)
 
-    def read(self, seqs: list[Sequence], finished: list[Sequence]) -> Iterator[StreamDelta]:
-        """The deltas after a step of seqs. finished: those that it completed, with their texts, and those that were
-        aborted since the last step."""
-        ended = {seq.seq_id for seq in finished}
-        stepped = {seq.seq_id for seq in seqs}
-        for seq in [*seqs, *(seq for seq in finished if seq.seq_id not in stepped)]:
-            start = self._num_read[seq.seq_id]
-            end = seq.num_known_tokens - seq.num_prompt_tokens
-            is_last = seq.seq_id in ended
-            if start < end or is_last:
-                self._num_read[seq.seq_id] = end
-                yield self._delta(seq, start, end, is_last)
-
-    def _delta(self, seq: Sequence, start: int, end: int, is_last: bool) -> StreamDelta:
-        index, sample = self._places[seq.seq_id]
-        first = seq.num_prompt_tokens
-        delta = StreamDelta(
-            index=index,
-            sample=sample,
-            request_id=seq.request_id,
-            text=None if seq.text_stream is None else seq.text_stream.take(),
-            token_ids=seq.tokens[first + start : first + end].tolist(),
-            logprobs=None if seq.logprobs is None else seq.logprobs[start:end],
-            finish_reason=seq.finish_reason if is_last else None,
-            stop_reason=seq.stop_reason if is_last else None,
-        )
-        if is_last and seq.error is not None:
-            delta["error"] = seq.error
-        return delta
+def _delta(seq: Sequence, start: int, end: int, is_last: bool) -> StreamDelta:
+    first = seq.num_prompt_tokens
+    delta = StreamDelta(
+        index=seq.prompt_index,
+        sample=seq.sample,
+        request_id=seq.request_id,
+        text=None if seq.text_stream is None else seq.text_stream.take(),
+        token_ids=seq.tokens[first + start : first + end].tolist(),
+        logprobs=None if seq.logprobs is None else seq.logprobs[start:end],
+        finish_reason=seq.finish_reason if is_last else None,
+        stop_reason=seq.stop_reason if is_last else None,
+    )
+    if is_last and seq.error is not None:
+        delta["error"] = seq.error
+    return delta
 
 
 class Results:
@@ -57,28 +48,22 @@ class Results:
 
     def __init__(self) -> None:
         self.ready: dict[int, RequestOutput] = {}
-        self._num_admitted = 0
-        self._unfinished: dict[int, tuple[int, list[Sequence]]] = {}  # request id -> (index, all samples)
-        self._num_left: dict[int, int] = {}  # request id -> unfinished samples
+        self._samples: dict[int, list[Sequence]] = defaultdict(list)  # finished, of requests that are not
 
-    def admit(self, requests: list[list[Sequence] | Exception]) -> None:
-        """The next requests: the samples of each, or what is wrong with it."""
-        for index, seqs in enumerate(requests, self._num_admitted):
-            if isinstance(seqs, Exception):
-                self.ready[index] = error_output(seqs)
-                continue
-            self._unfinished[seqs[0].request_id] = index, seqs
-            self._num_left[seqs[0].request_id] = len(seqs)
-        self._num_admitted += len(requests)
+    def refuse(self, requests: list[list[Sequence] | Exception], start: int = 0) -> None:
+        """Make the results of those requests that cannot be served. start: index of the first one."""
+        for index, request in enumerate(requests, start):
+            if isinstance(request, Exception):
+                self.ready[index] = error_output(request)
 
     def record(self, finished: list[Sequence]) -> None:
         """Sequences that are complete, with their texts."""
         for seq in finished:
-            self._num_left[seq.request_id] -= 1
-            if self._num_left[seq.request_id] == 0:
-                del self._num_left[seq.request_id]
-                index, samples = self._unfinished.pop(seq.request_id)
-                self.ready[index] = request_output(samples)
+            samples = self._samples[seq.prompt_index]
+            samples.append(seq)
+            if len(samples) == seq.params.n:
+                self.ready[seq.prompt_index] = request_output(sorted(samples, key=attrgetter("sample")))
+                del self._samples[seq.prompt_index]
 
 
 class PromptFeed(Results):

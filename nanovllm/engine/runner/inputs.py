@@ -39,7 +39,7 @@ class Batch:
     max_seqlen_q: int = 0  # most new tokens of a sequence
     max_seqlen_k: int = 0  # most keys of a sequence
     reads_cache: bool = False  # a sequence has a cached prefix
-    prompt_rows: list[tuple[int, int]] = field(default_factory=list)  # (first, number), for prompt_logprobs
+    prompt_rows: list[tuple[int, int, int]] = field(default_factory=list)  # for `prompt_logprobs`
     packed: PackedArrays | None = None  # rank 0: memory of the arrays, ready to be sent
 
     def __getstate__(self) -> dict:

@@ -3,6 +3,8 @@
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from nanovllm.config import Config
 from nanovllm.engine.runner.inputs import DecodeInputs
 from nanovllm.engine.runner.kernel_compilation import compiling_kernels
@@ -17,7 +19,7 @@ from nanovllm.layers.quack import load_quack
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import make_model
 from nanovllm.models.hf_config import get_head_dim
-from nanovllm.tuning.table import Table, load_table
+from nanovllm.tuning.table import Key, Table, load_table
 from nanovllm.utils.progress import StartProgress
 
 
@@ -35,7 +37,7 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
         table = load_table(device)
         candidates = our_candidates(device) + expert_candidates(device) + ([] if quack is None else [quack])
         model.use_matmul(Matmul(table, candidates, config.model))
-        runner.mixed_step_rows = choose_mixed_step_rows(config, has_graphs, model.num_layer_params, table)
+        runner.mixed_step_rows = choose_mixed_step_rows(config, has_graphs, model.gate_up, table)
         constants = DecodeConstants(table)
         _make_decode_inputs(runner, backend, constants)
         backend.prepare(constants, runner.decode_inputs.max_rows, num_heads, runner.num_kv_heads, head_dim, device)
@@ -57,14 +59,15 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
             _make_decode_inputs(runner, backend, constants)
 
 
-def choose_mixed_step_rows(config: Config, has_graphs: bool, num_layer_params: int, table: Table) -> int:
-    """config.mixed_step_rows; if that is None, the table's number if mixed steps pay, else 0. A mixed step has at least
-    two sequences."""
+def choose_mixed_step_rows(config: Config, has_graphs: bool, gate_up: Tensor, table: Table) -> int:
+    """config.mixed_step_rows; if that is None, the table's number for the model's shape. 0 for no mixed steps. A mixed
+    step has at least two sequences."""
     num_rows = config.mixed_step_rows
     if num_rows is None:
-        min_layer_params = table.setting("mixed_steps", "min_layer_params")
-        pays = has_graphs and config.tensor_parallel_size == 1 and num_layer_params >= min_layer_params
-        num_rows = min(table.setting("mixed_steps", "rows"), config.max_num_batched_tokens) if pays else 0
+        row = table.find(Key.of("mixed_steps", False, gate_up))
+        is_measured = row is not None and has_graphs and config.tensor_parallel_size == 1
+        num_rows = max((choice.constants[0] for choice in row[1]), default=0) if is_measured else 0
+        num_rows = min(num_rows, config.max_num_batched_tokens)
     return num_rows if min(num_rows, config.max_num_seqs) > 1 else 0
 
 

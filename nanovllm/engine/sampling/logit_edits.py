@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.layers.token_masks import pack_mask
+from nanovllm.sampling_params import SamplingParams
 
 
 class LogitEdits:
@@ -21,17 +22,11 @@ class LogitEdits:
         reads_completion: whether `completing` can find a token.
     """
 
-    def __init__(
-        self,
-        biases: Iterable[tuple[int, float]],
-        allowed: Iterable[int] | None,
-        bad_words: list[list[int]],
-        vocab_size: int,
-    ):
-        """biases: (token, number). allowed: None for all. bad_words: the tokens of each."""
-        pairs = list(biases)
-        self.bias_tokens = np.array([token for token, _ in pairs], np.int64)
-        self.biases = np.array([bias for _, bias in pairs], np.float32)
+    def __init__(self, params: SamplingParams, bad_words: list[list[int]], vocab_size: int):
+        """bad_words: the tokens of each form of the params' bad words."""
+        allowed, biases = params.allowed_token_ids, dict(params.logit_bias)
+        self.bias_tokens = np.array(list(biases), np.int64)
+        self.biases = np.array(list(biases.values()), np.float32)
         self.banned = np.array(sorted({tokens[0] for tokens in bad_words if len(tokens) == 1}), np.int64)
         self.needs_mask = allowed is not None or len(bad_words) > vocab_size // 4
         is_allowed = np.full(vocab_size, allowed is None)

@@ -1,20 +1,17 @@
 """LogitSteps: steps whose tokens take more than temperature and seed: the logits first, then the draw from them."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nanovllm.config import Config
 from nanovllm.engine.runner.cuda_graphs import DecodeGraphs
-from nanovllm.engine.runner.inputs import Batch, DecodeInputs, send_prefill
+from nanovllm.engine.runner.inputs import Batch, send_prefill
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling.logprobs import prompt_logprobs
 from nanovllm.engine.sampling.sampling_pipeline import Forward, SamplingPipeline
 from nanovllm.utils.context import Context, step_context
-from nanovllm.utils.parallel import TensorParallel
 
 
 class LogitSteps:
@@ -24,30 +21,15 @@ class LogitSteps:
     sends them to the others for their next step.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        model: nn.Module,
-        tp: TensorParallel,
-        inputs: DecodeInputs,
-        plain_graphs: DecodeGraphs | None,
-        check: Callable[[], None] | None,
-    ):
-        """plain_graphs: the runner's, whose sizes and memory these graphs share. check: as for SampledTokens."""
+    def __init__(self, runner: Any):
+        """runner: the ModelRunner, whose graphs' sizes and memory the graphs of these steps share."""
         self.pipeline: SamplingPipeline | None = None  # rank 0's, from the first step on
         self.graphs: DecodeGraphs | None = None  # that end at the logits, captured as they are needed
         self.logits: Tensor | None = None  # rank 0's, [largest batch of a graph, vocab_size], where they end
-        self._config = config
-        self._model: Any = model
-        self._tp = tp
-        self._inputs = inputs
-        self._plain_graphs = plain_graphs
-        self._check = check
+        self._config, self._model, self._tp = runner.config, runner.model, runner.tp
+        self._inputs, self._plain_graphs, self._check = runner.decode_inputs, runner.graphs, runner.check
+        self._draws = runner.tp.rank == 0
         self._num_seqs = 0  # of the step whose tokens are to be drawn
-
-    @property
-    def _draws(self) -> bool:
-        return self._tp.rank == 0
 
     # -- the first half ------------------------------------------------------------------------------------------
 
@@ -127,8 +109,7 @@ class LogitSteps:
             self._tp.broadcast(sampled)
             return None
         if self.pipeline is None:
-            config, vocab_size = self._config, self._config.hf_config.vocab_size
-            self.pipeline = SamplingPipeline(vocab_size, config.max_num_seqs, config.eos, sampled.device)
+            self.pipeline = SamplingPipeline(self._config, sampled.device)
         tokens, logprobs = self.pipeline.draw(forward)
         sampled.copy_(tokens)
         self._tp.broadcast(sampled)

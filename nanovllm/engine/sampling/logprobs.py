@@ -65,23 +65,18 @@ class StepLogprobs:
             seq.needs_prompt_logits = len(seq.prompt_logprobs) < seq.num_prompt_tokens
 
 
-def prompt_rows(seqs: list[Sequence]) -> list[tuple[int, int]]:
-    """(first, number) of the rows of a prefill that predict prompt tokens whose log-probabilities are wanted."""
+def prompt_rows(seqs: list[Sequence]) -> list[tuple[int, int, int]]:
+    """The tokens of a prefill that predict prompt tokens whose log-probabilities are wanted: (index of the sequence,
+    first of the batch, number)."""
     rows, start = [], 0
-    for seq in seqs:
-        count = _num_targets(seq)
-        if count > 0:
-            rows.append((start, count))
+    for i, seq in enumerate(seqs):
+        if seq.needs_prompt_logits:
+            # The last prompt token predicts the first one of the completion.
+            count = min(seq.num_scheduled_tokens, seq.num_prompt_tokens - 1 - seq.num_cached_tokens)
+            if count > 0:
+                rows.append((i, start, count))
         start += seq.num_scheduled_tokens
     return rows
-
-
-def _num_targets(seq: Sequence) -> int:
-    """Prompt tokens that the scheduled tokens predict and whose log-probabilities are wanted; 0 or less is none."""
-    if not seq.needs_prompt_logits:
-        return 0
-    # The last prompt token predicts the first one of the completion.
-    return min(seq.num_scheduled_tokens, seq.num_prompt_tokens - 1 - seq.num_cached_tokens)
 
 
 def prompt_logprobs(
@@ -94,7 +89,7 @@ def prompt_logprobs(
         hidden_states: [num_tokens, hidden_size] of all the prefill's tokens.
         compute_logits: hidden states -> logits [.., vocab_size], with every rank's part.
     """
-    wanted = torch.cat([hidden_states[start : start + count] for start, count in batch.prompt_rows])
+    wanted = torch.cat([hidden_states[start : start + count] for _, start, count in batch.prompt_rows])
     logits = map(compute_logits, wanted.split(_POSITIONS_AT_ONCE))
     if batch.seqs is None:
         for _ in logits:
@@ -103,14 +98,13 @@ def prompt_logprobs(
     owners: dict[int, tuple[int, int]] = {}
     targets = []
     num_entries = num_top = 0
-    for row, seq in enumerate(batch.seqs):
-        count = _num_targets(seq)
-        if count > 0:
-            owners[row] = num_entries, num_entries + count
-            num_entries += count
-            first = seq.num_cached_tokens + 1
-            targets.append(np.frombuffer(seq.tokens, np.int32)[first : first + count])
-            num_top = max(num_top, seq.params.prompt_logprobs)
+    for row, _, count in batch.prompt_rows:
+        seq = batch.seqs[row]
+        owners[row] = num_entries, num_entries + count
+        num_entries += count
+        first = seq.num_cached_tokens + 1
+        targets.append(np.frombuffer(seq.tokens, np.int32)[first : first + count])
+        num_top = max(num_top, seq.params.prompt_logprobs)
     arrays = {"targets": np.concatenate(targets).astype(np.int64)}
     tokens = send_arrays(arrays, hidden_states.device)["targets"].split(_POSITIONS_AT_ONCE)
     found = [token_logprobs(some, token, num_top) for some, token in zip(logits, tokens, strict=True)]

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nanovllm.config import Config
 from nanovllm.engine.runner.packed_arrays import send_arrays
 from nanovllm.engine.sampling.logprobs import LogprobRows, StepLogprobs
-from nanovllm.engine.sampling.structured import fill_masks
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logprobs import token_logprobs
 from nanovllm.layers.penalties import IN_PROMPT, apply_penalties
@@ -40,12 +40,11 @@ class SamplingPipeline:
     same tokens whatever else is in the step. Nothing waits for the device.
     """
 
-    def __init__(self, vocab_size: int, max_num_seqs: int, eos: tuple[int, ...], device: torch.device):
-        """eos: the tokens, besides a request's stop_token_ids, that min_tokens forbids."""
+    def __init__(self, config: Config, device: torch.device):
         self.sampler = Sampler()
-        self.vocab_size = vocab_size
-        self.max_num_seqs = max_num_seqs
-        self.eos = eos
+        self.vocab_size = config.hf_config.vocab_size
+        self.max_num_seqs = config.max_num_seqs
+        self.eos = config.eos
         self.device = device
         self._counts: TokenCounts | None = None
 
@@ -161,16 +160,16 @@ class SamplingPipeline:
         }
 
     def _mask_arrays(self, seqs: list[Sequence], rows: list[int]) -> dict[str, np.ndarray]:
-        rows = sorted(rows, key=lambda row: seqs[row].grammar is None)
+        bitmask = np.full((len(rows), num_mask_words(self.vocab_size)), -1, np.int32)
         grammars = []
-        for seq in (seqs[row] for row in rows):
+        for i, seq in enumerate(seqs[row] for row in rows):
             if seq.grammar is not None:
-                grammars.append(seq.grammar)
+                grammars.append((seq.grammar, i))
                 fault = seq.grammar.advance(seq.tokens, seq.num_completion_tokens)
                 if fault is not None:
                     seq.error = f"structured_outputs: the form cannot be followed any further: {fault}"
-        bitmask = np.full((len(rows), num_mask_words(self.vocab_size)), -1, np.int32)
-        fill_masks(grammars, bitmask[: len(grammars)])
+        if grammars:
+            grammars[0][0].grammars.fill_masks(grammars, bitmask)
         for mask, row in zip(bitmask, rows, strict=True):
             self._narrow(mask, seqs[row])
             if seqs[row].error is not None:

@@ -25,6 +25,7 @@ class Grammars:
         try:
             import llguidance
             import llguidance.hf
+            import llguidance.numpy
         except ImportError as error:
             raise ImportError(
                 f"structured_outputs need llguidance ({error}): pip install nanovllm[structured]"
@@ -33,6 +34,7 @@ class Grammars:
         if not eos:
             raise ValueError("structured_outputs: the model has no end-of-sequence token that would end them: set eos")
         self._llguidance = llguidance
+        self._executor = llguidance.LLExecutor()
         try:
             self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos)
         except Exception as error:
@@ -70,10 +72,11 @@ class Grammars:
         texts = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in form.choice)
         return matcher_class.grammar_from_lark(f"start: {' | '.join(texts)}")
 
-    @cached_property
-    def executor(self) -> Any:
-        """Computes several masks in parallel."""
-        return self._llguidance.LLExecutor()
+    def fill_masks(self, grammars: list[tuple["Grammar", int]], bitmask: np.ndarray) -> None:
+        """Write the tokens that grammars allow next, in parallel: each into its row of the int32 bitmask
+        [.., num_mask_words]."""
+        work = [(grammar.matcher, row) for grammar, row in grammars]
+        self._llguidance.numpy.fill_next_token_bitmask_par(self._executor, work, bitmask)
 
 
 class Grammar:
@@ -84,10 +87,6 @@ class Grammar:
         self.grammars = grammars
         self._compiled = compiled
         self._num_tokens = 0
-
-    def fresh(self) -> "Grammar":
-        """The same before its first token."""
-        return Grammar(self.grammars, self._compiled)
 
     @cached_property
     def matcher(self) -> Any:
@@ -102,12 +101,3 @@ class Grammar:
             self._num_tokens = num_tokens
             self.matcher.consume_tokens(list(token_ids[-new:]))
         return self.matcher.get_error().splitlines()[0] if self.matcher.is_error() else None
-
-
-def fill_masks(grammars: list[Grammar], bitmask: np.ndarray) -> None:
-    """Write the tokens that each grammar allows next. bitmask: int32 [grammars, num_mask_words]."""
-    if grammars:
-        work = [(grammar.matcher, i) for i, grammar in enumerate(grammars)]
-        grammars[0].grammars.executor.unsafe_compute_mask_ptr(
-            work, bitmask.ctypes.data, bitmask.strides[0], len(bitmask)
-        )
