@@ -54,7 +54,7 @@ class TileConfig(NamedTuple):
 def default_config(num_pairs: int, num_experts: int, itemsize: int) -> TileConfig:
     """Launch constants that work for both products; those of the tuned table are faster."""
     tokens = 16
-    while tokens < 64 and tokens * num_experts < num_pairs:
+    while tokens < 128 and tokens * num_experts < num_pairs:
         tokens *= 2
     return TileConfig(tokens, 64, 128 // itemsize, 4, 3)
 
