@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import LLM, RequestOutput, SamplingParams
@@ -85,21 +85,29 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
         parameter.data.normal_(float(is_norm), 0.1 if is_norm else 0.15, generator=generator)
 
 
-def make_tokenizer(directory: str | Path) -> None:
-    """A byte-level BPE of at most VOCAB_SIZE tokens, any text round trips; EOS ends a sequence."""
+def make_tokenizer(
+    directory: str | Path, special_tokens: Iterable[str] = ("<|endoftext|>", EOS), eos_token: str = EOS, **options
+) -> None:
+    """A byte-level BPE of at most VOCAB_SIZE tokens, any text round trips; eos_token ends a sequence. A bos_token among
+    the options begins each text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=["<|endoftext|>", EOS],
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(
         ["a block is a row of slots, and a table names the blocks of a sequence"] * 2, trainer
     )
-    options = {"eos_token": EOS, "clean_up_tokenization_spaces": False}
+    bos = options.get("bos_token")
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    options = {"eos_token": eos_token, "clean_up_tokenization_spaces": False, **options}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(directory)
 
 

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from nanovllm.layers.attention_backend import TorchBackend
 from nanovllm.layers.layernorm import rms_norm_torch
 from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.rotary_embedding import RopeParameters
 from nanovllm.models.presets import preset_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.spec import DecoderSpec
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.loader import load_dummy
 from nanovllm.utils.parallel import TensorParallel
@@ -136,3 +138,26 @@ def test_parameters_of_a_layer(model):
     projections = 32 * (4 + 2 * 2) * 8 + 4 * 8 * 32 + 3 * 32 * 48
     norms = 2 * 32 + 2 * 8
     assert model.num_layer_params == projections + norms
+
+
+@pytest.mark.parametrize(
+    ("ropes", "expected"),
+    [([1], [0]), ([1, 1, 1, 1], [0, 3]), ([1, 1, 0, 1, 0, 1], [0, 2, 5]), ([0, 1, 1, 0], [0, 1, 3])],
+)
+def test_few_layers_have_one_of_each_kind(ropes, expected):
+    """For CUDA graphs and compilation: they must launch every variant of the kernels."""
+    rope = RopeParameters()
+
+    class Family(Qwen3ForCausalLM):
+        @staticmethod
+        def spec(config):
+            return DecoderSpec(tuple(rope if has_rope else None for has_rope in ropes))
+
+    config = preset_config("Qwen3-0.6B")
+    config.update({"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": len(ropes), "vocab_size": 50})
+    config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8})
+    model = Family(config, 64, TorchBackend(), TensorParallel())
+    layers = list(model.model.layers)
+    with model.few_layers():
+        assert list(model.model.layers) == [layers[i] for i in expected]
+    assert list(model.model.layers) == layers

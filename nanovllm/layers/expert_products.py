@@ -27,7 +27,9 @@ class ExpertsProblem(NamedTuple):
     add: bool  # whether the sum is added to `out`, or written to it
     context_lens: Tensor | None = None  # int32 [num_tokens]; 0 for padding, which gets no expert
 
-    operation = "experts"
+    @property
+    def operation(self) -> str:
+        return "experts"
 
     @property
     def has_norm(self) -> bool:
@@ -49,7 +51,9 @@ class ExpertsProduct(NamedTuple):
     add: bool
     norm: RMSNorm | None = None  # of its input
 
-    operation = "experts"
+    @property
+    def operation(self) -> str:
+        return "experts"
 
     def problem(self, num_tokens: int) -> ExpertsProblem:
         """On new tensors with arbitrary content, for a step like the context's. Every token gets its experts."""

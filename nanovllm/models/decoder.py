@@ -3,9 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,45 +20,14 @@ from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVPa
 from nanovllm.layers.matmul import LayerProduct, Matmul
 from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.rank_sums import NormedParts, begin_sums
-from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sharded_norm import ShardedRMSNorm, normalize_over_ranks
 from nanovllm.models.hf_config import check_switches, get_head_dim
+from nanovllm.models.spec import DecoderSpec
 from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import TensorParallel
 
 Rows = torch.Tensor | slice  # of a flat batch of tokens
-
-
-@dataclass(frozen=True)
-class DecoderSpec:
-    """What differs between families.
-
-    Attributes:
-        ropes: each layer's RoPE; None for a layer without one.
-        windows: how many keys a token of each layer sees, its own included; None for all. Empty if no layer has one.
-        qkv_bias: whether the q, k and v projections have biases.
-        o_bias: whether the output projection of attention has one.
-        qk_norm: what is normalized before RoPE: each head of q and k, or all heads of q and all of k.
-        norms: where a layer has norms: before attention and the MLP, after them, or both.
-        norm_offset: what the norms' weights in the checkpoint lack.
-        activation: of the gate of the MLP.
-        embedding_scale: what embeddings are multiplied by.
-        attention_scale: what the products of q and k are multiplied by; None for head_dim ** -0.5.
-    """
-
-    ropes: tuple[RopeParameters | None, ...]
-    windows: tuple[int | None, ...] = ()
-    qkv_bias: bool = False
-    o_bias: bool = False
-    qk_norm: Literal["head", "full"] | None = None
-    norms: Literal["before", "after", "both"] = "before"
-    norm_offset: float = 0.0
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    embedding_scale: float = 1.0
-    attention_scale: float | None = None
-
-    def window(self, layer: int) -> int | None:
-        return self.windows[layer] if self.windows else None
 
 
 class DecoderAttention(nn.Module):

@@ -24,7 +24,7 @@ _REQUIRED = (
 )
 _FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
 _QUANTISATIONS = ("quantization_config", "compression_config")
-_OPTIONAL = ("head_dim", "sliding_window", "eos_token_id", *_FLAGS, *_QUANTISATIONS)
+_OPTIONAL = ("head_dim", "sliding_window", "no_rope_layers", "eos_token_id", *_FLAGS, *_QUANTISATIONS)
 _MAX_SIZE = 2**31 - 1
 # Keys that change what a decoder computes, with the value that changes nothing, as null does. A family reads some of
 # them (`DecoderForCausalLM.switches`); the others are refused.
@@ -90,15 +90,16 @@ def check_hf_config(hf_config: Any, where: str) -> None:
     else:
         allowed = f"a multiple of twice num_attention_heads ({num_heads}), or head_dim be given"
         require(f"{where}: hidden_size", fields["hidden_size"], fields["hidden_size"] % (2 * num_heads) == 0, allowed)
+    family = model_class(hf_config)
     try:
-        spec = model_class(hf_config).checked_spec(hf_config)
+        spec = family.checked_spec(hf_config)
         for rope in filter(None, dict.fromkeys(spec.ropes)):
             rope.inverse_frequencies(get_head_dim(hf_config))
             if not all(0 < number < math.inf for number in (rope.base, rope.factor, supported_length(hf_config))):
                 raise ValueError(f"rope_theta={rope.base}, factor={rope.factor}: must be finite numbers > 0")
     except ValueError as error:
-        raise ValueError(f"{where}: {one_line(error)}") from error
-    except Exception as error:
+        raise ValueError(f"{where}: {error}") from error
+    except (TypeError, AttributeError, ArithmeticError) as error:  # All other fields are checked.
         raise ValueError(f"{where}: its RoPE settings cannot be used: {one_line(error)}") from error
 
 
@@ -130,14 +131,6 @@ def check_switches(hf_config: Any, read: frozenset[str]) -> None:
 def rope_of_layers(hf_config: Any) -> tuple[RopeParameters | None, ...]:
     """The same RoPE for each layer: `DecoderSpec.ropes` of most families."""
     return (rope_parameters(hf_config),) * hf_config.num_hidden_layers
-
-
-def flags_of_layers(hf_config: Any, name: str) -> list[bool]:
-    """A field with a flag for each layer. Raises ValueError, naming it, if it has too few."""
-    num_layers, flags = hf_config.num_hidden_layers, getattr(hf_config, name)
-    is_long_enough = isinstance(flags, list | tuple) and len(flags) >= num_layers
-    require(name, flags, is_long_enough, f"a list of {num_layers} flags, one for each of num_hidden_layers")
-    return [bool(flag) for flag in flags[:num_layers]]
 
 
 def windows_of_layers(hf_config: Any) -> tuple[int | None, ...]:
@@ -188,6 +181,10 @@ def _check_values(fields: Mapping[str, Any], where: str) -> None:
             require(field, value, is_int(value, 1, _MAX_SIZE), f"an integer in 1..{_MAX_SIZE}")
         elif name in _FLAGS:
             require(field, value, isinstance(value, bool), "true or false")
+        elif name == "no_rope_layers":
+            num_layers = fields.get("num_hidden_layers") or 0
+            is_long_enough = isinstance(value, list) and len(value) >= num_layers
+            require(field, value, is_long_enough, f"a list of {num_layers} flags, one for each of num_hidden_layers")
         elif name == "eos_token_id":
             check_token_ids(value, where, name)
         elif name in _QUANTISATIONS and value:

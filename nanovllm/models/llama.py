@@ -1,7 +1,8 @@
 """Llama 2 and 3.x (arXiv:2307.09288, arXiv:2407.21783)."""
 
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.hf_config import rope_of_layers
+from nanovllm.models.spec import DecoderSpec
 
 
 class LlamaForCausalLM(DecoderForCausalLM):

@@ -1,7 +1,8 @@
 """Mistral 7B and Nemo (arXiv:2310.06825)."""
 
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.hf_config import rope_of_layers, windows_of_layers
+from nanovllm.models.spec import DecoderSpec
 
 
 class MistralForCausalLM(DecoderForCausalLM):

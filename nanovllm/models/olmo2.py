@@ -1,7 +1,8 @@
 """OLMo 2 (arXiv:2501.00656)."""
 
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.hf_config import rope_of_layers
+from nanovllm.models.spec import DecoderSpec
 
 
 class Olmo2ForCausalLM(DecoderForCausalLM):

@@ -2,8 +2,9 @@
 
 from typing import ClassVar
 
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.hf_config import rope_of_layers, windows_of_layers
+from nanovllm.models.spec import DecoderSpec
 
 
 class Phi3ForCausalLM(DecoderForCausalLM):

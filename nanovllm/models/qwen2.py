@@ -1,7 +1,8 @@
 """Qwen2 and Qwen2.5 (arXiv:2407.10671, arXiv:2412.15115)."""
 
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.hf_config import rope_of_layers, windows_of_layers
+from nanovllm.models.spec import DecoderSpec
 
 
 class Qwen2ForCausalLM(DecoderForCausalLM):

@@ -1,7 +1,8 @@
 """Qwen3 (arXiv:2505.09388), dense."""
 
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderSpec
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.hf_config import rope_of_layers, windows_of_layers
+from nanovllm.models.spec import DecoderSpec
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):

@@ -1,8 +1,9 @@
 """SmolLM3 (https://huggingface.co/blog/smollm3)."""
 
 from nanovllm.layers.rotary_embedding import rope_parameters
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderSpec
-from nanovllm.models.hf_config import flags_of_layers, windows_of_layers
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.hf_config import windows_of_layers
+from nanovllm.models.spec import DecoderSpec
 
 
 class SmolLM3ForCausalLM(DecoderForCausalLM):
@@ -14,5 +15,5 @@ class SmolLM3ForCausalLM(DecoderForCausalLM):
     def spec(config) -> DecoderSpec:
         rope, bias = rope_parameters(config), bool(getattr(config, "attention_bias", False))
         # Despite its name, the list is true for the layers with RoPE.
-        ropes = tuple(rope if has_rope else None for has_rope in flags_of_layers(config, "no_rope_layers"))
+        ropes = tuple(rope if has_rope else None for has_rope in config.no_rope_layers[: config.num_hidden_layers])
         return DecoderSpec(ropes, windows_of_layers(config), qkv_bias=bias, o_bias=bias)

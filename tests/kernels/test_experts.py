@@ -69,7 +69,7 @@ def check_result(out, expected, num_tokens):
     assert out._base.isnan().sum() == num_tokens * 24  # what lies between the rows
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     num_tokens=st.integers(0, 40),
     num_experts=st.integers(4, 128),
@@ -111,7 +111,7 @@ def test_more_pairs_than_a_program_sorts_at_once(device, monkeypatch):
 CONFIGS = [None, TileConfig(16, 16, 16, 4, 2), TileConfig(32, 64, 32, 4, 3), TileConfig(64, 16, 64, 4, 3)]
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(
     num_tokens=st.integers(1, 60),
     num_experts=st.sampled_from([4, 7, 16, 128]),

@@ -35,6 +35,12 @@ def random_case(num_tokens, num_heads, num_kv_heads, head_dim, dtype, device, in
     return qkv, q_weight, k_weight, EPS, table, positions, *caches, slots, num_heads, num_kv_heads
 
 
+def with_rotary_dim(case, rotary_dim):
+    """The case with a table for this many of a head's dimensions; None for no table."""
+    table = None if rotary_dim is None else torch.randn(MAX_POSITION, rotary_dim, device=case[0].device)
+    return *case[:4], table, *case[5:]
+
+
 def run(function, case):
     """The tensors that a call on copies of the case's tensors leaves behind: qkv, k_cache, v_cache."""
     copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in case]
@@ -70,6 +76,22 @@ def test_norm_and_cache_are_optional(norm, cache, device):
     if not cache:
         case[6:9] = None, None, None
     assert_close(run(qk_norm_rope_store, case), run(qk_norm_rope_store_torch, case))
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim"), [(128, 96), (128, 32), (64, 16), (80, 20), (24, 6), (100, 98), (128, None), (80, None)]
+)
+def test_heads_that_are_rotated_in_part_or_not_at_all(head_dim, rotary_dim, norm, device):
+    case = list(with_rotary_dim(random_case(5, 3, 2, head_dim, torch.bfloat16, device), rotary_dim))
+    if not norm:
+        case[1:3] = None, None
+    expected = run(qk_norm_rope_store_torch, case)
+    assert_close(run(qk_norm_rope_store, case), expected)
+    q, before = (x[0].view(5, 7, head_dim)[:, :3] for x in (expected, case))
+    if not norm:
+        assert torch.equal(q[..., rotary_dim or 0 :], before[..., rotary_dim or 0 :])
+        assert (rotary_dim is None) == torch.equal(q, before)
 
 
 def test_what_it_must_not_touch(device):
@@ -109,6 +131,8 @@ def test_twin_equals_transformers():
     ("index", "value", "message"),
     [
         (0, torch.zeros(6, 200), "qkv must be"),
+        (4, torch.zeros(MAX_POSITION, 34), "cos_sin_cache must have an even number of columns up to 32, not 34"),
+        (4, torch.zeros(MAX_POSITION, 15), "not 15"),
         (6, torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2, 16), "caches must be"),
         (7, torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2, 32, dtype=torch.float16), "caches must be"),
     ],

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.layers.layernorm import RMSNorm, rms_norm_torch
+from nanovllm.kernels.rms_norm import rms_norm, rms_norm_add
+from nanovllm.layers.layernorm import RMSNorm, rms_norm_add_torch, rms_norm_torch
 
 # One unit in the last place, and for float32 the few that a sum in another order costs.
 RTOL = {torch.float32: 4e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -29,10 +29,32 @@ def test_kernels_equal_twins(num_tokens, hidden, dtype, device):
     assert_close(rms_norm(x, weight, EPS), rms_norm_torch(x, weight, EPS))
 
 
+@pytest.mark.parametrize("dtype", RTOL)
+@pytest.mark.parametrize(("num_tokens", "hidden"), [(3, 1), (5, 100), (2, 1024), (0, 64)])
+def test_sums_equal_twins(num_tokens, hidden, dtype, device):
+    x, weight = random_case(num_tokens, hidden, dtype, device)
+    residual = torch.randn_like(x)
+    expected, found = residual.clone(), residual.clone()
+    assert rms_norm_add_torch(expected, x, weight, EPS) is expected
+    assert rms_norm_add(found, x, weight, EPS) is found
+    # A sum near zero is a difference of larger numbers.
+    torch.testing.assert_close(found, expected, rtol=RTOL[dtype], atol=1e-5)
+    assert_close(expected, (residual.float() + rms_norm_torch(x.float(), weight, EPS)).to(dtype))
+
+
 def test_strided_rows(device):
     wide, weight = random_case(4, 96, torch.float32, device)
     x, weight = wide[:, 16:80], weight[:64]
-    assert_close(rms_norm(x, weight, EPS), rms_norm_torch(x, weight, EPS))
+    expected = rms_norm_torch(x, weight, EPS)
+    assert_close(rms_norm(x, weight, EPS), expected)
+    # In place, without a change of what is beside it.
+    for norm in (rms_norm, rms_norm_torch):
+        changed = wide.clone()
+        part = changed[:, 16:80]
+        assert norm(part, weight, EPS, part) is part
+        assert_close(part, expected)
+        assert torch.equal(changed[:, :16], wide[:, :16])
+        assert torch.equal(changed[:, 80:], wide[:, 80:])
 
 
 def test_wrong_layouts_are_refused(device):
@@ -41,6 +63,10 @@ def test_wrong_layouts_are_refused(device):
         rms_norm(x.t(), weight, EPS)
     with pytest.raises(ValueError, match="weight must be"):
         rms_norm(x, weight[:4], EPS)
+    with pytest.raises(ValueError, match="the output must be"):
+        rms_norm(x, weight, EPS, x.t())
+    with pytest.raises(ValueError, match="the output must be"):
+        rms_norm_add(x[:3], x, weight, EPS)
 
 
 @pytest.mark.parametrize("dtype", RTOL)
@@ -56,4 +82,14 @@ def test_module(device):
     with torch.no_grad():
         norm.weight.normal_()
         x, _ = random_case(3, 48, torch.float32, device)
-        assert_close(norm(x), torch.nn.functional.rms_norm(x, (48,), norm.weight, 1e-5))
+        expected = torch.nn.functional.rms_norm(x, (48,), norm.weight, 1e-5)
+        assert_close(norm(x), expected)
+        torch.testing.assert_close(norm.add_to(x.clone(), x), x + expected)
+
+
+def test_a_weight_that_the_checkpoint_stores_less_one():
+    stored = torch.tensor([0.001, -0.5, 3.0])
+    norm = RMSNorm(3, offset=1.0)
+    norm.weight.weight_loader(norm.weight, stored)
+    assert norm.weight.dtype == torch.float32
+    assert torch.equal(norm.weight.data, stored + 1)

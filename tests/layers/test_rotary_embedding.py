@@ -1,15 +1,20 @@
 """Rotary embeddings against transformers: what a configuration means, the tables, and the rotation."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from transformers import Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as phi3_rotary
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding, rope_parameters
+from nanovllm.models.presets import preset_config
 
 HEAD_DIM = 64
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
@@ -63,6 +68,36 @@ def test_tables_and_rotation_equal_transformers(settings):
         torch.testing.assert_close(actual, reference[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Llama-3.1-8B"])
+def test_llama3_equals_transformers(name):
+    config = preset_config(name)
+    rope = rope_parameters(config)
+    frequencies = rope.inverse_frequencies(config.head_dim)
+    torch.testing.assert_close(frequencies, LlamaRotaryEmbedding(config).inv_freq, rtol=3e-7, atol=0)
+    plain = replace(rope, type="default").inverse_frequencies(config.head_dim)
+    # Fast pairs keep their frequency, slow ones lose the whole factor.
+    assert frequencies[0] == plain[0]
+    assert frequencies[-1] == plain[-1] / rope.factor
+
+
+@pytest.mark.parametrize(("longest", "name"), [(4096, "short_factor"), (4097, "long_factor")])
+def test_longrope_equals_transformers(longest, name):
+    """By the longest sequence that the engine may hold, where transformers takes the longest of a batch."""
+    config = preset_config("Phi-4-mini-instruct")
+    rope, reference = rope_parameters(config), Phi3RotaryEmbedding(config)
+    cos, sin = reference(torch.zeros(1), torch.tensor([[5, longest - 1]]))
+    embedding = RotaryEmbedding(128, longest, rope)
+    table = embedding.cos_sin_cache[[5, longest - 1]]
+    assert table.shape == (2, 96)
+    torch.testing.assert_close(table, torch.cat((cos[0, :, :48], sin[0, :, :48]), dim=-1), rtol=0, atol=1e-6)
+    assert len(getattr(rope, name)) == 48
+    q = torch.randn(2, 3, 128)
+    rotated, _ = embedding(torch.tensor([5, longest - 1]), q, q)
+    expected, _ = phi3_rotary(q.transpose(0, 1)[None], q.transpose(0, 1)[None], cos, sin)
+    torch.testing.assert_close(rotated, expected[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(rotated[..., 96:], q[..., 96:])
+
+
 def test_old_and_new_configurations_agree():
     old_names = [{"rope_type": "yarn"}, {"type": "yarn"}, {"rope_type": "yarn", "type": "yarn"}]
     rest = {"factor": 4.0, "original_max_position_embeddings": 1024, "attention_factor": None}
@@ -94,6 +129,7 @@ def test_yarn_derives_what_is_left_out():
         ({"rope_type": "linear"}, "needs a factor"),
         ({"rope_type": "linear", "factor": 0.0}, "must be positive"),
         ({"full_attention": {"rope_type": "default"}}, "full_attention"),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 8}, "'longrope' needs short_factor"),
     ],
 )
 def test_what_is_not_supported_is_refused(settings, message):
@@ -124,3 +160,24 @@ def test_the_table_stays_out_of_checkpoints_and_in_float32():
 def test_odd_heads_are_refused():
     with pytest.raises(ValueError, match="head_dim must be even"):
         RotaryEmbedding(7, 16, RopeParameters())
+    with pytest.raises(ValueError, match=r"head_dim must be even .*9 of 12: partial_rotary_factor=0.75"):
+        RotaryEmbedding(12, 16, RopeParameters(partial_rotary_factor=0.75))
+
+
+def test_factors_that_do_not_fit_the_heads_are_refused():
+    longrope = RopeParameters(
+        type="longrope", original_max_position_embeddings=8, short_factor=(1.0,) * 4, long_factor=(2.0,) * 3
+    )
+    RotaryEmbedding(8, 8, longrope)
+    with pytest.raises(ValueError, match="long_factor must hold 4 numbers"):
+        RotaryEmbedding(8, 9, longrope)
+
+
+def test_settings_of_a_kind_of_layer():
+    kinds = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config = SimpleNamespace(rope_parameters=kinds, max_position_embeddings=64)
+    assert rope_parameters(config, "full_attention") == RopeParameters(1e6, "linear", 8.0)
+    assert rope_parameters(config, "sliding_attention") == RopeParameters(1e4)

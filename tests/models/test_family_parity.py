@@ -28,7 +28,6 @@ ENGINES = {
     "roomy": {},
     # Prompts in chunks, and sequences that are preempted.
     "cramped": {"num_kvcache_blocks": 8, "max_num_batched_tokens": 20},
-    "mixed": {"mixed_step_rows": 16, "max_num_batched_tokens": 100},
     "one by one, no cache": {"overlap_steps": False, "enable_prefix_caching": False, "num_kvcache_blocks": 8},
 }
 
@@ -131,6 +130,20 @@ def make_case(family, seed: int, directory, **changes):
     return path, Reference(path), min(fields.get("original_max_position_embeddings", 0), 128) or 128
 
 
+def record_mixed_steps(llm) -> list[bool]:
+    """Whether each decode step from now on is a mixed one."""
+    runner, is_mixed = llm.model_runner, []
+    prepare = runner.prepare_decode
+
+    def prepare_and_record(seqs):
+        batch = prepare(seqs)
+        is_mixed.append(batch.is_mixed)
+        return batch
+
+    runner.prepare_decode = prepare_and_record
+    return is_mixed
+
+
 @pytest.mark.parametrize(("family", "seed"), CASES)
 def test_output_is_that_of_transformers(family, seed, tmp_path):
     path, reference, longest = make_case(family, seed, tmp_path)
@@ -144,8 +157,16 @@ def test_output_is_that_of_transformers(family, seed, tmp_path):
             assert complete(llm, prompts, greedy(14)) == expected, name
             if name == "roomy":  # and from the cache
                 assert complete(llm, prompts[::-1], greedy(14)) == expected[::-1]
-            assert llm.scheduler.num_preemptions > 0 or name in ("roomy", "mixed")
+            assert (llm.scheduler.num_preemptions > 0) == (name != "roomy")
             assert_idle(llm)
+    # The first prompt alone is prefilled. The others enter beside its decode steps, since they end before it.
+    limits = (14, 6, 2, 4, 3, 3)
+    with make_llm(path, max_model_len=max_model_len, mixed_step_rows=17, max_num_batched_tokens=17) as llm:
+        is_mixed = record_mixed_steps(llm)
+        tokens = complete(llm, prompts, [greedy(limit) for limit in limits])
+        assert tokens == [found[:limit] for found, limit in zip(expected, limits, strict=True)]
+        assert sum(is_mixed) > 2
+        assert_idle(llm)
 
 
 TWO_RANKS = {

@@ -1,0 +1,43 @@
+"""What differs between families of decoders."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nanovllm.layers.rotary_embedding import RopeParameters
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """What one family's configuration asks for; `DecoderForCausalLM` builds the model from it.
+
+    Attributes:
+        ropes: each layer's RoPE; None for a layer without one.
+        windows: how many keys a token of each layer sees, its own included; None for all. Empty if no layer has one.
+        qkv_bias: whether the q, k and v projections have biases.
+        o_bias: whether the output projection of attention has one.
+        qk_norm: what is normalized before RoPE: each head of q and k, or all heads of q and all of k.
+        norms: where a layer has norms: before attention and the MLP, after them, or both.
+        norm_offset: what the norms' weights in the checkpoint lack. Not with norms "before" only, because the kernels
+            that sum over GPUs before a norm read weights of the model's dtype, and these are float32.
+        activation: of the gate of the MLP.
+        embedding_scale: what embeddings are multiplied by.
+        attention_scale: what the products of q and k are multiplied by; None for head_dim ** -0.5.
+    """
+
+    ropes: tuple[RopeParameters | None, ...]
+    windows: tuple[int | None, ...] = ()
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: Literal["head", "full"] | None = None
+    norms: Literal["before", "after", "both"] = "before"
+    norm_offset: float = 0.0
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.norm_offset and self.norms == "before":
+            raise ValueError(f"norm_offset={self.norm_offset}: needs norms='after' or 'both'")
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None

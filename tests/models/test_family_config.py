@@ -1,0 +1,183 @@
+"""What each family's configuration may ask for, and the error that names what it may not."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from nanovllm.config import Config
+from nanovllm.layers.attention_torch import TorchBackend
+from nanovllm.models import make_model
+from nanovllm.models.hf_config import windows_of_layers
+from nanovllm.models.presets import PRESET_NAMES, preset_config
+from nanovllm.models.registry import model_class
+from nanovllm.utils.loader import num_checkpoint_params
+from nanovllm.utils.parallel import TensorParallel
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+WINDOW = {"sliding_window": 64}
+
+
+@pytest.fixture
+def family_dir(model_dir):
+    """family_dir(family, **changes) -> a directory with such a config.json."""
+
+    def make(family, **changes):
+        return model_dir(model_type=family, architectures=[ARCHITECTURES[family]], pad_token_id=None, **changes)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"mlp_bias": True}, "mlp_bias=True: is not supported for llama"),
+        ("llama", WINDOW, "sliding_window=64: is not supported for llama"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("llama", {"attention_bias": "yes"}, "attention_bias='yes': must be true or false"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: is not supported for llama"),
+        ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        ("llama", {"rope_parameters": LLAMA3}, "low_freq_factor"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 8.0}}, "'dynamic' is not supported"),
+        ("mistral", {"attention_bias": True}, "attention_bias=True: is not supported for mistral"),
+        ("mistral", WINDOW, "sliding_window=64: sliding windows are not supported"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0: must be an integer"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0: is not supported for olmo2"),
+        ("phi3", WINDOW, "sliding_window=64: sliding windows are not supported"),
+        ("phi3", {"partial_rotary_factor": 0.1}, "1 of 16"),
+        ("phi3", {"attention_bias": True}, "attention_bias=True"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}, "sliding_window=64: sliding windows"),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}, "sliding_window=64: sliding windows"),
+        ("qwen3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("smollm3", {"mlp_bias": True}, "mlp_bias=True: is not supported for smollm3"),
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\]: must be a list of 2 flags"),
+        ("smollm3", {"use_sliding_window": True, "no_rope_layers": [1, 0], **WINDOW}, "sliding_window=64"),
+    ],
+    ids=str,
+)
+def test_what_is_not_implemented_is_refused_by_name(family_dir, family, changes, message):
+    if family not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not know the family")
+    directory = family_dir(family, **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        Config(directory)
+    assert str(error.value).startswith(f"{Path(directory, 'config.json')}: ")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": False, "pretraining_tp": 1}),
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 512}),  # as long as the longest sequence
+        ("phi3", {"sliding_window": 262144}),  # Phi-4-mini's, of a model of 131,072 tokens
+        ("qwen2", {"use_sliding_window": False, "max_window_layers": 1, **WINDOW}),
+        ("qwen2", {"layer_types": ["full_attention"] * 2}),
+        ("smollm3", {"use_sliding_window": False, "no_rope_layers": [1, 0], **WINDOW}),
+    ],
+    ids=str,
+)
+def test_what_changes_nothing_is_accepted(family_dir, family, changes):
+    if family not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not know the family")
+    config = Config(family_dir(family, **changes)).hf_config
+    assert not any(model_class(config).checked_spec(config).windows)
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({}, (None,) * 3),
+        ({"sliding_window": None}, (None,) * 3),
+        ({"sliding_window": 64}, (64,) * 3),
+        ({"sliding_window": 512}, (None,) * 3),
+        ({"sliding_window": 64, "use_sliding_window": False}, (None,) * 3),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, (None, 64, 64)),
+        ({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}, (64, None, 64)),
+    ],
+    ids=str,
+)
+def test_which_layers_have_a_window(fields, windows):
+    """By the names of transformers 4 and 5."""
+    config = SimpleNamespace(num_hidden_layers=3, max_position_embeddings=512, **fields)
+    assert windows_of_layers(config) == windows
+
+
+# Billions of parameters, from the model cards.
+PUBLISHED = {
+    "Qwen3-0.6B": 0.6,
+    "Qwen3-1.7B": 1.72,
+    "Qwen3-4B": 4.0,
+    "Qwen3-8B": 8.2,
+    "Qwen3-14B": 14.8,
+    "Qwen3-32B": 32.8,
+    "Qwen2.5-0.5B": 0.49,
+    "Qwen2.5-1.5B": 1.54,
+    "Qwen2.5-3B": 3.09,
+    "Qwen2.5-7B": 7.61,
+    "Qwen2.5-14B": 14.7,
+    "Qwen2.5-32B": 32.5,
+    "Llama-3.2-1B": 1.23,
+    "Llama-3.2-3B": 3.21,
+    "Llama-3.1-8B": 8.03,
+    "Llama-3.1-70B": 70.6,
+    "Mistral-7B-v0.3": 7.25,
+    "Mistral-Nemo-Base-2407": 12.2,
+    "SmolLM3-3B": 3.08,
+    "phi-4": 14.7,
+    "Phi-4-mini-instruct": 3.84,
+    "OLMo-2-1124-7B": 7.3,
+    "OLMo-2-1124-13B": 13.7,
+}
+
+
+@pytest.fixture
+def model_size(monkeypatch):
+    """benchmarks.floor.ModelSize"""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    from benchmarks.floor import ModelSize
+
+    return ModelSize
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_shape_has_its_parameters(name, model_size):
+    if name == "SmolLM3-3B" and "smollm3" not in CONFIG_MAPPING:
+        with pytest.raises(ValueError, match=r"SmolLM3-3B: transformers .* does not know smollm3: upgrade it"):
+            preset_config(name)
+        return
+    config = Config(name, load_format="dummy", device="cpu").hf_config
+    model = make_model(config, torch.bfloat16, torch.device("meta"), 16, TorchBackend(), TensorParallel())
+    num_params = num_checkpoint_params(model)
+    assert num_params / 1e9 == pytest.approx(PUBLISHED[name], rel=0.012)
+    # The floor of bench.py counts all but norms and biases, and the embedding where it is not the head.
+    size, embedding = model_size.of(config, torch.bfloat16), config.vocab_size * config.hidden_size
+    counted = size.layer_params + size.head_params + (0 if config.tie_word_embeddings else embedding)
+    assert counted == pytest.approx(num_params, rel=2e-4)
+
+
+def test_every_published_shape_is_checked():
+    assert set(PUBLISHED) <= set(PRESET_NAMES)
+
+
+@pytest.mark.parametrize("model", ["Llama-3.1-8B", "meta-llama/Llama-3.1-8B"])
+def test_a_published_shape_of_another_family_needs_no_file(model, no_network):
+    config = Config(model, load_format="dummy", max_model_len=None)
+    assert (config.hf_config.hidden_size, config.max_model_len) == (4096, 131072)
+    assert config.eos == (128001, 128008, 128009)
+
+
+def test_a_published_shape_of_someone_else_is_another_model(no_network):
+    with pytest.raises(FileNotFoundError, match=r"someone/Llama-3\.1-8B"):
+        Config("someone/Llama-3.1-8B", load_format="dummy")
