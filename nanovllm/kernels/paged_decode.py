@@ -17,16 +17,12 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.decode_plan import PIECE_FIELDS, SPLIT_UNIT, DecodeConfig, DecodeWorkspace
 from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents, gdc_wait, has_pdl, prefetch_lines
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.paged_cache import check_layout, key_slots, load_blocks
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton before 3.4
-    TensorDescriptor = None
 
 # Tensor cores compute at least this many query heads at once. A smaller group is padded.
 _MIN_GROUP, _MIN_GROUP_TMA = 16, 8
@@ -279,11 +275,9 @@ def paged_decode(
 
 @cache
 def has_tma(head_dim: int, block_size: int, itemsize: int, device: torch.device) -> bool:
-    """Whether Hopper's tensor memory accelerator can be used: in half precision, for the head_dims of published models.
-    Triton before 3.6 may not have products of eight columns."""
-    is_new = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+    """Whether Hopper's tensor memory accelerator can be used: in half precision, for published models' head_dims."""
     fits = itemsize == 2 and head_dim in (64, 128) and block_size >= SPLIT_UNIT
-    return is_new and fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _descriptors(k_cache: torch.Tensor, v_cache: torch.Tensor, tile: int) -> tuple:

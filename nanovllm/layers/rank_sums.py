@@ -31,7 +31,7 @@ def begin_sums(layers: nn.ModuleList, num_tokens: int, reducer: ResidualReducer)
     projections = [layer.summed_projections() for layer in layers]
     constants = [proj.matmul.posted_constants(proj.weight, num_tokens) for proj in projections[0]]
     posts = all(projections) and None not in constants
-    reducer.begin_step(2 * len(layers) if posts else 0)
+    reducer.begin_pass(2 * len(layers), posts)
 
 
 def add_over_ranks(

@@ -49,9 +49,9 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
             max_model_len=config.max_model_len,
         )
         shape = AttentionShape(num_heads, runner.num_kv_heads, head_dim, runner.block_size, config.dtype, device)
-        packages.want(quack, backend.flash_attn4, shape)
         progress.tell("compiling kernels")
         with compiling_kernels(runner, progress.count("compiling kernels")):
+            packages.compile(quack, backend.flash_attn4, shape)
             progress.tell("loading weights")
             runner.load_weights()
         packages.load(tp, progress.count("compiling kernels of packages"))
