@@ -209,7 +209,7 @@ def test_tensor_in_two_files(copy):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM"),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM"),
         ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, "Gemma2ForCausalLM"),
         ({"architectures": None}, "architectures=None"),
         ({"model_type": "no-such-model"}, "no-such-model"),

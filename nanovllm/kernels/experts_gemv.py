@@ -9,7 +9,7 @@ Arguments of both functions:
     logits: of the router, `[num_tokens, num_experts]`, any float dtype, rows contiguous.
     weight: contiguous, of x's dtype, `[num_experts, rows, columns]`.
     context_lens: int32 [num_tokens]; a token with 0 is padding, whose row is left as it is. None: no token is padding.
-    config: launch constants; None for some that work.
+    config: launch constants.
     pdl: programmatic dependent launch (see `dependent_launch`). `gate_up` lets `down` start after its own wait. So
         `down` may read the logits, and the weights of their experts, before it waits for `gate_up`. It has to be the
         next launch.
@@ -35,12 +35,6 @@ class ExpertsGemvConfig(NamedTuple):
     rows: int  # weight rows of a program, of each of its experts; in `gate_up` two make one column of the result
     k_tile: int  # columns of a weight tile, at least 16; a program loads two tiles at once, or one that spans a row
     num_warps: int
-
-
-def default_config(K: int) -> ExpertsGemvConfig:
-    """Launch constants that work for rows of K elements; those of the tuned table are faster."""
-    k_tile = min(256, max(16, triton.next_power_of_2(K)))
-    return ExpertsGemvConfig(4, k_tile, max(1, k_tile // 64))
 
 
 @triton.jit
@@ -111,8 +105,8 @@ def gate_up(
     logits: Tensor,
     weight: Tensor,
     top_k: int,
-    context_lens: Tensor | None = None,
-    config: ExpertsGemvConfig | None = None,
+    context_lens: Tensor | None,
+    config: ExpertsGemvConfig,
     pdl: bool = False,
 ) -> Tensor:
     """`silu(x Wg^T) * (x Wu^T)` (Shazeer 2020) of each token with each of its experts, summed in float32.
@@ -129,7 +123,7 @@ def gate_up(
         raise ValueError(f"weight must have an even number of rows, norm_weight {K} of at most {MAX_NORM_SIZE} numbers")
     N = weight.shape[1] // 2
     y = torch.empty(num_tokens * top_k, N, dtype=x.dtype, device=x.device)
-    rows, k_tile, num_warps = config or default_config(K)
+    rows, k_tile, num_warps = config
     launcher(_gate_up_kernel, (triton.cdiv(2 * N, rows), num_tokens * top_k), pdl and has_pdl(x.device))(
         x, norm_weight, logits, weight, context_lens, y, x.stride(0), logits.stride(0), num_experts, N, eps,
         K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts), ROWS=rows, K_TILE=k_tile,
@@ -203,8 +197,8 @@ def down(
     normalize: bool,
     out: Tensor,
     add: bool,
-    context_lens: Tensor | None = None,
-    config: ExpertsGemvConfig | None = None,
+    context_lens: Tensor | None,
+    config: ExpertsGemvConfig,
     pdl: bool = False,
 ) -> Tensor:
     """The sum over each token's experts of `x W^T`, times the expert's probability, in float32 and rounded once: added
@@ -221,7 +215,7 @@ def down(
         raise ValueError(f"x must be a contiguous [{len(logits) * top_k}, {K}], not {list(x.shape)}")
     if out.shape != (len(logits), N) or out.stride(1) != 1 or out.dtype != x.dtype:
         raise ValueError(f"out must be [{len(logits)}, {N}] {x.dtype} with contiguous rows, not {list(out.shape)}")
-    rows, k_tile, num_warps = config or default_config(K)
+    rows, k_tile, num_warps = config
     launcher(_down_kernel, (triton.cdiv(N, rows), len(logits)), pdl and has_pdl(x.device))(
         x, logits, weight, context_lens, out, logits.stride(0), out.stride(0), num_experts, N,
         K=K, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=triton.next_power_of_2(num_experts),

@@ -157,7 +157,7 @@ def test_without_the_tensor_memory_accelerator(device, monkeypatch):
     check_result(out, expected, 20)
 
 
-GEMV_CONFIGS = [None, ExpertsGemvConfig(4, 16, 1), ExpertsGemvConfig(8, 64, 2), ExpertsGemvConfig(16, 128, 4)]
+GEMV_CONFIGS = [ExpertsGemvConfig(4, 16, 1), ExpertsGemvConfig(8, 64, 2), ExpertsGemvConfig(16, 128, 4)]
 
 
 @settings(max_examples=8)
@@ -210,8 +210,8 @@ def test_a_row_that_is_not_finite_disturbs_no_other(device, value):
     add_pairs(down(gate_up(x, order, starts, weights[0]), order, starts, shares, weights[1]), out, False)
     torch.testing.assert_close(out[[0, 2, 3]], expected[[0, 2, 3]])
     out.zero_()
-    hidden = experts_gemv.gate_up(x, None, 0.0, logits, weights[0], 2)
-    experts_gemv.down(hidden, logits, weights[1], 2, True, out, False)
+    hidden = experts_gemv.gate_up(x, None, 0.0, logits, weights[0], 2, None, GEMV_CONFIGS[0])
+    experts_gemv.down(hidden, logits, weights[1], 2, True, out, False, None, GEMV_CONFIGS[0])
     torch.testing.assert_close(out[[0, 2, 3]], expected[[0, 2, 3]])
 
 
@@ -251,8 +251,35 @@ def test_wrong_arguments(device):
     with pytest.raises(ValueError, match=r"^out must be \[3, 8\]"):
         add_pairs(y, x[:2], True)
     with pytest.raises(ValueError, match=r"^logits must be \[1..16"):
-        experts_gemv.gate_up(x, None, 0.0, logits[:0], gate_up_weight, 2)
+        experts_gemv.gate_up(x, None, 0.0, logits[:0], gate_up_weight, 2, None, GEMV_CONFIGS[0])
     with pytest.raises(ValueError, match=r"^weight must be a contiguous \[4, rows, 8\]"):
-        experts_gemv.gate_up(x, None, 0.0, logits, down_weight, 2)
+        experts_gemv.gate_up(x, None, 0.0, logits, down_weight, 2, None, GEMV_CONFIGS[0])
     with pytest.raises(ValueError, match=r"^x must be a contiguous \[6, 6\]"):
-        experts_gemv.down(hidden[:5], logits, down_weight, 2, True, x, True)
+        experts_gemv.down(hidden[:5], logits, down_weight, 2, True, x, True, None, GEMV_CONFIGS[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_prefill", [False, True])
+def test_constants_of_the_table(is_prefill):
+    from nanovllm.layers.expert_candidates import expert_candidates
+    from nanovllm.layers.expert_products import ExpertsProblem
+    from nanovllm.tuning.table import package_table
+
+    device = torch.device("cuda")
+    candidates = {candidate.name: candidate for candidate in expert_candidates(device)}
+    for key, row in package_table("NVIDIA H200").rows.items():
+        if key.operation != "experts" or (key.phase == "prefill") != is_prefill:
+            continue
+        weights = make_weights(key.num_experts, key.K, key.N // 2, torch.bfloat16, device)
+        for bound, choices in zip(row.bounds, row.choices, strict=True):
+            num_tokens = min(bound, 3000)
+            x, out = (make_rows(num_tokens, key.K, torch.bfloat16, device) for _ in range(2))
+            logits = make_logits(num_tokens, key.num_experts, "any", torch.bfloat16, device)
+            lens = None if is_prefill else make_context_lens(num_tokens, True, device)
+            expected = expected_sum(x, logits, 8, True, weights, out, True, lens)
+            for name, constants in choices:
+                result = out._base.clone()[:, 8 : 8 + key.K]
+                problem = ExpertsProblem(x, logits, *weights, 8, True, result, True, lens)
+                assert candidates[name].supports(problem)
+                candidates[name].launch(problem, constants)
+                check_result(result, expected, num_tokens)
