@@ -28,10 +28,10 @@ class NormedParts:
 
 def begin_sums(layers: nn.ModuleList, num_tokens: int, reducer: ResidualReducer) -> None:
     """Call this before each forward pass of decoder layers: it decides whether their products post the sums."""
-    projections = [layer.summed_projections() for layer in layers]
-    constants = [proj.matmul.posted_constants(proj.weight, num_tokens) for proj in projections[0]]
-    posts = all(projections) and None not in constants
-    reducer.begin_pass(2 * len(layers), posts)
+    of_layers = [layer.summed_projections() for layer in layers]
+    projections = [projection for of_layer in of_layers for projection in of_layer]
+    constants = [each.matmul.posted_constants(each.weight, num_tokens) for each in projections]
+    reducer.begin_pass(2 * len(layers), all(of_layers) and None not in constants)
 
 
 def add_over_ranks(

@@ -40,7 +40,9 @@ def load_model(model: nn.Module, directory: str) -> None:
         ValueError: a damaged file; or a missing or extra tensor, or one of a wrong shape or dtype, with its file.
     """
     with ExitStack() as stack:
-        tensors = _open_tensors(directory, stack)
+        prefix = getattr(model, "checkpoint_prefix", "")
+        opened = _open_tensors(directory, stack).items()
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in opened if name.startswith(prefix)}
         plan = _make_plan(model, tensors, directory)
         # The largest first, so that no thread is left alone with one in the end.
         names = sorted(plan, key=lambda name: -math.prod(tensors[name].content.get_shape()))

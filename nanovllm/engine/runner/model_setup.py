@@ -75,12 +75,14 @@ def _make_decode_inputs(runner: Any, backend: AttentionBackend, constants: Decod
     config = runner.config
     max_blocks = -(-config.max_model_len // runner.block_size)
     padded = [runner.model.padded_batch(n) for n in range(config.max_num_seqs + 1)]
+    windows = list(dict.fromkeys(layer.window for layer in runner.attention_layers()))
     runner.decode_inputs = DecodeInputs(
         config.max_num_seqs,
         max_blocks,
         runner.block_size,
         runner.device,
-        partial(constants.num_work_items, num_kv_heads=runner.num_kv_heads) if backend.wants_plan else None,
+        partial(constants.num_work_items, num_kv_heads=runner.num_kv_heads),
+        windows if backend.wants_plan else [],
         padded,
         runner.mixed_step_rows,
     )
