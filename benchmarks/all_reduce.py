@@ -26,10 +26,11 @@ TOKENS = (1, 4, 16, 64, 128, 256, 512, 2048, 16384)
 EPS = 1e-6
 
 
-def time_calls(call, num_calls: int) -> float:
+def time_calls(reducer, call, num_calls: int) -> float:
     """Microseconds a call; all ranks at the same time."""
 
     def run():
+        reducer.begin_pass(num_calls, False)
         for _ in range(num_calls):
             call()
 
@@ -57,7 +58,8 @@ def measure(index: int, size: int, store_folder: str, hidden: int, results: list
             reducer.add_norm(residual, partial, weight, EPS)
 
         num_calls = 20 if num_tokens < 4096 else 4  # Even: two buffers take turns.
-        row = {"tokens": num_tokens, "nccl": time_calls(nccl, num_calls), "ours": time_calls(ours, num_calls)}
+        row = {"tokens": num_tokens}
+        row |= {name: time_calls(reducer, call, num_calls) for name, call in (("nccl", nccl), ("ours", ours))}
         if rank == 0:
             results.append(row)
             print(f"{num_tokens:6d} tokens: NCCL {row['nccl']:7.1f} us, ours {row['ours']:7.1f} us", flush=True)

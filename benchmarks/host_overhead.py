@@ -33,7 +33,7 @@ def measure(batch: int, waiting: int) -> dict:
     rng = Random(0)
     scheduler = Scheduler(batch, 1 << 20, 4096, batch * 4, BLOCK_SIZE)
     num_work_items = partial(DecodeConstants(package_table("NVIDIA H200")).num_work_items, num_kv_heads=8)
-    inputs = DecodeInputs(batch, 4096 // BLOCK_SIZE, BLOCK_SIZE, torch.device("cpu"), num_work_items)
+    inputs = DecodeInputs(batch, 4096 // BLOCK_SIZE, BLOCK_SIZE, torch.device("cpu"), num_work_items, [None])
     params = SamplingParams(max_tokens=PROMPT_TOKENS, ignore_eos=True)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]

@@ -55,7 +55,8 @@ def make_checkpoint(
         fields["head_dim"] = 32
     if not family.startswith("qwen"):  # Their defaults are of a larger vocabulary.
         fields |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    if int(transformers.__version__.split(".")[0]) >= 5:
+    # Gemma 3's settings differ by the kind of layer, and both releases read the old spelling.
+    if int(transformers.__version__.split(".")[0]) >= 5 and family != "gemma3_text":
         scaling = rope_scaling or {"rope_type": "default"}
         fields["rope_parameters"] = {"rope_theta": rope_theta, **scaling}
     else:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.kernels import paged_decode as kernel
-from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeWorkspace, plan_decode
+from nanovllm.kernels.decode_plan import PIECE_FIELDS, SPLIT_UNIT, DecodeWorkspace, plan_decode
 from nanovllm.kernels.paged_decode import TensorDescriptor, has_tma
 from nanovllm.layers.attention_torch import decode_attention_torch
 from nanovllm.layers.decode_constants import DecodeConstants
@@ -25,15 +25,16 @@ if HAS_TMA and torch.cuda.is_available():
 needs_tma = pytest.mark.skipif(not HAS_TMA, reason="needs Hopper's tensor memory accelerator, or the interpreter")
 
 
-def make_plan(context_lens, num_kv_heads, num_items=None):
+def make_plan(context_lens, num_kv_heads, num_items=None, window=None):
     """The plan of a launch outside the engine."""
     items = np.empty((num_items or H200.num_work_items(len(context_lens), num_kv_heads), PIECE_FIELDS), np.int32)
-    plan_decode(context_lens.cpu().numpy(), items)
+    plan_decode(context_lens.cpu().numpy(), items, window)
     return torch.from_numpy(items).to(context_lens.device)
 
 
-def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed, spare_blocks=2):
-    """Arguments of a decode step. Every slot that no sequence owns is NaN, and so is what lies around the queries."""
+def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed, spare_blocks=2, window=None):
+    """Arguments of a decode step. Every slot that no sequence owns is NaN, and so is what lies around the queries and
+    what lies before a window by a tile or more."""
     generator = torch.Generator().manual_seed(seed)
     fused = torch.full((len(lens), num_heads + 3, head_dim), float("nan"), dtype=dtype, device=device)
     fused[:, 1 : num_heads + 1] = torch.randn(len(lens), num_heads, head_dim, generator=generator).to(device, dtype)
@@ -50,6 +51,8 @@ def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device
         slots = tables[i, positions // block_size].long() * block_size + positions % block_size
         for cache in (k_cache, v_cache):
             rows = torch.randn(context_len, num_kv_heads, head_dim, generator=generator)
+            if window is not None:
+                rows[: max(0, context_len - window) // SPLIT_UNIT * SPLIT_UNIT] = float("nan")
             cache.flatten(0, 1)[slots.to(device)] = rows.to(device, dtype)
     return {
         "q": fused[:, 1 : num_heads + 1],
@@ -58,11 +61,12 @@ def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device
         "context_lens": torch.tensor(lens, dtype=torch.int32, device=device),
         "block_tables": tables.to(device),
         "scale": head_dim**-0.5,
+        "window": window,
     }
 
 
 def paged_decode(
-    q, k_cache, v_cache, context_lens, block_tables, scale, plan=None, workspace=None, config=None, pdl=False
+    q, k_cache, v_cache, context_lens, block_tables, scale, window=None, plan=None, workspace=None, config=None
 ):
     """The kernel, with what the engine gives it for this batch by default."""
     (batch_size, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
@@ -71,19 +75,21 @@ def paged_decode(
         config = H200.config(batch_size, num_kv_heads, head_dim, q.element_size(), tma)
     if batch_size == 0:
         return kernel.paged_decode(q, k_cache, v_cache, block_tables, scale, plan, workspace, config)
-    plan = make_plan(context_lens, num_kv_heads) if plan is None else plan
+    plan = make_plan(context_lens, num_kv_heads, window=window) if plan is None else plan
     workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, len(plan))
-    return kernel.paged_decode(q, k_cache, v_cache, block_tables, scale, plan, workspace, config, pdl)
+    return kernel.paged_decode(
+        q, k_cache, v_cache, block_tables, scale, plan, workspace, config, windowed=window is not None
+    )
 
 
-def dense_decode(q, k_cache, v_cache, context_lens, block_tables, scale):
+def dense_decode(q, k_cache, v_cache, context_lens, block_tables, scale, window=None):
     """The definition, in float64, key by key."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     for i, context_len in enumerate(context_lens.tolist()):
         if context_len == 0:
             continue
-        places = [divmod(position, block_size) for position in range(context_len)]
+        places = [divmod(position, block_size) for position in range(context_len)][-(window or context_len) :]
         k, v = (
             torch.stack([cache[block_tables[i, block], offset] for block, offset in places]).double().cpu()
             for cache in (k_cache, v_cache)

@@ -1,6 +1,10 @@
-"""Weights and rows for the tests of linear layers' kernels."""
+"""Weights and rows for the tests of linear layers' kernels, these as functions that return results, and their twins."""
 
 import torch
+import torch.nn.functional as F
+
+from nanovllm.layers.activation import silu_and_mul_torch
+from nanovllm.layers.layernorm import rms_norm_torch
 
 
 def make_linear(N: int, K: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -14,3 +18,80 @@ def make_rows(M: int, width: int, dtype: torch.dtype, device: str) -> torch.Tens
     wide = torch.full((M, width + 24), float("nan"), device=device, dtype=dtype)
     wide[:, 8 : 8 + width] = torch.randn(M, width, device=device)
     return wide[:, 8 : 8 + width]
+
+
+def empty_result(x: torch.Tensor, weight: torch.Tensor, silu: bool = False) -> torch.Tensor:
+    return torch.empty(len(x), len(weight) // 2 if silu else len(weight), dtype=x.dtype, device=x.device)
+
+
+def gemv_norm_linear(x, norm_weight, eps, weight, bias=None, *, config, pdl=False):
+    from nanovllm.kernels.gemv import gemv
+
+    y = empty_result(x, weight)
+    gemv(x, weight, y, bias, config, norm_weight=norm_weight, eps=eps, pdl=pdl)
+    return y
+
+
+def gemv_norm_linear_silu(x, norm_weight, eps, weight, *, config, pdl=False):
+    from nanovllm.kernels.gemv import gemv
+
+    y = empty_result(x, weight, silu=True)
+    gemv(x, weight, y, None, config, norm_weight=norm_weight, eps=eps, silu=True, pdl=pdl)
+    return y
+
+
+def gemv_linear_add(x, weight, residual, bias=None, *, config, pdl=False):
+    from nanovllm.kernels.gemv import gemv
+
+    gemv(x, weight, residual, bias, config, add=True, pdl=pdl)
+    return residual
+
+
+def split_k_linear(x, weight, bias=None, out=None, *, config, arrivals=None, pdl=False):
+    from nanovllm.kernels.split_k import make_arrivals, split_k
+
+    y = empty_result(x, weight) if out is None else out
+    split_k(x, weight, y, bias, config, make_arrivals(x.device) if arrivals is None else arrivals, pdl=pdl)
+    return y
+
+
+def split_k_linear_silu(x, weight, *, config, arrivals=None, pdl=False):
+    from nanovllm.kernels.split_k import make_arrivals, split_k
+
+    y = empty_result(x, weight, silu=True)
+    arrivals = make_arrivals(x.device) if arrivals is None else arrivals
+    split_k(x, weight, y, None, config, arrivals, silu=True, pdl=pdl)
+    return y
+
+
+def split_k_linear_add(x, weight, residual, bias=None, *, config, arrivals=None, pdl=False):
+    from nanovllm.kernels.split_k import make_arrivals, split_k
+
+    arrivals = make_arrivals(x.device) if arrivals is None else arrivals
+    split_k(x, weight, residual, bias, config, arrivals, add=True, pdl=pdl)
+    return residual
+
+
+# The plain twins of the kernels: sums in float32, rounded where the kernels round.
+
+
+def linear_torch(x, weight, bias=None):
+    product = F.linear(x.float(), weight.float())
+    return (product if bias is None else product + bias.float()).to(x.dtype)
+
+
+def linear_silu_torch(x, weight):
+    return silu_and_mul_torch(linear_torch(x, weight))
+
+
+def linear_add_torch(x, weight, residual, bias=None):
+    total = residual.float() + F.linear(x.float(), weight.float())
+    return residual.copy_(total if bias is None else total + bias.float())
+
+
+def norm_linear_torch(x, norm_weight, eps, weight, bias=None):
+    return linear_torch(rms_norm_torch(x, norm_weight, eps), weight, bias)
+
+
+def norm_linear_silu_torch(x, norm_weight, eps, weight):
+    return linear_silu_torch(rms_norm_torch(x, norm_weight, eps), weight)

@@ -213,14 +213,9 @@ def test_tensor_in_two_files(copy):
         ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, "Gemma2ForCausalLM"),
         ({"architectures": None}, "architectures=None"),
         ({"model_type": "no-such-model"}, "no-such-model"),
-        (
-            # Without layer_types, which transformers 5 reads instead.
-            {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0, "layer_types": None},
-            "sliding_window=32",
-        ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
-    ids=["moe", "gemma2", "no-architecture", "unknown-type", "sliding-window", "gelu"],
+    ids=["moe", "gemma2", "no-architecture", "unknown-type", "gelu"],
 )
 def test_model_that_is_not_supported(copy, changes, message):
     path = copy()

@@ -89,8 +89,8 @@ class SumsInTurns:
     def __init__(self, min_tokens):
         self.long_sums, self.log, self.min_tokens = self, [], min_tokens
 
-    def begin_step(self, num_sums):
-        assert num_sums == 0
+    def begin_pass(self, num_sums, is_posting):
+        assert not is_posting
 
     def takes_parts(self, num_tokens):
         return num_tokens >= self.min_tokens

@@ -89,18 +89,19 @@ def test_torch_defaults_after_a_failing_init(tmp_path):
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
         make_llm(path, dtype="bfloat16")
     assert torch_defaults() == before
-    with pytest.raises(ValueError, match="use_sliding_window"):
-        # Fails while the model is built, where the default dtype is ours.
-        make_llm(path, dtype="bfloat16", hf_config=_with_sliding_window(path))
+
+
+def test_torch_defaults_after_a_model_that_cannot_be_built(path, monkeypatch):
+    """There the default dtype is ours."""
+
+    def fail(*args):
+        raise ValueError("no such MLP")
+
+    before = torch_defaults()
+    monkeypatch.setattr(Qwen3ForCausalLM, "mlp", fail)
+    with pytest.raises(ValueError, match="no such MLP"):
+        make_llm(path, dtype="bfloat16")
     assert torch_defaults() == before
-
-
-def _with_sliding_window(path):
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path)
-    config.use_sliding_window = True
-    return config
 
 
 def test_no_threads_and_no_processes_are_left(path):

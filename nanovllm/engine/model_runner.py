@@ -105,7 +105,7 @@ class ModelRunner:
         """Give all memory back. Calling it again does nothing."""
         self.synchronize()
         if self.model is not None:
-            for layer in self._attention_layers():
+            for layer in self.attention_layers():
                 layer.k_cache = layer.v_cache = None
             # A parameter and its loader's layer refer to each other, so only the collector would free them.
             for parameter in self.model.parameters():
@@ -141,7 +141,7 @@ class ModelRunner:
 
     def allocate_kv_cache(self) -> None:
         """One tensor for all layers. Raises MemoryError, with the numbers, if there is no room for one block."""
-        layers = self._attention_layers()
+        layers = self.attention_layers()
         sizes = len(layers), self.num_kv_heads
         self.use_kv_cache(allocate_kv_cache(self.config, *sizes, self.device, self.tp, self._free_at_start))
 
@@ -149,10 +149,10 @@ class ModelRunner:
         """Give each layer its slices of the cache; None takes them away."""
         self.kv_cache = kv_cache
         self.num_kvcache_blocks = 0 if kv_cache is None else kv_cache.shape[2]
-        for i, layer in enumerate(self._attention_layers()):
+        for i, layer in enumerate(self.attention_layers()):
             layer.k_cache, layer.v_cache = (None, None) if kv_cache is None else kv_cache[:, i]
 
-    def _attention_layers(self) -> list[Attention]:
+    def attention_layers(self) -> list[Attention]:
         return [module for module in self.model.modules() if isinstance(module, Attention)]
 
     # -- one step ----------------------------------------------------------------------------------------------

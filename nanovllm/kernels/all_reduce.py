@@ -1,12 +1,11 @@
 """Sum over tensor-parallel GPUs, residual addition and RMS norm in one launch, over memory that all GPUs map.
 
-All functions are "one shot": every rank reads all partial sums and adds them up itself, in float32 and in the order of
-ranks. So all ranks get the same bits. `push_add_norm` is for few tokens and has the least latency. `pull_add_norm` is
-for many tokens and has the least traffic. `add_norm_arrived` is for long prefills over two ranks, whose sums a copy
-engine brings (see `LongSums`).
+Every rank reads all partial sums and adds them up itself, in float32 and in the order of ranks. So all ranks get the
+same bits. `pull_add_norm` is for many tokens (`posted_sums` is faster for few). `add_norm_arrived` is for long prefills
+over two ranks, whose sums a copy engine brings (see `LongSums`).
 
-Each computes `residual += sum of the ranks' parts` and returns `residual / sqrt(mean(residual^2) + eps) * weight`, both
-rounded once. All ranks must call it with the same shapes: they wait for each other. Arguments of all functions:
+Both compute `residual += sum of the ranks' parts` and return `residual / sqrt(mean(residual^2) + eps) * weight`, both
+rounded once. All ranks must call it with the same shapes: they wait for each other. Arguments of both functions:
     residual: `[num_tokens, hidden]`, contiguous, the same on all ranks; overwritten.
     weight, eps: `[hidden]`, of residual's dtype; and what is added to the mean square.
     abort: int32 `[1]`; a value other than 0 ends all waiting, and the results then mean nothing.
@@ -20,88 +19,11 @@ from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.posted_sums import await_messages, high_half, low_half, to_messages, to_words
 
 # The most programs of a pull. Each one waits for its peers once, and fewer do not use all of NVLink.
 MAX_PULL_PROGRAMS = 256
 # The most programs of `add_norm_arrived`. Each one checks for itself whether the second sum has arrived.
 MAX_ADD_NORM_PROGRAMS = 1056
-# The most tokens of a push, whose stores are twice as large as their content.
-MAX_PUSH_TOKENS = 64
-
-
-@triton.jit
-def _push_kernel(
-    inboxes, epochs, abort, partial, residual, weight, y, eps,
-    RANK: tl.constexpr, SIZE: tl.constexpr, MAX_TOKENS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    await_previous(PDL)
-    token = tl.program_id(0)
-    word = tl.arange(0, BLOCK)
-    mask = word < WORDS
-    scale = tl.load(weight + word, mask=mask, other=0)
-    epoch = tl.load(epochs + token) + 1
-    # After an abort the other ranks' memory may be gone.
-    reachable = word < tl.where(tl.load(abort, volatile=True) == 0, WORDS, 0)
-    own = tl.load(partial + token * WORDS + word, mask=mask, other=0)
-    messages = to_messages(own, epoch)
-    # Two inboxes take turns. A rank sends again only after it has received the reader's message, and the reader sent
-    # that after it had read the inbox before.
-    first_row = (epoch % 2) * SIZE * MAX_TOKENS + token
-    for i in tl.static_range(1, SIZE):
-        inbox = tl.load(inboxes + (RANK + i) % SIZE).to(tl.pointer_type(tl.int64))
-        inbox = tl.multiple_of(inbox, 16)
-        tl.store(inbox + (first_row + RANK * MAX_TOKENS) * WORDS + word, messages, mask=reachable)
-    before = tl.load(residual + token * WORDS + word, mask=mask, other=0)
-    low, high = low_half(before, DTYPE), high_half(before, DTYPE)
-    inbox = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64))
-    inbox = tl.multiple_of(inbox, 16)
-    for rank in tl.static_range(SIZE):
-        words = own
-        if rank != RANK:
-            words = await_messages(inbox + (first_row + rank * MAX_TOKENS) * WORDS + word, epoch, abort, mask)
-        low += low_half(words, DTYPE)
-        high += high_half(words, DTYPE)
-    after = to_words(low, high, DTYPE)
-    tl.store(residual + token * WORDS + word, after, mask=mask)
-    low, high = low_half(after, DTYPE), high_half(after, DTYPE)
-    inverse_rms = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / (2 * WORDS) + eps)
-    low, high = low * inverse_rms * low_half(scale, DTYPE), high * inverse_rms * high_half(scale, DTYPE)
-    tl.store(y + token * WORDS + word, to_words(low, high, DTYPE), mask=mask)
-    tl.store(epochs + token, epoch)
-
-
-def push_add_norm(
-    inboxes: Tensor,
-    epochs: Tensor,
-    abort: Tensor,
-    rank: int,
-    partial: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-) -> Tensor:
-    """The sum of the ranks' `partial`. A rank writes its part into the others' inboxes (see `posted_sums`), and waits
-    for theirs.
-
-    Args:
-        inboxes: int64 `[size]`, addresses of the ranks' inboxes, int64 `[2, size, MAX_PUSH_TOKENS, hidden / 2]` each,
-            zero at first.
-        epochs: int32 `[MAX_PUSH_TOKENS]`, zero at first, this rank's alone.
-        partial: like residual, bfloat16 or float16, up to MAX_PUSH_TOKENS tokens.
-    """
-    num_tokens, hidden = residual.shape
-    y = torch.empty_like(residual)
-    block = triton.next_power_of_2(hidden // 2)
-    words = (x.view(torch.int32) for x in (partial, residual, weight, y))
-    launcher(_push_kernel, (num_tokens,), has_pdl(residual.device))(
-        inboxes, epochs, abort, *words, eps,
-        RANK=rank, SIZE=len(inboxes), MAX_TOKENS=MAX_PUSH_TOKENS, WORDS=hidden // 2, BLOCK=block,
-        DTYPE=tl.bfloat16 if residual.dtype == torch.bfloat16 else tl.float16,
-        num_warps=min(max(block // 128, 1), 16),
-    )  # fmt: skip
-    return y
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""How decode attention is cut into pieces of work, once a step on the host for all layers.
+"""How decode attention is cut into pieces of work, once a step on the host for all layers of the same window.
 
 A piece is a run of one sequence's keys. A sequence is cut into as few splits of equal length as a limit allows that
 holds for the whole step. The longest pieces come first: a multiprocessor that is free takes the next one, and short
@@ -31,15 +31,19 @@ class DecodeConfig(NamedTuple):
     tma: bool = False  # load whole tiles with Hopper's tensor memory accelerator
 
 
-def plan_decode(context_lens: np.ndarray, items: np.ndarray) -> None:
+def plan_decode(context_lens: np.ndarray, items: np.ndarray, window: int | None = None) -> None:
     """Cut one step.
 
     Args:
         context_lens: keys of each row [num_rows], 0 = a padding row, which gets a piece to write zeros.
         items: int32 [num_items, PIECE_FIELDS] to fill, num_items > num_rows.
+        window: the number of last keys that a row attends to; None: all. A row's first piece may then begin at any key.
+            The others begin at multiples of SPLIT_UNIT.
     """
     num_rows, num_items = len(context_lens), len(items)
-    units = -(-context_lens // SPLIT_UNIT)
+    window_start = np.zeros_like(context_lens) if window is None else np.maximum(context_lens - window, 0)
+    first_unit = window_start // SPLIT_UNIT
+    units = -(-context_lens // SPLIT_UNIT) - first_unit
     # sum(ceil(u / n)) <= num_rows + sum(u) / n, so with this n all pieces fit.
     most_units = max(1, -(-int(units.sum()) // (num_items - num_rows)), -(-int(units.max()) // MAX_SPLITS))
     num_splits = np.maximum(-(-units // most_units), 1)
@@ -50,11 +54,11 @@ def plan_decode(context_lens: np.ndarray, items: np.ndarray) -> None:
     order = np.repeat(np.arange(num_rows), num_splits)
     row, used = longest_first[order], len(order)
     split = np.arange(used) - first[order]
-    first_key = split * split_keys[row]
+    first_key = first_unit[row] * SPLIT_UNIT + split * split_keys[row]
     items[:used, 0] = row
     items[:used, 1] = split
     items[:used, 2] = num_splits[order]
-    items[:used, 3] = first_key
+    items[:used, 3] = np.maximum(first_key, window_start[row])
     items[:used, 4] = np.minimum(first_key + split_keys[row], context_lens[row])
     items[used:, 0] = -1
 

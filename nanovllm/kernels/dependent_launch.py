@@ -18,15 +18,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-    HAS_GDC = True
-except ImportError:  # older Triton; the compiler resolves the names even in a branch that is never taken
-    gdc_launch_dependents = gdc_wait = tl.debug_barrier
-    HAS_GDC = False
-
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 CACHE_LINE = 128  # bytes
 
@@ -49,10 +41,9 @@ def await_previous(PDL: tl.constexpr):
 
 @cache
 def has_pdl(device: torch.device) -> bool:
-    """Whether dependent launches are available: on Hopper or newer, with a Triton that has them, not interpreted."""
+    """Whether dependent launches are available: on Hopper or newer, not interpreted."""
     return (
         device.type == "cuda"
-        and HAS_GDC
         and isinstance(await_previous, triton.JITFunction)
         and torch.cuda.get_device_capability(device) >= (9, 0)
     )

@@ -1,86 +1,41 @@
-"""Linear layers of a small decode batch (1..16 tokens), each fused with what stands before and after it: y = f(x) W^T.
+"""Linear layers of 1 to 4 tokens, each fused with what stands before and after it: y = f(x) W^T.
 
 Such a layer takes as long as reading its weights. A program computes a few output columns, that is rows of W, over all
 of K. Nothing is combined between programs, so results are deterministic and a residual can be updated in place. All
 loads of a tile are independent, 16 bytes each, and issued before the first is used; the next tile is loaded before this
 one is multiplied. Every program computes the norm of the input anew, because x is small and in L2.
 
-For few tokens the plain cores multiply, with the weights in the registers that they were loaded to. For more tokens the
-tensor cores multiply: tokens are padded to 16, each warp has a slice of K, and the slices are added at the end.
-
-Arguments of all functions:
-    x: `[M, K]`, M in 1..16, float32 or a 16-bit float, any row stride.
-    weight: `[N, K]`, contiguous, of x's dtype; of `norm_linear_silu` the gate's N / 2 rows and then the up's.
-    bias: `[N]`, any float dtype, or None.
-    norm_weight, eps: `[K]`, any float dtype, K at most MAX_NORM_SIZE; and what is added to the mean square.
-    config: launch constants; None for some that work.
-    pdl: programmatic dependent launch (see `dependent_launch`). Weights, norm weights and biases are read before the
-        wait.
-
-Another shape, layout or dtype raises ValueError, and the message begins with the argument's name. Rows of x don't
-influence each other. Equal calls give equal bits; another number of tokens may round differently.
+For so few tokens the plain cores keep pace with memory, with the weights in the registers that they were loaded to.
 """
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.dependent_launch import (
-    CACHE_LINE,
-    HAS_GDC,
-    gdc_launch_dependents,
-    gdc_wait,
-    has_pdl,
-    prefetch_lines,
-)
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.linear_checks import check_layer, check_result
-from nanovllm.kernels.posted_sums import MAX_TOKENS, Inboxes, post
+from nanovllm.kernels.posted_sums import Inboxes, post
 
+MAX_TOKENS = 4
 MAX_NORM_SIZE = 8192
-_MIN_DOT_ROWS = 8 if HAS_GDC else 16  # the least for which the compiler uses tensor cores
-# Up to here the plain cores keep pace with memory.
-_MAX_PLAIN_TOKENS = 4
 
 
 class GemvConfig(NamedTuple):
-    """Launch constants, all powers of two or 0."""
+    """Launch constants, all powers of two."""
 
-    # Weight rows of a program; two make one output column of `norm_linear_silu`. With tensor cores at least 8.
-    rows_per_program: int
+    rows_per_program: int  # weight rows of a program; two make one output column with `silu`
     k_tile: int  # columns of a weight tile, at least 16; a program loads two tiles at once, or one that spans K
-    num_warps: int  # with tensor cores also slices of a tile, at least 16 columns each
-    tensor_cores: bool = False  # whether the tensor cores multiply; for 16-bit dtypes
-    prefetch: int = 0  # first columns of its rows that a program prefetches into L2, a cache line or more; 0 for none
-
-
-def default_config(M: int, K: int, itemsize: int) -> GemvConfig:
-    """Launch constants that work for M tokens and rows of K elements of `itemsize` bytes; those of the tuned table are
-    faster."""
-    k_tile = min(1024, max(16, triton.next_power_of_2(K)))
-    if itemsize == 2 and M > _MAX_PLAIN_TOKENS:
-        return GemvConfig(16, k_tile, max(1, min(4, k_tile // 128)), True)
-    return GemvConfig(4, k_tile, max(1, min(4, k_tile // 256)))
-
-
-@triton.jit
-def _prefetch(weight, row, inside, K: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr):
-    """Ask the first COLUMNS of the given rows into L2, a cache line of LINE elements at a time."""
-    column = tl.arange(0, COLUMNS // LINE) * LINE
-    offset = row.to(tl.int64)[:, None] * K + column[None, :]
-    # The instruction has no mask: instead of what lies outside, the first line is asked for.
-    prefetch_lines(weight + tl.where(inside[:, None] & (column < K)[None, :], offset, 0))
+    num_warps: int
 
 
 @triton.jit(do_not_specialize=["index"])
 def gemv_kernel(
     x, norm_weight, weight, bias, y, x_stride, y_stride, N, eps, inboxes, step, abort, index,
     M: tl.constexpr, K: tl.constexpr, PADDED_M: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr,
-    SLICES: tl.constexpr, VECTOR: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr,
-    TENSOR_CORES: tl.constexpr, SILU_OUTPUT: tl.constexpr, ADD: tl.constexpr,
+    VECTOR: tl.constexpr, SILU_OUTPUT: tl.constexpr, ADD: tl.constexpr,
     RANK: tl.constexpr, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] = f(x) W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU_OUTPUT; f: norm or none. With
@@ -98,23 +53,12 @@ def gemv_kernel(
     if PDL:
         # The next kernel begins with its weights too: its programs are welcome as soon as there is room for them.
         gdc_launch_dependents()
-    if PREFETCH > 0:
-        _prefetch(weight, weight_row, column < N, K, PREFETCH, LINE)
 
-    SLICE: tl.constexpr = K_TILE // SLICES
-    first_k = tl.arange(0, SLICES)[:, None, None] * SLICE
-    k = first_k + tl.arange(0, SLICE)[None, None, :]
-    if TENSOR_CORES:
-        # x is [slice, token, k], the weights [slice, k, row].
-        weight_k = first_k + tl.arange(0, SLICE)[None, :, None]
-        weight += weight_row.to(tl.int64)[None, None, :] * K + weight_k
-        inside_rows = (column < N)[None, None, :]
-    else:
-        # x is [token, 1, k], the weights [1, row, k].
-        weight_k = k
-        weight += weight_row.to(tl.int64)[None, :, None] * K + k
-        inside_rows = (column < N)[None, :, None]
-    w = tl.load(weight, mask=inside_rows & (weight_k < K), other=0.0)
+    # x is [token, 1, k], the weights [1, row, k].
+    k = tl.arange(0, K_TILE)[None, None, :]
+    inside_rows = (column < N)[None, :, None]
+    weight += weight_row.to(tl.int64)[None, :, None] * K + k
+    w = tl.load(weight, mask=inside_rows & (k < K), other=0.0)
     if norm_weight is not None:
         scale = tl.load(norm_weight + k, mask=k < K, other=0.0)
     if bias is not None:
@@ -140,42 +84,30 @@ def gemv_kernel(
     else:
         total = tl.zeros([PADDED_M, OUTPUTS], dtype=tl.float32)
 
-    token = tokens[None, :, None] if TENSOR_CORES else tokens[:, None, None]
+    token = tokens[:, None, None]
     x += token * x_stride + k
     # A single tile's x is loaded once: the compiler finds both loads below to be the same.
     if norm_weight is not None:
-        if TENSOR_CORES:
-            squares = tl.zeros([SLICES, PADDED_M, SLICE], dtype=tl.float32)
-        else:
-            squares = tl.zeros([PADDED_M, 1, SLICE], dtype=tl.float32)
+        squares = tl.zeros([PADDED_M, 1, K_TILE], dtype=tl.float32)
         for start in range(0, K, K_TILE):
             value = tl.load(x + start, mask=(token < M) & (k < K - start), other=0.0).to(tl.float32)
             squares += value * value
-        square_sum = tl.sum(squares, axis=2, keep_dims=True)
-        if TENSOR_CORES:
-            square_sum = tl.sum(square_sum, axis=0, keep_dims=True)
-        inverse_rms = tl.rsqrt(square_sum / K + eps)
+        inverse_rms = tl.rsqrt(tl.sum(squares, axis=2, keep_dims=True) / K + eps)
 
-    if TENSOR_CORES:
-        acc = tl.zeros([SLICES, PADDED_M, ROWS], dtype=tl.float32)
-    else:
-        acc = tl.zeros([PADDED_M, ROWS, K_TILE // VECTOR], dtype=tl.float32)
+    acc = tl.zeros([PADDED_M, ROWS, K_TILE // VECTOR], dtype=tl.float32)
     for start in range(0, K, K_TILE):
         value = tl.load(x + start, mask=(token < M) & (k < K - start), other=0.0)
         left = K - K_TILE - start
-        next_w = tl.load(weight + K_TILE + start, mask=inside_rows & (weight_k < left), other=0.0)
+        next_w = tl.load(weight + K_TILE + start, mask=inside_rows & (k < left), other=0.0)
         if norm_weight is not None:
             value = (value.to(tl.float32) * inverse_rms * scale.to(tl.float32)).to(value.dtype)
             scale = tl.load(norm_weight + K_TILE + start + k, mask=k < left, other=0.0)
-        if TENSOR_CORES:
-            acc = tl.dot(value, w, acc)
-        else:
-            # A vector is what one thread loaded at once, so this sum needs no other thread.
-            product = value.to(tl.float32) * w.to(tl.float32)
-            acc += tl.sum(tl.reshape(product, (PADDED_M, ROWS, K_TILE // VECTOR, VECTOR)), axis=3)
+        # A vector is what one thread loaded at once, so this sum needs no other thread.
+        product = value.to(tl.float32) * w.to(tl.float32)
+        acc += tl.sum(tl.reshape(product, (PADDED_M, ROWS, K_TILE // VECTOR, VECTOR)), axis=3)
         w = next_w
 
-    result = tl.sum(acc, axis=0) if TENSOR_CORES else tl.sum(acc, axis=2)
+    result = tl.sum(acc, axis=2)
     if bias is not None:
         result += shift[None, :]
     if SILU_OUTPUT:
@@ -190,99 +122,60 @@ def gemv_kernel(
         tl.store(y, (total + result).to(y.dtype.element_ty), mask=inside_y)
 
 
-def _launch(
+def gemv(
     x: Tensor,
     weight: Tensor,
     y: Tensor | None,
-    config: GemvConfig | None,
-    pdl: bool,
+    bias: Tensor | None,
+    config: GemvConfig,
+    *,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
-    bias: Tensor | None = None,
-    silu_output: bool = False,
+    silu: bool = False,
     add: bool = False,
     inboxes: Inboxes | None = None,
     index: int = 0,
+    pdl: bool = False,
 ) -> None:
-    """Run the kernel. y: None with inboxes."""
+    """`y = f(x) W^T + bias`, summed in float32 and rounded once, where f is the RMS norm or nothing.
+
+    Rows of x don't influence each other. Equal calls give equal bits; another number of tokens may round differently.
+
+    Args:
+        x: `[M, K]`, M in 1..MAX_TOKENS, float32 or a 16-bit float, any row stride.
+        weight: `[N, K]`, contiguous, of x's dtype.
+        y: `[M, N]` of x's dtype, any row stride; shares no memory with x. None with inboxes.
+        bias: `[N]`, any float dtype, or None.
+        norm_weight, eps: of the norm (Zhang & Sennrich 2019), which is rounded to x's dtype: `[K]`, any float dtype, K
+            at most MAX_NORM_SIZE; and what is added to the mean square.
+        silu: whether y `[M, N / 2]` becomes `silu(gate) * up` (Shazeer 2020) instead. The weight holds the gate's N / 2
+            rows and then the up's. Both results are rounded to x's dtype in between.
+        add: whether the result is added to y, before it is rounded.
+        inboxes, index: this rank's, and the number of the sum, if the result is posted to all ranks instead of written
+            to y. Each has to `collect` it next. For 16-bit floats and an even N.
+        pdl: programmatic dependent launch (see `dependent_launch`). Weights, norm weights and biases are read before
+            the wait.
+
+    Raises:
+        ValueError: another shape, layout or dtype; the message begins with the argument's name.
+    """
     check_layer(x, weight, bias, MAX_TOKENS)
-    if add:
-        check_result("residual", y, x, weight)
     M, (num_rows, K) = len(x), weight.shape
     if norm_weight is not None and (norm_weight.shape != (K,) or not norm_weight.is_contiguous() or K > MAX_NORM_SIZE):
         raise ValueError(
             f"norm_weight must be a contiguous [{K}] of at most {MAX_NORM_SIZE}, not {list(norm_weight.shape)}"
         )
+    if inboxes is not None and (x.element_size() != 2 or num_rows % 2):
+        raise ValueError(f"weight must be of a 16-bit float with an even number of rows, not {list(weight.shape)}")
+    if inboxes is None:
+        check_result(y, x, weight, silu)
     N = num_rows if y is None else y.shape[1]
     size = 1 if inboxes is None else len(inboxes.addresses)
-    config = config or default_config(M, K, x.element_size())
-    rows, k_tile, num_warps, tensor_cores, prefetch = config
-    if tensor_cores:
-        # Of more rows two tiles do not fit in the shared memory of the smallest GPUs.
-        rows = max(_MIN_DOT_ROWS, rows if k_tile >= K else min(rows, 16))
+    rows, k_tile, num_warps = config
     launcher(gemv_kernel, (triton.cdiv(num_rows, rows),), pdl and has_pdl(x.device))(
         x, norm_weight, weight, bias, y, x.stride(0), 0 if y is None else y.stride(0), N, eps,
         inboxes and inboxes.addresses, inboxes and inboxes.step, inboxes and inboxes.abort, index,
-        M=M, K=K, PADDED_M=MAX_TOKENS if tensor_cores else triton.next_power_of_2(M), ROWS=rows, K_TILE=k_tile,
-        SLICES=num_warps if tensor_cores else 1, VECTOR=16 // x.element_size(),
-        PREFETCH=prefetch if isinstance(gemv_kernel, triton.JITFunction) else 0, LINE=CACHE_LINE // x.element_size(),
-        TENSOR_CORES=tensor_cores, SILU_OUTPUT=silu_output, ADD=add,
-        RANK=inboxes.rank if inboxes else 0, SIZE=size, PADDED_SIZE=triton.next_power_of_2(size), num_warps=num_warps,
+        M=M, K=K, PADDED_M=triton.next_power_of_2(M), ROWS=rows, K_TILE=k_tile, VECTOR=16 // x.element_size(),
+        SILU_OUTPUT=silu, ADD=add, RANK=inboxes.rank if inboxes else 0, SIZE=size,
+        PADDED_SIZE=triton.next_power_of_2(size), num_warps=num_warps,
     )  # fmt: skip
-
-
-def norm_linear(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    config: GemvConfig | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """`rms_norm(x) W^T + bias`, the norm (Zhang & Sennrich 2019) rounded to x's dtype, the sum in float32: `[M, N]`."""
-    y = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    _launch(x, weight, y, config, pdl, norm_weight, eps, bias)
-    return y
-
-
-def norm_linear_silu(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, config: GemvConfig | None = None, pdl: bool = False
-) -> Tensor:
-    """`silu(gate) * up` (Shazeer 2020) of `gate, up = norm_linear(x, ...)`, which is rounded to x's dtype in between:
-    `[M, N / 2]`."""
-    if len(weight) % 2:
-        raise ValueError(f"weight must have an even number of rows, gate and up, not {len(weight)}")
-    y = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    _launch(x, weight, y, config, pdl, norm_weight, eps, silu_output=True)
-    return y
-
-
-def linear_add(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    bias: Tensor | None = None,
-    config: GemvConfig | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """`residual += x W^T + bias` in place, summed in float32 and rounded once. residual: `[M, N]` of x's dtype, any row
-    stride; shares no memory with x. Returned."""
-    _launch(x, weight, residual, config, pdl, bias=bias, add=True)
-    return residual
-
-
-def linear_post(
-    x: Tensor,
-    weight: Tensor,
-    inboxes: Inboxes,
-    index: int,
-    bias: Tensor | None = None,
-    config: GemvConfig | None = None,
-    pdl: bool = False,
-) -> None:
-    """`x W^T + bias`, summed in float32, rounded to x's dtype and posted to all ranks, each of which has to `collect`
-    it next. For 16-bit floats and an even N. inboxes: this rank's. index: of the sum in its step."""
-    if x.element_size() != 2 or len(weight) % 2:
-        raise ValueError(f"weight must be of a 16-bit float with an even number of rows, not {list(weight.shape)}")
-    _launch(x, weight, None, config, pdl, bias=bias, inboxes=inboxes, index=index)

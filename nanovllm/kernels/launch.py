@@ -7,7 +7,7 @@ about forty. LLVM and ptxas do most of the work and release the interpreter's lo
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 
@@ -46,11 +46,8 @@ def compile_ahead(tell: Callable[[int, int], None] | None = None) -> Iterator[No
     """
     token = _variants.set(set())
     pool = _CompilingPool(min(_MAX_THREADS, os.cpu_count() or 1))
-    # Triton before 3.4 does not compile in threads, so there each call waits for its variant.
-    has_threads = hasattr(triton, "AsyncCompileMode")
-    compiling = triton.AsyncCompileMode(pool, ignore_errors=True) if has_threads else nullcontext()
     try:
-        with pool, compiling:
+        with pool, triton.AsyncCompileMode(pool, ignore_errors=True):
             try:
                 yield
                 pool.await_all(tell)

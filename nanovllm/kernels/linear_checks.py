@@ -19,11 +19,14 @@ def check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, max_tokens: int)
         raise ValueError(f"bias must be a contiguous [{len(weight)}], not {list(bias.shape)}")
 
 
-def check_result(name: str, y: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Raise ValueError, beginning with the argument's name, unless y is `[M, N]` of x's dtype with contiguous rows."""
-    shape = (len(x), len(weight))
+def check_result(y: Tensor, x: Tensor, weight: Tensor, silu: bool) -> None:
+    """Raise ValueError, beginning with the argument's name, unless y is `[M, N]` of x's dtype with contiguous rows; of
+    half as many columns with silu."""
+    if silu and len(weight) % 2:
+        raise ValueError(f"weight must have an even number of rows, gate and up, not {len(weight)}")
+    shape = (len(x), len(weight) // 2 if silu else len(weight))
     if y.shape != shape or y.stride(1) != 1 or y.dtype != x.dtype:
         raise ValueError(
-            f"{name} must be {list(shape)} {x.dtype} with contiguous rows, not {list(y.shape)} {y.dtype} with strides "
+            f"y must be {list(shape)} {x.dtype} with contiguous rows, not {list(y.shape)} {y.dtype} with strides "
             f"{y.stride()}"
         )

@@ -10,13 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.launch import launcher
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton before 3.4
-    TensorDescriptor = None
 
 # Three stages of three tiles and the results fill an H200's shared memory.
 TILE_TOKENS, TILE_COLUMNS, TILE_K = 128, 128, 64
@@ -53,8 +49,7 @@ def can_fuse(weight: Tensor) -> bool:
     """Whether `linear_silu` takes this weight: on Hopper, in half precision, in whole tiles."""
     rows, K = weight.shape
     return (
-        TensorDescriptor is not None
-        and weight.is_cuda
+        weight.is_cuda
         and weight.dtype in (torch.bfloat16, torch.float16)
         and K % TILE_K == 0
         and rows % (2 * TILE_COLUMNS) == 0

@@ -17,16 +17,12 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.decode_plan import PIECE_FIELDS, SPLIT_UNIT, DecodeConfig, DecodeWorkspace
 from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents, gdc_wait, has_pdl, prefetch_lines
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.paged_cache import check_layout, key_slots, load_blocks
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton before 3.4
-    TensorDescriptor = None
 
 # Tensor cores compute at least this many query heads at once. A smaller group is padded.
 _MIN_GROUP, _MIN_GROUP_TMA = 16, 8
@@ -121,7 +117,7 @@ def _finish_piece(
 def _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK: tl.constexpr):
     """Add one tile of keys with keys as the left operand: q [HEAD_DIM, PADDED_GROUP], k and v [TILE, HEAD_DIM], acc
     [HEAD_DIM, PADDED_GROUP], head_max and head_sum [PADDED_GROUP]. With MASK only the keys of is_key [TILE] count; the
-    values of others must be zeros."""
+    values of others must be finite."""
     scores = tl.dot(k, q, input_precision="ieee")
     if MASK:
         scores = tl.where(is_key[:, None], scores, float("-inf"))
@@ -140,7 +136,7 @@ def _paged_decode_kernel(
     partial_ptr, lse_ptr, arrivals_ptr, q_stride, table_stride, scale_log2,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    LINE: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    LINE: tl.constexpr, WINDOWED: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -156,16 +152,19 @@ def _paged_decode_kernel(
     table_ptr = block_tables_ptr + row * table_stride
     k_ptr = k_cache_ptr + kv_head * HEAD_DIM
     v_ptr = v_cache_ptr + kv_head * HEAD_DIM
+    start_key = first_key
+    if WINDOWED:
+        start_key = first_key // TILE * TILE  # Only the keys from first_key on count.
     # The accelerator does not know where a sequence ends, so it loads no keys from `rest` on.
-    rest = first_key + (end_key - first_key) // TILE * TILE
+    rest = start_key + (end_key - start_key) // TILE * TILE
     # A tile's block is looked up a tile ahead. A load that waited for the look-up would cost a pipeline stage.
-    blocks = load_blocks(table_ptr, first_key, end_key, BLOCK_SIZE, TILE)
+    blocks = load_blocks(table_ptr, start_key, end_key, BLOCK_SIZE, TILE)
     if TMA:
         rest_blocks = load_blocks(table_ptr, rest, end_key, BLOCK_SIZE, TILE)
     if PDL:
         if PREFETCH:
             _prefetch_keys(
-                k_ptr, v_ptr, table_ptr, first_key, end_key, TOKEN, HEAD_DIM, PADDED_DIM, LINE, BLOCK_SIZE, TILE
+                k_ptr, v_ptr, table_ptr, start_key, end_key, TOKEN, HEAD_DIM, PADDED_DIM, LINE, BLOCK_SIZE, TILE
             )
         gdc_wait()
 
@@ -178,17 +177,21 @@ def _paged_decode_kernel(
     # Values are masked as well as keys: a slot past the end may hold NaN, and 0 * NaN is not 0.
     if TMA:
         q = tl.load(q_row + heads[None, :] * HEAD_DIM + dims[:, None], mask=(heads < GROUP)[None, :], other=0.0)
-        is_key = rest + tl.arange(0, TILE) < end_key
+        keys = rest + tl.arange(0, TILE)
+        is_key = keys < end_key
+        if WINDOWED:
+            is_key &= keys >= first_key
         tile = key_slots(rest_blocks, rest, BLOCK_SIZE, TILE)[:, None] * TOKEN + dims[None, :]
         k_rest = tl.load(k_ptr + tile, mask=is_key[:, None], other=0.0)
         v_rest = tl.load(v_ptr + tile, mask=is_key[:, None], other=0.0)
         acc = tl.zeros([PADDED_DIM, PADDED_GROUP], dtype=tl.float32)
-        for start in range(first_key, rest, TILE):
+        for start in range(start_key, rest, TILE):
             slot = blocks * BLOCK_SIZE + start % BLOCK_SIZE
             blocks = load_blocks(table_ptr, start + TILE, end_key, BLOCK_SIZE, TILE)
             k = k_desc.load([slot, kv_head * HEAD_DIM])
             v = v_desc.load([slot, kv_head * HEAD_DIM])
-            acc, head_max, head_sum = _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK=False)
+            in_window = start + tl.arange(0, TILE) >= first_key
+            acc, head_max, head_sum = _attend(q, k, v, in_window, acc, head_max, head_sum, scale_log2, MASK=WINDOWED)
         if rest < end_key:
             acc, head_max, head_sum = _attend(q, k_rest, v_rest, is_key, acc, head_max, head_sum, scale_log2, MASK=True)
         acc = tl.trans(acc)
@@ -196,8 +199,11 @@ def _paged_decode_kernel(
         inside_q = (heads < GROUP)[:, None] & inside_dims[None, :]
         q = tl.load(q_row + heads[:, None] * HEAD_DIM + dims[None, :], mask=inside_q, other=0.0)
         acc = tl.zeros([PADDED_GROUP, PADDED_DIM], dtype=tl.float32)
-        for start in range(first_key, end_key, TILE):
-            owned = start + tl.arange(0, TILE) < end_key
+        for start in range(start_key, end_key, TILE):
+            keys = start + tl.arange(0, TILE)
+            owned = keys < end_key
+            if WINDOWED:
+                owned &= keys >= first_key
             tile = key_slots(blocks, start, BLOCK_SIZE, TILE)[:, None] * TOKEN + dims[None, :]
             blocks = load_blocks(table_ptr, start + TILE, end_key, BLOCK_SIZE, TILE)
             inside = owned[:, None] & inside_dims[None, :]
@@ -228,8 +234,9 @@ def paged_decode(
     workspace: DecodeWorkspace,
     config: DecodeConfig,
     pdl: bool = False,
+    windowed: bool = False,
 ) -> torch.Tensor:
-    """Attention of each row's token to its whole context: softmax(q k^T * scale) v, grouped-query heads.
+    """Attention of each row's token to the keys of its plan: softmax(q k^T * scale) v, grouped-query heads.
 
     A row is a sequence's newest token, or in a mixed step any token of a prompt.
 
@@ -243,6 +250,7 @@ def paged_decode(
         workspace: memory that the splits share.
         config: launch constants; with `tma` only where `has_tma`.
         pdl: programmatic dependent launch (see `dependent_launch`). The plan and block_tables are read before the wait.
+        windowed: whether the plan was made for a window, whose pieces may begin inside a tile.
 
     Returns:
         `[batch_size, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside. Zeros for a padding row.
@@ -271,7 +279,8 @@ def paged_decode(
         NUM_KV_HEADS=num_kv_heads, GROUP=group,
         PADDED_GROUP=max(_MIN_GROUP_TMA if config.tma else _MIN_GROUP, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=config.tile,
-        LINE=min(padded_dim, CACHE_LINE // q.element_size()), PREFETCH=config.prefetch, TMA=config.tma,
+        LINE=min(padded_dim, CACHE_LINE // q.element_size()),
+        WINDOWED=windowed, PREFETCH=config.prefetch, TMA=config.tma,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out
@@ -279,11 +288,10 @@ def paged_decode(
 
 @cache
 def has_tma(head_dim: int, block_size: int, itemsize: int, device: torch.device) -> bool:
-    """Whether Hopper's tensor memory accelerator can be used: in half precision, for the head_dims of published models.
-    Triton before 3.6 may not have products of eight columns."""
-    is_new = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+    """Whether Hopper's tensor memory accelerator can be used: in half precision, for the head_dims that it was
+    measured with."""
     fits = itemsize == 2 and head_dim in (64, 128) and block_size >= SPLIT_UNIT
-    return is_new and fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _descriptors(k_cache: torch.Tensor, v_cache: torch.Tensor, tile: int) -> tuple:

@@ -46,9 +46,9 @@ def choose_tiles(padded_dim: int, itemsize: int, max_rows: int, paged: bool) -> 
 def _attend(
     acc, row_max, row_sum, q, positions, k_ptr, v_ptr, table_ptr, k_stride, v_stride, first_key, end_key, scale_log2,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TILE_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    PAGED: tl.constexpr, DIAGONAL: tl.constexpr,
+    PAGED: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Add keys first_key..end_key to the running softmax. Without DIAGONAL every row attends to all of them."""
+    """Add keys first_key..end_key to the running softmax. Without MASK every row attends to all of them."""
     dims = tl.arange(0, PADDED_DIM)
     for start in range(first_key, end_key, TILE_KEYS):
         keys = start + tl.arange(0, TILE_KEYS)
@@ -59,7 +59,7 @@ def _attend(
             tokens = key_slots(blocks, start, BLOCK_SIZE, TILE_KEYS)
         k_tile = k_ptr + tokens[:, None] * k_stride + dims[None, :]
         v_tile = v_ptr + tokens[:, None] * v_stride + dims[None, :]
-        if DIAGONAL or HEAD_DIM != PADDED_DIM:
+        if MASK or HEAD_DIM != PADDED_DIM:
             # Values are masked as well as keys: a slot past the end may hold NaN, and 0 * NaN is not 0.
             inside = (keys < end_key)[:, None] & (dims < HEAD_DIM)[None, :]
             k = tl.load(k_tile, mask=inside, other=0.0)
@@ -68,11 +68,18 @@ def _attend(
             k = tl.load(k_tile)
             v = tl.load(v_tile)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if DIAGONAL:
-            scores = tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
+        if MASK:
+            is_seen = keys[None, :] <= positions[:, None]
+            if WINDOW is not None:
+                is_seen &= keys[None, :] > positions[:, None] - WINDOW
+            scores = tl.where(is_seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
-        shrink = tl.exp2(row_max - new_max)
+        base = new_max
+        if WINDOW is not None:
+            # A row may have seen no key yet, and the difference of infinities is NaN.
+            base = tl.where(new_max > float("-inf"), new_max, 0.0)
+        weights = tl.exp2(scores * scale_log2 - base[:, None])
+        shrink = tl.exp2(row_max - base)
         row_sum = row_sum * shrink + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         row_max = new_max
@@ -86,6 +93,7 @@ def _paged_prefill_kernel(
     q_stride, k_stride, v_stride, table_stride, scale_log2,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
@@ -126,14 +134,24 @@ def _paged_prefill_kernel(
     acc = tl.zeros([TILE_ROWS, PADDED_DIM], dtype=tl.float32)
     row_max = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([TILE_ROWS], dtype=tl.float32)
-    # Two loops: only the tiles that the diagonal or the end of the keys cuts need a mask.
+    # Only the tiles that the diagonal, the end of the keys or a window's start cuts need a mask.
+    first_unmasked = 0
+    if WINDOW is not None:
+        positions = tl.minimum(positions, len_k - 1)  # because a padding row must see a key too
+        first_seen = tl.maximum(first_position - WINDOW + 1, 0) // TILE_KEYS * TILE_KEYS
+        all_start = tl.maximum(end_key - WINDOW, 0)  # The last query's window starts here.
+        first_unmasked = tl.minimum(tl.cdiv(all_start, TILE_KEYS) * TILE_KEYS, seen_by_all)
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q, positions, k_ptr, v_ptr, table_ptr, k_stride, v_stride, first_seen,
+            first_unmasked, scale_log2, HEAD_DIM, PADDED_DIM, TILE_KEYS, BLOCK_SIZE, PAGED, WINDOW, True,
+        )  # fmt: skip
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, positions, k_ptr, v_ptr, table_ptr, k_stride, v_stride, 0, seen_by_all,
-        scale_log2, HEAD_DIM, PADDED_DIM, TILE_KEYS, BLOCK_SIZE, PAGED, False,
+        acc, row_max, row_sum, q, positions, k_ptr, v_ptr, table_ptr, k_stride, v_stride, first_unmasked, seen_by_all,
+        scale_log2, HEAD_DIM, PADDED_DIM, TILE_KEYS, BLOCK_SIZE, PAGED, WINDOW, False,
     )  # fmt: skip
     acc, row_max, row_sum = _attend(
         acc, row_max, row_sum, q, positions, k_ptr, v_ptr, table_ptr, k_stride, v_stride, seen_by_all, end_key,
-        scale_log2, HEAD_DIM, PADDED_DIM, TILE_KEYS, BLOCK_SIZE, PAGED, True,
+        scale_log2, HEAD_DIM, PADDED_DIM, TILE_KEYS, BLOCK_SIZE, PAGED, WINDOW, True,
     )  # fmt: skip
 
     out = acc / row_sum[:, None]
@@ -152,6 +170,7 @@ def paged_prefill(
     max_seqlen_q: int,
     block_tables: torch.Tensor | None,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of a flat batch of sequences: softmax(q k^T * scale) v with grouped-query heads.
 
@@ -165,6 +184,7 @@ def paged_prefill(
         max_seqlen_q: the most query tokens of a sequence.
         block_tables: int32 `[num_seqs, max_blocks]`, right-padded with -1, or None.
         scale: positive factor of the scores, usually `head_dim ** -0.5`.
+        window: the number of keys that a query attends to, its own included; None: all up to its own.
 
     Returns `[total_q, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside. Raises ValueError: see
     `check_layout`.
@@ -186,6 +206,7 @@ def paged_prefill(
         q.stride(0), keys.stride(-3), values.stride(-3), tables.stride(0) if paged else 0, scale * math.log2(math.e),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim,
         TILE_ROWS=tiles.rows, TILE_KEYS=tiles.keys, BLOCK_SIZE=keys.shape[1] if paged else tiles.keys, PAGED=paged,
+        WINDOW=window,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out

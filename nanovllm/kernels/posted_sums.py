@@ -1,12 +1,13 @@
-"""Messages between tensor-parallel GPUs, and sums of a few tokens that the matrix product itself posts.
+"""Sums of a few tokens over tensor-parallel GPUs, by messages.
 
 A message is two 16-bit floats and the number of their sum, in one 8-byte store, which arrives whole. The reader of an
 inbox waits until it finds the number. This needs no synchronization before it and no fence after it. NCCL's LL protocol
 does the same.
 
-The programs of `gemv` write their results straight into every rank's inbox, and `collect` adds them up. `collect` is a
-dependent launch: it starts before the product has ended, and waits for messages instead of for launches. So the sum
-costs about the time of one store over NVLink.
+There are two ways. The programs of `gemv` write their results straight into every rank's inbox, and `collect` adds them
+up. `collect` is a dependent launch: it starts before the product has ended, and waits for messages instead of for
+launches. So the sum costs about the time of one store over NVLink. After any other product, `push_add_norm` sends this
+rank's part, adds all parts up, and computes the norm.
 """
 
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from torch import Tensor
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
 
-MAX_TOKENS = 16
+MAX_TOKENS = 64  # of a sum; a message is twice as large as its content
 _MAX_TOKENS = tl.constexpr(MAX_TOKENS)
 
 
@@ -28,8 +29,7 @@ class Inboxes(NamedTuple):
 
     own: Tensor  # int64 [2, size, MAX_TOKENS, hidden / 2], zero at first; two inboxes take turns
     addresses: Tensor  # int64 [size], of all ranks' `own`
-    # int32 [1], the number of this step's first sum. Before each step all ranks add the number of its sums, which is
-    # even. Numbers repeat after 2^32 sums.
+    # int32 [1]: sum `index` has the number `step + index`. No number may be 0, or come again before 2^31 others.
     step: Tensor
     abort: Tensor  # int32 [1]; a value other than 0 ends all waiting, and the results mean nothing
     rank: int
@@ -80,7 +80,7 @@ def post(
     messages = to_messages(to_words(low, high, DTYPE), number)[:, :, None]
     token = tl.arange(0, PADDED_M)[:, None, None]
     word = (program * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2))[None, :, None]
-    place = ((index % 2 * SIZE + RANK) * _MAX_TOKENS + token) * (N // 2) + word
+    place = (((index & 1) * SIZE + RANK) * _MAX_TOKENS + token) * (N // 2) + word
     inboxes = addresses[None, None, :]
     inside = (token < M) & (word < num_words) & (inboxes != 0)
     tl.store(inboxes.to(tl.pointer_type(tl.int64)) + place, messages, mask=inside)
@@ -88,29 +88,57 @@ def post(
 
 @triton.jit(do_not_specialize=["index"])
 def _collect_kernel(
-    inbox, step, abort, residual, index,
-    SIZE: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
+    inbox, addresses, step, abort, index, partial, residual, weight, y, eps,
+    RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """residual += the sum of the ranks' parts; y = its norm. With partial, that is this rank's part, and is sent to the
+    others; else the product has sent it to all. Without a weight there is no norm."""
     token = tl.program_id(0)
     word = tl.arange(0, BLOCK)
     mask = word < WORDS
+    row = token * WORDS + word
     if PDL:
         gdc_launch_dependents()
+    if weight is not None:
+        scale = tl.load(weight + word, mask=mask, other=0)
+    if PDL and partial is not None:
+        gdc_wait()
     number = tl.load(step) + index
-    places = inbox + (index % 2 * SIZE * _MAX_TOKENS + token) * WORDS + word
+    # Two inboxes take turns. A rank writes to one again only after it has received the reader's message of the sum
+    # between, and the reader sent that after it had read this inbox.
+    place = ((index & 1) * SIZE * _MAX_TOKENS + token) * WORDS + word
+    if partial is not None:
+        OWN: tl.constexpr = RANK
+        part = tl.load(partial + row, mask=mask, other=0)
+        messages = to_messages(part, number)
+        # After an abort the other ranks' memory may be gone.
+        reachable = word < tl.where(tl.load(abort, volatile=True) == 0, WORDS, 0)
+        for i in tl.static_range(1, SIZE):
+            theirs = tl.load(addresses + (RANK + i) % SIZE).to(tl.pointer_type(tl.int64))
+            theirs = tl.multiple_of(theirs, 16)
+            tl.store(theirs + RANK * _MAX_TOKENS * WORDS + place, messages, mask=reachable)
+    else:
+        # This rank's own messages come through its inbox too. Their sender waited for all earlier launches, and so for
+        # the last reader of this inbox.
+        OWN: tl.constexpr = -1
     low = tl.zeros([BLOCK], tl.float32)
     high = tl.zeros([BLOCK], tl.float32)
-    # This rank's own messages come through its inbox too. Their sender waited for all earlier launches, and so for the
-    # last reader of this inbox.
     for rank in tl.static_range(SIZE):
-        words = await_messages(places + rank * _MAX_TOKENS * WORDS, number, abort, mask)
+        arrived = inbox + rank * _MAX_TOKENS * WORDS + place
+        words = part if rank == OWN else await_messages(arrived, number, abort, mask)
         low += low_half(words, DTYPE)
         high += high_half(words, DTYPE)
-    if PDL:
+    if PDL and partial is None:
         gdc_wait()
-    before = tl.load(residual + token * WORDS + word, mask=mask, other=0)
-    low, high = low_half(before, DTYPE) + low, high_half(before, DTYPE) + high
-    tl.store(residual + token * WORDS + word, to_words(low, high, DTYPE), mask=mask)
+    before = tl.load(residual + row, mask=mask, other=0)
+    after = to_words(low_half(before, DTYPE) + low, high_half(before, DTYPE) + high, DTYPE)
+    tl.store(residual + row, after, mask=mask)
+    if weight is not None:
+        low, high = low_half(after, DTYPE), high_half(after, DTYPE)
+        inverse_rms = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / (2 * WORDS) + eps)
+        low, high = low * inverse_rms * low_half(scale, DTYPE), high * inverse_rms * high_half(scale, DTYPE)
+        tl.store(y + row, to_words(low, high, DTYPE), mask=mask)
 
 
 def collect(inboxes: Inboxes, index: int, residual: Tensor, pdl: bool = False) -> Tensor:
@@ -119,16 +147,47 @@ def collect(inboxes: Inboxes, index: int, residual: Tensor, pdl: bool = False) -
 
     Args:
         inboxes: this rank's.
-        index: number of the sum within its step, 0, 1, ..., the same as the product's.
+        index: number of the sum within its forward pass, the same as the product's. One sum has an even one, the next
+            an odd one, and so on, also from pass to pass.
         residual: `[num_tokens, hidden]`, contiguous, bfloat16 or float16, 1..MAX_TOKENS tokens. Overwritten, returned.
         pdl: programmatic dependent launch. Nothing may be launched between the product and this call.
     """
+    _launch(inboxes, index, residual, pdl)
+    return residual
+
+
+def push_add_norm(
+    inboxes: Inboxes, index: int, partial: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    """`residual += sum of the ranks' partial` as `collect` does, and the RMS norm of residual: `residual /
+    sqrt(mean(residual^2) + eps) * weight`, rounded once.
+
+    Args:
+        inboxes, index, residual: as of `collect`.
+        partial: this rank's part, like residual.
+        weight, eps: `[hidden]`, of residual's dtype; and what is added to the mean square.
+    """
+    y = torch.empty_like(residual)
+    _launch(inboxes, index, residual, True, partial, weight, y, eps)
+    return y
+
+
+def _launch(
+    inboxes: Inboxes,
+    index: int,
+    residual: Tensor,
+    pdl: bool,
+    partial: Tensor | None = None,
+    weight: Tensor | None = None,
+    y: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
     num_tokens, hidden = residual.shape
     block = triton.next_power_of_2(hidden // 2)
+    words = (None if x is None else x.view(torch.int32) for x in (partial, residual, weight, y))
     launcher(_collect_kernel, (num_tokens,), pdl and has_pdl(residual.device))(
-        inboxes.own, inboxes.step, inboxes.abort, residual.view(torch.int32), index,
-        SIZE=len(inboxes.addresses), WORDS=hidden // 2, BLOCK=block,
+        inboxes.own, inboxes.addresses, inboxes.step, inboxes.abort, index, *words, eps,
+        RANK=inboxes.rank, SIZE=len(inboxes.addresses), WORDS=hidden // 2, BLOCK=block,
         DTYPE=tl.bfloat16 if residual.dtype == torch.bfloat16 else tl.float16,
         num_warps=min(max(block // 128, 1), 16),
     )  # fmt: skip
-    return residual

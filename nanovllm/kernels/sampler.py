@@ -77,14 +77,30 @@ def _load(logits_row, columns, vocab_size, threshold, TRUNCATED: tl.constexpr):
 
 
 @triton.jit
-def _race(
-    logits_row, first_group, vocab_size, scale, seed, position, threshold, NOISY: tl.constexpr,
+def _race_kernel(
+    logits, temperatures, seeds, positions, thresholds, candidates, vocab_size, row_stride,
     FIRST_COLUMN: tl.constexpr, TRUNCATED: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
-    FAST_LOG2: tl.constexpr,
+    FAST_LOG2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best score among TILES * GROUPS groups of columns, and its column. The score is +inf if a logit is NaN or
-    +inf, -inf if all are -inf, and finite otherwise."""
+    """The best score of a row among TILES * GROUPS groups of columns, and its column. The score is +inf if a logit is
+    NaN or +inf, -inf if all are -inf, and finite otherwise."""
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    logits_row = logits + row * row_stride
+    temperature = tl.load(temperatures + row)
+    seed = tl.load(seeds + row).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int64)
+    threshold = float("-inf")
+    if TRUNCATED:
+        threshold = tl.load(thresholds + row)
+    is_greedy = temperature <= 0
+    scale = tl.full([], 1.0, tl.float32)
+    if temperature > 0:
+        scale = scale_of(temperature)
+
     lane = tl.arange(0, GROUPS)
+    first_group = split * (TILES * GROUPS)
     best = tl.full([GROUPS], float("-inf"), tl.float32)
     highest_logit = tl.full([GROUPS], float("-inf"), tl.float32)
     has_nan = tl.zeros([GROUPS], tl.int1)
@@ -98,18 +114,14 @@ def _race(
         right = _load(logits_row, columns + _GROUP // 2, vocab_size, threshold, TRUNCATED)
         score = tl.maximum(tl.max(left, axis=1), tl.max(right, axis=1))  # This may drop a NaN or keep it.
         highest_logit = tl.maximum(highest_logit, score)
-        if NOISY:
-            # Finite, so that no infinity is subtracted from another.
-            highest = tl.minimum(tl.maximum(score * scale, -MAX_FLOAT), MAX_FLOAT)
-            weights = tl.exp2(left * scale - highest[:, None]) + tl.exp2(right * scale - highest[:, None])
-            weight = tl.sum(weights, axis=1)
-            has_nan |= weight != weight  # only if a logit is NaN
-            bits, _, _, _ = _words(group + FIRST_COLUMN // _GROUP, 1, seed, position)
-            score = highest + _log2(weight, FAST_LOG2) - log2_exponential(bits, FAST_LOG2)
-        else:
-            # Scaled so that finite logits do not overflow. NaN if a logit is, or for +inf and -inf.
-            total = tl.sum(left * 0.03125 + right * 0.03125, axis=1)
-            has_nan |= total != total
+        # Finite, so that no infinity is subtracted from another.
+        highest = tl.minimum(tl.maximum(score * scale, -MAX_FLOAT), MAX_FLOAT)
+        weights = tl.exp2(left * scale - highest[:, None]) + tl.exp2(right * scale - highest[:, None])
+        weight = tl.sum(weights, axis=1)
+        has_nan |= weight != weight  # only if a logit is NaN
+        bits, _, _, _ = _words(group + FIRST_COLUMN // _GROUP, 1, seed, position)
+        noisy = highest + _log2(weight, FAST_LOG2) - log2_exponential(bits, FAST_LOG2)
+        score = tl.where(is_greedy, score, noisy)
         take = score > best
         best = tl.where(take, score, best)
         best_group = tl.where(take, group, best_group)
@@ -122,44 +134,13 @@ def _race(
 
     quad = winner * (_GROUP // 4) + tl.arange(0, _GROUP // 4)
     columns = quad[:, None] * 4 + tl.arange(0, 4)[None, :]
-    within = _load(logits_row, columns, vocab_size, threshold, TRUNCATED)
-    if NOISY:
-        r0, r1, r2, r3 = _words(quad + FIRST_COLUMN // 4, 0, seed, position)
-        bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), (_GROUP // 4, 4))
-        within = within * scale - log2_exponential(bits, FAST_LOG2)
+    r0, r1, r2, r3 = _words(quad + FIRST_COLUMN // 4, 0, seed, position)
+    bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), (_GROUP // 4, 4))
+    noise = tl.where(is_greedy, 0.0, log2_exponential(bits, FAST_LOG2))
+    within = _load(logits_row, columns, vocab_size, threshold, TRUNCATED) * scale - noise
     is_best = within == tl.max(tl.max(within, axis=1), axis=0)
     column = tl.min(tl.min(tl.where(is_best, columns, _NO_COLUMN), axis=1), axis=0)
-    return score, column
 
-
-@triton.jit
-def _race_kernel(
-    logits, temperatures, seeds, positions, thresholds, candidates, vocab_size, row_stride,
-    FIRST_COLUMN: tl.constexpr, TRUNCATED: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
-    FAST_LOG2: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    await_previous(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
-    first_group = split * (TILES * GROUPS)
-    logits_row = logits + row * row_stride
-    temperature = tl.load(temperatures + row)
-    seed = tl.load(seeds + row).to(tl.int64)
-    position = tl.load(positions + row).to(tl.int64)
-    threshold = float("-inf")
-    if TRUNCATED:
-        threshold = tl.load(thresholds + row)
-    if temperature > 0:
-        scale = scale_of(temperature)
-        score, column = _race(
-            logits_row, first_group, vocab_size, scale, seed, position, threshold, True,
-            FIRST_COLUMN, TRUNCATED, TILES, GROUPS, FAST_LOG2,
-        )  # fmt: skip
-    else:
-        score, column = _race(
-            logits_row, first_group, vocab_size, temperature, seed, position, threshold, False,
-            FIRST_COLUMN, TRUNCATED, TILES, GROUPS, FAST_LOG2,
-        )  # fmt: skip
     candidate = candidates + (row * tl.num_programs(1) + split) * 2
     tl.store(candidate, score.to(tl.int32, bitcast=True))
     tl.store(candidate + 1, column + FIRST_COLUMN)

@@ -6,18 +6,6 @@ split of K. It prefetches its weights into L2 while the kernel before it still r
 
 Splits are combined without a second launch. Each program writes its sum in float32 and counts itself as arrived. The
 last one adds all sums, always in the order of the splits, so equal calls give equal bits.
-
-Arguments of all functions:
-    x: `[M, K]`, M in 1..128, bfloat16 or float16, any row stride. Rows of a multiple of 8 elements, 8 elements apart
-        and aligned to 16 bytes, are read fast.
-    weight: `[N, K]`, contiguous, of x's dtype; of `linear_silu` the gate's N / 2 rows and then the up's.
-    bias: `[N]`, any float dtype, or None.
-    config: launch constants; None for some that work.
-    arrivals: from `make_arrivals`, the counters that launches with splits share; None makes some for the call.
-    pdl: programmatic dependent launch (see `dependent_launch`). Weights and biases are read before the wait.
-
-Another shape, layout or dtype raises ValueError, and the message begins with the argument's name. Rows of x don't
-influence each other. Another number of tokens may round differently.
 """
 
 from typing import NamedTuple
@@ -47,17 +35,12 @@ MAX_ROWS = _MAX_SPLIT_TILES * _MIN_TILE_ROWS * TILE_TOKENS // MAX_TOKENS
 class SplitKConfig(NamedTuple):
     """Launch constants, the first three powers of two."""
 
-    tile_rows: int = 32  # weight rows of a program, at least 16; two make one output column of `linear_silu`
-    tile_k: int = 128  # columns of a step, at least 16
-    splits: int = 1  # programs among which K is divided
+    tile_rows: int  # weight rows of a program, at least 16; with `silu` two make one output column
+    tile_k: int  # columns of a step, at least 16
+    splits: int  # programs among which K is divided
     # Of the load pipeline. A stage holds (TILE_TOKENS + tile_rows) * tile_k elements; all must fit in 227 KiB.
-    num_stages: int = 6
-    prefetch: int = 1024  # first columns of its split that a program prefetches into L2 while it waits; 0 for none
-
-
-def default_config(K: int) -> SplitKConfig:
-    """Launch constants that work for rows of K elements; those of the tuned table are faster."""
-    return SplitKConfig(tile_k=min(128, max(16, triton.next_power_of_2(K))), num_stages=4, prefetch=0)
+    num_stages: int
+    prefetch: int  # first columns of its split that a program prefetches into L2 while it waits; 0 for none
 
 
 def make_arrivals(device: torch.device | str | None = None) -> Tensor:
@@ -163,82 +146,55 @@ def split_k_kernel(
     tl.store(y_tile, acc.to(y.dtype.element_ty), mask=inside_y)
 
 
-def _launch(
+def split_k(
     x: Tensor,
     weight: Tensor,
     y: Tensor,
-    config: SplitKConfig | None,
-    arrivals: Tensor | None,
-    pdl: bool,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
+    config: SplitKConfig,
+    arrivals: Tensor,
+    *,
     silu: bool = False,
     add: bool = False,
+    pdl: bool = False,
 ) -> None:
-    """Run the kernel."""
+    """`y = x W^T + bias`, summed in float32 and rounded once.
+
+    Rows of x don't influence each other. Another number of tokens may round differently.
+
+    Args:
+        x: `[M, K]`, M in 1..MAX_TOKENS, bfloat16 or float16, any row stride. Rows of a multiple of 8 elements, 8
+            elements apart and aligned to 16 bytes, are read fast.
+        weight: `[N, K]`, contiguous, of x's dtype.
+        y: `[M, N]` of x's dtype, any row stride; shares no memory with x.
+        bias: `[N]`, any float dtype, or None.
+        arrivals: from `make_arrivals`.
+        silu: whether y `[M, N / 2]` becomes `silu(gate) * up` (Shazeer 2020) instead. The weight holds the gate's N / 2
+            rows and then the up's. Both results are rounded to x's dtype in between.
+        add: whether the result is added to y, before it is rounded.
+        pdl: programmatic dependent launch (see `dependent_launch`). Weights and biases are read before the wait.
+
+    Raises:
+        ValueError: another shape, layout or dtype; the message begins with the argument's name.
+    """
     check_layer(x, weight, bias, MAX_TOKENS)
     if x.dtype not in DTYPES:
         raise ValueError(f"x must be bfloat16 or float16, not {x.dtype}")
-    if not silu:
-        check_result("residual" if add else "out", y, x, weight)
+    check_result(y, x, weight, silu)
     (M, N), (num_rows, K) = y.shape, weight.shape
     token_tiles = triton.cdiv(M, TILE_TOKENS)
-    rows, k_tile, splits, num_stages, prefetch = config or default_config(K)
+    rows, k_tile, splits, num_stages, prefetch = config
     row_tiles, partial = triton.cdiv(num_rows, rows), None
-    tiles = row_tiles * token_tiles
     if splits > 1:
-        if arrivals is None:
-            arrivals = torch.zeros(tiles, dtype=torch.int32, device=x.device)
-        elif arrivals.numel() < tiles:
+        tiles = row_tiles * token_tiles
+        if arrivals.numel() < tiles:
             raise ValueError(f"arrivals must hold the counters of {tiles} tiles, not {arrivals.numel()}")
         partial = torch.empty(tiles * splits * TILE_TOKENS * rows, dtype=torch.float32, device=x.device)
-    split_k = triton.cdiv(triton.cdiv(K, k_tile), splits) * k_tile
+    split_size = triton.cdiv(triton.cdiv(K, k_tile), splits) * k_tile
     line = CACHE_LINE // x.element_size()
     launcher(split_k_kernel, (row_tiles, splits, token_tiles), pdl and has_pdl(x.device))(
         x, weight, bias, y, partial, arrivals if splits > 1 else None, M, N, x.stride(0), y.stride(0),
-        K=K, TOKENS=TILE_TOKENS, ROWS=rows, K_TILE=k_tile, SPLITS=splits, SPLIT_K=split_k,
-        PREFETCH=triton.cdiv(min(prefetch, split_k), line) * line, LINE=line, SILU=silu, ADD=add,
+        K=K, TOKENS=TILE_TOKENS, ROWS=rows, K_TILE=k_tile, SPLITS=splits, SPLIT_K=split_size,
+        PREFETCH=triton.cdiv(min(prefetch, split_size), line) * line, LINE=line, SILU=silu, ADD=add,
         num_warps=_NUM_WARPS, num_stages=num_stages,
     )  # fmt: skip
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-    config: SplitKConfig | None = None,
-    arrivals: Tensor | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """`x W^T + bias`, summed in float32: `out`, `[M, N]` of x's dtype with any row stride, or a new tensor."""
-    if out is None:
-        out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, config, arrivals, pdl, bias)
-    return out
-
-
-def linear_silu(
-    x: Tensor, weight: Tensor, config: SplitKConfig | None = None, arrivals: Tensor | None = None, pdl: bool = False
-) -> Tensor:
-    """`silu(gate) * up` (Shazeer 2020) of `gate, up = linear(x, weight)`, which is rounded to x's dtype in between:
-    `[M, N / 2]`."""
-    if len(weight) % 2:
-        raise ValueError(f"weight must have an even number of rows, gate and up, not {len(weight)}")
-    y = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    _launch(x, weight, y, config, arrivals, pdl, silu=True)
-    return y
-
-
-def linear_add(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    bias: Tensor | None = None,
-    config: SplitKConfig | None = None,
-    arrivals: Tensor | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """`residual += x W^T + bias` in place, summed in float32 and rounded once. residual: `[M, N]` of x's dtype, any row
-    stride; shares no memory with x. Returned."""
-    _launch(x, weight, residual, config, arrivals, pdl, bias, add=True)
-    return residual

@@ -13,11 +13,11 @@ from nanovllm.utils.context import Context
 class AttentionBackend(ABC):
     """Computes attention. The engine chooses one at start-up, by `attention_backend.select_backend`.
 
-    Shapes are those of `Attention`. The caches are None in a prefill before there is a cache.
+    Shapes and `window` are those of `Attention`. The caches are None in a prefill before there is a cache.
 
     Attributes:
         name: the value of the option `attention_backend` that selects it.
-        wants_plan: whether decode reads Context.decode_plan.
+        wants_plan: whether decode reads Context.decode_plans.
         supports_cuda_graphs: whether a decode step can be captured.
         flash_attn4: the package that computes long prefills instead, where it is used.
     """
@@ -49,11 +49,13 @@ class AttentionBackend(ABC):
         return None
 
     @abstractmethod
-    def prefill(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor:
+    def prefill(
+        self, q, k, v, k_cache, v_cache, context: Context, scale: float, window: int | None = None
+    ) -> torch.Tensor:
         """Attention of the flat batch of new tokens, each to the keys up to its own."""
 
     @abstractmethod
-    def decode(self, q, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor:
+    def decode(self, q, k_cache, v_cache, context: Context, scale: float, window: int | None = None) -> torch.Tensor:
         """Attention of one token a row to its context_lens keys; zeros if that is 0."""
 
 
@@ -61,7 +63,7 @@ class Attention(nn.Module):
     """Causal grouped-query attention of one layer, over its slices of the KV cache.
 
     Args:
-        window: the number of keys that a token attends to, its own included; None: all.
+        window: the number of keys that a token attends to, its own included (sliding-window attention); None: all.
         scale: factor of the scores; None: `head_dim ** -0.5`.
 
     Attributes:
@@ -71,8 +73,8 @@ class Attention(nn.Module):
 
     def __init__(self, head_dim: int, backend: AttentionBackend, window: int | None = None, scale: float | None = None):
         super().__init__()
-        self.window = window
         self.scale = head_dim**-0.5 if scale is None else scale
+        self.window = window
         self.backend = backend
         self.k_cache: torch.Tensor | None = None
         self.v_cache: torch.Tensor | None = None
@@ -85,5 +87,5 @@ class Attention(nn.Module):
         Returns a tensor like q.
         """
         if context.is_prefill:
-            return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale)
-        return self.backend.decode(q, self.k_cache, self.v_cache, context, self.scale)
+            return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale, self.window)
+        return self.backend.decode(q, self.k_cache, self.v_cache, context, self.scale, self.window)

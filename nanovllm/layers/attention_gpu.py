@@ -21,7 +21,7 @@ _MANY_KEYS = 4096
 
 
 class GpuBackend(AttentionBackend):
-    """A back end that leaves prefills to flash-attn-4, except for short prompts and few tokens.
+    """A back end that leaves prefills to flash-attn-4, except for short prompts, few tokens and layers with a window.
 
     Attributes:
         max_short_prompt: tokens of a prompt up to which its own prefill is faster than flash-attn-4 (H200).
@@ -44,17 +44,19 @@ class GpuBackend(AttentionBackend):
         if max_num_batched_tokens >= self.flash_attn4_min_tokens or max_model_len > _MANY_KEYS:
             self.flash_attn4 = load_flash_attn4(dtype, head_dim)
 
-    def prefill(self, q, k, v, k_cache, v_cache, context, scale):
+    def prefill(self, q, k, v, k_cache, v_cache, context, scale, window=None):
         longest = context.max_seqlen_k
         is_short = context.block_tables is None and longest <= self.max_short_prompt
         are_few = len(k) < self.flash_attn4_min_tokens and longest <= _MANY_KEYS
         out = None
-        if self.flash_attn4 is not None and not is_short and not are_few:
+        if self.flash_attn4 is not None and window is None and not is_short and not are_few:
             out = self.flash_attn4.prefill(q, k, v, k_cache, v_cache, context, scale)
-        return self.own_prefill(q, k, v, k_cache, v_cache, context, scale) if out is None else out
+        return self.own_prefill(q, k, v, k_cache, v_cache, context, scale, window) if out is None else out
 
     @abstractmethod
-    def own_prefill(self, q, k, v, k_cache, v_cache, context: Context, scale: float) -> torch.Tensor:
+    def own_prefill(
+        self, q, k, v, k_cache, v_cache, context: Context, scale: float, window: int | None
+    ) -> torch.Tensor:
         """`prefill` without flash-attn-4."""
 
 
@@ -70,18 +72,19 @@ class TritonBackend(GpuBackend):
         num_items = constants.num_work_items(max_batch_size, num_kv_heads)
         self.workspace = DecodeWorkspace(max_batch_size, num_heads, num_kv_heads, head_dim, device, num_items)
 
-    def own_prefill(self, q, k, v, k_cache, v_cache, context, scale):
+    def own_prefill(self, q, k, v, k_cache, v_cache, context, scale, window):
         c = context
         return paged_prefill(
-            q, k, v, k_cache, v_cache, c.cu_seqlens_q, c.cu_seqlens_k, c.max_seqlen_q, c.block_tables, scale
+            q, k, v, k_cache, v_cache, c.cu_seqlens_q, c.cu_seqlens_k, c.max_seqlen_q, c.block_tables, scale, window
         )
 
-    def decode(self, q, k_cache, v_cache, context, scale):
-        tables, plan = context.block_tables, context.decode_plan
+    def decode(self, q, k_cache, v_cache, context, scale, window=None):
+        tables, plan = context.block_tables, context.decode_plans[window]
         (_, block_size, num_kv_heads, head_dim), itemsize = k_cache.shape, q.element_size()
         tma = has_tma(head_dim, block_size, itemsize, q.device)
         config = self.constants.config(len(q), num_kv_heads, head_dim, itemsize, tma)
-        return paged_decode(q, k_cache, v_cache, tables, scale, plan, self.workspace, config, pdl=True)
+        options = {"pdl": True, "windowed": window is not None}
+        return paged_decode(q, k_cache, v_cache, tables, scale, plan, self.workspace, config, **options)
 
 
 class FlashAttnBackend(GpuBackend):
@@ -96,7 +99,7 @@ class FlashAttnBackend(GpuBackend):
         self.varlen_func = flash_attn_varlen_func
         self.with_kvcache = flash_attn_with_kvcache
 
-    def own_prefill(self, q, k, v, k_cache, v_cache, context, scale):
+    def own_prefill(self, q, k, v, k_cache, v_cache, context, scale, window):
         if context.block_tables is not None:
             k, v = k_cache, v_cache
         return self.varlen_func(
@@ -109,12 +112,24 @@ class FlashAttnBackend(GpuBackend):
             max_seqlen_k=context.max_seqlen_k,
             softmax_scale=scale,
             causal=True,
+            window_size=_window_size(window),
             block_table=context.block_tables,
         )
 
-    def decode(self, q, k_cache, v_cache, context, scale):
-        lens, tables = context.context_lens, context.block_tables
+    def decode(self, q, k_cache, v_cache, context, scale, window=None):
         out = self.with_kvcache(
-            q.unsqueeze(1), k_cache, v_cache, cache_seqlens=lens, block_table=tables, softmax_scale=scale, causal=True
+            q.unsqueeze(1),
+            k_cache,
+            v_cache,
+            cache_seqlens=context.context_lens,
+            block_table=context.block_tables,
+            softmax_scale=scale,
+            causal=True,
+            window_size=_window_size(window),
         )
         return out.squeeze(1)
+
+
+def _window_size(window: int | None) -> tuple[int, int]:
+    """As flash-attn counts: keys before the query's own, and after it; -1 for all."""
+    return (-1, -1) if window is None else (window - 1, 0)

@@ -12,14 +12,14 @@ class TorchBackend(AttentionBackend):
     name = "torch"
     supports_cuda_graphs = False  # It reads lengths on the host.
 
-    def prefill(self, q, k, v, k_cache, v_cache, context, scale):
+    def prefill(self, q, k, v, k_cache, v_cache, context, scale, window=None):
         c = context
         return prefill_attention_torch(
-            q, k, v, k_cache, v_cache, c.cu_seqlens_q, c.cu_seqlens_k, c.max_seqlen_q, c.block_tables, scale
+            q, k, v, k_cache, v_cache, c.cu_seqlens_q, c.cu_seqlens_k, c.max_seqlen_q, c.block_tables, scale, window
         )
 
-    def decode(self, q, k_cache, v_cache, context, scale):
-        return decode_attention_torch(q, k_cache, v_cache, context.context_lens, context.block_tables, scale)
+    def decode(self, q, k_cache, v_cache, context, scale, window=None):
+        return decode_attention_torch(q, k_cache, v_cache, context.context_lens, context.block_tables, scale, window)
 
 
 def store_kvcache(
@@ -47,6 +47,7 @@ def prefill_attention_torch(
     max_seqlen_q: int,
     block_tables: torch.Tensor | None,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of a flat batch of sequences, one at a time; arguments and result as in `paged_prefill`. Only
     the kernel uses `max_seqlen_q`."""
@@ -57,15 +58,18 @@ def prefill_attention_torch(
         len_q, len_k = chunk.stop - chunk.start, starts_k[seq + 1] - starts_k[seq]
         if len_q == 0:
             continue
+        num_cached = len_k - len_q
+        first_key = 0 if window is None else max(0, num_cached + 1 - window)
         if block_tables is None:
-            keys, values = (x[starts_k[seq] : starts_k[seq + 1]] for x in (k, v))
+            keys, values = (x[starts_k[seq] + first_key : starts_k[seq + 1]] for x in (k, v))
         else:
-            blocks = block_tables[seq, : -(-len_k // k_cache.shape[1])]
-            keys, values = (x[blocks].flatten(0, 1)[:len_k] for x in (k_cache, v_cache))
+            keys, values = (_keys(x, block_tables[seq], first_key, len_k) for x in (k_cache, v_cache))
         mask = None
-        if len_q != len_k:
+        if num_cached > 0 or (window is not None and window < len_k):
             # is_causal aligns the triangle at the top left; queries after a prefix need it at the bottom right.
-            mask = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
+            mask = torch.ones(len_q, len(keys), dtype=torch.bool, device=q.device).tril(num_cached - first_key)
+            if window is not None:
+                mask = mask.triu(num_cached - first_key + 1 - window)
         attended = F.scaled_dot_product_attention(
             *(x.transpose(0, 1).unsqueeze(0) for x in (q[chunk], keys, values)),
             attn_mask=mask,
@@ -84,20 +88,21 @@ def decode_attention_torch(
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Attention of one query token a row to its context; arguments and result as in `paged_decode`. context_lens: int32
-    `[batch_size]`, keys of each row, its own included; 0 gives zeros.
+    `[batch_size]`, keys of each row, its own included; 0 gives zeros. window: as in `Attention`.
 
     Each row is computed alone, over exactly its keys. A batched product would sum in an order that depends on the
     batch's shape and padding, but the rest of the batch must not change a bit of a row's result.
     """
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    _, _, num_kv_heads, head_dim = k_cache.shape
     for row, context_len in enumerate(context_lens.tolist()):
         if context_len == 0:
             continue
-        blocks = block_tables[row, : -(-context_len // block_size)]
-        keys, values = (x[blocks].flatten(0, 1)[:context_len].transpose(0, 1) for x in (k_cache, v_cache))
+        first_key = 0 if window is None else max(0, context_len - window)
+        keys, values = (_keys(x, block_tables[row], first_key, context_len).transpose(0, 1) for x in (k_cache, v_cache))
         # The heads that share a KV head become its queries, which saves a copy of the keys for each of them. The
         # queries are cloned because the products' rounding depends on their alignment, and so on the row's place.
         queries = q[row].clone().reshape(num_kv_heads, -1, head_dim)
@@ -106,3 +111,11 @@ def decode_attention_torch(
         )
         out[row] = attended.reshape(-1, head_dim)
     return out
+
+
+def _keys(cache: torch.Tensor, block_table: torch.Tensor, first_key: int, end_key: int) -> torch.Tensor:
+    """One sequence's keys, or values, from first_key to before end_key: `[num_keys, num_kv_heads, head_dim]`."""
+    block_size = cache.shape[1]
+    first_block = first_key // block_size
+    blocks = block_table[first_block : -(-end_key // block_size)]
+    return cache[blocks].flatten(0, 1)[first_key - first_block * block_size : end_key - first_block * block_size]

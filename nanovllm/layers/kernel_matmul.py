@@ -1,6 +1,7 @@
 """Our own kernels as candidates of `matmul`."""
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ if HAS_TRITON:
 
 
 class Gemv(Candidate):
-    """Our kernel for 1 to 16 tokens, which contains the norm."""
+    """Our kernel for 1 to 4 tokens, which contains the norm."""
 
     name = "gemv"
     posts_sums = True
@@ -33,14 +34,14 @@ class Gemv(Candidate):
         return is_small and problem.out is None and problem.operation in ("linear", "linear_silu")
 
     def launch(self, problem: Problem, constants: tuple) -> Tensor:
-        operation, x, weight, bias, out = problem
-        config = GemvConfig(*constants)
-        if operation == "linear_add":
-            return gemv_kernels.linear_add(problem.input, weight, out, bias, config, pdl=True)
-        norm = x.residual, x.weight, x.eps
-        if operation == "linear_silu":
-            return gemv_kernels.norm_linear_silu(*norm, weight, config, pdl=True)
-        return gemv_kernels.norm_linear(*norm, weight, bias, config, pdl=True)
+        x, y, options = problem.x, _result(problem), _options(problem)
+        if problem.operation == "linear_add":
+            x = problem.input
+        else:
+            options |= {"norm_weight": x.weight, "eps": x.eps}
+            x = x.residual
+        gemv_kernels.gemv(x, problem.weight, y, problem.bias, GemvConfig(*constants), **options)
+        return y
 
 
 class SplitK(Candidate):
@@ -65,13 +66,9 @@ class SplitK(Candidate):
         )
 
     def launch(self, problem: Problem, constants: tuple) -> Tensor:
-        x, weight, bias, out = problem.input, problem.weight, problem.bias, problem.out
-        options = {"config": SplitKConfig(*constants), "arrivals": self.arrivals, "pdl": True}
-        if problem.operation == "linear_silu":
-            return split_k_kernels.linear_silu(x, weight, **options)
-        if problem.operation == "linear_add":
-            return split_k_kernels.linear_add(x, weight, out, bias, **options)
-        return split_k_kernels.linear(x, weight, bias, out, **options)
+        x, y, config = problem.input, _result(problem), SplitKConfig(*constants)
+        split_k_kernels.split_k(x, problem.weight, y, problem.bias, config, self.arrivals, **_options(problem))
+        return y
 
 
 class FusedSilu(Candidate):
@@ -84,6 +81,19 @@ class FusedSilu(Candidate):
 
     def launch(self, problem: Problem, constants: tuple) -> Tensor:
         return fused_silu_kernel.linear_silu(problem.input, problem.weight)
+
+
+def _result(problem: Problem) -> Tensor:
+    """Where its result goes."""
+    if problem.out is not None:
+        return problem.out
+    columns = len(problem.weight) // (2 if problem.operation == "linear_silu" else 1)
+    return problem.weight.new_empty(len(problem.x), columns)
+
+
+def _options(problem: Problem) -> dict[str, Any]:
+    """Of both decode kernels."""
+    return {"silu": problem.operation == "linear_silu", "add": problem.operation == "linear_add", "pdl": True}
 
 
 @cache

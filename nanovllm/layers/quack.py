@@ -55,7 +55,6 @@ class Quack(OptionalPackage, Candidate):
         decodes: whether decode steps use it too. A launch takes the host long, so CUDA graphs have to capture it.
         wanted: the products, one for each kernel, for which `launch` was called within `compile_ahead`. It launches
             nothing there.
-        on_wanted: called with each of them; None for nobody.
     """
 
     name = "quack-kernels"
@@ -66,7 +65,6 @@ class Quack(OptionalPackage, Candidate):
         """gemm_act: `quack_early`'s. make_config: the package's GemmConfig."""
         self.decodes = decodes
         self.wanted: dict[tuple[str, Tile], Product] = {}
-        self.on_wanted: Callable[[Product], None] | None = None
         self._gemm_act = gemm_act
         self._make_config = make_config
 
@@ -101,7 +99,7 @@ class Quack(OptionalPackage, Candidate):
             out = x.new_empty(len(x), len(weight) // 2)
             options = {"activation": "swiglu", "concat_layout": ("B",)}
         if HAS_TRITON and is_compiling_ahead():
-            self._want(Product(operation, tile, len(x), *weight.shape, x.dtype))
+            self.wanted.setdefault((operation, tile), Product(operation, tile, len(x), *weight.shape, x.dtype))
             return out
 
         def multiply() -> Tensor:
@@ -110,13 +108,6 @@ class Quack(OptionalPackage, Candidate):
             return out
 
         return self.attempt(multiply)
-
-    def _want(self, product: Product) -> None:
-        if (product.operation, product.tile) in self.wanted:
-            return
-        self.wanted[product.operation, product.tile] = product
-        if self.on_wanted is not None:
-            self.on_wanted(product)
 
     def load(self, product: Product, device: torch.device) -> None:
         """Launch a product once, on arbitrary numbers, to load its kernel."""

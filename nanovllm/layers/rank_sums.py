@@ -28,10 +28,9 @@ class NormedParts:
 
 def begin_sums(layers: nn.ModuleList, num_tokens: int, reducer: ResidualReducer) -> None:
     """Call this before each forward pass of decoder layers: it decides whether their products post the sums."""
-    projections = layers[0].summed_projections()
-    constants = [proj.matmul.posted_constants(proj.weight, num_tokens) for proj in projections]
-    posts = len(constants) > 0 and None not in constants
-    reducer.begin_step(2 * len(layers) if posts else 0)
+    projections = [projection for layer in layers for projection in layer.summed_projections()]
+    posts = all(each.matmul.posted_constants(each.weight, num_tokens) is not None for each in projections)
+    reducer.begin_pass(len(projections), posts)
 
 
 def add_over_ranks(

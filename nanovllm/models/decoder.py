@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -90,7 +91,7 @@ class DecoderAttention(nn.Module):
             return self.attn(q, k, v, context).flatten(1)
         if context.is_prefill:
             return self.attn(q[rows], k, v, context.of_last_tokens()).flatten(1)
-        return self.attn(q, k, v, context).flatten(1)[rows]  # decode_plan is for all rows.
+        return self.attn(q, k, v, context).flatten(1)[rows]  # Plans are for all rows.
 
     def _normalize_full_width(self, qkv: torch.Tensor) -> None:
         sizes = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -256,6 +257,8 @@ class DecoderForCausalLM(nn.Module, ABC):
         "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
         "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
     }
+    # What the checkpoint's names of this model begin with. Others, of a vision tower say, are not loaded.
+    checkpoint_prefix: ClassVar[str] = ""
     # Keys of the configuration, among those that change what a decoder computes, that this family's `spec` reads.
     switches: ClassVar[frozenset[str]] = frozenset()
 
@@ -264,6 +267,9 @@ class DecoderForCausalLM(nn.Module, ABC):
         super().__init__()
         self.matmul = Matmul()  # cuBLAS alone, before `use_matmul`
         spec = self.checked_spec(config)
+        # A window that no sequence exceeds is none.
+        windows = tuple(None if window is None or window >= max_position else window for window in spec.windows)
+        spec = replace(spec, windows=windows)
         mlps = [self.mlp(config, spec, i, tp) for i in range(config.num_hidden_layers)]
         self.model = DecoderModel(config, spec, mlps, max_position, backend, tp)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
@@ -283,10 +289,7 @@ class DecoderForCausalLM(nn.Module, ABC):
     def checked_spec(cls, config) -> DecoderSpec:
         """`spec`. Raises ValueError, naming the key, if the configuration asks for what this family does not have."""
         check_switches(config, cls.switches)
-        spec = cls.spec(config)
-        if any(window is not None for window in spec.windows):
-            raise ValueError(f"sliding_window={config.sliding_window}: sliding windows are not supported")
-        return spec
+        return cls.spec(config)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Token ids and positions, int64 [num_tokens] -> hidden states [num_tokens, hidden_size], or only those that

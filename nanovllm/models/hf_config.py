@@ -36,6 +36,7 @@ _SWITCHES: dict[str, Any] = {
     "hidden_act": "silu",
     "sliding_window": None,
     "use_sliding_window": False,
+    "use_bidirectional_attention": False,
     "attention_chunk_size": None,
     "no_rope_layers": None,
     "partial_rotary_factor": 1.0,
@@ -63,14 +64,28 @@ def read_hf_config(directory: str) -> Any:
     content = read_json(file)
     # Before transformers checks it: its messages name neither the file nor what is allowed, and differ by version.
     _check_architecture(content.get("architectures"), content.get("model_type"), str(file))
-    _check_values(content, str(file))
+    for part in (content, content.get("text_config")):
+        if isinstance(part, dict):
+            _check_values(part, str(file))
     try:
         with without_generated_docstrings():
             from transformers import AutoConfig
 
-            return AutoConfig.from_pretrained(directory)
+            return _text_config(AutoConfig.from_pretrained(directory))
     except Exception as error:
         raise ValueError(f"{file}: cannot be used: {one_line(error)}") from error
+
+
+def _text_config(config: Any) -> Any:
+    """The configuration of the text model, where it is a part of a larger model."""
+    text = getattr(config, "text_config", None)
+    if text is None:
+        return config
+    text.architectures = config.architectures
+    for name in ("dtype", "torch_dtype", "eos_token_id"):
+        if vars(config).get(name) is not None:
+            setattr(text, name, vars(config)[name])
+    return text
 
 
 def check_hf_config(hf_config: Any, where: str) -> None:
@@ -134,20 +149,29 @@ def rope_of_layers(hf_config: Any) -> tuple[RopeParameters | None, ...]:
 
 
 def windows_of_layers(hf_config: Any) -> tuple[int | None, ...]:
-    """Each layer's sliding window: the number of keys that a token sees, its own included; None for all.
-
-    Which layers have the configured `sliding_window` is in `layer_types` (transformers 5), or follows from
-    `use_sliding_window` and `max_window_layers` (transformers 4). A window that no sequence can exceed is none.
-    """
-    num_layers, window = hf_config.num_hidden_layers, getattr(hf_config, "sliding_window", None)
+    """Each layer's sliding window: the number of keys that a token sees, its own included; None for all."""
+    window = getattr(hf_config, "sliding_window", None)
     is_off = getattr(hf_config, "use_sliding_window", True) is False
-    if is_off or window is None or window >= supported_length(hf_config):
-        return (None,) * num_layers
+    if window is None or is_off:
+        return (None,) * hf_config.num_hidden_layers
+    return tuple(window if is_local else None for is_local in local_layers(hf_config))
+
+
+def local_layers(hf_config: Any) -> list[bool]:
+    """Which layers have the configured `sliding_window`. Transformers 5 lists `layer_types`. In 4 every n-th layer is a
+    global one (`sliding_window_pattern`), or the first ones are (`max_window_layers`)."""
+    num_layers = hf_config.num_hidden_layers
+    layers = range(num_layers)
     kinds = getattr(hf_config, "layer_types", None)
+    pattern = getattr(hf_config, "sliding_window_pattern", None)
     if kinds:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds[:num_layers])
-    first = getattr(hf_config, "max_window_layers", None) or 0
-    return tuple(window if layer >= first else None for layer in range(num_layers))
+        allowed = f"a list of {num_layers} kinds, one for each of num_hidden_layers"
+        require("layer_types", kinds, len(kinds) >= num_layers, allowed)
+        return [kind == "sliding_attention" for kind in kinds[:num_layers]]
+    if pattern:
+        return [(layer + 1) % pattern != 0 for layer in layers]
+    num_global = getattr(hf_config, "max_window_layers", None) or 0
+    return [layer >= num_global for layer in layers]
 
 
 def get_head_dim(hf_config: Any) -> int:

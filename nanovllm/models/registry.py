@@ -5,6 +5,8 @@ from typing import Any
 
 # Name -> the module that has a class of this name. A family is imported when a model asks for it.
 ARCHITECTURES = {
+    "Gemma3ForCausalLM": "nanovllm.models.gemma3",
+    "Gemma3ForConditionalGeneration": "nanovllm.models.gemma3",
     "LlamaForCausalLM": "nanovllm.models.llama",
     "MistralForCausalLM": "nanovllm.models.mistral",
     "Olmo2ForCausalLM": "nanovllm.models.olmo2",

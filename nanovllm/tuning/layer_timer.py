@@ -57,14 +57,13 @@ class LayerTimer:
         with ExitStack() as stack:
             processes = stack.enter_context(CompileProcesses(["nanovllm.layers.quack_early"])) if quack else None
             with torch.inference_mode(), compile_ahead(tell):
-                if quack is not None:
-                    quack.on_wanted = lambda product: processes.submit(load_product, product, self.device)
                 for phase, num_tokens, i, choice in trials:
                     if choice != CUBLAS:
                         with suppress(Exception):  # Its first launch will say so.
                             self._launch(phase, self._problem(i, num_tokens), choice)
+                if quack is not None:
+                    processes.submit([(load_product, product, self.device) for product in quack.wanted.values()])
             if quack is not None:
-                quack.on_wanted = None
                 processes.wait(tell)
 
     @torch.inference_mode()

@@ -53,17 +53,12 @@ def challengers(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: 
 
 
 def _gemv(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
-    if num_tokens > 16:
+    if num_tokens > 4:
         return
     row = 1 << (shape.K - 1).bit_length()
-    if num_tokens <= 4:
-        for rows, k_tile, num_warps in product((2, 4, 8, 16), (512, 1024, 2048, 4096), (1, 2, 4, 8)):
-            if k_tile <= row and 64 <= rows * k_tile // (32 * num_warps) <= 128:  # weights that a thread holds
-                yield Choice("gemv", (rows, k_tile, num_warps, False, 0))
-    if num_tokens > 2:
-        for rows in (8, 16, 32):
-            for prefetch in (0, row):
-                yield Choice("gemv", (rows, min(row, 1024), 4, True, prefetch))
+    for rows, k_tile, num_warps in product((2, 4, 8, 16), (512, 1024, 2048, 4096), (1, 2, 4, 8)):
+        if k_tile <= row and 64 <= rows * k_tile // (32 * num_warps) <= 128:  # weights that a thread holds
+            yield Choice("gemv", (rows, k_tile, num_warps))
 
 
 def _split_k(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:

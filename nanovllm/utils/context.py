@@ -1,9 +1,9 @@
 """Context: all that the layers see of a step, set by the model runner before it and reset after it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -26,7 +26,8 @@ class Context:
     block_tables: torch.Tensor | None = None
     # [num_seqs] prefill: places of the last new tokens. The model returns only their hidden states; None returns all.
     last_tokens: torch.Tensor | None = None
-    decode_plan: torch.Tensor | None = None  # [num_items, PIECE_FIELDS] decode: see kernels.decode_plan
+    # decode: {a layer's window: [num_items, PIECE_FIELDS]}; see kernels.decode_plan
+    decode_plans: Mapping[int | None, torch.Tensor] = field(default_factory=dict)
     num_drawn: int | None = None  # decode: the first rows, whose hidden states the model returns; None: all
 
     def of_last_tokens(self) -> "Context":

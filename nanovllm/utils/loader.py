@@ -2,26 +2,24 @@
 
 import math
 import os
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from nanovllm.utils.interrupts import held_interrupt
 from nanovllm.utils.model_files import check_readable, read_json
+from nanovllm.utils.threads import torch_threads
 
 _FLOATS = ("BF16", "F16", "F32", "F64")  # safetensors' names
 _INDEX = "model.safetensors.index.json"
 _HINT = "is config.json the same model's?"
 _MAX_NAMED = 5
 _MAX_THREADS = 8
-_BUFFER_BYTES = 4 * 2**20
 
 
 class _Tensor(NamedTuple):
@@ -42,106 +40,33 @@ def load_model(model: nn.Module, directory: str) -> None:
         ValueError: a damaged file; or a missing or extra tensor, or one of a wrong shape or dtype, with its file.
     """
     with ExitStack() as stack:
-        tensors = _open_tensors(directory, stack)
+        prefix = getattr(model, "checkpoint_prefix", "")
+        opened = _open_tensors(directory, stack).items()
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in opened if name.startswith(prefix)}
         plan = _make_plan(model, tensors, directory)
         # The largest first, so that no thread is left alone with one in the end.
         names = sorted(plan, key=lambda name: -math.prod(tensors[name].content.get_shape()))
-        _load_all([(tensors[name].content, *plan[name]) for name in names], next(model.parameters()).device)
+        _load_all([(plan[name][0], tensors[name].content, plan[name][1]) for name in names])
 
 
-def _load_all(tasks: list[tuple[Any, nn.Parameter, object]], device: torch.device) -> None:
-    """Load every (safetensors slice, parameter, shard id) in several threads, at most as many as torch computes with.
-    An error or Ctrl-C ends them all; raises the first error when they have stopped."""
-    todo, at_work = deque(tasks), deque[None]()
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        at_work.append(None)
+def _load_all(tasks: list[tuple[nn.Parameter, Any, object]]) -> None:
+    """Load every (parameter, safetensors slice, shard id) in several threads, at most as many as torch computes with.
+    Raises the first error, or Ctrl-C's, when no thread is loading any more."""
+    num_threads = min(_MAX_THREADS, torch.get_num_threads())
+    # Several copies by one thread each are faster than one copy by several, as torch would make it.
+    with torch_threads(1), ThreadPoolExecutor(num_threads) as pool:
         try:
-            if not todo:  # It started late, and nobody may wait for it any more.
-                return
-            torch.set_num_threads(1)
-            with _staging(device) as on_device:
-                while todo:
-                    try:
-                        loaded, param, shard_id = todo.popleft()
-                    except IndexError:  # Another thread was faster.
-                        return
-                    load = getattr(param, "weight_loader", default_weight_loader)
-                    load(param, on_device(loaded), shard_id)
-        except BaseException as error:
-            todo.clear()
-            errors.append(error)
-        finally:
-            at_work.pop()
-
-    # One copy by several OpenMP threads, as torch would make it, is slower than several copies by one thread each.
-    num_torch_threads = torch.get_num_threads()
-    try:
-        for _ in range(min(_MAX_THREADS, num_torch_threads)):
-            Thread(target=work, daemon=True).start()
-        while todo or at_work:  # Ctrl-C would leave a join() with a wrong idea of which threads are alive.
-            time.sleep(0.001)
-    finally:
-        todo.clear()
-        try:
-            while at_work:
-                time.sleep(0.001)
-        finally:
-            # A thread's choice is what new threads of the process begin with.
-            torch.set_num_threads(num_torch_threads)
-    if errors:
-        raise errors[0]
+            with held_interrupt():  # The pool would forget a thread whose start is interrupted.
+                futures = [pool.submit(_load, *task) for task in tasks]
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
-@contextmanager
-def _staging(device: torch.device) -> Iterator[Callable[[Any], Any]]:
-    """A block in which one thread loads weights: gives what turns a safetensors slice into one whose parts are on the
-    device once they are read."""
-    if device.type != "cuda":
-        yield lambda loaded: loaded
-        return
-    # Its own stream, because on a common one it would wait for the other threads' copies.
-    stream = torch.cuda.Stream(device)
-    try:
-        with torch.cuda.stream(stream):
-            buffers = _PinnedBuffers(device)
-            yield lambda loaded: _DeviceSlice(loaded, buffers)
-    finally:
-        stream.synchronize()
-
-
-class _DeviceSlice:
-    """What a weight_loader slices like the safetensors slice behind it."""
-
-    def __init__(self, loaded: Any, buffers: "_PinnedBuffers"):
-        self._loaded, self._buffers = loaded, buffers
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._buffers.send(self._loaded[index])
-
-
-class _PinnedBuffers:
-    """Two take turns, because a copy from pageable memory is slow and blocks: while one is being copied to the GPU, the
-    next part is read from the file into the other."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._buffers = torch.empty(2, _BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
-        self._sent = [torch.cuda.Event(), torch.cuda.Event()]
-        self._turn = 0
-
-    def send(self, x: torch.Tensor) -> torch.Tensor:
-        """A copy on the device, in stream order. A row of x (an element of a vector) must fit a buffer."""
-        out = torch.empty(x.shape, dtype=x.dtype, device=self._device)
-        num_rows = max(1, _BUFFER_BYTES * len(x) // max(1, x.nbytes))
-        for part, target in zip(x.split(num_rows), out.split(num_rows), strict=True):
-            self._turn ^= 1
-            self._sent[self._turn].synchronize()
-            staged = self._buffers[self._turn, : part.nbytes].view(x.dtype).view(part.shape)
-            target.copy_(staged.copy_(part), non_blocking=True)
-            self._sent[self._turn].record()
-        return out
+def _load(param: nn.Parameter, loaded: Any, shard_id: object) -> None:
+    getattr(param, "weight_loader", default_weight_loader)(param, loaded, shard_id)
 
 
 def num_checkpoint_params(model: nn.Module) -> int:

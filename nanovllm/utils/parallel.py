@@ -90,8 +90,7 @@ def _check_kv_heads(size: int, num_kv_heads: int) -> None:
 
 def _in_stream_order(options):
     """NCCL then takes the current stream instead of one of its own, and the two events between them are saved."""
-    if hasattr(options, "asyncOp"):  # torch 2.7
-        options.asyncOp = False
+    options.asyncOp = False
     return options
 
 

@@ -11,8 +11,8 @@ if HAS_TRITON:
     from nanovllm.kernels import all_reduce as kernels
     from nanovllm.kernels import posted_sums
     from nanovllm.kernels.all_reduce import add_norm_arrived
-    from nanovllm.kernels.gemv import GemvConfig, linear_post
-    from nanovllm.kernels.posted_sums import Inboxes, collect
+    from nanovllm.kernels.gemv import GemvConfig, gemv
+    from nanovllm.kernels.posted_sums import Inboxes, collect, push_add_norm
 
 # With more than two ranks a one-shot sum moves more bytes than NCCL does, so it pays only for few tokens.
 _MAX_TOKENS_OF_MANY_RANKS = 512
@@ -27,8 +27,8 @@ class ResidualReducer:
     """Adds the ranks' parts of a layer's output to the residual stream. One object serves all layers of a rank. All
     ranks must call it in the same order with the same shapes.
 
-    Every forward pass must call `add_norm` for more than MAX_PUSH_TOKENS tokens an even number of times: two buffers
-    take turns, and a CUDA graph replays the turns that it captured.
+    Every forward pass begins with `begin_pass`. It must have an even number of sums of up to `posted_sums.MAX_TOKENS`
+    tokens, and of longer ones: two buffers take turns, and a CUDA graph replays the turns that it captured.
 
     `long_sums` is for prefills of thousands of tokens over two ranks, else None. While `is_posting`, all sums of a
     forward pass go through `add_linear`.
@@ -46,16 +46,14 @@ class ResidualReducer:
             self.long_sums = LongSums(peers, -(-max_tokens // 2), hidden_size, dtype)
         self._buffers = [peers.share(f"sums/buffer {i}", (max_tokens, hidden_size), dtype) for i in range(2)]
         self._flags = peers.share("sums/flags", (kernels.MAX_PULL_PROGRAMS, self.size), torch.int32)
-        inboxes = (2, self.size, kernels.MAX_PUSH_TOKENS, hidden_size // 2)
-        self._inboxes = peers.share("sums/inboxes", inboxes, torch.int64)
-        self._epochs = torch.zeros(kernels.MAX_PUSH_TOKENS, dtype=torch.int32, device=peers.device)
-        posted = (2, self.size, posted_sums.MAX_TOKENS, hidden_size // 2)
-        self._posted = peers.share("sums/posted", posted, torch.int64)
-        self._step = torch.zeros(1, dtype=torch.int32, device=peers.device)
+        inboxes = (2, self.size, posted_sums.MAX_TOKENS, hidden_size // 2)
+        self._inbox_memory = peers.share("sums/inboxes", inboxes, torch.int64)
+        own, addresses = self._inbox_memory.tensor, self._inbox_memory.address_table
+        # Inboxes begin with zeros, so no sum may have the number 0.
+        step = torch.ones(1, dtype=torch.int32, device=peers.device)
+        self._inboxes = Inboxes(own, addresses, step, peers.abort_flag, self.rank)
         self._index = 0
         self.is_posting = False
-        own, addresses = self._posted.tensor, self._posted.address_table
-        self._posts = Inboxes(own, addresses, self._step, peers.abort_flag, self.rank)
         torch.cuda.synchronize(peers.device)
 
     def takes(self, num_tokens: int) -> bool:
@@ -72,15 +70,16 @@ class ResidualReducer:
         buffer = self._buffers[self._turn].tensor
         if num_tokens > len(buffer):
             raise RuntimeError(f"a step of {num_tokens} tokens, where the ranks share memory for {len(buffer)}")
-        return buffer[:num_tokens] if num_tokens > kernels.MAX_PUSH_TOKENS else torch.empty_like(buffer[:num_tokens])
+        return buffer[:num_tokens] if num_tokens > posted_sums.MAX_TOKENS else torch.empty_like(buffer[:num_tokens])
 
-    def begin_step(self, num_sums: int) -> None:
-        """Call this at the beginning of every forward pass. num_sums: how often the pass calls `add_linear`, an even
-        number, or 0. At least one ordinary launch must come before the first call."""
-        self.is_posting = num_sums > 0
-        if self.is_posting:
-            self._step += num_sums
-            self._index = 0
+    def begin_pass(self, num_sums: int, is_posting: bool) -> None:
+        """num_sums: how many sums the pass will have. is_posting: whether `add_linear` makes all of them; then at least
+        one ordinary launch must come before the first."""
+        self.is_posting = is_posting
+        # A CUDA graph replays indices, so the step tells passes apart. Indices end at 0. If they began there, a short
+        # pass could repeat numbers of a longer one before it.
+        self._inboxes.step.add_(num_sums)
+        self._index = -num_sums
 
     def add_linear(
         self,
@@ -88,20 +87,19 @@ class ResidualReducer:
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        constants: tuple | None = None,
+        constants: tuple,
     ) -> None:
-        """residual += the sum of all ranks' `x W^T + bias`, by dependent launches, for up to 16 tokens. constants: the
-        GEMV kernel's."""
-        config = GemvConfig(*constants) if constants else None
-        linear_post(x, weight, self._posts, self._index, bias, config, pdl=True)
-        collect(self._posts, self._index, residual, pdl=True)
+        """residual += the sum of all ranks' `x W^T + bias`, by dependent launches, for up to `gemv.MAX_TOKENS` tokens.
+        constants: the GEMV kernel's."""
+        gemv(x, weight, None, bias, GemvConfig(*constants), inboxes=self._inboxes, index=self._index, pdl=True)
+        collect(self._inboxes, self._index, residual, pdl=True)
         self._index += 1
 
     def add_norm(self, residual: torch.Tensor, partial: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """residual += the sum of all ranks' `partial`, which `partial()` returned; then the RMS norm of residual."""
-        if len(residual) <= kernels.MAX_PUSH_TOKENS:
-            inboxes, epochs = self._inboxes.address_table, self._epochs
-            return kernels.push_add_norm(inboxes, epochs, self._abort_flag, self.rank, partial, residual, weight, eps)
+        if len(residual) <= posted_sums.MAX_TOKENS:
+            self._index += 1
+            return push_add_norm(self._inboxes, self._index - 1, partial, residual, weight, eps)
         buffers, flags = self._buffers[self._turn].address_table, self._flags.address_table
         self._turn = 1 - self._turn
         return kernels.pull_add_norm(buffers, flags, self._abort_flag, self.rank, residual, weight, eps)

@@ -29,7 +29,7 @@ class StepThreads:
     @contextmanager
     def computing(self, work: int) -> Iterator[None]:
         """A block that computes a step. work: its tokens times the parameters of a layer."""
-        with _num_threads(self._choose(threads_per_rank(self._num_ranks), work)):
+        with torch_threads(self._choose(threads_per_rank(self._num_ranks), work)):
             yield
 
     def _choose(self, allowed: int, work: int) -> int:
@@ -54,7 +54,8 @@ def available_cores() -> int:
 
 
 @contextmanager
-def _num_threads(num_threads: int) -> Iterator[None]:
+def torch_threads(num_threads: int) -> Iterator[None]:
+    """A block in which torch computes with this many threads, also in threads that it starts."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -66,7 +67,7 @@ def _num_threads(num_threads: int) -> Iterator[None]:
 def _products_per_second(num_threads: int) -> float:
     """The speed of products that are large enough for several threads, if each has a core to itself."""
     x, weight = torch.ones(16, 1024), torch.ones(1024, 1024)
-    with _num_threads(num_threads):
+    with torch_threads(num_threads):
         x @ weight  # Threads start and memory is touched here.
         num_products, start, seconds = 0, time.perf_counter(), 0.0
         while seconds < _TRIAL_SECONDS:

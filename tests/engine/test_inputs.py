@@ -85,7 +85,7 @@ def test_a_worker_has_the_same_tensors_of_a_pickled_prefill(drawn):
 @given(steps=st.lists(st.tuples(scheduled(), st.integers(0, 3)), min_size=1, max_size=4))
 def test_a_worker_has_the_same_tensors_of_pickled_decode_steps(steps):
     """Also those that it takes from its own last step, and after a step of its own that rank 0 has not written."""
-    ours, theirs = (DecodeInputs(4, 12, 4, torch.device("cpu"), pieces(2)) for _ in range(2))
+    ours, theirs = (DecodeInputs(4, 12, 4, torch.device("cpu"), pieces(2), [None, 3]) for _ in range(2))
     for inputs in (ours, theirs):
         inputs.sampled.copy_(torch.arange(100, 100 + len(inputs.sampled)))
     theirs.pad(3)
@@ -102,7 +102,7 @@ def test_a_worker_has_the_same_tensors_of_pickled_decode_steps(steps):
 
 
 def test_what_a_worker_gets_of_a_decode_step_does_not_grow_with_the_tokens_of_its_sequences():
-    inputs, sizes = DecodeInputs(512, 200, 256, torch.device("cpu"), pieces(8)), []
+    inputs, sizes = DecodeInputs(512, 200, 256, torch.device("cpu"), pieces(8), [None]), []
     for num_tokens in (300, 30_000):
         seq = Sequence(0, [7] * num_tokens)
         seq.block_table, seq.is_prefilling = list(range(seq.num_blocks)), False
@@ -113,19 +113,20 @@ def test_what_a_worker_gets_of_a_decode_step_does_not_grow_with_the_tokens_of_it
 def _flat(inputs, *rest) -> list:
     tensors = list(inputs) if isinstance(inputs, tuple) else [inputs]
     for each in rest:
-        tensors += [getattr(each, f.name) for f in fields(each)] if isinstance(each, Context) else [each]
+        values = [getattr(each, f.name) for f in fields(each)] if isinstance(each, Context) else [each]
+        for value in values:
+            tensors += value.values() if isinstance(value, dict) else [value]
     return tensors
 
 
 @given(
     steps=st.lists(st.tuples(scheduled(), st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=3),
-    num_kv_heads=st.sampled_from([None, 2]),
+    windows=st.sampled_from([[], [None], [5, None], [1, 7]]),
 )
-def test_mixed_inputs(steps, num_kv_heads):
+def test_mixed_inputs(steps, windows):
     """Several steps, as a row may have had another sequence's table before, or the same; all of one block size."""
     tables = [[16 * row + i for i in range(12)] for row in range(4)]
-    num_work_items = num_kv_heads and pieces(num_kv_heads)
-    inputs = DecodeInputs(4, 12, 4, torch.device("cpu"), num_work_items, mixed_step_rows=60)
+    inputs = DecodeInputs(4, 12, 4, torch.device("cpu"), pieces(2), windows, mixed_step_rows=60)
     for (seqs, _), num_running, num_padding in steps:
         for row, seq in enumerate(seqs):
             seq.is_prefilling = row >= num_running
@@ -151,18 +152,20 @@ def test_mixed_inputs(steps, num_kv_heads):
             (owner,) = (seq for row, seq in enumerate(seqs) if slot // 64 == row)
             assert table == owner.block_table
         assert context.num_drawn == len(seqs)
-        if num_kv_heads is not None:
-            check_plan(context.decode_plan.numpy(), context)
+        assert list(context.decode_plans) == windows
+        for window, plan in context.decode_plans.items():
+            check_plan(plan.numpy(), context, window)
 
 
-def check_plan(plan: np.ndarray, context: Context) -> None:
-    """Every row has its keys, each once."""
+def check_plan(plan: np.ndarray, context: Context, window: int | None) -> None:
+    """Every row has the keys of its window, each once."""
     keys = [set() for _ in context.context_lens]
     for row, _, _, first, end in plan[plan[:, 0] >= 0].tolist():
         own = set(range(first, end))
         assert not own & keys[row]
         keys[row] |= own
-    assert keys == [set(range(context_len)) for context_len in context.context_lens.tolist()]
+    lens = context.context_lens.tolist()
+    assert keys == [set(range(context_len)[-(window or context_len) :]) for context_len in lens]
 
 
 def _row(seq: Sequence, position: int) -> tuple[int, int, int]:
@@ -174,7 +177,7 @@ def _row(seq: Sequence, position: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize("max_num_seqs", [1, 5, 40, 200])
 def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
     """They fit the inputs' memory and the workspace, and every row has its keys in them."""
-    inputs = DecodeInputs(max_num_seqs, 20, 256, torch.device("cpu"), pieces(num_kv_heads))
+    inputs = DecodeInputs(max_num_seqs, 20, 256, torch.device("cpu"), pieces(num_kv_heads), [None])
     workspace = DecodeWorkspace(max_num_seqs, 16, num_kv_heads, 16, "cpu", pieces(num_kv_heads)(max_num_seqs))
     seqs = []
     for i in range(max_num_seqs):
@@ -184,7 +187,7 @@ def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
     for batch_size in {1, (max_num_seqs + 1) // 2, max_num_seqs}:
         for num_seqs in {1, batch_size}:
             inputs.send(inputs.write(seqs[:num_seqs], batch_size))
-            plan = inputs.plan(batch_size)
+            plan = inputs.plans(batch_size)[None]
             workspace.check_room(batch_size, 16, num_kv_heads, 16, len(plan))
             row, _, _, first, end, *_ = plan[plan[:, 0] >= 0].T.numpy()
             keys = np.bincount(row, weights=end - first, minlength=batch_size)
@@ -194,7 +197,7 @@ def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
 
 def test_padding_rows_read_and_write_nothing():
     """Those that make up a captured batch, and those that the layers want besides."""
-    inputs = DecodeInputs(5, 20, 256, torch.device("cpu"), pieces(2), padded=[0, 4, 4, 4, 4, 8])
+    inputs = DecodeInputs(5, 20, 256, torch.device("cpu"), pieces(2), [None], padded=[0, 4, 4, 4, 4, 8])
     seqs = []
     for i in range(5):
         seq = Sequence(i, list(range(10 * i + 1)), SamplingParams(), 256, seed=i)
@@ -210,13 +213,14 @@ def test_padding_rows_read_and_write_nothing():
         padding = num_rows - num_seqs
         assert context.context_lens.tolist() == [10 * i + 1 for i in range(num_seqs)] + [0] * padding
         assert context.slot_mapping.tolist() == [266 * i for i in range(num_seqs)] + [-1] * padding
-        row, _, _, first, end, *_ = context.decode_plan[context.decode_plan[:, 0] >= 0].T.numpy()
+        plan = context.decode_plans[None]
+        row, _, _, first, end, *_ = plan[plan[:, 0] >= 0].T.numpy()
         assert np.bincount(row, weights=end - first, minlength=num_rows).tolist() == context.context_lens.tolist()
     assert len(inputs.sampled) == 8
 
 
 def test_rows_feed_what_the_last_step_drew_where_the_host_has_not_read_it():
-    inputs = DecodeInputs(6, 4, 256, torch.device("cpu"), None)
+    inputs = DecodeInputs(6, 4, 256, torch.device("cpu"), pieces(2), [])
     inputs.sampled.copy_(torch.arange(100, 106))
     seqs = []
     for i, pending_row in enumerate([3, -1, 0, 5, -1]):
@@ -232,7 +236,7 @@ def test_rows_feed_what_the_last_step_drew_where_the_host_has_not_read_it():
 
 def test_tokens_have_memory_of_their_own_until_the_step_after_next():
     """Also where inputs are written in between that no step draws from, as for a capture."""
-    inputs = DecodeInputs(6, 4, 256, torch.device("cpu"), None)
+    inputs = DecodeInputs(6, 4, 256, torch.device("cpu"), pieces(2), [])
     first = inputs.tokens_on_host(5).fill_(1)
     inputs.pad(2)
     second = inputs.tokens_on_host(6).fill_(2)
@@ -244,7 +248,7 @@ def test_tokens_have_memory_of_their_own_until_the_step_after_next():
 
 @pytest.mark.gpu
 def test_a_capture_before_a_step_is_sent_leaves_its_host_buffer_alone():
-    inputs = DecodeInputs(4, 4, 256, torch.device("cuda"), None)
+    inputs = DecodeInputs(4, 4, 256, torch.device("cuda"), pieces(2), [])
     seqs = [Sequence(i, [10 + i], SamplingParams(), 256, seed=i) for i in range(2)]
     for seq in seqs:
         seq.block_table, seq.is_prefilling = [0], False

@@ -1,7 +1,5 @@
-"""The sums over ranks, two ranks of one process one after the other: what each finds, and what it leaves for the other.
-
-Rank 0 goes first, so what rank 1 would have sent it by then is put there by hand; rank 1 takes what rank 0 has sent.
-"""
+"""Sums that ranks read from each other, two ranks of one process one after the other: what each finds, and what it
+leaves for the other. Rank 0 goes first, so what rank 1 would have signalled by then is put there by hand."""
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ def random_case(num_tokens, hidden, dtype, device):
 
 
 def all_reduce_add_norm_torch(partials, residual, weight):
-    """What both kernels compute: the sum in float32 in the order of ranks, rounded once, and its norm."""
+    """What the kernel computes: the sum in float32 in the order of ranks, rounded once, and its norm."""
     total = residual.float()
     for partial in partials:
         total = total + partial.float()
@@ -42,53 +40,6 @@ def assert_equal(residual, y, expected, device):
     torch.testing.assert_close(residual, total, rtol=2.0**-7 if loose else 0, atol=1e-6 if loose else 0)
     rtol = 2.0**-9 if residual.dtype == torch.float16 else 2.0**-6
     torch.testing.assert_close(y, norm, rtol=rtol, atol=1e-3)
-
-
-class Inboxes:
-    """Both ranks' state of `push_add_norm`."""
-
-    def __init__(self, hidden, device):
-        shape = (2, SIZE, kernels.MAX_PUSH_TOKENS, hidden // 2)
-        self.inboxes = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(SIZE)]
-        self.epochs = [torch.zeros(kernels.MAX_PUSH_TOKENS, dtype=torch.int32, device=device) for _ in range(SIZE)]
-        self.abort = torch.zeros(1, dtype=torch.int32, device=device)
-
-    def put(self, partial, epoch, sender, receiver):
-        """A message by hand: each pair of values below the number of the launch."""
-        words = partial.view(torch.int32).long() & 0xFFFFFFFF
-        self.inboxes[receiver][epoch % 2, sender, : len(partial)] = words | epoch << 32
-
-    def push(self, rank, partial, residual, weight):
-        return kernels.push_add_norm(
-            addresses(self.inboxes), self.epochs[rank], self.abort, rank, partial, residual, weight, EPS
-        )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 64), (3, 100), (5, 256)])
-def test_push(dtype, num_tokens, hidden, device):
-    state = Inboxes(hidden, device)
-    for epoch in (1, 2, 3):  # the inboxes of the first are used again by the third
-        partials, residual, weight = random_case(num_tokens, hidden, dtype, device)
-        expected = all_reduce_add_norm_torch(partials, residual, weight)
-        state.put(partials[1], epoch, sender=1, receiver=0)
-        results = []
-        for rank in range(SIZE):
-            own = residual.clone()
-            y = state.push(rank, partials[rank], own, weight)
-            assert_equal(own, y, expected, device)
-            results.append(own)
-        assert torch.equal(*results)
-        assert state.epochs[0][:num_tokens].eq(epoch).all()
-        assert state.epochs[0][num_tokens:].eq(0).all()
-
-
-def test_a_push_waits_for_nobody_once_it_is_aborted(device):
-    state = Inboxes(64, device)
-    partials, residual, weight = random_case(2, 64, torch.float16, device)
-    state.abort.fill_(1)
-    state.push(0, partials[0], residual, weight)
-    assert state.inboxes[1].eq(0).all(), "it wrote to a rank that may be gone"
 
 
 class Buffers:

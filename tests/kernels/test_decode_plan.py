@@ -21,10 +21,11 @@ from nanovllm.kernels.decode_plan import (
 @given(
     lens=st.lists(st.integers(0, 20000), min_size=1, max_size=40),
     spare=st.integers(1, 400),
+    window=st.none() | st.integers(1, 2000),
 )
-def test_plan_covers_every_key_once_and_takes_the_longest_first(lens, spare):
+def test_plan_covers_every_key_once_and_takes_the_longest_first(lens, spare, window):
     items = np.full((len(lens) + spare, PIECE_FIELDS), 12345, np.int32)
-    plan_decode(np.array(lens), items)
+    plan_decode(np.array(lens), items, window)
     used = items[items[:, 0] >= 0]
     assert (items[len(used) :, 0] == -1).all()
     for row, context_len in enumerate(lens):
@@ -34,14 +35,15 @@ def test_plan_covers_every_key_once_and_takes_the_longest_first(lens, spare):
         assert splits.tolist() == list(range(len(places)))
         assert (num_splits == len(places)).all()
         assert 1 <= len(places) <= MAX_SPLITS
-        assert first[0] == 0
+        assert first[0] == max(0, context_len - (window or context_len))
         assert end[-1] == context_len
         assert (first[1:] == end[:-1]).all()
-        assert (first % SPLIT_UNIT == 0).all()
+        assert (first[1:] % SPLIT_UNIT == 0).all()
         assert context_len == 0 or (first < end).all()
+        first = first // SPLIT_UNIT * SPLIT_UNIT  # Whole tiles are read.
         assert len(set((end - first)[:-1])) <= 1  # equal but for the last, which is not longer
         assert end[-1] - first[-1] <= end[0] - first[0]
-    lengths = [-(-(end - first) // SPLIT_UNIT) for _, split, _, first, end in used.tolist() if split == 0]
+    lengths = [-(-end // SPLIT_UNIT) - first // SPLIT_UNIT for _, split, _, first, end in used.tolist() if split == 0]
     assert lengths == sorted(lengths, reverse=True)
 
 

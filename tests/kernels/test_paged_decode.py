@@ -47,6 +47,16 @@ def test_any_number_of_pieces(num_items, device):
     assert torch.equal(first, again)
 
 
+@pytest.mark.parametrize("window", [1, 16, 63, 64, 65, 129, 500])
+@pytest.mark.parametrize("tma", [False, pytest.param(True, marks=needs_tma)])
+def test_windows(window, tma, device):
+    """That end before, at and after the edges of tiles, blocks and splits, shorter and longer than the context."""
+    lens = [0, 1, 64, 65, 130, 200, 421]
+    case = make_case(lens, 4, 2, 64, 64, torch.float16, device, seed=window, window=window)
+    plan = make_plan(case["context_lens"], 2, 12, window)
+    check(case, plan=plan, config=DecodeConfig(32, 1, 3, tma=True) if tma else DecodeConfig(64, 4, 2))
+
+
 def test_shared_block(device):
     case = make_case([40, 33], 4, 2, 32, 16, torch.float32, device, seed=1)
     case["block_tables"][1, :2] = case["block_tables"][0, :2]
@@ -61,27 +71,28 @@ def test_workspace_serves_batches_of_every_size(device):
         assert (workspace.arrivals == 0).all()
 
 
-@settings(max_examples=8)
+@settings(max_examples=12)
 @given(
     lens=st.lists(st.integers(0, 150), min_size=1, max_size=4),
     tma=st.booleans(),
     group=st.sampled_from([1, 2, 4, 7, 8, 16]),
     num_kv_heads=st.integers(1, 2),
-    head_dim=st.sampled_from([32, 48, 80]),
+    head_dim=st.sampled_from([32, 48, 80, 256]),
     block_size=st.sampled_from([16, 32, 64, 256]),
     spare=st.sampled_from([None, 1, 2, 5]),
     tile=st.sampled_from([16, 32, 64]),
+    window=st.none() | st.integers(1, 160),
     seed=st.integers(0, 2**31),
 )
-def test_any_batch(lens, tma, group, num_kv_heads, head_dim, block_size, spare, tile, seed):
+def test_any_batch(lens, tma, group, num_kv_heads, head_dim, block_size, spare, tile, window, seed):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32
     tma = tma and HAS_TMA
     if tma:
         head_dim, tile, dtype = 64, min(tile, block_size), torch.float16
     num_heads = group * num_kv_heads
-    case = make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed)
-    plan = make_plan(case["context_lens"], num_kv_heads, spare and len(lens) + spare)
+    case = make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed, window=window)
+    plan = make_plan(case["context_lens"], num_kv_heads, spare and len(lens) + spare, window)
     check(case, plan=plan, config=DecodeConfig(tile, 1 if tma else 4, 2, tma=tma))
 
 

@@ -52,7 +52,7 @@ def test_the_memory_accelerators_kernel_is_taken_where_it_can_be(monkeypatch, de
     for batch, is_taken in ((2, False), (3, True)):
         case = make_case([33 + i for i in range(batch)], 16, 8, 64, 64, torch.float16, device, seed=batch)
         lens, tables = case["context_lens"], case["block_tables"]
-        context = Context(context_lens=lens, block_tables=tables, decode_plan=make_plan(lens, 8))
+        context = Context(context_lens=lens, block_tables=tables, decode_plans={None: make_plan(lens, 8)})
         out = backend.decode(case["q"], case["k_cache"], case["v_cache"], context, case["scale"])
         torch.testing.assert_close(out, decode_attention_torch(**case), atol=4e-3, rtol=4e-3)
         assert bool(launched) == is_taken

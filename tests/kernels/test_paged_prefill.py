@@ -1,5 +1,6 @@
 """paged_prefill against its plain-torch twin, and both against dense attention in float64."""
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -7,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.paged_prefill import paged_prefill
+from nanovllm.kernels.paged_prefill import choose_tiles, paged_prefill
 from nanovllm.layers.attention_torch import prefill_attention_torch
 
 # Largest error against float64 that a dtype's rounding of inputs, weights and outputs explains.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+LARGEST_TILE = 128  # of keys
 
 
 @dataclass
@@ -26,8 +28,9 @@ def cu_seqlens(lens, device):
     return torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
 
-def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, paged, dtype, device, seed) -> Case:
-    """Sequences of (cached, new) tokens. Every value that no sequence owns is NaN: free slots, blocks, q's neighbours.
+def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, paged, dtype, device, seed, window=None) -> Case:
+    """Sequences of (cached, new) tokens. Every value that no query attends to is NaN: free slots, blocks, q's
+    neighbours, and what lies before all windows by a tile or more.
 
     With pages, sequences of a cached block or more share their first block.
     """
@@ -43,6 +46,10 @@ def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, paged, dtype,
     k, v = (poisoned(sum(lens_k), num_kv_heads) for _ in range(2))
     sharers = [i for i, (cached, _) in enumerate(lens) if cached >= block_size] if paged else []
     k_seqs, v_seqs = list(k.split(lens_k)), list(v.split(lens_k))
+    if window is not None:
+        for (cached, _), k_seq, v_seq in zip(lens, k_seqs, v_seqs, strict=True):
+            unseen = max(0, cached + 1 - window) // LARGEST_TILE * LARGEST_TILE
+            k_seq[:unseen] = v_seq[:unseen] = float("nan")
     for i in sharers[1:]:
         k_seqs[i][:block_size], v_seqs[i][:block_size] = (
             k_seqs[sharers[0]][:block_size],
@@ -76,24 +83,29 @@ def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, paged, dtype,
         "max_seqlen_q": max(lens_q),
         "block_tables": tables.to(device) if paged else None,
         "scale": head_dim**-0.5,
+        "window": window,
     }
     return Case(arguments, list(zip(q.split(lens_q), k_seqs, v_seqs, strict=True)))
 
 
-def dense_attention(q, k, v, scale):
+def dense_attention(q, k, v, scale, window):
     """The definition, in float64: [len_q, heads, dim] over [len_k, kv_heads, dim], bottom-right causal."""
+    unseen = 0 if window is None else max(0, len(k) - len(q) + 1 - window)
+    k, v = k[unseen:], v[unseen:]
     group = q.shape[1] // k.shape[1]
     q, k, v = (x.double().cpu() for x in (q, k, v))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) * scale
     len_q, len_k = scores.shape[1:]
-    visible = torch.arange(len_k) <= torch.arange(len_q)[:, None] + len_k - len_q
+    distance = torch.arange(len_q)[:, None] + len_k - len_q - torch.arange(len_k)
+    visible = (distance >= 0) & (distance < (window or math.inf))
     return torch.einsum("hij,jhd->ihd", scores.masked_fill(~visible, float("-inf")).softmax(-1), v)
 
 
 def check(case: Case):
     dtype = case.arguments["q"].dtype
-    expected = torch.cat([dense_attention(*sequence, case.arguments["scale"]) for sequence in case.sequences])
+    options = case.arguments["scale"], case.arguments["window"]
+    expected = torch.cat([dense_attention(*sequence, *options) for sequence in case.sequences])
     functions = [prefill_attention_torch, paged_prefill]
     if dtype == torch.bfloat16 and not torch.cuda.is_available():
         functions.remove(paged_prefill)  # Triton's interpreter multiplies bfloat16 as if it were integers
@@ -145,19 +157,55 @@ def test_many_tiles_of_queries_and_keys(paged, device):
     check(make_case(lens, 2, 1, 64, 64, paged, torch.float16, device, seed=3))
 
 
-@settings(max_examples=8)
+@settings(max_examples=12)
 @given(
     lens=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=3),
     group=st.sampled_from([1, 2, 4, 7, 8]),
     num_kv_heads=st.integers(1, 2),
-    head_dim=st.sampled_from([32, 48, 80]),
+    head_dim=st.sampled_from([32, 48, 80, 256]),
     block_size=st.sampled_from([16, 32, 64]),
+    window=st.none() | st.integers(1, 90),
     seed=st.integers(0, 2**31),
 )
-def test_any_batch(lens, group, num_kv_heads, head_dim, block_size, seed):
+def test_any_batch(lens, group, num_kv_heads, head_dim, block_size, window, seed):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    num_heads = group * num_kv_heads
-    check(make_case(lens, num_heads, num_kv_heads, head_dim, block_size, True, torch.float32, device, seed))
+    shape = (group * num_kv_heads, num_kv_heads, head_dim, block_size)
+    check(make_case(lens, *shape, True, torch.float32, device, seed, window))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("window", [1, 31, 64, 100, 128, 129, 400])
+def test_windows(window, paged, device):
+    """That start before, at and after the edges of tiles, shorter and longer than the sequences, and so short that
+    queries of one tile share no key."""
+    lens = [(300, 70), (0, 140), (129, 3)] if paged else [(0, 300), (0, 40)]
+    check(make_case(lens, 4, 2, 64, 256, paged, torch.float16, device, seed=window, window=window))
+
+
+@pytest.mark.parametrize("window", [1, 3, 40])
+def test_a_window_of_all_keys_is_none(window, device):
+    case = make_case([(0, window)], 4, 2, 32, 16, False, torch.float32, device, seed=1, window=window)
+    for function in (paged_prefill, prefill_attention_torch):
+        assert torch.equal(function(**case.arguments), function(**(case.arguments | {"window": None})))
+
+
+def test_the_last_tokens_alone_see_their_windows(device):
+    """Of a prefill's last layer only they are needed."""
+    case = make_case([(0, 90), (0, 37)], 4, 2, 32, 16, False, torch.float32, device, seed=1, window=20)
+    every, last = case.arguments, torch.tensor([89, 126], device=device)
+    some = {"q": every["q"][last], "cu_seqlens_q": cu_seqlens([1, 1], device), "max_seqlen_q": 1}
+    for function in (paged_prefill, prefill_attention_torch):
+        torch.testing.assert_close(function(**(every | some)), function(**every)[last], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("padded_dim", [16, 32, 64, 128, 256])
+def test_tiles_fit_shared_memory(padded_dim, itemsize, paged):
+    """Queries, and in each stage of the pipeline keys and values: 227 KiB on Hopper."""
+    for max_rows in (1, 64, 65, 256, 257, 10000):
+        tiles = choose_tiles(padded_dim, itemsize, max_rows, paged)
+        assert (tiles.rows + tiles.num_stages * 2 * tiles.keys) * padded_dim * itemsize <= 227 * 1024
 
 
 def test_no_tokens(device):

@@ -51,18 +51,13 @@ def family_dir(model_dir):
         ("llama", {"rope_parameters": LLAMA3}, "low_freq_factor"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 8.0}}, "'dynamic' is not supported"),
         ("mistral", {"attention_bias": True}, "attention_bias=True: is not supported for mistral"),
-        ("mistral", WINDOW, "sliding_window=64: sliding windows are not supported"),
         ("mistral", {"sliding_window": 0}, "sliding_window=0: must be an integer"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0: is not supported for olmo2"),
-        ("phi3", WINDOW, "sliding_window=64: sliding windows are not supported"),
         ("phi3", {"partial_rotary_factor": 0.1}, "1 of 16"),
         ("phi3", {"attention_bias": True}, "attention_bias=True"),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}, "sliding_window=64: sliding windows"),
-        ("qwen3", {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}, "sliding_window=64: sliding windows"),
         ("qwen3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         ("smollm3", {"mlp_bias": True}, "mlp_bias=True: is not supported for smollm3"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\]: must be a list of 2 flags"),
-        ("smollm3", {"use_sliding_window": True, "no_rope_layers": [1, 0], **WINDOW}, "sliding_window=64"),
     ],
     ids=str,
 )
@@ -80,8 +75,6 @@ def test_what_is_not_implemented_is_refused_by_name(family_dir, family, changes,
     [
         ("llama", {"attention_bias": True, "mlp_bias": False, "pretraining_tp": 1}),
         ("mistral", {"sliding_window": None}),
-        ("mistral", {"sliding_window": 512}),  # as long as the longest sequence
-        ("phi3", {"sliding_window": 262144}),  # Phi-4-mini's, of a model of 131,072 tokens
         ("qwen2", {"use_sliding_window": False, "max_window_layers": 1, **WINDOW}),
         ("qwen2", {"layer_types": ["full_attention"] * 2}),
         ("smollm3", {"use_sliding_window": False, "no_rope_layers": [1, 0], **WINDOW}),
@@ -101,7 +94,8 @@ def test_what_changes_nothing_is_accepted(family_dir, family, changes):
         ({}, (None,) * 3),
         ({"sliding_window": None}, (None,) * 3),
         ({"sliding_window": 64}, (64,) * 3),
-        ({"sliding_window": 512}, (None,) * 3),
+        ({"sliding_window": 64, "sliding_window_pattern": 2}, (64, None, 64)),
+        ({"sliding_window": None, "layer_types": ["sliding_attention"] * 3}, (None,) * 3),
         ({"sliding_window": 64, "use_sliding_window": False}, (None,) * 3),
         ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, (None, 64, 64)),
         ({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}, (64, None, 64)),
@@ -139,6 +133,10 @@ PUBLISHED = {
     "Phi-4-mini-instruct": 3.84,
     "OLMo-2-1124-7B": 7.3,
     "OLMo-2-1124-13B": 13.7,
+    "gemma-3-1b": 1.0,
+    "gemma-3-4b": 3.88,
+    "gemma-3-12b": 11.77,
+    "gemma-3-27b": 27.0,
 }
 
 

@@ -65,20 +65,35 @@ def llama(draw):
     return common(draw, head_dim_is_free=True) | {"attention_bias": draw.random() < 0.5}
 
 
+def window(draw: random.Random) -> int:
+    """Shorter than most prompts, a number of blocks, or longer than all. (With a window of 1, the cache of transformers
+    keeps all keys.)"""
+    return draw.choice((2, 7, 13, 32, 45, 127))
+
+
+def layers_with_a_window(draw: random.Random) -> dict:
+    """Of Qwen and SmolLM3."""
+    if draw.random() < 0.5:
+        return {}
+    return {"use_sliding_window": True, "sliding_window": window(draw), "max_window_layers": draw.choice((0, 1))}
+
+
 def qwen2(draw):
-    return common(draw)
+    return common(draw) | layers_with_a_window(draw)
 
 
 def qwen3(draw):
-    return common(draw, head_dim_is_free=True) | {"attention_bias": draw.random() < 0.5}
+    switches = {"attention_bias": draw.random() < 0.5, **layers_with_a_window(draw)}
+    return common(draw, head_dim_is_free=True) | switches
 
 
 def mistral(draw):
-    return common(draw, head_dim_is_free=True) | {"sliding_window": None}
+    return common(draw, head_dim_is_free=True) | {"sliding_window": draw.choice((None, window(draw)))}
 
 
 def smollm3(draw):
-    fields = common(draw) | {"attention_bias": draw.random() < 0.5, "num_hidden_layers": 4}
+    switches = {"attention_bias": draw.random() < 0.5, **layers_with_a_window(draw)}
+    fields = common(draw) | switches | {"num_hidden_layers": 4}
     if draw.random() < 0.5:
         fields["no_rope_layers"] = [draw.randint(0, 1) for _ in range(4)]
     return fields
@@ -88,7 +103,11 @@ def phi3(draw):
     fields = common(draw)
     head_dim = fields["hidden_size"] // fields["num_attention_heads"]
     share = draw.choice((1.0, 0.75, 0.5, 0.25))
-    fields |= {"partial_rotary_factor": share, "rope_scaling": None, "sliding_window": draw.choice((None, 128))}
+    fields |= {
+        "partial_rotary_factor": share,
+        "rope_scaling": None,
+        "sliding_window": draw.choice((None, 128, window(draw))),
+    }
     kind = draw.choice(("default", "short", "long"))
     if kind != "default":
         factors = [[draw.uniform(1, 8) for _ in range(int(head_dim * share) // 2)] for _ in range(2)]
@@ -103,7 +122,19 @@ def olmo2(draw):
     return common(draw) | {"attention_bias": draw.random() < 0.5, "rope_scaling": None}
 
 
-FAMILIES = (llama, qwen2, qwen3, mistral, smollm3, phi3, olmo2)
+def gemma3_text(draw):
+    switches = {
+        "attention_bias": draw.random() < 0.5,
+        "sliding_window": window(draw),
+        "sliding_window_pattern": draw.choice((2, 3)),
+        "rope_local_base_freq": draw.choice((30.0, 1e4)),
+        "query_pre_attn_scalar": draw.choice((20, 168, 256)),
+        "num_hidden_layers": draw.choice((3, 4)),
+    }
+    return common(draw, head_dim_is_free=True) | switches
+
+
+FAMILIES = (llama, qwen2, qwen3, mistral, smollm3, phi3, olmo2, gemma3_text)
 needs_family = pytest.mark.skipif(
     transformers.__version__.startswith(("4.51.", "4.52.")), reason="SmolLM3 is in transformers from 4.53 on"
 )

@@ -81,6 +81,17 @@ FAMILIES = {
         "<|endoftext|>",
         ("<|end|>", "<|endoftext|>"),
     ),
+    "Gemma-3": Family(
+        "gemma3_text",
+        ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
+        "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        ("<bos>", "<start_of_turn>", "user\nHi", "<end_of_turn>", "\n", "<start_of_turn>", "model\n"),
+        "<eos>",
+        ("<eos>", "<end_of_turn>"),
+        "<bos>",
+    ),
     "OLMo-2": Family(
         "olmo2",
         ("<|endoftext|>", "<|pad|>"),

@@ -13,7 +13,7 @@ from nanovllm.tuning.table import Choice
 from nanovllm.tuning.tuner import CUBLAS, Shape
 
 ATTENTION, HIDDEN, INTERMEDIATE = 48, 32, 64
-GEMV, SPLIT_K = Choice("gemv", (16, 64, 1, False, 0)), Choice("split-k", (32, 32, 1, 3, 0))
+GEMV, SPLIT_K = Choice("gemv", (16, 64, 1)), Choice("split-k", (32, 32, 1, 3, 0))
 
 
 class Wrong(SplitK):

@@ -9,11 +9,12 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.ranks.workers import WorkerError, Workers, held_interrupt
+from nanovllm.engine.ranks.workers import WorkerError, Workers
 from nanovllm.engine.runner.memory import free_memory
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling.sampling_pipeline import Forward
 from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.interrupts import held_interrupt
 from nanovllm.utils.parallel import TensorParallel
 from nanovllm.utils.progress import StartProgress
 

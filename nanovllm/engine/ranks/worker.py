@@ -7,9 +7,10 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 import torch
@@ -27,23 +28,15 @@ MAIN_GUARD = (
     'script does belongs under `if __name__ == "__main__":`'
 )
 PARENT_CHECK_SECONDS = 1.0
-
-
-class Report(NamedTuple):
-    """What a worker tells rank 0 about itself.
-
-    stage: "attached" to the segment, "ready" for calls, or "failed".
-    traceback: of the exception that it failed with.
-    is_consequence: whether it failed because another rank has gone.
-    """
-
-    stage: str
-    traceback: str = ""
-    is_consequence: bool = False
+BLAME_SECONDS = 2.0  # How long a failed collective waits for the failure that caused it to become known.
 
 
 class WorkerSeat(NamedTuple):
-    """All that a worker process is given."""
+    """All that a worker process is given.
+
+    reports: where it tells rank 0 its stage and a text: ("attached", "") to the segment, ("ready", "") for calls, or
+        ("failed", the traceback).
+    """
 
     config: Config
     rank: int
@@ -80,16 +73,15 @@ def worker_main(seat: WorkerSeat) -> None:
     threading.Thread(target=_end_with_parent, args=(seat.store_folder,), name="nanovllm-parent", daemon=True).start()
     try:
         calls = CallReader(seat.segment, seat.event)
-        seat.reports.send(Report("attached"))
+        seat.reports.send(("attached", ""))
         runner = _start(seat)
-        seat.reports.send(Report("ready"))
+        seat.reports.send(("ready", ""))
         loop(runner, calls)
     except BaseException as error:
-        report = Report(
-            "failed", "".join(traceback.format_exception(error)), isinstance(error, CollectiveError | EOFError)
-        )
+        if isinstance(error, CollectiveError | EOFError):  # Another rank has gone: rank 0 should hear of that first.
+            time.sleep(BLAME_SECONDS)
         with suppress(OSError):  # Rank 0 may have gone as well.
-            seat.reports.send(report)
+            seat.reports.send(("failed", "".join(traceback.format_exception(error))))
         os._exit(1)  # An orderly end could wait for ranks that are gone.
     os._exit(0)  # Nothing is left to give back, and taking torch down takes half a second.
 
@@ -126,8 +118,7 @@ def _end_with_parent(store_folder: str) -> None:
     """End this process within seconds of its parent, whatever it is waiting for, and remove the folder that a killed
     parent has left."""
     parent = multiprocessing.parent_process()
-    # The sentinel alone would not do: a process that the parent forked may keep it open.
-    while not wait([parent.sentinel], PARENT_CHECK_SECONDS) and os.getppid() == parent.pid:
-        pass
+    while os.getppid() == parent.pid:
+        time.sleep(PARENT_CHECK_SECONDS)
     remove_store(store_folder)
     os._exit(1)

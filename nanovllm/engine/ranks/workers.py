@@ -7,8 +7,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import copy
 from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
@@ -19,11 +18,11 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.ranks.call_channel import CallWriter
 from nanovllm.engine.ranks.process_group import abort_group, join_group, open_store, remove_store, share_memory
-from nanovllm.engine.ranks.worker import MAIN_GUARD, Report, WorkerSeat, check_may_spawn, worker_main
+from nanovllm.engine.ranks.worker import BLAME_SECONDS, MAIN_GUARD, WorkerSeat, check_may_spawn, worker_main
+from nanovllm.utils.interrupts import held_interrupt
 from nanovllm.utils.parallel import CollectiveError, TensorParallel
 from nanovllm.utils.threads import threads_per_rank
 
-BLAME_SECONDS = 2.0  # How long a failed collective waits for the failure that caused it.
 EXIT_SECONDS = 10.0  # for workers that have been told to exit; half as long for those that have been killed
 
 
@@ -31,30 +30,11 @@ class WorkerError(RuntimeError):
     """A worker process died or failed; the message says which rank and how. The engine has ended: make a new one."""
 
 
-@contextmanager
-def held_interrupt() -> Iterator[None]:
-    """Within the block SIGINT waits for its end, where the previous handler gets it once: what all ranks must do
-    together is done by all or by none. An exception of the block's own takes the interrupt's place."""
-    handler = signal.getsignal(signal.SIGINT)
-    # Signals reach only the main thread.
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    held: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if held:
-        signal.raise_signal(signal.SIGINT)
-
-
 class Workers:
     """The processes of ranks 1..N-1.
 
-    A thread sleeps until one of them reports or ends. The first that ends unasked makes the `failure`; the thread then
-    ends the others and aborts the collectives, so that rank 0 waits for nobody who will not come.
+    A thread sleeps until one of them reports or ends. The first that fails or ends unasked makes the `failure`; the
+    thread then ends the others and aborts the collectives, so that rank 0 waits for nobody who will not come.
 
     Attributes:
         failure: once a worker has died or failed, which one, and how.
@@ -69,7 +49,6 @@ class Workers:
         self._owner = os.getpid()
         self._condition = threading.Condition()
         self._stages: dict[int, set[str]] = {rank: set() for rank in range(1, self._size)}
-        self._suspects: list[tuple[bool, str]] = []  # (whether another rank's failure caused it, what to say)
         self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
         self._reports: dict[int, Connection] = {}
         self._group: TensorParallel | None = None
@@ -77,7 +56,6 @@ class Workers:
         self._channel = CallWriter(self._size - 1, self.check)
         parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
         self._store_folder = os.path.join(parent, f"nanovllm-{secrets.token_hex(8)}")
-        self._wake_up, self._woken = multiprocessing.Pipe(duplex=False)
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
         try:
             with held_interrupt():
@@ -186,10 +164,6 @@ class Workers:
             return
         with held_interrupt():
             self._has_ended = True
-            if self._watcher.is_alive():
-                self._woken.send_bytes(b"0")
-                if threading.current_thread() is not self._watcher:
-                    self._watcher.join()
             seconds = 0.0
             if self.failure is None and farewell is not None:
                 with suppress(EOFError, OSError):
@@ -202,59 +176,44 @@ class Workers:
                 process.kill()  # They hold nothing that would want an orderly end.
             for process in self._processes.values():
                 process.join(EXIT_SECONDS / 2)
+            if self._watcher.is_alive() and threading.current_thread() is not self._watcher:
+                self._watcher.join(EXIT_SECONDS / 2)  # All that it waits for has ended.
             if not seconds and self._group is not None:
                 abort_group(self._group)
             self._channel.close()
             remove_store(self._store_folder)
-            for connection in (*self._reports.values(), self._wake_up, self._woken):
+            for connection in self._reports.values():
                 connection.close()
             self._group = None
 
     # -- the thread that watches them ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Until a worker's failure is known: one that no other failure caused, or after BLAME_SECONDS any."""
+        """Until one of them fails, or they are to end."""
         ranks: dict[Any, int] = {connection: rank for rank, connection in self._reports.items()}
-        ranks |= {process.sentinel: rank for rank, process in self._processes.items()}
-        deadline = None
         while not self._has_ended:
-            ready = wait([self._wake_up, *ranks], None if deadline is None else max(0.0, deadline - time.monotonic()))
-            if self._wake_up in ready:
-                return
-            for item in ready:
-                rank = ranks[item]
-                is_open, has_ended = self._read_reports(rank), isinstance(item, int)
-                if has_ended and "failed" not in self._stages[rank]:
-                    self._suspects.append((False, self._describe_end(rank)))
-                if has_ended or not is_open:
-                    del ranks[item]
-            if self._suspects:
-                deadline = deadline or time.monotonic() + BLAME_SECONDS
-                is_consequence, text = min(self._suspects, key=lambda suspect: suspect[0])
-                if not is_consequence or time.monotonic() >= deadline:
-                    self._fail(text)
+            for connection in wait(list(ranks)):
+                failure = self._read_report(ranks[connection])
+                if failure is not None and not self._has_ended:
+                    self._fail(failure)
                     return
 
-    def _read_reports(self, rank: int) -> bool:
-        """False if the worker has closed its end."""
+    def _read_report(self, rank: int) -> str | None:
+        """What to say if the worker has failed or ended."""
         try:
-            while self._reports[rank].poll():
-                report: Report = self._reports[rank].recv()
-                if report.stage == "failed":
-                    text = f"{self._name(rank)} failed:\n\n{report.traceback}"
-                    self._suspects.append((report.is_consequence, text))
-                with self._condition:
-                    self._stages[rank].add(report.stage)
-                    self._condition.notify_all()
-            return True
+            stage, text = self._reports[rank].recv()
         except (EOFError, OSError):
-            return False
+            return self._describe_end(rank)
+        if stage == "failed":
+            return f"{self._name(rank)} failed:\n\n{text}"
+        with self._condition:
+            self._stages[rank].add(stage)
+            self._condition.notify_all()
+        return None
 
     def _describe_end(self, rank: int) -> str:
-        deadline = time.monotonic() + 1.0
-        # Its end of a pipe closes a moment before it can be asked how it ended.
-        while (code := self._processes[rank].exitcode) is None and time.monotonic() < deadline:
-            time.sleep(0.001)
+        self._processes[rank].join(1.0)  # Its end of a pipe closes a moment before it can be asked how it ended.
+        code = self._processes[rank].exitcode
         if code is not None and code < 0:
             try:
                 reason = signal.Signals(-code).name

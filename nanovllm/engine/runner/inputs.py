@@ -69,16 +69,21 @@ class DecodeInputs:
         max_blocks: int,
         block_size: int,
         device: torch.device,
-        num_work_items: Callable[[int], int] | None,
+        num_work_items: Callable[[int], int],
+        windows: list[int | None],
         padded: list[int] | None = None,
         mixed_step_rows: int = 0,
     ):
-        """num_work_items: pieces of Context.decode_plan for a number of rows; None makes no plan. padded: None pads
-        nothing. mixed_step_rows: of the largest mixed step."""
+        """
+        Args:
+            num_work_items: pieces of one of Context.decode_plans, for a number of rows.
+            windows: those of the layers, without repetition, which need a plan each.
+            padded: None pads nothing.
+            mixed_step_rows: of the largest mixed step.
+        """
         self.padded = padded or list(range(max_num_seqs + 1))
         n = self.max_rows = max(self.padded[max_num_seqs], mixed_step_rows)
-        self._num_work_items = num_work_items or (lambda num_rows: 0)
-        self._makes_plan = num_work_items is not None
+        self._num_work_items, self._windows = num_work_items, windows
         layout: Layout = {
             "tokens": ((n,), np.int64),
             "pending_rows": ((n,), np.int32),
@@ -88,7 +93,7 @@ class DecodeInputs:
             "slot_mapping": ((n,), np.int32),
             "context_lens": ((n,), np.int32),
             "block_tables": ((n, max_blocks), np.int32),
-            "work_items": ((self._num_work_items(n), PIECE_FIELDS), np.int32),
+            "work_items": ((len(windows), num_work_items(n), PIECE_FIELDS), np.int32),
         }
         self.block_size = block_size
         memory = torch.zeros(packed_size(layout), dtype=torch.uint8, device=device)
@@ -110,16 +115,16 @@ class DecodeInputs:
         self._host_tokens = torch.zeros(2, n, dtype=torch.int64, pin_memory=on_gpu)
         self._last_host_tokens = 0
 
-    def plan(self, num_rows: int) -> torch.Tensor | None:
-        """Device memory of Context.decode_plan: int32 [num_items, PIECE_FIELDS]."""
-        return self._work_items[: self._num_work_items(num_rows)] if self._makes_plan else None
+    def plans(self, num_rows: int) -> dict[int | None, torch.Tensor]:
+        """Device memory of Context.decode_plans: int32 [num_items, PIECE_FIELDS] for each window."""
+        return dict(zip(self._windows, self._work_items[:, : self._num_work_items(num_rows)], strict=True))
 
     def for_layers(self, num_rows: int, num_drawn: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Context]:
         """Token ids and positions [num_rows], and the context. num_drawn: as in Context."""
         rows: dict[str, Any] = {
             name: self.rows[name][:num_rows] for name in ("slot_mapping", "context_lens", "block_tables")
         }
-        context = Context(**rows, decode_plan=self.plan(num_rows), num_drawn=num_drawn)
+        context = Context(**rows, decode_plans=self.plans(num_rows), num_drawn=num_drawn)
         return self.input_ids[:num_rows], self.rows["positions"][:num_rows], context
 
     def pad(self, num_rows: int) -> None:
@@ -156,8 +161,8 @@ class DecodeInputs:
         # Padding writes nothing and reads nothing.
         host["slot_mapping"][num_tokens:num_rows] = -1
         host["context_lens"][num_tokens:num_rows] = 0
-        if self._makes_plan:
-            plan_decode(host["context_lens"][:num_rows], host["work_items"][: self._num_work_items(num_rows)])
+        for window, items in zip(self._windows, host["work_items"], strict=True):
+            plan_decode(host["context_lens"][:num_rows], items[: self._num_work_items(num_rows)], window)
         return Batch(seqs, False, n, num_rows, self._used(host, num_rows), is_mixed=is_mixed, buffer=buffer)
 
     def _next_buffer(self) -> int:
@@ -167,7 +172,7 @@ class DecodeInputs:
     def _used(self, host: dict[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
         """The part of each array that a step of num_rows uses."""
         arrays = {name: values[:num_rows] for name, values in host.items()}
-        return arrays | {"work_items": host["work_items"][: self._num_work_items(num_rows)]}
+        return arrays | {"work_items": host["work_items"][:, : self._num_work_items(num_rows)]}
 
     def send(self, batch: Batch) -> None:
         """Copy a step's arrays to the device, in stream order, and fill input_ids."""

@@ -48,9 +48,9 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
             max_model_len=config.max_model_len,
         )
         shape = AttentionShape(num_heads, runner.num_kv_heads, head_dim, runner.block_size, config.dtype, device)
-        packages.want(quack, backend.flash_attn4, shape)
         progress.tell("compiling kernels")
         with compiling_kernels(runner, progress.count("compiling kernels")):
+            packages.compile(quack, backend.flash_attn4, shape)
             progress.tell("loading weights")
             runner.load_weights()
         packages.load(tp, progress.count("compiling kernels of packages"))
@@ -74,12 +74,14 @@ def _make_decode_inputs(runner: Any, backend: AttentionBackend, constants: Decod
     config = runner.config
     max_blocks = -(-config.max_model_len // runner.block_size)
     padded = [runner.model.padded_batch(n) for n in range(config.max_num_seqs + 1)]
+    windows = list(dict.fromkeys(layer.window for layer in runner.attention_layers()))
     runner.decode_inputs = DecodeInputs(
         config.max_num_seqs,
         max_blocks,
         runner.block_size,
         runner.device,
-        partial(constants.num_work_items, num_kv_heads=runner.num_kv_heads) if backend.wants_plan else None,
+        partial(constants.num_work_items, num_kv_heads=runner.num_kv_heads),
+        windows if backend.wants_plan else [],
         padded,
         runner.mixed_step_rows,
     )

@@ -6,11 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +51,8 @@ class PackageKernels:
         self._stack = ExitStack()
         self._processes: CompileProcesses | None = None
         self._note: Path | None = None
-        self._quack: Quack | None = None
-        self._flash_attn4: FlashAttn4 | None = None
-        self._shape: AttentionShape | None = None
+        self._device = device
+        self._loads: list[Callable[[], object]] = []
         versions = installed_versions(*_PACKAGES, _COMPILER, "torch")
         if rank or device.type != "cuda" or versions.keys().isdisjoint(_PACKAGES):
             return
@@ -79,34 +77,29 @@ class PackageKernels:
     def __exit__(self, *exc_info) -> None:
         self._stack.close()
 
-    def want(self, quack: Quack | None, flash_attn4: FlashAttn4 | None, shape: AttentionShape) -> None:
-        """Have flash-attn-4's kernels for this shape compiled, and each product that quack is asked for from here on
-        within `compile_ahead`."""
-        self._quack, self._flash_attn4, self._shape = quack, flash_attn4, shape
-        if self._processes is None:
-            return
-        if flash_attn4 is not None:
-            for kernel in range(flash_attn4.NUM_KERNELS):
-                self._processes.submit(load_kernel, shape, kernel)
-        if quack is not None:
-            quack.on_wanted = lambda product: self._processes.submit(load_product, product, shape.device)
+    def compile(self, quack: Quack | None, flash_attn4: FlashAttn4 | None, shape: AttentionShape) -> None:
+        """Have flash-attn-4's kernels for this shape compiled, and the products that quack was asked for within
+        `compile_ahead`."""
+        tasks: list[tuple] = []
+        for kernel in range(flash_attn4.NUM_KERNELS if flash_attn4 is not None else 0):
+            tasks.append((load_kernel, shape, kernel))
+            self._loads.append(partial(flash_attn4.load, shape, kernel))
+        for product in quack.wanted.values() if quack is not None else ():
+            tasks.append((load_product, product, shape.device))
+            self._loads.append(partial(quack.load, product, shape.device))
+        if self._processes is not None:
+            self._processes.submit(tasks)
 
     def load(self, tp: TensorParallel, tell: Callable[[int, int], None]) -> None:
         """Wait until all are compiled, then have this process launch each once. What could not be compiled elsewhere
-        is compiled here. tell: called with how many are compiled, and how many there are."""
+        is compiled here. tell: as for `CompileProcesses.wait`."""
         if self._processes is not None:
             self._processes.wait(tell)
             self._stack.close()  # Their memory is free from here on.
-        device = self._shape.device
         if tp.size > 1:
-            tp.all_reduce(torch.zeros(1, device=device))  # The other ranks wait for rank 0's processes.
-        if self._flash_attn4 is not None:
-            for kernel in range(self._flash_attn4.NUM_KERNELS):
-                self._flash_attn4.load(self._shape, kernel)
-        if self._quack is not None:
-            self._quack.on_wanted = None
-            for product in self._quack.wanted.values():
-                self._quack.load(product, device)
+            tp.all_reduce(torch.zeros(1, device=self._device))  # The other ranks wait for rank 0's processes.
+        for load in self._loads:
+            load()
         if self._note is not None:
             with suppress(OSError):  # Without the note the next start compiles again.
                 self._note.parent.mkdir(parents=True, exist_ok=True)
@@ -123,15 +116,14 @@ class CompileProcesses:
 
     def __init__(self, modules: list[str]):
         """modules: what the tasks need; imported at once, before there is a task."""
-        self._num_tasks = 0
         self._processes: list[subprocess.Popen[bytes]] = []
         command = [sys.executable, "-c", f"from {__name__} import work; work()", *modules]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         # A session of their own, or Ctrl-C would reach them. What they print is not the caller's.
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        silent: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         with suppress(OSError):
             for _ in range(max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // 2))):
-                self._processes.append(subprocess.Popen(command, env=env, bufsize=0, start_new_session=True, **pipes))
+                self._processes.append(subprocess.Popen(command, env=env, start_new_session=True, **silent))
 
     def __enter__(self) -> "CompileProcesses":
         return self
@@ -141,45 +133,32 @@ class CompileProcesses:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with the assembler that it may have started
         for process in self._processes:
-            with process:  # Its end is waited for, and its pipes are closed.
+            with suppress(BrokenPipeError), process:  # Its end is waited for, and its pipe is closed.
                 pass
 
-    def submit(self, function: Callable[..., object], *args: Any) -> None:
-        """The processes take turns."""
-        if self._processes:
-            process = self._processes[self._num_tasks % len(self._processes)]
+    def submit(self, tasks: Sequence[tuple]) -> None:
+        """Have each (function, *arguments) called, one after the other in each process. Call it once."""
+        for i, process in enumerate(self._processes):
             with suppress(OSError):  # It has died.
-                process.stdin.write(pickle.dumps((function, args)))
-        self._num_tasks += 1
+                pickle.dump(tasks[i :: len(self._processes)], process.stdin)
+                process.stdin.close()
 
     def wait(self, tell: Callable[[int, int], None]) -> None:
-        """Return when all processes have ended, because no task is left, or ten minutes have passed."""
-        for process in self._processes:
-            process.stdin.close()
-        answers: list[Any] = [process.stdout for process in self._processes]
-        num_ended, deadline = 0, time.monotonic() + _PATIENCE_SECONDS
-        while answers and time.monotonic() < deadline:
-            if num_ended < self._num_tasks:
-                tell(num_ended, self._num_tasks)
-            ready: list[Any] = wait(answers, 1.0)
-            for stream in ready:
-                answer = stream.read(1)
-                num_ended += len(answer)
-                if not answer:
-                    answers.remove(stream)
+        """Return when all processes have ended, because no task is left, or ten minutes have passed. tell: called with
+        how many have ended, and how many there are."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        for i, process in enumerate(self._processes):
+            tell(i, len(self._processes))
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def work() -> None:
-    """What such a process does: import the modules of its command line, then answer each task with a byte."""
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # What the packages print is no answer.
+    """What such a process does: import the modules of its command line, then do its tasks."""
     for module in sys.argv[1:]:
         with suppress(Exception):
             import_without_torch_compile(partial(import_module, module))
-    with suppress(EOFError):
-        while True:
-            function, args = pickle.load(sys.stdin.buffer)
-            with suppress(Exception):
-                function(*args)
-            answers.write(b"\n")
+    for function, *args in pickle.load(sys.stdin.buffer):
+        with suppress(Exception):
+            function(*args)
     os._exit(0)  # Taking torch down takes time.

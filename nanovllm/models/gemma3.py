@@ -1,0 +1,49 @@
+"""Gemma 3 (arXiv:2503.19786): the text model."""
+
+import torch
+
+from nanovllm.layers.rotary_embedding import RopeParameters, rope_parameters
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.hf_config import local_layers, windows_of_layers
+from nanovllm.models.spec import DecoderSpec
+
+
+class Gemma3ForCausalLM(DecoderForCausalLM):
+    """Norms before and after attention and the MLP, their weights stored less 1. Most layers are local: they have a
+    window, and a RoPE of their own."""
+
+    packed_modules_mapping = DecoderForCausalLM.packed_modules_mapping | {
+        "attention_output_norm": {"post_attention_layernorm": None},
+        "post_attention_layernorm": {"pre_feedforward_layernorm": None},
+        "mlp_output_norm": {"post_feedforward_layernorm": None},
+    }
+    switches = frozenset({"attention_bias", "sliding_window", "query_pre_attn_scalar"})
+
+    @staticmethod
+    def spec(config) -> DecoderSpec:
+        if config.hidden_activation != "gelu_pytorch_tanh":
+            raise ValueError(f"hidden_activation={config.hidden_activation!r}: supported is gelu_pytorch_tanh")
+        bias = bool(config.attention_bias)
+        global_rope = rope_parameters(config, "full_attention")
+        local_base = getattr(config, "rope_local_base_freq", None)  # transformers 4
+        local_rope = RopeParameters(local_base) if local_base else rope_parameters(config, "sliding_attention")
+        # Rounded to the model's dtype, as it was in training.
+        scale = torch.tensor(config.hidden_size**0.5, dtype=torch.get_default_dtype(), device="cpu")
+        return DecoderSpec(
+            tuple(local_rope if is_local else global_rope for is_local in local_layers(config)),
+            windows_of_layers(config),
+            qkv_bias=bias,
+            o_bias=bias,
+            qk_norm="head",
+            norms="both",
+            norm_offset=1.0,
+            activation="gelu_tanh",
+            embedding_scale=scale.item(),
+            attention_scale=config.query_pre_attn_scalar**-0.5,
+        )
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """The text part of a checkpoint that has a vision tower too."""
+
+    checkpoint_prefix = "language_model."

@@ -1,0 +1,96 @@
+"""Windows in the back ends that a GPU has: what they ask of the flash-attn packages, and what they compute."""
+
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from decode_cases import H200, make_plan
+
+from nanovllm.layers.attention import Attention, AttentionBackend
+from nanovllm.layers.attention_gpu import FlashAttnBackend, TritonBackend
+from nanovllm.layers.attention_torch import TorchBackend
+from nanovllm.layers.flash_attn4 import FlashAttn4
+from nanovllm.utils.context import Context
+
+HEADS, KV_HEADS, BLOCK_SIZE = 4, 2, 256
+
+
+class Layers:
+    """One attention layer for each back end and window, over one cache."""
+
+    def __init__(self, lens: list[tuple[int, int]], head_dim: int, dtype: torch.dtype, device: str):
+        """lens: (cached, new) tokens of each sequence."""
+        torch.manual_seed(0)
+        self.lens, self.head_dim, self.device = lens, head_dim, device
+        num_new, num_keys = [new for _, new in lens], [cached + new for cached, new in lens]
+        shape = {"dtype": dtype, "device": device}
+        self.q = torch.randn(sum(num_new), HEADS, head_dim, **shape)
+        self.k, self.v = torch.randn(2, sum(num_new), KV_HEADS, head_dim, **shape)
+        num_blocks = -(-max(num_keys) // BLOCK_SIZE)
+        self.caches = torch.randn(2, len(lens) * num_blocks, BLOCK_SIZE, KV_HEADS, head_dim, **shape)
+        self.tables = torch.randperm(len(lens) * num_blocks, device=device).int().view(len(lens), num_blocks)
+        self.cu_q, self.cu_k = (torch.tensor(np.cumsum([0, *n]), device=device).int() for n in (num_new, num_keys))
+        self.sizes = max(num_new), max(num_keys)
+
+    def attend(self, backend: AttentionBackend, window: int | None, is_prefill: bool) -> torch.Tensor:
+        """A prefill, or a decode step of each sequence's last token."""
+        layer = Attention(self.head_dim, backend, window)
+        layer.k_cache, layer.v_cache = self.caches
+        if is_prefill:
+            tables = self.tables if any(cached for cached, _ in self.lens) else None
+            context = Context(True, self.cu_q, self.cu_k, *self.sizes, block_tables=tables)
+            return layer(self.q, self.k, self.v, context)
+        context_lens = self.cu_k.diff()
+        backend.prepare(H200, len(self.lens), HEADS, KV_HEADS, self.head_dim, self.device)
+        plans = {each: make_plan(context_lens, KV_HEADS, window=each) for each in (None, window)}
+        context = Context(context_lens=context_lens, block_tables=self.tables, decode_plans=plans)
+        return layer(self.q[: len(self.lens)], self.k, self.v, context)
+
+
+@pytest.mark.parametrize("lens", [[(0, 400), (0, 3)], [(300, 20), (0, 7)]])
+def test_layers_with_a_window_are_not_flash_attn_4s(lens, device):
+    def package(q, k, v, **options):
+        return torch.full_like(q, 7.0), None
+
+    backend = TritonBackend()
+    backend.flash_attn4 = FlashAttn4(package)
+    layers = Layers(lens, 16, torch.float32, device)
+    assert (layers.attend(backend, None, True) == 7.0).all()
+    expected = layers.attend(TorchBackend(), 30, True)
+    torch.testing.assert_close(layers.attend(backend, 30, True), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "window_size"), [(None, (-1, -1)), (1, (0, 0)), (512, (511, 0))])
+def test_what_flash_attn_2_is_asked_for(monkeypatch, window, window_size):
+    calls = []
+
+    def play(q, k, v, **options):
+        calls.append(options)
+        return torch.zeros_like(q)
+
+    package = ModuleType("flash_attn")
+    package.flash_attn_varlen_func = package.flash_attn_with_kvcache = play
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    layers = Layers([(0, 4), (0, 2)], 16, torch.float32, "cpu")
+    for is_prefill in (True, False):
+        layers.attend(FlashAttnBackend(), window, is_prefill)
+    assert [(call["window_size"], call["causal"]) for call in calls] == [(window_size, True)] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_prefill", [True, False])
+@pytest.mark.parametrize("lens", [[(0, 1500), (0, 3)], [(2000, 20), (600, 700), (0, 7), (0, 1)]])
+@pytest.mark.parametrize("window", [1, 128, 512, 700, 4096])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_all_back_ends_agree(head_dim, window, lens, is_prefill):
+    layers = Layers(lens, head_dim, torch.bfloat16, "cuda")
+    expected = layers.attend(TorchBackend(), window, is_prefill)
+    backends = [TritonBackend()] + ([FlashAttnBackend()] if find_spec("flash_attn_2_cuda") else [])
+    for backend in backends:
+        torch.testing.assert_close(layers.attend(backend, window, is_prefill), expected, atol=3e-2, rtol=3e-2)
