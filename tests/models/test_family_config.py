@@ -182,6 +182,7 @@ def test_a_published_shape_of_someone_else_is_another_model(no_network):
 
 
 def test_the_guide_names_every_family():
-    guide = (Path(__file__).parents[2] / "docs" / "adding-a-model.md").read_text()
+    lines = (Path(__file__).parents[2] / "docs" / "adding-a-model.md").read_text().splitlines()
     for architecture, module in registry.ARCHITECTURES.items():
-        assert f"| `{module.rpartition('.')[2]}.py` | `{architecture}` |" in guide
+        file = f"`{module.rpartition('.')[2]}.py`"
+        assert any(file in line and f"`{architecture}`" in line for line in lines), architecture
