@@ -31,6 +31,7 @@ def begin_sums(layers: nn.ModuleList, num_tokens: int, reducer: ResidualReducer)
     of_layers = [layer.summed_projections() for layer in layers]
     projections = [projection for of_layer in of_layers for projection in of_layer]
     constants = [each.matmul.posted_constants(each.weight, num_tokens) for each in projections]
+    # Of families whose sums go another way there are fewer than two a layer, which does no harm.
     reducer.begin_pass(2 * len(layers), all(of_layers) and None not in constants)
 
 
