@@ -90,7 +90,9 @@ def qwen3(draw):
 def qwen3_moe(draw):
     num_experts = draw.choice((4, 5, 16, 128))
     fields = qwen3(draw) | {"num_experts": num_experts, "num_experts_per_tok": draw.randint(1, min(8, num_experts))}
-    fields |= {"moe_intermediate_size": draw.choice((24, 36)), "norm_topk_prob": draw.random() < 0.5}
+    # transformers 5 gives all layers of this family the window.
+    fields |= {"max_window_layers": 0, "moe_intermediate_size": draw.choice((24, 36))}
+    fields["norm_topk_prob"] = draw.random() < 0.5
     if draw.random() < 0.5:  # Layers without experts, in two ways.
         fields |= {"num_hidden_layers": 3, "mlp_only_layers": draw.choice(([], [0], [2])), "decoder_sparse_step": 2}
     return fields
