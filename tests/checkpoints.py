@@ -219,6 +219,8 @@ class Reference:
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,
+                # The caches of transformers 4.51 change what layers with a window see.
+                use_cache=int(transformers.__version__.split(".")[0]) >= 5,
                 output_logits=True,
                 return_dict_in_generate=True,
             )

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.models.qwen3_moe import has_experts
+
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -16,9 +18,17 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the floor needs to know of a model: counts of weights, of bytes, and its attention's shape."""
+    """What the floor needs to know of a model: counts of weights, of bytes, and its attention's shape.
+
+    Attributes:
+        layer_params: of all layers, of experts only those that a token uses.
+        expert_params: of all experts.
+        expert_share: the share of them that a token uses; 0 without experts.
+    """
 
     layer_params: int
+    expert_params: int
+    expert_share: float
     head_params: int
     num_layers: int
     num_heads: int
@@ -31,9 +41,18 @@ class ModelSize:
         c = hf_config
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         attention = c.hidden_size * head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
-        mlp = 3 * c.hidden_size * c.intermediate_size
+        mlps, expert_params, expert_share = c.num_hidden_layers * 3 * c.hidden_size * c.intermediate_size, 0, 0.0
+        if getattr(c, "num_experts", 0):
+            num_layers = sum(has_experts(c, layer) for layer in range(c.num_hidden_layers))
+            expert_share = c.num_experts_per_tok / c.num_experts
+            expert_params = num_layers * c.num_experts * 3 * c.hidden_size * c.moe_intermediate_size
+            routers = num_layers * c.num_experts * c.hidden_size
+            mlps = mlps // c.num_hidden_layers * (c.num_hidden_layers - num_layers) + routers
+            mlps += int(expert_share * expert_params)
         return cls(
-            layer_params=c.num_hidden_layers * (attention + mlp),
+            layer_params=c.num_hidden_layers * attention + mlps,
+            expert_params=expert_params,
+            expert_share=expert_share,
             head_params=c.vocab_size * c.hidden_size,
             num_layers=c.num_hidden_layers,
             num_heads=c.num_attention_heads,
@@ -41,6 +60,11 @@ class ModelSize:
             kv_bytes_per_token=2 * c.num_hidden_layers * c.num_key_value_heads * head_dim * dtype.itemsize,
             itemsize=dtype.itemsize,
         )
+
+    def params_read(self, batch_size: int) -> float:
+        """How many weights a decode step reads on average, if each token's experts are as likely as any others."""
+        read = 1 - (1 - self.expert_share) ** batch_size
+        return self.layer_params + self.head_params + (read - self.expert_share) * self.expert_params
 
 
 def floor_seconds(
@@ -60,7 +84,7 @@ def floor_seconds(
     params = size.layer_params + size.head_params
     for step in range(1, max(output_lens)):  # prefill yields the first token
         contexts = [n + step for n, out in zip(prompt_lens, output_lens, strict=True) if out > step]
-        weights = params * size.itemsize / ceilings.bandwidth
+        weights = size.params_read(len(contexts)) * size.itemsize / ceilings.bandwidth
         products = len(contexts) * 2 * params / ceilings.flops
         seconds += sum(contexts) * size.kv_bytes_per_token / ceilings.bandwidth + max(weights, products)
     return seconds / num_gpus

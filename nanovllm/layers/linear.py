@@ -40,6 +40,22 @@ class LinearBase(nn.Module):
             self.bias = make_parameter(weight_shape[:1], bias_shards, self.bias_loader)
 
 
+class ReplicatedLinear(LinearBase):
+    """y = x W^T + b, the same on every rank: [num_tokens, input_size] -> [num_tokens, output_size]."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):
+        shape = output_size, input_size
+        super().__init__(shape, {None: shape}, bias, tp)
+
+    def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
+        param.data.copy_(loaded[:])
+
+    bias_loader = weight_loader
+
+    def forward(self, x: torch.Tensor | Normed) -> torch.Tensor:
+        return self.matmul.linear(x, self.weight, self.bias)
+
+
 class ColumnParallelLinear(LinearBase):
     """y = x W^T + b with W's rows, the output features, split over the ranks. W may be several matrices, stacked. The
     checkpoint has them one by one, or all as one tensor, whose shard id is None.
@@ -147,9 +163,18 @@ class RowParallelLinear(LinearBase):
             torch.mm(x, self.weight.t(), out=residual)
         return self.tp.all_reduce(residual)
 
+    def part_of_sum(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """This rank's part of y, into out."""
+        self.matmul.linear_sum(x, self.weight, self.bias_of_rank, out)
+
+    @property
+    def bias_of_rank(self) -> torch.Tensor | None:
+        """Only rank 0 adds the bias, or the sum would contain it several times."""
+        return self.bias if self.tp.rank == 0 else None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y: [num_tokens, output_size], the same on all ranks."""
-        y = self.matmul.linear(x, self.weight, self.bias if self.tp.rank == 0 else None)
+        y = self.matmul.linear(x, self.weight, self.bias_of_rank)
         return self.tp.all_reduce(y)
 
     def add(

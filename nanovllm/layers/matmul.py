@@ -6,25 +6,27 @@ Operations, of x `[num_tokens, K]` and a weight W `[N, K]`:
 - linear_silu: `silu(x Wg^T) * (x Wu^T)` (SwiGLU, Shazeer 2020). W holds the N / 2 rows of Wg, then those of Wu.
 - linear_add: `residual += x W^T + bias`.
 - linear_sum: linear, as one rank's part of a sum over tensor-parallel ranks.
+- experts: a mixture of experts, of weights `[num_experts, N, K]`; see `expert_products`.
 """
 
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.expert_products import ExpertsProblem, compute_experts
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.tuning.table import Key, Row, Table
 from nanovllm.utils.context import get_context
 
 logger = logging.getLogger(__name__)
 
-OPERATIONS = ("linear", "linear_silu", "linear_add", "linear_sum")
+OPERATIONS = ("linear", "linear_silu", "linear_add", "linear_sum", "experts")
 _silu_and_mul = SiluAndMul()
 
 
@@ -71,11 +73,12 @@ class Candidate(ABC):
     suits_one_shape = False  # whether its constants in decode steps are useless for other shapes of a weight
 
     @abstractmethod
-    def supports(self, problem: Problem) -> bool:
-        """Whether it can compute this product on this machine in this step."""
+    def supports(self, problem: Any) -> bool:
+        """Whether it can compute this product, of an operation that the table names it for, on this machine in this
+        step."""
 
     @abstractmethod
-    def launch(self, problem: Problem, constants: tuple) -> Tensor | None:
+    def launch(self, problem: Any, constants: tuple) -> Tensor | None:
         """The result, or None if it failed and another candidate must compute it. constants: from the table."""
 
     def serves(self, weight: Tensor) -> bool:
@@ -84,14 +87,17 @@ class Candidate(ABC):
 
 
 class Cublas(Candidate):
-    """torch's own products, for every problem on any device; the plain twin of the others."""
+    """torch's own products, for every problem on any device; the plain twin of the others. It has none for experts:
+    these our own kernels compute, with constants that work."""
 
     name = "cublas"
 
-    def supports(self, problem: Problem) -> bool:
+    def supports(self, problem: Problem | ExpertsProblem) -> bool:
         return True
 
-    def launch(self, problem: Problem, constants: tuple = ()) -> Tensor:
+    def launch(self, problem: Problem | ExpertsProblem, constants: tuple = ()) -> Tensor:
+        if isinstance(problem, ExpertsProblem):
+            return compute_experts(problem)
         x, weight, bias, out = problem.input, problem.weight, problem.bias, problem.out
         if problem.operation == "linear_silu":
             return _silu_and_mul(F.linear(x, weight))
@@ -132,7 +138,7 @@ class Matmul:
         """`x W^T + bias` into `out`, this rank's part of a sum."""
         return self.run(Problem("linear_sum", x, weight, bias, out))
 
-    def run(self, problem: Problem) -> Tensor:
+    def run(self, problem: Problem | ExpertsProblem) -> Tensor:
         for candidate, constants in self.choices(problem.operation, problem.weight, len(problem.x)):
             if candidate.supports(problem):
                 y = candidate.launch(problem, constants)

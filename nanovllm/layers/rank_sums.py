@@ -28,15 +28,17 @@ class NormedParts:
 
 def begin_sums(layers: nn.ModuleList, num_tokens: int, reducer: ResidualReducer) -> None:
     """Call this before each forward pass of decoder layers: it decides whether their products post the sums."""
-    projections = [projection for layer in layers for projection in layer.summed_projections()]
-    posts = all(each.matmul.posted_constants(each.weight, num_tokens) is not None for each in projections)
-    reducer.begin_pass(len(projections), posts)
+    of_layers = [layer.summed_projections() for layer in layers]
+    projections = [projection for of_layer in of_layers for projection in of_layer]
+    constants = [each.matmul.posted_constants(each.weight, num_tokens) for each in projections]
+    # Of families whose sums go another way there are fewer than two a layer, which does no harm.
+    reducer.begin_pass(2 * len(layers), all(of_layers) and None not in constants)
 
 
 def add_over_ranks(
     proj: nn.Module, residual: Tensor, x: Tensor | Iterable[Tensor], norm: RMSNorm
 ) -> Normed | NormedParts:
-    """`RowParallelLinear.add` with a reducer. If x comes in parts, the result does too."""
+    """`RowParallelLinear.add` with a reducer, and that of experts. If x comes in parts, the result does too."""
     reducer = proj.tp.reducer
     if isinstance(x, Tensor) and reducer.takes_parts(len(x)) and get_context().is_prefill:
         x = x.chunk(2)
@@ -44,12 +46,12 @@ def add_over_ranks(
         return NormedParts(residual, _add_parts(proj, residual, x, norm))
     if reducer.is_posting:
         constants = proj.matmul.posted_constants(proj.weight, len(x))
-        reducer.add_linear(residual, x, proj.weight, _bias_of_rank(proj), constants)
+        reducer.add_linear(residual, x, proj.weight, proj.bias_of_rank, constants)
         return Normed(residual, norm)
     if not reducer.takes(len(x)):
         return Normed(proj.add_to(residual, x), norm)
     partial = reducer.partial(len(x))
-    proj.matmul.linear_sum(x, proj.weight, _bias_of_rank(proj), partial)
+    proj.part_of_sum(x, partial)
     return Normed(residual, norm, reducer.add_norm(residual, partial, norm.weight, norm.eps))
 
 
@@ -58,14 +60,9 @@ def _add_parts(proj: nn.Module, residual: Tensor, parts: Iterable[Tensor], norm:
     sums = proj.tp.reducer.long_sums
     under_way, start = [], 0
     for x in parts:
-        partial = x.new_empty(len(x), len(proj.weight))
-        proj.matmul.linear_sum(x, proj.weight, _bias_of_rank(proj), partial)
+        partial = x.new_empty(len(x), residual.shape[1])
+        proj.part_of_sum(x, partial)
         under_way.append((residual[start : start + len(x)], sums.send(partial)))
         start += len(x)
     for residual_part, sent in under_way:
         yield sums.finish(residual_part, sent, norm.weight, norm.eps)
-
-
-def _bias_of_rank(proj: nn.Module) -> Tensor | None:
-    """Only rank 0 adds the bias, or the sum would contain it several times."""
-    return proj.bias if proj.tp.rank == 0 else None

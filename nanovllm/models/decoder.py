@@ -14,6 +14,8 @@ from nanovllm.layers.activation import GeluTanhAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import AttentionBackend
 from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding
+from nanovllm.layers.expert_products import ExpertsProduct
+from nanovllm.layers.experts import MixtureOfExperts
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.matmul import LayerProduct, Matmul
@@ -188,10 +190,12 @@ class DecoderLayer(nn.Module):
         return self.mlp.add(residual, hidden, next_norm, self.mlp_output_norm)
 
     def summed_projections(self) -> list[RowParallelLinear]:
-        """The projections whose results are added over all ranks and to the residual stream at once."""
-        return [self.self_attn.o_proj, self.mlp.down_proj] if self.attention_output_norm is None else []
+        """The projections whose results are added over all ranks and to the residual stream at once; none unless both
+        of the layer's are."""
+        adds = self.attention_output_norm is None and isinstance(self.mlp, DecoderMLP)
+        return [self.self_attn.o_proj, self.mlp.down_proj] if adds else []
 
-    def products(self) -> list[LayerProduct]:
+    def products(self) -> list[LayerProduct | ExpertsProduct]:
         """The layer's matrix products, in order."""
         qkv, o, adds = self.self_attn.qkv_proj, self.self_attn.o_proj, self.attention_output_norm is None
         return [
@@ -306,19 +310,22 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     @cached_property  # because a CPU needs it at each step
     def num_layer_params(self) -> int:
-        """Parameters of one layer on this rank."""
-        return sum(parameter.numel() for parameter in self.model.layers[0].parameters())
+        """Parameters of one layer on this rank, of experts only those that a token uses."""
+        layer: Any = self.model.layers[-1]
+        idle = layer.mlp.num_idle_params if isinstance(layer.mlp, MixtureOfExperts) else 0
+        return sum(parameter.numel() for parameter in layer.parameters()) - idle
 
     @property
     def gate_up(self) -> torch.Tensor:
-        """A layer's gate and up projection. The table's rows for whole steps belong to its shape."""
-        first: Any = self.model.layers[0]
-        return first.products()[2].weight
+        """A layer's gate and up projection, of all experts if it has some. The table's rows for whole steps belong to
+        its shape."""
+        mlp: Any = self.model.layers[0].mlp
+        return (mlp.experts if isinstance(mlp, MixtureOfExperts) else mlp).gate_up_proj.weight
 
     def use_matmul(self, matmul: Matmul) -> None:
         self.matmul = matmul
         for module in self.modules():
-            if isinstance(module, LinearBase):
+            if isinstance(module, (LinearBase, MixtureOfExperts)):
                 module.matmul = matmul
 
     def padded_batch(self, num_seqs: int) -> int:

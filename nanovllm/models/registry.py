@@ -13,6 +13,7 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": "nanovllm.models.phi3",
     "Qwen2ForCausalLM": "nanovllm.models.qwen2",
     "Qwen3ForCausalLM": "nanovllm.models.qwen3",
+    "Qwen3MoeForCausalLM": "nanovllm.models.qwen3_moe",
     "SmolLM3ForCausalLM": "nanovllm.models.smollm3",
 }
 

@@ -9,6 +9,8 @@ import torch
 
 from nanovllm.engine.runner.package_kernels import CompileProcesses
 from nanovllm.kernels.launch import compile_ahead
+from nanovllm.layers.expert_candidates import expert_candidates
+from nanovllm.layers.expert_products import ExpertsProblem
 from nanovllm.layers.kernel_matmul import our_candidates
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul import Candidate, Cublas, Problem
@@ -38,13 +40,13 @@ class LayerTimer:
         quack: Any = load_quack(dtype, device, decodes=True) if is_alone else None
         if quack is not None:
             quack.attempt = lambda launch: launch()  # An error ends one trial here, not the use of the package.
-        found = [Cublas(), *our_candidates(device), *([] if quack is None else [quack])]
+        found = [Cublas(), *our_candidates(device), *expert_candidates(device), *([] if quack is None else [quack])]
         self.candidates: dict[str, Candidate] = {candidate.name: candidate for candidate in found}
         options = {"dtype": dtype, "device": device}
-        num_bytes = sum(shape.N * shape.K for shape in shapes) * dtype.itemsize
-        self._layers = [
-            [torch.randn(shape.N, shape.K, **options) * shape.K**-0.5 for shape in shapes]
-            for _ in range(max(2, -(-_MIN_WEIGHT_BYTES // num_bytes)))
+        # Of experts a step reads one for each token at least.
+        num_bytes = sum(shape.N * shape.K * shape.top_k for shape in shapes) * dtype.itemsize
+        self._layers: list[list[Any]] = [
+            [_weights(shape, options) for shape in shapes] for _ in range(max(2, -(-_MIN_WEIGHT_BYTES // num_bytes)))
         ]
         self._norm = RMSNorm(shapes[0].K).to(**options)
         self._works: dict[tuple, bool] = {}
@@ -60,7 +62,7 @@ class LayerTimer:
                 for phase, num_tokens, i, choice in trials:
                     if choice != CUBLAS:
                         with suppress(Exception):  # Its first launch will say so.
-                            self._launch(phase, self._problem(i, num_tokens), choice)
+                            self._launch(phase, self._problem(phase, i, num_tokens), choice)
                 if quack is not None:
                     processes.submit([(load_product, product, self.device) for product in quack.wanted.values()])
             if quack is not None:
@@ -93,21 +95,39 @@ class LayerTimer:
         self._graph = graph  # The pool lives as long as a graph does.
         return graph.replay
 
-    def _run_layer(self, phase: str, residual: torch.Tensor, weights: list[torch.Tensor], picks: Picks) -> None:
-        qkv, o, gate_up, down = weights
+    def _run_layer(self, phase: str, residual: torch.Tensor, weights: list[Any], picks: Picks) -> None:
+        qkv, o, *mlp = weights
         y = self._launch(phase, Problem("linear", Normed(residual, self._norm), qkv), picks[0])
         self._launch(phase, Problem("linear_add", y[:, : o.shape[1]], o, out=residual), picks[1])
+        if self.shapes[3].operation == "experts":
+            router, experts = mlp
+            hidden = Normed(residual, self._norm)
+            logits = self._launch(phase, Problem("linear", hidden, router), picks[2])
+            self._launch(phase, self._experts(phase, hidden, logits, experts, residual), picks[3])
+            return
+        gate_up, down = mlp
         y = self._launch(phase, Problem("linear_silu", Normed(residual, self._norm), gate_up), picks[2])
         self._launch(phase, Problem("linear_add", y, down, out=residual), picks[3])
 
-    def _launch(self, phase: str, problem: Problem, choice: Choice) -> torch.Tensor | None:
+    def _experts(
+        self, phase: str, x: Normed, logits: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
+    ) -> ExpertsProblem:
+        lens = None if phase == "prefill" else torch.ones(len(x), dtype=torch.int32, device=self.device)
+        gate_up, down = weights
+        return ExpertsProblem(x, logits, gate_up, down, self.shapes[3].top_k, True, out, True, lens)
+
+    def _launch(self, phase: str, problem: Problem | ExpertsProblem, choice: Choice) -> torch.Tensor | None:
         candidate = self.candidates[choice.candidate]
         with step_context(Context(is_prefill=phase == "prefill")):
             return candidate.launch(problem, choice.constants) if candidate.supports(problem) else None
 
-    def _problem(self, i: int, num_tokens: int) -> Problem:
+    def _problem(self, phase: str, i: int, num_tokens: int) -> Problem | ExpertsProblem:
         """On numbers of order one."""
         shape, weight = self.shapes[i], self._layers[0][i]
+        if shape.operation == "experts":
+            sizes = shape.K, shape.num_experts, shape.K
+            x, logits, out = (weight[0].new_empty(num_tokens, size).normal_() for size in sizes)
+            return self._experts(phase, Normed(x, self._norm), logits, weight, out)
         x, out = (weight.new_empty(num_tokens, size).normal_() for size in (shape.K, shape.N))
         if shape.operation in ("linear_add", "linear_sum"):
             return Problem("linear_add", x, weight, out=out)
@@ -117,7 +137,7 @@ class LayerTimer:
         """Whether the candidate supports the product and gives cuBLAS's result, except for rounding."""
         key = phase, num_tokens, i, choice
         if key not in self._works:
-            problem = self._problem(i, num_tokens)
+            problem = self._problem(phase, i, num_tokens)
             again = problem._replace(out=None if problem.out is None else problem.out.clone())
             try:
                 found, expected = self._launch(phase, problem, choice), self._launch(phase, again, CUBLAS)
@@ -129,6 +149,15 @@ class LayerTimer:
             except Exception:  # Of a compiler or a launch: these constants are not for this GPU.
                 self._works[key] = False
         return self._works[key]
+
+
+def _weights(shape: Shape, options: dict) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Of experts both weights: gate and up, and down."""
+    if shape.operation != "experts":
+        return torch.randn(shape.N, shape.K, **options) * shape.K**-0.5
+    gate_up = torch.randn(shape.num_experts, shape.N, shape.K, **options).mul_(shape.K**-0.5)
+    down = torch.randn(shape.num_experts, shape.K, shape.N // 2, **options).mul_((shape.N // 2) ** -0.5)
+    return gate_up, down
 
 
 def _time(run: Callable[[], None], num_layers: int) -> float:

@@ -33,11 +33,14 @@ class Key(NamedTuple):
     N: int
     K: int
     dtype: str
+    num_experts: int = 1  # which have such a weight each
 
     @classmethod
     def of(cls, operation: str, is_prefill: bool, weight: torch.Tensor) -> "Key":
-        dtype, (N, K) = str(weight.dtype).removeprefix("torch."), weight.shape
-        return cls(operation, "prefill" if is_prefill else "decode", N, K, _SAME_SPEED.get(dtype, dtype))
+        """weight: `[N, K]`, or `[num_experts, N, K]`."""
+        dtype, (*experts, N, K) = str(weight.dtype).removeprefix("torch."), weight.shape
+        phase = "prefill" if is_prefill else "decode"
+        return cls(operation, phase, N, K, _SAME_SPEED.get(dtype, dtype), *experts)
 
 
 class Choice(NamedTuple):
@@ -88,7 +91,8 @@ class Table:
 
 
 def _distance(key: Key, other: Key) -> float:
-    return abs(math.log2(key.N / other.N)) + abs(math.log2(key.K / other.K))
+    sizes = zip((key.N, key.K, key.num_experts), (other.N, other.K, other.num_experts), strict=True)
+    return sum(abs(math.log2(size / other_size)) for size, other_size in sizes)
 
 
 def load_table(device: torch.device) -> Table:
@@ -122,7 +126,7 @@ def read_table(path: Path) -> Table:
         content = json.loads(path.read_text())
         rows = {}
         for row in content["rows"]:
-            key = Key(*(row[field] for field in Key._fields))
+            key = Key(**{field: row[field] for field in Key._fields if field in row})
             rows[key] = Row({int(bound): map(_choice, choices) for bound, choices in row["tokens"].items()})
             if not rows[key].bounds:
                 raise ValueError(f"no tokens in the row of {key}")
@@ -146,7 +150,8 @@ def write_table(path: Path, gpu: str, table: Table) -> None:
             str(bound): [[name, *constants] for name, constants in choices]
             for bound, choices in zip(row.bounds, row.choices, strict=True)
         }
-        rows.append(json.dumps({**key._asdict(), "tokens": tokens}))
+        fields = {name: value for name, value in key._asdict().items() if value != Key._field_defaults.get(name)}
+        rows.append(json.dumps({**fields, "tokens": tokens}))
     lines = [
         "{",
         f'"gpu": {json.dumps(gpu)},',

@@ -11,6 +11,8 @@ from tqdm import tqdm
 
 from nanovllm.config import Config
 from nanovllm.layers.attention_backend import TorchBackend
+from nanovllm.layers.expert_products import ExpertsProduct
+from nanovllm.layers.matmul import LayerProduct
 from nanovllm.models import make_model
 from nanovllm.tuning.table import (
     Choice,
@@ -30,7 +32,7 @@ _COUNTS = {"decode": DECODE_TOKENS, "prefill": PREFILL_TOKENS}
 _PACKAGES = ("torch", "triton", "quack-kernels", "flash-attn-4")
 # What a dry run lists.
 _DRY_GPU, _DRY_MULTIPROCESSORS = "NVIDIA H200", 132
-_DRY_CANDIDATES = {"cublas", "gemv", "split-k", "fused-silu"}
+_DRY_CANDIDATES = {"cublas", "gemv", "split-k", "fused-silu", "experts-gemv", "expert-tiles", "grouped-mm"}
 
 
 def tune_model(
@@ -84,7 +86,7 @@ def _gpu(name: str) -> torch.device:
 
 
 def layer_shapes(model: str, num_gpus: int = 1) -> list[Shape]:
-    """The four products of a model's layer on one GPU of num_gpus. Raises ValueError if there is no such model, or if
+    """The products of a model's layer on one GPU of num_gpus. Raises ValueError if there is no such model, or if
     it cannot be split."""
     dtype = "bfloat16"  # float16 takes the same time.
     options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True}
@@ -92,8 +94,15 @@ def layer_shapes(model: str, num_gpus: int = 1) -> list[Shape]:
     config.hf_config.num_hidden_layers = 1
     tp = TensorParallel(size=num_gpus)
     decoder: Any = make_model(config.hf_config, config.dtype, torch.device("meta"), 1, TorchBackend(), tp)
-    weights = [(product.operation, product.weight) for product in decoder.model.layers[0].products()]
-    return [Shape(operation, weight.shape[0], weight.shape[1], dtype) for operation, weight in weights]
+    return [_shape(product, dtype) for product in decoder.model.layers[0].products()]
+
+
+def _shape(product: LayerProduct | ExpertsProduct, dtype: str) -> Shape:
+    if isinstance(product, ExpertsProduct):
+        num_experts, N, K = product.weight.shape
+        return Shape(product.operation, N, K, dtype, num_experts, product.top_k)
+    N, K = product.weight.shape
+    return Shape(product.operation, N, K, dtype)
 
 
 def _all_trials(tuner: Tuner) -> Iterator[tuple[str, int, int, Choice]]:

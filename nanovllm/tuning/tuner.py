@@ -28,9 +28,11 @@ class Shape(NamedTuple):
     N: int
     K: int
     dtype: str
+    num_experts: int = 1  # with such a weight each
+    top_k: int = 1  # of them for a token
 
     def key(self, phase: str) -> Key:
-        return Key(self.operation, phase, self.N, self.K, self.dtype)
+        return Key(self.operation, phase, self.N, self.K, self.dtype, self.num_experts)
 
 
 Picks = tuple[Choice, ...]
@@ -48,6 +50,8 @@ class Result(NamedTuple):
 
 def challengers(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: int) -> list[Choice]:
     """All choices to try for a product besides the table's."""
+    if shape.operation == "experts":
+        return [CUBLAS, *_experts_gemv(shape, num_tokens), *_expert_tiles(shape, num_tokens)]
     kinds = {"decode": (_gemv, _split_k, _decode_tiles), "prefill": (_fused_silu, _prefill_tiles)}[phase]
     return [CUBLAS, *(choice for kind in kinds for choice in kind(shape, num_tokens, num_multiprocessors))]
 
@@ -106,11 +110,38 @@ def _fused_silu(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iter
         yield Choice("fused-silu")
 
 
+def _experts_gemv(shape: Shape, num_tokens: int) -> Iterator[Choice]:
+    if num_tokens > 16:
+        return
+    gate_up_row, down_row = (1 << (size - 1).bit_length() for size in (shape.K, shape.N // 2))
+    for rows, k_tile, num_warps in ((8, 1024, 4), (4, 2048, 4), (16, 1024, 8)):
+        gate_up = rows, min(gate_up_row, k_tile), num_warps
+        for down_rows, down_tile, down_warps in ((4, 256, 4), (2, 512, 4), (4, 512, 8)):
+            yield Choice("experts-gemv", (gate_up, (down_rows, min(down_row, down_tile), down_warps)))
+
+
+def _expert_tiles(shape: Shape, num_tokens: int) -> Iterator[Choice]:
+    """Tiles of about as many tokens as an expert has, and of up to four times as many. The stages fill a
+    multiprocessor's shared memory with one program or with two."""
+    mean = num_tokens * shape.top_k / shape.num_experts
+    for tokens in (16, 32, 64, 128):
+        if not min(mean, 128) <= tokens <= max(32, 4 * mean):
+            continue
+        # Columns, input columns of a step, warps, stages.
+        gate_ups = ((64, 64, 4, 4), (64, 128, 4, 3)) if tokens < 128 else ((128, 64, 8, 4), (64, 64, 4, 3))
+        downs = ((128, 64, 4, 4), (64, 128, 4, 4)) if tokens < 128 else ((128, 64, 4, 3), (256, 64, 8, 4))
+        for gate_up in gate_ups:
+            for down in downs:
+                yield Choice("expert-tiles", ((tokens, *gate_up), (tokens, *down)))
+    if num_tokens >= 512:
+        yield Choice("grouped-mm")
+
+
 class Tuner:
     """Measures one model's layer."""
 
     def __init__(self, shapes: Sequence[Shape], table: Table, available: set[str], num_multiprocessors: int):
-        """shapes: of the four products, in order. table: has the present choices. available: candidates' names."""
+        """shapes: of the layer's products, in order. table: has the present choices. available: candidates' names."""
         self.shapes, self.table, self.available = tuple(shapes), table, available
         self.num_multiprocessors = num_multiprocessors
 
@@ -194,7 +225,7 @@ class Tuner:
             for i, shape in enumerate(self.shapes):
                 rows[shape.key(phase)] = _row(phase, {n: result.choices[i] for n, result in results.items()})
             if phase == "decode":
-                gate_up = next(shape for shape in self.shapes if shape.operation == "linear_silu")
+                gate_up = next(shape for shape in self.shapes if shape.operation in ("linear_silu", "experts"))
                 rows[gate_up._replace(operation="padding").key(phase)] = _padding(results)
         return Table(rows)
 

@@ -171,7 +171,12 @@ def _wanted_tensors(model: nn.Module) -> dict[str, tuple[nn.Parameter, object, t
         *parents, module, kind = name.split(".")
         part_names = getattr(model, "packed_modules_mapping", {}).get(module, {module: None})
         for part_name, shard_id in part_names.items():
-            wanted[".".join((*parents, part_name, kind))] = (param, shard_id, shards[shard_id])
+            if not hasattr(param, "num_experts"):
+                wanted[".".join((*parents, part_name, kind))] = (param, shard_id, shards[shard_id])
+                continue
+            for expert in range(param.num_experts):
+                key = expert, shard_id
+                wanted[".".join((*parents, str(expert), part_name, kind))] = (param, key, shards[key])
     return wanted
 
 

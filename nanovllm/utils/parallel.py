@@ -70,8 +70,9 @@ class TensorParallel:
 
 def check_shardable(hf_config, size: int) -> None:
     """Raises ValueError, naming the number, if `size` ranks cannot share a model of this configuration."""
-    for name in ("num_attention_heads", "intermediate_size"):
-        _check_divides(size, getattr(hf_config, name), name)
+    for name in ("num_attention_heads", "intermediate_size", "moe_intermediate_size"):
+        if hasattr(hf_config, name):
+            _check_divides(size, getattr(hf_config, name), name)
     _check_kv_heads(size, getattr(hf_config, "num_key_value_heads", hf_config.num_attention_heads))
 
 

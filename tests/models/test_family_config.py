@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 from nanovllm.bench.floor import ModelSize
 from nanovllm.config import Config
 from nanovllm.layers.attention_torch import TorchBackend
-from nanovllm.models import make_model
+from nanovllm.models import make_model, registry
 from nanovllm.models.hf_config import windows_of_layers
 from nanovllm.models.presets import PRESET_NAMES, preset_config
 from nanovllm.models.registry import model_class
@@ -171,3 +171,10 @@ def test_a_published_shape_of_another_family_needs_no_file(model, no_network):
 def test_a_published_shape_of_someone_else_is_another_model(no_network):
     with pytest.raises(FileNotFoundError, match=r"someone/Llama-3\.1-8B"):
         Config("someone/Llama-3.1-8B", load_format="dummy")
+
+
+def test_the_guide_names_every_family():
+    lines = (Path(__file__).parents[2] / "docs" / "adding-a-model.md").read_text().splitlines()
+    for architecture, module in registry.ARCHITECTURES.items():
+        file = f"`{module.rpartition('.')[2]}.py`"
+        assert any(file in line and f"`{architecture}`" in line for line in lines), architecture

@@ -87,6 +87,17 @@ def qwen3(draw):
     return common(draw, head_dim_is_free=True) | switches
 
 
+def qwen3_moe(draw):
+    num_experts = draw.choice((4, 5, 16, 128))
+    fields = qwen3(draw) | {"num_experts": num_experts, "num_experts_per_tok": draw.randint(1, min(8, num_experts))}
+    # transformers 5 gives all layers of this family the window.
+    fields |= {"max_window_layers": 0, "moe_intermediate_size": draw.choice((24, 36))}
+    fields["norm_topk_prob"] = draw.random() < 0.5
+    if draw.random() < 0.5:  # Layers without experts, in two ways.
+        fields |= {"num_hidden_layers": 3, "mlp_only_layers": draw.choice(([], [0], [2])), "decoder_sparse_step": 2}
+    return fields
+
+
 def mistral(draw):
     return common(draw, head_dim_is_free=True) | {"sliding_window": draw.choice((None, window(draw)))}
 
@@ -134,7 +145,7 @@ def gemma3_text(draw):
     return common(draw, head_dim_is_free=True) | switches
 
 
-FAMILIES = (llama, qwen2, qwen3, mistral, smollm3, phi3, olmo2, gemma3_text)
+FAMILIES = (llama, qwen2, qwen3, qwen3_moe, mistral, smollm3, phi3, olmo2, gemma3_text)
 needs_family = pytest.mark.skipif(
     transformers.__version__.startswith(("4.51.", "4.52.")), reason="SmolLM3 is in transformers from 4.53 on"
 )
@@ -192,6 +203,12 @@ def test_output_is_that_of_transformers(family, seed, tmp_path):
 
 
 TWO_RANKS = {
+    # A layer with experts and one without, whose sums go the same ways.
+    "qwen3_moe": (
+        qwen3_moe,
+        {"num_experts": 16, "num_experts_per_tok": 3, "mlp_only_layers": [0], "decoder_sparse_step": 1}
+        | {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 64},
+    ),
     # Both ranks have a copy of the KV head, whose norm is over the heads of all ranks.
     "olmo2": (olmo2, {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 128, "attention_bias": True}),
     # Parts of the fused tensors.

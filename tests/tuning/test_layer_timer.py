@@ -5,7 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.layers import kernel_matmul
+from nanovllm.layers import expert_candidates, expert_products, kernel_matmul
+from nanovllm.layers.expert_candidates import ExpertsGemv, ExpertTiles, GroupedMm
 from nanovllm.layers.kernel_matmul import Gemv, SplitK
 from nanovllm.tuning import layer_timer
 from nanovllm.tuning.layer_timer import LayerTimer
@@ -43,6 +44,31 @@ def timer(request, monkeypatch) -> LayerTimer:
     shapes = [("linear", ATTENTION + 32, HIDDEN), (add, HIDDEN, ATTENTION), ("linear_silu", 2 * INTERMEDIATE, HIDDEN)]
     shapes.append((add, HIDDEN, INTERMEDIATE))
     return LayerTimer([Shape(*shape, "float16") for shape in shapes], torch.device("cpu"))
+
+
+@pytest.fixture
+def experts_timer(monkeypatch, timer) -> LayerTimer:
+    """Of a layer with experts."""
+    for module in (expert_candidates, expert_products):
+        monkeypatch.setattr(module, "use_kernels", lambda x: True)
+    monkeypatch.setattr(expert_candidates, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(layer_timer, "expert_candidates", lambda device: [ExpertsGemv(), ExpertTiles(), GroupedMm()])
+    experts = Shape("experts", 2 * INTERMEDIATE, HIDDEN, "float16", num_experts=6, top_k=2)
+    return LayerTimer([*timer.shapes[:2], Shape("linear", 6, HIDDEN, "float16"), experts], torch.device("cpu"))
+
+
+EXPERTS_GEMV = Choice("experts-gemv", ((8, 32, 1), (4, 64, 1)))
+EXPERT_TILES = Choice("expert-tiles", ((16, 64, 64, 4, 2), (16, 64, 64, 4, 2)))
+
+
+@pytest.mark.parametrize("timer", ["linear_add"], indirect=True)
+def test_a_layer_with_experts(experts_timer):
+    """What does not work: grouped products of float16, and constants that no tile has."""
+    timer, three = experts_timer, (CUBLAS, CUBLAS, CUBLAS)
+    for choice in (CUBLAS, EXPERTS_GEMV, EXPERT_TILES):
+        assert timer("decode", 3, (*three, choice)) == len(timer._layers) == 2
+    assert timer("decode", 3, (*three, Choice("grouped-mm"))) is None
+    assert timer("decode", 3, (*three, Choice("expert-tiles", ((16, 64, 48, 4, 2),) * 2))) is None
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])

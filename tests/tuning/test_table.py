@@ -122,14 +122,22 @@ def test_a_setting_that_is_not_there_is_an_error():
         Table().setting("flash_attn4", "rows")
 
 
-def published_products(name: str, size: int) -> list[tuple[str, int, int]]:
-    """(operation, N, K) of a layer's products over so many GPUs."""
+def published_keys(name: str, size: int) -> list[Key]:
+    """Of the decode steps of a model over so many GPUs."""
     config = preset_config(name)
     hidden, intermediate = config.hidden_size, config.intermediate_size // size
     q, kv = (n * config.head_dim // size for n in (config.num_attention_heads, config.num_key_value_heads))
     add = "linear_add" if size == 1 else "linear_sum"
-    gate_up = ("linear_silu", 2 * intermediate, hidden)
-    return [("linear", q + 2 * kv, hidden), (add, hidden, q), gate_up, (add, hidden, intermediate)]
+    shapes = [("linear", q + 2 * kv, hidden), (add, hidden, q)]
+    if hasattr(config, "num_experts"):
+        shapes.append(("linear", config.num_experts, hidden))
+    else:
+        shapes += [("linear_silu", 2 * intermediate, hidden), (add, hidden, intermediate)]
+    keys = [Key(operation, "decode", N, K, "bfloat16") for operation, N, K in shapes]
+    if hasattr(config, "num_experts"):
+        gate_up = 2 * config.moe_intermediate_size // size, hidden
+        keys.append(Key("experts", "decode", *gate_up, "bfloat16", config.num_experts))
+    return keys
 
 
 each_table = pytest.mark.parametrize(
@@ -141,20 +149,23 @@ each_table = pytest.mark.parametrize(
 def test_tables_of_the_package(path):
     """They have every size that is tuned on one GPU and on two, and their candidates take the constants."""
     pytest.importorskip("triton")
+    from nanovllm.kernels.experts import TileConfig
+    from nanovllm.kernels.experts_gemv import ExpertsGemvConfig
     from nanovllm.kernels.gemv import GemvConfig
     from nanovllm.kernels.split_k import SplitKConfig
+    from nanovllm.layers.expert_candidates import ExpertsGemv, ExpertTiles, GroupedMm
     from nanovllm.layers.kernel_matmul import FusedSilu, Gemv, SplitK
     from nanovllm.layers.matmul import OPERATIONS, Cublas
     from nanovllm.layers.quack import Quack, Tile
 
     constant_types = {Gemv.name: GemvConfig, SplitK.name: SplitKConfig, Quack.name: Tile}
     constant_types |= dict.fromkeys((Cublas.name, FusedSilu.name), tuple)
+    pairs_of_types = {ExpertsGemv.name: ExpertsGemvConfig, ExpertTiles.name: TileConfig}
     table = read_table(path)
     assert path == package_path(json.loads(path.read_text())["gpu"])
-    for name in TUNED:
+    for name in (*TUNED, "Qwen3-30B-A3B"):
         for size in (1, 2):
-            for operation, N, K in published_products(name, size):
-                assert Key(operation, "decode", N, K, "bfloat16") in table.rows
+            assert set(published_keys(name, size)) <= table.rows.keys()
     for key, row in table.rows.items():
         assert key.operation in (*OPERATIONS, "padding", "mixed_steps")
         for bound, listed in zip(row.bounds, row.choices, strict=True):
@@ -165,6 +176,9 @@ def test_tables_of_the_package(path):
                 elif key.operation == "padding":
                     assert constants[0] >= bound
                     assert row[constants[0]] == listed or not row[constants[0]], "padding is padded again"
+                elif key.operation == "experts":
+                    assert (name == GroupedMm.name and not constants) or len(constants) == 2
+                    assert all(pairs_of_types[name](*each) for each in constants)
                 else:
                     constant_types[name](*constants)
     constants = DecodeConstants(table)

@@ -165,6 +165,8 @@ def test_challengers_are_few_and_launchable(phase):
     from nanovllm.layers.quack import Tile
 
     for key in package_table("NVIDIA H200").rows:
+        if key.operation == "experts":
+            continue
         shape = Shape(key.operation, key.N, key.K, key.dtype)
         for num_tokens in DECODE_TOKENS if phase == "decode" else PREFILL_TOKENS:
             found = challengers(shape, phase, num_tokens, H200)
@@ -184,3 +186,33 @@ def test_challengers_are_few_and_launchable(phase):
                     assert tile.tokens < 2 * num_tokens
                 else:
                     assert (name, constants) == ("fused-silu", ())
+
+
+@pytest.mark.parametrize("sizes", [(1536, 2048, "bfloat16", 128, 8), (96, 40, "bfloat16", 4, 2)])
+def test_challengers_for_experts_are_few_and_launchable(sizes):
+    for phase, counts in (("decode", DECODE_TOKENS), ("prefill", PREFILL_TOKENS)):
+        for num_tokens in counts:
+            found = challengers(Shape("experts", *sizes), phase, num_tokens, H200)
+            assert found[0] == CUBLAS
+            assert 1 < len(found) < 30
+            for name, constants in found[1:]:
+                assert name != "experts-gemv" or num_tokens <= 16
+                if name == "expert-tiles":
+                    for num_weights, (tokens, columns, k, _, num_stages) in zip((2, 1), constants, strict=True):
+                        assert 2 * num_stages * k * (tokens + num_weights * columns) <= 227 * 1024
+
+
+def test_a_layer_with_experts_is_tuned():
+    experts = Shape("experts", 1536, 2048, "bfloat16", 128, 8)
+    shapes = [Shape("linear", 5120, 2048, "bfloat16"), Shape("linear_add", 2048, 4096, "bfloat16")]
+    shapes += [Shape("linear", 128, 2048, "bfloat16"), experts]
+    tuner = Tuner(shapes, Table(), {"cublas", "expert-tiles", "experts-gemv"}, H200)
+
+    def time_layer(phase, num_tokens, picks):
+        return 100.0 - 20 * (picks[3].candidate == ("experts-gemv" if num_tokens <= 4 else "expert-tiles"))
+
+    rows = tuner.tune(time_layer, {"decode": (1, 4, 64)}, print).rows
+    row = rows[Key("experts", "decode", 1536, 2048, "bfloat16", 128)]
+    assert [row[n][0].candidate for n in (1, 4, 5, 64)] == ["experts-gemv"] * 2 + ["expert-tiles"] * 2
+    assert row[65] == ()
+    assert Key("padding", "decode", 1536, 2048, "bfloat16", 128) in rows

@@ -71,10 +71,12 @@ def _trace(runner) -> None:
 
 
 def trace_products(model, most_decode_tokens: int, most_prefill_tokens: int) -> None:
-    """Launch what the table names for a layer's products, at every number of tokens that a step may have."""
+    """Launch what the table names for the layers' products, at every number of tokens that a step may have."""
+    one_of_each_kind = {layer.kind: layer for layer in model.model.layers}.values()
+    products = [product for layer in one_of_each_kind for product in layer.products()]
     for is_prefill, most_tokens in ((False, most_decode_tokens), (True, most_prefill_tokens)):
         with step_context(Context(is_prefill=is_prefill)):
-            for product in model.model.layers[0].products():
+            for product in products:
                 for num_tokens in model.matmul.token_counts(product.operation, product.weight, most_tokens):
                     model.matmul.run(product.problem(num_tokens))
 

@@ -11,6 +11,7 @@ from nanovllm.engine.runner.kernel_compilation import compiling_kernels
 from nanovllm.engine.runner.package_kernels import PackageKernels
 from nanovllm.layers.attention_backend import AttentionBackend
 from nanovllm.layers.decode_constants import DecodeConstants
+from nanovllm.layers.expert_candidates import expert_candidates
 from nanovllm.layers.flash_attn4 import AttentionShape
 from nanovllm.layers.kernel_matmul import our_candidates
 from nanovllm.layers.matmul import Matmul
@@ -34,7 +35,7 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
         # With two GPUs it gained nothing.
         quack = load_quack(config.dtype, device, decodes=has_graphs) if tp.size == 1 else None
         table = load_table(device)
-        candidates = our_candidates(device) + ([] if quack is None else [quack])
+        candidates = our_candidates(device) + expert_candidates(device) + ([] if quack is None else [quack])
         model.use_matmul(Matmul(table, candidates, config.model))
         runner.mixed_step_rows = choose_mixed_step_rows(config, has_graphs, model.gate_up, table)
         constants = DecodeConstants(table)

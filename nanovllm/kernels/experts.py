@@ -1,0 +1,381 @@
+"""The experts of a mixture (Shazeer et al. 2017) as grouped products: each expert multiplies the tokens routed to it.
+
+A pair is a token with one of its experts: pair t * top_k + s is token t with its s-th expert. Five launches compute the
+experts of a layer, none of which needs the host to know where the tokens went:
+
+1. `route`: softmax of the router's logits, and each token's experts with their weights.
+2. `sort_by_expert`: the pairs in the order of their experts.
+3. `gate_up`: gate and up projection of the sorted pairs with SwiGLU.
+4. `down`: down projection, times the router's weights, back in the order of the pairs.
+5. `add_pairs`: the sum of each token's pairs.
+
+The grids of 3 and 4 are as large as the most tiles that this number of pairs may need. A program finds its tile from
+the experts' starts, and ends at once if there is none. Pairs of one expert that fill several tiles read its weights
+from L2.
+
+A tile of results is [columns, tokens]: the weights are the first operand of the product. So tiles of 16 tokens waste
+nothing, while tensor cores take 64 rows of a first operand at a time. The weights come by the tensor memory accelerator
+where there is one.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nanovllm.kernels.dependent_launch import await_previous, has_pdl
+from nanovllm.kernels.launch import launcher
+
+MAX_EXPERTS = 1024  # What one program sorts and compares at once.
+_ROUTE_ELEMENTS = 2048  # logits of a program of `route`
+_SORT_BLOCKS = (1024, 4096)  # experts of pairs that a program of `sort_by_expert` reads at once: of few pairs, of many
+
+
+class TileConfig(NamedTuple):
+    """Launch constants of `gate_up` or `down`, all powers of two except num_stages."""
+
+    tokens: int  # pairs of a tile, at least 16
+    columns: int  # output columns of a tile, of `gate_up` as many of the gate and of the up projection; at least 16
+    k: int  # input columns of a step, at least 16
+    num_warps: int
+    # Of the load pipeline. A stage holds (tokens + columns) * k elements, of `gate_up` (tokens + 2 * columns) * k; all
+    # must fit in 227 KiB.
+    num_stages: int
+
+
+def default_config(num_pairs: int, num_experts: int, itemsize: int) -> TileConfig:
+    """Launch constants that work for both products; those of the tuned table are faster."""
+    tokens = 16
+    while tokens < 128 and tokens * num_experts < num_pairs:
+        tokens *= 2
+    return TileConfig(tokens, 64, 128 // itemsize, 4, 3)
+
+
+# Every batch has another number of tokens; specialising on it would compile the kernel again.
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_kernel(
+    logits, context_lens, experts, weights, num_tokens, logits_stride, num_experts,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, TOKENS: tl.constexpr,
+    NORMALIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    await_previous(PDL)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, PADDED_EXPERTS)[None, :]
+    slot = tl.arange(0, SLOTS)[None, :]
+    inside = (token < num_tokens)[:, None]
+    offset = token.to(tl.int64)[:, None] * logits_stride + column
+    is_expert = column < num_experts
+    left = tl.load(logits + offset, mask=inside & is_expert, other=0.0).to(tl.float32)
+    left = tl.where(is_expert, left, -float("inf"))
+    highest = tl.max(left, axis=1, keep_dims=True)
+    total = tl.sum(tl.exp(left - highest), axis=1, keep_dims=True)
+    chosen = tl.zeros([TOKENS, SLOTS], tl.int32)
+    weight = tl.zeros([TOKENS, SLOTS], tl.float32)
+    for s in tl.static_range(TOP_K):
+        value, expert = tl.max(left, axis=1, return_indices=True, keep_dims=True)
+        chosen = tl.where(slot == s, expert, chosen)
+        weight = tl.where(slot == s, tl.exp(value - highest), weight)
+        left = tl.where(column == expert, -float("inf"), left)
+    if NORMALIZE:
+        total = tl.sum(weight, axis=1, keep_dims=True)
+    # Rows that are not finite may choose any number.
+    chosen = tl.minimum(chosen, num_experts - 1)
+    if context_lens is not None:
+        is_padding = tl.load(context_lens + token, mask=token < num_tokens, other=0) == 0
+        chosen = tl.where(is_padding[:, None], num_experts, chosen)
+    pair = token.to(tl.int64)[:, None] * TOP_K + slot
+    inside = inside & (slot < TOP_K)
+    tl.store(experts + pair, chosen.to(experts.dtype.element_ty), mask=inside)
+    tl.store(weights + pair, weight / total, mask=inside)
+
+
+def route(
+    logits: Tensor, top_k: int, normalize: bool, context_lens: Tensor | None = None, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Each token's experts, the most probable first, and their probabilities.
+
+    Args:
+        logits: of the router, `[num_tokens, num_experts]`, any float dtype; rows contiguous, at most MAX_EXPERTS.
+        normalize: whether a token's weights are divided by their sum.
+        context_lens: int32 [num_tokens]; a token with 0 is padding and gets no expert. None: no token is padding.
+        pdl: programmatic dependent launch (see `dependent_launch`).
+
+    Returns:
+        experts: int16 `[num_tokens, top_k]`; num_experts means none. Of equal probabilities, the lower number is first.
+        weights: float32 `[num_tokens, top_k]`.
+    """
+    num_tokens, num_experts = logits.shape
+    if num_experts > MAX_EXPERTS or not 1 <= top_k <= num_experts or logits.stride(1) != 1:
+        raise ValueError(
+            f"logits must be [num_tokens, top_k={top_k}..{MAX_EXPERTS}] with contiguous rows, not {list(logits.shape)}"
+        )
+    experts = torch.empty(num_tokens, top_k, dtype=torch.int16, device=logits.device)
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    if num_tokens == 0:
+        return experts, weights
+    padded = triton.next_power_of_2(num_experts)
+    tokens = max(1, _ROUTE_ELEMENTS // padded)
+    launcher(_route_kernel, (triton.cdiv(num_tokens, tokens),), pdl and has_pdl(logits.device))(
+        logits, context_lens, experts, weights, num_tokens, logits.stride(0), num_experts,
+        TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=padded, TOKENS=tokens, NORMALIZE=normalize,
+        num_warps=4,
+    )  # fmt: skip
+    return experts, weights
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _sort_kernel(experts, order, starts, num_pairs, num_experts, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A program for each expert, and one for no expert, reads all pairs twice: to count those of lower experts, and to
+    list its own."""
+    await_previous(PDL)
+    mine = tl.program_id(0)
+    pair = tl.arange(0, BLOCK)
+    lower = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, num_pairs, BLOCK):
+        expert = tl.load(experts + first + pair, mask=first + pair < num_pairs, other=num_experts)
+        lower += (expert < mine).to(tl.int32)
+    start = tl.sum(lower)
+    end = start
+    for first in range(0, num_pairs, BLOCK):
+        inside = first + pair < num_pairs
+        expert = tl.load(experts + first + pair, mask=inside, other=num_experts)
+        is_mine = (inside & (expert == mine)).to(tl.int32)
+        tl.store(order + end + tl.cumsum(is_mine) - 1, first + pair, mask=is_mine != 0)
+        end += tl.sum(is_mine)
+    tl.store(starts + mine, start)
+
+
+def sort_by_expert(experts: Tensor, num_experts: int, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """The pairs in the order of their experts, those of one expert in their own order.
+
+    experts: int16 `[num_tokens, top_k]`, contiguous, from `route`.
+
+    Returns:
+        order: int32 `[num_tokens * top_k]`, the pairs; last those without an expert.
+        starts: int32 `[num_experts + 1]`, where each expert's pairs begin in `order`, and where the last ones end.
+    """
+    num_pairs = experts.numel()
+    order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
+    block = _SORT_BLOCKS[num_pairs > _SORT_BLOCKS[0]]
+    launcher(_sort_kernel, (num_experts + 1,), pdl and has_pdl(experts.device))(
+        experts, order, starts, num_pairs, num_experts, BLOCK=block, num_warps=block // 512
+    )
+    return order, starts
+
+
+@triton.jit
+def _experts_kernel(
+    x, weight, order, starts, weights, y, x_stride, num_experts, num_columns,
+    K: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr,
+    SILU: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """SILU: y [sorted pairs, num_columns] of x [tokens, K]. Otherwise y [pairs, num_columns] of x [sorted pairs, K],
+    times the weights. weight: a pointer, or with TMA a descriptor of [all experts' rows, K]."""
+    await_previous(PDL)
+    column_tiles = tl.cdiv(num_columns, COLUMNS)
+    tile = tl.program_id(0) // column_tiles
+    first_column = tl.program_id(0) % column_tiles * COLUMNS
+
+    number = tl.arange(0, PADDED_EXPERTS)
+    start = tl.load(starts + number, mask=number < num_experts, other=0)
+    end = tl.load(starts + number + 1, mask=number < num_experts, other=0)
+    tiles = tl.cumsum((end - start + TOKENS - 1) // TOKENS)  # of the experts up to this one
+    expert = tl.sum((tiles <= tile).to(tl.int32))
+    if expert >= num_experts:
+        return
+    tile -= tl.max(tl.where(tiles <= tile, tiles, 0))
+    first = tl.load(starts + expert) + tile * TOKENS
+    end_of_expert = tl.load(starts + expert + 1)
+
+    row = first + tl.arange(0, TOKENS)
+    is_row = row < end_of_expert
+    # Rows that are no pair's repeat the first one, so that loads need no mask.
+    pair = tl.load(order + tl.where(is_row, row, first))
+    if SILU:
+        x_row, y_row = pair // TOP_K, row
+        first_row = expert * 2 * num_columns + first_column
+    else:
+        x_row, y_row = tl.where(is_row, row, first), pair
+        first_row = expert * num_columns + first_column
+    k = tl.arange(0, K_TILE)
+    x_tile = x + x_row.to(tl.int64)[:, None] * x_stride + k[None, :]
+    column = tl.arange(0, COLUMNS)
+    is_column = first_column + column < num_columns
+    if not TMA:
+        weight_tile = weight + (first_row + column).to(tl.int64)[:, None] * K + k[None, :]
+        up_tile = weight + (first_row + num_columns + column).to(tl.int64)[:, None] * K + k[None, :]
+
+    acc = tl.zeros([COLUMNS, TOKENS], tl.float32)
+    if SILU:
+        up = tl.zeros([COLUMNS, TOKENS], tl.float32)
+    for start_k in range(0, K, K_TILE):
+        if K % K_TILE == 0:
+            values = tl.load(x_tile + start_k)
+        else:
+            values = tl.load(x_tile + start_k, mask=(k < K - start_k)[None, :], other=0.0)
+        values = values.T
+        if TMA:
+            tile_weights = weight.load([first_row, start_k])
+        else:
+            inside = is_column[:, None] & (k < K - start_k)[None, :]
+            tile_weights = tl.load(weight_tile + start_k, mask=inside, other=0.0)
+        acc = tl.dot(tile_weights, values, acc, input_precision="ieee")
+        if SILU:
+            if TMA:
+                tile_weights = weight.load([first_row + num_columns, start_k])
+            else:
+                tile_weights = tl.load(up_tile + start_k, mask=inside, other=0.0)
+            up = tl.dot(tile_weights, values, up, input_precision="ieee")
+
+    if SILU:
+        acc = acc / (1.0 + tl.exp(-acc)) * up
+    else:
+        acc *= tl.load(weights + pair)[None, :]
+    y_tile = y + y_row.to(tl.int64)[:, None] * num_columns + (first_column + column)[None, :]
+    tl.store(y_tile, acc.T.to(y.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+def gate_up(
+    x: Tensor, order: Tensor, starts: Tensor, weight: Tensor, config: TileConfig | None = None, pdl: bool = False
+) -> Tensor:
+    """`silu(x Wg^T) * (x Wu^T)` (Shazeer 2020) of each pair's token with its expert's weights, in the order of the
+    experts; summed in float32, rounded once.
+
+    Args:
+        x: `[num_tokens, hidden_size]`, rows contiguous.
+        order, starts: from `sort_by_expert`.
+        weight: `[num_experts, 2 * intermediate, hidden_size]`, contiguous, of x's dtype: of each expert Wg, then Wu.
+        config: launch constants; None for some that work.
+        pdl: programmatic dependent launch (see `dependent_launch`).
+
+    Returns: `[num_pairs, intermediate]`, row i for pair order[i]; rows of pairs without an expert mean nothing.
+    """
+    rows, hidden_size = weight.shape[1:]
+    if x.dim() != 2 or x.shape[1] != hidden_size or x.stride(1) != 1 or x.dtype != weight.dtype or rows % 2:
+        raise ValueError(
+            f"x must be a [num_tokens, {hidden_size}] of {weight.dtype} with contiguous rows for weight "
+            f"{list(weight.shape)}, not {list(x.shape)} {x.dtype}"
+        )
+    y = torch.empty(len(order), rows // 2, dtype=x.dtype, device=x.device)
+    if len(order):
+        _launch(x, weight, order, starts, None, y, len(order) // len(x), config, pdl)
+    return y
+
+
+def down(
+    x: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    weights: Tensor,
+    weight: Tensor,
+    config: TileConfig | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """`x W^T` of each pair with its expert's weight, times the router's weight, in the order of the pairs; summed in
+    float32, rounded once.
+
+    Args:
+        x: `[num_pairs, intermediate]`, contiguous, from `gate_up`.
+        order, starts: from `sort_by_expert`.
+        weights: float32 `[num_tokens, top_k]`, contiguous, from `route`.
+        weight: `[num_experts, hidden_size, intermediate]`, contiguous, of x's dtype.
+        config, pdl: as in `gate_up`.
+
+    Returns: `[num_tokens, top_k, hidden_size]`; rows of pairs without an expert mean nothing.
+    """
+    hidden_size, intermediate = weight.shape[1:]
+    if x.shape != (len(order), intermediate) or not x.is_contiguous() or x.dtype != weight.dtype:
+        raise ValueError(
+            f"x must be a contiguous [{len(order)}, {intermediate}] of {weight.dtype} for weight {list(weight.shape)}, "
+            f"not {list(x.shape)} {x.dtype}"
+        )
+    y = torch.empty(*weights.shape, hidden_size, dtype=x.dtype, device=x.device)
+    if len(order):
+        _launch(x, weight, order, starts, weights, y, weights.shape[1], config, pdl)
+    return y
+
+
+@cache
+def _has_tma(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    weights: Tensor | None,
+    y: Tensor,
+    top_k: int,
+    config: TileConfig | None,
+    pdl: bool,
+) -> None:
+    """weights: None for `gate_up`."""
+    num_experts, num_rows, K = weight.shape
+    if not weight.is_contiguous():
+        raise ValueError(f"weight must be contiguous, not {list(weight.shape)} with strides {weight.stride()}")
+    num_columns = y.shape[-1]
+    num_pairs = len(order)
+    tokens, columns, k_tile, num_warps, num_stages = config or default_config(num_pairs, num_experts, x.element_size())
+    # Of n pairs with e experts, at most e tiles are not full.
+    num_tiles = (num_pairs + min(num_experts, num_pairs) * (tokens - 1)) // tokens
+    has_tma = _has_tma(x.device) and K * x.element_size() % 16 == 0
+    if has_tma:
+        rows = weight.view(num_experts * num_rows, K)
+        weight = TensorDescriptor.from_tensor(rows, [columns, k_tile])
+    launcher(_experts_kernel, (num_tiles * triton.cdiv(num_columns, columns),), pdl and has_pdl(x.device))(
+        x, weight, order, starts, weights, y, x.stride(0), num_experts, num_columns,
+        K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts),
+        TOKENS=tokens, COLUMNS=columns, K_TILE=k_tile, SILU=weights is None, TMA=has_tma,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_pairs_kernel(
+    y, context_lens, out, out_stride, num_columns, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    await_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    if context_lens is not None and tl.load(context_lens + token) == 0:
+        return
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < num_columns
+    total = tl.zeros([BLOCK], tl.float32)
+    out += token * out_stride + column
+    if ADD:
+        total += tl.load(out, mask=inside, other=0.0).to(tl.float32)
+    y += token * TOP_K * num_columns + column
+    for slot in tl.static_range(TOP_K):
+        total += tl.load(y + slot * num_columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out, total.to(out.dtype.element_ty), mask=inside)
+
+
+def add_pairs(y: Tensor, out: Tensor, add: bool, context_lens: Tensor | None = None, pdl: bool = False) -> Tensor:
+    """The sum of each token's pairs in float32, rounded once: added to `out`, or into it.
+
+    Args:
+        y: `[num_tokens, top_k, hidden_size]`, contiguous, from `down`.
+        out: `[num_tokens, hidden_size]` of y's dtype, rows contiguous. Returned.
+        context_lens: as in `route`. Rows of padding stay as they are.
+    """
+    num_tokens, top_k, hidden_size = y.shape
+    if out.shape != (num_tokens, hidden_size) or out.stride(1) != 1 or out.dtype != y.dtype:
+        raise ValueError(
+            f"out must be [{num_tokens}, {hidden_size}] {y.dtype} with contiguous rows, not {list(out.shape)} "
+            f"{out.dtype} with strides {out.stride()}"
+        )
+    if num_tokens:
+        block = min(1024, triton.next_power_of_2(hidden_size))
+        launcher(_add_pairs_kernel, (num_tokens, triton.cdiv(hidden_size, block)), pdl and has_pdl(y.device))(
+            y, context_lens, out, out.stride(0), hidden_size, TOP_K=top_k, BLOCK=block, ADD=add, num_warps=4
+        )
+    return out

@@ -1,0 +1,87 @@
+"""The candidates of `matmul` for a layer's experts."""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels import HAS_TRITON, use_kernels
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.expert_products import ExpertsProblem, compute_experts
+from nanovllm.layers.matmul import Candidate
+
+if HAS_TRITON:
+    from nanovllm.kernels import experts_gemv
+    from nanovllm.kernels.experts import MAX_EXPERTS, add_pairs, route, sort_by_expert
+    from nanovllm.kernels.experts_gemv import ExpertsGemvConfig
+
+_silu_and_mul = SiluAndMul()
+
+
+class ExpertsGemv(Candidate):
+    """Our kernels for a few tokens, which contain the norm and the routing."""
+
+    name = "experts-gemv"
+
+    def supports(self, problem: ExpertsProblem) -> bool:
+        is_few = len(problem.x) <= experts_gemv.MAX_TOKENS
+        return use_kernels(problem.weight) and is_few and problem.weight.shape[2] <= experts_gemv.MAX_NORM_SIZE
+
+    def launch(self, problem: ExpertsProblem, constants: tuple) -> Tensor:
+        """constants: two `ExpertsGemvConfig`s, for gate_up and down."""
+        x, logits, weight, down, top_k, normalize, out, add, context_lens = problem
+        gate_up_config, down_config = (ExpertsGemvConfig(*each) for each in constants)
+        norm = (x.residual, x.weight, x.eps) if problem.has_norm else (problem.input, None, 0.0)
+        hidden = experts_gemv.gate_up(*norm, logits, weight, top_k, context_lens, gate_up_config, pdl=True)
+        return experts_gemv.down(hidden, logits, down, top_k, normalize, out, add, context_lens, down_config, pdl=True)
+
+
+class ExpertTiles(Candidate):
+    """Our kernels for any number of tokens."""
+
+    name = "expert-tiles"
+
+    def supports(self, problem: ExpertsProblem) -> bool:
+        return use_kernels(problem.weight) and len(problem.weight) <= MAX_EXPERTS
+
+    def launch(self, problem: ExpertsProblem, constants: tuple) -> Tensor:
+        """constants: two `TileConfig`s, for gate_up and down."""
+        return compute_experts(problem, constants)
+
+
+class GroupedMm(Candidate):
+    """torch's grouped products: bfloat16 on Hopper, since torch 2.10."""
+
+    name = "grouped-mm"
+
+    def supports(self, problem: ExpertsProblem) -> bool:
+        weight = problem.weight
+        return (
+            hasattr(F, "grouped_mm")
+            and use_kernels(weight)
+            and weight.dtype == torch.bfloat16
+            and len(weight) <= MAX_EXPERTS
+            and not any(size % 8 for size in (*weight.shape[1:], problem.down.shape[2]))
+            and _is_hopper(weight.device)
+        )
+
+    def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
+        _, logits, weight, down, top_k, normalize, out, add, context_lens = problem
+        experts, weights = route(logits, top_k, normalize, context_lens, pdl=True)
+        order, starts = sort_by_expert(experts, len(weight), pdl=True)
+        pairs, ends = order.long(), starts[1:]
+        hidden = F.grouped_mm(problem.input[pairs // top_k], weight.transpose(1, 2), offs=ends)
+        y = F.grouped_mm(_silu_and_mul(hidden), down.transpose(1, 2), offs=ends)
+        y *= weights.flatten()[pairs, None].to(y.dtype)
+        y = torch.empty_like(y).index_copy_(0, pairs, y).view(*weights.shape, -1)
+        return add_pairs(y, out, add, context_lens, pdl=True)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def expert_candidates(device: torch.device) -> list[Candidate]:
+    return [ExpertsGemv(), ExpertTiles(), GroupedMm()] if HAS_TRITON and device.type == "cuda" else []

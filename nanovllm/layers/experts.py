@@ -1,0 +1,142 @@
+"""A mixture of experts (Shazeer et al. 2017): a router gives each token to a few of many small MLPs.
+
+Over tensor-parallel ranks, every rank has some columns of each expert, and the router as a whole.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from nanovllm.layers.expert_products import ExpertsProblem, ExpertsProduct
+from nanovllm.layers.layernorm import Normed, RMSNorm
+from nanovllm.layers.linear import ReplicatedLinear, make_parameter
+from nanovllm.layers.matmul import LayerProduct, Matmul
+from nanovllm.layers.rank_sums import NormedParts, add_over_ranks
+from nanovllm.utils.context import get_context
+from nanovllm.utils.parallel import TensorParallel
+
+
+class ExpertsLinear(nn.Module):
+    """The same layer of all experts: `weight`, `[num_experts, N, K]`. Its shard ids are (expert, shard id of a layer
+    without experts)."""
+
+    def __init__(self, num_experts: int, shape: tuple[int, int], shards: dict, tp: TensorParallel):
+        """shape: this rank's part of an expert's weight. shards: of one expert, as in `linear`."""
+        super().__init__()
+        self.tp = tp
+        all_shards = {(expert, key): full for expert in range(num_experts) for key, full in shards.items()}
+        self.weight = make_parameter((num_experts, *shape), all_shards, self.weight_loader)
+        self.weight.num_experts = num_experts
+
+
+class ColumnParallelExperts(ExpertsLinear):
+    """Gate and up projection of each expert, whose rows are split over the ranks. Shard ids: (expert, 0 or 1)."""
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, tp: TensorParallel):
+        self.num_rows = tp.shard(intermediate_size, "moe_intermediate_size")
+        shards = dict.fromkeys(range(2), (intermediate_size, hidden_size))
+        super().__init__(num_experts, (2 * self.num_rows, hidden_size), shards, tp)
+
+    def weight_loader(self, param: nn.Parameter, loaded, shard_id: tuple[int, int]) -> None:
+        expert, part = shard_id
+        start = self.tp.rank * self.num_rows
+        param.data[expert, part * self.num_rows :][: self.num_rows].copy_(loaded[start : start + self.num_rows])
+
+
+class RowParallelExperts(ExpertsLinear):
+    """Down projection of each expert, whose columns are split over the ranks. Shard ids: (expert, None)."""
+
+    def __init__(self, num_experts: int, intermediate_size: int, hidden_size: int, tp: TensorParallel):
+        self.num_columns = tp.shard(intermediate_size, "moe_intermediate_size")
+        shards = {None: (hidden_size, intermediate_size)}
+        super().__init__(num_experts, (hidden_size, self.num_columns), shards, tp)
+
+    def weight_loader(self, param: nn.Parameter, loaded, shard_id: tuple[int, None]) -> None:
+        start = self.tp.rank * self.num_columns
+        param.data[shard_id[0]].copy_(loaded[:, start : start + self.num_columns])
+
+
+class Experts(nn.Module):
+    """The weights of all experts, under their names in checkpoints."""
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, tp: TensorParallel):
+        super().__init__()
+        self.gate_up_proj = ColumnParallelExperts(num_experts, hidden_size, intermediate_size, tp)
+        self.down_proj = RowParallelExperts(num_experts, intermediate_size, hidden_size, tp)
+
+
+class MixtureOfExperts(nn.Module):
+    """Router and experts, in place of an MLP.
+
+    A token's experts are the top_k with the highest softmax of the router's logits, which is computed in float32. They
+    are weighted with it.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        normalize: bool,
+        tp: TensorParallel,
+    ):
+        """intermediate_size: of one expert. normalize: whether a token's weights are divided by their sum."""
+        super().__init__()
+        self.tp, self.top_k, self.normalize = tp, top_k, normalize
+        self.matmul = Matmul()  # before the model's `use_matmul`
+        self.gate = ReplicatedLinear(hidden_size, num_experts, False, tp)
+        self.experts = Experts(num_experts, hidden_size, intermediate_size, tp)
+
+    def add(
+        self,
+        residual: torch.Tensor,
+        hidden: Normed | NormedParts,
+        norm: RMSNorm | None,
+        output_norm: RMSNorm | None = None,
+    ) -> Normed | NormedParts:
+        """norm(residual + y), overwriting residual with the sum, of the experts' output y of hidden; with an
+        output_norm norm(residual + output_norm(y)). residual: [num_tokens, hidden_size]."""
+        if output_norm is not None:
+            y = torch.empty_like(residual)
+            self.part_of_sum(hidden.value(), y)
+            return Normed(output_norm.add_to(residual, self.tp.all_reduce(y)), norm)
+        if self.tp.reducer is None:  # Then nothing comes in parts.
+            return Normed(self.add_to(residual, hidden), norm)
+        x: torch.Tensor | Iterable = hidden.parts if isinstance(hidden, NormedParts) else hidden.value()
+        return add_over_ranks(self, residual, x, norm)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor | Normed) -> torch.Tensor:
+        """residual + y, overwriting residual."""
+        # Rank 0's part of the sum contains the residual.
+        self._multiply(x, residual, add=self.tp.rank == 0)
+        return self.tp.all_reduce(residual)
+
+    def part_of_sum(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """This rank's part of y, into out."""
+        self._multiply(x, out, add=False)
+
+    def _multiply(self, x: torch.Tensor | Normed, out: torch.Tensor, add: bool) -> None:
+        logits = self.gate(x)
+        context = get_context()
+        # Rows that pad a decode step get no expert, so that none is read for them.
+        context_lens = None if context.context_lens is None else context.context_lens[: len(x)]
+        gate_up, down = self.experts.gate_up_proj.weight, self.experts.down_proj.weight
+        self.matmul.run(ExpertsProblem(x, logits, gate_up, down, self.top_k, self.normalize, out, add, context_lens))
+
+    def products(self, norm: RMSNorm | None, adds: bool) -> list[LayerProduct | ExpertsProduct]:
+        """The matrix products. norm: of their input. adds: whether the result is added to the residual stream without
+        a norm in between."""
+        weights = self.experts.gate_up_proj.weight, self.experts.down_proj.weight
+        adds &= self.tp.size == 1
+        return [
+            LayerProduct("linear", self.gate.weight, norm=norm),
+            ExpertsProduct(*weights, self.top_k, self.normalize, adds, norm),
+        ]
+
+    @property
+    def num_idle_params(self) -> int:
+        """Parameters on this rank that a token does not use."""
+        experts = self.experts.gate_up_proj.weight, self.experts.down_proj.weight
+        return sum(weight.numel() // len(weight) * (len(weight) - self.top_k) for weight in experts)

@@ -1,0 +1,46 @@
+"""Qwen3 with a mixture of experts (arXiv:2505.09388)."""
+
+from torch import nn
+
+from nanovllm.layers.experts import MixtureOfExperts
+from nanovllm.models.decoder import DecoderMLP, DecoderSpec
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.checks import is_int, require
+from nanovllm.utils.parallel import TensorParallel
+
+_MAX_EXPERTS = 1024  # that the kernels take
+
+
+class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
+    """Qwen3 whose MLPs are mixtures of experts, except in `mlp_only_layers` and, with a `decoder_sparse_step` of n, in
+    all but every n-th layer."""
+
+    switches = Qwen3ForCausalLM.switches | {"num_experts", "num_local_experts"}
+
+    @staticmethod
+    def spec(config) -> DecoderSpec:
+        num_experts, top_k = _num_experts(config), config.num_experts_per_tok
+        require("num_experts", num_experts, is_int(num_experts, 0, _MAX_EXPERTS), f"an integer in 0..{_MAX_EXPERTS}")
+        require("num_experts_per_tok", top_k, is_int(top_k, 1, max(1, num_experts)), f"an integer in 1..{num_experts}")
+        for name in ("moe_intermediate_size", "decoder_sparse_step"):
+            require(name, getattr(config, name), is_int(getattr(config, name), 1), "an integer > 0")
+        return Qwen3ForCausalLM.spec(config)
+
+    @staticmethod
+    def mlp(config, spec: DecoderSpec, layer: int, tp: TensorParallel) -> nn.Module:
+        if not has_experts(config, layer):
+            return DecoderMLP(config, spec, tp)
+        sizes = config.hidden_size, config.moe_intermediate_size, _num_experts(config), config.num_experts_per_tok
+        return MixtureOfExperts(*sizes, config.norm_topk_prob, tp)
+
+
+def has_experts(config, layer: int) -> bool:
+    """Whether a layer has experts instead of an MLP."""
+    is_excluded = layer in (config.mlp_only_layers or ()) or (layer + 1) % config.decoder_sparse_step
+    return not is_excluded and _num_experts(config) > 0
+
+
+def _num_experts(config) -> int:
+    """transformers 5 may call the key num_local_experts."""
+    num_experts = getattr(config, "num_experts", None)
+    return config.num_local_experts if num_experts is None else num_experts

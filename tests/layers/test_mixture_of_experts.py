@@ -1,0 +1,280 @@
+"""A layer with experts: the same result by every candidate, over ranks, and beside rows of padding."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoints import make_checkpoint
+
+pytest.importorskip("triton")
+
+from nanovllm.engine.runner.kernel_compilation import trace_products
+from nanovllm.layers import activation, expert_candidates, expert_products
+from nanovllm.layers.attention_backend import TorchBackend
+from nanovllm.layers.expert_candidates import ExpertsGemv, ExpertTiles, GroupedMm
+from nanovllm.layers.experts import MixtureOfExperts
+from nanovllm.layers.experts_torch import experts_torch, route_torch
+from nanovllm.layers.layernorm import Normed, RMSNorm
+from nanovllm.layers.matmul import Candidate, Matmul
+from nanovllm.layers.rank_sums import NormedParts
+from nanovllm.models.presets import preset_config
+from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
+from nanovllm.tuning.table import Choice, Key, Row, Table, package_table
+from nanovllm.utils.context import Context, step_context
+from nanovllm.utils.loader import load_dummy, load_model
+from nanovllm.utils.parallel import TensorParallel
+
+HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K = 48, 40, 6, 2
+TILES = (16, 16, 16, 4, 2)
+CHOICES = [
+    Choice(ExpertTiles.name, (TILES, (32, 32, 64, 4, 2))),
+    Choice(ExpertsGemv.name, ((4, 16, 1), (8, 64, 2))),
+    Choice(GroupedMm.name),
+]
+
+
+def make_layer(tp=None, dtype=torch.float32, seed=0):
+    layer = MixtureOfExperts(HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K, True, tp or TensorParallel()).to(dtype)
+    torch.manual_seed(seed)
+    for parameter in layer.parameters():
+        parameter.data.normal_(std=0.3)
+    return layer
+
+
+def make_input(num_tokens, dtype=torch.float32):
+    norm = RMSNorm(HIDDEN).to(dtype)
+    norm.weight.data.normal_(1, 0.2)
+    return torch.randn(num_tokens, HIDDEN).to(dtype), norm.requires_grad_(False)
+
+
+def expected_result(layer, residual, norm):
+    x = norm(residual)
+    routed = route_torch(F.linear(x, layer.gate.weight), TOP_K, True)
+    experts = layer.experts
+    total = experts_torch(x, *routed, experts.gate_up_proj.weight, experts.down_proj.weight)
+    return (residual.float() + total).to(residual.dtype)
+
+
+@pytest.fixture
+def kernels_everywhere(monkeypatch):
+    """CPU tensors count as a Hopper's: Triton's interpreter runs the kernels."""
+    if torch.cuda.is_available():
+        pytest.skip("the kernels would be compiled for a GPU")
+    for module in (activation, expert_candidates, expert_products):
+        monkeypatch.setattr(module, "use_kernels", lambda x: True)
+    monkeypatch.setattr(expert_candidates, "_is_hopper", lambda device: True)
+
+
+def key_of(weight, is_prefill=False):
+    return Key.of("experts", is_prefill, weight)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.candidate)
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_every_candidate_computes_the_same(kernels_everywhere, choice, num_tokens):
+    if choice.candidate == GroupedMm.name and not hasattr(F, "grouped_mm"):
+        pytest.skip("before torch 2.10")
+    # torch has grouped products of bfloat16 alone, which Triton's interpreter multiplies wrongly.
+    dtype = torch.bfloat16 if choice.candidate == GroupedMm.name else torch.float16
+    layer, (residual, norm) = make_layer(dtype=dtype), make_input(num_tokens + 2, dtype)
+    key = key_of(layer.experts.gate_up_proj.weight)
+    candidates = [ExpertTiles(), ExpertsGemv(), GroupedMm()]
+    layer.matmul = Matmul(Table({key: Row({512: [choice]})}), candidates)
+    expected = expected_result(layer, residual, norm)
+    context_lens = torch.tensor([3] * num_tokens + [0] * 2, dtype=torch.int32)
+    expected[num_tokens:] = residual[num_tokens:]  # padding
+    asked = []
+    for candidate in candidates:
+        launch = candidate.launch
+        candidate.launch = lambda *args, launch=launch, name=candidate.name: asked.append(name) or launch(*args)
+    with step_context(Context(context_lens=context_lens)):
+        result = layer.add(residual, Normed(residual, norm), norm)
+    assert asked == [choice.candidate]
+    torch.testing.assert_close(residual, expected, rtol=3e-2, atol=3e-2)
+    assert result.residual is residual
+    torch.testing.assert_close(result.value(), norm(residual))
+
+
+def test_kernels_without_a_row_of_the_table(kernels_everywhere):
+    layer, (residual, norm) = make_layer(), make_input(7)
+    expected = expected_result(layer, residual, norm)
+    with step_context(Context(is_prefill=True)):
+        layer.add(residual, Normed(residual, norm), norm)
+    torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_padding_get_no_expert():
+    layer, (residual, norm) = make_layer(), make_input(6)
+    expected = expected_result(layer, residual, norm)
+    expected[4:] = residual[4:]
+    lens = torch.tensor([1, 2, 3, 4, 0, 0, 0], dtype=torch.int32)
+    asked = []
+    layer.matmul.run = lambda problem, run=layer.matmul.run: asked.append(problem) or run(problem)
+    with step_context(Context(context_lens=lens)):  # The layer may have fewer rows than the step.
+        layer.add(residual, Normed(residual, norm), norm)
+    torch.testing.assert_close(residual, expected)
+    logits, context_lens = asked[-1].logits, asked[-1].context_lens
+    experts, _ = route_torch(logits, TOP_K, True, context_lens)
+    assert (experts[4:] == NUM_EXPERTS).all()
+    assert (experts[:4] < NUM_EXPERTS).all()
+
+
+class InOneProcess(TensorParallel):
+    """A rank whose sums stay its own parts."""
+
+    def all_reduce(self, x):
+        return x
+
+
+def shards_of(whole, size):
+    """The layers of several ranks, loaded from the tensors of a whole one; and the largest part that was read."""
+    largest = 0
+
+    class Slice:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __getitem__(self, index):
+            nonlocal largest
+            largest = max(largest, self.tensor[index].numel())
+            return self.tensor[index]
+
+    layers = [make_layer(InOneProcess(rank, size), seed=1 + rank) for rank in range(size)]
+    gate_up, down = whole.experts.gate_up_proj.weight, whole.experts.down_proj.weight
+    for layer in layers:
+        layer.gate.weight.weight_loader(layer.gate.weight, whole.gate.weight.data)
+        for name, weight in (("gate_up_proj", gate_up), ("down_proj", down)):
+            param = getattr(layer.experts, name).weight
+            for (expert, part), shape in param.shards.items():
+                rows = slice(None) if part is None else slice(part * INTERMEDIATE, (part + 1) * INTERMEDIATE)
+                tensor = weight.data[expert, rows]
+                assert tensor.shape == shape
+                param.weight_loader(param, Slice(tensor), (expert, part))
+    return layers, largest
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_have_columns_of_every_expert(size):
+    whole, (residual, norm) = make_layer(), make_input(9)
+    layers, largest = shards_of(whole, size)
+    assert largest == HIDDEN * INTERMEDIATE // size, "a rank reads its own part only, one expert at a time"
+    expected = expected_result(whole, residual, norm)
+    parts = []
+    for layer in layers:
+        out = residual.clone()
+        layer.add_to(out, Normed(out, norm))
+        parts.append(out)
+    torch.testing.assert_close(sum(parts), expected)
+
+
+def test_the_result_is_normalized_before_it_is_added():
+    class OutputNorm:
+        def add_to(self, residual, y):
+            return residual.add_(2 * y)
+
+    layer, (residual, norm) = make_layer(), make_input(9)
+    expected = residual + 2 * (expected_result(layer, residual, norm) - residual)
+    layer.add(residual, Normed(residual, norm), norm, OutputNorm())
+    torch.testing.assert_close(residual, expected)
+
+
+def test_a_prefill_in_parts_is_the_same_prefill():
+    class SumsAtOnce:
+        is_posting = False
+
+        def __init__(self):
+            self.long_sums = self
+
+        def send(self, partial):
+            return partial
+
+        def finish(self, residual, partial, weight, eps):
+            residual += partial
+            return residual
+
+    whole, (residual, norm) = make_layer(), make_input(9)
+    expected = expected_result(whole, residual, norm)
+    layer = make_layer(TensorParallel(reducer=SumsAtOnce()))
+    parts = NormedParts(residual, iter(norm(residual).split(5)))
+    with step_context(Context(is_prefill=True)):
+        result = layer.add(residual, parts, norm)
+        torch.testing.assert_close(result.value(), expected)
+    torch.testing.assert_close(residual, expected)
+
+
+def test_weights_are_loaded_into_place(tmp_path):
+    fields = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    path = make_checkpoint(tmp_path, family="qwen3_moe", **fields)
+    config = preset_config("Qwen3-30B-A3B")
+    config.update({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2})
+    config.update({"vocab_size": 320, **fields})
+    config.update({"head_dim": 16})
+    model = Qwen3MoeForCausalLM(config, 64, TorchBackend(), TensorParallel())
+    load_dummy(model, seed=0)
+    places = {name: param.data_ptr() for name, param in model.named_parameters()}
+    before = {name: param.data.clone() for name, param in model.named_parameters()}
+    load_model(model, str(path))
+    for name, param in model.named_parameters():
+        assert param.data_ptr() == places[name]
+        assert (param.data != before[name]).all(-1).any()
+
+
+class Recorder(Candidate):
+    """Stands in for a candidate: says which constants it is asked to launch, and whether rows may be padding."""
+
+    def __init__(self, name, asked):
+        self.name, self.asked = name, asked
+
+    def supports(self, problem):
+        return True
+
+    def launch(self, problem, constants):
+        self.asked.add((self.name, constants, problem.context_lens is None))
+        return problem.out
+
+
+def test_every_kernel_of_the_table_is_compiled_at_the_start():
+    config = preset_config("Qwen3-30B-A3B")
+    config.update({"num_hidden_layers": 2, "vocab_size": 64, "mlp_only_layers": [0]})
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(config, 64, TorchBackend(), TensorParallel()).bfloat16()
+    compiled = set()
+    recorders = [Recorder(each.name, compiled) for each in (ExpertsGemv, ExpertTiles, GroupedMm)]
+    model.use_matmul(Matmul(package_table("NVIDIA H200"), recorders))
+    trace_products(model, 512, 16384)
+    layer, launched = model.model.layers[1].mlp, set()
+    for recorder in recorders:
+        recorder.asked = launched
+    norm = RMSNorm(config.hidden_size).bfloat16().to("meta")
+    for is_prefill, num_tokens in [(False, n) for n in range(1, 513)] + [(True, n) for n in range(1, 16385, 37)]:
+        residual = torch.empty(num_tokens, config.hidden_size, dtype=torch.bfloat16, device="meta")
+        lens = None if is_prefill else torch.empty(num_tokens, dtype=torch.int32, device="meta")
+        with step_context(Context(is_prefill=is_prefill, context_lens=lens)):
+            layer.add(residual, Normed(residual, norm, residual), norm)
+    assert launched <= compiled
+    assert len(launched) > 4
+
+
+def test_parameters_that_a_token_uses():
+    config = preset_config("Qwen3-30B-A3B")
+    config.update({"num_hidden_layers": 1, "vocab_size": 64})
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(config, 64, TorchBackend(), TensorParallel())
+    attention = 2048 * 128 * (2 * 32 + 2 * 4) + 2 * 128 + 2 * 2048
+    assert model.num_layer_params == attention + 2048 * 128 + 8 * 3 * 2048 * 768
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 9, "num_experts": 8}, r"num_experts_per_tok=9: must be an integer in 1\.\.8"),
+        ({"num_experts": 2000}, "num_experts=2000: must be an integer in 0"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size=0: must be an integer > 0"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0: must be an integer > 0"),
+    ],
+)
+def test_a_configuration_that_no_layer_can_be_built_from(changes, message):
+    config = preset_config("Qwen3-30B-A3B")
+    config.update(changes)
+    with pytest.raises(ValueError, match=message):
+        Qwen3MoeForCausalLM.checked_spec(config)

@@ -1,0 +1,48 @@
+"""The time that no engine can beat: what of a model it counts."""
+
+import pytest
+import torch
+
+from nanovllm.bench.floor import Ceilings, ModelSize, floor_seconds
+from nanovllm.models.presets import preset_config
+
+CEILINGS = Ceilings(bandwidth=4e12, flops=8e14)
+
+
+def size_of(name, **changes):
+    config = preset_config(name)
+    config.update(changes)
+    return ModelSize.of(config, torch.bfloat16)
+
+
+def test_a_dense_model_is_read_as_a_whole():
+    size = size_of("Qwen3-8B")
+    assert size.params_read(1) == size.params_read(300) == size.layer_params + size.head_params
+    # Without the embedding, which is not read, and the norms.
+    assert size.layer_params + size.head_params == pytest.approx(8.19e9 - 0.62e9, rel=1e-3)
+
+
+def test_a_batch_reads_the_experts_that_it_uses():
+    size = size_of("Qwen3-30B-A3B")
+    assert size.params_read(1) == size.layer_params + size.head_params == pytest.approx(3.35e9 - 0.31e9, rel=2e-3)
+    assert size.params_read(10**6) == pytest.approx(30.5e9 - 0.31e9, rel=2e-3)
+    # Of two tokens, the second one shares a sixteenth of its experts with the first on average.
+    once, twice, thrice = (size.params_read(n) for n in (1, 2, 3))
+    assert twice - once == pytest.approx(48 * 8 * 3 * 2048 * 768 * 15 / 16)
+    assert thrice - twice == pytest.approx((twice - once) * 15 / 16)
+
+
+def test_layers_without_experts():
+    size = size_of("Qwen3-30B-A3B", mlp_only_layers=[0, 5], decoder_sparse_step=2)  # 5 is one of those that have some.
+    assert size.expert_params == 23 * 128 * 3 * 2048 * 768
+    mlps = size.layer_params - 48 * 2048 * 128 * (2 * 32 + 2 * 4)
+    assert mlps == 25 * 3 * 2048 * 6144 + 23 * (8 * 3 * 2048 * 768 + 128 * 2048)
+
+
+def test_seconds():
+    size = size_of("Qwen3-30B-A3B")
+    one_step = floor_seconds(size, CEILINGS, [1, 1], [2, 2], 0, 1) - floor_seconds(size, CEILINGS, [1, 1], [1, 1], 0, 1)
+    assert one_step == pytest.approx((2 * size.params_read(2) + 4 * size.kv_bytes_per_token) / 4e12)
+    prefill = floor_seconds(size, CEILINGS, [1000], [1], 0, 1)
+    flops = 2 * size.layer_params * 1000 + 2 * size.head_params + 2 * 48 * 32 * 128 * 1000**2
+    assert prefill == pytest.approx(flops / 8e14)
