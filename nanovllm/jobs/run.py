@@ -164,7 +164,8 @@ class _Job:
                     self._use_tqdm,
                 )
         except (OSError, RayError) as error:
-            raise JobError(f"{self._folder.path}: the job has stopped: {error}") from error
+            reason = str(error).rstrip().rpartition("\n")[2]  # after the traceback of another process
+            raise JobError(f"{self._folder.path}: the job has stopped: {reason}") from error
         finally:
             seconds = time.perf_counter() - start
             counts = self._folder.read()
