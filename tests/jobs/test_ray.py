@@ -76,7 +76,7 @@ def test_an_own_pipeline(cluster, path, tmp_path):
     context = ray.data.DataContext.get_current().copy()
     context.checkpoint_config = CheckpointConfig("id", str(tmp_path / "checkpoint"), delete_checkpoint_on_success=False)
     with ray.data.DataContext.current(context):
-        dataset = ray.data.read_parquet(str(source))
+        dataset = ray.data.read_parquet(str(source)).repartition(target_num_rows_per_block=8)
         pool = GenerateActor.pool(path, replicas=1, prompt_column="question", temperature=0, **ENGINE)
         dataset.map_batches(GenerateActor, **pool).write_parquet(str(tmp_path / "answers"))
     found = {row["id"]: row for row in read_table(tmp_path / "answers").to_pylist()}
