@@ -10,6 +10,7 @@ from nanovllm.layers.attention_backend import TorchBackend
 from nanovllm.layers.layernorm import rms_norm_torch
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.rotary_embedding import RopeParameters
+from nanovllm.models.layer_facts import few_layers, num_layer_params
 from nanovllm.models.presets import preset_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.models.spec import DecoderSpec
@@ -137,7 +138,7 @@ def test_a_prefill_in_parts_is_the_same_prefill(model, lens, has_bias):
 def test_parameters_of_a_layer(model):
     projections = 32 * (4 + 2 * 2) * 8 + 4 * 8 * 32 + 3 * 32 * 48
     norms = 2 * 32 + 2 * 8
-    assert model.num_layer_params == projections + norms
+    assert num_layer_params(model) == projections + norms
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,6 @@ def test_few_layers_have_one_of_each_kind(ropes, expected):
     config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8})
     model = Family(config, 64, TorchBackend(), TensorParallel())
     layers = list(model.model.layers)
-    with model.few_layers():
+    with few_layers(model):
         assert list(model.model.layers) == [layers[i] for i in expected]
     assert list(model.model.layers) == layers

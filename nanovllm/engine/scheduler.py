@@ -50,9 +50,8 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.mixed_step_rows = mixed_step_rows
         block_size = config.kvcache_block_size
-        self.length_limit = LengthLimit(
-            config.max_model_len, config.supported_model_len, num_kvcache_blocks, block_size
-        )
+        lengths = config.max_model_len, config.supported_model_len
+        self.length_limit = LengthLimit(*lengths, num_kvcache_blocks, block_size)
         self.max_seq_len = self.length_limit.max_seq_len
         self.eos = frozenset(config.eos)
         self._ends = self.eos | _NO_TOKEN
