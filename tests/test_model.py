@@ -45,28 +45,28 @@ def test_last_tokens_alone_come_out_as_among_all(model, lens):
     torch.testing.assert_close(last, everything[ends[1:] - 1])
 
 
-@pytest.mark.parametrize("num_drawn", [1, 2, 4])
-def test_rows_that_are_drawn_from_come_out_as_among_all(model, num_drawn):
+@pytest.mark.parametrize("num_sampled", [1, 2, 4])
+def test_rows_that_are_drawn_from_come_out_as_among_all(model, num_sampled):
     """Of a mixed step; the others leave their keys and values all the same."""
     tables = torch.tensor([[0, 1], [2, 3], [2, 3], [2, 3]], dtype=torch.int32)  # the latter three: a prompt's tokens
     positions = torch.tensor([5, 4, 2, 3])
     slots = (tables[range(4), positions // 4] * 4 + positions % 4).int()
     context = Context(slot_mapping=slots, context_lens=positions.int() + 1, block_tables=tables)
     caches, outputs = torch.randn(3, 2, 4, 4, 2, 8), []
-    for asked in (None, num_drawn):
+    for asked in (None, num_sampled):
         layers = [layer.self_attn.attn for layer in model.model.layers]
         used = caches.clone()
         for layer, (k_cache, v_cache) in zip(layers, used, strict=True):
             layer.k_cache, layer.v_cache = k_cache, v_cache
         try:
-            with step_context(replace(context, num_drawn=asked)):
+            with step_context(replace(context, num_sampled=asked)):
                 outputs.append((model(torch.arange(4), positions), used))
         finally:
             for layer in layers:
                 layer.k_cache = layer.v_cache = None
     (everything, written), (drawn, written_alike) = outputs
-    assert (len(everything), len(drawn)) == (4, num_drawn)
-    torch.testing.assert_close(drawn, everything[:num_drawn])
+    assert (len(everything), len(drawn)) == (4, num_sampled)
+    torch.testing.assert_close(drawn, everything[:num_sampled])
     torch.testing.assert_close(written, written_alike)
     assert not torch.equal(written, caches)
 

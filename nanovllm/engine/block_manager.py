@@ -67,7 +67,7 @@ class BlockManager:
         return h.intdigest()
 
     def can_allocate(self, seq: Sequence, reserve: int = 0) -> bool:
-        """Whether there are blocks for all of the sequence's tokens, so that `reserve` blocks stay free."""
+        """Whether there are blocks for all of the sequence's tokens, with `reserve` blocks left over."""
         num_free = len(self.free_block_ids) - reserve
         # Most answers do not depend on how many blocks are shared, and need no look at the prefix cache.
         if seq.num_blocks <= num_free:

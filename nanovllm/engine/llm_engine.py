@@ -186,11 +186,12 @@ class LLMEngine:
         return [(seq.request_id, seq.completion_token_ids) for seq in finished], step.num_tokens
 
     def _step(self) -> tuple[list[Sequence], Step]:
-        """Launch the next step, then read the one before it. Returns the sequences that this one finished, and itself.
+        """Launch the next step, then read the one before it. Returns the sequences that the step before finished, and
+        that step.
 
         So the device has work while the host reads tokens, makes results and schedules. The next step takes the tokens
-        that have not been read from the device. The host learns one step late that a token ended its sequence, and
-        drops the surplus token that the next step computes for it.
+        that the host has not read yet from the device's memory. The host learns one step late that a token ended its
+        sequence, and drops the surplus token that the next step computes for it.
         """
         start = time.perf_counter()
         if self._in_flight is None and not self.scheduler.is_finished():  # nothing to read yet

@@ -58,8 +58,8 @@ class Candidate(ABC):
 
     @abstractmethod
     def supports(self, problem: Any) -> bool:
-        """Whether it can compute this product, of an operation that the table names it for, on this machine in this
-        step."""
+        """Whether it can compute this product on this machine, in this step. The table names it only for operations
+        that it has."""
 
     @abstractmethod
     def launch(self, problem: Any, constants: tuple) -> Tensor | None:

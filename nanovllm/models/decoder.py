@@ -131,22 +131,13 @@ class DecoderMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and an MLP on a residual stream, with norms before them, after them, or both."""
 
-    def __init__(
-        self,
-        config,
-        spec: DecoderSpec,
-        layer: int,
-        rotary_emb: RotaryEmbedding | None,
-        mlp: nn.Module,
-        backend: AttentionBackend,
-        tp: TensorParallel,
-    ):
+    def __init__(self, config, spec: DecoderSpec, attention: DecoderAttention, mlp: nn.Module):
         super().__init__()
 
         def norm(is_there: bool) -> RMSNorm | None:
             return RMSNorm(config.hidden_size, config.rms_norm_eps, spec.norm_offset) if is_there else None
 
-        self.self_attn = DecoderAttention(config, spec, layer, rotary_emb, backend, tp)
+        self.self_attn = attention
         self.mlp: Any = mlp
         # The first two are called as in Llama. Where there are others, `packed_modules_mapping` has the checkpoint's
         # names.
@@ -201,10 +192,10 @@ class DecoderModel(nn.Module):
         self.embed_tokens = ReplicatedEmbedding(config.vocab_size, config.hidden_size)
         # One table for all layers with the same settings.
         tables = {rope: RotaryEmbedding(get_head_dim(config), max_position, rope) for rope in set(spec.ropes) if rope}
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, spec, i, tables.get(rope), mlp, backend, tp)
-            for i, (rope, mlp) in enumerate(zip(spec.ropes, mlps, strict=True))
-        )
+        self.layers = nn.ModuleList()
+        for i, (rope, mlp) in enumerate(zip(spec.ropes, mlps, strict=True)):
+            attention = DecoderAttention(config, spec, i, tables.get(rope), backend, tp)
+            self.layers.append(DecoderLayer(config, spec, attention, mlp))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, spec.norm_offset)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -225,7 +216,7 @@ def _rows_wanted() -> Rows | None:
     """The rows that the step's tokens are sampled from; None for all. Of other tokens only keys and values are
     needed."""
     context = get_context()
-    return context.last_tokens if context.num_drawn is None else slice(context.num_drawn)
+    return context.last_tokens if context.num_sampled is None else slice(context.num_sampled)
 
 
 class DecoderForCausalLM(nn.Module, ABC):
@@ -275,7 +266,7 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Token ids and positions, int64 [num_tokens] -> hidden states [num_tokens, hidden_size], or only those that
-        Context.last_tokens or num_drawn selects."""
+        Context.last_tokens or num_sampled selects."""
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,8 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
         runner.num_layer_params = num_layer_params(model)
         constants = DecodeConstants(table)
         _make_decode_inputs(runner, backend, constants)
-        backend.prepare(constants, runner.decode_inputs.max_rows, num_heads, runner.num_kv_heads, head_dim, device)
+        shape = AttentionShape(num_heads, runner.num_kv_heads, head_dim, runner.block_size, config.dtype, device)
+        backend.prepare(constants, runner.decode_inputs.max_rows, shape)
         backend.use_flash_attn4(
             config.dtype,
             head_dim,
@@ -50,7 +51,6 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
         )
-        shape = AttentionShape(num_heads, runner.num_kv_heads, head_dim, runner.block_size, config.dtype, device)
         progress.tell("compiling kernels")
         with compiling_kernels(runner, progress.count("compiling kernels")):
             packages.compile(quack, backend.flash_attn4, shape)
