@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import count, takewhile
+from itertools import chain, count, takewhile
 from typing import Any, NamedTuple, NoReturn, cast
 
 from typing_extensions import Self
@@ -142,7 +142,7 @@ class LLMEngine:
             RuntimeError: another thread is inside a call.
         """
         with self._lock.no_other_thread("abort_request()"):
-            self._sequences.check_request_id(request_id, (*self.scheduler.waiting, *self.scheduler.running))
+            self._sequences.check_request_id(request_id, chain(self.scheduler.waiting, self.scheduler.running))
             aborted = self.scheduler.abort(None if request_id is None else [request_id])
             now = time.perf_counter()
             for seq in aborted:

@@ -87,7 +87,7 @@ class ModelRunner:
 
     @property
     def device_name(self) -> str:
-        """The GPU's name, ahead of it how many there are; or "CPU"."""
+        """The GPU's name, after the number of GPUs if there are several; or "CPU"."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         return name if self.tp.size == 1 else f"{self.tp.size} x {name}"
 
