@@ -14,9 +14,8 @@ import time
 from pathlib import Path
 from statistics import median
 
-from workloads import TEMPERATURE, VOCABULARY, WORKLOADS
-
 from nanovllm import LLM, SamplingParams
+from nanovllm.bench.workloads import TEMPERATURE, VOCABULARY, WORKLOADS
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
 

@@ -1,18 +1,171 @@
 """The command line: `nanovllm`, also as `python -m nanovllm`."""
 
 import argparse
+import json
+import logging
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nanovllm import __version__
+
+_FAILED, _WRONG_CALL, _SOME_FAILED, _INTERRUPTED = 1, 2, 3, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. arguments: those of the process by default."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(prog="nanovllm", description=__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run_batch(commands, arguments)
+    _add_status(commands)
+    _add_tune(commands)
+    # Its own parser needs torch, and reads what follows the command.
+    commands.add_parser("bench", help="measure the speed on this machine", add_help=False)
+    if arguments[:1] == ["bench"]:
+        from nanovllm.bench.run import main as run_bench
+
+        run_bench(arguments[1:], prog="nanovllm bench")
+        return 0
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except (ValueError, OSError) as error:
+        print(f"nanovllm {options.command}: {error}", file=sys.stderr)
+        return _FAILED
+    except KeyboardInterrupt:
+        print(f"nanovllm {options.command}: interrupted, nothing was written", file=sys.stderr)
+        return _INTERRUPTED
+
+
+# -- run-batch ---------------------------------------------------------------------------------------------------------
+
+# Options of SamplingParams that a shell can give, in the order of the help; the others belong into lines.
+_NUMBERS: dict[str, Any] = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "min_tokens": int}
+_NUMBERS |= {"n": int, "logprobs": int, "presence_penalty": float, "frequency_penalty": float}
+_NUMBERS |= {"repetition_penalty": float}
+_ENGINE: dict[str, Any] = {"tensor_parallel_size": int, "max_model_len": int, "max_num_seqs": int}
+_ENGINE |= {"max_num_batched_tokens": int, "gpu_memory_utilization": float, "kvcache_gib": float, "dtype": str}
+_ENGINE |= {"device": str, "load_format": str, "attention_backend": str, "tokenizer": str, "revision": str}
+
+
+def _add_run_batch(commands: Any, arguments: list[str]) -> None:
+    parser = commands.add_parser(
+        "run-batch",
+        help="answer files of prompts, resumably",
+        description="Answer every line of files of prompts exactly once, and write the answers to a folder. The same "
+        'command goes on where it was interrupted. Lines are {"prompt": ...}, {"messages": [...]} or requests of '
+        "OpenAI's batch format. Exit status: 0 all lines are answered, 1 the job stopped half-way, 2 a wrong call, 3 "
+        "some lines cannot be answered (errors.jsonl says why), 130 interrupted.",
+    )
+    add = parser.add_argument
+    add("-i", "--input", nargs="+", required=True, metavar="FILE", help="JSON lines, also .gz, or Parquet; globs; URLs")
+    add("-o", "--output", metavar="FOLDER", help="where the answers go; needed unless --dry-run is given")
+    add("--model", required=True, help="a directory or a hub id")
+    add("--format", choices=("jsonl", "parquet"), help="of the answers (default: Parquet for an input of Parquet)")
+    add("--prompt-column", metavar="NAME", help="the column of the prompt (default: prompt or messages)")
+    add("--template", metavar="TEXT", help="makes the prompt of columns: 'Summarise: {text}'")
+    add("--system", metavar="TEXT", help="a system message; prompts become user messages")
+    add("--chat-template-kwargs", type=json.loads, metavar="JSON", help="variables of the chat template")
+    add("--ordered", action="store_true", help="keep the order of the input")
+    add("--overwrite", action="store_true", help="delete the answers in the folder and start over")
+    add("--retry-errors", action="store_true", help="try the lines of errors.jsonl again")
+    add("--dry-run", action="store_true", help="check the whole input and write nothing")
+    sampling = parser.add_argument_group("sampling, for lines without their own (docs/reference.md)")
+    sampling.add_argument("--max-tokens", type=int, metavar="N", help="default: 64; of OpenAI's requests: no limit")
+    sampling.add_argument("--seed", type=int, metavar="N", help="makes all answers reproducible")
+    sampling.add_argument("--stop", nargs="+", metavar="TEXT", help="texts that end an answer")
+    sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end of an answer")
+    _add_all(sampling, _NUMBERS)
+    engine = parser.add_argument_group("engine (docs/reference.md)")
+    engine.add_argument("--enforce-eager", action="store_true", default=None, help="use no CUDA graphs")
+    _add_all(engine, _ENGINE)
+    parser.set_defaults(run=_run_batch, parser=parser, arguments=arguments)
+
+
+def _add_all(group: Any, kinds: dict[str, Any]) -> None:
+    for name, kind in kinds.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="TEXT" if kind is str else "N")
+
+
+def _run_batch(options: argparse.Namespace) -> int:
+    if options.output is None and not options.dry_run:
+        options.parser.error("the following arguments are required: -o/--output")
+    from nanovllm.jobs import check_batch, run_batch
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    for name in ("command", "run", "parser", "arguments", "dry_run"):
+        given.pop(name, None)
+    try:
+        if options.dry_run:
+            for name in ("output", "format", "ordered", "overwrite", "retry_errors", "seed"):
+                given.pop(name, None)
+            return _print_check(check_batch(**given))
+        summary = run_batch(**given)
+    except KeyboardInterrupt:
+        again = [word for word in options.arguments if word not in ("--overwrite", "--retry-errors")]
+        print(f"\nInterrupted. To go on: {shlex.join(['nanovllm', *again])}", file=sys.stderr)
+        return _INTERRUPTED
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        print(f"nanovllm run-batch: {error}", file=sys.stderr)
+        return _WRONG_CALL
+    except (RuntimeError, MemoryError) as error:
+        print(f"nanovllm run-batch: {error}\nThe same command goes on with the job.", file=sys.stderr)
+        return _FAILED
+    print(
+        f"{summary.num_answered} of {summary.num_lines} lines answered in {options.output}: "
+        f"{summary.num_completion_tokens} tokens; this call took {summary.seconds:.1f} s"
+    )
+    if summary.num_failed:
+        print(f"{summary.num_failed} lines failed: {Path(options.output, 'errors.jsonl')} says why", file=sys.stderr)
+    return _SOME_FAILED if summary.num_failed else 0
+
+
+def _print_check(check: Any) -> int:
+    for row in check.errors[:10]:
+        print(f"{row['file']}:{row['line']}: {row['error']}", file=sys.stderr)
+    if check.num_failed > 10:
+        print(f"and {check.num_failed - 10} more", file=sys.stderr)
+    print(
+        f"{check.num_lines - check.num_failed} of {check.num_lines} lines can be answered: {check.num_prompt_tokens} "
+        f"prompt tokens, at most {check.max_completion_tokens} completion tokens"
+    )
+    return _SOME_FAILED if check.num_failed else 0
+
+
+def _add_status(commands: Any) -> None:
+    parser = commands.add_parser("status", help="say how far a job is", description="Say how far a job is.")
+    parser.add_argument("output", metavar="FOLDER", help="the folder of the answers")
+    parser.set_defaults(run=_status)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from nanovllm.jobs import job_status
+
+    try:
+        status = job_status(options.output)
+    except (ValueError, OSError) as error:
+        print(f"nanovllm status: {error}", file=sys.stderr)
+        return _WRONG_CALL
+    answered, failed, num_prompt_tokens, num_completion_tokens = status.counts
+    left = status.num_lines - answered - failed
+    state = "running" if status.is_running else "complete" if left == 0 else "interrupted"
+    print(f"{state}: {answered} of {status.num_lines} lines answered, {failed} failed, {left} left")
+    print(
+        f"{num_prompt_tokens} prompt tokens, {num_completion_tokens} completion tokens, {status.seconds:.1f} s so far"
+    )
+    print(", ".join(f"{name}={value!r}" for name, value in status.job.items()))
+    return 0
+
+
+# -- tune --------------------------------------------------------------------------------------------------------------
+
+
+def _add_tune(commands: Any) -> None:
     tune = commands.add_parser(
         "tune",
         help="measure which kernels are the fastest for a model on this GPU",
@@ -33,15 +186,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     target.add_argument("--package", action="store_true", help="write the table into the package, to contribute it")
     tune.add_argument("--dry-run", action="store_true", help="list what would be measured; needs no GPU")
     tune.set_defaults(run=_tune)
-    options = parser.parse_args(arguments)
-    try:
-        return options.run(options)
-    except (ValueError, OSError) as error:
-        print(f"nanovllm {options.command}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"nanovllm {options.command}: interrupted, nothing was written", file=sys.stderr)
-        return 130
 
 
 def _tune(options: argparse.Namespace) -> int:

@@ -35,7 +35,7 @@ def test_it_runs_a_model_of_few_token_ids_and_writes_its_figures(path, tmp_path)
 def bench(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.setattr(logging, "basicConfig", lambda **options: None)
-    return importlib.import_module("bench")
+    return importlib.import_module("nanovllm.bench.run")
 
 
 @pytest.fixture

@@ -155,3 +155,108 @@ def test_an_interruption_writes_nothing(gpu, monkeypatch, capsys):
     assert main(["tune", "Qwen3-8B"]) == 130
     assert capsys.readouterr().err.endswith("nanovllm tune: interrupted, nothing was written\n")
     assert not user_path(GPU).exists()
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answered(monkeypatch):
+    """What run_batch is called with, instead of working. Its item "result" is what it returns or raises."""
+    from nanovllm import jobs
+
+    called = {"result": jobs.Summary(3, 3, 0, 5, 7, 1.0)}
+
+    def run_batch(**arguments):
+        called["arguments"] = arguments
+        if isinstance(called["result"], BaseException):
+            raise called["result"]
+        return called["result"]
+
+    monkeypatch.setattr(jobs, "run_batch", run_batch, raising=False)
+    return called
+
+
+BATCH = ["run-batch", "-i", "a.jsonl", "b.jsonl", "-o", "answers", "--model", "m"]
+
+
+def test_run_batch_passes_on_what_is_given(answered, capsys):
+    arguments = ["--temperature", "0.6", "--max-tokens", "512", "--stop", "x", "--chat-template-kwargs", '{"a": false}']
+    assert main([*BATCH, *arguments, "--max-model-len", "2048", "--enforce-eager"]) == 0
+    assert answered["arguments"] == {
+        "input": ["a.jsonl", "b.jsonl"],
+        "output": "answers",
+        "model": "m",
+        "temperature": 0.6,
+        "max_tokens": 512,
+        "stop": ["x"],
+        "chat_template_kwargs": {"a": False},
+        "max_model_len": 2048,
+        "enforce_eager": True,
+        "ordered": False,
+        "overwrite": False,
+        "retry_errors": False,
+    }
+    assert capsys.readouterr().out == "3 of 3 lines answered in answers: 7 tokens; this call took 1.0 s\n"
+
+
+def test_the_exit_status_of_run_batch(answered, capsys):
+    from nanovllm.jobs import JobError, Summary
+
+    for result, status, message in (
+        (Summary(3, 1, 2, 5, 7, 1.0), 3, f"2 lines failed: {Path('answers', 'errors.jsonl')} says why"),
+        (ValueError("format='x'"), 2, "nanovllm run-batch: format='x'"),
+        (FileNotFoundError("no such file"), 2, "nanovllm run-batch: no such file"),
+        (JobError("a full disk"), 1, "a full disk\nThe same command goes on with the job."),
+        (KeyboardInterrupt(), 130, f"Interrupted. To go on: nanovllm {' '.join(BATCH)}\n"),
+    ):
+        answered["result"] = result
+        assert main([*BATCH, "--overwrite", "--retry-errors"]) == status
+        assert message in capsys.readouterr().err
+    for wrong in (BATCH[:4], [*BATCH, "--no-such-option"], [*BATCH, "--temperature", "warm"]):
+        with pytest.raises(SystemExit) as left:
+            main(wrong)
+        assert left.value.code == 2
+
+
+def test_a_dry_run_of_a_job(tmp_path, capsys):
+    path = make_checkpoint(tmp_path / "model", tokenizer=True)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a block", "max_tokens": 5}\n{"text": "a"}\n')
+    assert main(["run-batch", "-i", str(tmp_path / "a.jsonl"), "--model", str(path), "--dry-run"]) == 3
+    captured = capsys.readouterr()
+    assert "a.jsonl:2: has no prompt" in captured.err
+    assert captured.out.startswith("1 of 2 lines can be answered: ")
+    assert captured.out.endswith("prompt tokens, at most 5 completion tokens\n")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "model"]
+
+
+def test_the_status_of_a_job(tmp_path, capsys):
+    manifest = {"job": {"model": "m"}, "num_lines": 3, "progress": {"seconds": 2.0}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    row = {"id": 1, "text": "a", "finish_reason": "stop", "num_prompt_tokens": 4, "num_completion_tokens": 5}
+    (tmp_path / "part-00000.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["status", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("interrupted: 1 of 3 lines answered, 0 failed, 2 left\n4 prompt tokens, 5 completion tokens")
+    assert "model='m'" in said
+    assert main(["status", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_help_and_status_do_not_wait_for_torch():
+    program = (
+        "import sys; from nanovllm.cli import main; main(['status', '/nowhere'])\n"
+        "try: main(['run-batch', '--help'])\n"
+        "except SystemExit: print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert result.stdout.splitlines()[-1] == "[]", result.stderr
+
+
+def test_bench_reads_its_own_options(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "--workload", "no-such"])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: nanovllm bench")
+    assert "laptop" in said

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.floor import Ceilings, ModelSize, floor_seconds
+from nanovllm.bench.floor import Ceilings, ModelSize, floor_seconds
 from nanovllm.models.presets import preset_config
 
 CEILINGS = Ceilings(bandwidth=4e12, flops=8e14)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from nanovllm.bench.floor import ModelSize
 from nanovllm.config import Config
 from nanovllm.layers.attention_torch import TorchBackend
 from nanovllm.models import make_model, registry
@@ -140,17 +141,8 @@ PUBLISHED = {
 }
 
 
-@pytest.fixture
-def model_size(monkeypatch):
-    """benchmarks.floor.ModelSize"""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2])
-    from benchmarks.floor import ModelSize
-
-    return ModelSize
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_shape_has_its_parameters(name, model_size):
+def test_a_published_shape_has_its_parameters(name):
     if name == "SmolLM3-3B" and "smollm3" not in CONFIG_MAPPING:
         with pytest.raises(ValueError, match=r"SmolLM3-3B: transformers .* does not know smollm3: upgrade it"):
             preset_config(name)
@@ -160,7 +152,7 @@ def test_a_published_shape_has_its_parameters(name, model_size):
     num_params = num_checkpoint_params(model)
     assert num_params / 1e9 == pytest.approx(PUBLISHED[name], rel=0.012)
     # The floor of bench.py counts all but norms and biases, and the embedding where it is not the head.
-    size, embedding = model_size.of(config, torch.bfloat16), config.vocab_size * config.hidden_size
+    size, embedding = ModelSize.of(config, torch.bfloat16), config.vocab_size * config.hidden_size
     counted = size.layer_params + size.head_params + (0 if config.tie_word_embeddings else embedding)
     assert counted == pytest.approx(num_params, rel=2e-4)
 

@@ -1,4 +1,4 @@
-"""What are the workloads of bench.py? Number of requests, their lengths, and what they share."""
+"""What are the workloads of `nanovllm bench`? Number of requests, their lengths, and what they share."""
 
 from dataclasses import dataclass
 from random import Random

@@ -1,0 +1,1 @@
+"""`nanovllm bench`: the published benchmark and other workloads, beside what the hardware allows."""

@@ -1,0 +1,20 @@
+"""Files of prompts in, files of answers out, resumable: `from nanovllm.jobs import run_batch`. See docs/jobs.md."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanovllm.jobs.check import Check, check_batch
+    from nanovllm.jobs.run import JobError, Summary, run_batch
+    from nanovllm.jobs.status import Status, job_status
+
+__all__ = ["Check", "JobError", "Status", "Summary", "check_batch", "job_status", "run_batch"]
+
+_MODULES = {"Check": "check", "check_batch": "check", "Status": "status", "job_status": "status"}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used: `nanovllm status` and the reading process need no engine."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'run')}"), name)

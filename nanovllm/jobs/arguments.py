@@ -1,0 +1,92 @@
+"""What a caller of a job hands in beside the files: the model, and options of lines and of the engine."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+
+from nanovllm.config import Config
+from nanovllm.jobs.lines import SAMPLING_OPTIONS, LineFormat, Row
+from nanovllm.llm import LLM
+from nanovllm.utils.option_hints import HINTS, unknown_option
+from nanovllm.utils.progress import tqdm
+
+Model = str | os.PathLike[str] | LLM
+
+# Options of the engine that change its speed and not its answers: a job may go on with others.
+_OF_SPEED = {
+    *("attention_backend", "device", "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization"),
+    *("kvcache_block_size", "kvcache_gib", "max_num_batched_tokens", "max_num_seqs", "mixed_step_rows"),
+    *("num_kvcache_blocks", "overlap_steps", "tensor_parallel_size", "use_tqdm"),
+}
+_NOT_OF_JOBS = {"model", "seed", "skip_tokenizer_init"}
+
+
+class Arguments:
+    """Checked options. Attributes: line_format, and model and engine_options for `engine`."""
+
+    def __init__(
+        self,
+        model: Model,
+        prompt_column: str | None,
+        template: str | None,
+        system: str | None,
+        chat_template_kwargs: Row | None,
+        seed: int | None,
+        options: Row,
+    ):
+        """options: of SamplingParams and of the engine. Raises ValueError or TypeError."""
+        sampling = {name: value for name, value in options.items() if name in SAMPLING_OPTIONS}
+        self.line_format = LineFormat(sampling, prompt_column, template, system, chat_template_kwargs or {}, seed)
+        self.model = model
+        self.engine_options = {name: value for name, value in options.items() if name not in sampling}
+        known = {field.name for field in fields(Config)} - _NOT_OF_JOBS
+        for name in self.engine_options:
+            if name not in known:
+                raise unknown_option(name, [*known, *SAMPLING_OPTIONS], HINTS["Config"])
+        if isinstance(model, LLM):
+            if self.engine_options:
+                raise TypeError(f"{next(iter(self.engine_options))!r}: model is an LLM, which has its options already")
+            model.get_tokenizer()
+
+    @property
+    def model_name(self) -> str:
+        return self.model.config.model if isinstance(self.model, LLM) else os.fspath(self.model)
+
+    @property
+    def tokenizer(self) -> str:
+        """A directory or a hub id."""
+        if isinstance(self.model, LLM):
+            return self.model.config.tokenizer
+        return os.fspath(self.engine_options.get("tokenizer") or self.model)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV cache block."""
+        if isinstance(self.model, LLM):
+            return self.model.config.kvcache_block_size
+        return self.engine_options.get("kvcache_block_size", Config.kvcache_block_size)
+
+    @contextmanager
+    def engine(self) -> Iterator[LLM]:
+        """The caller's, or a new one for the block."""
+        if isinstance(self.model, LLM):
+            yield self.model
+        else:
+            with LLM(self.model, **self.engine_options) as llm:
+                yield llm
+
+    def describe(self) -> Row:
+        """All that answers depend on."""
+        path = os.path.expanduser(self.model_name)
+        form = self.line_format
+        options: Row = {name: value for name, value in self.engine_options.items() if name not in _OF_SPEED}
+        options |= form.sampling | {"prompt_column": form.prompt_column, "template": form.template}
+        options |= {"system": form.system, "chat_template_kwargs": form.chat_template_kwargs or None, "seed": form.seed}
+        return {"model": os.path.realpath(path) if os.path.isdir(path) else path} | options
+
+
+def line_bar(title: str, use_tqdm: bool, total: int | None = None, initial: int = 0) -> tqdm:
+    """A progress bar of lines, in a terminal only."""
+    disable = None if use_tqdm else True
+    return tqdm(desc=title, total=total, initial=initial, unit=" lines", dynamic_ncols=True, disable=disable)

@@ -1,0 +1,89 @@
+"""check_batch: what would fail, before anything is answered."""
+
+import os
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from nanovllm.config import Config
+from nanovllm.engine.requests.length_limit import LengthLimit
+from nanovllm.engine.requests.sequence_maker import SequenceMaker
+from nanovllm.jobs.arguments import Arguments, Model, line_bar
+from nanovllm.jobs.inputs import Inputs, find_files, scan
+from nanovllm.jobs.lines import Line, Row
+from nanovllm.jobs.reader import ReadPlan, read
+from nanovllm.jobs.writer import error_row
+from nanovllm.llm import LLM
+from nanovllm.utils.model_files import load_tokenizer
+
+_MAX_ERRORS = 1000
+
+
+class Check(NamedTuple):
+    """What a look at the whole input has found."""
+
+    num_lines: int
+    num_failed: int  # lines that cannot be served
+    num_prompt_tokens: int  # of the others
+    max_completion_tokens: int  # that they may generate together
+    errors: list[Row]  # the first 1,000, as rows of errors.jsonl
+
+
+def check_batch(
+    input: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    model: Model,
+    *,
+    prompt_column: str | None = None,
+    template: str | None = None,
+    system: str | None = None,
+    chat_template_kwargs: Row | None = None,
+    use_tqdm: bool = True,
+    **options: Any,
+) -> Check:
+    """Check every line of the input: its form, its id, its parameters, and its length by the tokenizer. Needs no GPU,
+    reads no weights and writes nothing.
+
+    Arguments and errors are those of run_batch. A KV cache that is smaller than max_model_len is not known here.
+    """
+    arguments = Arguments(model, prompt_column, template, system, chat_template_kwargs, None, options)
+    inputs = Inputs(find_files(input))
+    with line_bar("Checking ids", use_tqdm) as bar:
+        num_lines = scan(inputs, bar.update).num_lines
+    checker, limit = _make_checker(arguments)
+    plan = ReadPlan(
+        inputs.paths, arguments.line_format, arguments.tokenizer, arguments.engine_options.get("revision"), None, 1
+    )
+    num_failed = num_prompt_tokens = max_completion_tokens = 0
+    errors: list[Row] = []
+    with line_bar("Checking prompts", use_tqdm, num_lines) as bar:
+        for batch in read(plan):
+            for prepared in batch:
+                error = prepared.error if prepared.line is None else _find_error(checker, prepared.line)
+                if error is None:
+                    length, params = len(prepared.line.prompt), prepared.line.params
+                    most = min(params.max_tokens or limit.max_seq_len, limit.max_seq_len - length)
+                    num_prompt_tokens += length
+                    max_completion_tokens += params.n * most
+                else:
+                    num_failed += 1
+                    errors += [error_row(prepared, error)] if len(errors) < _MAX_ERRORS else []
+            bar.update(len(batch))
+    return Check(num_lines, num_failed, num_prompt_tokens, max_completion_tokens, errors)
+
+
+def _make_checker(arguments: Arguments) -> tuple[SequenceMaker, LengthLimit]:
+    model = arguments.model
+    if isinstance(model, LLM):
+        config, limit = model.config, model.scheduler.length_limit
+    else:
+        # No weights are needed: with "dummy" none is downloaded.
+        options = {"tokenizer": arguments.tokenizer} | arguments.engine_options | {"load_format": "dummy"}
+        config = Config(os.fspath(model), **options)
+        num_blocks = -(-config.max_model_len // config.kvcache_block_size)
+        limit = LengthLimit(config.max_model_len, config.supported_model_len, num_blocks, config.kvcache_block_size)
+    return SequenceMaker(config, load_tokenizer(config.model, config.tokenizer), limit.check), limit
+
+
+def _find_error(checker: SequenceMaker, line: Line) -> str | None:
+    prompt: Any = line.prompt
+    (request,) = checker.make_all([prompt], [line.params], on_error="return")
+    return str(request) if isinstance(request, Exception) else None

@@ -1,0 +1,245 @@
+"""The files of a job: found, opened, read line by line, and looked through before work begins."""
+
+import glob
+import gzip
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import PurePosixPath
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from xxhash import xxh3_128, xxh3_128_digest
+
+from nanovllm.jobs.lines import LineId, Row, from_json, id_bytes, read_id
+
+_JSON = (".jsonl", ".ndjson", ".json")
+_SUFFIXES = (*_JSON, *(f"{suffix}.gz" for suffix in _JSON), ".parquet")
+_ROWS_AT_ONCE = 1024  # of Parquet
+_BYTES_AT_ONCE = 1 << 20
+_MAX_NAMED = 3  # duplicates in a message
+
+
+class RawLine(NamedTuple):
+    """A line of a file. Exactly one of row and error is given."""
+
+    id: LineId  # the line's own, or the file's name and the number
+    file: str
+    number: int  # of the line or row, from 1
+    row: Row | None
+    error: str | None
+    size: int  # bytes, about
+
+
+class InputFile(NamedTuple):
+    """A file, and what tells whether it has changed."""
+
+    name: str
+    size: int  # bytes
+    fingerprint: str  # a hash of all bytes
+
+
+class Inputs:
+    """All lines of a job's files, in order.
+
+    A line's number in the whole job, from 0, is its place. Blank lines have none.
+    """
+
+    def __init__(self, paths: list[str]):
+        """paths: of `find_files`."""
+        self.paths = paths
+        names = [PurePosixPath(path).name for path in paths]
+        self.names = names if len(set(names)) == len(names) else paths  # Lines without an id are named by them.
+
+    def fingerprints(self) -> list[InputFile]:
+        """Reads all files."""
+        return [InputFile(name, *_fingerprint(path)) for name, path in zip(self.names, self.paths, strict=True)]
+
+    def lines(self, is_done: np.ndarray | None = None) -> Iterator[tuple[int, RawLine]]:
+        """Places and lines. is_done: bool [num_lines], lines to leave out, which costs no parsing. Raises ValueError
+        for a file that is damaged."""
+        place = -1
+        for path, name in zip(self.paths, self.names, strict=True):
+            for number, content in _rows(path):
+                place += 1
+                if is_done is None or not is_done[place]:
+                    yield place, _read_line(content, name, number)
+
+    @property
+    def are_parquet(self) -> bool:
+        return all(path.endswith(".parquet") for path in self.paths)
+
+
+def _read_line(content: bytes | Row, name: str, number: int) -> RawLine:
+    fallback = f"{name}:{number}"
+    texts = [content] if isinstance(content, bytes) else content.values()
+    size = sum(len(text) for text in texts if isinstance(text, bytes | str | list))
+    try:
+        row = from_json(content) if isinstance(content, bytes) else content
+        line_id = read_id(row)
+    except ValueError as error:
+        return RawLine(fallback, name, number, None, str(error), size)
+    return RawLine(fallback if line_id is None else line_id, name, number, row, None, size)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def find_files(patterns: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str]:
+    """Paths, globs and fsspec URLs to paths, each once, in the order given and sorted within a glob.
+
+    Raises FileNotFoundError, ValueError for an unknown kind of file, or ImportError for a URL without fsspec.
+    """
+    patterns = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
+    found: dict[str, None] = {}
+    for each in patterns:
+        pattern = os.fspath(each)
+        if "://" in pattern:
+            import_extra("fsspec")
+            from fsspec.core import get_fs_token_paths
+
+            system, _, paths = get_fs_token_paths(pattern, mode="rb")
+            files = sorted(system.unstrip_protocol(path) for path in paths if system.isfile(path))
+        else:
+            pattern = os.path.expanduser(pattern)
+            files = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, _glob(pattern)))
+        if not files:
+            raise FileNotFoundError(f"input={pattern!r}: there is no such file")
+        found |= dict.fromkeys(files)
+    if not found:
+        raise ValueError("input: must name one file at least")
+    for path in found:
+        if not path.endswith(_SUFFIXES):
+            raise ValueError(f"input={path!r}: must be a file of JSON lines or Parquet: {', '.join(_SUFFIXES)}")
+    return list(found)
+
+
+def _glob(pattern: str) -> list[str]:
+    return glob.glob(pattern, recursive=True)
+
+
+def import_extra(name: str) -> Any:
+    """Raises ImportError, saying what to install."""
+    try:
+        return __import__(name)
+    except ImportError as error:
+        raise ImportError(f"{name} is not installed: pip install 'nanovllm[jobs]'") from error
+
+
+@contextmanager
+def open_file(path: str) -> Iterator[IO[bytes]]:
+    if "://" in path:
+        with import_extra("fsspec").open(path, "rb") as file:
+            yield file
+    else:
+        with open(path, "rb") as file:
+            yield file
+
+
+def _fingerprint(path: str) -> tuple[int, str]:
+    size, digest = 0, xxh3_128()
+    with open_file(path) as file:
+        while block := file.read(_BYTES_AT_ONCE):
+            size += len(block)
+            digest.update(block)
+    return size, digest.hexdigest()
+
+
+def _rows(path: str) -> Iterator[tuple[int, bytes | Row]]:
+    """Numbers from 1, with lines that are not blank, or rows."""
+    number = 0
+    with open_file(path) as file:
+        try:
+            if path.endswith(".parquet"):
+                for number, row in enumerate(_parquet_rows(file), 1):
+                    yield number, row
+                return
+            for number, raw in enumerate(_text(path, file), 1):
+                if not raw.isspace():
+                    yield number, raw
+        except (EOFError, OSError, ValueError, zlib.error) as error:
+            raise ValueError(f"{path}: cannot be read after line {number}: {error}") from error
+
+
+def _text(path: str, file: IO[bytes]) -> Iterator[bytes]:
+    lines: Iterable[bytes] = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
+    lines = iter(lines)
+    first = next(lines, None)
+    return chain([] if first is None else [first.removeprefix(b"\xef\xbb\xbf")], lines)
+
+
+def _parquet_rows(file: IO[bytes]) -> Iterator[Row]:
+    import_extra("pyarrow")
+    from pyarrow.parquet import ParquetFile
+
+    for batch in ParquetFile(file).iter_batches(_ROWS_AT_ONCE):
+        yield from batch.to_pylist()
+
+
+# -- before work begins ------------------------------------------------------------------------------------------------
+
+
+class Scan(NamedTuple):
+    """What one look through all lines finds.
+
+    Attributes:
+        num_lines: lines that are not blank.
+        ids: sorted, one of 16 bytes for each line (a hash: a million lines are 16 MB).
+        places: int64 [num_lines], the line of each of ids.
+        columns: names of all columns.
+        ids_are_integers: of 64 bits, all of them.
+        first_openai: the first line in OpenAI's format, or None.
+    """
+
+    num_lines: int
+    ids: np.ndarray
+    places: np.ndarray
+    columns: list[str]
+    ids_are_integers: bool
+    first_openai: RawLine | None
+
+    def find(self, line_ids: bytes | bytearray) -> np.ndarray:
+        """Places of ids, -1 for one that no line has. line_ids: `hash_id` of each, joined."""
+        wanted = np.frombuffer(line_ids, "S16")
+        if self.num_lines == 0:
+            return np.full(len(wanted), -1)
+        at = np.minimum(np.searchsorted(self.ids, wanted), self.num_lines - 1)
+        return np.where(self.ids[at] == wanted, self.places[at], -1)
+
+
+def hash_id(line_id: LineId) -> bytes:
+    return xxh3_128_digest(id_bytes(line_id))
+
+
+def scan(inputs: Inputs, tell: Callable[[], object] = lambda: None) -> Scan:
+    """Look through all lines. tell: called after each.
+
+    Raises ValueError for a damaged file, and for two lines with one id.
+    """
+    hashes, columns, ids_are_integers, first_openai = bytearray(), dict[str, None](), True, None
+    for _, line in inputs.lines():
+        hashes += hash_id(line.id)
+        ids_are_integers = ids_are_integers and isinstance(line.id, int) and abs(line.id) < 2**63
+        if line.row is not None:
+            columns |= dict.fromkeys(line.row)
+            if first_openai is None and "body" in line.row:
+                first_openai = line
+        tell()
+    ids = np.frombuffer(bytes(hashes), "S16")
+    places = np.argsort(ids, kind="stable")
+    ids = ids[places]
+    (repeated,) = np.nonzero(ids[1:] == ids[:-1])
+    if len(repeated):
+        raise ValueError(_describe_duplicates(inputs, places, repeated))
+    return Scan(len(ids), ids, places, list(columns), ids_are_integers, first_openai)
+
+
+def _describe_duplicates(inputs: Inputs, places: np.ndarray, repeated: np.ndarray) -> str:
+    shown = repeated[:_MAX_NAMED]
+    wanted = {int(places[at + offset]) for at in shown for offset in (0, 1)}
+    found = {place: line for place, line in inputs.lines() if place in wanted}
+    pairs = [(found[int(places[at])], found[int(places[at + 1])]) for at in shown]
+    named = "; ".join(f"{a.id!r} in {a.file}:{a.number} and {b.file}:{b.number}" for a, b in pairs)
+    return f"input: {len(repeated)} ids are given twice, and each line must have its own: {named}"

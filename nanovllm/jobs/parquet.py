@@ -1,0 +1,80 @@
+"""Parts in Parquet: one schema for all parts of a job."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nanovllm.jobs.inputs import Inputs, Scan, import_extra, open_file
+from nanovllm.jobs.lines import OPTIONAL_KEYS, Answered, LineFormat, column_name, from_json, to_json
+
+_NUMBERS = ("num_prompt_tokens", "num_completion_tokens")
+
+
+class ParquetFormat:
+    """The schema: what an answer has, and the columns of the input.
+
+    A column of numbers, truth values or texts of a Parquet input keeps its type. Any other becomes text, which for a
+    value that is none is its JSON.
+    """
+
+    def __init__(self, inputs: Inputs, line_format: LineFormat, found: Scan):
+        """Raises ImportError without pyarrow."""
+        import_extra("pyarrow")
+        import pyarrow as pa
+
+        kept = _plain_types(inputs) if inputs.are_parquet else {}
+        names = [
+            ("id", pa.int64() if found.ids_are_integers else pa.string()),
+            ("text", pa.string()),
+            ("finish_reason", pa.string()),
+        ]
+        names += [(name, pa.int64()) for name in _NUMBERS]
+        names += [
+            (column_name(name), kept.get(name, pa.string())) for name in found.columns if line_format.copies(name)
+        ]
+        names += [(name, pa.string()) for name in OPTIONAL_KEYS]
+        self._schema = pa.schema(names)
+        self._texts = {name for name, kind in names if kind == pa.string()}
+
+    def write(self, rows: Path, path: Path) -> None:
+        """Write a file of Parquet. rows: a file of the same rows in JSON."""
+        import pyarrow as pa
+        from pyarrow.parquet import write_table
+
+        with open(rows, "rb") as file:
+            table = pa.Table.from_pylist([self._as_typed(from_json(raw)) for raw in file], self._schema)
+        write_table(table, path)
+
+    def _as_typed(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: to_json(value) if name in self._texts and not isinstance(value, str | None) else value
+            for name, value in row.items()
+        }
+
+
+def _plain_types(inputs: Inputs) -> dict[str, Any]:
+    """Types of the columns that are plain, and the same in all files."""
+    from pyarrow import types
+    from pyarrow.parquet import read_schema
+
+    are_plain = (types.is_string, types.is_integer, types.is_boolean, types.is_float32, types.is_float64)
+    found: dict[str, set[Any]] = {}
+    for path in inputs.paths:
+        with open_file(path) as file:
+            for column in read_schema(file):
+                found.setdefault(column.name, set()).add(column.type)
+    kept = {name: next(iter(kinds)) for name, kinds in found.items() if len(kinds) == 1}
+    return {name: kind for name, kind in kept.items() if any(is_plain(kind) for is_plain in are_plain)}
+
+
+def read_parquet_answers(path: Path) -> Iterator[Answered]:
+    """Raises ValueError if the part is damaged."""
+    import_extra("pyarrow")
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches(columns=list(Answered._fields)):
+                yield from (Answered(**row) for row in batch.to_pylist())
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: is damaged: {error}") from error

@@ -1,0 +1,232 @@
+"""Reading ahead: a process that parses and tokenizes lines while the engine works on those before them.
+
+A process and not a thread: the engine's thread would wait for Python's lock, and the GPU with it.
+"""
+
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nanovllm.engine.requests.chat import render_chat
+from nanovllm.jobs.inputs import Inputs, RawLine
+from nanovllm.jobs.lines import Line, LineFormat, LineId
+from nanovllm.utils.model_files import OTHER_FILES, download, find_directory, load_tokenizer
+
+# Lines are grouped by their beginnings within a window. The first windows are small, so that work begins at once.
+_FIRST_WINDOW, _WINDOW = 64, 4096
+_WINDOW_BYTES = 16 << 20
+# What is on its way to the engine: at most _QUEUE batches.
+_BATCH, _BATCH_BYTES, _QUEUE = 64, 1 << 20, 128
+
+
+class ReadPlan(NamedTuple):
+    """What to read, and how."""
+
+    paths: list[str]
+    line_format: LineFormat
+    tokenizer: str  # a directory or a hub id
+    revision: str | None
+    is_done: np.ndarray | None  # bool [num_lines]: lines to leave out
+    block_size: int  # tokens of a KV cache block: prompts share whole blocks
+
+
+class Prepared(NamedTuple):
+    """A line on its way. Exactly one of line and error is given."""
+
+    position: int  # of those that this process reads, from 0, in the order of the input
+    id: LineId
+    file: str
+    number: int
+    line: Line | None  # its prompt is token ids
+    error: str | None
+
+
+class Preparer:
+    """Turns lines into requests: chat template and tokenizer, many lines at a time."""
+
+    def __init__(self, tokenizer: Any, line_format: LineFormat):
+        self._tokenizer = tokenizer
+        self._format = line_format
+
+    def prepare(self, raw_lines: Iterable[tuple[int, RawLine]]) -> list[Prepared]:
+        """Raises nothing: what is wrong with a line is its error."""
+        lines = [(position, raw, self._read(raw)) for position, raw in raw_lines]
+        texts = [line.prompt for _, _, line in lines if isinstance(line, Line) and isinstance(line.prompt, str)]
+        encoded = iter(self._encode(texts))
+        prepared = []
+        for position, raw, line in lines:
+            result: Line | Exception = line
+            if isinstance(line, Line):
+                is_text = isinstance(line.prompt, str)
+                prompt = next(encoded) if is_text else self._render(line) if line.is_chat else line.prompt
+                result = prompt if isinstance(prompt, Exception) else line._replace(prompt=prompt)
+            outcome = (result, None) if isinstance(result, Line) else (None, str(result))
+            prepared.append(Prepared(position, raw.id, raw.file, raw.number, *outcome))
+        return prepared
+
+    def _read(self, raw: RawLine) -> Line | Exception:
+        if raw.row is None:
+            return ValueError(raw.error)
+        try:
+            return self._format.read(raw.row, raw.id)
+        except (TypeError, ValueError) as error:
+            return error
+
+    def _encode(self, texts: list[str]) -> list[list[int] | Exception]:
+        if not texts:
+            return []
+        try:
+            return self._tokenizer(texts)["input_ids"]
+        except Exception as error:  # Of one of them, such as half of a surrogate pair. The library's own classes.
+            if len(texts) == 1:
+                return [ValueError(f"the prompt cannot be tokenized: {error}")]
+            return [each for text in texts for each in self._encode([text])]
+
+    def _render(self, line: Line) -> list[int] | Exception:
+        options = line.chat_options
+        variables, tools = options["chat_template_kwargs"], options.get("tools")
+        try:
+            (token_ids,) = render_chat(
+                self._tokenizer, [line.prompt], None, variables, tools, add_generation_prompt=True
+            )
+            return token_ids
+        except Exception as error:  # Templates raise whatever they like.
+            return ValueError(str(error).removeprefix("conversation 0: "))
+
+
+def read(plan: ReadPlan) -> Iterator[list[Prepared]]:
+    """Small batches of all lines. Raises ValueError for a damaged file."""
+    directory = find_directory(plan.tokenizer, "tokenizer") or download(
+        plan.tokenizer, "tokenizer", OTHER_FILES, plan.revision
+    )
+    preparer = Preparer(load_tokenizer(plan.tokenizer, str(directory)), plan.line_format)
+    lines = Inputs(plan.paths).lines(plan.is_done)
+    for window in _windows((position, line) for position, (_, line) in enumerate(lines)):
+        yield from _batches(grouped(preparer.prepare(window), plan.block_size))
+
+
+def _windows(lines: Iterable[tuple[int, RawLine]]) -> Iterator[list[tuple[int, RawLine]]]:
+    limit, window, size = _FIRST_WINDOW, [], 0
+    for position, line in lines:
+        window.append((position, line))
+        size += line.size
+        if len(window) >= limit or size >= _WINDOW_BYTES:
+            yield window
+            limit, window, size = min(2 * limit, _WINDOW), [], 0
+    yield window
+
+
+def grouped(lines: list[Prepared], block_size: int) -> list[Prepared]:
+    """Lines that begin with the same block side by side, so that it is computed once."""
+    firsts: dict[tuple[int, ...], int] = {}
+
+    def place(item: tuple[int, Prepared]) -> tuple[int, list[int]]:
+        index, prepared = item
+        if prepared.line is None or len(prepared.line.prompt) < block_size:
+            return index, []
+        token_ids: Any = prepared.line.prompt
+        return firsts.setdefault(tuple(token_ids[:block_size]), index), token_ids
+
+    return [prepared for _, prepared in sorted(enumerate(lines), key=place)]
+
+
+def _batches(lines: list[Prepared]) -> Iterator[list[Prepared]]:
+    batch, size = [], 0
+    for prepared in lines:
+        batch.append(prepared)
+        size += 0 if prepared.line is None else 4 * len(prepared.line.prompt)
+        if len(batch) >= _BATCH or size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+class ReadAhead:
+    """The lines of a plan, read by a process of its own. A context manager, whose end ends the process."""
+
+    def __init__(self, plan: ReadPlan):
+        ours, theirs = Pipe()
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        # No fork, which copies threads' locks, and no spawn, which runs the caller's script again.
+        command = [sys.executable, "-c", "from nanovllm.jobs.reader import main; main()", str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[theirs.fileno()], start_new_session=True
+        )
+        theirs.close()
+        self._connection = ours
+        self._has_ended = threading.Event()
+        self._queue: queue.Queue[list[Prepared] | Exception | None] = queue.Queue(_QUEUE)
+        self._thread = threading.Thread(target=self._receive, args=(plan,), name="nanovllm-jobs-reader", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "ReadAhead":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._has_ended.set()
+        self._process.kill()
+        self._process.wait()
+        self._thread.join()
+        self._connection.close()
+
+    def __iter__(self) -> Iterator[Prepared]:
+        """Raises ValueError for a damaged file, and RuntimeError if the process has died."""
+        while (batch := self._queue.get()) is not None:
+            if isinstance(batch, Exception):
+                raise batch
+            yield from batch
+
+    def _receive(self, plan: ReadPlan) -> None:
+        batch: Any = []
+        try:
+            self._connection.send(plan)
+            while isinstance(batch, list):
+                batch = self._connection.recv()
+                self._put(batch)
+        except (EOFError, OSError):
+            self._put(RuntimeError(f"the process that reads the input has died (exit status {self._process.wait()})"))
+        except Exception as error:
+            self._put(error)
+
+    def _put(self, batch: Any) -> None:
+        while not self._has_ended.is_set():
+            try:
+                return self._queue.put(batch, timeout=0.1)
+            except queue.Full:
+                continue
+
+
+def main() -> None:
+    """The process: a plan comes in, batches go out, then None, or an exception."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends this process when it has finished its work.
+    with Connection(int(sys.argv[1])) as connection:
+        try:
+            for batch in read(connection.recv()):
+                connection.send(batch)
+            connection.send(None)
+        except (BrokenPipeError, ConnectionError, EOFError):
+            pass  # The parent has ended.
+        except Exception as error:
+            connection.send(_picklable(error))
+
+
+def _picklable(error: Exception) -> Exception:
+    error.__traceback__ = None
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,256 @@
+"""run_batch: a whole job, from files of prompts to a folder of answers."""
+
+import os
+import platform
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from importlib.metadata import version
+from itertools import count
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+from xxhash import xxh3_128_hexdigest
+
+from nanovllm import __version__
+from nanovllm.jobs.arguments import Arguments, Model, line_bar
+from nanovllm.jobs.folder import Counts, JobFolder, PartWriter
+from nanovllm.jobs.inputs import Inputs, Scan, find_files, scan
+from nanovllm.jobs.lines import Row, from_json, to_json
+from nanovllm.jobs.parquet import ParquetFormat
+from nanovllm.jobs.reader import Prepared, ReadAhead, ReadPlan
+from nanovllm.jobs.writer import Writer
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import require
+
+
+class JobError(RuntimeError):
+    """A job stopped half-way. The same call goes on with it."""
+
+
+class Summary(NamedTuple):
+    """What a job's folder holds in the end."""
+
+    num_lines: int  # of the input
+    num_answered: int  # lines in the parts
+    num_failed: int  # lines in errors.jsonl
+    num_prompt_tokens: int  # of the answers
+    num_completion_tokens: int
+    seconds: float  # that this call took to answer lines, without the start of the engine
+
+
+def run_batch(
+    input: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    model: Model,
+    *,
+    format: str | None = None,
+    prompt_column: str | None = None,
+    template: str | None = None,
+    system: str | None = None,
+    chat_template_kwargs: Row | None = None,
+    seed: int | None = None,
+    ordered: bool = False,
+    overwrite: bool = False,
+    retry_errors: bool = False,
+    use_tqdm: bool = True,
+    **options: Any,
+) -> Summary:
+    """Answer every line of the input exactly once. The same call goes on where an earlier one was interrupted.
+
+    docs/jobs.md describes the files and the guarantees.
+
+    Args:
+        input: files, globs or fsspec URLs, of JSON lines (also gzipped) or Parquet.
+        output: the folder of the answers. It may exist if it is empty or holds the same job.
+        model: as LLM takes it; or an LLM.
+        format: of the parts, "jsonl" or "parquet"; None: Parquet for an input of Parquet.
+        prompt_column, template, system, chat_template_kwargs, seed: see LineFormat.
+        ordered: keep the order of the input.
+        overwrite: delete the answers in the folder and start over.
+        retry_errors: try the lines of errors.jsonl again.
+        use_tqdm: show a progress bar in a terminal.
+        options: of SamplingParams, for lines without their own, and of LLM.
+
+    Raises:
+        ValueError, TypeError, OSError, ImportError: a wrong call, before any work. Among them: another model or other
+            parameters than the folder's job has, a changed input, an id given twice, and a folder on which another
+            process works.
+        JobError: the answers cannot be written any more, as on a full disk.
+        KeyboardInterrupt: also for SIGTERM. All answers so far are in complete parts.
+    """
+    require("format", format, format in (None, "jsonl", "parquet"), "'jsonl' or 'parquet'")
+    if ordered and retry_errors:
+        raise ValueError("retry_errors: its answers would follow those of later lines, which ordered=True forbids")
+    if "://" in str(output):
+        raise ValueError(f"output={str(output)!r}: must be a local folder")
+    arguments = Arguments(model, prompt_column, template, system, chat_template_kwargs, seed, options)
+    inputs = Inputs(find_files(input))
+    format = format or ("parquet" if inputs.are_parquet else "jsonl")
+    with JobFolder(output) as folder, _sigterm_as_interrupt():
+        return _Job(folder, inputs, arguments, format, ordered, use_tqdm).run(overwrite, retry_errors)
+
+
+class _Job:
+    """One call of run_batch, which holds the folder's lock."""
+
+    def __init__(
+        self, folder: JobFolder, inputs: Inputs, arguments: Arguments, format: str, ordered: bool, use_tqdm: bool
+    ):
+        self._folder, self._inputs, self._arguments = folder, inputs, arguments
+        self._format, self._ordered, self._use_tqdm = format, ordered, use_tqdm
+        self._parquet: ParquetFormat | None = None
+
+    def run(self, overwrite: bool, retry_errors: bool) -> Summary:
+        manifest, found = self._begin(overwrite)
+        self._folder.recover(self._parquet)
+        if retry_errors:
+            self._folder.forget_errors()
+        is_done, before = self._read_answers(found)
+        writer = Writer(PartWriter(self._folder, self._parquet), self._arguments.model_name, self._ordered)
+        start = time.perf_counter()
+        try:
+            if before.answered + before.failed < found.num_lines:
+                with ReadAhead(self._plan(is_done)) as lines, self._arguments.engine() as llm, writer:
+                    start = time.perf_counter()
+                    self._answer(llm, lines, writer, found.num_lines, before)
+        finally:
+            seconds = time.perf_counter() - start
+            counts = Counts(*map(sum, zip(before, writer.counts, strict=True)))
+            manifest["progress"] = counts._asdict() | {"seconds": manifest["progress"]["seconds"] + seconds}
+            with suppress(OSError):  # On a full disk another error says so.
+                self._folder.write_manifest(manifest)
+            if writer.error is not None:
+                raise JobError(f"{self._folder.path}: cannot be written: {writer.error}") from writer.error
+        return Summary(found.num_lines, *counts, seconds)
+
+    # -- before work begins --------------------------------------------------------------------------------------------
+
+    def _begin(self, overwrite: bool) -> tuple[Row, Scan]:
+        """Check that the folder, the input and the call belong together. Returns the manifest."""
+        job = self._arguments.describe() | {"ordered": self._ordered, "format": self._format}
+        job = from_json(to_json({name: value for name, value in job.items() if value is not None}).encode())
+        manifest = None if overwrite else self._folder.read_manifest()
+        if manifest is not None:
+            self._check_same_job(manifest["job"], job)
+        files = [file._asdict() for file in self._inputs.fingerprints()]
+        if manifest is not None:
+            self._check_same_files(manifest["input"], files)
+        with line_bar("Checking", self._use_tqdm) as bar:
+            found = scan(self._inputs, bar.update)
+        if self._format == "parquet":
+            if found.first_openai is not None:
+                line = found.first_openai
+                raise ValueError(
+                    f"format='parquet': {line.file}:{line.number} is a request of OpenAI's, which is answered in JSON"
+                )
+            self._parquet = ParquetFormat(self._inputs, self._arguments.line_format, found)
+        if overwrite:
+            self._folder.clear()
+        if manifest is None:
+            manifest = {"job": job, "hash": xxh3_128_hexdigest(to_json(job).encode()), "input": files}
+            manifest |= {"num_lines": found.num_lines, "versions": _versions(), "progress": {"seconds": 0.0}}
+            self._folder.write_manifest(manifest)
+        return manifest, found
+
+    def _check_same_job(self, before: Row, now: Row) -> None:
+        differences = [
+            f"{name} was {before.get(name)!r} and is now {now.get(name)!r}"
+            for name in [*before, *(name for name in now if name not in before)]
+            if before.get(name) != now.get(name)
+        ]
+        if differences:
+            self._refuse("; ".join(differences))
+
+    def _check_same_files(self, before: list[Row], now: list[Row]) -> None:
+        names, names_now = ([file["name"] for file in files] for files in (before, now))
+        if names != names_now:
+            self._refuse(f"the input was {', '.join(names)} and is now {', '.join(names_now)}")
+        for old, new in zip(before, now, strict=True):
+            if old != new:
+                sizes = f"it had {old['size']} bytes and now has {new['size']}"
+                self._refuse(f"the input {new['name']} has changed: {sizes}{', others' * (old['size'] == new['size'])}")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise ValueError(
+            f"output={str(self._folder.path)!r}: holds another job: {reason}; choose another folder, or overwrite it"
+        )
+
+    def _read_answers(self, found: Scan) -> tuple[np.ndarray, Counts]:
+        """bool [num_lines]: which lines have a row in the folder."""
+        hashes = bytearray()
+        counts = self._folder.read(hashes.extend)
+        places = found.find(hashes)
+        is_done = np.zeros(found.num_lines, bool)
+        is_done[places[places >= 0]] = True
+        if is_done.sum() < len(places):
+            raise ValueError(f"{self._folder.path}: holds rows that are no answers of this input, or one of them twice")
+        return is_done, counts
+
+    # -- the work ------------------------------------------------------------------------------------------------------
+
+    def _plan(self, is_done: np.ndarray) -> ReadPlan:
+        arguments = self._arguments
+        revision = arguments.engine_options.get("revision")
+        paths, line_format, block_size = self._inputs.paths, arguments.line_format, arguments.block_size
+        return ReadPlan(paths, line_format, arguments.tokenizer, revision, is_done, block_size)
+
+    def _answer(self, llm: LLM, lines: Iterable[Prepared], writer: Writer, num_lines: int, before: Counts) -> None:
+        """Let the engine work on all lines. This loop shares Python's lock with the engine, so it does little."""
+        under_way: dict[int, Prepared] = {}
+        params: deque[SamplingParams] = deque()
+        bar = line_bar("Answering", self._use_tqdm, num_lines, before.answered + before.failed)
+
+        def prompts() -> Iterator[Any]:
+            indices = count()
+            for prepared in lines:
+                if prepared.line is None:
+                    writer.put(prepared, None)
+                    bar.update()
+                else:
+                    under_way[next(indices)] = prepared
+                    params.append(prepared.line.params)
+                    yield prepared.line.prompt
+
+        def params_of_prompts() -> Iterator[SamplingParams]:
+            while params:
+                yield params.popleft()
+
+        num_tokens, start = 0, time.perf_counter()
+        outputs: Any = llm.generate_iter(prompts(), params_of_prompts(), self._ordered, on_error="return")
+        with bar, closing(outputs):
+            for index, output in outputs:
+                writer.put(under_way.pop(index), output)
+                num_tokens += len(output["token_ids"])
+                rate = num_tokens / (time.perf_counter() - start)
+                bar.set_postfix_str(f"{before.failed + writer.counts.failed} errors, {rate:.0f} tok/s", refresh=False)
+                bar.update()
+                if writer.error is not None:
+                    return
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "transformers", "tokenizers")
+    return {"nanovllm": __version__, **{name: version(name) for name in names}, "python": platform.python_version()}
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """A block in which SIGTERM does what Ctrl-C does, unless the caller has a handler of its own."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

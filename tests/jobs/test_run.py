@@ -1,0 +1,335 @@
+"""run_batch in this process: what ends up in the folder, what is refused, and that nothing is computed twice."""
+
+import json
+import os
+import random
+from contextlib import contextmanager
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from job_files import by_id, prompts, read_folder, read_lines
+from test_lines import OPENAI_LINE, VLLM_LINE
+
+from nanovllm import SamplingParams
+from nanovllm.jobs import JobError, check_batch, folder, job_status
+from nanovllm.jobs.lines import LineFormat
+from nanovllm.jobs.reader import Prepared, grouped
+from nanovllm.jobs.writer import Writer
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood }}"
+
+
+@pytest.fixture
+def chat(llm, path):
+    """The checkpoint with a chat template, which the reader finds in its folder."""
+    file = path / "chat_template.jinja"
+    file.write_text(CHAT_TEMPLATE)
+    yield
+    file.unlink()
+
+
+@contextmanager
+def interrupted_after(num_answers):
+    """A block in which Ctrl-C comes with the answer of this number."""
+    put, seen = Writer.put, []
+
+    def count(self, prepared, output):
+        put(self, prepared, output)
+        seen.append(prepared)
+        if len(seen) == num_answers:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Writer, "put", count)
+        yield
+
+
+def completions(llm, texts, **options):
+    return llm.generate(texts, SamplingParams(**{"temperature": 0, "max_tokens": 8} | options))
+
+
+def test_every_line_is_answered_as_generate_does(job, llm, answers):
+    rows = prompts(40)
+    summary = job(rows)
+    outputs = completions(llm, [row["prompt"] for row in rows])
+    expected = [
+        {
+            "id": row["id"],
+            "text": output["text"],
+            "finish_reason": output["finish_reason"],
+            "num_prompt_tokens": output["num_prompt_tokens"],
+            "num_completion_tokens": len(output["token_ids"]),
+            "topic": row["topic"],
+        }
+        for row, output in zip(rows, outputs, strict=True)
+    ]
+    assert by_id(read_folder(answers)) == by_id(expected)
+    assert summary[:3] == (40, 40, 0)
+    assert summary.num_completion_tokens == sum(len(output["token_ids"]) for output in outputs)
+    manifest = json.loads((answers / "manifest.json").read_text())
+    job_of_it = {"model": llm.config.model, "temperature": 0, "max_tokens": 8, "ordered": False, "format": "jsonl"}
+    assert manifest["job"] == job_of_it
+    assert manifest["progress"]["answered"] == manifest["num_lines"] == 40
+    status = job_status(answers)
+    assert (status.is_running, status.num_lines, status.counts.answered) == (False, 40, 40)
+    assert status.counts[2:] == summary[3:5]
+
+
+def test_wrong_lines_do_not_stop_the_others(job, answers):
+    """A thousand of every kind, and one of a megabyte. A good one has ten megabytes that are not the prompt."""
+    bad = ["{", "[]", '{"id": [1], "prompt": "a"}', '{"text": "a"}', '{"prompt": "a", "temperature": -1}']
+    bad += ['{"prompt": "a", "stop_token_ids": [100000]}', json.dumps({"prompt": "a " * 300})]
+    bad += ['{"prompt": "\\ud800"}', '{"prompt": [1, 100000]}', '{"messages": [{"role": "user", "content": "a"}]}']
+    good = prompts(5)
+    good[3]["topic"] = "x" * 10_000_000
+    rows = [*good, *(bad[i % len(bad)] for i in range(1000)), json.dumps({"prompt": "a" * 1_000_000})]
+    random.Random(0).shuffle(rows)
+    assert job(rows)[:3] == (1006, 5, 1001)
+    assert [(row["id"], row["topic"]) for row in by_id(read_folder(answers))] == [(r["id"], r["topic"]) for r in good]
+    errors = read_lines(answers / "errors.jsonl")
+    assert {row["line"] for row in errors} == {i for i, row in enumerate(rows, 1) if isinstance(row, str)}
+    assert {row["file"] for row in errors} == {"prompts.jsonl"}
+    starts = ["is not JSON", "must be a JSON object", "id=[1]: must be a text", "has no prompt", "temperature=-1"]
+    starts += ["stop_token_ids: token id 100000", "the prompt has 301 tokens", "the prompt has 1000000 tokens"]
+    starts += ["the prompt cannot be tokenized", "token id 100000 is outside", "chat_template: the model's tokenizer"]
+    for start in starts:
+        assert any(row["error"].startswith(start) for row in errors), start
+    # A second call has nothing to do, and a retry tries these alone.
+    assert job(rows)[:3] == (1006, 5, 1001)
+    assert len(read_lines(answers / "errors.jsonl")) == 1001
+    assert job(rows, retry_errors=True)[:3] == (1006, 5, 1001)
+    assert len(read_lines(answers / "errors.jsonl")) == 1001
+
+
+def test_a_retry_answers_what_can_be_answered_now(job, answers, chat, path):
+    rows = [{"id": 1, "messages": [{"role": "user", "content": "a"}]}, {"id": 2, "prompt": "a"}]
+    (path / "chat_template.jinja").rename(path / "away")
+    assert job(rows)[1:3] == (1, 1)
+    (path / "away").rename(path / "chat_template.jinja")
+    assert job(rows)[1:3] == (1, 1)
+    assert job(rows, retry_errors=True)[1:3] == (2, 0)
+    assert not (answers / "errors.jsonl").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"ordered": True}, {"seed": 3, "temperature": 1.0}], ids=str)
+def test_a_call_goes_on_where_the_last_one_stopped(job, answers, llm, options):
+    rows, undisturbed = prompts(60), answers.with_name("undisturbed")
+    job(rows, output=undisturbed, **options)
+    with interrupted_after(40), pytest.raises(KeyboardInterrupt):
+        job(rows, **options)
+    num_before = len(read_folder(answers))
+    assert 0 < num_before < 60
+    assert not list(answers.glob("*.tmp"))
+    assert job_status(answers).counts.answered == num_before
+    before = llm.stats()["prompt_tokens"]
+    assert job(rows, **options)[:2] == (60, 60)
+    left = {row["id"] for row in rows} - {row["id"] for row in read_folder(answers)[:num_before]}
+    expected = read_folder(undisturbed)
+    # What had an answer was not computed again.
+    num_tokens = sum(row["num_prompt_tokens"] for row in expected if row["id"] in left)
+    assert llm.stats()["prompt_tokens"] - before == num_tokens
+    assert by_id(read_folder(answers)) == by_id(expected)
+    if "ordered" in options:
+        assert read_folder(answers) == expected
+        assert [row["id"] for row in expected] == list(range(60))
+
+
+def test_in_order_although_some_take_longer(job, answers, monkeypatch):
+    monkeypatch.setattr(folder, "PART_LINES", 7)
+    rng = random.Random(1)
+    rows = [{"prompt": f"a {i}", "max_tokens": rng.randint(1, 30), "ignore_eos": True} for i in range(50)]
+    rows[13] = "{"
+    job(rows, ordered=True)
+    numbers = [int(row["id"].removeprefix("prompts.jsonl:")) for row in read_folder(answers)]
+    assert numbers == [i for i in range(1, 51) if i != 14]
+    assert len(list(answers.glob("part-*.jsonl"))) == 7
+
+
+def test_a_finished_job_needs_no_engine(job, answers, llm):
+    job(prompts(3))
+    assert job(model=llm.config.model)[1] == 3
+    assert job(input=answers.with_name("prompts.jsonl"), overwrite=True, max_tokens=2)[1] == 3
+    assert {row["num_completion_tokens"] for row in read_folder(answers)} <= {1, 2}
+
+
+def test_another_job_in_the_same_folder_is_refused(job, answers, tmp_path):
+    rows = prompts(3)
+    job(rows)
+    before = read_folder(answers)
+    for options, message in (
+        ({"temperature": 0.5}, "temperature was 0 and is now 0.5"),
+        ({"max_tokens": 9, "top_k": 5}, "max_tokens was 8 and is now 9; top_k was None and is now 5"),
+        ({"template": "{prompt}!"}, "template was None and is now '{prompt}!'"),
+        ({"model": "some/model"}, "model was '.*' and is now 'some/model'"),
+        ({"ordered": True}, "ordered was False and is now True"),
+        ({"input": [tmp_path / "prompts.jsonl"] * 2, "seed": 1}, "seed was None and is now 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            job(rows, **options)
+    with pytest.raises(ValueError, match=r"the input prompts.jsonl has changed: it had \d+ bytes and now has"):
+        job([*rows, {"prompt": "more"}])
+    with pytest.raises(ValueError, match=r"the input prompts.jsonl has changed: .*, others"):
+        job([rows[0] | {"topic": "t9"}, *rows[1:]])
+    (tmp_path / "prompts.jsonl").rename(tmp_path / "other.jsonl")
+    with pytest.raises(ValueError, match=r"the input was prompts.jsonl and is now other.jsonl"):
+        job(input=tmp_path / "other.jsonl")
+    (tmp_path / "other.jsonl").rename(tmp_path / "prompts.jsonl")
+    assert job(rows)[1] == 3
+    assert read_folder(answers) == before
+    # An answer that the input does not have, such as one that was copied here.
+    (answers / "part-00009.jsonl").write_text(json.dumps(before[0] | {"id": "from elsewhere"}) + "\n")
+    with pytest.raises(ValueError, match="holds rows that are no answers of this input"):
+        job(rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"format": "csv"}, ValueError, "format='csv': must be"),
+        ({"ordered": True, "retry_errors": True}, ValueError, "retry_errors: its answers would follow"),
+        ({"output": "s3://bucket/answers"}, ValueError, "must be a local folder"),
+        ({"input": "nowhere.jsonl"}, FileNotFoundError, "input='nowhere.jsonl': there is no such file"),
+        ({"temperature": -1}, ValueError, "temperature=-1"),
+        ({"max_token": 1, "model": "m"}, TypeError, "unknown option 'max_token': did you mean 'max_tokens'"),
+        ({"skip_tokenizer_init": True, "model": "m"}, TypeError, "unknown option 'skip_tokenizer_init'"),
+        ({"max_num_seqs": 7}, TypeError, "model is an LLM, which has its options already"),
+    ],
+    ids=str,
+)
+def test_wrong_calls_are_refused_before_any_work(job, answers, options, error, message):
+    with pytest.raises(error, match=message):
+        job(prompts(2), **options)
+    assert not answers.exists()
+
+
+def test_a_folder_on_which_another_process_works_is_refused(job, answers):
+    with folder.JobFolder(answers), pytest.raises(ValueError, match="another process works on this folder"):
+        job(prompts(2), overwrite=True)
+
+
+def test_duplicate_ids_are_refused_and_leave_the_old_answers(job, answers):
+    job(prompts(3))
+    with pytest.raises(ValueError, match="1 ids are given twice"):
+        job([*prompts(3), {"id": 1, "prompt": "b"}], overwrite=True)
+    assert len(read_folder(answers)) == 3
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_cannot_be_written(job, answers):
+    answers.mkdir(mode=0o500)
+    with pytest.raises(PermissionError):
+        job(prompts(2))
+
+
+def test_a_folder_below_a_file(job, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        job(prompts(2), output=tmp_path / "file" / "answers")
+
+
+def test_a_full_disk_stops_the_job_and_it_goes_on_later(job, answers, monkeypatch):
+    rows, write, room = prompts(60), os.write, 3000
+
+    def write_what_fits(file, data):
+        nonlocal room
+        if not room:
+            raise OSError(28, "No space left on device")
+        written = write(file, data[:room])
+        room -= written
+        return written
+
+    monkeypatch.setattr(folder.os, "write", write_what_fits)
+    with pytest.raises(JobError, match=r"answers: cannot be written: .*No space left on device"):
+        job(rows)
+    monkeypatch.setattr(folder.os, "write", write)
+    assert list(answers.glob("*.tmp"))
+    assert job(rows)[:3] == (60, 60, 0)
+    assert [row["id"] for row in by_id(read_folder(answers))] == sorted(range(60), key=str)
+
+
+def test_parquet_in_and_out(job, answers, tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "PART_LINES", 10)
+    rows = prompts(25)
+    extra = {"score": 0.5, "flag": True, "tags": ["a", "b"], "nothing": None, "text": "mine"}
+    pq.write_table(pa.Table.from_pylist([row | extra for row in rows]), tmp_path / "in.parquet")
+    assert job(input=tmp_path / "in.parquet")[1] == 25
+    assert len(list(answers.glob("part-*.parquet"))) == 3
+    table = pq.read_table(sorted(answers.glob("*.parquet")))
+    assert table.schema.field("id").type == pa.int64()
+    found = by_id(table.to_pylist())
+    job(rows, output=tmp_path / "as_json")
+    for row, expected in zip(found, by_id(read_folder(tmp_path / "as_json")), strict=True):
+        assert expected.items() <= row.items()
+        assert (row["score"], row["flag"], row["tags"], row["input_text"]) == (0.5, True, '["a", "b"]', "mine")
+    assert job(input=tmp_path / "in.parquet")[1] == 25
+    with interrupted_after(12), pytest.raises(KeyboardInterrupt):
+        job(rows, output=tmp_path / "again", format="parquet")
+    assert job(rows, output=tmp_path / "again", format="parquet")[1] == 25
+    again = pq.read_table(sorted((tmp_path / "again").glob("*.parquet")), columns=["id", "text"]).to_pylist()
+    assert by_id(again) == [{"id": row["id"], "text": row["text"]} for row in found]
+
+
+def test_requests_of_openais_format_are_answered_in_it(job, answers, chat, llm):
+    rows = [VLLM_LINE, OPENAI_LINE, {"custom_id": "c", "body": {"prompt": "a block", "max_tokens": 4}}, {"prompt": "a"}]
+    with pytest.raises(ValueError, match="which is answered in JSON"):
+        job(rows, format="parquet")
+    assert job(rows)[1] == 4
+    found = {row.get("custom_id", row["id"]): row for row in read_folder(answers)}
+    assert list(found) == ["request-1", "request-2", "c", "prompts.jsonl:4"] or len(found) == 4
+    body = found["request-1"]["response"]["body"]
+    assert (body["object"], body["model"]) == ("chat.completion", llm.config.model)
+    (expected,) = completions(llm, ["system: Help.\nuser: Hello!\n"], max_tokens=10, top_k=5)
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": expected["text"]}
+    assert len(found["request-2"]["response"]["body"]["choices"]) == 2
+    (expected,) = completions(llm, ["a block"], max_tokens=4)
+    assert found["c"]["response"]["body"]["choices"][0]["text"] == expected["text"]
+    assert job(rows)[1] == 4
+
+
+def test_templates_system_messages_and_samples(job, answers, chat, llm):
+    rows = [{"id": 1, "a": "x", "n": 2, "seed": 1, "temperature": 1, "logprobs": 1, "b": 5}]
+    job(rows, template="Sum {a}", system="Brief.", chat_template_kwargs={"mood": "glad"})
+    (row,) = read_folder(answers)
+    text = "system: Brief.\nuser: Sum x\nglad"
+    (expected,) = completions(llm, [text], n=2, seed=1, temperature=1, logprobs=1)
+    assert [sample["text"] for sample in row["samples"]] == [sample["text"] for sample in expected["samples"]]
+    assert len(row["logprobs"]) == len(expected["token_ids"])
+    assert row["num_completion_tokens"] == sum(len(sample["token_ids"]) for sample in expected["samples"])
+    assert row["b"] == 5
+    assert "a" not in row
+
+
+def test_an_input_without_lines(job, answers):
+    assert job([])[:3] == (0, 0, 0)
+    assert job_status(answers).num_lines == 0
+
+
+def test_prompts_with_one_beginning_are_neighbours():
+    def prepared(position, token_ids):
+        line = LineFormat().read({"prompt": token_ids}, position)
+        return Prepared(position, position, "a", position, line, None)
+
+    prompts = [[1, 1, 1], [2, 2, 2, 5], [3], [1, 1, 7], [2, 2, 2, 4], [1, 1, 1, 3], [2, 9]]
+    order = [each.position for each in grouped([prepared(i, ids) for i, ids in enumerate(prompts)], 2)]
+    assert order == [0, 5, 3, 4, 1, 2, 6]
+
+
+def test_a_dry_run_says_what_would_fail(job, llm, answers, tmp_path):
+    rows = [*prompts(8), {"id": "long", "prompt": "a " * 300}, {"id": "bad", "prompt": "a", "max_tokens": 0}]
+    rows += [{"id": "two", "prompt": "a", "n": 2, "max_tokens": 5}]
+    job(rows, output=answers)
+    input = tmp_path / "prompts.jsonl"
+    for model, options in ((llm, {}), (llm.config.model, {"max_model_len": 200, "device": "cpu"})):
+        check = check_batch(input, model, max_tokens=8, **options)
+        assert [row["id"] for row in check.errors] == ["long", "bad"]
+        assert by_id(check.errors) == by_id(read_lines(answers / "errors.jsonl"))
+        counts = [sum(row["num_prompt_tokens"] for row in read_folder(answers)), 8 * 8 + 2 * 5]
+        assert list(check[:4]) == [11, 2, *counts]
+
+
+def test_the_status_of_no_job(tmp_path):
+    with pytest.raises(ValueError, match="holds no job"):
+        job_status(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        job_status(tmp_path / "nowhere")
