@@ -59,24 +59,26 @@ class ExpertsProduct(NamedTuple):
 def layer_products(layer: Any) -> list[LayerProduct | ExpertsProduct]:
     """A DecoderLayer's matrix products, in order."""
     qkv, o, mlp, mlp_norm = layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp, layer.post_attention_layernorm
-    adds = layer.attention_output_norm is None  # whether results are added to the residual stream without a norm
+    # Of o_proj and down_proj, which add to the residual stream unless a norm is in between.
+    operation = "linear"
+    if layer.attention_output_norm is None:
+        operation = "linear_add" if o.tp.size == 1 else "linear_sum"
     products: list[LayerProduct | ExpertsProduct] = [
         LayerProduct("linear", qkv.weight, qkv.bias, layer.input_layernorm),
-        LayerProduct(o.operation if adds else "linear", o.weight, o.bias),
+        LayerProduct(operation, o.weight, o.bias),
     ]
     if isinstance(mlp, MixtureOfExperts):
         weights = mlp.experts.gate_up_proj.weight, mlp.experts.down_proj.weight
-        is_whole = adds and mlp.tp.size == 1
         return [
             *products,
             LayerProduct("linear", mlp.gate.weight, norm=mlp_norm),
-            ExpertsProduct(*weights, mlp.top_k, mlp.normalize, is_whole, mlp_norm),
+            ExpertsProduct(*weights, mlp.top_k, mlp.normalize, operation == "linear_add", mlp_norm),
         ]
     down = mlp.down_proj
     return [
         *products,
         LayerProduct("linear_silu" if mlp.gelu is None else "linear", mlp.gate_up_proj.weight, norm=mlp_norm),
-        LayerProduct(down.operation if adds else "linear", down.weight, down.bias),
+        LayerProduct(operation, down.weight, down.bias),
     ]
 
 
