@@ -60,6 +60,7 @@ def test_arithmetic(prompt, completion, block_size):
 
     blocks = [tokens[i : i + block_size] for i in range(0, len(tokens), block_size)]
     assert seq.num_blocks == len(blocks)
+    assert seq.last_block_num_tokens == len(blocks[-1])
     assert [seq.block(i).tolist() for i in range(seq.num_blocks)] == blocks
 
 
@@ -70,6 +71,12 @@ def test_a_token_that_is_still_being_sampled_counts_and_is_filled_in():
     assert (seq.pending_row, seq.num_tokens, seq.num_completion_tokens, seq.num_blocks) == (5, 4, 1, 2)
     seq.resolve_pending(77)
     assert (seq.pending_row, seq.num_tokens, seq.last_token, seq.token_ids) == (-1, 4, 77, [1, 2, 3, 77])
+
+
+@pytest.mark.parametrize("i", [-1, 3, 100])
+def test_a_block_outside_the_sequence_is_an_index_error(i):
+    with pytest.raises(IndexError, match=rf"{i}\b.*3"):
+        Sequence(0, list(range(33)), block_size=16).block(i)
 
 
 def test_token_lists_are_copies():
