@@ -8,13 +8,15 @@ import logging
 import os
 import pickle
 import shutil
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +24,7 @@ import ray
 from ray.data import DataContext, Datasink, Datasource, ReadTask, read_datasource
 from ray.data.block import BlockMetadata
 
-from nanovllm.jobs.arguments import Arguments
+from nanovllm.jobs.arguments import Arguments, Cluster
 from nanovllm.jobs.folder import ERRORS, AppendedFile, JobFolder, sync_folder
 from nanovllm.jobs.generate_actor import actor_pool, start_engine
 from nanovllm.jobs.lines import answer_row, to_json
@@ -39,13 +41,6 @@ BLOCKS_PER_PART = 4  # at least, except in the last one. A killed driver loses t
 _LINES = pa.schema([("lines", pa.binary())])  # a pickled list of Prepared
 _ANSWERS = pa.schema([("answers", pa.list_(pa.string())), ("errors", pa.list_(pa.string()))])  # rows of output, in JSON
 _BLOCK_BYTES = 1  # Ray ends a block behind the row with which it has as many.
-
-
-class Cluster(NamedTuple):
-    """Where to run."""
-
-    replicas: int | None  # engines; None: one for each tensor_parallel_size GPUs
-    address: str | None  # of a Ray cluster; None: this machine
 
 
 def answer_on_ray(
@@ -77,8 +72,11 @@ def _connected(address: str | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
     ray.init(address, **quiet) if address else ray.init("local", include_dashboard=False, **quiet)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has set one that aborts the process.
     try:
         yield
     finally:

@@ -9,14 +9,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from nanovllm import __version__
-from nanovllm.jobs.arguments import Arguments, Model, line_bar
+from nanovllm.jobs.arguments import Arguments, Cluster, Model, line_bar
 from nanovllm.jobs.folder import Counts, JobFolder, PartWriter
 from nanovllm.jobs.inputs import Inputs, Scan, find_files, scan
 from nanovllm.jobs.lines import Row, from_json, to_json
@@ -26,9 +27,6 @@ from nanovllm.jobs.writer import Writer
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import MAX_INT32, SamplingParams
 from nanovllm.utils.checks import is_int, require
-
-if TYPE_CHECKING:
-    from nanovllm.jobs.ray_job import Cluster
 
 
 class JobError(RuntimeError):
@@ -114,7 +112,7 @@ class _Job:
         arguments: Arguments,
         format: str,
         ordered: bool,
-        cluster: "Cluster | None",
+        cluster: Cluster | None,
         use_tqdm: bool,
     ):
         self._folder, self._inputs, self._arguments = folder, inputs, arguments
@@ -282,7 +280,7 @@ class _Job:
                     return
 
 
-def _check_cluster(replicas: int | None, address: str | None, model: Model, ordered: bool) -> "Cluster | None":
+def _check_cluster(replicas: int | None, address: str | None, model: Model, ordered: bool) -> Cluster | None:
     if replicas is None and address is None:
         return None
     require("replicas", replicas, replicas is None or is_int(replicas, 1, MAX_INT32), "a positive integer")
@@ -290,10 +288,8 @@ def _check_cluster(replicas: int | None, address: str | None, model: Model, orde
         raise ValueError("ordered=True: several replicas finish out of order; sort the answers, or use one engine")
     if isinstance(model, LLM):
         raise TypeError("model: must be a directory or a hub id, of which every replica makes its own LLM")
-    try:
-        from nanovllm.jobs.ray_job import Cluster
-    except ImportError as error:
-        raise ImportError(f"replicas and ray_address need Ray: pip install 'nanovllm[ray]' ({error})") from error
+    if find_spec("ray") is None:
+        raise ImportError("replicas and ray_address need Ray: pip install 'nanovllm[ray]'")
     return Cluster(replicas, address)
 
 

@@ -1,11 +1,13 @@
-"""SharedEngine: one engine for many threads, without Ray."""
+"""What needs no Ray: one engine for many threads, and the error where Ray is missing."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from checkpoints import greedy, make_llm, random_prompt
+from job_files import write_lines
 
+from nanovllm.jobs import run, run_batch
 from nanovllm.jobs.generate_actor import SharedEngine
 from nanovllm.jobs.lines import Line
 
@@ -68,3 +70,11 @@ def test_the_process_ends_with_its_engine(fresh_llm, monkeypatch):
     engine = SharedEngine(fresh_llm)
     threading.Thread(target=engine.generate, args=(lines(0, 1),), daemon=True).start()
     assert ended.wait(60)
+
+
+def test_replicas_need_ray(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    file = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "a"}])
+    with pytest.raises(ImportError, match=r"nanovllm\[ray\]"):
+        run_batch(file, tmp_path / "answers", path, replicas=2)
+    assert not (tmp_path / "answers").exists()

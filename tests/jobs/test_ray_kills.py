@@ -64,7 +64,8 @@ def victims(job, kind: str) -> list[int]:
     if kind == "driver":
         return [job.pid]
     title = "ray::MapWorker" if kind == "actor" else "ray::"
-    return [pid for pid, name in descendants(job.pid).items() if name.startswith(title)]
+    names = descendants(job.pid).items()
+    return [pid for pid, name in names if name.startswith(title) and not name.endswith("Agent")]  # its raylet dies too
 
 
 @pytest.mark.timeout(3600)
@@ -77,7 +78,7 @@ def test_a_job_on_ray_survives_kills(path, tmp_path, kind):
         rng, num_killed, num_starts, num_before, num_lines = random.Random(kind), 0, 1, 0, 0
         arguments = command(path, file, answers, "--replicas", "2")
         job = start(arguments, log)
-        # Status 1: the job stopped half-way, because an agent was killed and its raylet ended with it.
+        # Status 1: the job stopped half-way.
         while (status := job.poll()) is None or status in (-signal.SIGKILL, 1):
             if status is not None:
                 assert num_starts <= num_killed, (tmp_path / "log").read_text()[-5000:]
