@@ -73,7 +73,7 @@ def _connected(address: str | None) -> Iterator[None]:
         yield
         return
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
+    quiet: Any = {"log_to_driver": False, "logging_level": logging.WARNING}
     ray.init(address, **quiet) if address else ray.init("local", include_dashboard=False, **quiet)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has set one that aborts the process.
