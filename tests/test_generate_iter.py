@@ -31,16 +31,16 @@ def test_results_come_as_they_finish(llm):
     assert [index for index, _ in results] == [1, 3, 2, 0]
 
 
-def test_a_none_lets_the_others_go_on(llm):
+def test_while_there_is_no_prompt_the_others_go_on(llm):
     given = []
 
     def prompts():
-        yield from ([1, 2], None, [3], None)
+        yield from ([1, 2], NO_PROMPT, [3], NO_PROMPT)
         while len(given) < 1:
-            yield None
-        yield from ([4], None, [5])
+            yield NO_PROMPT
+        yield from ([4], NO_PROMPT, [5])
         while True:
-            yield None
+            yield NO_PROMPT
 
     for index, output in llm.generate_iter(prompts(), greedy(3)):
         given.append(index)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from nanovllm.engine.requests.streaming import NO_PROMPT
 from nanovllm.jobs.arguments import Arguments, Model
 from nanovllm.jobs.inputs import RawLine
 from nanovllm.jobs.lines import ANSWER_KEYS, OPTIONAL_KEYS, Line, Row, answer_row, column_name, read_id, to_json
@@ -68,14 +69,14 @@ class SharedEngine:
             logger.exception("The engine has died, and its process ends")
             os._exit(1)
 
-    def _pairs(self) -> Iterator[tuple[list[int] | None, SamplingParams | None]]:
-        """Prompts and parameters; None where none waits and the engine has other work."""
+    def _pairs(self) -> Iterator[tuple[list[int], SamplingParams | None]]:
+        """Prompts and parameters; NO_PROMPT where none waits and the engine has other work."""
         indices = count()
         while True:
             try:
                 requests = self._requests.get(block=not self._under_way)
             except queue.Empty:
-                yield None, None
+                yield NO_PROMPT, None
                 continue
             for request in requests:
                 self._under_way[next(indices)] = request

@@ -4,11 +4,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice, takewhile
 from operator import attrgetter
+from typing import Any
 
 from nanovllm.engine.requests.outputs import RequestOutput, StreamDelta, error_output, request_output
 from nanovllm.engine.requests.prompts import Prompt
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+
+# Among the prompts of generate_iter: there is none at the moment, and another may come later.
+NO_PROMPT: Any = object()
 
 
 def new_deltas(seqs: list[Sequence], finished: list[Sequence]) -> Iterator[StreamDelta]:
@@ -78,11 +82,11 @@ class PromptFeed(Results):
         self._num_given = 0
 
     def take(self, num: int) -> list[tuple[Prompt, SamplingParams]]:
-        """The next prompts, at most num; none if the iterable has ended or gives a None, or results wait for a slow
+        """The next prompts, at most num; none if the iterable has ended or gives NO_PROMPT, or results wait for a slow
         one."""
         if self._max_ahead is not None:
             num = min(num, self._num_given + self._max_ahead - self.num_taken)
-        batch = list(takewhile(lambda pair: pair[0] is not None, islice(self._pairs, num)))
+        batch = list(takewhile(lambda pair: pair[0] is not NO_PROMPT, islice(self._pairs, num)))
         self.num_taken += len(batch)
         return batch
 
