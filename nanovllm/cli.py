@@ -123,7 +123,8 @@ def _run_batch(options: argparse.Namespace) -> int:
         f"{summary.num_completion_tokens} tokens; this call took {summary.seconds:.1f} s"
     )
     if summary.num_failed:
-        print(f"{summary.num_failed} lines failed: {Path(options.output, 'errors.jsonl')} says why", file=sys.stderr)
+        failed = f"{summary.num_failed} line{'s' * (summary.num_failed > 1)} failed"
+        print(f"{failed}: {Path(options.output, 'errors.jsonl')} says why", file=sys.stderr)
     return _SOME_FAILED if summary.num_failed else 0
 
 
