@@ -105,7 +105,7 @@ class JobFolder:
         for name in os.listdir(self.path):
             if _OWN.fullmatch(name) and name != MANIFEST:
                 os.unlink(self.path / name)
-        sync_folder(self.path)
+        sync(self.path)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class JobFolder:
     def complete(self, number: int, parquet: ParquetFormat | None) -> Path:
         """Give an open part, which is not empty, its final form and name. parquet: None writes JSON lines."""
         open_part = self.open_part(number)
-        _sync_file(open_part)
+        sync(open_part)
         if parquet is None:
             part = self.path / f"part-{number:05d}.jsonl"
             self._rename(open_part, part)
@@ -134,7 +134,7 @@ class JobFolder:
         part = self.path / f"part-{number:05d}.parquet"
         temporary = part.with_name(f"{part.name}.tmp")
         parquet.write(open_part, temporary)
-        _sync_file(temporary)
+        sync(temporary)
         self._rename(temporary, part)
         os.unlink(open_part)
         return part
@@ -154,7 +154,7 @@ class JobFolder:
 
     def _rename(self, temporary: Path, path: Path) -> None:
         os.replace(temporary, path)
-        sync_folder(self.path)
+        sync(self.path)
 
     def recover(self, parquet: ParquetFormat | None) -> None:
         """Complete what a crash has left open. Afterwards every row is in a complete part or in errors.jsonl."""
@@ -170,7 +170,7 @@ class JobFolder:
 
     def forget_errors(self) -> None:
         (self.path / ERRORS).unlink(missing_ok=True)
-        sync_folder(self.path)
+        sync(self.path)
 
     def read(self, see: Callable[[bytes], object] = lambda line_id: None) -> Counts:
         """Count all rows. see: called with the `hash_id` of each. Raises ValueError for a damaged file."""
@@ -233,21 +233,13 @@ def _try_lock(file: int) -> bool:
         return False
 
 
-def _sync_file(path: Path) -> None:
-    file = os.open(path, os.O_RDWR)
+def sync(path: Path) -> None:
+    """Have the disk keep a file's content, or the names in a folder."""
+    file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-def sync_folder(path: Path) -> None:
-    """Have the disk keep the names in a folder."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 class PartWriter:
@@ -309,7 +301,7 @@ class AppendedFile:
     def __init__(self, path: Path):
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._is_synced = True
-        sync_folder(path.parent)
+        sync(path.parent)
 
     def append(self, lines: list[str]) -> None:
         self._is_synced = False

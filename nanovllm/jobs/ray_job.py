@@ -25,7 +25,7 @@ from ray.data import DataContext, Datasink, Datasource, ReadTask, read_datasourc
 from ray.data.block import BlockMetadata
 
 from nanovllm.jobs.arguments import Arguments, Cluster
-from nanovllm.jobs.folder import ERRORS, AppendedFile, JobFolder, sync_folder
+from nanovllm.jobs.folder import ERRORS, AppendedFile, JobFolder, sync
 from nanovllm.jobs.generate_actor import actor_pool, start_engine
 from nanovllm.jobs.lines import answer_row, to_json
 from nanovllm.jobs.parquet import ParquetFormat
@@ -181,7 +181,7 @@ class _Parts(Datasink):
             file.writelines(f"{answer}\n" for answer in answers)
         staged = staging.complete(number, self._parquet)
         os.replace(staged, self._folder / staged.name)
-        sync_folder(self._folder)
+        sync(self._folder)
 
     def on_write_complete(self, write_result: Any) -> None:
         if errors := list(chain.from_iterable(write_result.write_returns)):

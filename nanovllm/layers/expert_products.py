@@ -42,7 +42,7 @@ class ExpertsProblem(NamedTuple):
 def compute_experts(problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
     """`problem.out`, by our kernels for any number of tokens, or by their twins. constants: two `TileConfig`s, for
     gate_up and down; none for some that work."""
-    x, logits, weight, down_weight, top_k, normalize, out, add, context_lens = problem
+    _, logits, weight, down_weight, top_k, normalize, out, add, context_lens = problem
     x = problem.input
     if not use_kernels(x):
         total = experts_torch(x, *route_torch(logits, top_k, normalize, context_lens), weight, down_weight)
