@@ -30,6 +30,7 @@ class Shape(NamedTuple):
     dtype: str
     num_experts: int = 1  # with such a weight each
     top_k: int = 1  # of them for a token
+    has_norm: bool = True  # whether its input, if it is the residual stream, is normalised first
 
     def key(self, phase: str) -> Key:
         return Key(self.operation, phase, self.N, self.K, self.dtype, self.num_experts)

@@ -8,6 +8,8 @@ pytest.importorskip("triton")
 from nanovllm.layers import expert_candidates, expert_products, kernel_matmul
 from nanovllm.layers.expert_candidates import ExpertsGemv, ExpertTiles, GroupedMm
 from nanovllm.layers.kernel_matmul import Gemv, SplitK
+from nanovllm.layers.layernorm import Normed
+from nanovllm.layers.matmul import Cublas
 from nanovllm.tuning import layer_timer
 from nanovllm.tuning.layer_timer import LayerTimer
 from nanovllm.tuning.table import Choice
@@ -86,6 +88,34 @@ def test_a_layer_is_computed_by_the_choices(timer, monkeypatch, phase):
     assert timer(phase, 3, picks) == len(timer._layers) == 2
     operations = ("linear", "linear_add", "linear_silu", "linear_add")
     assert launched[-8:] == [*zip(operations, ("gemv", "split-k", "gemv", "cublas"), strict=True)] * 2
+
+
+@pytest.mark.parametrize("timer", ["linear_add"], indirect=True)
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_a_layer_with_norms_after_its_blocks(timer, monkeypatch, has_norm):
+    """As Gemma 3 and OLMo 2 have it: o and down are plain products. Gemma's gate and up are one too."""
+    launched = []
+    launch = Cublas.launch
+
+    def record(self, problem, constants=()):
+        launched.append(problem)
+        return launch(self, problem)
+
+    monkeypatch.setattr(Cublas, "launch", record)
+    qkv, o, gate_up, down = timer.shapes
+    gate_up_operation = "linear" if has_norm else "linear_silu"
+    shapes = [
+        qkv._replace(has_norm=has_norm),
+        o._replace(operation="linear", has_norm=False),
+        gate_up._replace(operation=gate_up_operation, has_norm=has_norm),
+        down._replace(operation="linear", has_norm=False),
+    ]
+    timer = LayerTimer(shapes, torch.device("cpu"))
+    assert timer("decode", 3, (CUBLAS,) * 4) == len(timer._layers) == 2
+    layer = launched[-4:]
+    assert [problem.operation for problem in layer] == ["linear", "linear", gate_up_operation, "linear"]
+    assert [isinstance(problem.x, Normed) for problem in layer] == [has_norm, False, has_norm, False]
+    assert [tuple(problem.x.shape) for problem in layer[1::2]] == [(3, ATTENTION), (3, INTERMEDIATE)]
 
 
 def test_what_does_not_work_takes_no_time(timer):
