@@ -97,8 +97,8 @@ class LayerTimer:
         return graph.replay
 
     def _run_layer(self, phase: str, residual: torch.Tensor, weights: list[Any], picks: Picks) -> None:
-        """q, k, v; o; gate and up, or the router; down, or the experts. The first and the third read the residual stream,
-        the others what came before, which they add to it unless a norm is in between."""
+        """q, k, v; o; gate and up, or the router; down, or the experts. The first and the third read the residual
+        stream. The others read what came before, and add to the stream unless a norm is in between."""
         y = residual
         for i, (shape, weight, choice) in enumerate(zip(self.shapes, weights, picks, strict=True)):
             hidden = Normed(residual, self._norm) if shape.has_norm else residual

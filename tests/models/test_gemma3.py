@@ -88,7 +88,7 @@ def test_two_ranks(base):
 
 
 def soften_attention(tensors) -> None:
-    """Bring the scores to about N(0, 1). Sharper attention turns bfloat16's rounding into other tokens, on a CPU too."""
+    """Bring the scores to about N(0, 1). In sharper attention bfloat16's rounding changes tokens, on a CPU too."""
     for name, tensor in tensors.items():
         if name.endswith("norm.weight"):
             tensor.sub_(1)
