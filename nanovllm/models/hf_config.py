@@ -120,7 +120,7 @@ def check_hf_config(hf_config: Any, where: str) -> None:
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     except (TypeError, AttributeError, ArithmeticError) as error:  # All other fields are checked.
-        raise ValueError(f"{where}: its RoPE settings cannot be used: {one_line(error)}") from error
+        raise ValueError(f"{where}: cannot be used: {one_line(error)}") from error
 
 
 def supported_length(hf_config: Any) -> int:
