@@ -16,8 +16,8 @@ import torch
 SPLIT_UNIT = 64  # keys; a split is a whole multiple, so a kernel may load tiles of 16, 32 or 64 keys
 MAX_SPLITS = 64  # of one sequence: its last program adds them up one after the other
 
-# A plan is an int32 array [num_pieces, 5]. A piece is: row of the batch, or -1 = nothing to do; which split, of how many
-# of that row; first key, and the one after the last. The pieces of a row of the batch are neighbours, in order.
+# A plan is an int32 array [num_pieces, 5]. The fields of a piece: row of the batch, or -1 = nothing to do; which split,
+# of how many of that row; first key, and the one after the last. The pieces of a row are neighbours, in order.
 PIECE_FIELDS = 5
 
 
