@@ -109,7 +109,7 @@ class ModelRunner:
         if self.model is not None:
             for layer in self.attention_layers():
                 layer.k_cache = layer.v_cache = None
-            # A parameter and the layer that loads it refer to each other, so only the collector would free them.
+            # A parameter and its loader's layer refer to each other, so only the collector would free them.
             for parameter in self.model.parameters():
                 vars(parameter).pop("weight_loader", None)
         self.model = self.sampler = self.kv_cache = self.graphs = self.mixed_graphs = None

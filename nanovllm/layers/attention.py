@@ -48,7 +48,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def decode(self, q, k_cache, v_cache, context: Context, scale: float, window: int | None = None) -> torch.Tensor:
-        """Attention of each row's one token to its context_lens keys; zeros if that is 0."""
+        """Attention of one token a row to its context_lens keys; zeros if that is 0."""
 
 
 class Attention(nn.Module):
