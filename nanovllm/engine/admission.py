@@ -44,7 +44,7 @@ class Admission:
         self.num_reserved = min(self.num_reserved + num_blocks, self._max_reserved)
 
 
-class MixedSteps:
+class MixedAdmission:
     """Decides for one step which prompts are computed in spare rows of a decode step (Sarathi, Agrawal et al. 2023).
 
     A decode step of a wide model spends its time reading weights, so a few hundred rows take little longer than one. A

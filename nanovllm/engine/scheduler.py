@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from nanovllm.config import Config
-from nanovllm.engine.admission import Admission, MixedSteps
+from nanovllm.engine.admission import Admission, MixedAdmission
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.engine.sampling.logprobs import StepLogprobs
@@ -30,7 +30,7 @@ _NO_TOKEN = frozenset({NON_FINITE})  # It ends every sequence, so that postproce
 class Scheduler:
     """Waiting and running sequences over one BlockManager.
 
-    Prefill comes first, if `Admission` lets sequences begin. If `MixedSteps` admits prompts, they are computed in spare
+    Prefill comes first, if `Admission` lets sequences begin. Prompts that `MixedAdmission` admits are computed in spare
     rows of a decode step instead. When the cache is full, the sequence that began last is preempted.
 
     Args:
@@ -88,7 +88,7 @@ class Scheduler:
         Each sequence's num_scheduled_tokens says how many tokens the step computes for it, and its block_table has
         slots for them. In a mixed step, which counts as a decode step, the last sequences are prefilled.
         """
-        mixed = MixedSteps(self.running, self.waiting, self.mixed_step_rows, self.max_num_seqs, self.max_seq_len)
+        mixed = MixedAdmission(self.running, self.waiting, self.mixed_step_rows, self.max_num_seqs, self.max_seq_len)
         is_mixed = bool(self.waiting) and mixed.admits(self.waiting[0])
         if not is_mixed:
             seqs = self._schedule_prefill(self.max_num_batched_tokens)
@@ -101,7 +101,7 @@ class Scheduler:
             seqs += self._schedule_prefill(self.mixed_step_rows - len(seqs), mixed)
         return seqs, False
 
-    def _schedule_prefill(self, budget: int, mixed: MixedSteps | None = None) -> list[Sequence]:
+    def _schedule_prefill(self, budget: int, mixed: MixedAdmission | None = None) -> list[Sequence]:
         """Waiting sequences, of which up to `budget` tokens are computed. mixed: beside a decode step."""
         if not self.waiting:
             return []
