@@ -67,7 +67,7 @@ class ModelRunner:
         self.tp, self.check = tp, check
         config = self.config
         head_dim = get_head_dim(config.hf_config)
-        options = config.device, config.dtype, head_dim, self.block_size, config.kv_cache_dtype
+        options = config.device, config.dtype, head_dim, self.block_size, config.kv_cache_dtype != config.dtype
         backend = select_backend(config.attention_backend, *options)
         has_graphs = config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs
         set_up_model(self, backend, has_graphs, progress)

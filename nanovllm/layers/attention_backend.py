@@ -11,14 +11,14 @@ from nanovllm.layers.attention_torch import TorchBackend
 
 
 def select_backend(
-    name: str, device: str, dtype: torch.dtype, head_dim: int, block_size: int, kv_cache_dtype: torch.dtype
+    name: str, device: str, dtype: torch.dtype, head_dim: int, block_size: int, is_fp8_cache: bool = False
 ) -> AttentionBackend:
     """The back end that `attention_backend=name` selects.
 
     "auto" is torch on a CPU and triton on a GPU, where its decode is faster than flash-attn 2's for every measured
     batch. Raises ValueError, with the reason, if the named one cannot run this model.
     """
-    case = device, dtype, head_dim, block_size, kv_cache_dtype
+    case = device, dtype, head_dim, block_size, is_fp8_cache
     if name == "auto":
         candidates = ("torch",) if device == "cpu" else ("triton", "flash_attn", "torch")
         name = next(c for c in candidates if _obstacle(c, *case) is None)
@@ -29,7 +29,7 @@ def select_backend(
 
 
 def _obstacle(
-    name: str, device: str, dtype: torch.dtype, head_dim: int, block_size: int, kv_cache_dtype: torch.dtype
+    name: str, device: str, dtype: torch.dtype, head_dim: int, block_size: int, is_fp8_cache: bool
 ) -> str | None:
     """Why a back end cannot run here; None if it can."""
     if name == "torch":
@@ -44,7 +44,7 @@ def _obstacle(
         return "the flash-attn package is not installed: pip install 'nanovllm[flash-attn]', or use triton"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16, not {dtype}; use triton"
-    if kv_cache_dtype != dtype:
+    if is_fp8_cache:
         return "reads no fp8 KV cache; use triton"
     if block_size % 256:
         return f"kvcache_block_size={block_size} is not a multiple of 256; use triton"
