@@ -1,6 +1,7 @@
 """An engine with a KV cache in 8 bits: equal tokens however a request is computed, twice the tokens, and its scales."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from checkpoints import (
 )
 from safetensors.torch import load_file
 
+from nanovllm.bench.floor import ModelSize
 from nanovllm.config import Config
 from nanovllm.engine.runner.kv_scales import powers_of_two
+from nanovllm.layers import attention_backend
+from nanovllm.layers.attention_backend import select_backend
 from nanovllm.layers.kv_quantization import E4M3_MAX
 
 NUM_TOKENS = 24
@@ -80,6 +84,37 @@ def test_the_same_tokens_however_they_are_computed(path, alone, options):
         assert complete(llm, [prompts[i] for i in order], greedy(NUM_TOKENS)) == [completions[i] for i in order]
         assert (llm.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in options)
         assert_idle(llm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enforce_eager": True, "max_num_batched_tokens": 24},
+        {"mixed_step_rows": 16, "max_num_batched_tokens": 70},
+        {"attention_backend": "torch"},
+    ],
+)
+def test_a_gpu_gives_the_same_tokens(path, alone, options):
+    prompts, completions = alone
+    with make_fp8(path, device="cuda", dtype="float32", **options) as llm:
+        for _ in range(2):
+            assert complete(llm, prompts, greedy(NUM_TOKENS)) == completions
+        assert_idle(llm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_on_a_gpu(path, alone, dtype):
+    """Log-probabilities of the same tokens, from prefills and from the cache."""
+    prompts, completions = alone
+    with make_fp8(path, dtype=dtype) as llm:
+        expected = [score["total"] / NUM_TOKENS for score in llm.score(prompts, completions, use_tqdm=False)]
+    with make_fp8(path, device="cuda", dtype=dtype) as llm:
+        for _ in range(2):
+            found = [score["total"] / NUM_TOKENS for score in llm.score(prompts, completions, use_tqdm=False)]
+            assert found == pytest.approx(expected, abs=0.1)
 
 
 def test_layers_with_a_window(tmp_path):
@@ -266,3 +301,18 @@ def test_gpus_without_fp8(path, monkeypatch, capability, is_taken):
         ):
             Config(path, kv_cache_dtype="fp8", **options)
     assert Config(path, **options).kv_cache_dtype != torch.float8_e4m3fn
+
+
+def test_flash_attn_reads_no_fp8_cache(monkeypatch):
+    monkeypatch.setattr(attention_backend, "find_spec", lambda name: True)
+    monkeypatch.setattr(attention_backend, "HAS_TRITON", True)
+    with pytest.raises(ValueError, match="attention_backend='flash_attn': reads no fp8 KV cache; use triton"):
+        select_backend("flash_attn", "cuda", torch.bfloat16, 128, 256, is_fp8_cache=True)
+    assert select_backend("triton", "cuda", torch.bfloat16, 128, 256, is_fp8_cache=True).name == "triton"
+
+
+def test_the_floor_knows_the_cache(path):
+    config = Config(path, device="cpu").hf_config
+    plain = ModelSize.of(config, torch.bfloat16)
+    fp8 = ModelSize.of(config, torch.bfloat16, torch.float8_e4m3fn)
+    assert fp8 == replace(plain, kv_bytes_per_token=plain.kv_bytes_per_token // 2)
