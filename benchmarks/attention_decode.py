@@ -2,9 +2,9 @@
 
     python benchmarks/attention_decode.py --json out.json [--sweep] [--fp8] [--heads 16 --kv-heads 8]
 
-One layer with head_dim 128 in bfloat16 (with --fp8 over a cache of float8_e4m3fn) and blocks of 256 tokens. Prints TB/s: the bytes of all keys and values over
-the time of a call in a CUDA graph. Compares our kernel with flash-attn 2, where that is installed. With --sweep it
-also times other launch constants and numbers of programs.
+One layer with head_dim 128 in bfloat16 (with --fp8 over a cache of float8_e4m3fn) and blocks of 256 tokens. Prints
+TB/s: the bytes of all keys and values over the time of a call in a CUDA graph. Compares our kernel with flash-attn 2,
+where that is installed. With --sweep it also times other launch constants and numbers of programs.
 """
 
 import argparse

@@ -315,4 +315,4 @@ def test_the_floor_knows_the_cache(path):
     config = Config(path, device="cpu").hf_config
     plain = ModelSize.of(config, torch.bfloat16)
     fp8 = ModelSize.of(config, torch.bfloat16, torch.float8_e4m3fn)
-    assert fp8 == replace(plain, kv_bytes_per_token=plain.kv_bytes_per_token // 2)
+    assert fp8 == replace(plain, kv_bytes_per_key=plain.kv_bytes_per_key // 2)

@@ -11,9 +11,8 @@ from tqdm import tqdm
 
 from nanovllm.config import Config
 from nanovllm.layers.attention_backend import TorchBackend
-from nanovllm.layers.expert_products import ExpertsProduct
-from nanovllm.layers.matmul import LayerProduct
 from nanovllm.models import make_model
+from nanovllm.models.layer_facts import ExpertsProduct, LayerProduct, layer_products
 from nanovllm.tuning.table import (
     Choice,
     Table,
@@ -94,7 +93,7 @@ def layer_shapes(model: str, num_gpus: int = 1) -> list[Shape]:
     config.hf_config.num_hidden_layers = 1
     tp = TensorParallel(size=num_gpus)
     decoder: Any = make_model(config.hf_config, config.dtype, torch.device("meta"), 1, TorchBackend(), tp)
-    return [_shape(product, dtype) for product in decoder.model.layers[0].products()]
+    return [_shape(product, dtype) for product in layer_products(decoder.model.layers[0])]
 
 
 def _shape(product: LayerProduct | ExpertsProduct, dtype: str) -> Shape:
