@@ -49,6 +49,7 @@ _NUMBERS |= {"n": int, "logprobs": int, "presence_penalty": float, "frequency_pe
 _NUMBERS |= {"repetition_penalty": float}
 _ENGINE: dict[str, Any] = {"tensor_parallel_size": int, "max_model_len": int, "max_num_seqs": int}
 _ENGINE |= {"max_num_batched_tokens": int, "gpu_memory_utilization": float, "kvcache_gib": float, "dtype": str}
+_ENGINE |= {"kv_cache_dtype": str, "kv_cache_scales": str}
 _ENGINE |= {"device": str, "load_format": str, "attention_backend": str, "tokenizer": str, "revision": str}
 
 

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DTYPES |= {"half": torch.float16, "float": torch.float32}  # vLLM's names
+FP8_CAPABILITY = 8, 9  # of the oldest GPUs that convert e4m3
 CPU_KVCACHE_GIB = 2.0
 # Longer prefill steps are faster, but take memory for activations from the KV cache: at most this share of the GPU's.
 _STEP_TOKENS, _LONG_STEP_TOKENS = 16384, 32768
@@ -67,6 +68,8 @@ class Config:
     kvcache_block_size: int = 256  # tokens
     num_kvcache_blocks: int = -1  # -1: as many as the memory holds
     kvcache_gib: float | None = None  # size of the KV cache, instead of what gpu_memory_utilization leaves
+    kv_cache_dtype: Any = "auto"  # or "fp8"; after the checks a torch.dtype
+    kv_cache_scales: str = "auto"  # of an fp8 cache: "checkpoint", "calibrated", "one", or the first of these there is
     device: str = "auto"  # after the checks "cuda" or "cpu"
     dtype: Any = "auto"  # after the checks a torch.dtype
     load_format: str = "auto"  # or "dummy": random weights
@@ -89,6 +92,7 @@ class Config:
         check_shardable(self.hf_config, self.tensor_parallel_size)
         self._resolve_device()
         self._resolve_dtype()
+        self._resolve_kv_cache_dtype()
         self._resolve_limits()
         self._resolve_eos()
         self._resolve_tokenizer()
@@ -142,6 +146,14 @@ class Config:
         if self.dtype in DTYPES.values():
             self.dtype = str(self.dtype).removeprefix("torch.")
         self._require_one_of("dtype", ("auto", *DTYPES))
+        if self.kv_cache_dtype == torch.float8_e4m3fn:
+            self.kv_cache_dtype = "fp8"
+        self._require_one_of("kv_cache_dtype", ("auto", "fp8", "fp8_e4m3"))
+        self._require_one_of("kv_cache_scales", ("auto", "checkpoint", "calibrated", "one"))
+        is_used = self.kv_cache_scales == "auto" or self.kv_cache_dtype != "auto"
+        self._require("kv_cache_scales", is_used, "'auto' without kv_cache_dtype='fp8'")
+        has_files = self.kv_cache_scales != "checkpoint" or self.load_format != "dummy"
+        self._require("kv_cache_scales", has_files, "another one with load_format='dummy', which reads no checkpoint")
         self._require("seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), "None or in 0..2**63 - 1")
         are_tokens = isinstance(self.eos, list) and all(is_int(token, 0) for token in self.eos)
         self._require("eos", are_tokens, "token ids >= 0")
@@ -227,6 +239,17 @@ class Config:
                 own = str(own).removeprefix("torch.")
                 self.dtype = own if own in ("bfloat16", "float16") else "bfloat16"
         self.dtype = DTYPES[self.dtype]
+
+    def _resolve_kv_cache_dtype(self) -> None:
+        if self.kv_cache_dtype == "auto":
+            self.kv_cache_dtype = self.dtype
+            return
+        if self.device == "cuda":
+            capability = torch.cuda.get_device_capability(self.device_index)
+            allowed = "'auto' on a GPU of compute capability {}.{}: fp8 needs {}.{} or more"
+            is_new = capability >= FP8_CAPABILITY
+            self._require("kv_cache_dtype", is_new, allowed.format(*capability, *FP8_CAPABILITY))
+        self.kv_cache_dtype = torch.float8_e4m3fn
 
     def _resolve_limits(self) -> None:
         supported = self.supported_model_len = supported_length(self.hf_config)

@@ -129,6 +129,8 @@ WRONG = {
     "device": ([*CHOICE, "cuda:", "cuda:-1", "cuda:a", "cuda:1 ", "cuda1", "mps", 0], "auto, cuda, cpu, or cuda:N"),
     "dtype": ([*CHOICE, "bf16", "int8", torch.int8, torch.float64], "auto, bfloat16, float16, float32, half, float"),
     "load_format": ([*CHOICE, "safetensors"], "auto, dummy"),
+    "kv_cache_dtype": ([*CHOICE, "fp8_e5m2", "int8", "bfloat16"], "auto, fp8, fp8_e4m3"),
+    "kv_cache_scales": (CHOICE, "auto, checkpoint, calibrated, one"),
     "attention_backend": ([*CHOICE, "flash-attn", "xformers"], "auto, flash_attn, triton, torch"),
     "enable_prefix_caching": (FLAG, "True or False"),
     "mixed_step_rows": ([-1, 1025, 10**9, 1.0, "256", True, False, NAN, [256]], r"None.*0\.\.1024 "),

@@ -41,7 +41,8 @@ class ModelSize:
     itemsize: int
 
     @classmethod
-    def of(cls, hf_config, dtype: torch.dtype) -> "ModelSize":
+    def of(cls, hf_config, dtype: torch.dtype, kv_cache_dtype: torch.dtype | None = None) -> "ModelSize":
+        """dtype: of the weights, and of the KV cache unless that has one of its own."""
         c = hf_config
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         attention = c.hidden_size * head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
@@ -53,6 +54,7 @@ class ModelSize:
             routers = num_layers * c.num_experts * c.hidden_size
             mlps = mlps // c.num_hidden_layers * (c.num_hidden_layers - num_layers) + routers
             mlps += int(expert_share * expert_params)
+        kv_itemsize = (kv_cache_dtype or dtype).itemsize
         return cls(
             layer_params=c.num_hidden_layers * attention + mlps,
             expert_params=expert_params,
@@ -61,7 +63,7 @@ class ModelSize:
             windows=dict(Counter(windows_of_layers(c))),
             num_heads=c.num_attention_heads,
             head_dim=head_dim,
-            kv_bytes_per_key=2 * c.num_key_value_heads * head_dim * dtype.itemsize,
+            kv_bytes_per_key=2 * c.num_key_value_heads * head_dim * kv_itemsize,
             itemsize=dtype.itemsize,
         )
 

@@ -43,6 +43,7 @@ def parse_args(arguments: Sequence[str] | None, prog: str | None) -> argparse.Na
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
     add("--attention-backend", choices=("auto", "flash_attn", "triton", "torch"), default="auto")
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto")
+    add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     add("--device", default="auto", help="auto, cpu, cuda, or cuda:N for the GPU number N")
     add("--max-model-len", type=int, default=4096)
     add("--max-num-batched-tokens", type=int, help="of one prefill step; default: as the engine chooses")
@@ -138,6 +139,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
             enforce_eager=args.enforce_eager,
             attention_backend=args.attention_backend,
             dtype=args.dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
             device=args.device,
             max_model_len=args.max_model_len,
             max_num_batched_tokens=args.max_num_batched_tokens,
@@ -161,7 +163,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
             seconds, throughput = passes[name][-1]["seconds"], passes[name][-1]["throughput"]
             print(f"{name}, pass {index}: {seconds:.3f} s, {throughput:.1f} tok/s", flush=True)
 
-    size, device = ModelSize.of(llm.config.hf_config, llm.config.dtype), llm.model_runner.device
+    device = llm.model_runner.device
+    size = ModelSize.of(llm.config.hf_config, llm.config.dtype, llm.config.kv_cache_dtype)
     report = {
         "options": {name: value for name, value in vars(args).items() if name != "json"},
         "device": llm.model_runner.device_name,

@@ -80,6 +80,7 @@ class DecoderAttention(nn.Module):
             self.attn.k_cache,
             self.attn.v_cache,
             context.slot_mapping if has_cache else None,
+            self.attn.kv_scales if has_cache else None,
             self.num_heads,
             self.num_kv_heads,
             pdl=not context.is_prefill,

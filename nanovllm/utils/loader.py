@@ -41,7 +41,7 @@ def load_model(model: nn.Module, directory: str) -> None:
     """
     with ExitStack() as stack:
         prefix = getattr(model, "checkpoint_prefix", "")
-        opened = _open_tensors(directory, stack).items()
+        opened = open_tensors(directory, stack).items()
         tensors = {name.removeprefix(prefix): tensor for name, tensor in opened if name.startswith(prefix)}
         plan = _make_plan(model, tensors, directory)
         # The largest first, so that no thread is left alone with one in the end.
@@ -92,7 +92,7 @@ def default_weight_loader(param: nn.Parameter, loaded: Any, shard_id: object) ->
     param.data.copy_(loaded[...])
 
 
-def _open_tensors(directory: str, stack: ExitStack) -> dict[str, _Tensor]:
+def open_tensors(directory: str, stack: ExitStack) -> dict[str, _Tensor]:
     """{name: tensor} over all files of a checkpoint. Reads only headers."""
     tensors: dict[str, _Tensor] = {}
     for path in _checkpoint_files(Path(directory)):
@@ -130,8 +130,12 @@ def _checkpoint_files(directory: Path) -> list[Path]:
 def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) -> dict[str, tuple[nn.Parameter, object]]:
     """{checkpoint name: (parameter, shard id)}, complete and with the right shapes and dtypes, or ValueError."""
     wanted = _wanted_tensors(model)
-    # Checkpoints with a tied embedding may hold the head too, and older ones RoPE's frequencies.
-    unused = ("rotary_emb.inv_freq", "lm_head.weight")
+    # Checkpoints with a tied embedding may hold the head too, and older ones RoPE's frequencies. An fp8 KV cache reads
+    # the scales (`engine.runner.kv_scales`).
+    unused = (
+        *("rotary_emb.inv_freq", "lm_head.weight", ".q_scale", ".k_scale", ".v_scale"),
+        *(".k_proj.output_scale", ".v_proj.output_scale"),
+    )
     extra = [name for name in tensors if name not in wanted and not name.endswith(unused)]
     # The dtypes first, because quantised checkpoints also have other names.
     for name in (*wanted, *extra):

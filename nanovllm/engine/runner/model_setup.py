@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nanovllm.config import Config
@@ -30,9 +31,12 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
         config, head_dim, tp, device = runner.config, get_head_dim(runner.config.hf_config), runner.tp, runner.device
         model: Any = make_model(config.hf_config, config.dtype, device, config.max_model_len, backend, tp)
         runner.model = model
+        _, runner.num_kv_heads = tp.shard_kv_heads(config.hf_config.num_key_value_heads)
+        if config.kv_cache_dtype != config.dtype:
+            sizes = len(model.model.layers), 2, runner.num_kv_heads
+            runner.kv_scales = torch.ones(sizes, dtype=torch.float32, device=device)
         runner.sampler = Sampler(tp, model.lm_head.first, model.lm_head.shard_size)
         num_heads = tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
-        _, runner.num_kv_heads = tp.shard_kv_heads(config.hf_config.num_key_value_heads)
         # With two GPUs it gained nothing.
         quack = load_quack(config.dtype, device, decodes=has_graphs) if tp.size == 1 else None
         table = load_table(device)
