@@ -7,6 +7,9 @@ Operations, of x `[num_tokens, K]` and a weight W `[N, K]`:
 - linear_add: `residual += x W^T + bias`.
 - linear_sum: linear, as one rank's part of a sum over tensor-parallel ranks.
 - experts: a mixture of experts, of weights `[num_experts, N, K]`; see `expert_products`.
+
+W is a tensor of x's dtype, or a weight in fp8 with its scales (`quantization`). A candidate that cannot compute with
+the weight's format does not support the product.
 """
 
 import logging
@@ -20,7 +23,9 @@ from torch import Tensor
 
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.expert_products import ExpertsProblem, compute_experts
+from nanovllm.layers.fp8_products import fp8_product
 from nanovllm.layers.layernorm import Normed, RMSNorm
+from nanovllm.layers.quantization import Fp8Weight, Weight
 from nanovllm.tuning.table import Key, Row, Table
 from nanovllm.utils.context import get_context
 
@@ -35,7 +40,7 @@ class Problem(NamedTuple):
 
     operation: str  # one of OPERATIONS
     x: Tensor | Normed  # [num_tokens, K]; a norm is computed within the product, or before it
-    weight: Tensor  # [N, K] of x's dtype
+    weight: Any  # a `Weight`: [N, K] of x's dtype, or in fp8
     bias: Tensor | None = None  # [N]
     out: Tensor | None = None  # [num_tokens, N]: linear_add's residual, or where the result goes; None: a new tensor
 
@@ -53,7 +58,7 @@ class LayerProduct(NamedTuple):
     """A product of each layer of a model, for any number of tokens."""
 
     operation: str
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None = None
     norm: RMSNorm | None = None  # of its input
 
@@ -81,14 +86,14 @@ class Candidate(ABC):
     def launch(self, problem: Any, constants: tuple) -> Tensor | None:
         """The result, or None if it failed and another candidate must compute it. constants: from the table."""
 
-    def serves(self, weight: Tensor) -> bool:
+    def serves(self, weight: Weight) -> bool:
         """Whether it computes this weight's products in decode steps, if these are padded for it."""
         return True
 
 
 class Cublas(Candidate):
-    """torch's own products, for every problem on any device; the plain twin of the others. It has none for experts:
-    these our own kernels compute, with constants that work."""
+    """torch's own products, for every problem on any device; the plain twin of the others. With a weight in fp8 it also
+    quantises x. It has none for experts: these our own kernels compute, with constants that work."""
 
     name = "cublas"
 
@@ -98,6 +103,8 @@ class Cublas(Candidate):
     def launch(self, problem: Problem | ExpertsProblem, constants: tuple = ()) -> Tensor:
         if isinstance(problem, ExpertsProblem):
             return compute_experts(problem)
+        if isinstance(problem.weight, Fp8Weight):
+            return _fp8(problem)
         x, weight, bias, out = problem.input, problem.weight, problem.bias, problem.out
         if problem.operation == "linear_silu":
             return _silu_and_mul(F.linear(x, weight))
@@ -107,6 +114,17 @@ class Cublas(Candidate):
         if out is None:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _fp8(problem: Problem) -> Tensor:
+    y = fp8_product(problem.x, problem.weight)
+    if problem.operation == "linear_silu":
+        return _silu_and_mul(y)
+    if problem.bias is not None:
+        y += problem.bias
+    if problem.out is None:
+        return y
+    return problem.out.add_(y) if problem.operation == "linear_add" else problem.out.copy_(y)
 
 
 class Matmul:
@@ -121,20 +139,20 @@ class Matmul:
         self._rows: dict[tuple, Row] = {}
         self._has_told = False
 
-    def linear(self, x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None):
+    def linear(self, x: Tensor | Normed, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None):
         """`x W^T + bias`: `out`, or a new `[num_tokens, N]`."""
         return self.run(Problem("linear", x, weight, bias, out))
 
-    def linear_silu(self, x: Tensor | Normed, weight: Tensor) -> Tensor:
+    def linear_silu(self, x: Tensor | Normed, weight: Weight) -> Tensor:
         """`silu(x Wg^T) * (x Wu^T)`: `[num_tokens, N / 2]`."""
         return self.run(Problem("linear_silu", x, weight))
 
-    def linear_add(self, residual: Tensor, x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear_add(self, residual: Tensor, x: Tensor | Normed, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """`residual += x W^T + bias`. Returns residual. quack-kernels round the product before the sum; without a bias,
-        the others round once."""
+        the others round once. Products of fp8 by torch round twice as well."""
         return self.run(Problem("linear_add", x, weight, bias, residual))
 
-    def linear_sum(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    def linear_sum(self, x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> Tensor:
         """`x W^T + bias` into `out`, this rank's part of a sum."""
         return self.run(Problem("linear_sum", x, weight, bias, out))
 
@@ -146,16 +164,16 @@ class Matmul:
                     return y
         return self._cublas.launch(problem)
 
-    def choices(self, operation: str, weight: Tensor, num_tokens: int) -> tuple[tuple[Candidate, tuple], ...]:
+    def choices(self, operation: str, weight: Weight, num_tokens: int) -> tuple[tuple[Candidate, tuple], ...]:
         """The table's candidates for a product in this step's phase, the best first, with their constants."""
         return self._row(operation, weight)[num_tokens]
 
-    def token_counts(self, operation: str, weight: Tensor, most_tokens: int) -> list[int]:
+    def token_counts(self, operation: str, weight: Weight, most_tokens: int) -> list[int]:
         """Numbers of tokens up to the most: one in every bucket of the product's row."""
         bounds = self._row(operation, weight).bounds
         return [bound for bound in bounds if bound < most_tokens] + [most_tokens]
 
-    def _row(self, operation: str, weight: Tensor) -> Row[tuple[Candidate, tuple]]:
+    def _row(self, operation: str, weight: Weight) -> Row[tuple[Candidate, tuple]]:
         is_prefill = get_context().is_prefill
         short_key = operation, is_prefill, weight.shape, weight.dtype
         if short_key not in self._rows:
@@ -180,14 +198,14 @@ class Matmul:
             }
         )
 
-    def posted_constants(self, weight: Tensor, num_tokens: int) -> tuple | None:
+    def posted_constants(self, weight: Weight, num_tokens: int) -> tuple | None:
         """The constants of this linear_sum, if its first choice writes to the other ranks' memory itself, else None."""
         for candidate, constants in self.choices("linear_sum", weight, num_tokens)[:1]:
-            if candidate.posts_sums:
+            if candidate.posts_sums and isinstance(weight, Tensor):
                 return constants
         return None
 
-    def padded_batch(self, num_seqs: int, gate_up: Tensor) -> int:
+    def padded_batch(self, num_seqs: int, gate_up: Weight) -> int:
         """The number of rows, padding included, at which a decode step of num_seqs is fastest. gate_up: a layer's gate
         and up projection, to which the table's rows for padding belong."""
         for candidate, (num_rows,) in self.choices("padding", gate_up, num_seqs):

@@ -30,7 +30,7 @@ def begin_sums(layers: nn.ModuleList, num_tokens: int, reducer: ResidualReducer)
     """Call this before each forward pass of decoder layers: it decides whether their products post the sums."""
     of_layers = [layer.summed_projections() for layer in layers]
     projections = [projection for of_layer in of_layers for projection in of_layer]
-    constants = [each.matmul.posted_constants(each.weight, num_tokens) for each in projections]
+    constants = [each.matmul.posted_constants(each.matrix, num_tokens) for each in projections]
     # Of families whose sums go another way there are fewer than two a layer, which does no harm.
     reducer.begin_pass(2 * len(layers), all(of_layers) and None not in constants)
 
@@ -45,7 +45,7 @@ def add_over_ranks(
     if not isinstance(x, Tensor):
         return NormedParts(residual, _add_parts(proj, residual, x, norm))
     if reducer.is_posting:
-        constants = proj.matmul.posted_constants(proj.weight, len(x))
+        constants = proj.matmul.posted_constants(proj.matrix, len(x))
         reducer.add_linear(residual, x, proj.weight, proj.bias_of_rank, constants)
         return Normed(residual, norm)
     if not reducer.takes(len(x)):

@@ -20,6 +20,7 @@ from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.matmul import LayerProduct, Matmul
 from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
+from nanovllm.layers.quantization import Weight
 from nanovllm.layers.rank_sums import NormedParts, begin_sums
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sharded_norm import ShardedRMSNorm, normalize_over_ranks
@@ -135,8 +136,8 @@ class DecoderMLP(nn.Module):
         a norm in between."""
         gate_up, down = self.gate_up_proj, self.down_proj
         return [
-            LayerProduct("linear_silu" if self.gelu is None else "linear", gate_up.weight, norm=norm),
-            LayerProduct(down.operation if adds else "linear", down.weight, down.bias),
+            LayerProduct("linear_silu" if self.gelu is None else "linear", gate_up.matrix, norm=norm),
+            LayerProduct(down.operation if adds else "linear", down.matrix, down.bias),
         ]
 
 
@@ -199,8 +200,8 @@ class DecoderLayer(nn.Module):
         """The layer's matrix products, in order."""
         qkv, o, adds = self.self_attn.qkv_proj, self.self_attn.o_proj, self.attention_output_norm is None
         return [
-            LayerProduct("linear", qkv.weight, qkv.bias, self.input_layernorm),
-            LayerProduct(o.operation if adds else "linear", o.weight, o.bias),
+            LayerProduct("linear", qkv.matrix, qkv.bias, self.input_layernorm),
+            LayerProduct(o.operation if adds else "linear", o.matrix, o.bias),
             *self.mlp.products(self.post_attention_layernorm, adds),
         ]
 
@@ -316,11 +317,11 @@ class DecoderForCausalLM(nn.Module, ABC):
         return sum(parameter.numel() for parameter in layer.parameters()) - idle
 
     @property
-    def gate_up(self) -> torch.Tensor:
+    def gate_up(self) -> Weight:
         """A layer's gate and up projection, of all experts if it has some. The table's rows for whole steps belong to
         its shape."""
         mlp: Any = self.model.layers[0].mlp
-        return (mlp.experts if isinstance(mlp, MixtureOfExperts) else mlp).gate_up_proj.weight
+        return mlp.experts.gate_up_proj.weight if isinstance(mlp, MixtureOfExperts) else mlp.gate_up_proj.matrix
 
     def use_matmul(self, matmul: Matmul) -> None:
         self.matmul = matmul

@@ -3,8 +3,6 @@
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from nanovllm.config import Config
 from nanovllm.engine.runner.inputs import DecodeInputs
 from nanovllm.engine.runner.kernel_compilation import compiling_kernels
@@ -16,6 +14,7 @@ from nanovllm.layers.flash_attn4 import AttentionShape
 from nanovllm.layers.kernel_matmul import our_candidates
 from nanovllm.layers.matmul import Matmul
 from nanovllm.layers.quack import load_quack
+from nanovllm.layers.quantization import Weight, weight_format
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import make_model
 from nanovllm.models.hf_config import get_head_dim
@@ -27,7 +26,8 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
     """Give a ModelRunner its model, with weights, its sampler and its decode_inputs. Kernels compile meanwhile."""
     with PackageKernels(runner.config, runner.tp.rank, runner.device) as packages:
         config, head_dim, tp, device = runner.config, get_head_dim(runner.config.hf_config), runner.tp, runner.device
-        model: Any = make_model(config.hf_config, config.dtype, device, config.max_model_len, backend, tp)
+        with weight_format(config.weight_format):
+            model: Any = make_model(config.hf_config, config.dtype, device, config.max_model_len, backend, tp)
         runner.model = model
         runner.sampler = Sampler(tp, model.lm_head.first, model.lm_head.shard_size)
         num_heads = tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
@@ -59,7 +59,7 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
             _make_decode_inputs(runner, backend, constants)
 
 
-def choose_mixed_step_rows(config: Config, has_graphs: bool, gate_up: Tensor, table: Table) -> int:
+def choose_mixed_step_rows(config: Config, has_graphs: bool, gate_up: Weight, table: Table) -> int:
     """config.mixed_step_rows; if that is None, the table's number for the model's shape. 0 for no mixed steps. A mixed
     step has at least two sequences."""
     num_rows = config.mixed_step_rows
