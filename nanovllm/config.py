@@ -242,7 +242,8 @@ class Config:
                 f"quantization: products of fp8 need a GPU of compute capability {needed}, and this one has "
                 f"{found[0]}.{found[1]}; use the unquantised checkpoint without quantization"
             )
-        self._require("dtype", self.dtype == torch.bfloat16, "bfloat16 or auto with weights in fp8")
+        name = str(self.dtype).removeprefix("torch.")
+        require("dtype", name, name == "bfloat16", "bfloat16 or auto with weights in fp8")
 
     def _resolve_limits(self) -> None:
         supported = self.supported_model_len = supported_length(self.hf_config)
