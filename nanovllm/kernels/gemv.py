@@ -58,7 +58,9 @@ def gemv_kernel(
     # x is [token, 1, k], the weights [1, row, k].
     k = tl.arange(0, K_TILE)[None, None, :]
     inside_rows = (column < N)[None, :, None]
-    weight += weight_row.to(tl.int64)[None, :, None] * K + k
+    # A thread loads as many weights in e4m3 at once as numbers of x, or the weights would have to change threads.
+    weight_k = k if weight_scale is None else tl.max_contiguous(k, [1, 1, VECTOR])
+    weight += weight_row.to(tl.int64)[None, :, None] * K + weight_k
     w = tl.load(weight, mask=inside_rows & (k < K), other=0.0)
     if norm_weight is not None:
         scale = tl.load(norm_weight + k, mask=k < K, other=0.0)
@@ -189,7 +191,7 @@ def gemv(
     launcher(gemv_kernel, (triton.cdiv(num_rows, rows),), pdl and has_pdl(x.device))(
         x, norm_weight, weight, weight_scale, bias, y, x.stride(0), 0 if y is None else y.stride(0), N, eps,
         inboxes and inboxes.addresses, inboxes and inboxes.step, inboxes and inboxes.abort, index,
-        M=M, K=K, PADDED_M=triton.next_power_of_2(M), ROWS=rows, K_TILE=k_tile, VECTOR=16 // weight.element_size(),
+        M=M, K=K, PADDED_M=triton.next_power_of_2(M), ROWS=rows, K_TILE=k_tile, VECTOR=16 // x.element_size(),
         BLOCK=0 if weight_scale is None or weight_scale.shape == (num_rows, 1) else BLOCK, SILU_OUTPUT=silu, ADD=add, RANK=inboxes.rank if inboxes else 0, SIZE=size,
         PADDED_SIZE=triton.next_power_of_2(size), num_warps=num_warps,
     )  # fmt: skip

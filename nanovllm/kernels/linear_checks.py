@@ -18,7 +18,8 @@ def check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, max_tokens: int,
         )
     dtype = x.dtype if scale is None else torch.float8_e4m3fn
     if weight.dtype != dtype:
-        raise ValueError(f"weight must be of {dtype} for x of {x.dtype}, not {weight.dtype}")
+        needed = f"x's dtype {dtype}" if scale is None else f"dtype {dtype}"
+        raise ValueError(f"weight must have {needed}, not {weight.dtype}")
     if scale is not None:
         N, K = weight.shape
         shapes = [(N, 1)] if N % BLOCK or K % BLOCK else [(N, 1), (N // BLOCK, K // BLOCK)]

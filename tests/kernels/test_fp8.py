@@ -175,7 +175,7 @@ def test_linear_layers_with_weights_in_e4m3(M, N, K, in_blocks, config, operatio
     [
         (torch.ones(3, 1), r"weight_scale must be a contiguous float32 of one of \[\(256, 1\), \(2, 3\)\]"),
         (torch.ones(256, 1, dtype=torch.float16), "weight_scale must be a contiguous float32"),
-        (None, "weight must be of torch.float16"),
+        (None, "weight must have x's dtype torch.float16"),
     ],
 )
 def test_scales_that_do_not_fit(scale, message, device):
