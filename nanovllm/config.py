@@ -142,7 +142,7 @@ class Config:
             self.device = str(self.device)
         is_device = isinstance(self.device, str) and re.fullmatch("auto|cpu|cuda(:[0-9]+)?", self.device)
         self._require("device", bool(is_device), "one of auto, cuda, cpu, or cuda:N for the GPU number N")
-        is_known = self.quantization is None or (isinstance(self.quantization, str) and self.quantization in QUANTIZATIONS)
+        is_known = self.quantization is None or self.quantization in list(QUANTIZATIONS)
         self._require("quantization", is_known, f"None or one of {', '.join(QUANTIZATIONS)}")
         self._require_one_of("load_format", ("auto", "dummy"))
         self._require_one_of("attention_backend", ("auto", "flash_attn", "triton", "torch"))

@@ -85,8 +85,8 @@ def _launch(
     num_tokens = len(x)
     if x.stride(1) != 1 or (in_groups and size % GROUP):
         raise ValueError(
-            f"x must have contiguous rows, in groups of a multiple of {GROUP} columns, not {list(x.shape)} with strides "
-            f"{x.stride()}"
+            f"x must have contiguous rows, in groups of a multiple of {GROUP} columns, not {list(x.shape)} with "
+            f"strides {x.stride()}"
         )
     y = torch.empty(num_tokens, size, dtype=_E4M3, device=x.device)
     scale = torch.empty(size // GROUP if in_groups else 1, num_tokens, dtype=torch.float32, device=x.device).t()

@@ -187,11 +187,12 @@ def gemv(
         check_result(y, x, weight, silu)
     N = num_rows if y is None else y.shape[1]
     size = 1 if inboxes is None else len(inboxes.addresses)
+    in_blocks = weight_scale is not None and weight_scale.shape != (num_rows, 1)
     rows, k_tile, num_warps = config
     launcher(gemv_kernel, (triton.cdiv(num_rows, rows),), pdl and has_pdl(x.device))(
         x, norm_weight, weight, weight_scale, bias, y, x.stride(0), 0 if y is None else y.stride(0), N, eps,
         inboxes and inboxes.addresses, inboxes and inboxes.step, inboxes and inboxes.abort, index,
         M=M, K=K, PADDED_M=triton.next_power_of_2(M), ROWS=rows, K_TILE=k_tile, VECTOR=16 // x.element_size(),
-        BLOCK=0 if weight_scale is None or weight_scale.shape == (num_rows, 1) else BLOCK, SILU_OUTPUT=silu, ADD=add, RANK=inboxes.rank if inboxes else 0, SIZE=size,
+        BLOCK=BLOCK if in_blocks else 0, SILU_OUTPUT=silu, ADD=add, RANK=inboxes.rank if inboxes else 0, SIZE=size,
         PADDED_SIZE=triton.next_power_of_2(size), num_warps=num_warps,
     )  # fmt: skip

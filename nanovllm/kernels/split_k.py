@@ -73,8 +73,8 @@ def split_k_kernel(
     SPLITS: tl.constexpr, SPLIT_K: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr,
     BLOCK: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [M, N] = x W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU. BLOCK: columns and rows of W that
-    share a scale, a multiple of K_TILE; 0 if rows do."""
+    """y [M, N] = x W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU. BLOCK: columns and rows of W
+    that share a scale, a multiple of K_TILE; 0 if rows do."""
     if PDL:
         gdc_launch_dependents()
     tile, split, token_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)

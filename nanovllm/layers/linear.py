@@ -52,7 +52,7 @@ class LinearBase(nn.Module):
         self.tp = tp
         self.format = format
         self.matmul = Matmul()  # cuBLAS alone, before the model's `use_matmul`
-        self.weight: Any = make_parameter(weight_shape, shards, self.weight_loader, format and E4M3)
+        self.weight: Any = make_parameter(weight_shape, shards, self.weight_loader, E4M3 if format else None)
         if format is not None:
             self._add_scale(format, weight_shape, shards)
         self.bias = None

@@ -57,6 +57,8 @@ class Fp8Format:
 
 # What LLM(quantization=...) may be.
 QUANTIZATIONS = {"fp8": Fp8Format()}
+# Names in tables -> formats, which may come from any kind of checkpoint.
+FORMATS = {format.table_name: format for format in (Fp8Format(), Fp8Format(is_blocked=True))}
 
 
 class Quantized(NamedTuple):

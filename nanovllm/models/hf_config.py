@@ -24,7 +24,8 @@ _REQUIRED = (
     "rms_norm_eps",
 )
 _FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
-_OPTIONAL = ("head_dim", "sliding_window", "no_rope_layers", "eos_token_id", "quantization_config", "compression_config", *_FLAGS)
+_QUANTISATIONS = ("quantization_config", "compression_config")
+_OPTIONAL = ("head_dim", "sliding_window", "no_rope_layers", "eos_token_id", *_FLAGS, *_QUANTISATIONS)
 _MAX_SIZE = 2**31 - 1
 # Keys that change what a decoder computes, with the value that changes nothing, as null does. A family reads some of
 # them (`DecoderForCausalLM.switches`); the others are refused.

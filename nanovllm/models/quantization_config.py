@@ -29,7 +29,9 @@ def read_weight_format(settings: Any, where: str) -> Fp8Format:
         )
     others = [name for name in settings.get(ignored) or () if not _UNQUANTISED.search(str(name))]
     if others:
-        raise ValueError(f"{where}: {ignored} names {others[0]!r}: linear layers must all be quantised, except the head")
+        raise ValueError(
+            f"{where}: {ignored} names {others[0]!r}: linear layers must all be quantised, except the head"
+        )
     return format
 
 
@@ -60,7 +62,7 @@ def checkpoint_format(hf_config: Any) -> Fp8Format | None:
 
 
 def check_sizes(hf_config: Any, head_dim: int, format: Fp8Format, num_ranks: int) -> None:
-    """Raises ValueError, naming the size, for a model whose weights, divided over the ranks, the format does not fit."""
+    """Raises ValueError, naming the size, if a model's weights, divided over the ranks, do not fit the format."""
     if getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None):
         raise ValueError("quantization: experts in fp8 are not supported; use the unquantised checkpoint without it")
     sizes = {

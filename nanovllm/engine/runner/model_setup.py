@@ -36,7 +36,8 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
         quack = load_quack(config.dtype, device, decodes=has_graphs) if tp.size == 1 else None
         table = load_table(device)
         candidates = our_candidates(device) + expert_candidates(device) + ([] if quack is None else [quack])
-        model.use_matmul(Matmul(table, candidates, config.model))
+        what_to_tune = f"{config.model} --quantization {config.quantization}" if config.quantization else config.model
+        model.use_matmul(Matmul(table, candidates, what_to_tune))
         runner.mixed_step_rows = choose_mixed_step_rows(config, has_graphs, model.gate_up, table)
         constants = DecodeConstants(table)
         _make_decode_inputs(runner, backend, constants)
