@@ -16,7 +16,8 @@ GROUP = 128
 _E4M3 = torch.float8_e4m3fn
 
 
-@triton.jit
+# Where groups have scales, their stride is the number of tokens.
+@triton.jit(do_not_specialize=["group_stride"])
 def _quantize_kernel(
     x, norm_weight, y, scale, x_stride, y_stride, scale_stride, group_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
@@ -89,7 +90,9 @@ def _launch(
             f"strides {x.stride()}"
         )
     y = torch.empty(num_tokens, size, dtype=_E4M3, device=x.device)
-    scale = torch.empty(size // GROUP if in_groups else 1, num_tokens, dtype=torch.float32, device=x.device).t()
+    shape = (size // GROUP, num_tokens) if in_groups else (num_tokens, 1)
+    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    scale = scale.t() if in_groups else scale
     if num_tokens == 0:
         return y, scale
     block = max(triton.next_power_of_2(size), GROUP)

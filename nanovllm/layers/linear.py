@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from nanovllm.layers.activation import Gated
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul import Matmul
 from nanovllm.layers.quantization import BLOCK, E4M3, Fp8Format, Fp8Weight, Weight, get_weight_format
@@ -163,8 +164,8 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_sizes: list[int], bias: bool, tp: TensorParallel):
         super().__init__(input_size, dict(enumerate(output_sizes)), bias, tp)
 
-    def silu(self, x: torch.Tensor | Normed) -> torch.Tensor:
-        """SwiGLU (Shazeer 2020) without a bias: `silu(gate) * up` of `gate, up = forward(x)`."""
+    def silu(self, x: torch.Tensor | Normed) -> torch.Tensor | Gated:
+        """SwiGLU (Shazeer 2020) without a bias: `silu(gate) * up` of `gate, up = forward(x)`, computed or not."""
         return self.matmul.linear_silu(x, self.matrix)
 
 
@@ -215,7 +216,7 @@ class RowParallelLinear(LinearBase):
     def bias_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
         param.data.copy_(loaded[:])
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor | Gated) -> torch.Tensor:
         """residual + y, overwriting residual."""
         if self.tp.rank == 0:  # whose part of the sum contains the residual
             self.matmul.linear_add(residual, x, self.matrix, self.bias)
@@ -223,7 +224,7 @@ class RowParallelLinear(LinearBase):
             self.matmul.linear_sum(x, self.matrix, None, residual)
         return self.tp.all_reduce(residual)
 
-    def part_of_sum(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def part_of_sum(self, x: torch.Tensor | Gated, out: torch.Tensor) -> None:
         """This rank's part of y, into out."""
         self.matmul.linear_sum(x, self.matrix, self.bias_of_rank, out)
 
@@ -232,7 +233,7 @@ class RowParallelLinear(LinearBase):
         """Only rank 0 adds the bias, or the sum would contain it several times."""
         return self.bias if self.tp.rank == 0 else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Gated) -> torch.Tensor:
         """y: [num_tokens, output_size], the same on all ranks."""
         y = self.matmul.linear(x, self.matrix, self.bias_of_rank)
         return self.tp.all_reduce(y)
@@ -240,7 +241,7 @@ class RowParallelLinear(LinearBase):
     def add(
         self,
         residual: torch.Tensor,
-        x: torch.Tensor | Iterable[torch.Tensor],
+        x: torch.Tensor | Gated | Iterable[torch.Tensor | Gated],
         norm: RMSNorm | None,
         output_norm: RMSNorm | None = None,
     ) -> Normed | NormedParts:
@@ -250,4 +251,4 @@ class RowParallelLinear(LinearBase):
             return Normed(output_norm.add_to(residual, self(cast(torch.Tensor, x))), norm)
         if self.tp.reducer is None:  # Then nothing comes in parts.
             return Normed(self.add_to(residual, cast(torch.Tensor, x)), norm)
-        return add_over_ranks(self, residual, x, norm)
+        return add_over_ranks(self, residual, x.value() if isinstance(x, Gated) else x, norm)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.activation import Gated, SiluAndMul
 from nanovllm.layers.expert_products import ExpertsProblem, compute_experts
 from nanovllm.layers.fp8_products import fp8_product
 from nanovllm.layers.layernorm import Normed, RMSNorm
@@ -39,7 +39,8 @@ class Problem(NamedTuple):
     """One product to compute."""
 
     operation: str  # one of OPERATIONS
-    x: Tensor | Normed  # [num_tokens, K]; a norm is computed within the product, or before it
+    # [num_tokens, K]; a norm or an activation is computed within the product, or before it
+    x: Tensor | Normed | Gated
     weight: Any  # a `Weight`: [N, K] of x's dtype, or in fp8
     bias: Tensor | None = None  # [N]
     out: Tensor | None = None  # [num_tokens, N]: linear_add's residual, or where the result goes; None: a new tensor
@@ -51,7 +52,7 @@ class Problem(NamedTuple):
 
     @property
     def input(self) -> Tensor:
-        return self.x.value() if isinstance(self.x, Normed) else self.x
+        return self.x if isinstance(self.x, Tensor) else self.x.value()
 
 
 class LayerProduct(NamedTuple):
@@ -83,8 +84,9 @@ class Candidate(ABC):
         step."""
 
     @abstractmethod
-    def launch(self, problem: Any, constants: tuple) -> Tensor | None:
-        """The result, or None if it failed and another candidate must compute it. constants: from the table."""
+    def launch(self, problem: Any, constants: tuple) -> Tensor | Gated | None:
+        """The result, of a linear_silu perhaps before its activation. None if it failed and another candidate must
+        compute it. constants: from the table."""
 
     def serves(self, weight: Weight) -> bool:
         """Whether it computes this weight's products in decode steps, if these are padded for it."""
@@ -100,7 +102,7 @@ class Cublas(Candidate):
     def supports(self, problem: Problem | ExpertsProblem) -> bool:
         return True
 
-    def launch(self, problem: Problem | ExpertsProblem, constants: tuple = ()) -> Tensor:
+    def launch(self, problem: Problem | ExpertsProblem, constants: tuple = ()) -> Tensor | Gated:
         if isinstance(problem, ExpertsProblem):
             return compute_experts(problem)
         if isinstance(problem.weight, Fp8Weight):
@@ -116,10 +118,10 @@ class Cublas(Candidate):
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _fp8(problem: Problem) -> Tensor:
+def _fp8(problem: Problem) -> Tensor | Gated:
     y = fp8_product(problem.x, problem.weight)
     if problem.operation == "linear_silu":
-        return _silu_and_mul(y)
+        return Gated(y)  # Its quantisation contains it.
     if problem.bias is not None:
         y += problem.bias
     if problem.out is None:
@@ -139,24 +141,26 @@ class Matmul:
         self._rows: dict[tuple, Row] = {}
         self._has_told = False
 
-    def linear(self, x: Tensor | Normed, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None):
+    def linear(self, x: Tensor | Normed | Gated, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None):
         """`x W^T + bias`: `out`, or a new `[num_tokens, N]`."""
         return self.run(Problem("linear", x, weight, bias, out))
 
-    def linear_silu(self, x: Tensor | Normed, weight: Weight) -> Tensor:
-        """`silu(x Wg^T) * (x Wu^T)`: `[num_tokens, N / 2]`."""
+    def linear_silu(self, x: Tensor | Normed, weight: Weight) -> Tensor | Gated:
+        """`silu(x Wg^T) * (x Wu^T)`: `[num_tokens, N / 2]`. With a weight in fp8 perhaps before its activation."""
         return self.run(Problem("linear_silu", x, weight))
 
-    def linear_add(self, residual: Tensor, x: Tensor | Normed, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear_add(
+        self, residual: Tensor, x: Tensor | Normed | Gated, weight: Weight, bias: Tensor | None = None
+    ) -> Tensor:
         """`residual += x W^T + bias`. Returns residual. quack-kernels round the product before the sum; without a bias,
         the others round once. Products of fp8 by torch round twice as well."""
         return self.run(Problem("linear_add", x, weight, bias, residual))
 
-    def linear_sum(self, x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> Tensor:
+    def linear_sum(self, x: Tensor | Gated, weight: Weight, bias: Tensor | None, out: Tensor) -> Tensor:
         """`x W^T + bias` into `out`, this rank's part of a sum."""
         return self.run(Problem("linear_sum", x, weight, bias, out))
 
-    def run(self, problem: Problem | ExpertsProblem) -> Tensor:
+    def run(self, problem: Problem | ExpertsProblem) -> Any:
         for candidate, constants in self.choices(problem.operation, problem.weight, len(problem.x)):
             if candidate.supports(problem):
                 y = candidate.launch(problem, constants)

@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.engine.runner.package_kernels import CompileProcesses
 from nanovllm.kernels.launch import compile_ahead
+from nanovllm.layers.activation import Gated
 from nanovllm.layers.expert_candidates import expert_candidates
 from nanovllm.layers.expert_products import ExpertsProblem
 from nanovllm.layers.kernel_matmul import our_candidates
@@ -121,7 +122,7 @@ class LayerTimer:
         gate_up, down = weights
         return ExpertsProblem(x, logits, gate_up, down, self.shapes[3].top_k, True, out, True, lens)
 
-    def _launch(self, phase: str, problem: Problem | ExpertsProblem, choice: Choice) -> torch.Tensor | None:
+    def _launch(self, phase: str, problem: Problem | ExpertsProblem, choice: Choice) -> Any:
         candidate = self.candidates[choice.candidate]
         with step_context(Context(is_prefill=phase == "prefill")):
             return candidate.launch(problem, choice.constants) if candidate.supports(problem) else None
@@ -146,6 +147,7 @@ class LayerTimer:
             again = problem._replace(out=None if problem.out is None else problem.out.clone())
             try:
                 found, expected = self._launch(phase, problem, choice), self._launch(phase, again, CUBLAS)
+                found, expected = (each.value() if isinstance(each, Gated) else each for each in (found, expected))
                 self._works[key] = found is not None and bool(
                     (found.float() - expected.float()).norm() <= self._max_distance * expected.float().norm()
                 )
