@@ -18,6 +18,7 @@ from statistics import median
 import torch
 
 from nanovllm import SamplingParams
+from nanovllm.config import Config
 from nanovllm.engine.runner.inputs import DecodeInputs
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -31,7 +32,9 @@ STEPS = 200
 def measure(batch: int, waiting: int) -> dict:
     """Median milliseconds of each part of a decode step, with `waiting` more requests queued than there is room for."""
     rng = Random(0)
-    scheduler = Scheduler(batch, 1 << 20, 4096, batch * 4, BLOCK_SIZE)
+    options = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True, "kvcache_block_size": BLOCK_SIZE}
+    config = Config("Qwen3-0.6B", max_num_seqs=batch, max_num_batched_tokens=1 << 20, max_model_len=4096, **options)
+    scheduler = Scheduler(config, batch * 4)
     num_work_items = partial(DecodeConstants(package_table("NVIDIA H200")).num_work_items, num_kv_heads=8)
     inputs = DecodeInputs(batch, 4096 // BLOCK_SIZE, BLOCK_SIZE, torch.device("cpu"), num_work_items, [None])
     params = SamplingParams(max_tokens=PROMPT_TOKENS, ignore_eos=True)

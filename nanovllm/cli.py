@@ -75,6 +75,8 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     add("--overwrite", action="store_true", help="delete the answers in the folder and start over")
     add("--retry-errors", action="store_true", help="try the lines of errors.jsonl again")
     add("--dry-run", action="store_true", help="check the whole input and write nothing")
+    add("--replicas", type=int, metavar="N", help="run N engines by Ray Data, each on tensor_parallel_size GPUs")
+    add("--ray-address", metavar="ADDRESS", help="run on this Ray cluster, such as 'auto' (default: this machine)")
     sampling = parser.add_argument_group("sampling, for lines without their own (docs/reference.md)")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="default: 64; of OpenAI's requests: no limit")
     sampling.add_argument("--seed", type=int, metavar="N", help="makes all answers reproducible")
@@ -103,7 +105,7 @@ def _run_batch(options: argparse.Namespace) -> int:
         given.pop(name, None)
     try:
         if options.dry_run:
-            for name in ("output", "format", "ordered", "overwrite", "retry_errors", "seed"):
+            for name in ("output", "format", "ordered", "overwrite", "retry_errors", "replicas", "ray_address", "seed"):
                 given.pop(name, None)
             return _print_check(check_batch(**given))
         summary = run_batch(**given)

@@ -181,12 +181,22 @@ class Config:
             self.model = str(directory)
         elif self.load_format != "dummy" or not self._has_shape():
             # Without the weights, which can take hours: first all else is checked.
-            self._hub_id, self.model = self.model, download(self.model, "model", OTHER_FILES, self.revision)
+            self._hub_id, self.model = self.model, self._download_config()
         if self._hub_id is None:
             self._require("revision", self.revision is None, f"None: model={self.model!r} is not downloaded")
         if self.hf_config is None:
             where, self.hf_config = str(Path(self.model, "config.json")), read_hf_config(self.model)
         check_hf_config(self.hf_config, where)
+
+    def _download_config(self) -> str:
+        from nanovllm.models.presets import PRESET_NAMES
+
+        try:
+            return download(self.model, "model", OTHER_FILES, self.revision)
+        except FileNotFoundError as error:
+            if self.load_format != "dummy":
+                raise
+            raise FileNotFoundError(f"{error}; published shapes are {', '.join(PRESET_NAMES)}") from error
 
     def _has_shape(self) -> bool:
         """Whether there is a configuration without files: the given one, or that of a published shape."""

@@ -132,8 +132,9 @@ class LLM(LLMEngine):
         Stopping half-way (break, close(), del) drops unfinished requests and frees their blocks.
 
         Args:
-            prompts: in any form that generate accepts.
-            sampling_params: one for all, or an iterable with one each.
+            prompts: in any form that generate accepts. A None among them says that there is none at the moment: the
+                next one is taken after the next step. The iterator ends with a None if nothing is under way.
+            sampling_params: one for all, or an iterable with one each (and any for a None).
             ordered: yield results in the order of the prompts, instead of as they finish. Up to 8 times max_num_seqs
                 results may wait for a slow one.
             on_error: "raise" ends the iterator at the first prompt that cannot be served; "return" yields an error

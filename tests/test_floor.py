@@ -43,7 +43,7 @@ def test_layers_without_experts():
 def test_seconds():
     size = size_of("Qwen3-30B-A3B")
     one_step = floor_seconds(size, CEILINGS, [1, 1], [2, 2], 0, 1) - floor_seconds(size, CEILINGS, [1, 1], [1, 1], 0, 1)
-    assert one_step == pytest.approx((2 * size.params_read(2) + 4 * size.kv_bytes_per_token) / 4e12)
+    assert one_step == pytest.approx((2 * size.params_read(2) + 4 * 48 * size.kv_bytes_per_key) / 4e12)
     prefill = floor_seconds(size, CEILINGS, [1000], [1], 0, 1)
     flops = 2 * size.layer_params * 1000 + 2 * size.head_params + 2 * 48 * 32 * 128 * 1000**2
     assert prefill == pytest.approx(flops / 8e14)
@@ -57,3 +57,45 @@ def test_weights_in_fp8():
     # The floors of fp8 that were computed by hand: 128 prompts of 2,000 tokens, and one stream.
     assert floor_seconds(size, ceilings, [2000] * 128, [1] * 128, 0, 1) == pytest.approx(2.93, abs=0.01)
     assert 512 / floor_seconds(size, ceilings, [128], [512], 0, 1) == pytest.approx(518, abs=2)
+
+
+# Of the six layers five have a window of 512.
+GEMMA = {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("context", "decode_keys", "prefill_keys"),
+    [
+        (100, 6 * 100, 6 * 5000),
+        (512, 6 * 512, 6 * 131072),
+        (513, 5 * 512 + 513, 5 * (131072 + 512) + 131584.5),
+        (2000, 5 * 512 + 2000, 5 * (131072 + 1488 * 512) + 2000000),
+    ],
+)
+def test_a_layer_with_a_window_reads_no_more_keys(context, decode_keys, prefill_keys):
+    size = size_of("gemma-3-1b", **GEMMA)
+    assert size.windows == {512: 5, None: 1}
+    assert size.decode_keys(context) == decode_keys
+    assert size.prefill_keys(context) == prefill_keys
+
+
+def test_seconds_with_windows():
+    """Two prompts whose first 600 tokens are the same, all longer than the window."""
+    size = size_of("gemma-3-1b", **GEMMA)  # 4 heads and 1 KV head of 256
+
+    def seconds(outputs):
+        return floor_seconds(size, CEILINGS, [601, 1000], outputs, 600, 1)
+
+    keys = 2 * 5 * 512 + 602 + 1001  # of a step with contexts of 602 and 1001
+    weights = 2 * size.params_read(2)
+    assert seconds([2, 2]) - seconds([1, 1]) == pytest.approx((weights + keys * 2 * 256 * 2) / 4e12)
+    pairs = 5 * (131072 + 89 * 512) + 601**2 / 2  # the whole first prompt
+    pairs += 5 * 400 * 512 + (1000**2 - 600**2) / 2  # 400 tokens of the second, all beyond the window
+    flops = 2 * size.layer_params * 1001 + 4 * size.head_params + 4 * 4 * 256 * pairs
+    assert seconds([1, 1]) == pytest.approx(flops / 8e14)
+
+
+def test_published_windows():
+    assert size_of("gemma-3-4b").windows == {1024: 29, None: 5}
+    assert size_of("Qwen2.5-7B").windows == {None: 28}  # use_sliding_window is false.
+    assert size_of("Phi-4-mini-instruct").windows == {262144: 32}

@@ -31,6 +31,23 @@ def test_results_come_as_they_finish(llm):
     assert [index for index, _ in results] == [1, 3, 2, 0]
 
 
+def test_a_none_lets_the_others_go_on(llm):
+    given = []
+
+    def prompts():
+        yield from ([1, 2], None, [3], None)
+        while len(given) < 1:
+            yield None
+        yield from ([4], None, [5])
+        while True:
+            yield None
+
+    for index, output in llm.generate_iter(prompts(), greedy(3)):
+        given.append(index)
+        assert len(output["token_ids"]) == 3
+    assert given == [0, 1, 2, 3]
+
+
 class Endless:
     """Prompts without end, which count how many of them were taken."""
 

@@ -10,6 +10,7 @@ from nanovllm.layers.attention_backend import TorchBackend
 from nanovllm.layers.layernorm import rms_norm_torch
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.rotary_embedding import RopeParameters
+from nanovllm.models.layer_facts import few_layers, num_layer_params
 from nanovllm.models.presets import preset_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.models.spec import DecoderSpec
@@ -44,28 +45,28 @@ def test_last_tokens_alone_come_out_as_among_all(model, lens):
     torch.testing.assert_close(last, everything[ends[1:] - 1])
 
 
-@pytest.mark.parametrize("num_drawn", [1, 2, 4])
-def test_rows_that_are_drawn_from_come_out_as_among_all(model, num_drawn):
+@pytest.mark.parametrize("num_sampled", [1, 2, 4])
+def test_rows_that_are_drawn_from_come_out_as_among_all(model, num_sampled):
     """Of a mixed step; the others leave their keys and values all the same."""
     tables = torch.tensor([[0, 1], [2, 3], [2, 3], [2, 3]], dtype=torch.int32)  # the latter three: a prompt's tokens
     positions = torch.tensor([5, 4, 2, 3])
     slots = (tables[range(4), positions // 4] * 4 + positions % 4).int()
     context = Context(slot_mapping=slots, context_lens=positions.int() + 1, block_tables=tables)
     caches, outputs = torch.randn(3, 2, 4, 4, 2, 8), []
-    for asked in (None, num_drawn):
+    for asked in (None, num_sampled):
         layers = [layer.self_attn.attn for layer in model.model.layers]
         used = caches.clone()
         for layer, (k_cache, v_cache) in zip(layers, used, strict=True):
             layer.k_cache, layer.v_cache = k_cache, v_cache
         try:
-            with step_context(replace(context, num_drawn=asked)):
+            with step_context(replace(context, num_sampled=asked)):
                 outputs.append((model(torch.arange(4), positions), used))
         finally:
             for layer in layers:
                 layer.k_cache = layer.v_cache = None
     (everything, written), (drawn, written_alike) = outputs
-    assert (len(everything), len(drawn)) == (4, num_drawn)
-    torch.testing.assert_close(drawn, everything[:num_drawn])
+    assert (len(everything), len(drawn)) == (4, num_sampled)
+    torch.testing.assert_close(drawn, everything[:num_sampled])
     torch.testing.assert_close(written, written_alike)
     assert not torch.equal(written, caches)
 
@@ -137,7 +138,7 @@ def test_a_prefill_in_parts_is_the_same_prefill(model, lens, has_bias):
 def test_parameters_of_a_layer(model):
     projections = 32 * (4 + 2 * 2) * 8 + 4 * 8 * 32 + 3 * 32 * 48
     norms = 2 * 32 + 2 * 8
-    assert model.num_layer_params == projections + norms
+    assert num_layer_params(model) == projections + norms
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,6 @@ def test_few_layers_have_one_of_each_kind(ropes, expected):
     config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8})
     model = Family(config, 64, TorchBackend(), TensorParallel())
     layers = list(model.model.layers)
-    with model.few_layers():
+    with few_layers(model):
         assert list(model.model.layers) == [layers[i] for i in expected]
     assert list(model.model.layers) == layers

@@ -193,7 +193,7 @@ def test_a_step_takes_the_threads_that_pay_and_the_others_come_back(path, monkey
     torch.set_num_threads(3)
     try:
         with make_llm(path, skip_tokenizer_init=False) as llm:
-            monkeypatch.setattr(threads, "_MIN_WORK", 20 * llm.model_runner.model.num_layer_params)
+            monkeypatch.setattr(threads, "_MIN_WORK", 20 * llm.model_runner.num_layer_params)
             num = 1 if is_busy else 3
             assert used(list(range(1, 21)), greedy(2)) == ([num, 1], [num, 1])
             assert used(list(range(21, 41)), greedy(2, structured_outputs=form)) == ([num, 1], [num, 1])

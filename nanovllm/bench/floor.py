@@ -1,11 +1,13 @@
 """What time can no engine of this kind beat? Computed from two measured ceilings of the machine."""
 
 import time
+from collections import Counter
 from dataclasses import astuple, dataclass
 
 import torch
 
 from nanovllm.layers.quantization import E4M3, Fp8Format
+from nanovllm.models.hf_config import windows_of_layers
 from nanovllm.models.qwen3_moe import has_experts
 
 
@@ -31,16 +33,18 @@ class ModelSize:
         layer_params: of all layers, of experts only those that a token uses.
         expert_params: of all experts.
         expert_share: the share of them that a token uses; 0 without experts.
+        windows: the number of layers with each sliding window, None for all keys.
+        kv_bytes_per_key: of one layer.
     """
 
     layer_params: int
     expert_params: int
     expert_share: float
     head_params: int
-    num_layers: int
+    windows: dict[int | None, int]
     num_heads: int
     head_dim: int
-    kv_bytes_per_token: int
+    kv_bytes_per_key: int
     itemsize: int
     layer_itemsize: int  # of the layers' weights
 
@@ -62,10 +66,10 @@ class ModelSize:
             expert_params=expert_params,
             expert_share=expert_share,
             head_params=c.vocab_size * c.hidden_size,
-            num_layers=c.num_hidden_layers,
+            windows=dict(Counter(windows_of_layers(c))),
             num_heads=c.num_attention_heads,
             head_dim=head_dim,
-            kv_bytes_per_token=2 * c.num_hidden_layers * c.num_key_value_heads * head_dim * dtype.itemsize,
+            kv_bytes_per_key=2 * c.num_key_value_heads * head_dim * dtype.itemsize,
             itemsize=dtype.itemsize,
             layer_itemsize=dtype.itemsize if weight_format is None else E4M3.itemsize,
         )
@@ -80,19 +84,33 @@ class ModelSize:
         layers = self.params_read(batch_size) - self.head_params
         return layers * self.layer_itemsize + self.head_params * self.itemsize
 
+    def decode_keys(self, context: int) -> int:
+        """How many keys a token with this context length reads, summed over the layers."""
+        return sum(layers * min(context, window or context) for window, layers in self.windows.items())
+
+    def prefill_keys(self, n: int) -> float:
+        """The keys that a prompt's n tokens attend to, summed over the tokens and the layers."""
+        keys = 0.0
+        for window, layers in self.windows.items():
+            seen = min(n, window or n)
+            keys += layers * (seen * seen / 2 + (n - seen) * seen)  # The first ones see half of the window.
+        return keys
+
 
 def floor_seconds(
     size: ModelSize, ceilings: Ceilings, prompt_lens: list[int], output_lens: list[int], shared: int, num_gpus: int
 ) -> float:
     """Seconds for one pass: prefill FLOPs at the matrix rate; then for every decode step its keys and values
-    and its weights read once at the copy bandwidth, or its matrix products where those take longer. All requests
-    decode side by side from the start; `shared` prompt tokens are computed once.
+    and its weights read once at the copy bandwidth, or its matrix products where those take longer. A layer with a
+    sliding window attends to no more keys than that. All requests decode side by side from the start; `shared` prompt
+    tokens are computed once.
     """
     layer_flops, flops = 0, 0
     for i, n in enumerate(prompt_lens):
         cached = shared if i else 0
         layer_flops += 2 * size.layer_params * (n - cached)
-        flops += 2 * size.head_params + 2 * size.num_layers * size.num_heads * size.head_dim * (n * n - cached * cached)
+        flops += 2 * size.head_params
+        flops += 4 * size.num_heads * size.head_dim * (size.prefill_keys(n) - size.prefill_keys(cached))
     seconds = layer_flops / ceilings.layer_flops + flops / ceilings.flops
 
     products_of_one = 2 * size.layer_params / ceilings.layer_flops + 2 * size.head_params / ceilings.flops
@@ -100,7 +118,8 @@ def floor_seconds(
         contexts = [n + step for n, out in zip(prompt_lens, output_lens, strict=True) if out > step]
         weights = size.bytes_read(len(contexts)) / ceilings.bandwidth
         products = len(contexts) * products_of_one
-        seconds += sum(contexts) * size.kv_bytes_per_token / ceilings.bandwidth + max(weights, products)
+        cache = sum(map(size.decode_keys, contexts)) * size.kv_bytes_per_key / ceilings.bandwidth
+        seconds += cache + max(weights, products)
     return seconds / num_gpus
 
 

@@ -1,6 +1,5 @@
 """BlockManager: which block of the paged KV cache belongs to whom, and the prefix cache over them."""
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Container
 from collections.abc import Sequence as AbstractSequence
@@ -68,7 +67,7 @@ class BlockManager:
         return h.intdigest()
 
     def can_allocate(self, seq: Sequence, reserve: int = 0) -> bool:
-        """Whether there are blocks for all of the sequence's tokens, so that `reserve` blocks stay free."""
+        """Whether there are blocks for all of the sequence's tokens, with `reserve` blocks left over."""
         num_free = len(self.free_block_ids) - reserve
         # Most answers do not depend on how many blocks are shared, and need no look at the prefix cache.
         if seq.num_blocks <= num_free:
@@ -126,7 +125,7 @@ class BlockManager:
         self._extend_hashes(seq, end)
         prefix_id = self.blocks[seq.block_table[first - 1]].content_id if first else 0
         for i in range(first, end):
-            hash, tokens = seq.block_hashes[i], self._block_tokens(seq, i)
+            hash, tokens = seq.block_hashes[i], seq.block(i)
             block = self.blocks[seq.block_table[i]]
             block.update(hash, tokens)
             block.prefix_id = prefix_id
@@ -187,7 +186,7 @@ class BlockManager:
         for i in range(self._max_shared_blocks(seq)):
             self._extend_hashes(seq, i + 1)
             block_id = self.hash_to_block_id.get(seq.block_hashes[i])
-            if block_id is None or not self.blocks[block_id].holds(self._block_tokens(seq, i), prefix_id):
+            if block_id is None or not self.blocks[block_id].holds(seq.block(i), prefix_id):
                 break
             found.append(block_id)
             prefix_id = self.blocks[block_id].content_id
@@ -199,10 +198,7 @@ class BlockManager:
         hashes = seq.block_hashes
         while len(hashes) < num_blocks:
             prefix = hashes[-1] if hashes else -1
-            hashes.append(self.compute_hash(self._block_tokens(seq, len(hashes)), prefix))
-
-    def _block_tokens(self, seq: Sequence, i: int) -> array:
-        return seq.tokens[i * self.block_size : (i + 1) * self.block_size]
+            hashes.append(self.compute_hash(seq.block(len(hashes)), prefix))
 
     def _take_free_block(self) -> int:
         block_id, _ = self.free_block_ids.popitem(last=False)

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import count, takewhile
+from itertools import chain, count, takewhile
 from typing import Any, NamedTuple, NoReturn, cast
 
 from typing_extensions import Self
@@ -80,17 +80,7 @@ class LLMEngine:
         self._lock = EngineLock(executor.exit, self._is_busy, executor.check_workers if executor.workers else None)
         # Called once: by exit(), when the engine is collected, or when the interpreter ends.
         self._finalizer = weakref.finalize(self, self._lock.exit)
-        self.scheduler = Scheduler(
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            config.max_model_len,
-            self.model_runner.num_kvcache_blocks,
-            config.kvcache_block_size,
-            config.eos,
-            config.enable_prefix_caching,
-            self.model_runner.mixed_step_rows,
-            config.supported_model_len,
-        )
+        self.scheduler = Scheduler(config, self.model_runner.num_kvcache_blocks, self.model_runner.mixed_step_rows)
         self._sequences = SequenceMaker(config, self.tokenizer, self.scheduler.length_limit.check)
         self._calls = count(1)
         self._num_steps = 0
@@ -152,23 +142,13 @@ class LLMEngine:
             RuntimeError: another thread is inside a call.
         """
         with self._lock.no_other_thread("abort_request()"):
-            self._check_request_id(request_id)
+            self._sequences.check_request_id(request_id, chain(self.scheduler.waiting, self.scheduler.running))
             aborted = self.scheduler.abort(None if request_id is None else [request_id])
             now = time.perf_counter()
             for seq in aborted:
                 seq.finish_time = now
             if self._lock.owner != _BY_HAND:
                 self._aborted += aborted
-
-    def _check_request_id(self, request_id) -> None:
-        if request_id is None:
-            return
-        if isinstance(request_id, bool) or not isinstance(request_id, int):
-            raise TypeError(f"request_id={request_id!r}: must be an id from add_request() or a StreamDelta, or None")
-        if not 0 <= request_id < self._sequences.num_requests:
-            queued = sorted({seq.request_id for seq in (*self.scheduler.waiting, *self.scheduler.running)})
-            ids = ", ".join(map(str, queued[:10])) + (", ..." if len(queued) > 10 else "")
-            raise ValueError(f"request_id={request_id}: there is no such request; unfinished are: {ids or 'none'}")
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests keep their blocks. Raises RuntimeError if another thread is
@@ -206,11 +186,12 @@ class LLMEngine:
         return [(seq.request_id, seq.completion_token_ids) for seq in finished], step.num_tokens
 
     def _step(self) -> tuple[list[Sequence], Step]:
-        """Launch the next step, then read the one before it. Returns the sequences that this one finished, and itself.
+        """Launch the next step, then read the one before it. Returns the sequences that the step before finished, and
+        that step.
 
         So the device has work while the host reads tokens, makes results and schedules. The next step takes the tokens
-        that have not been read from the device. The host learns one step late that a token ended its sequence, and
-        drops the surplus token that the next step computes for it.
+        that the host has not read yet from the device's memory. The host learns one step late that a token ended its
+        sequence, and drops the surplus token that the next step computes for it.
         """
         start = time.perf_counter()
         if self._in_flight is None and not self.scheduler.is_finished():  # nothing to read yet

@@ -25,6 +25,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import select_backend
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.hf_config import get_head_dim
+from nanovllm.models.layer_facts import few_layers
 from nanovllm.utils.context import step_context
 from nanovllm.utils.loader import load_dummy, load_model, num_checkpoint_params
 from nanovllm.utils.parallel import TensorParallel
@@ -47,6 +48,7 @@ class ModelRunner:
         self.model: Any = None
         self.sampler: Sampler | None = None
         self.num_kv_heads = 0  # of this rank
+        self.num_layer_params = 0  # on this rank
         self.num_kvcache_blocks = 0
         self.kv_cache: torch.Tensor | None = None  # [2, layers, blocks, block_size, kv_heads, head_dim]: keys, values
         self.mixed_step_rows = 0  # most tokens of a mixed step; 0 for no mixed steps
@@ -85,7 +87,7 @@ class ModelRunner:
 
     @property
     def device_name(self) -> str:
-        """The GPU's name, ahead of it how many there are; or "CPU"."""
+        """The GPU's name, after the number of GPUs if there are several; or "CPU"."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         return name if self.tp.size == 1 else f"{self.tp.size} x {name}"
 
@@ -223,7 +225,7 @@ class ModelRunner:
         """On a CPU, a block with the number of threads that suits a step of num_tokens."""
         if self.device.type != "cpu":
             return nullcontext()
-        return self._threads.computing(num_tokens * self.model.num_layer_params)
+        return self._threads.computing(num_tokens * self.num_layer_params)
 
     def _decode(self, batch_size: int, mixed_rows: int = 0) -> None:
         """Compute the rows of decode_inputs, and sample from the first batch_size. This is what CUDA graphs capture.
@@ -261,5 +263,5 @@ class ModelRunner:
     def _run_padding(self, batch_size: int, mixed_rows: int = 0) -> None:
         """`_decode` of padding alone, through a few layers: these launch every kernel that all of them do."""
         self.decode_inputs.pad(mixed_rows or self.decode_inputs.padded[batch_size])
-        with self.model.few_layers():
+        with few_layers(self.model):
             self._decode(batch_size, mixed_rows)

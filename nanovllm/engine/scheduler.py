@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from functools import partial
 
+from nanovllm.config import Config
 from nanovllm.engine.admission import Admission, MixedSteps
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.requests.length_limit import LengthLimit
@@ -32,11 +33,10 @@ class Scheduler:
     Prefill comes first, if `Admission` lets sequences begin. If `MixedSteps` admits prompts, they are computed in spare
     rows of a decode step instead. When the cache is full, the sequence that began last is preempted.
 
-    The arguments are those of Config, and:
+    Args:
+        config: the engine's options.
         num_kvcache_blocks: blocks that were allocated.
-        eos: end-of-sequence token ids.
         mixed_step_rows: most tokens of a mixed step; 0 for no such steps.
-        supported_model_len: longest sequence that the model supports, for messages; None if unknown.
 
     Attributes:
         waiting, running: the sequences, in order.
@@ -45,30 +45,21 @@ class Scheduler:
             `EngineStats`, which survive `reset`.
     """
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        num_kvcache_blocks: int,
-        kvcache_block_size: int,
-        eos: Iterable[int] = (),
-        enable_prefix_caching: bool = True,
-        mixed_step_rows: int = 0,
-        supported_model_len: int | None = None,
-    ):
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+    def __init__(self, config: Config, num_kvcache_blocks: int, mixed_step_rows: int = 0):
+        self.max_num_seqs = config.max_num_seqs
+        self.max_num_batched_tokens = config.max_num_batched_tokens
         self.mixed_step_rows = mixed_step_rows
-        self.length_limit = LengthLimit(max_model_len, supported_model_len, num_kvcache_blocks, kvcache_block_size)
+        block_size = config.kvcache_block_size
+        lengths = config.max_model_len, config.supported_model_len
+        self.length_limit = LengthLimit(*lengths, num_kvcache_blocks, block_size)
         self.max_seq_len = self.length_limit.max_seq_len
-        self.eos = frozenset(eos)
+        self.eos = frozenset(config.eos)
         self._ends = self.eos | _NO_TOKEN
         self.num_preemptions = self.num_prompt_tokens = self.num_generated_tokens = 0
         self.num_prefix_queries = self.num_prefix_hits = 0
-        self._min_chunk = max_num_batched_tokens // MIN_CHUNK_SHARE
+        self._min_chunk = self.max_num_batched_tokens // MIN_CHUNK_SHARE
         self._has_warned = False
-        self._make_block_manager = partial(BlockManager, num_kvcache_blocks, kvcache_block_size, enable_prefix_caching)
+        self._make_block_manager = partial(BlockManager, num_kvcache_blocks, block_size, config.enable_prefix_caching)
         self.reset()
 
     def reset(self) -> None:

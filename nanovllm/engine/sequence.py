@@ -134,11 +134,11 @@ class Sequence:
     def last_block_num_tokens(self) -> int:
         return self.num_tokens - (self.num_blocks - 1) * self.block_size
 
-    def block(self, i: int) -> list[int]:
+    def block(self, i: int) -> array:
         """Token ids of block i; the last block may be shorter than block_size."""
         if not 0 <= i < self.num_blocks:
             raise IndexError(f"block {i} of a sequence that has {self.num_blocks}")
-        return self.tokens[i * self.block_size : (i + 1) * self.block_size].tolist()
+        return self.tokens[i * self.block_size : (i + 1) * self.block_size]
 
     def append_token(self, token_id: int) -> None:
         self.tokens.append(token_id)

@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nanovllm.jobs.check import Check, check_batch
+    from nanovllm.jobs.generate_actor import GenerateActor
     from nanovllm.jobs.run import JobError, Summary, run_batch
     from nanovllm.jobs.status import Status, job_status
 
-__all__ = ["Check", "JobError", "Status", "Summary", "check_batch", "job_status", "run_batch"]
+__all__ = ["Check", "GenerateActor", "JobError", "Status", "Summary", "check_batch", "job_status", "run_batch"]
 
-_MODULES = {"Check": "check", "check_batch": "check", "Status": "status", "job_status": "status"}
+_MODULES = {"Check": "check", "check_batch": "check", "GenerateActor": "generate_actor"}
+_MODULES |= {"Status": "status", "job_status": "status"}
 
 
 def __getattr__(name: str) -> object:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from typing import NamedTuple
 
 from nanovllm.config import Config
 from nanovllm.jobs.lines import SAMPLING_OPTIONS, LineFormat, Row
@@ -20,6 +21,13 @@ _OF_SPEED = {
     *("num_kvcache_blocks", "overlap_steps", "tensor_parallel_size", "use_tqdm"),
 }
 _NOT_OF_JOBS = {"model", "seed", "skip_tokenizer_init"}
+
+
+class Cluster(NamedTuple):
+    """Where a job runs on Ray."""
+
+    replicas: int | None  # engines; None: one for each tensor_parallel_size GPUs
+    address: str | None  # of a Ray cluster; None: this machine
 
 
 class Arguments:

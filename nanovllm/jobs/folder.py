@@ -8,11 +8,13 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from typing_extensions import Self
 
@@ -56,6 +58,7 @@ class JobFolder:
                 os.close(self._lock)
                 raise ValueError(f"output={str(self.path)!r}: another process works on this folder")
             time.sleep(0.05)
+        self._remove_staging()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -120,19 +123,34 @@ class JobFolder:
     def open_part(self, number: int) -> Path:
         return self.path / f"part-{number:05d}.jsonl.tmp"
 
-    def complete(self, number: int, parquet: ParquetFormat | None) -> None:
+    def complete(self, number: int, parquet: ParquetFormat | None) -> Path:
         """Give an open part, which is not empty, its final form and name. parquet: None writes JSON lines."""
         open_part = self.open_part(number)
         _sync_file(open_part)
         if parquet is None:
-            self._rename(open_part, self.path / f"part-{number:05d}.jsonl")
-            return
+            part = self.path / f"part-{number:05d}.jsonl"
+            self._rename(open_part, part)
+            return part
         part = self.path / f"part-{number:05d}.parquet"
         temporary = part.with_name(f"{part.name}.tmp")
         parquet.write(open_part, temporary)
         _sync_file(temporary)
         self._rename(temporary, part)
         os.unlink(open_part)
+        return part
+
+    def new_staging(self) -> Path:
+        """A folder in which other processes of this run make parts, before they move them here. The next run removes
+        it, so that processes which outlive this one can complete no part."""
+        path = self.path / f".staging-{uuid4().hex}"
+        path.mkdir()
+        return path
+
+    def _remove_staging(self) -> None:
+        for path in self.path.glob(".staging-*"):
+            path.rename(path.with_name(path.name.replace("staging", "ended")))  # At once: no file gets in or out now.
+        for path in self.path.glob(".ended-*"):
+            shutil.rmtree(path)
 
     def _rename(self, temporary: Path, path: Path) -> None:
         os.replace(temporary, path)

@@ -47,10 +47,11 @@ class Inputs:
     A line's number in the whole job, from 0, is its place. Blank lines have none.
     """
 
-    def __init__(self, paths: list[str]):
-        """paths: of `find_files`."""
+    def __init__(self, paths: list[str], names: list[str] | None = None):
+        """paths: of `find_files`. names: None if these are all files of the job."""
         self.paths = paths
-        names = [PurePosixPath(path).name for path in paths]
+        if names is None:
+            names = [PurePosixPath(path).name for path in paths]
         self.names = names if len(set(names)) == len(names) else paths  # Lines without an id are named by them.
 
     def fingerprints(self) -> list[InputFile]:
@@ -186,6 +187,7 @@ class Scan(NamedTuple):
 
     Attributes:
         num_lines: lines that are not blank.
+        lines_per_file: the same, of each file.
         ids: sorted, one of 16 bytes for each line (a hash: a million lines are 16 MB).
         places: int64 [num_lines], the line of each of ids.
         columns: names of all columns.
@@ -194,6 +196,7 @@ class Scan(NamedTuple):
     """
 
     num_lines: int
+    lines_per_file: list[int]
     ids: np.ndarray
     places: np.ndarray
     columns: list[str]
@@ -219,7 +222,9 @@ def scan(inputs: Inputs, tell: Callable[[], object] = lambda: None) -> Scan:
     Raises ValueError for a damaged file, and for two lines with one id.
     """
     hashes, columns, ids_are_integers, first_openai = bytearray(), dict[str, None](), True, None
+    lines_per_file = dict.fromkeys(inputs.names, 0)
     for _, line in inputs.lines():
+        lines_per_file[line.file] += 1
         hashes += hash_id(line.id)
         ids_are_integers = ids_are_integers and isinstance(line.id, int) and abs(line.id) < 2**63
         if line.row is not None:
@@ -233,7 +238,7 @@ def scan(inputs: Inputs, tell: Callable[[], object] = lambda: None) -> Scan:
     (repeated,) = np.nonzero(ids[1:] == ids[:-1])
     if len(repeated):
         raise ValueError(_describe_duplicates(inputs, places, repeated))
-    return Scan(len(ids), ids, places, list(columns), ids_are_integers, first_openai)
+    return Scan(len(ids), list(lines_per_file.values()), ids, places, list(columns), ids_are_integers, first_openai)
 
 
 def _describe_duplicates(inputs: Inputs, places: np.ndarray, repeated: np.ndarray) -> str:

@@ -38,6 +38,7 @@ class ReadPlan(NamedTuple):
     revision: str | None
     is_done: np.ndarray | None  # bool [num_lines]: lines to leave out
     block_size: int  # tokens of a KV cache block: prompts share whole blocks
+    names: list[str] | None = None  # of the files, if they are not all of the job
 
 
 class Prepared(NamedTuple):
@@ -110,7 +111,7 @@ def read(plan: ReadPlan) -> Iterator[list[Prepared]]:
         plan.tokenizer, "tokenizer", OTHER_FILES, plan.revision
     )
     preparer = Preparer(load_tokenizer(plan.tokenizer, str(directory)), plan.line_format)
-    lines = Inputs(plan.paths).lines(plan.is_done)
+    lines = Inputs(plan.paths, plan.names).lines(plan.is_done)
     for window in _windows((position, line) for position, (_, line) in enumerate(lines)):
         yield from _batches(grouped(preparer.prepare(window), plan.block_size))
 

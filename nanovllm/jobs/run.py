@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import count
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,7 +17,7 @@ import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from nanovllm import __version__
-from nanovllm.jobs.arguments import Arguments, Model, line_bar
+from nanovllm.jobs.arguments import Arguments, Cluster, Model, line_bar
 from nanovllm.jobs.folder import Counts, JobFolder, PartWriter
 from nanovllm.jobs.inputs import Inputs, Scan, find_files, scan
 from nanovllm.jobs.lines import Row, from_json, to_json
@@ -24,8 +25,8 @@ from nanovllm.jobs.parquet import ParquetFormat
 from nanovllm.jobs.reader import Prepared, ReadAhead, ReadPlan
 from nanovllm.jobs.writer import Writer
 from nanovllm.llm import LLM
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import require
+from nanovllm.sampling_params import MAX_INT32, SamplingParams
+from nanovllm.utils.checks import is_int, require
 
 
 class JobError(RuntimeError):
@@ -57,6 +58,8 @@ def run_batch(
     ordered: bool = False,
     overwrite: bool = False,
     retry_errors: bool = False,
+    replicas: int | None = None,
+    ray_address: str | None = None,
     use_tqdm: bool = True,
     **options: Any,
 ) -> Summary:
@@ -73,6 +76,9 @@ def run_batch(
         ordered: keep the order of the input.
         overwrite: delete the answers in the folder and start over.
         retry_errors: try the lines of errors.jsonl again.
+        replicas: engines, which Ray Data runs on this machine or a cluster. Each has tensor_parallel_size GPUs. None:
+            one engine in this process, or with ray_address as many as the cluster's GPUs allow.
+        ray_address: of a Ray cluster, such as "auto". All its machines must share the output's folder.
         use_tqdm: show a progress bar in a terminal.
         options: of SamplingParams, for lines without their own, and of LLM.
 
@@ -80,7 +86,7 @@ def run_batch(
         ValueError, TypeError, OSError, ImportError: a wrong call, before any work. Among them: another model or other
             parameters than the folder's job has, a changed input, an id given twice, and a folder on which another
             process works.
-        JobError: the answers cannot be written any more, as on a full disk.
+        JobError: the answers cannot be written any more, as on a full disk, or Ray has given up.
         KeyboardInterrupt: also for SIGTERM. All answers so far are in complete parts.
     """
     require("format", format, format in (None, "jsonl", "parquet"), "'jsonl' or 'parquet'")
@@ -89,20 +95,28 @@ def run_batch(
     if "://" in str(output):
         raise ValueError(f"output={str(output)!r}: must be a local folder")
     arguments = Arguments(model, prompt_column, template, system, chat_template_kwargs, seed, options)
+    cluster = _check_cluster(replicas, ray_address, model, ordered)
     inputs = Inputs(find_files(input))
     format = format or ("parquet" if inputs.are_parquet else "jsonl")
     with JobFolder(output) as folder, _sigterm_as_interrupt():
-        return _Job(folder, inputs, arguments, format, ordered, use_tqdm).run(overwrite, retry_errors)
+        return _Job(folder, inputs, arguments, format, ordered, cluster, use_tqdm).run(overwrite, retry_errors)
 
 
 class _Job:
     """One call of run_batch, which holds the folder's lock."""
 
     def __init__(
-        self, folder: JobFolder, inputs: Inputs, arguments: Arguments, format: str, ordered: bool, use_tqdm: bool
+        self,
+        folder: JobFolder,
+        inputs: Inputs,
+        arguments: Arguments,
+        format: str,
+        ordered: bool,
+        cluster: Cluster | None,
+        use_tqdm: bool,
     ):
         self._folder, self._inputs, self._arguments = folder, inputs, arguments
-        self._format, self._ordered, self._use_tqdm = format, ordered, use_tqdm
+        self._format, self._ordered, self._cluster, self._use_tqdm = format, ordered, cluster, use_tqdm
         self._parquet: ParquetFormat | None = None
 
     def run(self, overwrite: bool, retry_errors: bool) -> Summary:
@@ -111,6 +125,8 @@ class _Job:
         if retry_errors:
             self._folder.forget_errors()
         is_done, before = self._read_answers(found)
+        if self._cluster is not None:
+            return self._run_on_ray(manifest, found, is_done)
         writer = Writer(PartWriter(self._folder, self._parquet), self._arguments.model_name, self._ordered)
         start = time.perf_counter()
         try:
@@ -126,6 +142,36 @@ class _Job:
                 self._folder.write_manifest(manifest)
             if writer.error is not None:
                 raise JobError(f"{self._folder.path}: cannot be written: {writer.error}") from writer.error
+        return Summary(found.num_lines, *counts, seconds)
+
+    def _run_on_ray(self, manifest: Row, found: Scan, is_done: np.ndarray) -> Summary:
+        from ray.exceptions import RayError
+
+        from nanovllm.jobs.ray_job import answer_on_ray
+
+        start = time.perf_counter()
+        try:
+            if not is_done.all():
+                answer_on_ray(
+                    self._cluster,
+                    self._plan(is_done),
+                    found.lines_per_file,
+                    self._arguments,
+                    self._folder,
+                    self._parquet,
+                    self._use_tqdm,
+                )
+        except (OSError, RayError) as error:
+            reason = str(error).rstrip().rpartition("\n")[2]  # after the traceback of another process
+            raise JobError(f"{self._folder.path}: the job has stopped: {reason}") from error
+        finally:
+            seconds = time.perf_counter() - start
+            counts = self._folder.read()
+            manifest["progress"] = counts._asdict() | {"seconds": manifest["progress"]["seconds"] + seconds}
+            with suppress(OSError):
+                self._folder.write_manifest(manifest)
+        if (missing := found.num_lines - counts.answered - counts.failed) > 0:
+            raise JobError(f"{self._folder.path}: {missing} lines are missing: do all machines share this folder?")
         return Summary(found.num_lines, *counts, seconds)
 
     # -- before work begins --------------------------------------------------------------------------------------------
@@ -197,7 +243,8 @@ class _Job:
         arguments = self._arguments
         revision = arguments.engine_options.get("revision")
         paths, line_format, block_size = self._inputs.paths, arguments.line_format, arguments.block_size
-        return ReadPlan(paths, line_format, arguments.tokenizer, revision, is_done, block_size)
+        names = self._inputs.names
+        return ReadPlan(paths, line_format, arguments.tokenizer, revision, is_done, block_size, names)
 
     def _answer(self, llm: LLM, lines: Iterable[Prepared], writer: Writer, num_lines: int, before: Counts) -> None:
         """Let the engine work on all lines. This loop shares Python's lock with the engine, so it does little."""
@@ -231,6 +278,19 @@ class _Job:
                 bar.update()
                 if writer.error is not None:
                     return
+
+
+def _check_cluster(replicas: int | None, address: str | None, model: Model, ordered: bool) -> Cluster | None:
+    if replicas is None and address is None:
+        return None
+    require("replicas", replicas, replicas is None or is_int(replicas, 1, MAX_INT32), "a positive integer")
+    if ordered:
+        raise ValueError("ordered=True: several replicas finish out of order; sort the answers, or use one engine")
+    if isinstance(model, LLM):
+        raise TypeError("model: must be a directory or a hub id, of which every replica makes its own LLM")
+    if find_spec("ray") is None:
+        raise ImportError("replicas and ray_address need Ray: pip install 'nanovllm[ray]'")
+    return Cluster(replicas, address)
 
 
 def _versions() -> dict[str, str]:

@@ -25,14 +25,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton before 3.4
-    TensorDescriptor = None
 
 MAX_EXPERTS = 1024  # What one program sorts and compares at once.
 _ROUTE_ELEMENTS = 2048  # logits of a program of `route`
@@ -307,8 +303,7 @@ def down(
 
 @cache
 def _has_tma(device: torch.device) -> bool:
-    is_new = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-    return TensorDescriptor is not None and is_new
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _launch(

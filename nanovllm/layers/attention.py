@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from nanovllm.layers.decode_constants import DecodeConstants
-from nanovllm.layers.flash_attn4 import FlashAttn4
+from nanovllm.layers.flash_attn4 import AttentionShape, FlashAttn4
 from nanovllm.utils.context import Context
 
 
@@ -31,15 +31,7 @@ class AttentionBackend(ABC):
     def description(self) -> str:
         return self.name
 
-    def prepare(
-        self,
-        constants: DecodeConstants,
-        max_batch_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        device: torch.device,
-    ) -> None:
+    def prepare(self, constants: DecodeConstants, max_batch_size: int, shape: AttentionShape) -> None:
         """Allocate what decode steps of up to max_batch_size rows share. Called once, before the first of them.
         constants: the GPU's."""
         return None
@@ -83,8 +75,8 @@ class Attention(nn.Module):
         """Attend. The step's new keys and values are in their slots already: `qk_norm_rope_store` wrote them.
 
         q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; of the step's new tokens,
-        after RoPE, any stride between tokens. context: the step's, or with q of the last tokens its `of_last_tokens()`.
-        Returns a tensor like q.
+        after RoPE, any stride between tokens. context: the step's; if q has the last tokens only, its
+        `of_last_tokens()`. Returns a tensor like q.
         """
         if context.is_prefill:
             return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale, self.window)

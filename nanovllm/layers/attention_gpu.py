@@ -67,10 +67,11 @@ class TritonBackend(GpuBackend):
     wants_plan = True
     max_short_prompt = 256
 
-    def prepare(self, constants, max_batch_size, num_heads, num_kv_heads, head_dim, device):
+    def prepare(self, constants, max_batch_size, shape):
         self.constants = constants
-        num_items = constants.num_work_items(max_batch_size, num_kv_heads)
-        self.workspace = DecodeWorkspace(max_batch_size, num_heads, num_kv_heads, head_dim, device, num_items)
+        num_items = constants.num_work_items(max_batch_size, shape.num_kv_heads)
+        sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self.workspace = DecodeWorkspace(max_batch_size, *sizes, shape.device, num_items)
 
     def own_prefill(self, q, k, v, k_cache, v_cache, context, scale, window):
         c = context

@@ -2,13 +2,11 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON, use_kernels
 from nanovllm.layers.experts_torch import experts_torch, route_torch
-from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.utils.context import get_context
+from nanovllm.layers.layernorm import Normed
 
 if HAS_TRITON:
     from nanovllm.kernels.experts import TileConfig, add_pairs, down, gate_up, route, sort_by_expert
@@ -39,31 +37,6 @@ class ExpertsProblem(NamedTuple):
     @property
     def input(self) -> Tensor:
         return self.x.value() if isinstance(self.x, Normed) else self.x
-
-
-class ExpertsProduct(NamedTuple):
-    """The experts of a layer, for any number of tokens: like `matmul.LayerProduct`."""
-
-    weight: Tensor
-    down: Tensor
-    top_k: int
-    normalize: bool
-    add: bool
-    norm: RMSNorm | None = None  # of its input
-
-    @property
-    def operation(self) -> str:
-        return "experts"
-
-    def problem(self, num_tokens: int) -> ExpertsProblem:
-        """On new tensors with arbitrary content, for a step like the context's. Every token gets its experts."""
-        x = self.weight.new_empty(num_tokens, self.weight.shape[2])
-        logits = x.new_empty(num_tokens, len(self.weight))
-        context_lens = None
-        if not get_context().is_prefill:
-            context_lens = torch.ones(num_tokens, dtype=torch.int32, device=x.device)
-        normed = Normed(x, self.norm) if self.norm else x
-        return ExpertsProblem(normed, logits, *self[:4], torch.empty_like(x), self.add, context_lens)
 
 
 def compute_experts(problem: ExpertsProblem, constants: tuple = ()) -> Tensor:

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from nanovllm.layers.expert_products import ExpertsProblem, ExpertsProduct
+from nanovllm.layers.expert_products import ExpertsProblem
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear, make_parameter
-from nanovllm.layers.matmul import LayerProduct, Matmul
+from nanovllm.layers.matmul import Matmul
 from nanovllm.layers.rank_sums import NormedParts, add_over_ranks
 from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import TensorParallel
@@ -124,19 +124,3 @@ class MixtureOfExperts(nn.Module):
         context_lens = None if context.context_lens is None else context.context_lens[: len(x)]
         gate_up, down = self.experts.gate_up_proj.weight, self.experts.down_proj.weight
         self.matmul.run(ExpertsProblem(x, logits, gate_up, down, self.top_k, self.normalize, out, add, context_lens))
-
-    def products(self, norm: RMSNorm | None, adds: bool) -> list[LayerProduct | ExpertsProduct]:
-        """The matrix products. norm: of their input. adds: whether the result is added to the residual stream without
-        a norm in between."""
-        weights = self.experts.gate_up_proj.weight, self.experts.down_proj.weight
-        adds &= self.tp.size == 1
-        return [
-            LayerProduct("linear", self.gate.weight, norm=norm),
-            ExpertsProduct(*weights, self.top_k, self.normalize, adds, norm),
-        ]
-
-    @property
-    def num_idle_params(self) -> int:
-        """Parameters on this rank that a token does not use."""
-        experts = self.experts.gate_up_proj.weight, self.experts.down_proj.weight
-        return sum(weight.numel() // len(weight) * (len(weight) - self.top_k) for weight in experts)

@@ -30,7 +30,7 @@ _TILE = {"tile_mn": (192, 96), "mma_pv_is_rs": False}
 
 
 class AttentionShape(NamedTuple):
-    """What its kernels are compiled for. The heads are this rank's."""
+    """What kernels of attention are compiled for. The heads are this rank's."""
 
     num_heads: int
     num_kv_heads: int

@@ -199,7 +199,6 @@ class RowParallelLinear(LinearBase):
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):
-        self.operation = "linear_add" if tp.size == 1 else "linear_sum"  # of `matmul`
         shape = (output_size, tp.shard(input_size, "input size of a row-parallel layer"))
         super().__init__(shape, {None: (output_size, input_size)}, bias, tp, get_weight_format())
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from nanovllm.layers.activation import Gated, SiluAndMul
 from nanovllm.layers.expert_products import ExpertsProblem, compute_experts
 from nanovllm.layers.fp8_products import fp8_product
-from nanovllm.layers.layernorm import Normed, RMSNorm
+from nanovllm.layers.layernorm import Normed
 from nanovllm.layers.quantization import Fp8Weight, Weight
 from nanovllm.tuning.table import Key, Row, Table
 from nanovllm.utils.context import get_context
@@ -55,22 +55,6 @@ class Problem(NamedTuple):
         return self.x if isinstance(self.x, Tensor) else self.x.value()
 
 
-class LayerProduct(NamedTuple):
-    """A product of each layer of a model, for any number of tokens."""
-
-    operation: str
-    weight: Weight
-    bias: Tensor | None = None
-    norm: RMSNorm | None = None  # of its input
-
-    def problem(self, num_tokens: int) -> Problem:
-        """On new tensors with arbitrary content."""
-        N, K = self.weight.shape
-        x = self.weight.new_empty(num_tokens, K)
-        out = self.weight.new_empty(num_tokens, N) if self.operation in ("linear_add", "linear_sum") else None
-        return Problem(self.operation, Normed(x, self.norm) if self.norm else x, self.weight, self.bias, out)
-
-
 class Candidate(ABC):
     """One way to compute products."""
 
@@ -80,8 +64,8 @@ class Candidate(ABC):
 
     @abstractmethod
     def supports(self, problem: Any) -> bool:
-        """Whether it can compute this product, of an operation that the table names it for, on this machine in this
-        step."""
+        """Whether it can compute this product on this machine, in this step. The table names it only for operations
+        that it has."""
 
     @abstractmethod
     def launch(self, problem: Any, constants: tuple) -> Tensor | Gated | None:
@@ -170,14 +154,10 @@ class Matmul:
 
     def choices(self, operation: str, weight: Weight, num_tokens: int) -> tuple[tuple[Candidate, tuple], ...]:
         """The table's candidates for a product in this step's phase, the best first, with their constants."""
-        return self._row(operation, weight)[num_tokens]
+        return self.row(operation, weight)[num_tokens]
 
-    def token_counts(self, operation: str, weight: Weight, most_tokens: int) -> list[int]:
-        """Numbers of tokens up to the most: one in every bucket of the product's row."""
-        bounds = self._row(operation, weight).bounds
-        return [bound for bound in bounds if bound < most_tokens] + [most_tokens]
-
-    def _row(self, operation: str, weight: Weight) -> Row[tuple[Candidate, tuple]]:
+    def row(self, operation: str, weight: Weight) -> Row[tuple[Candidate, tuple]]:
+        """`choices` for all numbers of tokens."""
         is_prefill = get_context().is_prefill
         short_key = operation, is_prefill, weight.shape, weight.dtype
         if short_key not in self._rows:
@@ -201,18 +181,3 @@ class Matmul:
                 for bound, choices in buckets
             }
         )
-
-    def posted_constants(self, weight: Weight, num_tokens: int) -> tuple | None:
-        """The constants of this linear_sum, if its first choice writes to the other ranks' memory itself, else None."""
-        for candidate, constants in self.choices("linear_sum", weight, num_tokens)[:1]:
-            if candidate.posts_sums and isinstance(weight, Tensor):
-                return constants
-        return None
-
-    def padded_batch(self, num_seqs: int, gate_up: Weight) -> int:
-        """The number of rows, padding included, at which a decode step of num_seqs is fastest. gate_up: a layer's gate
-        and up projection, to which the table's rows for padding belong."""
-        for candidate, (num_rows,) in self.choices("padding", gate_up, num_seqs):
-            if candidate.serves(gate_up):
-                return max(num_rows, num_seqs)
-        return num_seqs

@@ -6,6 +6,7 @@ all parts and computes the norm. See `utils.residual_reducer`.
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +32,17 @@ def begin_sums(layers: nn.ModuleList, num_tokens: int, reducer: ResidualReducer)
     """Call this before each forward pass of decoder layers: it decides whether their products post the sums."""
     of_layers = [layer.summed_projections() for layer in layers]
     projections = [projection for of_layer in of_layers for projection in of_layer]
-    constants = [each.matmul.posted_constants(each.matrix, num_tokens) for each in projections]
+    constants = [posted_constants(each, num_tokens) for each in projections]
     # Of families whose sums go another way there are fewer than two a layer, which does no harm.
     reducer.begin_pass(2 * len(layers), all(of_layers) and None not in constants)
+
+
+def posted_constants(proj: Any, num_tokens: int) -> tuple | None:
+    """The constants of this projection's first choice, if that writes to the other ranks' memory itself, else None."""
+    for candidate, constants in proj.matmul.choices("linear_sum", proj.matrix, num_tokens)[:1]:
+        if candidate.posts_sums and proj.format is None:
+            return constants
+    return None
 
 
 def add_over_ranks(
@@ -46,8 +55,7 @@ def add_over_ranks(
     if not isinstance(x, Tensor):
         return NormedParts(residual, _add_parts(proj, residual, x, norm))
     if reducer.is_posting:
-        constants = proj.matmul.posted_constants(proj.matrix, len(x))
-        reducer.add_linear(residual, x, proj.weight, proj.bias_of_rank, constants)
+        reducer.add_linear(residual, x, proj.weight, proj.bias_of_rank, posted_constants(proj, len(x)))
         return Normed(residual, norm)
     if not reducer.takes(len(x)):
         return Normed(proj.add_to(residual, x), norm)

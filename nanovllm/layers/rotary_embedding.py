@@ -43,7 +43,7 @@ class RopeParameters:
     def __post_init__(self) -> None:
         if self.type not in SUPPORTED_TYPES:
             supported = ", ".join(SUPPORTED_TYPES)
-            raise ValueError(f"rope type {self.type!r} is not supported; supported: {supported}")
+            raise ValueError(f"rope_type={self.type!r} is not supported; supported: {supported}")
         if self.factor <= 0:
             raise ValueError(f"rope factor must be positive, not {self.factor}")
         if not 0 < self.partial_rotary_factor <= 1:
@@ -55,7 +55,7 @@ class RopeParameters:
         }
         for name in needed.get(self.type, ()):
             if not getattr(self, name):
-                raise ValueError(f"rope type {self.type!r} needs {name}")
+                raise ValueError(f"rope_type={self.type!r} needs {name}")
 
     @property
     def attention_scaling(self) -> float:
@@ -172,7 +172,7 @@ def rope_parameters(hf_config: Any, layer_type: str | None = None) -> RopeParame
         settings["beta_fast"] = settings.get("beta_fast") or 32.0
         settings["beta_slow"] = settings.get("beta_slow") or 1.0
     elif "factor" not in settings:
-        raise ValueError(f"rope type {rope_type!r} needs a factor")
+        raise ValueError(f"rope_type={rope_type!r} needs a factor")
     for name in ("short_factor", "long_factor"):
         settings[name] = tuple(map(float, settings.get(name, ())))
 

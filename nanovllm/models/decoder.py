@@ -2,9 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -14,13 +12,11 @@ from nanovllm.layers.activation import Gated, GeluTanhAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import AttentionBackend
 from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding
-from nanovllm.layers.expert_products import ExpertsProduct
 from nanovllm.layers.experts import MixtureOfExperts
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.matmul import LayerProduct, Matmul
+from nanovllm.layers.matmul import Matmul
 from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
-from nanovllm.layers.quantization import Weight
 from nanovllm.layers.rank_sums import NormedParts, begin_sums
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sharded_norm import ShardedRMSNorm, normalize_over_ranks
@@ -131,36 +127,17 @@ class DecoderMLP(nn.Module):
             return map(self.gate_up_proj.silu, hidden.parts)
         return self.gate_up_proj.silu(hidden)
 
-    def products(self, norm: RMSNorm | None, adds: bool) -> list[LayerProduct]:
-        """The matrix products. norm: of their input. adds: whether the result is added to the residual stream without
-        a norm in between."""
-        gate_up, down = self.gate_up_proj, self.down_proj
-        return [
-            LayerProduct("linear_silu" if self.gelu is None else "linear", gate_up.matrix, norm=norm),
-            LayerProduct(down.operation if adds else "linear", down.matrix, down.bias),
-        ]
-
 
 class DecoderLayer(nn.Module):
     """Attention and an MLP on a residual stream, with norms before them, after them, or both."""
 
-    def __init__(
-        self,
-        config,
-        spec: DecoderSpec,
-        layer: int,
-        rotary_emb: RotaryEmbedding | None,
-        mlp: nn.Module,
-        backend: AttentionBackend,
-        tp: TensorParallel,
-    ):
+    def __init__(self, config, spec: DecoderSpec, attention: DecoderAttention, mlp: nn.Module):
         super().__init__()
 
         def norm(is_there: bool) -> RMSNorm | None:
             return RMSNorm(config.hidden_size, config.rms_norm_eps, spec.norm_offset) if is_there else None
 
-        self.kind = spec.ropes[layer] is not None, spec.window(layer), type(mlp)
-        self.self_attn = DecoderAttention(config, spec, layer, rotary_emb, backend, tp)
+        self.self_attn = attention
         self.mlp: Any = mlp
         # The first two are called as in Llama. Where there are others, `packed_modules_mapping` has the checkpoint's
         # names.
@@ -196,15 +173,6 @@ class DecoderLayer(nn.Module):
         adds = self.attention_output_norm is None and isinstance(self.mlp, DecoderMLP)
         return [self.self_attn.o_proj, self.mlp.down_proj] if adds else []
 
-    def products(self) -> list[LayerProduct | ExpertsProduct]:
-        """The layer's matrix products, in order."""
-        qkv, o, adds = self.self_attn.qkv_proj, self.self_attn.o_proj, self.attention_output_norm is None
-        return [
-            LayerProduct("linear", qkv.matrix, qkv.bias, self.input_layernorm),
-            LayerProduct(o.operation if adds else "linear", o.matrix, o.bias),
-            *self.mlp.products(self.post_attention_layernorm, adds),
-        ]
-
 
 class DecoderModel(nn.Module):
     """Embedding, decoder layers, final norm. forward: see `DecoderForCausalLM`."""
@@ -224,10 +192,10 @@ class DecoderModel(nn.Module):
         self.embed_tokens = ReplicatedEmbedding(config.vocab_size, config.hidden_size)
         # One table for all layers with the same settings.
         tables = {rope: RotaryEmbedding(get_head_dim(config), max_position, rope) for rope in set(spec.ropes) if rope}
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, spec, i, tables.get(rope), mlp, backend, tp)
-            for i, (rope, mlp) in enumerate(zip(spec.ropes, mlps, strict=True))
-        )
+        self.layers = nn.ModuleList()
+        for i, (rope, mlp) in enumerate(zip(spec.ropes, mlps, strict=True)):
+            attention = DecoderAttention(config, spec, i, tables.get(rope), backend, tp)
+            self.layers.append(DecoderLayer(config, spec, attention, mlp))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, spec.norm_offset)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -248,7 +216,7 @@ def _rows_wanted() -> Rows | None:
     """The rows that the step's tokens are sampled from; None for all. Of other tokens only keys and values are
     needed."""
     context = get_context()
-    return context.last_tokens if context.num_drawn is None else slice(context.num_drawn)
+    return context.last_tokens if context.num_sampled is None else slice(context.num_sampled)
 
 
 class DecoderForCausalLM(nn.Module, ABC):
@@ -287,7 +255,7 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     @staticmethod
     def mlp(config, spec: DecoderSpec, layer: int, tp: TensorParallel) -> nn.Module:
-        """The MLP of a layer, with the methods `add` and `products` of DecoderMLP."""
+        """The MLP of a layer, with the method `add` of DecoderMLP."""
         return DecoderMLP(config, spec, tp)
 
     @classmethod
@@ -298,7 +266,7 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Token ids and positions, int64 [num_tokens] -> hidden states [num_tokens, hidden_size], or only those that
-        Context.last_tokens or num_drawn selects."""
+        Context.last_tokens or num_sampled selects."""
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -309,39 +277,8 @@ class DecoderForCausalLM(nn.Module, ABC):
         """The results of compute_logits on all ranks -> logits [num_rows, vocab_size], on all ranks."""
         return self.lm_head.gather(logits)
 
-    @cached_property  # because a CPU needs it at each step
-    def num_layer_params(self) -> int:
-        """Parameters of one layer on this rank, of experts only those that a token uses."""
-        layer: Any = self.model.layers[-1]
-        idle = layer.mlp.num_idle_params if isinstance(layer.mlp, MixtureOfExperts) else 0
-        return sum(parameter.numel() for parameter in layer.parameters()) - idle
-
-    @property
-    def gate_up(self) -> Weight:
-        """A layer's gate and up projection, of all experts if it has some. The table's rows for whole steps belong to
-        its shape."""
-        mlp: Any = self.model.layers[0].mlp
-        return mlp.experts.gate_up_proj.weight if isinstance(mlp, MixtureOfExperts) else mlp.gate_up_proj.matrix
-
     def use_matmul(self, matmul: Matmul) -> None:
         self.matmul = matmul
         for module in self.modules():
             if isinstance(module, (LinearBase, MixtureOfExperts)):
                 module.matmul = matmul
-
-    def padded_batch(self, num_seqs: int) -> int:
-        """The rows, padding included, with which a decode step of num_seqs sequences takes the least time."""
-        return self.matmul.padded_batch(num_seqs, self.gate_up)
-
-    @contextmanager
-    def few_layers(self) -> Iterator[None]:
-        """A block in which the model has its first layer, its last one, and one of each other kind: they launch every
-        kernel that any layer does."""
-        layers: Any = self.model.layers
-        one_of_each = {layer.kind: i for i, layer in reversed(list(enumerate(layers)))}
-        indices = {*one_of_each.values(), 0, len(layers) - 1}
-        self.model.layers = nn.ModuleList(layers[i] for i in sorted(indices))
-        try:
-            yield
-        finally:
-            self.model.layers = layers

@@ -11,10 +11,9 @@ from tqdm import tqdm
 
 from nanovllm.config import Config
 from nanovllm.layers.attention_backend import TorchBackend
-from nanovllm.layers.expert_products import ExpertsProduct
-from nanovllm.layers.matmul import LayerProduct
 from nanovllm.layers.quantization import weight_format
 from nanovllm.models import make_model
+from nanovllm.models.layer_facts import ExpertsProduct, LayerProduct, layer_products
 from nanovllm.tuning.table import (
     Choice,
     Table,
@@ -103,7 +102,7 @@ def layer_shapes(model: str, num_gpus: int = 1, quantization: str | None = None)
     tp = TensorParallel(size=num_gpus)
     with weight_format(config.weight_format):
         decoder: Any = make_model(config.hf_config, config.dtype, torch.device("meta"), 1, TorchBackend(), tp)
-    return [_shape(product) for product in decoder.model.layers[0].products()]
+    return [_shape(product) for product in layer_products(decoder.model.layers[0])]
 
 
 def _shape(product: LayerProduct | ExpertsProduct) -> Shape:

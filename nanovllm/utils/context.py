@@ -28,7 +28,7 @@ class Context:
     last_tokens: torch.Tensor | None = None
     # decode: {a layer's window: [num_items, PIECE_FIELDS]}; see kernels.decode_plan
     decode_plans: Mapping[int | None, torch.Tensor] = field(default_factory=dict)
-    num_drawn: int | None = None  # decode: the first rows, whose hidden states the model returns; None: all
+    num_sampled: int | None = None  # mixed step: tokens are sampled from the first rows alone, which the model returns
 
     def of_last_tokens(self) -> "Context":
         """The same prefill with each sequence's last new token as its one query."""

@@ -1,6 +1,7 @@
 """Small schedulers, and the steps of an engine whose model samples what a test says."""
 
 import itertools
+from types import SimpleNamespace
 
 from invariants import check_scheduler
 
@@ -12,16 +13,18 @@ SIZE = 4
 EOS = 2
 
 
-def make_scheduler(num_blocks: int = 100, **changes) -> Scheduler:
+def make_scheduler(num_blocks: int = 100, mixed_step_rows: int = 0, **changes) -> Scheduler:
+    """changes: options of Config."""
     options = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "max_model_len": 1000,
-        "num_kvcache_blocks": num_blocks,
+        "supported_model_len": None,
         "kvcache_block_size": SIZE,
         "eos": [EOS],
+        "enable_prefix_caching": True,
     }
-    return Scheduler(**options | changes)
+    return Scheduler(SimpleNamespace(**options | changes), num_blocks, mixed_step_rows)
 
 
 def add(scheduler: Scheduler, prompt: int | list[int], max_tokens: int = 100, **params) -> Sequence:

@@ -136,7 +136,7 @@ def test_mixed_inputs(steps, windows):
         spans = [range(seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens) for seq in seqs]
         num_tokens = sum(map(len, spans))
         inputs.send(inputs.write(seqs, num_tokens + num_padding))
-        input_ids, positions, context = inputs.for_layers(num_tokens + num_padding, num_drawn=len(seqs))
+        input_ids, positions, context = inputs.for_layers(num_tokens + num_padding, num_sampled=len(seqs))
         computed = list(zip(input_ids.tolist(), positions.tolist(), context.slot_mapping.tolist(), strict=True))
         # Tokens are drawn from the first rows, one a sequence.
         assert computed[: len(seqs)] == [_row(seq, span[-1]) for seq, span in zip(seqs, spans, strict=True)]
@@ -151,7 +151,7 @@ def test_mixed_inputs(steps, windows):
             assert slot == table[position // 4] * 4 + position % 4
             (owner,) = (seq for row, seq in enumerate(seqs) if slot // 64 == row)
             assert table == owner.block_table
-        assert context.num_drawn == len(seqs)
+        assert context.num_sampled == len(seqs)
         assert list(context.decode_plans) == windows
         for window, plan in context.decode_plans.items():
             check_plan(plan.numpy(), context, window)

@@ -20,10 +20,12 @@ from nanovllm.engine.runner.kernel_compilation import (
     warmup_kernels,
 )
 from nanovllm.engine.runner.memory import largest_prefill
+from nanovllm.engine.runner.model_setup import padded_batch
 from nanovllm.kernels.paged_prefill import choose_tiles
 from nanovllm.layers.attention_backend import TorchBackend
 from nanovllm.layers.matmul import Matmul
 from nanovllm.layers.quack import Quack
+from nanovllm.models.layer_facts import gate_up_weight, layer_products
 from nanovllm.models.presets import preset_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.tuning.table import package_table
@@ -72,7 +74,7 @@ def test_every_tile_of_quack_kernels_is_compiled_at_the_start(max_num_seqs, name
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config, 64, TorchBackend(), TensorParallel()).bfloat16()
     model.use_matmul(matmul := Matmul(package_table("NVIDIA H200"), [quack]))
-    padded = [model.padded_batch(n) for n in range(max_num_seqs + 1)]
+    padded = [padded_batch(matmul, gate_up_weight(model), n) for n in range(max_num_seqs + 1)]
     trace_products(model, padded[-1], 16384)
     compiled, quack.asked = quack.asked, set()
     # The table's "prefill" rows begin at 2,048 tokens.
@@ -80,7 +82,7 @@ def test_every_tile_of_quack_kernels_is_compiled_at_the_start(max_num_seqs, name
     steps += [(True, n) for n in (1, 2047, 2048, 5000, 9000, 16384)]
     for is_prefill, num_tokens in steps:
         with step_context(Context(is_prefill=is_prefill)):
-            for product in model.model.layers[0].products():
+            for product in layer_products(model.model.layers[0]):
                 matmul.run(product.problem(num_tokens))
     assert compiled >= quack.asked
     assert len(quack.asked) > 1

@@ -5,10 +5,10 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedulers import make_scheduler
 
 from nanovllm import SamplingParams
 from nanovllm.engine.requests.sequence_maker import longest_first
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
 BLOCK_SIZE, MAX_SEQ_LEN, ROOMY = 4, 100, 10**6
@@ -64,7 +64,8 @@ def test_samples_of_one_request_are_no_such_prompts():
 
 
 def num_steps(seqs: list[Sequence], num_blocks: int) -> int:
-    scheduler = Scheduler(8, 1000, MAX_SEQ_LEN, num_blocks, BLOCK_SIZE)
+    sizes = {"max_num_batched_tokens": 1000, "max_model_len": MAX_SEQ_LEN, "kvcache_block_size": BLOCK_SIZE}
+    scheduler = make_scheduler(num_blocks, **sizes, eos=())
     for seq in seqs:
         scheduler.add(seq)
     count = 0

@@ -107,11 +107,11 @@ def traffic(draw):
     """A small engine, and more requests than fit it at once."""
     block_size = draw(st.integers(1, 4))
     num_blocks = draw(st.integers(2, 12) | st.integers(16, 48))
-    scheduler = Scheduler(
+    scheduler = make_scheduler(
+        num_blocks,
         max_num_seqs=draw(st.integers(1, 6) | st.just(16)),
         max_num_batched_tokens=draw(st.integers(1, 30)),
         max_model_len=draw(st.integers(2, 60)),
-        num_kvcache_blocks=num_blocks,
         kvcache_block_size=block_size,
         eos=draw(st.sampled_from([(), (EOS,), (EOS, 4)])),
         enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),

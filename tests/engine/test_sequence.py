@@ -61,7 +61,7 @@ def test_arithmetic(prompt, completion, block_size):
     blocks = [tokens[i : i + block_size] for i in range(0, len(tokens), block_size)]
     assert seq.num_blocks == len(blocks)
     assert seq.last_block_num_tokens == len(blocks[-1])
-    assert [seq.block(i) for i in range(seq.num_blocks)] == blocks
+    assert [seq.block(i).tolist() for i in range(seq.num_blocks)] == blocks
 
 
 def test_a_token_that_is_still_being_sampled_counts_and_is_filled_in():

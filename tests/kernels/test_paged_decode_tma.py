@@ -9,6 +9,7 @@ from nanovllm.kernels.decode_plan import DecodeConfig, DecodeWorkspace
 from nanovllm.layers import attention_gpu
 from nanovllm.layers.attention_gpu import TritonBackend
 from nanovllm.layers.attention_torch import decode_attention_torch
+from nanovllm.layers.flash_attn4 import AttentionShape
 from nanovllm.utils.context import Context
 
 pytestmark = needs_tma
@@ -48,7 +49,7 @@ def test_the_memory_accelerators_kernel_is_taken_where_it_can_be(monkeypatch, de
     describe = paged_decode_module._descriptors
     monkeypatch.setattr(paged_decode_module, "_descriptors", lambda *args: launched.append(args) or describe(*args))
     backend = TritonBackend()
-    backend.prepare(H200, 3, 16, 8, 64, device)
+    backend.prepare(H200, 3, AttentionShape(16, 8, 64, 64, torch.float16, device))
     for batch, is_taken in ((2, False), (3, True)):
         case = make_case([33 + i for i in range(batch)], 16, 8, 64, 64, torch.float16, device, seed=batch)
         lens, tables = case["context_lens"], case["block_tables"]

@@ -15,7 +15,7 @@ from decode_cases import H200, make_plan
 from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.layers.attention_gpu import FlashAttnBackend, TritonBackend
 from nanovllm.layers.attention_torch import TorchBackend
-from nanovllm.layers.flash_attn4 import FlashAttn4
+from nanovllm.layers.flash_attn4 import AttentionShape, FlashAttn4
 from nanovllm.utils.context import Context
 
 HEADS, KV_HEADS, BLOCK_SIZE = 4, 2, 256
@@ -47,7 +47,8 @@ class Layers:
             context = Context(True, self.cu_q, self.cu_k, *self.sizes, block_tables=tables)
             return layer(self.q, self.k, self.v, context)
         context_lens = self.cu_k.diff()
-        backend.prepare(H200, len(self.lens), HEADS, KV_HEADS, self.head_dim, self.device)
+        shape = AttentionShape(HEADS, KV_HEADS, self.head_dim, BLOCK_SIZE, self.q.dtype, self.device)
+        backend.prepare(H200, len(self.lens), shape)
         plans = {each: make_plan(context_lens, KV_HEADS, window=each) for each in (None, window)}
         context = Context(context_lens=context_lens, block_tables=self.tables, decode_plans=plans)
         return layer(self.q[: len(self.lens)], self.k, self.v, context)

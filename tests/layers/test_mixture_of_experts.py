@@ -16,6 +16,7 @@ from nanovllm.layers.experts_torch import experts_torch, route_torch
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul import Candidate, Matmul
 from nanovllm.layers.rank_sums import NormedParts
+from nanovllm.models.layer_facts import num_layer_params
 from nanovllm.models.presets import preset_config
 from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
 from nanovllm.tuning.table import Choice, Key, Row, Table, package_table
@@ -261,7 +262,7 @@ def test_parameters_that_a_token_uses():
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config, 64, TorchBackend(), TensorParallel())
     attention = 2048 * 128 * (2 * 32 + 2 * 4) + 2 * 128 + 2 * 2048
-    assert model.num_layer_params == attention + 2048 * 128 + 8 * 3 * 2048 * 768
+    assert num_layer_params(model) == attention + 2048 * 128 + 8 * 3 * 2048 * 768
 
 
 @pytest.mark.parametrize(

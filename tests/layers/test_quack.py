@@ -10,8 +10,10 @@ from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoin
 from fake_quack import Package, make_config, problem, tensors
 
 from nanovllm.engine.runner import model_setup
+from nanovllm.engine.runner.model_setup import padded_batch
 from nanovllm.layers.matmul import Matmul
 from nanovllm.layers.quack import Product, Quack, Tile
+from nanovllm.models.layer_facts import layer_products
 from nanovllm.tuning.table import Choice, Key, Row, Table, load_table
 from nanovllm.utils.context import Context, step_context
 
@@ -105,7 +107,7 @@ def test_steps_without_graphs_prefill_alone(quack, matmul, package):
         matmul.linear_silu(x, weight)
         matmul.linear_add(residual, x, weight)
     assert not package.calls
-    assert matmul.padded_batch(100, weight) == 100
+    assert padded_batch(matmul, weight, 100) == 100
     with step_context(PREFILL):
         matmul.linear(*tensors(2048, 128, 32)[:2])
     assert len(package.calls) == 1
@@ -179,7 +181,7 @@ def engine_options(monkeypatch, tmp_path, quack) -> dict:
     """Of an engine on a CPU that has the package, and a table for its model."""
     path = make_checkpoint(tmp_path)
     with make_llm(path) as llm:
-        shapes = {tuple(product.weight.shape) for product in llm.model_runner.model.model.layers[0].products()}
+        shapes = {tuple(product.weight.shape) for product in layer_products(llm.model_runner.model.model.layers[0])}
     monkeypatch.setattr(model_setup, "load_quack", lambda dtype, device, decodes: quack)
     monkeypatch.setattr(model_setup, "load_table", lambda device: load_table(device).updated(make_table(*shapes)))
     return {"path": path, "num_kvcache_blocks": 300, "max_num_seqs": 50, "max_num_batched_tokens": 4096}
@@ -234,8 +236,8 @@ def test_what_is_traced_is_loaded_later_a_launch_a_kernel(quack, package):
 
 def test_no_padding_without_the_package(matmul):
     weight = torch.zeros(128, 32)
-    assert Matmul(make_table((128, 32))).padded_batch(100, weight) == 100
-    assert matmul.padded_batch(100, weight) == 128
+    assert padded_batch(Matmul(make_table((128, 32))), weight, 100) == 100
+    assert padded_batch(matmul, weight, 100) == 128
 
 
 def test_its_decode_tiles_are_for_their_own_shape(matmul, package, caplog):
@@ -247,7 +249,7 @@ def test_its_decode_tiles_are_for_their_own_shape(matmul, package, caplog):
                 with step_context(context):
                     torch.testing.assert_close(matmul.linear(x, weight), F.linear(x, weight), rtol=1e-4, atol=1e-4)
     assert {config.tile_m for config in package.calls} == {PREFILL_TILE.tokens}
-    assert matmul.padded_batch(100, weight) == 100
+    assert padded_batch(matmul, weight, 100) == 100
     (record,) = caplog.records
     assert record.getMessage() == (
         "linear with a weight [112, 32] was not measured on this GPU; to measure it: nanovllm tune MODEL"

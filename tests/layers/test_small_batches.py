@@ -14,6 +14,8 @@ from nanovllm.layers.attention_backend import TorchBackend
 from nanovllm.layers.kernel_matmul import Gemv, SplitK
 from nanovllm.layers.layernorm import Normed, RMSNorm, rms_norm_torch
 from nanovllm.layers.matmul import Matmul, Problem
+from nanovllm.layers.rank_sums import posted_constants
+from nanovllm.models.layer_facts import layer_products
 from nanovllm.models.presets import preset_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.tuning.table import Choice, Key, Row, Table
@@ -138,7 +140,7 @@ def decode(model, num_seqs: int) -> torch.Tensor:
 
 def make_matmul(model, candidate: str, *constants, operations=("linear", "linear_silu", "linear_add", "linear_sum")):
     """Every product of the model by that candidate."""
-    shapes = [product.weight.shape for product in model.model.layers[0].products()]
+    shapes = [product.weight.shape for product in layer_products(model.model.layers[0])]
     rows = {
         Key(operation, "decode", N, K, "bfloat16"): Row({1: [Choice(candidate, constants)]})
         for operation in operations
@@ -204,10 +206,10 @@ def test_sums_are_posted_all_or_none(kernels_everywhere, model, calls):
     if model.model.tp.reducer is None:
         pytest.skip("no ranks")
     matmul = make_matmul(model, "gemv", 64, 512, 4)
-    attention, down = (model.model.layers[0].products()[i].weight for i in (1, 3))
-    matmul._table.rows[Key.of("linear_sum", False, down)] = Row({1: []})
+    attention, down = model.model.layers[0].summed_projections()
+    matmul._table.rows[Key.of("linear_sum", False, down.weight)] = Row({1: []})
     model.use_matmul(matmul)
-    assert matmul.posted_constants(attention, 1) is not None
+    assert posted_constants(attention, 1) is not None
     decode(model, 1)
     assert model.model.tp.reducer.num_posted == [0]
 

@@ -75,6 +75,18 @@ class SequenceMaker:
                 made.append(error)
         return made
 
+    def check_request_id(self, request_id: object, unfinished: Iterable[Sequence]) -> None:
+        """Raises TypeError or ValueError if no request has had this id. None stands for all requests. unfinished: for
+        the message."""
+        if request_id is None:
+            return
+        if isinstance(request_id, bool) or not isinstance(request_id, int):
+            raise TypeError(f"request_id={request_id!r}: must be an id from add_request() or a StreamDelta, or None")
+        if not 0 <= request_id < self.num_requests:
+            known = sorted({seq.request_id for seq in unfinished})
+            ids = ", ".join(map(str, known[:10])) + (", ..." if len(known) > 10 else "")
+            raise ValueError(f"request_id={request_id}: there is no such request; unfinished are: {ids or 'none'}")
+
     def _make(
         self,
         token_ids: array | Exception,

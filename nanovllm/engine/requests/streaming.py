@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from operator import attrgetter
 
 from nanovllm.engine.requests.outputs import RequestOutput, StreamDelta, error_output, request_output
@@ -78,10 +78,11 @@ class PromptFeed(Results):
         self._num_given = 0
 
     def take(self, num: int) -> list[tuple[Prompt, SamplingParams]]:
-        """The next prompts, at most num; none if the iterable has ended, or results wait for a slow one."""
+        """The next prompts, at most num; none if the iterable has ended or gives a None, or results wait for a slow
+        one."""
         if self._max_ahead is not None:
             num = min(num, self._num_given + self._max_ahead - self.num_taken)
-        batch = list(islice(self._pairs, num))
+        batch = list(takewhile(lambda pair: pair[0] is not None, islice(self._pairs, num)))
         self.num_taken += len(batch)
         return batch
 

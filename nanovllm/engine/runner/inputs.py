@@ -119,12 +119,12 @@ class DecodeInputs:
         """Device memory of Context.decode_plans: int32 [num_items, PIECE_FIELDS] for each window."""
         return dict(zip(self._windows, self._work_items[:, : self._num_work_items(num_rows)], strict=True))
 
-    def for_layers(self, num_rows: int, num_drawn: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Context]:
-        """Token ids and positions [num_rows], and the context. num_drawn: as in Context."""
+    def for_layers(self, num_rows: int, num_sampled: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Context]:
+        """Token ids and positions [num_rows], and the context. num_sampled: as in Context."""
         rows: dict[str, Any] = {
             name: self.rows[name][:num_rows] for name in ("slot_mapping", "context_lens", "block_tables")
         }
-        context = Context(**rows, decode_plans=self.plans(num_rows), num_drawn=num_drawn)
+        context = Context(**rows, decode_plans=self.plans(num_rows), num_sampled=num_sampled)
         return self.input_ids[:num_rows], self.rows["positions"][:num_rows], context
 
     def pad(self, num_rows: int) -> None:
@@ -188,8 +188,8 @@ class DecodeInputs:
             return
         self._buffers[buffer].send()
         pending = self.rows["pending_rows"][: batch.num_rows]
-        drawn = self.sampled[pending.clamp(min=0)].clamp_(min=0)  # NON_FINITE must not reach the embedding.
-        torch.where(pending < 0, self._tokens[: batch.num_rows], drawn, out=input_ids)
+        sampled = self.sampled[pending.clamp(min=0)].clamp_(min=0)  # NON_FINITE must not reach the embedding.
+        torch.where(pending < 0, self._tokens[: batch.num_rows], sampled, out=input_ids)
 
     def tokens_on_host(self, num_seqs: int) -> torch.Tensor:
         """Page-locked memory for a step's tokens. Two steps take turns, because the tokens of the one before may not
@@ -199,8 +199,8 @@ class DecodeInputs:
 
 
 def _append_prompts(seqs: list[Sequence], context_lens: list[int], tokens: list[int]) -> np.ndarray:
-    """Correct the rows of a mixed step's prompts, the last of seqs, to their last scheduled tokens, and append rows for
-    the scheduled tokens before these. Returns the index in seqs of each appended row's sequence."""
+    """A mixed step's prompts are the last of seqs. Set the row of each to its last scheduled token, and append rows for
+    its other scheduled tokens. Returns the index in seqs of each appended row's sequence."""
     owners, num_others = [], []
     for row in range(len(seqs) - 1, -1, -1):
         seq = seqs[row]

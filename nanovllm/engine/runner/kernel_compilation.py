@@ -13,6 +13,7 @@ from nanovllm.kernels import HAS_TRITON
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.sampling_thresholds import sampling_thresholds
 from nanovllm.models.hf_config import get_head_dim
+from nanovllm.models.layer_facts import few_layers, layer_products, one_of_each_kind
 from nanovllm.utils.context import Context, step_context
 
 if HAS_TRITON:
@@ -34,7 +35,7 @@ def compiling_kernels(runner, tell: Callable[[int, int], None] | None = None) ->
         yield
         return
     with compile_ahead(tell):
-        with runner.model.few_layers():
+        with few_layers(runner.model):
             _trace(runner)
         yield
 
@@ -72,12 +73,14 @@ def _trace(runner) -> None:
 
 def trace_products(model, most_decode_tokens: int, most_prefill_tokens: int) -> None:
     """Launch what the table names for the layers' products, at every number of tokens that a step may have."""
-    one_of_each_kind = {layer.kind: layer for layer in model.model.layers}.values()
-    products = [product for layer in one_of_each_kind for product in layer.products()]
+    layers, row = model.model.layers, model.matmul.row
+    products = [product for i in one_of_each_kind(layers) for product in layer_products(layers[i])]
     for is_prefill, most_tokens in ((False, most_decode_tokens), (True, most_prefill_tokens)):
         with step_context(Context(is_prefill=is_prefill)):
             for product in products:
-                for num_tokens in model.matmul.token_counts(product.operation, product.weight, most_tokens):
+                # One in every bucket of the product's row.
+                bounds = row(product.operation, product.weight).bounds
+                for num_tokens in [*(bound for bound in bounds if bound < most_tokens), most_tokens]:
                     model.matmul.run(product.problem(num_tokens))
 
 

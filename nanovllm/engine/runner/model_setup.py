@@ -18,6 +18,7 @@ from nanovllm.layers.quantization import Weight, weight_format
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import make_model
 from nanovllm.models.hf_config import get_head_dim
+from nanovllm.models.layer_facts import gate_up_weight, num_layer_params
 from nanovllm.tuning.table import Key, Table, load_table
 from nanovllm.utils.progress import StartProgress
 
@@ -38,18 +39,19 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
         candidates = our_candidates(device) + expert_candidates(device) + ([] if quack is None else [quack])
         what_to_tune = f"{config.model} --quantization {config.quantization}" if config.quantization else config.model
         model.use_matmul(Matmul(table, candidates, what_to_tune))
-        runner.mixed_step_rows = choose_mixed_step_rows(config, has_graphs, model.gate_up, table)
+        runner.mixed_step_rows = choose_mixed_step_rows(config, has_graphs, gate_up_weight(model), table)
+        runner.num_layer_params = num_layer_params(model)
         constants = DecodeConstants(table)
         _make_decode_inputs(runner, backend, constants)
-        backend.prepare(constants, runner.decode_inputs.max_rows, num_heads, runner.num_kv_heads, head_dim, device)
+        shape = AttentionShape(num_heads, runner.num_kv_heads, head_dim, runner.block_size, config.dtype, device)
+        backend.prepare(constants, runner.decode_inputs.max_rows, shape)
         backend.use_flash_attn4(
             config.dtype,
             head_dim,
-            min_tokens=table.setting("flash_attn4", "min_layer_work") // model.num_layer_params,
+            min_tokens=table.setting("flash_attn4", "min_layer_work") // runner.num_layer_params,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
         )
-        shape = AttentionShape(num_heads, runner.num_kv_heads, head_dim, runner.block_size, config.dtype, device)
         progress.tell("compiling kernels")
         with compiling_kernels(runner, progress.count("compiling kernels")):
             packages.compile(quack, backend.flash_attn4, shape)
@@ -72,10 +74,19 @@ def choose_mixed_step_rows(config: Config, has_graphs: bool, gate_up: Weight, ta
     return num_rows if min(num_rows, config.max_num_seqs) > 1 else 0
 
 
+def padded_batch(matmul: Matmul, gate_up: Weight, num_seqs: int) -> int:
+    """The number of rows, padding included, at which a decode step of num_seqs is fastest. gate_up: `gate_up_weight` of
+    the model."""
+    for candidate, (num_rows,) in matmul.choices("padding", gate_up, num_seqs):
+        if candidate.serves(gate_up):
+            return max(num_rows, num_seqs)
+    return num_seqs
+
+
 def _make_decode_inputs(runner: Any, backend: AttentionBackend, constants: DecodeConstants) -> None:
-    config = runner.config
+    config, gate_up = runner.config, gate_up_weight(runner.model)
     max_blocks = -(-config.max_model_len // runner.block_size)
-    padded = [runner.model.padded_batch(n) for n in range(config.max_num_seqs + 1)]
+    padded = [padded_batch(runner.model.matmul, gate_up, n) for n in range(config.max_num_seqs + 1)]
     windows = list(dict.fromkeys(layer.window for layer in runner.attention_layers()))
     runner.decode_inputs = DecodeInputs(
         config.max_num_seqs,

@@ -1,0 +1,176 @@
+"""GenerateActor: an engine in an actor of Ray Data, which works on several blocks at once."""
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from itertools import count, tee
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from nanovllm.jobs.arguments import Arguments, Model
+from nanovllm.jobs.inputs import RawLine
+from nanovllm.jobs.lines import ANSWER_KEYS, OPTIONAL_KEYS, Line, Row, answer_row, column_name, read_id, to_json
+from nanovllm.jobs.reader import Preparer
+from nanovllm.jobs.writer import error_row
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.threads import available_cores
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+logger = logging.getLogger(__name__)
+
+# Blocks that an actor works on. Together they should have a few times max_num_seqs lines, because a block is held until
+# its longest answer is complete.
+_BLOCKS_AT_ONCE = 8
+_BLOCKS_AHEAD = 2  # at the actor, and not begun
+# Reads, writes and the filter of a checkpoint want whole CPUs. If actors had any part of one, a machine of one or two
+# CPUs would never start a job.
+_ACTOR_CPUS = 0
+
+
+class _Request(NamedTuple):
+    prompt: list[int]
+    params: SamplingParams
+    output: "Future[Any]"  # a RequestOutput
+
+
+class SharedEngine:
+    """An engine that serves many threads. Requests join the batch as they come.
+
+    If a step fails, the process ends, so that Ray starts a new actor. It would send retries to one that lives on.
+    """
+
+    def __init__(self, llm: LLM):
+        self.llm = llm
+        self._requests: queue.SimpleQueue[list[_Request]] = queue.SimpleQueue()
+        self._under_way: dict[int, _Request] = {}  # by the index of generate_iter
+        threading.Thread(target=self._run, name="nanovllm-engine", daemon=True).start()
+
+    def generate(self, lines: Iterable[Line]) -> list[Any]:
+        """Wait for a RequestOutput of each line, whose prompt is token ids. What cannot be served has an error."""
+        requests = [_Request(line.prompt, line.params, Future()) for line in lines]  # type: ignore[arg-type]
+        self._requests.put(requests)
+        return [request.output.result() for request in requests]
+
+    def _run(self) -> None:
+        try:
+            pairs, same_pairs = tee(self._pairs())
+            prompts, params = (prompt for prompt, _ in pairs), (params for _, params in same_pairs)
+            for index, output in self.llm.generate_iter(prompts, params, on_error="return"):
+                self._under_way.pop(index).output.set_result(output)
+        except BaseException:
+            logger.exception("The engine has died, and its process ends")
+            os._exit(1)
+
+    def _pairs(self) -> Iterator[tuple[list[int] | None, SamplingParams | None]]:
+        """Prompts and parameters; None where none waits and the engine has other work."""
+        indices = count()
+        while True:
+            try:
+                requests = self._requests.get(block=not self._under_way)
+            except queue.Empty:
+                yield None, None
+                continue
+            for request in requests:
+                self._under_way[next(indices)] = request
+                yield request.prompt, request.params
+
+
+class GenerateActor:
+    """Answers the rows of a Ray dataset: `dataset.map_batches(GenerateActor, **GenerateActor.pool(model, replicas=8))`.
+
+    A row is a line as run_batch reads it: a prompt, and perhaps parameters of its own. All columns are kept. These are
+    added: text, finish_reason, num_prompt_tokens and num_completion_tokens; samples, logprobs and prompt_logprobs,
+    which are JSON; and error, which says why a row has no answer and is null for all others. Columns of the input with
+    such a name become `input_text` and so on. Needs Ray: pip install 'nanovllm[ray]'.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        prompt_column: str | None = None,
+        template: str | None = None,
+        system: str | None = None,
+        chat_template_kwargs: Row | None = None,
+        seed: int | None = None,
+        num_threads: int = 1,
+        **options: Any,
+    ):
+        """num_threads: of torch, which Ray sets to one. The others are those of run_batch."""
+        self._arguments = Arguments(model, prompt_column, template, system, chat_template_kwargs, seed, options)
+        self._engine = start_engine(self._arguments, num_threads)
+        self._preparer = Preparer(self._engine.llm.get_tokenizer(), self._arguments.line_format)
+
+    @staticmethod
+    def pool(model: str | os.PathLike[str], *, replicas: int = 1, use_gpus: bool | None = None, **options: Any) -> Row:
+        """Arguments of `map_batches` for a pool of actors.
+
+        Args:
+            model: a directory that all machines have, or a hub id.
+            replicas: engines. Each has tensor_parallel_size GPUs.
+            use_gpus: None: if the cluster has any.
+            options: of GenerateActor.
+        """
+        pool = actor_pool(replicas, options, use_gpus)
+        options["num_threads"] = pool.pop("num_threads")
+        return pool | {"fn_constructor_args": (os.fspath(model),), "fn_constructor_kwargs": options}
+
+    def __call__(self, batch: "pa.Table") -> "pa.Table":
+        import pyarrow as pa
+
+        rows = batch.to_pylist()
+        prepared = self._preparer.prepare(enumerate(map(_raw_line, range(len(rows)), rows)))
+        outputs = iter(self._engine.generate(each.line for each in prepared if each.line is not None))
+        answers = []
+        for each in prepared:
+            output = {"error": each.error} if each.line is None else next(outputs)
+            error = output.get("error")
+            answer = {"error": error_row(each, error)["error"]} if error else None
+            answers.append(answer or answer_row(each.id, each.line._replace(columns={}, openai=None), output, ""))
+        table = batch.rename_columns([name if name == "id" else column_name(name) for name in batch.column_names])
+        for name in (*ANSWER_KEYS[1:], *OPTIONAL_KEYS, "error"):
+            values = [answer.get(name) for answer in answers]
+            if name in OPTIONAL_KEYS:
+                values = [None if value is None else to_json(value) for value in values]
+            table = table.append_column(name, pa.array(values, pa.int64() if name.startswith("num_") else pa.string()))
+        return table
+
+
+def actor_pool(replicas: int, engine_options: Row, use_gpus: bool | None = None) -> Row:
+    """Arguments of `map_batches` for actors with an engine each, and `num_threads` for `start_engine`."""
+    import ray
+    from ray.data import ActorPoolStrategy
+
+    if use_gpus is None:
+        use_gpus = engine_options.get("device") != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+    compute = ActorPoolStrategy(
+        size=replicas,
+        max_concurrent_calls_per_actor=_BLOCKS_AT_ONCE,
+        max_tasks_in_flight_per_actor=_BLOCKS_AT_ONCE + _BLOCKS_AHEAD,
+        enable_true_multi_threading=True,
+    )
+    num_gpus = engine_options.get("tensor_parallel_size", 1) if use_gpus else 0
+    pool = {"compute": compute, "num_gpus": num_gpus, "num_cpus": _ACTOR_CPUS}
+    # Whole blocks: the engine gets enough work at once even where a block is large.
+    pool |= {"batch_size": None, "batch_format": "pyarrow"}
+    return pool | {"num_threads": max(1, available_cores() // replicas)}
+
+
+def start_engine(arguments: Arguments, num_threads: int) -> SharedEngine:
+    torch.set_num_threads(num_threads)
+    return SharedEngine(LLM(arguments.model, **arguments.engine_options))  # type: ignore[arg-type]
+
+
+def _raw_line(number: int, row: Row) -> RawLine:
+    try:
+        line_id = read_id(row)
+    except ValueError:  # An id of any type may name a row of a dataset.
+        line_id = str(row["id"])
+    return RawLine(number if line_id is None else line_id, "", number, row, None, 0)

@@ -1,0 +1,80 @@
+"""What needs no Ray: one engine for many threads, and the error where Ray is missing."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from checkpoints import greedy, make_llm, random_prompt
+from job_files import write_lines
+
+from nanovllm.jobs import run, run_batch
+from nanovllm.jobs.generate_actor import SharedEngine
+from nanovllm.jobs.lines import Line
+
+
+@pytest.fixture
+def fresh_llm(path):
+    """One for each test, because its thread never ends."""
+    return make_llm(path, skip_tokenizer_init=False, max_model_len=200)
+
+
+def lines(start: int, num_lines: int) -> list[Line]:
+    return [
+        Line(random_prompt(3 + i % 11, seed=i), greedy(1 + 7 * i % 23), {}, {}) for i in range(start, start + num_lines)
+    ]
+
+
+def test_blocks_of_many_threads_share_the_batch(fresh_llm):
+    blocks = [lines(20 * i, 20) for i in range(12)]
+    expected = [fresh_llm.generate([x.prompt for x in b], [x.params for x in b], use_tqdm=False) for b in blocks]
+    batch_sizes = []
+    run = fresh_llm.executor.run
+    fresh_llm.executor.run = lambda seqs, is_prefill: batch_sizes.append(len(seqs)) or run(seqs, is_prefill)
+    engine = SharedEngine(fresh_llm)
+    with ThreadPoolExecutor(12) as threads:
+        outputs = list(threads.map(engine.generate, blocks))
+    assert [[output["token_ids"] for output in block] for block in outputs] == [
+        [output["token_ids"] for output in block] for block in expected
+    ]
+    assert max(batch_sizes) > 20  # sequences of several blocks in one step
+
+
+def test_a_request_joins_those_under_way(fresh_llm):
+    engine = SharedEngine(fresh_llm)
+    long = [Line([1, 2, 3], greedy(150), {}, {})]
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(engine.generate, long)
+        while fresh_llm.stats()["running"] == 0:
+            assert not waiting.done()
+        (short,) = engine.generate([Line([4, 5], greedy(1), {}, {})])
+        assert len(short["token_ids"]) == 1
+        assert not waiting.done()
+        assert len(waiting.result()[0]["token_ids"]) == 150
+
+
+def test_a_request_that_cannot_be_served_fails_alone(fresh_llm):
+    engine = SharedEngine(fresh_llm)
+    outputs = engine.generate([*lines(0, 3), Line([1] * 5000, greedy(3), {}, {}), *lines(3, 2)])
+    assert ["error" in output for output in outputs] == [False, False, False, True, False, False]
+    assert "5000 tokens" in outputs[3]["error"]
+
+
+def test_the_process_ends_with_its_engine(fresh_llm, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr("os._exit", lambda status: ended.set())
+
+    def fail(*args):
+        raise RuntimeError("a step that fails")
+
+    fresh_llm.executor.run = fail
+    engine = SharedEngine(fresh_llm)
+    threading.Thread(target=engine.generate, args=(lines(0, 1),), daemon=True).start()
+    assert ended.wait(60)
+
+
+def test_replicas_need_ray(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    file = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "a"}])
+    with pytest.raises(ImportError, match=r"nanovllm\[ray\]"):
+        run_batch(file, tmp_path / "answers", path, replicas=2)
+    assert not (tmp_path / "answers").exists()
