@@ -41,8 +41,8 @@ class SplitKConfig(NamedTuple):
     tile_rows: int  # weight rows of a program, at least 16; with `silu` two make one output column
     tile_k: int  # columns of a step, at least 16
     splits: int  # programs among which K is divided
-    # Of the load pipeline. A stage holds tile_k columns of TILE_TOKENS of x and of tile_rows of the weight; all must fit
-    # in 227 KiB.
+    # Of the load pipeline. A stage holds tile_k columns of TILE_TOKENS of x and of tile_rows of the weight; all must
+    # fit in 227 KiB.
     num_stages: int
     prefetch: int  # first columns of its split that a program prefetches into L2 while it waits; 0 for none
 
