@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.layers.quantization import QUANTIZATIONS, Fp8Format
 from nanovllm.models.hf_config import (
     check_hf_config,
     check_token_ids,
@@ -17,6 +18,7 @@ from nanovllm.models.hf_config import (
     read_hf_config,
     supported_length,
 )
+from nanovllm.models.quantization_config import check_sizes, checkpoint_format
 from nanovllm.utils.checks import is_int, is_number, require
 from nanovllm.utils.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
@@ -50,6 +52,7 @@ class Config:
         generation_config: the content of the model's generation_config.json; {} if there is none.
         supported_model_len: tokens of the longest sequence that the model supports.
         device_index: the first GPU; None on a CPU.
+        weight_format: of the linear layers, from `quantization` or the checkpoint; None if they are not quantised.
 
     Raises:
         TypeError: an unknown option; the message says what to use instead.
@@ -72,6 +75,7 @@ class Config:
     kv_cache_scales: str = "auto"  # of an fp8 cache: "checkpoint", "calibrated", "one", or the first of these there is
     device: str = "auto"  # after the checks "cuda" or "cpu"
     dtype: Any = "auto"  # after the checks a torch.dtype
+    quantization: str | None = None  # "fp8": of the weights, while they are loaded
     load_format: str = "auto"  # or "dummy": random weights
     attention_backend: str = "auto"
     enable_prefix_caching: bool = True  # share the blocks of equal beginnings
@@ -92,6 +96,7 @@ class Config:
         check_shardable(self.hf_config, self.tensor_parallel_size)
         self._resolve_device()
         self._resolve_dtype()
+        self._resolve_weight_format()
         self._resolve_kv_cache_dtype()
         self._resolve_limits()
         self._resolve_eos()
@@ -141,6 +146,8 @@ class Config:
             self.device = str(self.device)
         is_device = isinstance(self.device, str) and re.fullmatch("auto|cpu|cuda(:[0-9]+)?", self.device)
         self._require("device", bool(is_device), "one of auto, cuda, cpu, or cuda:N for the GPU number N")
+        is_known = self.quantization is None or self.quantization in list(QUANTIZATIONS)
+        self._require("quantization", is_known, f"None or one of {', '.join(QUANTIZATIONS)}")
         self._require_one_of("load_format", ("auto", "dummy"))
         self._require_one_of("attention_backend", ("auto", "flash_attn", "triton", "torch"))
         if self.dtype in DTYPES.values():
@@ -250,6 +257,26 @@ class Config:
             is_new = capability >= FP8_CAPABILITY
             self._require("kv_cache_dtype", is_new, allowed.format(*capability, *FP8_CAPABILITY))
         self.kv_cache_dtype = torch.float8_e4m3fn
+
+    def _resolve_weight_format(self) -> None:
+        format = checkpoint_format(self.hf_config) or QUANTIZATIONS.get(self.quantization or "")
+        self.weight_format: Fp8Format | None = format
+        if format is None:
+            return
+        check_sizes(self.hf_config, get_head_dim(self.hf_config), format, self.tensor_parallel_size)
+        if self.device == "cpu":
+            return
+        found = torch.cuda.get_device_capability(self.device_index)
+        # cuBLAS has products of blocks on Hopper only.
+        is_there = found[0] == 9 if format.is_blocked else found >= (8, 9)
+        needed = "9.x (Hopper) for weights in blocks" if format.is_blocked else "8.9 or more"
+        if not is_there:
+            raise ValueError(
+                f"quantization: products of fp8 need a GPU of compute capability {needed}, and this one has "
+                f"{found[0]}.{found[1]}; use the unquantised checkpoint without quantization"
+            )
+        name = str(self.dtype).removeprefix("torch.")
+        require("dtype", name, name == "bfloat16", "bfloat16 or auto with weights in fp8")
 
     def _resolve_limits(self) -> None:
         supported = self.supported_model_len = supported_length(self.hf_config)

@@ -3,41 +3,89 @@
 Every parameter knows how it is loaded. `shards` are the checkpoint tensors that make it up: {shard id: full shape}.
 `weight_loader(param, loaded, shard_id)` copies this rank's part of one of them; `loaded` is a tensor, or a safetensors
 slice, of which only that part is read.
+
+A layer may have its weight in fp8 (`quantization`), with scales that are loaded in the same way, or computed from the
+weight while that is loaded.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from nanovllm.layers.activation import Gated
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul import Matmul
+from nanovllm.layers.quantization import BLOCK, E4M3, Fp8Format, Fp8Weight, Weight, get_weight_format
 from nanovllm.layers.rank_sums import NormedParts, add_over_ranks
 from nanovllm.utils.parallel import TensorParallel
 
 
-def make_parameter(shape: tuple[int, ...], shards: dict, weight_loader) -> nn.Parameter:
-    """An uninitialised parameter. shape: this rank's part."""
-    parameter: Any = nn.Parameter(torch.empty(shape), requires_grad=False)
+def make_parameter(
+    shape: tuple[int, ...], shards: dict, weight_loader, dtype: torch.dtype | None = None
+) -> nn.Parameter:
+    """An uninitialised parameter. shape: this rank's part. dtype: torch's default by default."""
+    parameter: Any = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
     parameter.shards = shards
     parameter.weight_loader = weight_loader
     return parameter
 
 
 class LinearBase(nn.Module):
-    """A weight `[N, K]`, perhaps a bias `[N]`. A subclass has `weight_loader` and `bias_loader`."""
+    """A weight `[N, K]`, perhaps a bias `[N]`. A subclass has `weight_loader` and `bias_loader`.
 
-    def __init__(self, weight_shape: tuple[int, int], shards: dict, bias: bool, tp: TensorParallel):
+    Attributes:
+        format: of the weight; None for one of the model's dtype.
+        weight_scale: the scales of a weight with a format.
+    """
+
+    def __init__(
+        self,
+        weight_shape: tuple[int, int],
+        shards: dict,
+        bias: bool,
+        tp: TensorParallel,
+        format: Fp8Format | None = None,
+    ):
         """weight_shape: this rank's part. shards: of the weight."""
         super().__init__()
         self.tp = tp
+        self.format = format
         self.matmul = Matmul()  # cuBLAS alone, before the model's `use_matmul`
-        self.weight = make_parameter(weight_shape, shards, self.weight_loader)
+        self.weight: Any = make_parameter(weight_shape, shards, self.weight_loader, E4M3 if format else None)
+        if format is not None:
+            self._add_scale(format, weight_shape, shards)
         self.bias = None
         if bias:
             bias_shards = {key: shape[:1] for key, shape in shards.items()}
             self.bias = make_parameter(weight_shape[:1], bias_shards, self.bias_loader)
+
+    def _add_scale(self, format: Fp8Format, weight_shape: tuple[int, int], shards: dict) -> None:
+        is_stored = format.scale_name is not None
+        scale_shards = {key: format.scale_shape(shape) for key, shape in shards.items()} if is_stored else {}
+        scale: Any = make_parameter(format.scale_shape(weight_shape), scale_shards, self.scale_loader, torch.float32)
+        scale.checkpoint_name = format.scale_name
+        self.weight_scale = scale
+        self.input_dtype = torch.get_default_dtype()
+        self.weight.is_stored_in_e4m3 = is_stored
+        self.weight.fill = self.store
+
+    @property
+    def matrix(self) -> Weight:
+        """The weight, as products take it."""
+        if self.format is None:
+            return self.weight
+        return Fp8Weight(self.weight, self.weight_scale, self.format, self.input_dtype)
+
+    def store(self, values: torch.Tensor, start: int = 0) -> None:
+        """Write rows of the weight, from row `start` on. values: [rows, K], e4m3 or numbers to quantise."""
+        rows = slice(start, start + len(values))
+        if self.format is not None and values.dtype != E4M3:
+            values, scale = self.format.quantize(values.to(self.weight.device))
+            unit = BLOCK if self.format.is_blocked else 1
+            self.weight_scale.data[rows.start // unit : rows.stop // unit] = scale
+        self.weight.data[rows].copy_(values)
 
 
 class ReplicatedLinear(LinearBase):
@@ -53,7 +101,7 @@ class ReplicatedLinear(LinearBase):
     bias_loader = weight_loader
 
     def forward(self, x: torch.Tensor | Normed) -> torch.Tensor:
-        return self.matmul.linear(x, self.weight, self.bias)
+        return self.matmul.linear(x, self.matrix, self.bias)
 
 
 class ColumnParallelLinear(LinearBase):
@@ -70,30 +118,42 @@ class ColumnParallelLinear(LinearBase):
         rows = sum(num_rows for _, num_rows in self.parts.values())
         shards = {key: (size, input_size) for key, size in output_sizes.items()}
         shards[None] = (sum(output_sizes.values()), input_size)
-        super().__init__((rows, input_size), shards, bias, tp)
+        super().__init__((rows, input_size), shards, bias, tp, get_weight_format())
 
     def part(self, shard_id, tp: TensorParallel) -> tuple[int, int]:
         """First row and number of rows of a checkpoint matrix that this rank has."""
         num_rows = tp.shard(self.output_sizes[shard_id], f"output size of {shard_id or 'a layer'}")
         return tp.rank * num_rows, num_rows
 
-    def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
+    def rows_of(self, shard_id) -> Iterator[tuple[int, int, int]]:
+        """(first row here, first row in the checkpoint tensor, number of rows) of each part of a checkpoint tensor."""
         offset = first_row = 0
         for key, (start, num_rows) in self.parts.items():
             if shard_id in (key, None):
-                start += first_row if shard_id is None else 0
-                param.data[offset : offset + num_rows].copy_(loaded[start : start + num_rows])
+                yield offset, start + (first_row if shard_id is None else 0), num_rows
             offset += num_rows
             first_row += self.output_sizes[key]
 
-    bias_loader = weight_loader
+    def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
+        for offset, start, num_rows in self.rows_of(shard_id):
+            self.store(loaded[start : start + num_rows], offset)
+
+    def scale_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
+        unit = BLOCK if self.format.is_blocked else 1
+        for rows in self.rows_of(shard_id):
+            offset, start, num_rows = (each // unit for each in rows)
+            param.data[offset : offset + num_rows].copy_(loaded[start : start + num_rows])
+
+    def bias_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
+        for offset, start, num_rows in self.rows_of(shard_id):
+            param.data[offset : offset + num_rows].copy_(loaded[start : start + num_rows])
 
     def forward(self, x: torch.Tensor | Normed | NormedParts) -> torch.Tensor:
         if not isinstance(x, NormedParts):
-            return self.matmul.linear(x, self.weight, self.bias)
+            return self.matmul.linear(x, self.matrix, self.bias)
         y, start = x.residual.new_empty(len(x.residual), len(self.weight)), 0
         for part in x.parts:
-            self.matmul.linear(part, self.weight, self.bias, out=y[start : start + len(part)])
+            self.matmul.linear(part, self.matrix, self.bias, out=y[start : start + len(part)])
             start += len(part)
         return y
 
@@ -104,9 +164,9 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_sizes: list[int], bias: bool, tp: TensorParallel):
         super().__init__(input_size, dict(enumerate(output_sizes)), bias, tp)
 
-    def silu(self, x: torch.Tensor | Normed) -> torch.Tensor:
-        """SwiGLU (Shazeer 2020) without a bias: `silu(gate) * up` of `gate, up = forward(x)`."""
-        return self.matmul.linear_silu(x, self.weight)
+    def silu(self, x: torch.Tensor | Normed) -> torch.Tensor | Gated:
+        """SwiGLU (Shazeer 2020) without a bias: `silu(gate) * up` of `gate, up = forward(x)`, computed or not."""
+        return self.matmul.linear_silu(x, self.matrix)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -140,46 +200,47 @@ class RowParallelLinear(LinearBase):
 
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):
         shape = (output_size, tp.shard(input_size, "input size of a row-parallel layer"))
-        super().__init__(shape, {None: (output_size, input_size)}, bias, tp)
+        super().__init__(shape, {None: (output_size, input_size)}, bias, tp, get_weight_format())
 
     def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
         num_columns = param.shape[1]
         start = self.tp.rank * num_columns
+        self.store(loaded[:, start : start + num_columns])
+
+    def scale_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
+        num_columns = param.shape[1]
+        start = self.tp.rank * num_columns if self.format.is_blocked else 0
         param.data.copy_(loaded[:, start : start + num_columns])
 
     def bias_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
         param.data.copy_(loaded[:])
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor | Gated) -> torch.Tensor:
         """residual + y, overwriting residual."""
-        if self.tp.size == 1:
-            return self.matmul.linear_add(residual, x, self.weight, self.bias)
         if self.tp.rank == 0:  # whose part of the sum contains the residual
-            residual.addmm_(x, self.weight.t())
-            if self.bias is not None:
-                residual += self.bias
+            self.matmul.linear_add(residual, x, self.matrix, self.bias)
         else:
-            torch.mm(x, self.weight.t(), out=residual)
+            self.matmul.linear_sum(x, self.matrix, None, residual)
         return self.tp.all_reduce(residual)
 
-    def part_of_sum(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def part_of_sum(self, x: torch.Tensor | Gated, out: torch.Tensor) -> None:
         """This rank's part of y, into out."""
-        self.matmul.linear_sum(x, self.weight, self.bias_of_rank, out)
+        self.matmul.linear_sum(x, self.matrix, self.bias_of_rank, out)
 
     @property
     def bias_of_rank(self) -> torch.Tensor | None:
         """Only rank 0 adds the bias, or the sum would contain it several times."""
         return self.bias if self.tp.rank == 0 else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Gated) -> torch.Tensor:
         """y: [num_tokens, output_size], the same on all ranks."""
-        y = self.matmul.linear(x, self.weight, self.bias_of_rank)
+        y = self.matmul.linear(x, self.matrix, self.bias_of_rank)
         return self.tp.all_reduce(y)
 
     def add(
         self,
         residual: torch.Tensor,
-        x: torch.Tensor | Iterable[torch.Tensor],
+        x: torch.Tensor | Gated | Iterable[torch.Tensor | Gated],
         norm: RMSNorm | None,
         output_norm: RMSNorm | None = None,
     ) -> Normed | NormedParts:
@@ -189,4 +250,4 @@ class RowParallelLinear(LinearBase):
             return Normed(output_norm.add_to(residual, self(cast(torch.Tensor, x))), norm)
         if self.tp.reducer is None:  # Then nothing comes in parts.
             return Normed(self.add_to(residual, cast(torch.Tensor, x)), norm)
-        return add_over_ranks(self, residual, x, norm)
+        return add_over_ranks(self, residual, x.value() if isinstance(x, Gated) else x, norm)

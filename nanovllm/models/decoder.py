@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from nanovllm.layers.activation import GeluTanhAndMul
+from nanovllm.layers.activation import Gated, GeluTanhAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import AttentionBackend
 from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding
@@ -120,7 +120,7 @@ class DecoderMLP(nn.Module):
         norm(residual + output_norm(y)). residual: [num_tokens, hidden_size]."""
         return self.down_proj.add(residual, self._gated(hidden), norm, output_norm)
 
-    def _gated(self, hidden: Normed | NormedParts) -> torch.Tensor | Iterator[torch.Tensor]:
+    def _gated(self, hidden: Normed | NormedParts) -> torch.Tensor | Gated | Iterator[torch.Tensor | Gated]:
         """The input of down_proj, [num_tokens, this rank's intermediate_size]; in parts if the hidden states are."""
         if self.gelu is not None:
             return self.gelu(self.gate_up_proj(hidden))

@@ -9,12 +9,14 @@ import torch
 
 from nanovllm.engine.runner.package_kernels import CompileProcesses
 from nanovllm.kernels.launch import compile_ahead
+from nanovllm.layers.activation import Gated
 from nanovllm.layers.expert_candidates import expert_candidates
 from nanovllm.layers.expert_products import ExpertsProblem
 from nanovllm.layers.kernel_matmul import our_candidates
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul import Candidate, Cublas, Problem
 from nanovllm.layers.quack import Quack, load_product, load_quack
+from nanovllm.layers.quantization import FORMATS, Fp8Weight, Weight
 from nanovllm.tuning.table import Choice
 from nanovllm.tuning.tuner import CUBLAS, Picks, Shape
 from nanovllm.utils.context import Context, step_context
@@ -23,6 +25,8 @@ _MIN_WEIGHT_BYTES = 400 * 10**6  # several times the L2 cache of any GPU
 _RUN_MICROS = 6_000
 _NUM_RUNS = 3
 _MAX_DISTANCE = 0.03  # of bfloat16 results from cuBLAS's, relative to their norm
+# Not all candidates quantise their input, which changes a product by 3 % of its norm, and each factor of SwiGLU.
+_MAX_FP8_DISTANCE = 0.08
 
 
 class LayerTimer:
@@ -35,20 +39,22 @@ class LayerTimer:
     def __init__(self, shapes: Sequence[Shape], device: torch.device):
         self.shapes = tuple(shapes)
         self.device = device
-        dtype = getattr(torch, shapes[0].dtype)
+        formats = [FORMATS.get(shape.dtype) for shape in shapes]
+        dtype = torch.bfloat16 if any(formats) else getattr(torch, shapes[0].dtype)
+        self._max_distance = _MAX_FP8_DISTANCE if any(formats) else _MAX_DISTANCE
         is_alone = all(shape.operation != "linear_sum" for shape in shapes)  # Over several GPUs engines have no Quack.
-        quack: Any = load_quack(dtype, device, decodes=True) if is_alone else None
+        quack: Any = load_quack(dtype, device, decodes=True) if is_alone and not any(formats) else None
         if quack is not None:
             quack.attempt = lambda launch: launch()  # An error ends one trial here, not the use of the package.
         found = [Cublas(), *our_candidates(device), *expert_candidates(device), *([] if quack is None else [quack])]
         self.candidates: dict[str, Candidate] = {candidate.name: candidate for candidate in found}
-        options = {"dtype": dtype, "device": device}
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
         # Of experts a step reads one for each token at least.
         num_bytes = sum(shape.N * shape.K * shape.top_k for shape in shapes) * dtype.itemsize
         self._layers: list[list[Any]] = [
             [_weights(shape, options) for shape in shapes] for _ in range(max(2, -(-_MIN_WEIGHT_BYTES // num_bytes)))
         ]
-        self._norm = RMSNorm(shapes[0].K).to(**options)
+        self._norm = RMSNorm(shapes[0].K).to(dtype=dtype, device=device)
         self._works: dict[tuple, bool] = {}
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -116,7 +122,7 @@ class LayerTimer:
         gate_up, down = weights
         return ExpertsProblem(x, logits, gate_up, down, self.shapes[3].top_k, True, out, True, lens)
 
-    def _launch(self, phase: str, problem: Problem | ExpertsProblem, choice: Choice) -> torch.Tensor | None:
+    def _launch(self, phase: str, problem: Problem | ExpertsProblem, choice: Choice) -> Any:
         candidate = self.candidates[choice.candidate]
         with step_context(Context(is_prefill=phase == "prefill")):
             return candidate.launch(problem, choice.constants) if candidate.supports(problem) else None
@@ -141,8 +147,9 @@ class LayerTimer:
             again = problem._replace(out=None if problem.out is None else problem.out.clone())
             try:
                 found, expected = self._launch(phase, problem, choice), self._launch(phase, again, CUBLAS)
+                found, expected = (each.value() if isinstance(each, Gated) else each for each in (found, expected))
                 self._works[key] = found is not None and bool(
-                    (found.float() - expected.float()).norm() <= _MAX_DISTANCE * expected.float().norm()
+                    (found.float() - expected.float()).norm() <= self._max_distance * expected.float().norm()
                 )
             except torch.OutOfMemoryError:
                 raise
@@ -151,10 +158,12 @@ class LayerTimer:
         return self._works[key]
 
 
-def _weights(shape: Shape, options: dict) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def _weights(shape: Shape, options: dict) -> Weight | tuple[torch.Tensor, torch.Tensor]:
     """Of experts both weights: gate and up, and down."""
     if shape.operation != "experts":
-        return torch.randn(shape.N, shape.K, **options) * shape.K**-0.5
+        weight = torch.randn(shape.N, shape.K, **options) * shape.K**-0.5
+        format = FORMATS.get(shape.dtype)
+        return weight if format is None else Fp8Weight(*format.quantize(weight), format, options["dtype"])
     gate_up = torch.randn(shape.num_experts, shape.N, shape.K, **options).mul_(shape.K**-0.5)
     down = torch.randn(shape.num_experts, shape.K, shape.N // 2, **options).mul_((shape.N // 2) ** -0.5)
     return gate_up, down

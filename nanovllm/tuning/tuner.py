@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from nanovllm.layers.quantization import FORMATS
 from nanovllm.tuning.table import Choice, Key, Row, Table
 
 CUBLAS = Choice("cublas")
@@ -52,8 +53,25 @@ def challengers(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: 
     """All choices to try for a product besides the table's."""
     if shape.operation == "experts":
         return [CUBLAS, *_experts_gemv(shape, num_tokens), *_expert_tiles(shape, num_tokens)]
+    if shape.dtype in FORMATS:
+        return [CUBLAS, *_fp8(shape, phase, num_tokens, num_multiprocessors)]
     kinds = {"decode": (_gemv, _split_k, _decode_tiles), "prefill": (_fused_silu, _prefill_tiles)}[phase]
     return [CUBLAS, *(choice for kind in kinds for choice in kind(shape, num_tokens, num_multiprocessors))]
+
+
+def _fp8(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
+    """Weights of half the size: twice as many in a tile. Tiles of at least 64 rows are what Hopper's instruction
+    takes."""
+    if phase == "prefill":
+        return
+    yield from _gemv(shape, num_tokens, num_multiprocessors)
+    if num_tokens > 128:
+        return
+    for tile_rows, splits in product((32, 64, 128), (1, 2, 4, 8, 16)):
+        programs = -(-shape.N // tile_rows) * splits * -(-num_tokens // 64)
+        if 256 * splits <= shape.K and num_multiprocessors // 2 <= programs <= 4 * num_multiprocessors:
+            yield Choice("split-k", (tile_rows, 128, splits, 6, 2048))
+            yield Choice("split-k", (tile_rows, 128, splits, 4, 0))
 
 
 def _gemv(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:

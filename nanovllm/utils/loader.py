@@ -15,7 +15,9 @@ from nanovllm.utils.interrupts import held_interrupt
 from nanovllm.utils.model_files import check_readable, read_json
 from nanovllm.utils.threads import torch_threads
 
-_FLOATS = ("BF16", "F16", "F32", "F64")  # safetensors' names
+# safetensors' names
+_FLOATS = ("BF16", "F16", "F32", "F64")
+_E4M3 = ("F8_E4M3",)
 _INDEX = "model.safetensors.index.json"
 _HINT = "is config.json the same model's?"
 _MAX_NAMED = 5
@@ -83,9 +85,13 @@ def load_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
     for name, param in model.named_parameters():
         if name.endswith("norm.weight"):
             param.data.fill_(1.0)
-        else:
-            is_whole = tuple(param.shape) == getattr(param, "shards", {None: tuple(param.shape)}).get(None)
-            param.data.normal_(std=0.02, generator=of_all if is_whole else of_rank)
+            continue
+        is_whole = tuple(param.shape) == getattr(param, "shards", {None: tuple(param.shape)}).get(None)
+        generator = of_all if is_whole else of_rank
+        if hasattr(param, "fill"):
+            param.fill(torch.empty(param.shape, device=device).normal_(std=0.02, generator=generator))
+        elif not hasattr(param, "checkpoint_name"):  # Scales come with their weights.
+            param.data.normal_(std=0.02, generator=generator)
 
 
 def default_weight_loader(param: nn.Parameter, loaded: Any, shard_id: object) -> None:
@@ -139,11 +145,9 @@ def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) ->
     extra = [name for name in tensors if name not in wanted and not name.endswith(unused)]
     # The dtypes first, because quantised checkpoints also have other names.
     for name in (*wanted, *extra):
-        if name in tensors and (dtype := tensors[name].content.get_dtype()) not in _FLOATS:
-            raise ValueError(
-                f"{tensors[name].file}: tensor {name!r} has dtype {dtype}: quantised checkpoints do not load, only "
-                f"{', '.join(_FLOATS)}; use the unquantised checkpoint"
-            )
+        needed = _E4M3 if name in wanted and getattr(wanted[name][0], "is_stored_in_e4m3", False) else _FLOATS
+        if name in tensors and (dtype := tensors[name].content.get_dtype()) not in needed:
+            raise ValueError(f"{tensors[name].file}: tensor {name!r} has dtype {dtype}: {_remedy(needed)}")
     files_of_extra = [f"{name!r} in {tensors[name].file.name}" for name in extra]
     missing = [name for name in wanted if name not in tensors]
     if missing:
@@ -167,12 +171,24 @@ def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) ->
     return {name: (param, shard_id) for name, (param, shard_id, _) in wanted.items()}
 
 
+def _remedy(needed: tuple[str, ...]) -> str:
+    if needed == _E4M3:
+        return "config.json's quantization_config says F8_E4M3; is it the same model's?"
+    return (
+        f"quantised checkpoints do not load unless config.json names their format, only {', '.join(needed)}; use the "
+        "unquantised checkpoint"
+    )
+
+
 def _wanted_tensors(model: nn.Module) -> dict[str, tuple[nn.Parameter, object, tuple[int, ...]]]:
     """{checkpoint name: (parameter, shard id, full shape)}: everything that the model needs, once each."""
     wanted = {}
     for name, param in model.named_parameters():
         shards = getattr(param, "shards", {None: tuple(param.shape)})
+        if not shards:  # computed while others are loaded
+            continue
         *parents, module, kind = name.split(".")
+        kind = getattr(param, "checkpoint_name", kind)
         part_names = getattr(model, "packed_modules_mapping", {}).get(module, {module: None})
         for part_name, shard_id in part_names.items():
             if not hasattr(param, "num_experts"):

@@ -163,6 +163,7 @@ def test_challengers_are_few_and_launchable(phase):
     from nanovllm.kernels.gemv import MAX_TOKENS, GemvConfig
     from nanovllm.kernels.split_k import TILE_TOKENS, SplitKConfig
     from nanovllm.layers.quack import Tile
+    from nanovllm.layers.quantization import FORMATS
 
     for key in package_table("NVIDIA H200").rows:
         if key.operation == "experts":
@@ -178,7 +179,8 @@ def test_challengers_are_few_and_launchable(phase):
                     assert GemvConfig(*constants).k_tile >= 16
                 elif name == "split-k":
                     config = SplitKConfig(*constants)
-                    assert 2 * config.num_stages * config.tile_k * (TILE_TOKENS + config.tile_rows) <= 227 * 1024
+                    row_bytes = config.tile_rows * (1 if key.dtype in FORMATS else 2)
+                    assert config.num_stages * config.tile_k * (2 * TILE_TOKENS + row_bytes) <= 227 * 1024
                 elif name == "quack-kernels":
                     tile = Tile(*constants)
                     assert key.operation != "linear_silu" or tile.columns % 32 == 0
