@@ -1,5 +1,7 @@
 """The time that no engine can beat: what of a model it counts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -57,6 +59,16 @@ def test_weights_in_fp8():
     # The floors of fp8 that were computed by hand: 128 prompts of 2,000 tokens, and one stream.
     assert floor_seconds(size, ceilings, [2000] * 128, [1] * 128, 0, 1) == pytest.approx(2.93, abs=0.01)
     assert 512 / floor_seconds(size, ceilings, [128], [512], 0, 1) == pytest.approx(518, abs=2)
+
+
+def test_keys_and_values_in_fp8():
+    config = preset_config("Qwen3-8B")
+    weights, ceilings = Fp8Format(), Ceilings(bandwidth=4.27e12, flops=7.8e14, layer_flops=1.3e15)
+    size = ModelSize.of(config, torch.bfloat16, weights, torch.float8_e4m3fn)
+    plain = ModelSize.of(config, torch.bfloat16, weights)
+    assert size == replace(plain, kv_bytes_per_key=plain.kv_bytes_per_key // 2)
+    # Computed by hand, too: one stream reads few keys.
+    assert 512 / floor_seconds(size, ceilings, [128], [512], 0, 1) == pytest.approx(520, abs=2)
 
 
 # Of the six layers five have a window of 512.

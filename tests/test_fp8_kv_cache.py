@@ -1,7 +1,6 @@
 """An engine with a KV cache in 8 bits: equal tokens however a request is computed, twice the tokens, and its scales."""
 
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from checkpoints import (
 )
 from safetensors.torch import load_file
 
-from nanovllm.bench.floor import ModelSize
 from nanovllm.config import Config
 from nanovllm.engine.runner.kv_scales import powers_of_two
 from nanovllm.layers import attention_backend
@@ -309,10 +307,3 @@ def test_flash_attn_reads_no_fp8_cache(monkeypatch):
     with pytest.raises(ValueError, match="attention_backend='flash_attn': reads no fp8 KV cache; use triton"):
         select_backend("flash_attn", "cuda", torch.bfloat16, 128, 256, is_fp8_cache=True)
     assert select_backend("triton", "cuda", torch.bfloat16, 128, 256, is_fp8_cache=True).name == "triton"
-
-
-def test_the_floor_knows_the_cache(path):
-    config = Config(path, device="cpu").hf_config
-    plain = ModelSize.of(config, torch.bfloat16)
-    fp8 = ModelSize.of(config, torch.bfloat16, torch.float8_e4m3fn)
-    assert fp8 == replace(plain, kv_bytes_per_key=plain.kv_bytes_per_key // 2)

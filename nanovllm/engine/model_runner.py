@@ -116,8 +116,7 @@ class ModelRunner:
                 layer.k_cache = layer.v_cache = layer.kv_scales = None
             # A parameter and its loader's layer refer to each other, so only the collector would free them.
             for parameter in self.model.parameters():
-                for name in ("weight_loader", "fill"):
-                    vars(parameter).pop(name, None)
+                vars(parameter).pop("weight_loader", None)
         self.model = self.sampler = self.kv_cache = self.kv_scales = self.graphs = self.mixed_graphs = None
         self.decode_inputs = self.logit_steps = None
         if self.device.type == "cuda":

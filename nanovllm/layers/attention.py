@@ -42,30 +42,14 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor | None,
-        v_cache: torch.Tensor | None,
-        context: Context,
-        scale: float,
-        window: int | None = None,
-        kv_scales: torch.Tensor | None = None,
+        self, q, k, v, k_cache, v_cache, context: Context, scale: float, window: int | None = None, kv_scales=None
     ) -> torch.Tensor:
         """Attention of the flat batch of new tokens, each to the keys up to its own. k and v hold the numbers that the
         caches hold of them."""
 
     @abstractmethod
     def decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        context: Context,
-        scale: float,
-        window: int | None = None,
-        kv_scales: torch.Tensor | None = None,
+        self, q, k_cache, v_cache, context: Context, scale: float, window: int | None = None, kv_scales=None
     ) -> torch.Tensor:
         """Attention of one token a row to its context_lens keys; zeros if that is 0."""
 
@@ -99,7 +83,7 @@ class Attention(nn.Module):
         after RoPE, any stride between tokens. context: the step's; if q has the last tokens only, its
         `of_last_tokens()`. Returns a tensor like q.
         """
+        options = context, self.scale, self.window, self.kv_scales
         if context.is_prefill:
-            caches = self.k_cache, self.v_cache
-            return self.backend.prefill(q, k, v, *caches, context, self.scale, self.window, self.kv_scales)
-        return self.backend.decode(q, self.k_cache, self.v_cache, context, self.scale, self.window, self.kv_scales)
+            return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, *options)
+        return self.backend.decode(q, self.k_cache, self.v_cache, *options)

@@ -10,8 +10,10 @@ from torch import nn
 
 from nanovllm.layers.expert_products import ExpertsProblem
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.linear import ReplicatedLinear, make_parameter
+from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.matmul import Matmul
+from nanovllm.layers.parameters import make_parameter
+from nanovllm.layers.quantization import weight_format
 from nanovllm.layers.rank_sums import NormedParts, add_over_ranks
 from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import TensorParallel
@@ -86,7 +88,8 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.tp, self.top_k, self.normalize = tp, top_k, normalize
         self.matmul = Matmul()  # before the model's `use_matmul`
-        self.gate = ReplicatedLinear(hidden_size, num_experts, False, tp)
+        with weight_format(None):
+            self.gate = ReplicatedLinear(hidden_size, num_experts, False, tp)
         self.experts = Experts(num_experts, hidden_size, intermediate_size, tp)
 
     def add(

@@ -4,6 +4,8 @@ On a GPU one kernel computes the input's norm or activation and quantises it (`k
 multiplies. A CPU computes their twins.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,19 @@ from nanovllm.layers.quantization import (
 
 if HAS_TRITON:
     from nanovllm.kernels.fp8 import quantize, rms_norm_quantize, silu_and_mul_quantize
+
+
+def compute_fp8(problem: Any) -> Tensor | Gated:
+    """The result of a `matmul.Problem` with a weight in fp8; of a linear_silu before its activation, which the
+    quantisation of the next product's input contains."""
+    y = fp8_product(problem.x, problem.weight)
+    if problem.operation == "linear_silu":
+        return Gated(y)
+    if problem.bias is not None:
+        y += problem.bias
+    if problem.out is None:
+        return y
+    return problem.out.add_(y) if problem.operation == "linear_add" else problem.out.copy_(y)
 
 
 def fp8_product(x: Tensor | Normed | Gated, weight: Fp8Weight) -> Tensor:

@@ -1,14 +1,10 @@
 """Linear layers whose weights are split over tensor-parallel ranks, by columns or rows (Megatron-LM, arXiv:1909.08053).
 
-Every parameter knows how it is loaded. `shards` are the checkpoint tensors that make it up: {shard id: full shape}.
-`weight_loader(param, loaded, shard_id)` copies this rank's part of one of them; `loaded` is a tensor, or a safetensors
-slice, of which only that part is read.
-
-A layer may have its weight in fp8 (`quantization`), with scales that are loaded in the same way, or computed from the
-weight while that is loaded.
+Every parameter knows how it is loaded (`parameters`). Weights may be in fp8 (`quantization`), with scales from the
+checkpoint, or computed while the weights are loaded.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -17,75 +13,30 @@ from torch import nn
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul import Matmul
-from nanovllm.layers.quantization import BLOCK, E4M3, Fp8Format, Fp8Weight, Weight, get_weight_format
+from nanovllm.layers.parameters import as_weight, load_rows, make_parameter, make_weight, store
+from nanovllm.layers.quantization import Weight
 from nanovllm.layers.rank_sums import NormedParts, add_over_ranks
 from nanovllm.utils.parallel import TensorParallel
 
 
-def make_parameter(
-    shape: tuple[int, ...], shards: dict, weight_loader, dtype: torch.dtype | None = None
-) -> nn.Parameter:
-    """An uninitialised parameter. shape: this rank's part. dtype: torch's default by default."""
-    parameter: Any = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
-    parameter.shards = shards
-    parameter.weight_loader = weight_loader
-    return parameter
-
-
 class LinearBase(nn.Module):
-    """A weight `[N, K]`, perhaps a bias `[N]`. A subclass has `weight_loader` and `bias_loader`.
+    """A weight `[N, K]`, perhaps a bias `[N]`. A subclass has `weight_loader`, also of scales, and `bias_loader`."""
 
-    Attributes:
-        format: of the weight; None for one of the model's dtype.
-        weight_scale: the scales of a weight with a format.
-    """
-
-    def __init__(
-        self,
-        weight_shape: tuple[int, int],
-        shards: dict,
-        bias: bool,
-        tp: TensorParallel,
-        format: Fp8Format | None = None,
-    ):
+    def __init__(self, weight_shape: tuple[int, int], shards: dict, bias: bool, tp: TensorParallel):
         """weight_shape: this rank's part. shards: of the weight."""
         super().__init__()
         self.tp = tp
-        self.format = format
         self.matmul = Matmul()  # cuBLAS alone, before the model's `use_matmul`
-        self.weight: Any = make_parameter(weight_shape, shards, self.weight_loader, E4M3 if format else None)
-        if format is not None:
-            self._add_scale(format, weight_shape, shards)
+        self.weight, self.weight_scale = make_weight(weight_shape, shards, self.weight_loader)
         self.bias = None
         if bias:
             bias_shards = {key: shape[:1] for key, shape in shards.items()}
             self.bias = make_parameter(weight_shape[:1], bias_shards, self.bias_loader)
 
-    def _add_scale(self, format: Fp8Format, weight_shape: tuple[int, int], shards: dict) -> None:
-        is_stored = format.scale_name is not None
-        scale_shards = {key: format.scale_shape(shape) for key, shape in shards.items()} if is_stored else {}
-        scale: Any = make_parameter(format.scale_shape(weight_shape), scale_shards, self.scale_loader, torch.float32)
-        scale.checkpoint_name = format.scale_name
-        self.weight_scale = scale
-        self.input_dtype = torch.get_default_dtype()
-        self.weight.is_stored_in_e4m3 = is_stored
-        self.weight.fill = self.store
-
     @property
     def matrix(self) -> Weight:
         """The weight, as products take it."""
-        if self.format is None:
-            return self.weight
-        return Fp8Weight(self.weight, self.weight_scale, self.format, self.input_dtype)
-
-    def store(self, values: torch.Tensor, start: int = 0) -> None:
-        """Write rows of the weight, from row `start` on. values: [rows, K], e4m3 or numbers to quantise."""
-        rows = slice(start, start + len(values))
-        if self.format is not None and values.dtype != E4M3:
-            values, scale = self.format.quantize(values.to(self.weight.device))
-            unit = BLOCK if self.format.is_blocked else 1
-            self.weight_scale.data[rows.start // unit : rows.stop // unit] = scale
-        self.weight.data[rows].copy_(values)
+        return as_weight(self.weight)
 
 
 class ReplicatedLinear(LinearBase):
@@ -95,8 +46,8 @@ class ReplicatedLinear(LinearBase):
         shape = output_size, input_size
         super().__init__(shape, {None: shape}, bias, tp)
 
-    def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
-        param.data.copy_(loaded[:])
+    def weight_loader(self, param: Any, loaded, shard_id=None) -> None:
+        store(param, loaded[:])
 
     bias_loader = weight_loader
 
@@ -118,35 +69,22 @@ class ColumnParallelLinear(LinearBase):
         rows = sum(num_rows for _, num_rows in self.parts.values())
         shards = {key: (size, input_size) for key, size in output_sizes.items()}
         shards[None] = (sum(output_sizes.values()), input_size)
-        super().__init__((rows, input_size), shards, bias, tp, get_weight_format())
+        super().__init__((rows, input_size), shards, bias, tp)
 
     def part(self, shard_id, tp: TensorParallel) -> tuple[int, int]:
         """First row and number of rows of a checkpoint matrix that this rank has."""
         num_rows = tp.shard(self.output_sizes[shard_id], f"output size of {shard_id or 'a layer'}")
         return tp.rank * num_rows, num_rows
 
-    def rows_of(self, shard_id) -> Iterator[tuple[int, int, int]]:
-        """(first row here, first row in the checkpoint tensor, number of rows) of each part of a checkpoint tensor."""
+    def weight_loader(self, param: Any, loaded, shard_id=None) -> None:
         offset = first_row = 0
         for key, (start, num_rows) in self.parts.items():
             if shard_id in (key, None):
-                yield offset, start + (first_row if shard_id is None else 0), num_rows
+                load_rows(param, offset, loaded, start + (first_row if shard_id is None else 0), num_rows)
             offset += num_rows
             first_row += self.output_sizes[key]
 
-    def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
-        for offset, start, num_rows in self.rows_of(shard_id):
-            self.store(loaded[start : start + num_rows], offset)
-
-    def scale_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
-        unit = BLOCK if self.format.is_blocked else 1
-        for rows in self.rows_of(shard_id):
-            offset, start, num_rows = (each // unit for each in rows)
-            param.data[offset : offset + num_rows].copy_(loaded[start : start + num_rows])
-
-    def bias_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
-        for offset, start, num_rows in self.rows_of(shard_id):
-            param.data[offset : offset + num_rows].copy_(loaded[start : start + num_rows])
+    bias_loader = weight_loader
 
     def forward(self, x: torch.Tensor | Normed | NormedParts) -> torch.Tensor:
         if not isinstance(x, NormedParts):
@@ -200,19 +138,14 @@ class RowParallelLinear(LinearBase):
 
     def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel):
         shape = (output_size, tp.shard(input_size, "input size of a row-parallel layer"))
-        super().__init__(shape, {None: (output_size, input_size)}, bias, tp, get_weight_format())
+        super().__init__(shape, {None: (output_size, input_size)}, bias, tp)
 
-    def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
+    def weight_loader(self, param: Any, loaded, shard_id=None) -> None:
         num_columns = param.shape[1]
-        start = self.tp.rank * num_columns
-        self.store(loaded[:, start : start + num_columns])
+        start = self.tp.rank * num_columns % param.shards[shard_id][1]  # 0 for the scales of whole rows
+        store(param, loaded[:, start : start + num_columns])
 
-    def scale_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
-        num_columns = param.shape[1]
-        start = self.tp.rank * num_columns if self.format.is_blocked else 0
-        param.data.copy_(loaded[:, start : start + num_columns])
-
-    def bias_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
+    def bias_loader(self, param: Any, loaded, shard_id=None) -> None:
         param.data.copy_(loaded[:])
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor | Gated) -> torch.Tensor:
@@ -250,4 +183,4 @@ class RowParallelLinear(LinearBase):
             return Normed(output_norm.add_to(residual, self(cast(torch.Tensor, x))), norm)
         if self.tp.reducer is None:  # Then nothing comes in parts.
             return Normed(self.add_to(residual, cast(torch.Tensor, x)), norm)
-        return add_over_ranks(self, residual, x.value() if isinstance(x, Gated) else x, norm)
+        return add_over_ranks(self, residual, x, norm)

@@ -8,8 +8,7 @@ Operations, of x `[num_tokens, K]` and a weight W `[N, K]`:
 - linear_sum: linear, as one rank's part of a sum over tensor-parallel ranks.
 - experts: a mixture of experts, of weights `[num_experts, N, K]`; see `expert_products`.
 
-W is a tensor of x's dtype, or a weight in fp8 with its scales (`quantization`). A candidate that cannot compute with
-the weight's format does not support the product.
+W is a tensor of x's dtype, or in fp8 with scales (`quantization`), which some candidates do not support.
 """
 
 import logging
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from nanovllm.layers.activation import Gated, SiluAndMul
 from nanovllm.layers.expert_products import ExpertsProblem, compute_experts
-from nanovllm.layers.fp8_products import fp8_product
+from nanovllm.layers.fp8_products import compute_fp8
 from nanovllm.layers.layernorm import Normed
 from nanovllm.layers.quantization import Fp8Weight, Weight
 from nanovllm.tuning.table import Key, Row, Table
@@ -31,6 +30,7 @@ from nanovllm.utils.context import get_context
 
 logger = logging.getLogger(__name__)
 
+Input = Tensor | Normed | Gated  # [num_tokens, K]; a norm or an activation is computed within the product, or before it
 OPERATIONS = ("linear", "linear_silu", "linear_add", "linear_sum", "experts")
 _silu_and_mul = SiluAndMul()
 
@@ -39,9 +39,8 @@ class Problem(NamedTuple):
     """One product to compute."""
 
     operation: str  # one of OPERATIONS
-    # [num_tokens, K]; a norm or an activation is computed within the product, or before it
-    x: Tensor | Normed | Gated
-    weight: Any  # a `Weight`: [N, K] of x's dtype, or in fp8
+    x: Input
+    weight: Any  # a `Weight`, [N, K]
     bias: Tensor | None = None  # [N]
     out: Tensor | None = None  # [num_tokens, N]: linear_add's residual, or where the result goes; None: a new tensor
 
@@ -78,8 +77,8 @@ class Candidate(ABC):
 
 
 class Cublas(Candidate):
-    """torch's own products, for every problem on any device; the plain twin of the others. With a weight in fp8 it also
-    quantises x. It has none for experts: these our own kernels compute, with constants that work."""
+    """torch's own products, for every problem on any device; the plain twin of the others. With a weight in fp8 x is
+    rounded too. It has none for experts: these our own kernels compute, with constants that work."""
 
     name = "cublas"
 
@@ -90,7 +89,7 @@ class Cublas(Candidate):
         if isinstance(problem, ExpertsProblem):
             return compute_experts(problem)
         if isinstance(problem.weight, Fp8Weight):
-            return _fp8(problem)
+            return compute_fp8(problem)
         x, weight, bias, out = problem.input, problem.weight, problem.bias, problem.out
         if problem.operation == "linear_silu":
             return _silu_and_mul(F.linear(x, weight))
@@ -100,17 +99,6 @@ class Cublas(Candidate):
         if out is None:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _fp8(problem: Problem) -> Tensor | Gated:
-    y = fp8_product(problem.x, problem.weight)
-    if problem.operation == "linear_silu":
-        return Gated(y)  # Its quantisation contains it.
-    if problem.bias is not None:
-        y += problem.bias
-    if problem.out is None:
-        return y
-    return problem.out.add_(y) if problem.operation == "linear_add" else problem.out.copy_(y)
 
 
 class Matmul:
@@ -125,22 +113,20 @@ class Matmul:
         self._rows: dict[tuple, Row] = {}
         self._has_told = False
 
-    def linear(self, x: Tensor | Normed | Gated, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None):
+    def linear(self, x: Input, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """`x W^T + bias`: `out`, or a new `[num_tokens, N]`."""
         return self.run(Problem("linear", x, weight, bias, out))
 
-    def linear_silu(self, x: Tensor | Normed, weight: Weight) -> Tensor | Gated:
+    def linear_silu(self, x: Input, weight: Weight) -> Tensor | Gated:
         """`silu(x Wg^T) * (x Wu^T)`: `[num_tokens, N / 2]`. With a weight in fp8 perhaps before its activation."""
         return self.run(Problem("linear_silu", x, weight))
 
-    def linear_add(
-        self, residual: Tensor, x: Tensor | Normed | Gated, weight: Weight, bias: Tensor | None = None
-    ) -> Tensor:
-        """`residual += x W^T + bias`. Returns residual. quack-kernels round the product before the sum; without a bias,
-        the others round once. Products of fp8 by torch round twice as well."""
+    def linear_add(self, residual: Tensor, x: Input, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """`residual += x W^T + bias`. Returns residual. quack-kernels, and torch in fp8, round the product before the
+        sum; without a bias, the others round once."""
         return self.run(Problem("linear_add", x, weight, bias, residual))
 
-    def linear_sum(self, x: Tensor | Gated, weight: Weight, bias: Tensor | None, out: Tensor) -> Tensor:
+    def linear_sum(self, x: Input, weight: Weight, bias: Tensor | None, out: Tensor) -> Tensor:
         """`x W^T + bias` into `out`, this rank's part of a sum."""
         return self.run(Problem("linear_sum", x, weight, bias, out))
 

@@ -39,10 +39,15 @@ class Fp8Format:
         """In place of a dtype in tables."""
         return "float8_e4m3fn-128x128" if self.is_blocked else "float8_e4m3fn"
 
-    def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Of a weight's scales."""
-        N, K = shape
-        return (-(-N // BLOCK), -(-K // BLOCK)) if self.is_blocked else (N, 1)
+    @property
+    def is_stored(self) -> bool:
+        """Whether the checkpoint is in this format."""
+        return self.scale_name is not None
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the scales of a weight `[..., N, K]`."""
+        *experts, N, K = shape
+        return (*experts, -(-N // BLOCK), -(-K // BLOCK)) if self.is_blocked else (*experts, N, 1)
 
     def quantize(self, weight: Tensor) -> "Quantized":
         """weight: `[N, K]`, any float dtype; of blocks both multiples of 128."""

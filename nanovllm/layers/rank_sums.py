@@ -40,16 +40,18 @@ def begin_sums(layers: nn.ModuleList, num_tokens: int, reducer: ResidualReducer)
 def posted_constants(proj: Any, num_tokens: int) -> tuple | None:
     """The constants of this projection's first choice, if that writes to the other ranks' memory itself, else None."""
     for candidate, constants in proj.matmul.choices("linear_sum", proj.matrix, num_tokens)[:1]:
-        if candidate.posts_sums and proj.format is None:
+        if candidate.posts_sums and isinstance(proj.matrix, Tensor):
             return constants
     return None
 
 
 def add_over_ranks(
-    proj: nn.Module, residual: Tensor, x: Tensor | Iterable[Tensor | Gated], norm: RMSNorm
+    proj: nn.Module, residual: Tensor, x: Tensor | Gated | Iterable[Tensor | Gated], norm: RMSNorm
 ) -> Normed | NormedParts:
     """`RowParallelLinear.add` with a reducer, and that of experts. If x comes in parts, the result does too."""
     reducer = proj.tp.reducer
+    if isinstance(x, Gated):
+        x = x.value()
     if isinstance(x, Tensor) and reducer.takes_parts(len(x)) and get_context().is_prefill:
         x = x.chunk(2)
     if not isinstance(x, Tensor):

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from nanovllm.layers.parameters import store
 from nanovllm.utils.interrupts import held_interrupt
 from nanovllm.utils.model_files import check_readable, read_json
 from nanovllm.utils.threads import torch_threads
@@ -88,9 +89,9 @@ def load_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
             continue
         is_whole = tuple(param.shape) == getattr(param, "shards", {None: tuple(param.shape)}).get(None)
         generator = of_all if is_whole else of_rank
-        if hasattr(param, "fill"):
-            param.fill(torch.empty(param.shape, device=device).normal_(std=0.02, generator=generator))
-        elif not hasattr(param, "checkpoint_name"):  # Scales come with their weights.
+        if getattr(param, "format", None) is not None:
+            store(param, torch.empty(param.shape, device=device).normal_(std=0.02, generator=generator))
+        elif not name.endswith("weight_scale"):  # Scales come with their weights.
             param.data.normal_(std=0.02, generator=generator)
 
 
@@ -145,7 +146,8 @@ def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) ->
     extra = [name for name in tensors if name not in wanted and not name.endswith(unused)]
     # The dtypes first, because quantised checkpoints also have other names.
     for name in (*wanted, *extra):
-        needed = _E4M3 if name in wanted and getattr(wanted[name][0], "is_stored_in_e4m3", False) else _FLOATS
+        format = getattr(wanted[name][0], "format", None) if name in wanted else None
+        needed = _E4M3 if format is not None and format.is_stored else _FLOATS
         if name in tensors and (dtype := tensors[name].content.get_dtype()) not in needed:
             raise ValueError(f"{tensors[name].file}: tensor {name!r} has dtype {dtype}: {_remedy(needed)}")
     files_of_extra = [f"{name!r} in {tensors[name].file.name}" for name in extra]
