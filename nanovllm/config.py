@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.layers.quantization import QUANTIZATIONS, Fp8Format
+from nanovllm.layers.quantization import E4M3, QUANTIZATIONS, Fp8Format
 from nanovllm.models.hf_config import (
     check_hf_config,
     check_token_ids,
@@ -18,7 +18,7 @@ from nanovllm.models.hf_config import (
     read_hf_config,
     supported_length,
 )
-from nanovllm.models.quantization_config import check_sizes, checkpoint_format
+from nanovllm.models.quantization_config import check_sizes, checkpoint_quantization
 from nanovllm.utils.checks import is_int, is_number, require
 from nanovllm.utils.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DTYPES |= {"half": torch.float16, "float": torch.float32}  # vLLM's names
-FP8_CAPABILITY = 8, 9  # of the oldest GPUs that convert e4m3
+FP8_CAPABILITY = 8, 9  # of the oldest GPUs that convert and multiply e4m3
 CPU_KVCACHE_GIB = 2.0
 # Longer prefill steps are faster, but take memory for activations from the KV cache: at most this share of the GPU's.
 _STEP_TOKENS, _LONG_STEP_TOKENS = 16384, 32768
@@ -96,8 +96,7 @@ class Config:
         check_shardable(self.hf_config, self.tensor_parallel_size)
         self._resolve_device()
         self._resolve_dtype()
-        self._resolve_weight_format()
-        self._resolve_kv_cache_dtype()
+        self._resolve_formats()
         self._resolve_limits()
         self._resolve_eos()
         self._resolve_tokenizer()
@@ -153,7 +152,7 @@ class Config:
         if self.dtype in DTYPES.values():
             self.dtype = str(self.dtype).removeprefix("torch.")
         self._require_one_of("dtype", ("auto", *DTYPES))
-        if self.kv_cache_dtype == torch.float8_e4m3fn:
+        if self.kv_cache_dtype == E4M3:
             self.kv_cache_dtype = "fp8"
         self._require_one_of("kv_cache_dtype", ("auto", "fp8", "fp8_e4m3"))
         self._require_one_of("kv_cache_scales", ("auto", "checkpoint", "calibrated", "one"))
@@ -247,36 +246,39 @@ class Config:
                 self.dtype = own if own in ("bfloat16", "float16") else "bfloat16"
         self.dtype = DTYPES[self.dtype]
 
-    def _resolve_kv_cache_dtype(self) -> None:
-        if self.kv_cache_dtype == "auto":
-            self.kv_cache_dtype = self.dtype
-            return
-        if self.device == "cuda":
-            capability = torch.cuda.get_device_capability(self.device_index)
+    def _resolve_formats(self) -> None:
+        """Of the weights and of the KV cache."""
+        stored = checkpoint_quantization(self.hf_config)
+        self.weight_format: Fp8Format | None = stored.weights or QUANTIZATIONS.get(self.quantization or "")
+        # A CPU computes all that Hopper does.
+        capability = torch.cuda.get_device_capability(self.device_index) if self.device == "cuda" else (9, 0)
+        if self.weight_format is not None:
+            check_sizes(self.hf_config, get_head_dim(self.hf_config), self.weight_format, self.tensor_parallel_size)
+            self._check_fp8_products(self.weight_format, capability)
+        if self.kv_cache_dtype != "auto":
             allowed = "'auto' on a GPU of compute capability {}.{}: fp8 needs {}.{} or more"
-            is_new = capability >= FP8_CAPABILITY
-            self._require("kv_cache_dtype", is_new, allowed.format(*capability, *FP8_CAPABILITY))
-        self.kv_cache_dtype = torch.float8_e4m3fn
+            self._require("kv_cache_dtype", capability >= FP8_CAPABILITY, allowed.format(*capability, *FP8_CAPABILITY))
+            self.kv_cache_dtype = E4M3
+            return
+        self.kv_cache_dtype = self.dtype
+        if stored.has_kv_cache_scheme:
+            logger.info("%s: has a kv_cache_scheme, which kv_cache_dtype='fp8' uses", self.model)
 
-    def _resolve_weight_format(self) -> None:
-        format = checkpoint_format(self.hf_config) or QUANTIZATIONS.get(self.quantization or "")
-        self.weight_format: Fp8Format | None = format
-        if format is None:
-            return
-        check_sizes(self.hf_config, get_head_dim(self.hf_config), format, self.tensor_parallel_size)
-        if self.device == "cpu":
-            return
-        found = torch.cuda.get_device_capability(self.device_index)
+    def _check_fp8_products(self, format: Fp8Format, capability: tuple[int, int]) -> None:
         # cuBLAS has products of blocks on Hopper only.
-        is_there = found[0] == 9 if format.is_blocked else found >= (8, 9)
-        needed = "9.x (Hopper) for weights in blocks" if format.is_blocked else "8.9 or more"
+        is_there = capability[0] == 9 if format.is_blocked else capability >= FP8_CAPABILITY
+        needed = "9.x (Hopper) for weights in blocks" if format.is_blocked else "{}.{} or more".format(*FP8_CAPABILITY)
+        remedy = "use the unquantised checkpoint without quantization"
+        if capability >= FP8_CAPABILITY:
+            remedy += ", perhaps with kv_cache_dtype='fp8', which works here"
         if not is_there:
             raise ValueError(
                 f"quantization: products of fp8 need a GPU of compute capability {needed}, and this one has "
-                f"{found[0]}.{found[1]}; use the unquantised checkpoint without quantization"
+                f"{capability[0]}.{capability[1]}; {remedy}"
             )
         name = str(self.dtype).removeprefix("torch.")
-        require("dtype", name, name == "bfloat16", "bfloat16 or auto with weights in fp8")
+        is_taken = self.device == "cpu" or name == "bfloat16"
+        require("dtype", name, is_taken, "bfloat16 or auto with weights in fp8")
 
     def _resolve_limits(self) -> None:
         supported = self.supported_model_len = supported_length(self.hf_config)

@@ -7,6 +7,8 @@ from checkpoints import edit_json, edit_tensors, make_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from nanovllm import LLM
+
 E4M3 = torch.float8_e4m3fn
 # Whole blocks of 128 x 128 on one rank, and with half as many rows or columns no longer.
 BLOCK_SIZES = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 64}
@@ -90,3 +92,19 @@ def _round_input(in_blocks: bool):
         return (rounded_x.view(args[0].shape),)
 
     return hook
+
+
+@torch.inference_mode()
+def reference_logprobs(
+    path: Path, prompt: list[int], completion: list[int], in_blocks: bool = False, with_inputs: bool = True
+) -> Tensor:
+    """Of the completion's tokens, by `reference_model`."""
+    model = reference_model(path, in_blocks, with_inputs)
+    logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None]).flatten()
+
+
+def scored(llm: LLM, prompt: list[int], completion: list[int]) -> Tensor:
+    """The same, by an engine."""
+    (score,) = llm.score([prompt], [completion], use_tqdm=False)
+    return torch.tensor(score["logprobs"])

@@ -1,14 +1,24 @@
 """Engines with weights in fp8, against a model that rounds in the same places and is none of ours; and what is
 refused."""
 
+import logging
+
 import pytest
 import torch
 from checkpoints import edit_json, edit_tensors, make_checkpoint, make_llm, random_prompt
 from configs import dummy
-from fp8_checkpoints import BLOCK_SIZES, BLOCKS, CHANNELS, make_fp8_checkpoint, quantise_checkpoint, reference_model
+from fp8_checkpoints import (
+    BLOCK_SIZES,
+    BLOCKS,
+    CHANNELS,
+    make_fp8_checkpoint,
+    quantise_checkpoint,
+    reference_logprobs,
+    scored,
+)
 
 from nanovllm import SamplingParams
-from nanovllm.config import Config
+from nanovllm.config import FP8_CAPABILITY, Config
 
 PROMPT, COMPLETION = random_prompt(40, 1), random_prompt(60, 2)
 
@@ -24,22 +34,15 @@ def case(request, tmp_path_factory):
     return path, in_blocks, plain, {}
 
 
-@torch.inference_mode()
-def logprobs_of(model):
-    logits = model(torch.tensor([PROMPT + COMPLETION])).logits[0, len(PROMPT) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(COMPLETION)[:, None]).flatten()
-
-
-def scored(path, **options):
+def score(path, **options):
     with make_llm(path, **options) as llm:
-        (score,) = llm.score([PROMPT], [COMPLETION], use_tqdm=False)
-    return torch.tensor(score["logprobs"])
+        return scored(llm, PROMPT, COMPLETION)
 
 
 def test_weights_and_inputs_are_rounded_and_nothing_else(case):
     path, in_blocks, plain, options = case
-    found, expected = scored(path, **options), logprobs_of(reference_model(plain, in_blocks))
-    unrounded = logprobs_of(reference_model(plain, in_blocks, with_inputs=False))
+    found, expected = score(path, **options), reference_logprobs(plain, PROMPT, COMPLETION, in_blocks)
+    unrounded = reference_logprobs(plain, PROMPT, COMPLETION, in_blocks, with_inputs=False)
     # Sums in another order may move an input over the edge between two e4m3 numbers, a few times in a prompt.
     assert (found - expected).norm() < 0.2 * (unrounded - expected).norm()
 
@@ -50,20 +53,20 @@ def test_decode_steps_compute_what_prefills_do(case):
     with make_llm(path, **options) as llm:
         (output,) = llm.generate([PROMPT], SamplingParams(**params), use_tqdm=False)
         tokens = output["token_ids"]
-        (score,) = llm.score([PROMPT], [tokens], use_tqdm=False)
+        prefilled = scored(llm, PROMPT, tokens)
     decoded = [logprobs[token] for token, logprobs in zip(tokens, output["logprobs"], strict=True)]
-    torch.testing.assert_close(torch.tensor(decoded), torch.tensor(score["logprobs"]), atol=0.03, rtol=0)
+    torch.testing.assert_close(torch.tensor(decoded), prefilled, atol=0.03, rtol=0)
 
 
 def test_a_checkpoint_in_fp8_takes_the_option_too(tmp_path):
     path = make_fp8_checkpoint(tmp_path, in_blocks=False)
-    assert torch.equal(scored(path, quantization="fp8"), scored(path))
+    assert torch.equal(score(path, quantization="fp8"), score(path))
 
 
 def test_two_ranks(tmp_path):
     path = make_checkpoint(tmp_path)
-    plain = scored(path)
-    errors = [(scored(path, quantization="fp8", tensor_parallel_size=size) - plain).norm() for size in (1, 2)]
+    plain = score(path)
+    errors = [(score(path, quantization="fp8", tensor_parallel_size=size) - plain).norm() for size in (1, 2)]
     # Each rank has scales for its own columns, so the ranks round in other places, but no more.
     assert 0.5 * errors[0] < errors[1] < 1.5 * errors[0]
 
@@ -71,12 +74,12 @@ def test_two_ranks(tmp_path):
 def test_two_ranks_with_whole_blocks(tmp_path):
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 128}
     path = make_fp8_checkpoint(tmp_path, in_blocks=True, **sizes)
-    torch.testing.assert_close(scored(path, tensor_parallel_size=2), scored(path), atol=0.05, rtol=0)
+    torch.testing.assert_close(score(path, tensor_parallel_size=2), score(path), atol=0.05, rtol=0)
 
 
 def test_blocks_that_ranks_would_cut_are_refused(tmp_path):
     path = make_fp8_checkpoint(tmp_path, in_blocks=True)
-    message = "tensor_parallel_size=2: weights in blocks of 128 x 128 .* multiples of 128 .*key rows would be 64"
+    message = r"tensor_parallel_size=2: .* blocks of 128 x 128 .* of 128 .* num_key_value_heads \* head_dim .* 64"
     with pytest.raises(ValueError, match=message):
         make_llm(path, tensor_parallel_size=2)
 
@@ -123,7 +126,7 @@ WEIGHTS = CHANNELS["config_groups"]["group_0"]["weights"]
         with_group(weights=WEIGHTS | {"num_bits": 4}),
         with_group(weights=WEIGHTS | {"strategy": "tensor"}),
         with_group(input_activations=None),
-        edited(CHANNELS, kv_cache_scheme={"num_bits": 8}),
+        edited(CHANNELS, config_groups={}),
     ],
 )
 def test_other_settings_are_refused(tmp_path, settings):
@@ -131,6 +134,44 @@ def test_other_settings_are_refused(tmp_path, settings):
     edit_json(path / "config.json", quantization_config=settings)
     with pytest.raises(ValueError, match=r"config\.json: quantization_config .*not supported.*FP8_DYNAMIC"):
         make_llm(path)
+
+
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+@pytest.mark.parametrize("quantises_weights", [False, True])
+def test_a_checkpoint_for_an_fp8_cache(tmp_path, caplog, quantises_weights):
+    """As llm-compressor writes them: weights in the model's dtype, or with a scale for each channel."""
+    path = make_checkpoint(tmp_path)
+    if quantises_weights:
+        quantise_checkpoint(path, in_blocks=False)
+    groups = CHANNELS["config_groups"] if quantises_weights else {}
+    settings = CHANNELS | {"config_groups": groups, "kv_cache_scheme": KV_SCHEME}
+    edit_json(path / "config.json", quantization_config=settings)
+    names = [f"model.layers.{layer}.self_attn.{part}_scale" for layer in range(2) for part in "kv"]
+    edit_tensors(path, lambda tensors: tensors.update({name: torch.tensor([0.25]) for name in names}))
+    with caplog.at_level(logging.INFO), make_llm(path) as llm:
+        assert llm.config.kv_cache_dtype == torch.float32
+        assert (llm.config.weight_format is not None) == quantises_weights
+        plain = scored(llm, PROMPT, COMPLETION)
+    assert "has a kv_cache_scheme, which kv_cache_dtype='fp8' uses" in caplog.text
+    with make_llm(path, kv_cache_dtype="fp8") as llm:
+        assert (llm.model_runner.kv_scales == 0.25).all()
+        assert 0 < (scored(llm, PROMPT, COMPLETION) - plain).abs().mean() < 0.3
+
+
+def test_a_cache_of_integers_is_refused(tmp_path):
+    path = make_checkpoint(tmp_path)
+    settings = CHANNELS | {"config_groups": {}, "kv_cache_scheme": KV_SCHEME | {"type": "int"}}
+    edit_json(path / "config.json", quantization_config=settings)
+    with pytest.raises(ValueError, match=r"config\.json: quantization_config: kv_cache_scheme=.* type 'float'"):
+        make_llm(path)
+
+
+@pytest.mark.parametrize("value", ["int4", "awq", 8, True])
+def test_other_quantizations_are_refused(value):
+    with pytest.raises(ValueError, match=f"quantization={value!r}: must be None or one of fp8"):
+        dummy(quantization=value)
 
 
 @pytest.mark.parametrize(
@@ -198,5 +239,8 @@ def test_gpus_without_the_products_are_refused(monkeypatch, settings, capability
         with pytest.raises(ValueError, match="dtype='float16': must be bfloat16 or auto"):
             dummy(**options, dtype="float16")
         return
-    with pytest.raises(ValueError, match=rf"compute capability .* this one has {capability[0]}\.{capability[1]}"):
+    # What the kernels of an fp8 KV cache need is less.
+    offer = ", perhaps with kv_cache_dtype='fp8', which works here" if capability >= FP8_CAPABILITY else ""
+    found = rf"this one has {capability[0]}\.{capability[1]}"
+    with pytest.raises(ValueError, match=f"{found}; use the unquantised checkpoint without quantization{offer}$"):
         dummy(**options)

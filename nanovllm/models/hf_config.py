@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.layers.rotary_embedding import RopeParameters, rope_parameters, rope_settings
-from nanovllm.models.quantization_config import read_weight_format
+from nanovllm.models.quantization_config import read_quantization
 from nanovllm.models.registry import find_architecture, model_class
 from nanovllm.utils.checks import is_int, is_number, require
 from nanovllm.utils.light_imports import without_generated_docstrings
@@ -213,6 +213,6 @@ def _check_values(fields: Mapping[str, Any], where: str) -> None:
         elif name == "eos_token_id":
             check_token_ids(value, where, name)
         elif name == "quantization_config" and value:
-            read_weight_format(value, field)
+            read_quantization(value, field)
         elif name == "compression_config" and value:
             raise ValueError(f"{field}: is of an older compressed-tensors; use a checkpoint with quantization_config")

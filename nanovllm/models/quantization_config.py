@@ -1,8 +1,8 @@
-"""Which format of weights a checkpoint's quantization_config names, and whether a model's sizes suit it."""
+"""What a checkpoint's quantization_config says of its weights and KV cache, and whether a model's sizes suit it."""
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm.layers.quantization import BLOCK, Fp8Format
 
@@ -11,11 +11,27 @@ _UNQUANTISED = re.compile(r"(^|[.*])(lm_head|embed_tokens|[a-z_]*norm|mlp\.gate|
 _UNIT = 16  # rows and columns: what torch._scaled_mm takes
 
 
-def read_weight_format(settings: Any, where: str) -> Fp8Format:
-    """The format of a quantization_config. Raises ValueError, beginning with `where`, for one that we do not have."""
+class Quantization(NamedTuple):
+    """
+    Attributes:
+        weights: the format of the linear layers; None if they are not quantised.
+        has_kv_cache_scheme: whether it is made for an fp8 KV cache, and should have its scales.
+    """
+
+    weights: Fp8Format | None = None
+    has_kv_cache_scheme: bool = False
+
+
+def read_quantization(settings: Any, where: str) -> Quantization:
+    """What a quantization_config says. Raises ValueError, beginning with `where`, if we do not have it."""
     settings = settings if isinstance(settings, Mapping) else settings.to_dict()
     method = settings.get("quant_method")
     method = getattr(method, "value", method)  # transformers' own is an enumeration.
+    scheme = settings.get("kv_cache_scheme")
+    if scheme and not _is_e4m3(scheme):
+        raise ValueError(f"{where}: kv_cache_scheme={scheme!r}: must have type 'float' and num_bits 8, or be left out")
+    if method == "compressed-tensors" and scheme and not settings.get("config_groups"):
+        return Quantization(None, True)
     if method == "fp8" and _are_fp8_blocks(settings):
         format, ignored = Fp8Format(is_blocked=True, scale_name="weight_scale_inv"), "modules_to_not_convert"
     elif method == "compressed-tensors" and _are_fp8_channels(settings):
@@ -32,7 +48,12 @@ def read_weight_format(settings: Any, where: str) -> Fp8Format:
         raise ValueError(
             f"{where}: {ignored} names {others[0]!r}: linear layers must all be quantised, except the head"
         )
-    return format
+    return Quantization(format, bool(scheme))
+
+
+def _is_e4m3(scheme: Any) -> bool:
+    is_symmetric = isinstance(scheme, Mapping) and scheme.get("symmetric", True) is True
+    return is_symmetric and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
 
 
 def _are_fp8_blocks(settings: Mapping) -> bool:
@@ -43,22 +64,20 @@ def _are_fp8_blocks(settings: Mapping) -> bool:
 
 def _are_fp8_channels(settings: Mapping) -> bool:
     groups = settings.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1 or settings.get("kv_cache_scheme"):
+    if not isinstance(groups, Mapping) or len(groups) != 1:
         return False
     (group,) = groups.values()
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
-    is_e4m3 = all((each.get("type"), each.get("num_bits")) == ("float", 8) for each in (weights, inputs))
-    is_symmetric = all(each.get("symmetric", True) is True for each in (weights, inputs))
     strategies = weights.get("strategy"), inputs.get("strategy")
     is_dynamic = inputs.get("dynamic") is True and not weights.get("dynamic")
     is_all = group.get("targets") == ["Linear"]
-    return is_all and is_e4m3 and is_symmetric and is_dynamic and strategies == ("channel", "token")
+    return is_all and _is_e4m3(weights) and _is_e4m3(inputs) and is_dynamic and strategies == ("channel", "token")
 
 
-def checkpoint_format(hf_config: Any) -> Fp8Format | None:
-    """The format of a model's checkpoint; None if it is not quantised."""
+def checkpoint_quantization(hf_config: Any) -> Quantization:
+    """What the configuration of a model says of its checkpoint."""
     settings = getattr(hf_config, "quantization_config", None)
-    return read_weight_format(settings, "quantization_config") if settings else None
+    return read_quantization(settings, "quantization_config") if settings else Quantization()
 
 
 def check_sizes(hf_config: Any, head_dim: int, format: Fp8Format, num_ranks: int) -> None:
@@ -67,8 +86,8 @@ def check_sizes(hf_config: Any, head_dim: int, format: Fp8Format, num_ranks: int
         raise ValueError("quantization: experts in fp8 are not supported; use the unquantised checkpoint without it")
     sizes = {
         "hidden_size": hf_config.hidden_size,
-        "query rows": hf_config.num_attention_heads // num_ranks * head_dim,
-        "key rows": max(1, hf_config.num_key_value_heads // num_ranks) * head_dim,
+        "num_attention_heads * head_dim": hf_config.num_attention_heads // num_ranks * head_dim,
+        "num_key_value_heads * head_dim": max(1, hf_config.num_key_value_heads // num_ranks) * head_dim,
         "intermediate_size": hf_config.intermediate_size // num_ranks,
     }
     unit = BLOCK if format.is_blocked else _UNIT
