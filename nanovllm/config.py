@@ -158,8 +158,6 @@ class Config:
         self._require_one_of("kv_cache_scales", ("auto", "checkpoint", "calibrated", "one"))
         is_used = self.kv_cache_scales == "auto" or self.kv_cache_dtype != "auto"
         self._require("kv_cache_scales", is_used, "'auto' without kv_cache_dtype='fp8'")
-        has_files = self.kv_cache_scales != "checkpoint" or self.load_format != "dummy"
-        self._require("kv_cache_scales", has_files, "another one with load_format='dummy', which reads no checkpoint")
         self._require("seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), "None or in 0..2**63 - 1")
         are_tokens = isinstance(self.eos, list) and all(is_int(token, 0) for token in self.eos)
         self._require("eos", are_tokens, "token ids >= 0")

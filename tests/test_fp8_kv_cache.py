@@ -228,8 +228,9 @@ def test_scales_of_some_layers_only(tmp_path):
 
 
 def test_a_checkpoint_without_scales(path):
-    with pytest.raises(ValueError, match=r"kv_cache_scales='checkpoint': .* has no scales.*use 'calibrated'"):
-        make_fp8(path, kv_cache_scales="checkpoint")
+    for load_format in ("auto", "dummy"):
+        with pytest.raises(ValueError, match=r"kv_cache_scales='checkpoint': .* has no scales.*use 'calibrated'"):
+            make_fp8(path, kv_cache_scales="checkpoint", load_format=load_format)
 
 
 def test_calibration_does_not_depend_on_what_the_engine_is_for(path):
@@ -273,10 +274,6 @@ def test_what_the_options_become(path):
         ({"kv_cache_dtype": 8}, "kv_cache_dtype=8"),
         ({"kv_cache_dtype": "fp8", "kv_cache_scales": "two"}, "kv_cache_scales='two': must be one of auto, checkpoint"),
         ({"kv_cache_scales": "one"}, "kv_cache_scales='one': must be 'auto' without kv_cache_dtype='fp8'"),
-        (
-            {"kv_cache_dtype": "fp8", "kv_cache_scales": "checkpoint", "load_format": "dummy"},
-            "kv_cache_scales='checkpoint': .*load_format='dummy'",
-        ),
     ],
 )
 def test_wrong_options(path, options, message):

@@ -147,6 +147,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
             kv_cache_dtype=args.kv_cache_dtype,
             device=args.device,
             max_model_len=args.max_model_len,
+            max_num_seqs=max(WORKLOADS[name].max_num_seqs for name in args.workload),
             max_num_batched_tokens=args.max_num_batched_tokens,
             mixed_step_rows=args.mixed_step_rows,
             num_kvcache_blocks=args.num_kvcache_blocks,
@@ -174,6 +175,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
         "options": {name: value for name, value in vars(args).items() if name != "json"},
         "device": llm.model_runner.device_name,
         "engine": {
+            "max_num_seqs": llm.config.max_num_seqs,
             "max_num_batched_tokens": llm.config.max_num_batched_tokens,
             "mixed_step_rows": llm.model_runner.mixed_step_rows,
             "num_kvcache_blocks": llm.model_runner.num_kvcache_blocks,

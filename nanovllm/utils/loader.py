@@ -11,7 +11,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.layers.parameters import store
 from nanovllm.utils.interrupts import held_interrupt
 from nanovllm.utils.model_files import check_readable, read_json
 from nanovllm.utils.threads import torch_threads
@@ -86,13 +85,22 @@ def load_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
     for name, param in model.named_parameters():
         if name.endswith("norm.weight"):
             param.data.fill_(1.0)
-            continue
-        is_whole = tuple(param.shape) == getattr(param, "shards", {None: tuple(param.shape)}).get(None)
-        generator = of_all if is_whole else of_rank
-        if getattr(param, "format", None) is not None:
-            store(param, torch.empty(param.shape, device=device).normal_(std=0.02, generator=generator))
         elif not name.endswith("weight_scale"):  # Scales come with their weights.
-            param.data.normal_(std=0.02, generator=generator)
+            is_whole = tuple(param.shape) == getattr(param, "shards", {None: tuple(param.shape)}).get(None)
+            _draw(param, of_all if is_whole else of_rank)
+
+
+def _draw(param: Any, generator: torch.Generator) -> None:
+    if getattr(param, "format", None) is None:
+        param.data.normal_(std=0.02, generator=generator)
+        return
+    # One expert at a time: all of them in float32 take much memory.
+    weights, scales = (x if x.dim() == 3 else x.unsqueeze(0) for x in (param.data, param.scale.data))
+    for weight, scale in zip(weights, scales, strict=True):
+        drawn = torch.empty(weight.shape, device=weight.device).normal_(std=0.02, generator=generator)
+        values, its_scale = param.format.quantize(drawn)
+        weight.copy_(values)
+        scale.copy_(its_scale)
 
 
 def default_weight_loader(param: nn.Parameter, loaded: Any, shard_id: object) -> None:

@@ -41,11 +41,11 @@ def choose_kv_scales(runner: Any) -> None:
     found = None
     if wanted in ("auto", "checkpoint") and config.load_format != "dummy":
         found = checkpoint_scales(runner)
-        if found is None and wanted == "checkpoint":
-            raise ValueError(
-                f"kv_cache_scales='checkpoint': {config.model} has no scales, such as "
-                f"'model.layers.0.{_NAMES[0].format('k')}'; use 'calibrated'"
-            )
+    if found is None and wanted == "checkpoint":
+        raise ValueError(
+            f"kv_cache_scales='checkpoint': {config.model} has no scales, such as "
+            f"'model.layers.0.{_NAMES[0].format('k')}', or load_format='dummy' reads none; use 'calibrated'"
+        )
     source = "one" if wanted == "one" else "the checkpoint"
     if found is None and wanted != "one":
         found, source = calibrated_scales(runner), "calibration"

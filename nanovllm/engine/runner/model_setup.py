@@ -1,5 +1,6 @@
 """The first part of a ModelRunner's start: the model with its weights, and every kernel that it will launch."""
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,8 @@ from nanovllm.models.layer_facts import gate_up_weight, num_layer_params
 from nanovllm.tuning.table import Key, Table, load_table
 from nanovllm.utils.progress import StartProgress
 
+logger = logging.getLogger(__name__)
+
 
 def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progress: StartProgress) -> None:
     """Give a ModelRunner its model, with weights, its sampler and its decode_inputs. Kernels compile meanwhile."""
@@ -31,6 +34,8 @@ def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progr
         config, head_dim, tp, device = runner.config, get_head_dim(runner.config.hf_config), runner.tp, runner.device
         with weight_format(config.weight_format):
             model: Any = make_model(config.hf_config, config.dtype, device, config.max_model_len, backend, tp)
+        if config.weight_format is not None:
+            logger.info("weights of linear layers: %s", config.weight_format.table_name)
         runner.model = model
         _, runner.num_kv_heads = tp.shard_kv_heads(config.hf_config.num_key_value_heads)
         if config.kv_cache_dtype != config.dtype:
