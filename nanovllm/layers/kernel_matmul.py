@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON, use_kernels
 from nanovllm.layers.matmul import Candidate, Problem
-from nanovllm.layers.quantization import Fp8Weight, Weight
+from nanovllm.layers.quantization import Fp8Weight, values_and_scale
 
 if HAS_TRITON:
     from nanovllm.kernels import gemv as gemv_kernels
@@ -41,7 +41,7 @@ class Gemv(Candidate):
         else:
             options |= {"norm_weight": x.weight, "eps": x.eps}
             x = x.residual
-        weight, options["weight_scale"] = _values_and_scale(problem.weight)
+        weight, options["weight_scale"] = values_and_scale(problem.weight)
         gemv_kernels.gemv(x, weight, y, problem.bias, GemvConfig(*constants), **options)
         return y
 
@@ -69,7 +69,7 @@ class SplitK(Candidate):
 
     def launch(self, problem: Problem, constants: tuple) -> Tensor:
         x, y, config = problem.input, _result(problem), SplitKConfig(*constants)
-        weight, scale = _values_and_scale(problem.weight)
+        weight, scale = values_and_scale(problem.weight)
         options = _options(problem) | {"weight_scale": scale}
         split_k_kernels.split_k(x, weight, y, problem.bias, config, self.arrivals, **options)
         return y
@@ -93,10 +93,6 @@ def _result(problem: Problem) -> Tensor:
         return problem.out
     columns = len(problem.weight) // (2 if problem.operation == "linear_silu" else 1)
     return problem.weight.new_empty(len(problem.x), columns)
-
-
-def _values_and_scale(weight: Weight) -> tuple[Tensor, Tensor | None]:
-    return (weight.values, weight.scale) if isinstance(weight, Fp8Weight) else (weight, None)
 
 
 def _options(problem: Problem) -> dict[str, Any]:

@@ -11,7 +11,7 @@ it. The kernels for few tokens read the input as it is: `weight_only_product`. B
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -69,25 +69,27 @@ FORMATS = {format.table_name: format for format in (Fp8Format(), Fp8Format(is_bl
 class Quantized(NamedTuple):
     """Numbers `values * scale`."""
 
-    values: Tensor  # e4m3 [rows, columns]
-    scale: Tensor  # float32: [rows, 1], or one for each group of rows and columns
+    values: Tensor  # e4m3 [..., rows, columns]
+    scale: Tensor  # float32: [..., rows, 1], or one for each group of rows and columns
 
     def dequantized(self) -> Tensor:
-        """float32 [rows, columns]."""
-        values = self.values.float()
-        if self.scale.shape[1] == 1 and len(self.scale) == len(values):
-            return values * self.scale
-        rows = 1 if len(self.scale) == len(values) else BLOCK
-        scale = self.scale.repeat_interleave(rows, 0).repeat_interleave(BLOCK, 1)
-        return values * scale[: values.shape[0], : values.shape[1]]
+        """float32 [..., rows, columns]."""
+        values, scale = self.values.float(), self.scale
+        num_rows, num_columns = values.shape[-2:]
+        if scale.shape[-2:] == (num_rows, 1):
+            return values * scale
+        if scale.shape[-2] != num_rows:
+            scale = scale.repeat_interleave(BLOCK, -2)
+        return values * scale.repeat_interleave(BLOCK, -1)[..., :num_rows, :num_columns]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Fp8Weight:
-    """A weight `[N, K]` in a format, as products take it. It stands where they may also have a tensor.
+    """A weight `[N, K]`, or `[num_experts, N, K]`, in a format, as products take it. It stands where they may also have
+    a tensor.
 
     Attributes:
-        values: e4m3 [N, K].
+        values: e4m3, of the weight's shape.
         scale: float32, `format.scale_shape` of it.
         input_dtype: of the products' input and result.
     """
@@ -117,16 +119,25 @@ class Fp8Weight:
     def __len__(self) -> int:
         return len(self.values)
 
+    def __getitem__(self, expert: int) -> "Fp8Weight":
+        """One expert's."""
+        return replace(self, values=self.values[expert], scale=self.scale[expert])
+
     def new_empty(self, *size: int) -> Tensor:
         """A tensor for inputs or results."""
         return self.values.new_empty(size, dtype=self.input_dtype)
 
     def dequantized(self) -> Tensor:
-        """float32 [N, K]."""
+        """float32, of its shape."""
         return Quantized(self.values, self.scale).dequantized()
 
 
 Weight = Tensor | Fp8Weight
+
+
+def values_and_scale(weight: Weight) -> tuple[Tensor, Tensor | None]:
+    return (weight.values, weight.scale) if isinstance(weight, Fp8Weight) else (weight, None)
+
 
 _weight_format: ContextVar[Fp8Format | None] = ContextVar("nanovllm_weight_format", default=None)
 

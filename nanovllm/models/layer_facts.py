@@ -35,8 +35,8 @@ class LayerProduct(NamedTuple):
 class ExpertsProduct(NamedTuple):
     """The experts of a layer, for any number of tokens."""
 
-    weight: Tensor
-    down: Tensor
+    weight: Weight
+    down: Weight
     top_k: int
     normalize: bool
     add: bool
@@ -69,7 +69,7 @@ def layer_products(layer: Any) -> list[LayerProduct | ExpertsProduct]:
         LayerProduct(operation, o.matrix, o.bias),
     ]
     if isinstance(mlp, MixtureOfExperts):
-        weights = mlp.experts.gate_up_proj.weight, mlp.experts.down_proj.weight
+        weights = mlp.experts.gate_up_proj.matrix, mlp.experts.down_proj.matrix
         return [
             *products,
             LayerProduct("linear", mlp.gate.weight, norm=mlp_norm),
@@ -87,7 +87,7 @@ def gate_up_weight(model: DecoderForCausalLM) -> Weight:
     """A layer's gate and up projection, of all experts if it has some. The table's rows for whole steps belong to its
     shape."""
     mlp: Any = model.model.layers[0].mlp
-    return mlp.experts.gate_up_proj.weight if isinstance(mlp, MixtureOfExperts) else mlp.gate_up_proj.matrix
+    return (mlp.experts if isinstance(mlp, MixtureOfExperts) else mlp).gate_up_proj.matrix
 
 
 def num_layer_params(model: DecoderForCausalLM) -> int:
