@@ -1,8 +1,10 @@
 """Checkpoints in fp8, and what their model computes: written out here, so that it depends on none of ours."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from checkpoints import edit_json, edit_tensors, make_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -77,7 +79,12 @@ def reference_model(path: Path, in_blocks: bool, with_inputs: bool = True) -> to
     """transformers' model of an unquantised checkpoint with rounded weights, and with_inputs rounded inputs too."""
     model = AutoModelForCausalLM.from_pretrained(path).float().eval()
     for name, module in model.named_modules():
-        if name.endswith("proj"):
+        if isinstance(getattr(module, "down_proj", None), torch.nn.Parameter):
+            for weight in (module.gate_up_proj, module.down_proj):
+                for of_expert in weight.data:
+                    of_expert.copy_(dequantised(*rounded(of_expert, *weight_group(of_expert, in_blocks))))
+            module.forward = partial(_experts, module, in_blocks if with_inputs else None)
+        elif name.endswith("proj"):
             weight = module.weight.data
             module.weight.data = dequantised(*rounded(weight, *weight_group(weight, in_blocks)))
             if with_inputs:
@@ -85,13 +92,28 @@ def reference_model(path: Path, in_blocks: bool, with_inputs: bool = True) -> to
     return model
 
 
-def _round_input(in_blocks: bool):
-    def hook(module, args):
-        x = args[0].flatten(0, -2)
-        rounded_x = dequantised(*rounded(x, 1, 128 if in_blocks else x.shape[1]))
-        return (rounded_x.view(args[0].shape),)
+def _rounded_input(x: Tensor, in_blocks: bool) -> Tensor:
+    rows = x.flatten(0, -2)
+    return dequantised(*rounded(rows, 1, 128 if in_blocks else x.shape[-1])).view(x.shape)
 
-    return hook
+
+def _round_input(in_blocks: bool):
+    return lambda module, args: (_rounded_input(args[0], in_blocks),)
+
+
+def _experts(module, in_blocks: bool | None, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
+    """What transformers 5 computes by the fused weights of all experts. in_blocks None: inputs are not rounded."""
+
+    def product(x, weight):
+        return F.linear(x if in_blocks is None else _rounded_input(x, in_blocks), weight)
+
+    total = torch.zeros_like(x)
+    for expert in experts.unique().tolist():
+        token, slot = (experts == expert).nonzero(as_tuple=True)
+        gate, up = product(x[token], module.gate_up_proj[expert]).chunk(2, dim=-1)
+        y = product(F.silu(gate) * up, module.down_proj[expert])
+        total.index_add_(0, token, y * shares[token, slot, None])
+    return total
 
 
 @torch.inference_mode()

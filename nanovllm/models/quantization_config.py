@@ -82,14 +82,16 @@ def checkpoint_quantization(hf_config: Any) -> Quantization:
 
 def check_sizes(hf_config: Any, head_dim: int, format: Fp8Format, num_ranks: int) -> None:
     """Raises ValueError, naming the size, if a model's weights, divided over the ranks, do not fit the format."""
-    if getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None):
-        raise ValueError("quantization: experts in fp8 are not supported; use the unquantised checkpoint without it")
     sizes = {
         "hidden_size": hf_config.hidden_size,
         "num_attention_heads * head_dim": hf_config.num_attention_heads // num_ranks * head_dim,
         "num_key_value_heads * head_dim": max(1, hf_config.num_key_value_heads // num_ranks) * head_dim,
-        "intermediate_size": hf_config.intermediate_size // num_ranks,
     }
+    has_experts = getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None)
+    if has_experts:
+        sizes["moe_intermediate_size"] = hf_config.moe_intermediate_size // num_ranks
+    if not has_experts or hf_config.mlp_only_layers or hf_config.decoder_sparse_step > 1:
+        sizes["intermediate_size"] = hf_config.intermediate_size // num_ranks
     unit = BLOCK if format.is_blocked else _UNIT
     for name, size in sizes.items():
         if size % unit:
