@@ -16,7 +16,7 @@ from nanovllm.layers.kernel_matmul import our_candidates
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul import Candidate, Cublas, Problem
 from nanovllm.layers.quack import Quack, load_product, load_quack
-from nanovllm.layers.quantization import FORMATS, Fp8Weight, Weight
+from nanovllm.layers.quantization import FORMATS, Fp8Format, Fp8Weight, Weight
 from nanovllm.tuning.table import Choice
 from nanovllm.tuning.tuner import CUBLAS, Picks, Shape
 from nanovllm.utils.context import Context, step_context
@@ -116,7 +116,7 @@ class LayerTimer:
         self._launch(phase, Problem("linear_add", y, down, out=residual), picks[3])
 
     def _experts(
-        self, phase: str, x: Normed, logits: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
+        self, phase: str, x: Normed, logits: torch.Tensor, weights: tuple[Weight, Weight], out: torch.Tensor
     ) -> ExpertsProblem:
         lens = None if phase == "prefill" else torch.ones(len(x), dtype=torch.int32, device=self.device)
         gate_up, down = weights
@@ -158,15 +158,20 @@ class LayerTimer:
         return self._works[key]
 
 
-def _weights(shape: Shape, options: dict) -> Weight | tuple[torch.Tensor, torch.Tensor]:
+def _weights(shape: Shape, options: dict) -> Weight | tuple[Weight, Weight]:
     """Of experts both weights: gate and up, and down."""
+    format = FORMATS.get(shape.dtype)
     if shape.operation != "experts":
         weight = torch.randn(shape.N, shape.K, **options) * shape.K**-0.5
-        format = FORMATS.get(shape.dtype)
         return weight if format is None else Fp8Weight(*format.quantize(weight), format, options["dtype"])
     gate_up = torch.randn(shape.num_experts, shape.N, shape.K, **options).mul_(shape.K**-0.5)
     down = torch.randn(shape.num_experts, shape.K, shape.N // 2, **options).mul_((shape.N // 2) ** -0.5)
-    return gate_up, down
+    return (gate_up, down) if format is None else (_of_experts(gate_up, format), _of_experts(down, format))
+
+
+def _of_experts(weights: torch.Tensor, format: Fp8Format) -> Fp8Weight:
+    values, scales = zip(*map(format.quantize, weights), strict=True)
+    return Fp8Weight(torch.stack(values), torch.stack(scales), format, weights.dtype)
 
 
 def _time(run: Callable[[], None], num_layers: int) -> float:

@@ -33,6 +33,7 @@ _PACKAGES = ("torch", "triton", "quack-kernels", "flash-attn-4")
 # What a dry run lists.
 _DRY_GPU, _DRY_MULTIPROCESSORS = "NVIDIA H200", 132
 _DRY_CANDIDATES = {"cublas", "gemv", "split-k", "fused-silu", "experts-gemv", "expert-tiles", "grouped-mm"}
+_DRY_CANDIDATES |= {"fp8-expert-tiles", "scaled-grouped-mm"}
 
 
 def tune_model(
