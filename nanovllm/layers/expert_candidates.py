@@ -146,8 +146,6 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def expert_candidates(device: torch.device) -> list[Candidate]:
-    return (
-        [ExpertsGemv(), ExpertTiles(), Fp8ExpertTiles(), GroupedMm(), ScaledGroupedMm()]
-        if HAS_TRITON and device.type == "cuda"
-        else []
-    )
+    if not HAS_TRITON or device.type != "cuda":
+        return []
+    return [ExpertsGemv(), ExpertTiles(), Fp8ExpertTiles(), GroupedMm(), ScaledGroupedMm()]
