@@ -65,13 +65,13 @@ def cases(names, *rows):
 
 
 @cache
-def flash_attn_has_float16() -> bool:
-    """Whether this build of flash-attn computes in float16: one built for bfloat16 alone returns nonsense."""
+def flash_attn_has(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether this build of flash-attn computes such heads: one built for fewer kinds returns nonsense for others."""
     from flash_attn import flash_attn_func
 
-    q, k, v = torch.randn(3, 1, 40, 2, 64, device="cuda", dtype=torch.float16)
+    q, k, v = torch.randn(3, 1, 40, 2, head_dim, device="cuda", dtype=dtype)
     expected = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
-    return torch.allclose(flash_attn_func(q, k, v, causal=True), expected, atol=1e-2)
+    return torch.allclose(flash_attn_func(q, k, v, causal=True), expected, atol=3e-2)
 
 
 def keys_of(path) -> list[Key]:
@@ -91,8 +91,9 @@ def use_table(monkeypatch, table: Table) -> None:
 
 
 def gpu_llm(path, **options) -> LLM:
-    wants = options.get("attention_backend"), options.get("dtype")
-    if wants == ("flash_attn", "float16") and not flash_attn_has_float16():
-        pytest.skip("this build of flash-attn has no float16 kernels")
+    if options.get("attention_backend") == "flash_attn" and options.get("dtype") in REGRET:
+        dtype, head_dim = getattr(torch, options["dtype"]), AutoConfig.from_pretrained(path).head_dim
+        if not flash_attn_has(dtype, head_dim):
+            pytest.skip(f"this build of flash-attn has no kernels for heads of {head_dim} in {dtype}")
     defaults = {"device": "cuda", "kvcache_block_size": 256, "num_kvcache_blocks": 24, "max_num_batched_tokens": 2048}
     return make_llm(path, **defaults | options)

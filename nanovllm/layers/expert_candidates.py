@@ -17,6 +17,7 @@ if HAS_TRITON:
     from nanovllm.kernels import experts_gemv
     from nanovllm.kernels.experts import MAX_EXPERTS, add_pairs, route, sort_by_expert
     from nanovllm.kernels.experts_gemv import ExpertsGemvConfig
+    from nanovllm.kernels.launch import is_compiling_ahead
 
 _silu_and_mul = SiluAndMul()
 
@@ -79,6 +80,7 @@ class GroupedMm(Candidate):
         return (
             hasattr(F, "grouped_mm")
             and use_kernels(weight)
+            and not is_compiling_ahead()  # Then nothing sorts the pairs, and torch would index by anything.
             and weight.dtype == torch.bfloat16
             and len(weight) <= MAX_EXPERTS
             and not any(size % 8 for size in (*weight.shape[1:], problem.down.shape[2]))

@@ -33,7 +33,8 @@ class LayerTimer:
     """Times several layers of one shape, whose weights together are larger than the L2 cache.
 
     Decode steps are captured in a CUDA graph; prefills are launched by the host. Attention is left out: the first
-    columns of the q, k, v product stand for its result. So are sums over ranks: linear_sum is timed as linear_add.
+    columns of the q, k, v product stand for its result. So are GELU, norms after o and down, and sums over ranks:
+    linear_sum is timed as linear_add.
     """
 
     def __init__(self, shapes: Sequence[Shape], device: torch.device):
@@ -102,21 +103,27 @@ class LayerTimer:
         return graph.replay
 
     def _run_layer(self, phase: str, residual: torch.Tensor, weights: list[Any], picks: Picks) -> None:
-        qkv, o, *mlp = weights
-        y = self._launch(phase, Problem("linear", Normed(residual, self._norm), qkv), picks[0])
-        self._launch(phase, Problem("linear_add", y[:, : o.shape[1]], o, out=residual), picks[1])
-        if self.shapes[3].operation == "experts":
-            router, experts = mlp
-            hidden = Normed(residual, self._norm)
-            logits = self._launch(phase, Problem("linear", hidden, router), picks[2])
-            self._launch(phase, self._experts(phase, hidden, logits, experts, residual), picks[3])
-            return
-        gate_up, down = mlp
-        y = self._launch(phase, Problem("linear_silu", Normed(residual, self._norm), gate_up), picks[2])
-        self._launch(phase, Problem("linear_add", y, down, out=residual), picks[3])
+        """q, k, v; o; gate and up, or the router; down, or the experts. The first and the third read the residual
+        stream. The others read what came before, and add to the stream unless a norm is in between."""
+        y: Any = residual
+        for i, (shape, weight, choice) in enumerate(zip(self.shapes, weights, picks, strict=True)):
+            hidden = Normed(residual, self._norm) if shape.has_norm else residual
+            if shape.operation == "experts":
+                problem: Problem | ExpertsProblem = self._experts(phase, hidden, y, weight, residual)
+            elif i in (0, 2):
+                problem = Problem(shape.operation, hidden, weight)
+            else:
+                x = y if isinstance(y, Gated) else y[:, : shape.K]
+                problem = _output_problem(shape, x, weight, residual)
+            y = self._launch(phase, problem, choice)
 
     def _experts(
-        self, phase: str, x: Normed, logits: torch.Tensor, weights: tuple[Weight, Weight], out: torch.Tensor
+        self,
+        phase: str,
+        x: torch.Tensor | Normed,
+        logits: torch.Tensor,
+        weights: tuple[Weight, Weight],
+        out: torch.Tensor,
     ) -> ExpertsProblem:
         lens = None if phase == "prefill" else torch.ones(len(x), dtype=torch.int32, device=self.device)
         gate_up, down = weights
@@ -135,9 +142,9 @@ class LayerTimer:
             x, logits, out = (weight[0].new_empty(num_tokens, size).normal_() for size in sizes)
             return self._experts(phase, Normed(x, self._norm), logits, weight, out)
         x, out = (weight.new_empty(num_tokens, size).normal_() for size in (shape.K, shape.N))
-        if shape.operation in ("linear_add", "linear_sum"):
-            return Problem("linear_add", x, weight, out=out)
-        return Problem(shape.operation, Normed(x, self._norm), weight)
+        if i in (1, 3):
+            return _output_problem(shape, x, weight, out)
+        return Problem(shape.operation, Normed(x, self._norm) if shape.has_norm else x, weight)
 
     def _is_right(self, phase: str, num_tokens: int, i: int, choice: Choice) -> bool:
         """Whether the candidate supports the product and gives cuBLAS's result, except for rounding."""
@@ -156,6 +163,13 @@ class LayerTimer:
             except Exception:  # Of a compiler or a launch: these constants are not for this GPU.
                 self._works[key] = False
         return self._works[key]
+
+
+def _output_problem(shape: Shape, x: torch.Tensor | Gated, weight: Weight, residual: torch.Tensor) -> Problem:
+    """Of o or down."""
+    if shape.operation == "linear":
+        return Problem("linear", x, weight)
+    return Problem("linear_add", x, weight, out=residual)
 
 
 def _weights(shape: Shape, options: dict) -> Weight | tuple[Weight, Weight]:

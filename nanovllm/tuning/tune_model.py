@@ -112,7 +112,7 @@ def _shape(product: LayerProduct | ExpertsProduct) -> Shape:
         num_experts, N, K = product.weight.shape
         return Shape(product.operation, N, K, dtype, num_experts, product.top_k)
     N, K = product.weight.shape
-    return Shape(product.operation, N, K, dtype)
+    return Shape(product.operation, N, K, dtype, has_norm=product.norm is not None)
 
 
 def _all_trials(tuner: Tuner) -> Iterator[tuple[str, int, int, Choice]]:

@@ -31,6 +31,7 @@ class Shape(NamedTuple):
     dtype: str
     num_experts: int = 1  # with such a weight each
     top_k: int = 1  # of them for a token
+    has_norm: bool = True  # whether its input, if it is the residual stream, is normalised first
 
     def key(self, phase: str) -> Key:
         return Key(self.operation, phase, self.N, self.K, self.dtype, self.num_experts)
@@ -177,7 +178,8 @@ class Tuner:
     """Measures one model's layer."""
 
     def __init__(self, shapes: Sequence[Shape], table: Table, available: set[str], num_multiprocessors: int):
-        """shapes: of the layer's products, in order. table: has the present choices. available: candidates' names."""
+        """shapes: of q, k, v; o; gate and up, or the router; down, or the experts. table: has the present choices.
+        available: candidates' names."""
         self.shapes, self.table, self.available = tuple(shapes), table, available
         self.num_multiprocessors = num_multiprocessors
 
@@ -251,6 +253,7 @@ class Tuner:
     def tune(self, time_layer: TimeLayer, counts: Mapping[str, Sequence[int]], tell: Callable[[str], None]) -> Table:
         """Rows for these numbers of tokens in each phase. tell: called with a line of text for each."""
         rows: dict[Key, Row] = {}
+        experts: dict[int, list[Choice]] = {}
         for phase, tokens in counts.items():
             results: dict[int, Result] = {}
             for num_tokens in sorted(tokens):
@@ -259,9 +262,15 @@ class Tuner:
                 new = "new" if result.is_new else "as before"
                 tell(f"{phase} {num_tokens:6} tokens {result.micros:9.1f} us a layer  {new:9}  {names}")
             for i, shape in enumerate(self.shapes):
-                rows[shape.key(phase)] = _row(phase, {n: result.choices[i] for n, result in results.items()})
+                choices = {n: result.choices[i] for n, result in results.items()}
+                if shape.operation == "experts":
+                    # Short prefills launch the same kernels as decode steps, so these are measured first.
+                    experts |= choices
+                    rows[shape.key(phase)] = Row(_merged(experts))
+                else:
+                    rows[shape.key(phase)] = _row(phase, choices)
             if phase == "decode":
-                gate_up = next(shape for shape in self.shapes if shape.operation in ("linear_silu", "experts"))
+                gate_up = self.shapes[3 if self.shapes[3].operation == "experts" else 2]
                 rows[gate_up._replace(operation="padding").key(phase)] = _padding(results)
         return Table(rows)
 

@@ -1,7 +1,6 @@
 """Windows in the back ends that a GPU has: what they ask of the flash-attn packages, and what they compute."""
 
 import sys
-from importlib.util import find_spec
 from types import ModuleType
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from decode_cases import H200, make_plan
+from gpu_engines import HAS_FLASH_ATTN, flash_attn_has
 
 from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.layers.attention_gpu import FlashAttnBackend, TritonBackend
@@ -92,6 +92,8 @@ def test_what_flash_attn_2_is_asked_for(monkeypatch, window, window_size):
 def test_all_back_ends_agree(head_dim, window, lens, is_prefill):
     layers = Layers(lens, head_dim, torch.bfloat16, "cuda")
     expected = layers.attend(TorchBackend(), window, is_prefill)
-    backends = [TritonBackend()] + ([FlashAttnBackend()] if find_spec("flash_attn_2_cuda") else [])
+    backends: list = [TritonBackend()]
+    if HAS_FLASH_ATTN and flash_attn_has(torch.bfloat16, head_dim):
+        backends.append(FlashAttnBackend())
     for backend in backends:
         torch.testing.assert_close(layers.attend(backend, window, is_prefill), expected, atol=3e-2, rtol=3e-2)

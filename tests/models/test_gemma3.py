@@ -87,6 +87,15 @@ def test_two_ranks(base):
         assert llm.scheduler.num_preemptions > 0
 
 
+def soften_attention(tensors) -> None:
+    """Bring the scores to about N(0, 1). In sharper attention bfloat16's rounding changes tokens, on a CPU too."""
+    for name, tensor in tensors.items():
+        if name.endswith("norm.weight"):
+            tensor.sub_(1)
+        elif name.endswith("q_proj.weight"):
+            tensor.mul_(0.35)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize(
@@ -99,7 +108,8 @@ def test_two_ranks(base):
 )
 def test_on_a_gpu(backend, dtype, most_regret, head_dim, tmp_path):
     """With CUDA graphs, which read a plan for each window, and with mixed steps."""
-    path = make_gemma3(tmp_path, sliding_window=100, head_dim=head_dim)
+    path = make_gemma3(tmp_path, sliding_window=100, head_dim=head_dim, query_pre_attn_scalar=head_dim)
+    edit_tensors(path, soften_attention)
     reference = Reference(path)
     prompts = [random_prompt(length, seed=length) for length in (1, 99, 100, 101, 300, 700)]
     for options in ({"mixed_step_rows": 0}, {"mixed_step_rows": 128, "max_num_batched_tokens": 400}):

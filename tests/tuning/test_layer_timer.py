@@ -8,6 +8,8 @@ pytest.importorskip("triton")
 from nanovllm.layers import expert_candidates, expert_products, kernel_matmul
 from nanovllm.layers.expert_candidates import ExpertsGemv, ExpertTiles, GroupedMm
 from nanovllm.layers.kernel_matmul import Gemv, SplitK
+from nanovllm.layers.layernorm import Normed
+from nanovllm.layers.matmul import Cublas
 from nanovllm.tuning import layer_timer
 from nanovllm.tuning.layer_timer import LayerTimer
 from nanovllm.tuning.table import Choice
@@ -73,16 +75,16 @@ def test_a_layer_with_experts(experts_timer):
 
 @pytest.mark.parametrize("timer", ["linear_add"], indirect=True)
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fn-128x128"])
-def test_a_layer_with_experts_in_fp8(experts_timer, monkeypatch, dtype):
-    """Beside a router that is not; by torch and its twins, since Triton's interpreter multiplies bfloat16 wrongly."""
+def test_layers_in_fp8(experts_timer, monkeypatch, dtype):
+    """An MLP, and experts beside a router that is not in fp8; by torch and its twins, since Triton's interpreter
+    multiplies bfloat16 wrongly."""
     for module in (expert_candidates, expert_products, kernel_matmul):
         monkeypatch.setattr(module, "use_kernels", lambda x: False)
-    shapes = [
-        Shape("linear", 384, 128, dtype),
-        Shape("linear_add", 128, 128, dtype),
-        Shape("linear", 6, 128, "bfloat16"),
-    ]
-    timer = LayerTimer([*shapes, Shape("experts", 256, 128, dtype, num_experts=6, top_k=2)], torch.device("cpu"))
+    attention = [Shape("linear", 384, 128, dtype), Shape("linear_add", 128, 128, dtype)]
+    mlp = [Shape("linear_silu", 512, 128, dtype), Shape("linear_add", 128, 256, dtype)]
+    assert LayerTimer([*attention, *mlp], torch.device("cpu"))("prefill", 3, (CUBLAS,) * 4) == 2
+    experts = [Shape("linear", 6, 128, "bfloat16"), Shape("experts", 256, 128, dtype, num_experts=6, top_k=2)]
+    timer = LayerTimer([*attention, *experts], torch.device("cpu"))
     gate_up, down = timer._layers[0][3]
     assert gate_up.dtype == down.dtype == dtype
     assert (gate_up.shape, down.shape) == ((6, 256, 128), (6, 128, 128))
@@ -104,6 +106,34 @@ def test_a_layer_is_computed_by_the_choices(timer, monkeypatch, phase):
     assert timer(phase, 3, picks) == len(timer._layers) == 2
     operations = ("linear", "linear_add", "linear_silu", "linear_add")
     assert launched[-8:] == [*zip(operations, ("gemv", "split-k", "gemv", "cublas"), strict=True)] * 2
+
+
+@pytest.mark.parametrize("timer", ["linear_add"], indirect=True)
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_a_layer_with_norms_after_its_blocks(timer, monkeypatch, has_norm):
+    """As Gemma 3 and OLMo 2 have it: o and down are plain products. Gemma's gate and up are one too."""
+    launched = []
+    launch = Cublas.launch
+
+    def record(self, problem, constants=()):
+        launched.append(problem)
+        return launch(self, problem)
+
+    monkeypatch.setattr(Cublas, "launch", record)
+    qkv, o, gate_up, down = timer.shapes
+    gate_up_operation = "linear" if has_norm else "linear_silu"
+    shapes = [
+        qkv._replace(has_norm=has_norm),
+        o._replace(operation="linear", has_norm=False),
+        gate_up._replace(operation=gate_up_operation, has_norm=has_norm),
+        down._replace(operation="linear", has_norm=False),
+    ]
+    timer = LayerTimer(shapes, torch.device("cpu"))
+    assert timer("decode", 3, (CUBLAS,) * 4) == len(timer._layers) == 2
+    layer = launched[-4:]
+    assert [problem.operation for problem in layer] == ["linear", "linear", gate_up_operation, "linear"]
+    assert [isinstance(problem.x, Normed) for problem in layer] == [has_norm, False, has_norm, False]
+    assert [tuple(problem.x.shape) for problem in layer[1::2]] == [(3, ATTENTION), (3, INTERMEDIATE)]
 
 
 def test_what_does_not_work_takes_no_time(timer):

@@ -134,9 +134,8 @@ def published_keys(name: str, size: int) -> list[Key]:
     else:
         shapes += [("linear_silu", 2 * intermediate, hidden), (add, hidden, intermediate)]
     keys = [Key(operation, "decode", N, K, "bfloat16") for operation, N, K in shapes]
-    if hasattr(config, "num_experts"):
-        gate_up = 2 * config.moe_intermediate_size // size, hidden
-        keys.append(Key("experts", "decode", *gate_up, "bfloat16", config.num_experts))
+    if hasattr(config, "num_experts") and size == 1:  # Parts of experts use the row of whole ones.
+        keys.append(Key("experts", "decode", 2 * config.moe_intermediate_size, hidden, "bfloat16", config.num_experts))
     return keys
 
 

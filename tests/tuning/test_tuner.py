@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from nanovllm.tuning.table import Choice, Key, Row, Table, package_table
+from nanovllm.tuning.tune_model import layer_shapes
 from nanovllm.tuning.tuner import CUBLAS, DECODE_TOKENS, PREFILL_TOKENS, Shape, Tuner, challengers
 
 SHAPES = [
@@ -221,8 +222,27 @@ def test_a_layer_with_experts_is_tuned():
     def time_layer(phase, num_tokens, picks):
         return 100.0 - 20 * (picks[3].candidate == ("experts-gemv" if num_tokens <= 4 else "expert-tiles"))
 
-    rows = tuner.tune(time_layer, {"decode": (1, 4, 64)}, print).rows
-    row = rows[Key("experts", "decode", 1536, 2048, "bfloat16", 128)]
-    assert [row[n][0].candidate for n in (1, 4, 5, 64)] == ["experts-gemv"] * 2 + ["expert-tiles"] * 2
-    assert row[65] == ()
+    rows = tuner.tune(time_layer, {"decode": (1, 4, 64), "prefill": (2048,)}, print).rows
+    for phase in ("decode", "prefill"):  # Short prefills are computed as decode steps of as many tokens.
+        row = rows[Key("experts", phase, 1536, 2048, "bfloat16", 128)]
+        assert [row[n][0].candidate for n in (1, 4, 5, 64, 2048)] == ["experts-gemv"] * 2 + ["expert-tiles"] * 3
     assert Key("padding", "decode", 1536, 2048, "bfloat16", 128) in rows
+
+
+@pytest.mark.parametrize(
+    ("model", "gate_up"),
+    [
+        ("Llama-3.2-1B", (16384, 2048)),
+        ("Phi-4-mini-instruct", (16384, 3072)),
+        ("OLMo-2-1124-7B", (22016, 4096)),  # norms after the blocks
+        ("gemma-3-4b", (20480, 2560)),  # and GELU
+        ("Qwen3-30B-A3B", (1536, 2048, 128)),
+    ],
+)
+def test_rows_of_every_kind_of_layer(model, gate_up):
+    shapes = layer_shapes(model)
+    tuner = Tuner(shapes, Table(), ALL | {"expert-tiles", "experts-gemv"}, H200)
+    N, K, *experts = gate_up
+    rows = tuner.tune(lambda phase, num_tokens, picks: 100.0, {"decode": (1, 64), "prefill": (2048,)}, print).rows
+    padding = Key("padding", "decode", N, K, "bfloat16", *experts)
+    assert set(rows) == {padding} | {shape.key(phase) for shape in shapes for phase in ("decode", "prefill")}
