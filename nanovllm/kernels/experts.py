@@ -178,13 +178,15 @@ def _add_product(acc, tile_weights, values, scales, x_scales, is_column, start_k
     """acc + tile_weights values; with BLOCK the product times the scales of its weights, and of x if there are any."""
     tile_weights = tile_weights.to(values.dtype)
     if BLOCK == 0:
-        return tl.dot(tile_weights, values, acc, input_precision="ieee")
-    product = tl.dot(tile_weights, values, input_precision="ieee")
-    group = start_k // BLOCK
-    product *= tl.load(scales + group, mask=is_column, other=0.0)[:, None]
-    if x_scales is not None:
-        product *= tl.load(x_scales + group * group_stride)[None, :]
-    return acc + product
+        acc = tl.dot(tile_weights, values, acc, input_precision="ieee")
+    else:
+        group = start_k // BLOCK
+        product = tl.dot(tile_weights, values, input_precision="ieee")
+        product *= tl.load(scales + group, mask=is_column, other=0.0)[:, None]
+        if x_scales is not None:
+            product *= tl.load(x_scales + group * group_stride)[None, :]
+        acc += product
+    return acc
 
 
 # The stride between groups is the number of tokens.
