@@ -158,7 +158,9 @@ def _fp8_expert_tiles(shape: Shape, num_tokens: int) -> Iterator[Choice]:
     """With inputs that are quantised, and for few tokens, of which weights take most of the time, as they are."""
     for tokens in _tokens_of_tiles(shape, num_tokens):
         gate_ups = ((64, 128, 4, 4), (64, 128, 4, 3)) if tokens < 128 else ((128, 128, 8, 3), (64, 128, 4, 4))
-        downs = ((128, 128, 4, 4), (64, 128, 4, 4)) if tokens < 128 else ((128, 128, 4, 4), (256, 128, 8, 3))
+        downs: tuple = (128, 128, 4, 4), (64, 128, 4, 4)
+        if tokens == 128:
+            downs = (128, 128, 4, 4), (128, 128, 8, 4), (256, 128, 8, 3)
         for gate_up in gate_ups:
             for down in downs:
                 constants = (tokens, *gate_up), (tokens, *down)
