@@ -7,10 +7,13 @@ from fp8_checkpoints import make_fp8_checkpoint
 from gpu_engines import gpu_llm
 
 from nanovllm.layers.activation import Gated, silu_and_mul_torch
+from nanovllm.layers.expert_candidates import expert_candidates
+from nanovllm.layers.expert_products import ExpertsProblem
+from nanovllm.layers.experts_torch import experts_torch, route_torch
 from nanovllm.layers.fp8_products import fp8_product
 from nanovllm.layers.kernel_matmul import our_candidates
 from nanovllm.layers.layernorm import Normed, RMSNorm, rms_norm_torch
-from nanovllm.layers.matmul import Problem
+from nanovllm.layers.matmul import Cublas, Problem
 from nanovllm.layers.quantization import (
     Fp8Format,
     Fp8Weight,
@@ -32,6 +35,12 @@ def make_weight(N, K, in_blocks) -> Fp8Weight:
         pytest.skip("needs a Hopper GPU")
     format = Fp8Format(is_blocked=in_blocks)
     return Fp8Weight(*format.quantize(torch.randn(N, K, device="cuda") / K**0.5), format, BFLOAT16)
+
+
+def make_experts(num_experts, N, K, in_blocks) -> Fp8Weight:
+    weights = [make_weight(N, K, in_blocks) for _ in range(num_experts)]
+    values, scales = torch.stack([each.values for each in weights]), torch.stack([each.scale for each in weights])
+    return Fp8Weight(values, scales, weights[0].format, BFLOAT16)
 
 
 def distance(found, expected) -> float:
@@ -80,6 +89,47 @@ def test_what_the_table_names(operation, name, constants, num_tokens, N, K, in_b
     candidate = {each.name: each for each in our_candidates(torch.device("cuda", 0))}[name]
     assert candidate.supports(problem)
     assert distance(candidate.launch(problem, constants), expected) < MAX_DISTANCE
+
+
+def expert_cases():
+    """(candidate, constants, tokens) of every choice for experts with fp8 weights, and what no row names."""
+    yield "cublas", (), 5
+    yield "cublas", (), 700
+    yield "scaled-grouped-mm", (), 700
+    for key, row in package_table("NVIDIA H200").rows.items():
+        if key.dtype.startswith("float8") and key.operation == "experts":
+            for bound, choices in zip(row.bounds, row.choices, strict=True):
+                for name, constants in choices:
+                    yield name, constants, min(bound, 1000)
+
+
+@in_blocks
+@pytest.mark.parametrize(("name", "constants", "num_tokens"), expert_cases())
+def test_experts(name, constants, num_tokens, in_blocks):
+    """Of fewer experts than a model has, in the sizes of Qwen3-30B-A3B. Candidates that read inputs as they are differ
+    by the rounding of these, which is 3 % of each product."""
+    if name == "scaled-grouped-mm" and in_blocks:
+        pytest.skip("torch multiplies no blocks")
+    num_experts, hidden_size, intermediate, top_k = 16, 2048, 768, 4
+    make_weight(128, 128, in_blocks)  # skips on other GPUs
+    gate_up, down = (
+        make_experts(num_experts, *shape, in_blocks)
+        for shape in ((2 * intermediate, hidden_size), (hidden_size, intermediate))
+    )
+    x, out = (torch.randn(num_tokens, hidden_size, device="cuda", dtype=BFLOAT16) for _ in range(2))
+    norm = RMSNorm(hidden_size).to(device="cuda", dtype=BFLOAT16)
+    logits = torch.randn(num_tokens, num_experts, device="cuda", dtype=BFLOAT16)
+    lens = (torch.arange(num_tokens, device="cuda") % 9).int()  # with rows of padding
+    routed = route_torch(logits, top_k, True, lens)
+    total = experts_torch(rms_norm_torch(x, norm.weight, norm.eps), *routed, gate_up, down)
+    problem = ExpertsProblem(Normed(x, norm), logits, gate_up, down, top_k, True, out.clone(), True, lens)
+    device = torch.device("cuda", 0)
+    candidate = {each.name: each for each in (Cublas(), *expert_candidates(device))}[name]
+    assert candidate.supports(problem)
+    found = candidate.launch(problem, constants)
+    assert torch.equal(found[lens == 0], out[lens == 0])
+    takes_inputs_as_they_are = name in ("experts-gemv", "expert-tiles")
+    assert distance((found - out)[lens > 0], total[lens > 0]) < (0.08 if takes_inputs_as_they_are else 0.02)
 
 
 @pytest.mark.parametrize("source", ["while loading", "channels", "blocks"])
