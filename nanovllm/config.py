@@ -248,35 +248,37 @@ class Config:
         """Of the weights and of the KV cache."""
         stored = checkpoint_quantization(self.hf_config)
         self.weight_format: Fp8Format | None = stored.weights or QUANTIZATIONS.get(self.quantization or "")
-        # A CPU computes all that Hopper does.
-        capability = torch.cuda.get_device_capability(self.device_index) if self.device == "cuda" else (9, 0)
         if self.weight_format is not None:
             check_sizes(self.hf_config, get_head_dim(self.hf_config), self.weight_format, self.tensor_parallel_size)
-            self._check_fp8_products(self.weight_format, capability)
+            self._check_fp8_products(self.weight_format)
         if self.kv_cache_dtype != "auto":
+            found = self._gpu_capability()
             allowed = "'auto' on a GPU of compute capability {}.{}: fp8 needs {}.{} or more"
-            self._require("kv_cache_dtype", capability >= FP8_CAPABILITY, allowed.format(*capability, *FP8_CAPABILITY))
+            self._require("kv_cache_dtype", found >= FP8_CAPABILITY, allowed.format(*found, *FP8_CAPABILITY))
             self.kv_cache_dtype = E4M3
             return
         self.kv_cache_dtype = self.dtype
         if stored.has_kv_cache_scheme:
             logger.info("%s: has a kv_cache_scheme, which kv_cache_dtype='fp8' uses", self.model)
 
-    def _check_fp8_products(self, format: Fp8Format, capability: tuple[int, int]) -> None:
+    def _check_fp8_products(self, format: Fp8Format) -> None:
+        found = self._gpu_capability()
         # cuBLAS has products of blocks on Hopper only.
-        is_there = capability[0] == 9 if format.is_blocked else capability >= FP8_CAPABILITY
-        needed = "9.x (Hopper) for weights in blocks" if format.is_blocked else "{}.{} or more".format(*FP8_CAPABILITY)
-        remedy = "use the unquantised checkpoint without quantization"
-        if capability >= FP8_CAPABILITY:
-            remedy += ", perhaps with kv_cache_dtype='fp8', which works here"
+        is_there = found[0] == 9 if format.is_blocked else found >= FP8_CAPABILITY
         if not is_there:
+            needed = "9.x (Hopper) for weights in blocks" if format.is_blocked else "8.9 or more"
+            offer = ", perhaps with kv_cache_dtype='fp8', which works here" if found >= FP8_CAPABILITY else ""
             raise ValueError(
                 f"quantization: products of fp8 need a GPU of compute capability {needed}, and this one has "
-                f"{capability[0]}.{capability[1]}; {remedy}"
+                f"{found[0]}.{found[1]}; use the unquantised checkpoint without quantization{offer}"
             )
         name = str(self.dtype).removeprefix("torch.")
         is_taken = self.device == "cpu" or name == "bfloat16"
         require("dtype", name, is_taken, "bfloat16 or auto with weights in fp8")
+
+    def _gpu_capability(self) -> tuple[int, int]:
+        """Of the first GPU. A CPU computes all that Hopper does."""
+        return torch.cuda.get_device_capability(self.device_index) if self.device == "cuda" else (9, 0)
 
     def _resolve_limits(self) -> None:
         supported = self.supported_model_len = supported_length(self.hf_config)
