@@ -78,13 +78,13 @@ def ours(case: Case, spare: int | None, config: DecodeConfig | None):
     (batch, num_heads, _), num_kv_heads = case.q.shape, case.num_kv_heads
     device = case.q.device
     constants = DecodeConstants(load_table(device))
-    num_items = batch + -(-spare // num_kv_heads) if spare else constants.num_work_items(batch, num_kv_heads)
+    num_pieces = batch + -(-spare // num_kv_heads) if spare else constants.num_pieces(batch, num_kv_heads)
     tma = has_tma(HEAD_DIM, BLOCK_SIZE, 2, device)
     config = config or constants.config(batch, num_kv_heads, HEAD_DIM, 2, tma)
-    items = np.empty((num_items, PIECE_FIELDS), np.int32)
+    items = np.empty((num_pieces, PIECE_FIELDS), np.int32)
     plan_decode(np.array(case.lens), items)
     plan = torch.from_numpy(items).to("cuda")
-    workspace = DecodeWorkspace(batch, num_heads, num_kv_heads, HEAD_DIM, "cuda", num_items)
+    workspace = DecodeWorkspace(batch, num_heads, num_kv_heads, HEAD_DIM, "cuda", num_pieces)
 
     def attend(k, v):
         options = {"kv_scales": case.kv_scales}

@@ -25,9 +25,9 @@ if HAS_TMA and torch.cuda.is_available():
 needs_tma = pytest.mark.skipif(not HAS_TMA, reason="needs Hopper's tensor memory accelerator, or the interpreter")
 
 
-def make_plan(context_lens, num_kv_heads, num_items=None, window=None):
+def make_plan(context_lens, num_kv_heads, num_pieces=None, window=None):
     """The plan of a launch outside the engine."""
-    items = np.empty((num_items or H200.num_work_items(len(context_lens), num_kv_heads), PIECE_FIELDS), np.int32)
+    items = np.empty((num_pieces or H200.num_pieces(len(context_lens), num_kv_heads), PIECE_FIELDS), np.int32)
     plan_decode(context_lens.cpu().numpy(), items, window)
     return torch.from_numpy(items).to(context_lens.device)
 

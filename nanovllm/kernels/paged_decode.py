@@ -253,7 +253,7 @@ def paged_decode(
             block_size a power of two from 16 up. They hold the keys and values of all rows already.
         block_tables: int32 `[batch_size, max_blocks]`, right-padded with -1.
         scale: positive factor of the scores, usually `head_dim ** -0.5`.
-        plan: int32 `[num_items, PIECE_FIELDS]`, contiguous, made for the rows' context lengths (see `decode_plan`).
+        plan: int32 `[num_pieces, PIECE_FIELDS]`, contiguous, made for the rows' context lengths (see `decode_plan`).
         workspace: memory that the splits share.
         config: launch constants; with `tma` only where `has_tma`.
         pdl: programmatic dependent launch (see `dependent_launch`). The plan and block_tables are read before the wait.
@@ -274,7 +274,7 @@ def paged_decode(
         return out
     if plan.dtype != torch.int32 or plan.shape[1:] != (PIECE_FIELDS,) or not plan.is_contiguous():
         raise ValueError(
-            f"plan must be a contiguous int32 [num_items, {PIECE_FIELDS}], not {list(plan.shape)} {plan.dtype} with "
+            f"plan must be a contiguous int32 [num_pieces, {PIECE_FIELDS}], not {list(plan.shape)} {plan.dtype} with "
             f"strides {plan.stride()}"
         )
     workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, len(plan))

@@ -70,9 +70,9 @@ class TritonBackend(GpuBackend):
 
     def prepare(self, constants, max_batch_size, shape):
         self.constants = constants
-        num_items = constants.num_work_items(max_batch_size, shape.num_kv_heads)
+        num_pieces = constants.num_pieces(max_batch_size, shape.num_kv_heads)
         sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        self.workspace = DecodeWorkspace(max_batch_size, *sizes, shape.device, num_items)
+        self.workspace = DecodeWorkspace(max_batch_size, *sizes, shape.device, num_pieces)
 
     def own_prefill(self, q, k, v, k_cache, v_cache, context, scale, window, kv_scales):
         lengths = context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q

@@ -35,7 +35,7 @@ class DecodeConstants:
         tile = config.tile * _TABLE_KEY_BYTES // max(padded_dim * itemsize, _TABLE_KEY_BYTES)
         return config._replace(tile=max(_SMALLEST_TILE, tile))
 
-    def num_work_items(self, num_rows: int, num_kv_heads: int) -> int:
+    def num_pieces(self, num_rows: int, num_kv_heads: int) -> int:
         """Pieces of a step's plan; never fewer for a larger batch."""
         # Programs beyond one a row and KV head. More balance the load better, but each costs its start and a partial
         # result.

@@ -177,8 +177,7 @@ class RowParallelLinear(LinearBase):
         norm: RMSNorm | None,
         output_norm: RMSNorm | None = None,
     ) -> Normed | NormedParts:
-        """norm(residual + y), overwriting residual with the sum; with an output_norm norm(residual + output_norm(y)).
-        No norm stands for the sum itself."""
+        """Add y, or output_norm(y), to residual, in place. Returns norm of the sum; without a norm, the sum itself."""
         if output_norm is not None:
             return Normed(output_norm.add_to(residual, self(cast(torch.Tensor, x))), norm)
         if self.tp.reducer is None:  # Then nothing comes in parts.

@@ -29,11 +29,12 @@ class NormedParts:
 
 
 def begin_sums(layers: nn.ModuleList, num_tokens: int, reducer: ResidualReducer) -> None:
-    """Call this before each forward pass of decoder layers: it decides whether their products post the sums."""
+    """Call this before each forward pass of decoder layers. It decides whether their products write their parts of the
+    sums to the other ranks' memory."""
     of_layers = [layer.summed_projections() for layer in layers]
     projections = [projection for of_layer in of_layers for projection in of_layer]
     constants = [posted_constants(each, num_tokens) for each in projections]
-    # Of families whose sums go another way there are fewer than two a layer, which does no harm.
+    # A family whose sums go another way has fewer than two a layer, which does no harm.
     reducer.begin_pass(2 * len(layers), all(of_layers) and None not in constants)
 
 

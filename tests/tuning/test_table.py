@@ -183,8 +183,8 @@ def test_tables_of_the_package(path):
                     constant_types[name](*constants)
     constants = DecodeConstants(table)
     for num_kv_heads in (1, 2, 3, 4, 8, 16):
-        num_items = [constants.num_work_items(n, num_kv_heads) for n in range(1, 3000)]
-        assert num_items == sorted(num_items), "what is allocated for the largest batch is for all"
+        num_pieces = [constants.num_pieces(n, num_kv_heads) for n in range(1, 3000)]
+        assert num_pieces == sorted(num_pieces), "what is allocated for the largest batch is for all"
     assert {"torch", "triton"} <= table.versions.keys()
     assert table.setting("flash_attn4", "min_layer_work") > 0
     assert table_module.package_table(json.loads(path.read_text())["gpu"]).rows.keys() == table.rows.keys()

@@ -107,12 +107,12 @@ def allocate_kv_cache(
             )
     capacity = blocks * config.kvcache_block_size
     logger.info(
-        "KV cache: %s, %d blocks x %d = %d tokens, %.2f GiB (limit: %s); longest sequence: %d tokens (%s)",
-        config.kv_cache_dtype,
+        "KV cache: %d blocks x %d = %d tokens, %.2f GiB of %s (limit: %s); longest sequence: %d tokens (%s)",
         blocks,
         config.kvcache_block_size,
         capacity,
         blocks * block_bytes / GIB,
+        config.kv_cache_dtype,
         limit,
         min(config.max_model_len, capacity),
         "max_model_len" if config.max_model_len <= capacity else "the KV cache",

@@ -103,7 +103,7 @@ def _make_decode_inputs(runner: Any, backend: AttentionBackend, constants: Decod
         max_blocks,
         runner.block_size,
         runner.device,
-        partial(constants.num_work_items, num_kv_heads=runner.num_kv_heads),
+        partial(constants.num_pieces, num_kv_heads=runner.num_kv_heads),
         windows if backend.wants_plan else [],
         padded,
         runner.mixed_step_rows,
