@@ -14,6 +14,7 @@ from nanovllm.engine.ranks.process_group import ABORT_SECONDS, abort_group
 from nanovllm.engine.runner.cuda_graphs import DecodeGraphs, graph_batch_sizes, mixed_batch_sizes
 from nanovllm.engine.runner.inputs import Batch, DecodeInputs, prefill_batch, send_prefill
 from nanovllm.engine.runner.kernel_compilation import warmup_kernels
+from nanovllm.engine.runner.kv_scales import choose_kv_scales
 from nanovllm.engine.runner.memory import allocate_kv_cache, largest_prefill
 from nanovllm.engine.runner.model_setup import set_up_model
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
@@ -51,6 +52,7 @@ class ModelRunner:
         self.num_layer_params = 0  # on this rank
         self.num_kvcache_blocks = 0
         self.kv_cache: torch.Tensor | None = None  # [2, layers, blocks, block_size, kv_heads, head_dim]: keys, values
+        self.kv_scales: torch.Tensor | None = None  # float32 [layers, 2, kv_heads] of an fp8 cache: keys, values
         self.mixed_step_rows = 0  # most tokens of a mixed step; 0 for no mixed steps
         self.decode_inputs: DecodeInputs | None = None
         self.graphs: DecodeGraphs | None = None  # of decode steps; None without CUDA graphs
@@ -67,13 +69,16 @@ class ModelRunner:
         self.tp, self.check_workers = tp, check
         config = self.config
         head_dim = get_head_dim(config.hf_config)
-        backend = select_backend(config.attention_backend, config.device, config.dtype, head_dim, self.block_size)
+        options = config.device, config.dtype, head_dim, self.block_size, config.kv_cache_dtype != config.dtype
+        backend = select_backend(config.attention_backend, *options)
         has_graphs = config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs
         set_up_model(self, backend, has_graphs, progress)
         billions = num_checkpoint_params(self.model) / 1e9
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
         logger.info("device: %s", self.device_name)
         logger.info("attention back end: %s", backend.description)
+        if self.kv_scales is not None:
+            choose_kv_scales(self)
         progress.tell("measuring memory")
         self.warmup_model()
         self.allocate_kv_cache()
@@ -108,11 +113,11 @@ class ModelRunner:
         self.synchronize()
         if self.model is not None:
             for layer in self.attention_layers():
-                layer.k_cache = layer.v_cache = None
+                layer.k_cache = layer.v_cache = layer.kv_scales = None
             # A parameter and its loader's layer refer to each other, so only the collector would free them.
             for parameter in self.model.parameters():
                 vars(parameter).pop("weight_loader", None)
-        self.model = self.sampler = self.kv_cache = self.graphs = self.mixed_graphs = None
+        self.model = self.sampler = self.kv_cache = self.kv_scales = self.graphs = self.mixed_graphs = None
         self.decode_inputs = self.logit_steps = None
         if self.device.type == "cuda":
             # CUDA graphs and the functions that they were captured from refer to each other.
@@ -153,6 +158,7 @@ class ModelRunner:
         self.num_kvcache_blocks = 0 if kv_cache is None else kv_cache.shape[2]
         for i, layer in enumerate(self.attention_layers()):
             layer.k_cache, layer.v_cache = (None, None) if kv_cache is None else kv_cache[:, i]
+            layer.kv_scales = None if self.kv_scales is None else self.kv_scales[i]
 
     def attention_layers(self) -> list[Attention]:
         return [module for module in self.model.modules() if isinstance(module, Attention)]

@@ -26,8 +26,8 @@ class DecodeConstants:
         self._spare_programs = row("spare_programs", int)
 
     def config(self, num_rows: int, num_kv_heads: int, head_dim: int, itemsize: int, tma: bool) -> DecodeConfig:
-        """Launch constants for keys of `head_dim` elements of `itemsize` bytes. tma: whether the kernel may use the
-        tensor memory accelerator."""
+        """Launch constants for keys of `head_dim` elements, multiplied as numbers of `itemsize` bytes (also where the
+        cache has fewer). tma: whether the kernel may use the tensor memory accelerator."""
         if tma:
             return self._tma_configs[num_rows * num_kv_heads][0]
         config = self._configs[num_rows * num_kv_heads][0]

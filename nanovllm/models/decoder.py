@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from nanovllm.layers.activation import GeluTanhAndMul
+from nanovllm.layers.activation import Gated, GeluTanhAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import AttentionBackend
 from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding
@@ -80,6 +80,7 @@ class DecoderAttention(nn.Module):
             self.attn.k_cache,
             self.attn.v_cache,
             context.slot_mapping if has_cache else None,
+            self.attn.kv_scales if has_cache else None,
             self.num_heads,
             self.num_kv_heads,
             pdl=not context.is_prefill,
@@ -119,7 +120,7 @@ class DecoderMLP(nn.Module):
         Returns norm of the sum; without a norm, the sum itself."""
         return self.down_proj.add(residual, self._gated(hidden), norm, output_norm)
 
-    def _gated(self, hidden: Normed | NormedParts) -> torch.Tensor | Iterator[torch.Tensor]:
+    def _gated(self, hidden: Normed | NormedParts) -> torch.Tensor | Gated | Iterator[torch.Tensor | Gated]:
         """The input of down_proj, [num_tokens, this rank's intermediate_size]; in parts if the hidden states are."""
         if self.gelu is not None:
             return self.gelu(self.gate_up_proj(hidden))
