@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -180,7 +181,10 @@ class _Job:
         """Check that the folder, the input and the call belong together. Returns the manifest."""
         job = self._arguments.describe() | {"ordered": self._ordered, "format": self._format}
         job = from_json(to_json({name: value for name, value in job.items() if value is not None}).encode())
-        manifest = None if overwrite else self._folder.read_manifest()
+        manifest = self._folder.read_manifest()
+        if overwrite:
+            self._check_input_is_elsewhere()
+            manifest = None
         if manifest is not None:
             self._check_same_job(manifest["job"], job)
         files = [file._asdict() for file in self._inputs.fingerprints()]
@@ -202,6 +206,11 @@ class _Job:
             manifest |= {"num_lines": found.num_lines, "versions": _versions(), "progress": {"seconds": 0.0}}
             self._folder.write_manifest(manifest)
         return manifest, found
+
+    def _check_input_is_elsewhere(self) -> None:
+        for path in self._inputs.paths:
+            if Path(path.removeprefix("file://")).resolve().parent == self._folder.path.resolve():
+                raise ValueError(f"input={path!r}: is in the folder that is to be overwritten; choose another folder")
 
     def _check_same_job(self, before: Row, now: Row) -> None:
         differences = [
