@@ -129,8 +129,8 @@ def _run_batch(options: argparse.Namespace) -> int:
         return _WRONG_CALL
     except (RuntimeError, MemoryError) as error:
         without = " and ".join(word for word in options.arguments if word in _ONCE)
-        again = f"The same command goes on with the job{without and f', without {without}'}."
-        print(f"nanovllm run-batch: {error}\n{again}", file=sys.stderr)
+        hint = f"The same command goes on with the job{without and f', without {without}'}."
+        print(f"nanovllm run-batch: {error}\n{hint}", file=sys.stderr)
         return _FAILED
     print(
         f"{summary.num_answered} of {summary.num_lines} lines answered in {options.output}: "

@@ -99,7 +99,7 @@ def find_files(patterns: str | os.PathLike | Iterable[str | os.PathLike]) -> lis
     Raises FileNotFoundError, ValueError for an unknown kind of file, or ImportError for a URL without fsspec.
     """
     patterns = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
-    found: dict[str, None] = {}
+    found: dict[str, str] = {}  # by their absolute paths
     for each in patterns:
         pattern = os.fspath(each)
         if "://" in pattern:
@@ -115,13 +115,14 @@ def find_files(patterns: str | os.PathLike | Iterable[str | os.PathLike]) -> lis
             if os.path.exists(pattern):
                 raise ValueError(f"input={pattern!r}: must name files, as 'folder/*.jsonl' does, and no pipe")
             raise FileNotFoundError(f"input={pattern!r}: there is no such file")
-        found |= dict.fromkeys(files)
+        for path in files:
+            found.setdefault(path if "://" in path else os.path.abspath(path), path)
     if not found:
         raise ValueError("input: must name one file at least")
-    for path in found:
+    for path in found.values():
         if not path.endswith(_SUFFIXES):
             raise ValueError(f"input={path!r}: must be a file of JSON lines or Parquet: {', '.join(_SUFFIXES)}")
-    return list(found)
+    return list(found.values())
 
 
 def _glob(pattern: str) -> list[str]:

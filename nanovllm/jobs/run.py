@@ -122,7 +122,10 @@ class _Job:
 
     def run(self, overwrite: bool, retry_errors: bool) -> Summary:
         manifest, found = self._begin(overwrite)
-        self._folder.recover(self._parquet)
+        try:
+            self._folder.recover(self._parquet)
+        except OSError as error:
+            raise self._unwritable(error) from error
         if retry_errors:
             self._folder.forget_errors()
         is_done, before = self._read_answers(found)
@@ -142,8 +145,11 @@ class _Job:
             with suppress(OSError):  # On a full disk another error says so.
                 self._folder.write_manifest(manifest)
             if writer.error is not None:
-                raise JobError(f"{self._folder.path}: cannot be written: {writer.error}") from writer.error
+                raise self._unwritable(writer.error) from writer.error
         return Summary(found.num_lines, *counts, seconds)
+
+    def _unwritable(self, error: Exception) -> JobError:
+        return JobError(f"{self._folder.path}: cannot be written: {error}")
 
     def _run_on_ray(self, manifest: Row, found: Scan, is_done: np.ndarray) -> Summary:
         from ray.exceptions import RayError

@@ -42,7 +42,7 @@ def test_files_are_found_once_and_in_order(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "c.txt", "d/a.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"prompt": "a"}')
-    found = find_files([tmp_path / "b.jsonl", f"{tmp_path}/*.jsonl"])
+    found = find_files([tmp_path / "b.jsonl", f"{tmp_path}/*.jsonl", f"{tmp_path}/d/../b.jsonl"])
     assert found == [f"{tmp_path}/b.jsonl", f"{tmp_path}/a.jsonl"]
     assert [line_id for line_id, *_ in rows_of(*found)] == ["b.jsonl:1", "a.jsonl:1"]
     # Two files of one name are told apart by their folders.

@@ -262,6 +262,10 @@ def test_a_full_disk_stops_the_job_and_it_goes_on_later(job, answers, monkeypatc
         job(rows)
     monkeypatch.setattr(folder.os, "write", write)
     assert list(answers.glob("*.tmp"))
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "sync", lambda path: write_what_fits(None, b""))
+        with pytest.raises(JobError, match=r"answers: cannot be written: .*No space left on device"):
+            job(rows)
     assert job(rows)[:3] == (60, 60, 0)
     assert [row["id"] for row in by_id(read_folder(answers))] == sorted(range(60), key=str)
 
