@@ -1,10 +1,10 @@
 """How fast does decode attention read the KV cache, and which launch constants are best?
 
-    python benchmarks/attention_decode.py --json out.json [--sweep] [--heads 16 --kv-heads 8]
+    python benchmarks/attention_decode.py --json out.json [--sweep] [--fp8] [--heads 16 --kv-heads 8]
 
-One layer with head_dim 128 in bfloat16 and blocks of 256 tokens. Prints TB/s: the bytes of all keys and values over
-the time of a call in a CUDA graph. Compares our kernel with flash-attn 2, where that is installed. With --sweep it
-also times other launch constants and numbers of programs.
+One layer with head_dim 128 in bfloat16 (with --fp8 over a cache of float8_e4m3fn) and blocks of 256 tokens. Prints
+TB/s: the bytes of all keys and values over the time of a call in a CUDA graph. Compares our kernel with flash-attn 2,
+where that is installed. With --sweep it also times other launch constants and numbers of programs.
 """
 
 import argparse
@@ -43,7 +43,7 @@ SWEEP_SPARE = (165, 264, 330, 528, 660, 1056)
 class Case:
     """One batch over three caches of its own."""
 
-    def __init__(self, batch: int, low: int, high: int, num_heads: int, num_kv_heads: int):
+    def __init__(self, batch: int, low: int, high: int, num_heads: int, num_kv_heads: int, is_fp8: bool):
         rng = Random(batch)
         self.lens = [rng.randint(low, high) for _ in range(batch)]
         blocks = [-(-n // BLOCK_SIZE) for n in self.lens]
@@ -56,9 +56,13 @@ class Case:
         self.context_lens = torch.tensor(self.lens, dtype=torch.int32).cuda()
         shape = (CACHES, 2, sum(blocks), BLOCK_SIZE, num_kv_heads, HEAD_DIM)
         self.caches = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        self.kv_scales = None
+        if is_fp8:
+            self.caches = self.caches.to(torch.float8_e4m3fn)
+            self.kv_scales = torch.ones(2, num_kv_heads, device="cuda")
         self.q = torch.randn(batch, num_heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         self.num_kv_heads = num_kv_heads
-        self.bytes = sum(self.lens) * 2 * num_kv_heads * HEAD_DIM * 2
+        self.bytes = sum(self.lens) * 2 * num_kv_heads * HEAD_DIM * self.caches.itemsize
 
     def time(self, attend, num_warm_replays: int = 10) -> float:
         """Seconds a call; attend(k_cache, v_cache)."""
@@ -74,16 +78,17 @@ def ours(case: Case, spare: int | None, config: DecodeConfig | None):
     (batch, num_heads, _), num_kv_heads = case.q.shape, case.num_kv_heads
     device = case.q.device
     constants = DecodeConstants(load_table(device))
-    num_items = batch + -(-spare // num_kv_heads) if spare else constants.num_work_items(batch, num_kv_heads)
+    num_pieces = batch + -(-spare // num_kv_heads) if spare else constants.num_pieces(batch, num_kv_heads)
     tma = has_tma(HEAD_DIM, BLOCK_SIZE, 2, device)
     config = config or constants.config(batch, num_kv_heads, HEAD_DIM, 2, tma)
-    items = np.empty((num_items, PIECE_FIELDS), np.int32)
+    items = np.empty((num_pieces, PIECE_FIELDS), np.int32)
     plan_decode(np.array(case.lens), items)
     plan = torch.from_numpy(items).to("cuda")
-    workspace = DecodeWorkspace(batch, num_heads, num_kv_heads, HEAD_DIM, "cuda", num_items)
+    workspace = DecodeWorkspace(batch, num_heads, num_kv_heads, HEAD_DIM, "cuda", num_pieces)
 
     def attend(k, v):
-        paged_decode(case.q, k, v, case.tables, HEAD_DIM**-0.5, plan, workspace, config)
+        options = {"kv_scales": case.kv_scales}
+        paged_decode(case.q, k, v, case.tables, HEAD_DIM**-0.5, plan, workspace, config, **options)
 
     return attend
 
@@ -102,6 +107,7 @@ def flash_attn_2(case: Case):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--fp8", action="store_true", help="a KV cache of 8 bits")
     parser.add_argument("--heads", type=int, default=HEADS)
     parser.add_argument(
         "--kv-heads", type=int, default=KV_HEADS, help="of one GPU: 4 for Qwen3-8B over two, with 16 heads"
@@ -111,9 +117,9 @@ def main() -> None:
     require_gpus(parser)
     results = []
     for batch, low, high in SHAPES:
-        case = Case(batch, low, high, args.heads, args.kv_heads)
+        case = Case(batch, low, high, args.heads, args.kv_heads, args.fp8)
         variants = {"ours": ours(case, None, None)}
-        if find_spec("flash_attn_2_cuda"):  # flash-attn-4 lies in the same folder
+        if find_spec("flash_attn_2_cuda") and not args.fp8:  # flash-attn-4 lies in the same folder
             variants["flash-attn 2"] = flash_attn_2(case)
         if args.sweep:
             for spare, config in product(SWEEP_SPARE, SWEEP_CONFIGS):

@@ -2,7 +2,7 @@
 
     python benchmarks/plot_speed.py
 
-Reads docs/data/baseline.json (nanovllm, written from the reports of bench.py) and docs/data/peers.json. An engine's
+Reads docs/data/speed.json (nanovllm, written from the reports of bench.py) and docs/data/peers.json. An engine's
 share of the floor is the floor's time over its own time. Needs matplotlib (`pip install '.[plots]'`), but no GPU.
 """
 
@@ -27,7 +27,7 @@ def collect_shares() -> dict[tuple[str, int], dict[str, dict[str, float]]]:
     """{(model, GPUs): {workload: {engine: share of the floor}}}, for the workloads that peers were measured on."""
     runs = {
         (row["install"], row["model"], row["gpus"]): row["workloads"]
-        for row in json.loads((DOCS / "data/baseline.json").read_text())["rows"]
+        for row in json.loads((DOCS / "data/speed.json").read_text())["rows"]
     }
     shares: dict = {}
     for row in json.loads((DOCS / "data/peers.json").read_text())["rows"]:

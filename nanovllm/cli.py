@@ -49,7 +49,8 @@ _NUMBERS |= {"n": int, "logprobs": int, "presence_penalty": float, "frequency_pe
 _NUMBERS |= {"repetition_penalty": float}
 _ENGINE: dict[str, Any] = {"tensor_parallel_size": int, "max_model_len": int, "max_num_seqs": int}
 _ENGINE |= {"max_num_batched_tokens": int, "gpu_memory_utilization": float, "kvcache_gib": float, "dtype": str}
-_ENGINE |= {"device": str, "load_format": str, "attention_backend": str, "tokenizer": str, "revision": str}
+_ENGINE |= {"quantization": str, "kv_cache_dtype": str, "kv_cache_scales": str, "attention_backend": str}
+_ENGINE |= {"device": str, "load_format": str, "tokenizer": str, "revision": str}
 
 
 _ONCE = ("--overwrite", "--retry-errors")  # To go on with a job, the command is repeated without these.
@@ -198,6 +199,7 @@ def _add_tune(commands: Any) -> None:
         metavar="N",
         help="measure one GPU's part of a model split over N",
     )
+    tune.add_argument("--quantization", metavar="TEXT", help="of the weights: fp8")
     target = tune.add_mutually_exclusive_group()
     target.add_argument("--output", type=Path, metavar="FILE", help="write the table to this file instead")
     target.add_argument("--package", action="store_true", help="write the table into the package, to contribute it")
@@ -211,6 +213,7 @@ def _tune(options: argparse.Namespace) -> int:
     tune_model(
         options.model,
         num_gpus=options.tensor_parallel_size,
+        quantization=options.quantization,
         device=options.device,
         output=options.output,
         into_package=options.package,

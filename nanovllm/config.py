@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.layers.quantization import E4M3, QUANTIZATIONS, Fp8Format
 from nanovllm.models.hf_config import (
     check_hf_config,
     check_token_ids,
@@ -17,6 +18,7 @@ from nanovllm.models.hf_config import (
     read_hf_config,
     supported_length,
 )
+from nanovllm.models.quantization_config import check_sizes, checkpoint_quantization
 from nanovllm.utils.checks import is_int, is_number, require
 from nanovllm.utils.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DTYPES |= {"half": torch.float16, "float": torch.float32}  # vLLM's names
+FP8_CAPABILITY = 8, 9  # of the oldest GPUs that convert and multiply e4m3
 CPU_KVCACHE_GIB = 2.0
 # Longer prefill steps are faster, but take memory for activations from the KV cache: at most this share of the GPU's.
 _STEP_TOKENS, _LONG_STEP_TOKENS = 16384, 32768
@@ -49,6 +52,7 @@ class Config:
         generation_config: the content of the model's generation_config.json; {} if there is none.
         supported_model_len: tokens of the longest sequence that the model supports.
         device_index: the first GPU; None on a CPU.
+        weight_format: of the linear layers, from `quantization` or the checkpoint; None if they are not quantised.
 
     Raises:
         TypeError: an unknown option; the message says what to use instead.
@@ -67,8 +71,11 @@ class Config:
     kvcache_block_size: int = 256  # tokens
     num_kvcache_blocks: int = -1  # -1: as many as the memory holds
     kvcache_gib: float | None = None  # size of the KV cache, instead of what gpu_memory_utilization leaves
+    kv_cache_dtype: Any = "auto"  # or "fp8"; after the checks a torch.dtype
+    kv_cache_scales: str = "auto"  # of an fp8 cache: "checkpoint", "calibrated", "one", or the first of these there is
     device: str = "auto"  # after the checks "cuda" or "cpu"
     dtype: Any = "auto"  # after the checks a torch.dtype
+    quantization: str | None = None  # "fp8": of the weights, while they are loaded
     load_format: str = "auto"  # or "dummy": random weights
     attention_backend: str = "auto"
     enable_prefix_caching: bool = True  # share the blocks of equal beginnings
@@ -89,6 +96,7 @@ class Config:
         check_shardable(self.hf_config, self.tensor_parallel_size)
         self._resolve_device()
         self._resolve_dtype()
+        self._resolve_formats()
         self._resolve_limits()
         self._resolve_eos()
         self._resolve_tokenizer()
@@ -137,11 +145,19 @@ class Config:
             self.device = str(self.device)
         is_device = isinstance(self.device, str) and re.fullmatch("auto|cpu|cuda(:[0-9]+)?", self.device)
         self._require("device", bool(is_device), "one of auto, cuda, cpu, or cuda:N for the GPU number N")
+        is_known = self.quantization is None or self.quantization in list(QUANTIZATIONS)
+        self._require("quantization", is_known, f"None or one of {', '.join(QUANTIZATIONS)}")
         self._require_one_of("load_format", ("auto", "dummy"))
         self._require_one_of("attention_backend", ("auto", "flash_attn", "triton", "torch"))
         if self.dtype in DTYPES.values():
             self.dtype = str(self.dtype).removeprefix("torch.")
         self._require_one_of("dtype", ("auto", *DTYPES))
+        if self.kv_cache_dtype == E4M3:
+            self.kv_cache_dtype = "fp8"
+        self._require_one_of("kv_cache_dtype", ("auto", "fp8", "fp8_e4m3"))
+        self._require_one_of("kv_cache_scales", ("auto", "checkpoint", "calibrated", "one"))
+        is_used = self.kv_cache_scales == "auto" or self.kv_cache_dtype != "auto"
+        self._require("kv_cache_scales", is_used, "'auto' without kv_cache_dtype='fp8'")
         self._require("seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), "None or in 0..2**63 - 1")
         are_tokens = isinstance(self.eos, list) and all(is_int(token, 0) for token in self.eos)
         self._require("eos", are_tokens, "token ids >= 0")
@@ -227,6 +243,42 @@ class Config:
                 own = str(own).removeprefix("torch.")
                 self.dtype = own if own in ("bfloat16", "float16") else "bfloat16"
         self.dtype = DTYPES[self.dtype]
+
+    def _resolve_formats(self) -> None:
+        """Of the weights and of the KV cache."""
+        stored = checkpoint_quantization(self.hf_config)
+        self.weight_format: Fp8Format | None = stored.weights or QUANTIZATIONS.get(self.quantization or "")
+        if self.weight_format is not None:
+            check_sizes(self.hf_config, get_head_dim(self.hf_config), self.weight_format, self.tensor_parallel_size)
+            self._check_fp8_products(self.weight_format)
+        if self.kv_cache_dtype != "auto":
+            found = self._gpu_capability()
+            allowed = "'auto' on a GPU of compute capability {}.{}: fp8 needs {}.{} or more"
+            self._require("kv_cache_dtype", found >= FP8_CAPABILITY, allowed.format(*found, *FP8_CAPABILITY))
+            self.kv_cache_dtype = E4M3
+            return
+        self.kv_cache_dtype = self.dtype
+        if stored.has_kv_cache_scheme:
+            logger.info("%s: has a kv_cache_scheme, which kv_cache_dtype='fp8' uses", self.model)
+
+    def _check_fp8_products(self, format: Fp8Format) -> None:
+        found = self._gpu_capability()
+        # cuBLAS has products of blocks on Hopper only.
+        is_there = found[0] == 9 if format.is_blocked else found >= FP8_CAPABILITY
+        if not is_there:
+            needed = "9.x (Hopper) for weights in blocks" if format.is_blocked else "8.9 or more"
+            offer = ", perhaps with kv_cache_dtype='fp8', which works here" if found >= FP8_CAPABILITY else ""
+            raise ValueError(
+                f"quantization: products of fp8 need a GPU of compute capability {needed}, and this one has "
+                f"{found[0]}.{found[1]}; use the unquantised checkpoint without quantization{offer}"
+            )
+        name = str(self.dtype).removeprefix("torch.")
+        is_taken = self.device == "cpu" or name == "bfloat16"
+        require("dtype", name, is_taken, "bfloat16 or auto with weights in fp8")
+
+    def _gpu_capability(self) -> tuple[int, int]:
+        """Of the first GPU. A CPU computes all that Hopper does."""
+        return torch.cuda.get_device_capability(self.device_index) if self.device == "cuda" else (9, 0)
 
     def _resolve_limits(self) -> None:
         supported = self.supported_model_len = supported_length(self.hf_config)

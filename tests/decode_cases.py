@@ -25,9 +25,9 @@ if HAS_TMA and torch.cuda.is_available():
 needs_tma = pytest.mark.skipif(not HAS_TMA, reason="needs Hopper's tensor memory accelerator, or the interpreter")
 
 
-def make_plan(context_lens, num_kv_heads, num_items=None, window=None):
+def make_plan(context_lens, num_kv_heads, num_pieces=None, window=None):
     """The plan of a launch outside the engine."""
-    items = np.empty((num_items or H200.num_work_items(len(context_lens), num_kv_heads), PIECE_FIELDS), np.int32)
+    items = np.empty((num_pieces or H200.num_pieces(len(context_lens), num_kv_heads), PIECE_FIELDS), np.int32)
     plan_decode(context_lens.cpu().numpy(), items, window)
     return torch.from_numpy(items).to(context_lens.device)
 
@@ -66,7 +66,17 @@ def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device
 
 
 def paged_decode(
-    q, k_cache, v_cache, context_lens, block_tables, scale, window=None, plan=None, workspace=None, config=None
+    q,
+    k_cache,
+    v_cache,
+    context_lens,
+    block_tables,
+    scale,
+    window=None,
+    kv_scales=None,
+    plan=None,
+    workspace=None,
+    config=None,
 ):
     """The kernel, with what the engine gives it for this batch by default."""
     (batch_size, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
@@ -77,9 +87,8 @@ def paged_decode(
         return kernel.paged_decode(q, k_cache, v_cache, block_tables, scale, plan, workspace, config)
     plan = make_plan(context_lens, num_kv_heads, window=window) if plan is None else plan
     workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, len(plan))
-    return kernel.paged_decode(
-        q, k_cache, v_cache, block_tables, scale, plan, workspace, config, windowed=window is not None
-    )
+    options = {"windowed": window is not None, "kv_scales": kv_scales}
+    return kernel.paged_decode(q, k_cache, v_cache, block_tables, scale, plan, workspace, config, **options)
 
 
 def dense_decode(q, k_cache, v_cache, context_lens, block_tables, scale, window=None):

@@ -110,3 +110,29 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_run(refuse, no_en
 )
 def test_what_the_engine_refuses_is_one_line(refuse, path, args, message):
     assert message in refuse("--model", path, "--workload", "laptop", *args)
+
+
+def test_a_workload_says_how_many_sequences_run_at_once(bench, monkeypatch, path):
+    asked = []
+
+    def remember(*args, **options):
+        asked.append(options)
+        raise ValueError("an engine was made")
+
+    monkeypatch.setattr(bench, "LLM", remember)
+    for names in (["laptop"], ["laptop", "throughput"]):
+        with pytest.raises(SystemExit):
+            bench.main(["--device", "cpu", "--model", str(path), "--workload", *names])
+    assert [options["max_num_seqs"] for options in asked] == [512, 1024]
+
+
+def test_formats_are_options_of_the_engine_and_of_the_floor(path, tmp_path):
+    formats = ("--quantization", "fp8", "--kv-cache-dtype", "fp8", "--fp8-flops", "2")
+    shares = []
+    for options in ((), formats):
+        file = tmp_path / "out.json"
+        done = run_bench("--model", path, "--workload", "laptop", "--json", file, *options)
+        assert done.returncode == 0, done.stderr
+        shares.append(json.loads(file.read_text())["workloads"]["laptop"]["floor_seconds"])
+    assert "weights of linear layers: float8_e4m3fn" in done.stderr + done.stdout
+    assert shares[1] < shares[0]

@@ -30,6 +30,14 @@ def test_version_and_help_of_the_module():
     assert "invalid choice: 'tun'" in run("tun").stderr
 
 
+def test_what_is_tuned_in_fp8(capsys):
+    assert main(["tune", "Qwen3-30B-A3B", "--quantization", "fp8", "--dry-run"]) == 0
+    lines = capsys.readouterr().out
+    for candidate in ("split-k", "experts-gemv", "expert-tiles", "fp8-expert-tiles", "scaled-grouped-mm"):
+        assert f" {candidate} x " in lines
+    assert " grouped-mm x " not in lines, "which has no weights in fp8"
+
+
 def test_a_dry_run_needs_no_gpu(capsys):
     assert main(["tune", "Qwen3-8B", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -237,6 +245,24 @@ def test_a_dry_run_of_a_job(tmp_path, capsys):
     assert captured.out.startswith("1 of 2 lines can be answered: ")
     assert captured.out.endswith("prompt tokens, at most 5 completion tokens\n")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "model"]
+
+
+def test_a_job_in_fp8(tmp_path, capsys):
+    path = make_checkpoint(tmp_path / "model", tokenizer=True)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a block"}\n')
+    batch = ["run-batch", "-i", str(tmp_path / "a.jsonl"), "--model", str(path), "--device", "cpu"]
+    formats = ["--quantization", "fp8", "--kv-cache-dtype", "fp8", "--kv-cache-scales", "one"]
+    assert main([*batch, *formats, "--dry-run"]) == 0
+    output = ["-o", str(tmp_path / "answers"), "--max-tokens", "4"]
+    assert main([*batch, *formats, *output]) == 0
+    job = json.loads((tmp_path / "answers" / "manifest.json").read_text())["job"]
+    assert (job["quantization"], job["kv_cache_dtype"], job["kv_cache_scales"]) == ("fp8", "fp8", "one")
+    # Answers of another format are those of another job.
+    capsys.readouterr()
+    assert main([*batch, *formats[2:], *output]) == 2
+    assert "holds another job: quantization was 'fp8' and is now None" in capsys.readouterr().err
+    assert main([*batch, "--quantization", "int4", "-o", str(tmp_path / "others")]) == 2
+    assert "quantization='int4': must be None or one of fp8" in capsys.readouterr().err
 
 
 def test_the_status_of_a_job(tmp_path, capsys):

@@ -1,12 +1,15 @@
 """The time that no engine can beat: what of a model it counts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from nanovllm.bench.floor import Ceilings, ModelSize, floor_seconds
+from nanovllm.layers.quantization import Fp8Format
 from nanovllm.models.presets import preset_config
 
-CEILINGS = Ceilings(bandwidth=4e12, flops=8e14)
+CEILINGS = Ceilings(bandwidth=4e12, flops=8e14, layer_flops=8e14)
 
 
 def size_of(name, **changes):
@@ -46,6 +49,26 @@ def test_seconds():
     prefill = floor_seconds(size, CEILINGS, [1000], [1], 0, 1)
     flops = 2 * size.layer_params * 1000 + 2 * size.head_params + 2 * 48 * 32 * 128 * 1000**2
     assert prefill == pytest.approx(flops / 8e14)
+
+
+def test_weights_in_fp8():
+    config = preset_config("Qwen3-8B")
+    size = ModelSize.of(config, torch.bfloat16, Fp8Format())
+    assert size.bytes_read(1) == size.layer_params + 2 * size.head_params
+    ceilings = Ceilings(bandwidth=4.27e12, flops=7.8e14, layer_flops=1.3e15)
+    # The floors of fp8 that were computed by hand: 128 prompts of 2,000 tokens, and one stream.
+    assert floor_seconds(size, ceilings, [2000] * 128, [1] * 128, 0, 1) == pytest.approx(2.93, abs=0.01)
+    assert 512 / floor_seconds(size, ceilings, [128], [512], 0, 1) == pytest.approx(518, abs=2)
+
+
+def test_keys_and_values_in_fp8():
+    config = preset_config("Qwen3-8B")
+    weights, ceilings = Fp8Format(), Ceilings(bandwidth=4.27e12, flops=7.8e14, layer_flops=1.3e15)
+    size = ModelSize.of(config, torch.bfloat16, weights, torch.float8_e4m3fn)
+    plain = ModelSize.of(config, torch.bfloat16, weights)
+    assert size == replace(plain, kv_bytes_per_key=plain.kv_bytes_per_key // 2)
+    # Computed by hand, too: one stream reads few keys.
+    assert 512 / floor_seconds(size, ceilings, [128], [512], 0, 1) == pytest.approx(520, abs=2)
 
 
 # Of the six layers five have a window of 512.

@@ -2,20 +2,27 @@
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
+from nanovllm.layers.quantization import E4M3, Fp8Format
 from nanovllm.models.hf_config import windows_of_layers
 from nanovllm.models.qwen3_moe import has_experts
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """bandwidth: bytes a second of a large copy, read and written both counted; flops: of a large product."""
+    """
+    Attributes:
+        bandwidth: bytes a second of a large copy, read and written both counted.
+        flops: of a large product of the model's dtype.
+        layer_flops: of one in the format of the layers' weights.
+    """
 
     bandwidth: float
     flops: float
+    layer_flops: float
 
 
 @dataclass(frozen=True)
@@ -39,9 +46,17 @@ class ModelSize:
     head_dim: int
     kv_bytes_per_key: int
     itemsize: int
+    layer_itemsize: int  # of the layers' weights
 
     @classmethod
-    def of(cls, hf_config, dtype: torch.dtype) -> "ModelSize":
+    def of(
+        cls,
+        hf_config,
+        dtype: torch.dtype,
+        weight_format: Fp8Format | None = None,
+        kv_cache_dtype: torch.dtype | None = None,
+    ) -> "ModelSize":
+        """dtype: of the model, and of all that has no format or dtype of its own. weight_format: of the layers."""
         c = hf_config
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         attention = c.hidden_size * head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
@@ -53,6 +68,7 @@ class ModelSize:
             routers = num_layers * c.num_experts * c.hidden_size
             mlps = mlps // c.num_hidden_layers * (c.num_hidden_layers - num_layers) + routers
             mlps += int(expert_share * expert_params)
+        kv_itemsize = (kv_cache_dtype or dtype).itemsize
         return cls(
             layer_params=c.num_hidden_layers * attention + mlps,
             expert_params=expert_params,
@@ -61,14 +77,20 @@ class ModelSize:
             windows=dict(Counter(windows_of_layers(c))),
             num_heads=c.num_attention_heads,
             head_dim=head_dim,
-            kv_bytes_per_key=2 * c.num_key_value_heads * head_dim * dtype.itemsize,
+            kv_bytes_per_key=2 * c.num_key_value_heads * head_dim * kv_itemsize,
             itemsize=dtype.itemsize,
+            layer_itemsize=dtype.itemsize if weight_format is None else E4M3.itemsize,
         )
 
     def params_read(self, batch_size: int) -> float:
         """How many weights a decode step reads on average, if each token's experts are as likely as any others."""
         read = 1 - (1 - self.expert_share) ** batch_size
         return self.layer_params + self.head_params + (read - self.expert_share) * self.expert_params
+
+    def bytes_read(self, batch_size: int) -> float:
+        """Of these weights."""
+        layers = self.params_read(batch_size) - self.head_params
+        return layers * self.layer_itemsize + self.head_params * self.itemsize
 
     def decode_keys(self, context: int) -> int:
         """How many keys a token with this context length reads, summed over the layers."""
@@ -91,36 +113,42 @@ def floor_seconds(
     sliding window attends to no more keys than that. All requests decode side by side from the start; `shared` prompt
     tokens are computed once.
     """
-    flops = 0
+    layer_flops, flops = 0, 0
     for i, n in enumerate(prompt_lens):
         cached = shared if i else 0
-        flops += 2 * size.layer_params * (n - cached) + 2 * size.head_params
+        layer_flops += 2 * size.layer_params * (n - cached)
+        flops += 2 * size.head_params
         flops += 4 * size.num_heads * size.head_dim * (size.prefill_keys(n) - size.prefill_keys(cached))
-    seconds = flops / ceilings.flops
+    seconds = layer_flops / ceilings.layer_flops + flops / ceilings.flops
 
-    params = size.layer_params + size.head_params
+    products_of_one = 2 * size.layer_params / ceilings.layer_flops + 2 * size.head_params / ceilings.flops
     for step in range(1, max(output_lens)):  # prefill yields the first token
         contexts = [n + step for n, out in zip(prompt_lens, output_lens, strict=True) if out > step]
-        weights = size.params_read(len(contexts)) * size.itemsize / ceilings.bandwidth
-        products = len(contexts) * 2 * params / ceilings.flops
+        weights = size.bytes_read(len(contexts)) / ceilings.bandwidth
+        products = len(contexts) * products_of_one
         cache = sum(map(size.decode_keys, contexts)) * size.kv_bytes_per_key / ceilings.bandwidth
         seconds += cache + max(weights, products)
     return seconds / num_gpus
 
 
-def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Median of several: a copy of 4 GiB and a product of 8192^3 on a GPU, sizes of a second's work on a CPU.
+def measure_ceilings(device: torch.device, dtype: torch.dtype, weight_format: Fp8Format | None = None) -> Ceilings:
+    """Median of several: a copy of 4 GiB and a product of 8192^3 on a GPU, sizes of a second's work on a CPU, which has
+    no products of fp8.
 
     On a GPU the best of five such medians, seconds apart: for some time after 120 GB have been given back copies are
     slower by a tenth there (H200: 3.83 TB/s instead of 4.28), it seems because the driver clears that memory.
     """
     if device.type == "cpu":
-        return Ceilings(_copy_bandwidth(device, 2**28), _matrix_rate(device, dtype, 1024))
+        flops = _matrix_rate(device, dtype, 1024)
+        return Ceilings(_copy_bandwidth(device, 2**28), flops, flops)
     measured = []
     for pause in (0, 1, 1, 1, 1):
         time.sleep(pause)
-        measured.append(Ceilings(_copy_bandwidth(device, 2**32), _matrix_rate(device, dtype, 8192)))
-    return Ceilings(max(c.bandwidth for c in measured), max(c.flops for c in measured))
+        flops = _matrix_rate(device, dtype, 8192)
+        layer_flops = flops if weight_format is None else _fp8_rate(device, 8192)
+        measured.append(Ceilings(_copy_bandwidth(device, 2**32), flops, layer_flops))
+    best = (max(values) for values in zip(*(astuple(each) for each in measured), strict=True))
+    return Ceilings(*best)
 
 
 def _copy_bandwidth(device: torch.device, num_bytes: int) -> float:
@@ -132,6 +160,13 @@ def _copy_bandwidth(device: torch.device, num_bytes: int) -> float:
 def _matrix_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     return 2 * n**3 / _median_seconds(lambda: a @ b, device)
+
+
+def _fp8_rate(device: torch.device, n: int) -> float:
+    a, b = (torch.randn(n, n, device=device).to(E4M3) for _ in range(2))
+    scale = torch.ones(n, 1, device=device)
+    options = {"scale_a": scale, "scale_b": scale.t(), "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return 2 * n**3 / _median_seconds(lambda: torch._scaled_mm(a, b.t(), **options), device)
 
 
 def _median_seconds(work, device: torch.device, repeats: int = 10) -> float:

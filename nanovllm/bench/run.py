@@ -14,6 +14,7 @@ import platform
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import astuple
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -23,6 +24,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.bench.floor import Ceilings, ModelSize, floor_seconds, measure_ceilings
 from nanovllm.bench.workloads import TEMPERATURE, WORKLOADS
+from nanovllm.layers.quantization import QUANTIZATIONS, Fp8Format
 from nanovllm.models.presets import PRESET_NAMES
 
 DEFAULT_MODEL = "~/huggingface/Qwen3-0.6B"
@@ -35,6 +37,7 @@ def parse_args(arguments: Sequence[str] | None, prog: str | None) -> argparse.Na
     add("--model", help=f"directory, hub id, or with dummy weights one of {', '.join(PRESET_NAMES)}")
     add("--workload", choices=WORKLOADS, nargs="+", help="one or more; default: bench, without a GPU laptop")
     add("--load-format", choices=("auto", "dummy"), default="auto")
+    add("--quantization", choices=tuple(QUANTIZATIONS), help="of the weights, while they are loaded")
     add("--temperature", type=float, default=TEMPERATURE)
     add("--top-k", type=int, default=0, help="0: all tokens")
     add("--top-p", type=float, default=1.0)
@@ -43,6 +46,7 @@ def parse_args(arguments: Sequence[str] | None, prog: str | None) -> argparse.Na
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
     add("--attention-backend", choices=("auto", "flash_attn", "triton", "torch"), default="auto")
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto")
+    add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     add("--device", default="auto", help="auto, cpu, cuda, or cuda:N for the GPU number N")
     add("--max-model-len", type=int, default=4096)
     add("--max-num-batched-tokens", type=int, help="of one prefill step; default: as the engine chooses")
@@ -50,6 +54,7 @@ def parse_args(arguments: Sequence[str] | None, prog: str | None) -> argparse.Na
     add("--num-kvcache-blocks", type=int, default=-1, help="of 256 tokens; -1: as many as there is memory for")
     add("--bandwidth", type=float, metavar="TB/s", help="copy bandwidth for the floor; measured unless given")
     add("--flops", type=float, metavar="TFLOP/s", help="matrix rate for the floor; measured unless given")
+    add("--fp8-flops", type=float, metavar="TFLOP/s", help="that of the layers' products with weights in fp8")
     add("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args(arguments)
     check_args(parser, args)
@@ -70,10 +75,10 @@ def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     """Ends the program where an argument would fail after minutes of work. (Of the engine's options LLM does so.)"""
     if args.passes < 1:
         parser.error(f"--passes {args.passes}: must be 1 or more")
-    for name in ("bandwidth", "flops"):
+    for name in ("bandwidth", "flops", "fp8_flops"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
-            parser.error(f"--{name} {value}: must be a number > 0")
+            parser.error(f"--{name.replace('_', '-')} {value}: must be a number > 0")
     try:
         SamplingParams(**sampling_options(args))
     except ValueError as error:
@@ -134,12 +139,15 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
         llm = LLM(
             args.model,
             load_format=args.load_format,
+            quantization=args.quantization,
             tensor_parallel_size=args.tensor_parallel_size,
             enforce_eager=args.enforce_eager,
             attention_backend=args.attention_backend,
             dtype=args.dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
             device=args.device,
             max_model_len=args.max_model_len,
+            max_num_seqs=max(WORKLOADS[name].max_num_seqs for name in args.workload),
             max_num_batched_tokens=args.max_num_batched_tokens,
             mixed_step_rows=args.mixed_step_rows,
             num_kvcache_blocks=args.num_kvcache_blocks,
@@ -161,11 +169,13 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
             seconds, throughput = passes[name][-1]["seconds"], passes[name][-1]["throughput"]
             print(f"{name}, pass {index}: {seconds:.3f} s, {throughput:.1f} tok/s", flush=True)
 
-    size, device = ModelSize.of(llm.config.hf_config, llm.config.dtype), llm.model_runner.device
+    dtype, weight_format, device = llm.config.dtype, llm.config.weight_format, llm.model_runner.device
+    size = ModelSize.of(llm.config.hf_config, dtype, weight_format, llm.config.kv_cache_dtype)
     report = {
         "options": {name: value for name, value in vars(args).items() if name != "json"},
         "device": llm.model_runner.device_name,
         "engine": {
+            "max_num_seqs": llm.config.max_num_seqs,
             "max_num_batched_tokens": llm.config.max_num_batched_tokens,
             "mixed_step_rows": llm.model_runner.mixed_step_rows,
             "num_kvcache_blocks": llm.model_runner.num_kvcache_blocks,
@@ -175,21 +185,26 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
         "startup_seconds": startup,
         "workloads": {},
     }
-    dtype = llm.config.dtype
     llm.exit()
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        ceilings = measure_ceilings(device, dtype) if args.bandwidth is None or args.flops is None else None
-    ceilings = Ceilings(
-        bandwidth=args.bandwidth * 1e12 if args.bandwidth else ceilings.bandwidth,
-        flops=args.flops * 1e12 if args.flops else ceilings.flops,
-    )
-    report["bandwidth"], report["flops"] = ceilings.bandwidth, ceilings.flops
+        ceilings = find_ceilings(args, device, dtype, weight_format)
+    report["bandwidth"], report["flops"], report["layer_flops"] = astuple(ceilings)
     for name in args.workload:
         report["workloads"][name] = summarize(name, passes[name], size, ceilings, args.tensor_parallel_size)
         print(f"{name}: {WORKLOADS[name].stresses}; {report['device']}; median of {args.passes}")
         print_summary(report["workloads"][name], ceilings)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
+
+
+def find_ceilings(
+    args: argparse.Namespace, device: torch.device, dtype: torch.dtype, weight_format: Fp8Format | None
+) -> Ceilings:
+    """Those that were given, and the others measured."""
+    layer_flops = args.flops if weight_format is None else args.fp8_flops
+    given = [each and each * 1e12 for each in (args.bandwidth, args.flops, layer_flops)]
+    measured = (0.0, 0.0, 0.0) if all(given) else astuple(measure_ceilings(device, dtype, weight_format))
+    return Ceilings(*(mine or its for mine, its in zip(given, measured, strict=True)))
 
 
 def installed_versions(*names: str) -> dict[str, str | None]:
@@ -220,5 +235,5 @@ def print_summary(s: dict, ceilings: Ceilings) -> None:
     print(f"Total: {s['tokens']}tok, Time: {s['seconds']:.2f}s, Throughput: {s['throughput']:.2f}tok/s")
     print(
         f"Floor: {s['floor_seconds']:.3f}s ({ceilings.bandwidth / 1e12:.3g} TB/s, "
-        f"{ceilings.flops / 1e12:.3g} TFLOP/s); share of the floor reached: {s['share_of_floor']:.3f}"
+        f"{ceilings.layer_flops / 1e12:.3g} TFLOP/s); share of the floor reached: {s['share_of_floor']:.3f}"
     )

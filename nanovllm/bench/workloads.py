@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from random import Random
 
+from nanovllm.config import Config
+
 VOCABULARY = 10000  # prompts are random ids in 0..10000, as far as the model has them
 TEMPERATURE = 0.6
 
@@ -16,6 +18,7 @@ class Workload:
         prompt: shortest and longest prompt, in tokens, without the shared beginning.
         output: fewest and most tokens to generate.
         shared: tokens that all prompts of a pass begin with.
+        max_num_seqs: how many the engine may run at once.
         stresses: what it is there to show.
     """
 
@@ -24,6 +27,7 @@ class Workload:
     output: tuple[int, int]
     stresses: str
     shared: int = 0
+    max_num_seqs: int = Config.max_num_seqs
 
     def draw(self, index: int, vocab_size: int = VOCABULARY + 1) -> tuple[list[list[int]], list[int]]:
         """Prompts and output lengths of pass `index`, for a model of that vocabulary.
@@ -54,5 +58,6 @@ WORKLOADS = {
     "long": Workload(128, (2000, 3500), (100, 500), "long contexts"),
     "batch16": Workload(16, (512, 512), (256, 256), "small batches: latency and bandwidth"),
     "queue": Workload(2048, (100, 1024), (100, 1024), "far more requests than run at once"),
+    "throughput": Workload(2048, (1000, 1000), (1000, 1000), "as many tokens as possible", max_num_seqs=1024),
     "laptop": Workload(8, (16, 64), (16, 32), "a machine without a GPU, in a minute"),
 }

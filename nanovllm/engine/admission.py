@@ -9,7 +9,7 @@ from nanovllm.engine.sequence import Sequence
 # others begin, so that several do at once: a prefill step of one prompt takes the host as long as one of ten.
 RESERVED_SHARE = 16
 
-# A mixed step reads a prompt's keys once for each of its tokens, a prefill step once for many tokens.
+# Longer prompts are prefilled: a mixed step reads a prompt's keys once for each token, a prefill once for many tokens.
 _MAX_MIXED_PROMPT_TOKENS = 2048
 
 
@@ -38,19 +38,19 @@ class Admission:
         self.is_open = len(manager.free_block_ids) >= 2 * self.num_reserved
 
     def add_running(self, seq: Sequence) -> None:
-        """Reserve the blocks that the sequence, by max_tokens, may still need."""
+        """Reserve the blocks that the sequence may still need if it generates max_tokens."""
         longest = min(seq.num_prompt_tokens + seq.max_tokens, self._max_seq_len)
         num_blocks = -(-longest // seq.block_size) - len(seq.block_table)
         self.num_reserved = min(self.num_reserved + num_blocks, self._max_reserved)
 
 
-class MixedSteps:
+class MixedAdmission:
     """Decides for one step which prompts are computed in spare rows of a decode step (Sarathi, Agrawal et al. 2023).
 
     A decode step of a wide model spends its time reading weights, so a few hundred rows take little longer than one. A
-    prompt's token is cheaper there than in a prefill step, but the prompt starts slowly. So it must be able to end, by
-    max_tokens, no later than the longest running sequence. And all waiting sequences must find a place in the batch;
-    otherwise a prefill fills it sooner.
+    prompt's token is cheaper there than in a prefill step, but the prompt starts slowly. So if all sequences generate
+    their max_tokens, it must end no later than the longest running one. And all waiting sequences must find a place in
+    the batch; otherwise a prefill fills it sooner.
     """
 
     def __init__(

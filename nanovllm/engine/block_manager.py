@@ -1,4 +1,4 @@
-"""BlockManager: which block of the paged KV cache belongs to whom, and the prefix cache over them."""
+"""BlockManager: which sequences own each block of the paged KV cache, and the prefix cache."""
 
 from collections import OrderedDict
 from collections.abc import Container
@@ -19,7 +19,7 @@ class Block:
     block_id: int  # its index in the cache
     ref_count: int = 0  # number of block tables that contain it; 0 = free
     hash: int = -1  # of all tokens up to its end; -1 if it is not full yet, or forgotten
-    token_ids: AbstractSequence[int] = ()  # whose keys and values it holds, once hashed
+    token_ids: AbstractSequence[int] = ()  # whose keys and values it holds; empty without a hash
     prefix_id: int = 0  # content_id of the block before it; 0 for a first block
     # Stands for (prefix_id, token_ids): blocks with the same content share it. A hit must match both, so a hash
     # collision, here or in a block before, costs a miss and never a wrong answer.
@@ -75,8 +75,8 @@ class BlockManager:
         if seq.num_blocks - self._max_shared_blocks(seq) > num_free:
             return False
         shared = self._find_shared_blocks(seq)
-        num_taken_back = sum(self.blocks[i].ref_count == 0 for i in shared)
-        return seq.num_blocks - len(shared) + num_taken_back <= num_free
+        num_shared_free = sum(self.blocks[i].ref_count == 0 for i in shared)  # They count as free until then.
+        return seq.num_blocks - len(shared) + num_shared_free <= num_free
 
     def allocate(self, seq: Sequence) -> None:
         """Fill the sequence's block table, and set num_cached_tokens to what the prefix cache gave: never all tokens,
@@ -95,8 +95,8 @@ class BlockManager:
             seq.num_shared_tokens = seq.num_cached_tokens
 
     def deallocate(self, seq: Sequence) -> None:
-        """Drop the sequence's references. The last block is freed and so reused first; others are likeliest to share
-        the first one."""
+        """Drop the sequence's references. Its last block is freed, and so reused, first: the first one is the likeliest
+        to be shared again."""
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -116,10 +116,10 @@ class BlockManager:
         if seq.num_blocks > len(seq.block_table):
             seq.block_table.append(self._take_free_block())
 
-    def hash_blocks(self, seq: Sequence, num_tokens: int) -> None:
-        """Let others find the blocks that became full when the cached tokens grew from `num_tokens` to
+    def hash_blocks(self, seq: Sequence, num_cached_before: int) -> None:
+        """Let others find the blocks that became full when the cached tokens grew from `num_cached_before` to
         seq.num_cached_tokens."""
-        first, end = num_tokens // self.block_size, seq.num_cached_tokens // self.block_size
+        first, end = num_cached_before // self.block_size, seq.num_cached_tokens // self.block_size
         if not self.enable_prefix_caching or first == end:
             return
         self._extend_hashes(seq, end)
@@ -153,8 +153,8 @@ class BlockManager:
         return len(self._find_shared_blocks(seq)) * self.block_size
 
     def is_worth_waiting(self, seq: Sequence, scheduled: Container[int]) -> bool:
-        """Whether the first block that the cache lacks is `scheduled` for others (hashes): after this step the sequence
-        can share it instead of computing it again."""
+        """Whether the first block that the prefix cache lacks is among `scheduled`, hashes of blocks that this step
+        computes for others. After this step the sequence can share it instead of computing it again."""
         if not scheduled:
             return False
         num_shared = len(self._find_shared_blocks(seq))
@@ -167,7 +167,7 @@ class BlockManager:
             block.update(-1, ())
 
     def forget_blocks(self, seq: Sequence) -> None:
-        """Let nobody find the free blocks that hold a sequence's tokens."""
+        """Take the free blocks that hold a sequence's tokens out of the prefix cache."""
         for hash in seq.block_hashes:
             block_id = self.hash_to_block_id.get(hash)
             if block_id is not None and self.blocks[block_id].ref_count == 0:
@@ -175,12 +175,13 @@ class BlockManager:
                 self.blocks[block_id].update(-1, ())
 
     def _max_shared_blocks(self, seq: Sequence) -> int:
+        """Its full blocks, but not with its last token: that one is always computed."""
         if not self.enable_prefix_caching or seq.needs_prompt_logits:
             return 0
         return (seq.num_tokens - 1) // self.block_size
 
     def _find_shared_blocks(self, seq: Sequence) -> list[int]:
-        """Ids of the known blocks, up to the first miss."""
+        """Ids of the blocks with its tokens in the prefix cache, up to the first miss."""
         found = []
         prefix_id = 0
         for i in range(self._max_shared_blocks(seq)):
@@ -193,8 +194,8 @@ class BlockManager:
         return found
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
-        """Compute the hashes of the first num_blocks blocks. The sequence keeps them: while there is no room for the
-        head of the waiting queue, it is looked up at every step."""
+        """Compute the hashes of the first num_blocks blocks. The sequence keeps them, because it is looked up at every
+        step while there is no room for it."""
         hashes = seq.block_hashes
         while len(hashes) < num_blocks:
             prefix = hashes[-1] if hashes else -1

@@ -38,9 +38,9 @@ class Step(NamedTuple):
     """A step that has been launched."""
 
     seqs: list[Sequence]
-    prefilled: list[Sequence]  # those of seqs that it prefills
+    prefilled: list[Sequence]  # those of seqs that it prefills, in a mixed step the last ones
     num_tokens: int  # as `LLMEngine.step` returns it
-    tokens: SampledTokens | Forward | None  # a Forward if they are not sampled yet; None if there was nothing to launch
+    tokens: SampledTokens | Forward | None  # a Forward if they are not sampled yet; None if no step was launched
 
 
 class LLMEngine:
@@ -117,198 +117,6 @@ class LLMEngine:
         """What the model's generation_config.json recommends. Raises ValueError if that cannot be used."""
         return SamplingParams.from_generation_config(self.config.generation_config)
 
-    # -- requests by hand --------------------------------------------------------------------------------------------
-
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue one prompt, in any form that generate accepts, for `step`. Returns its request id.
-
-        Raises ValueError or TypeError as generate does, and RuntimeError after exit() or while a generate(), stream()
-        or generate_iter() is under way.
-        """
-        with self._lock.turn(_BY_HAND):
-            seqs = self._sequences.make_one(prompt, SamplingParams() if sampling_params is None else sampling_params)
-            self._queue(_BY_HAND, [seqs])
-            return seqs[0].request_id
-
-    def abort_request(self, request_id: int | None = None) -> None:
-        """Drop an unfinished request with all its samples, or with None all requests. A request that has finished or
-        been aborted stays as it is.
-
-        A generate, stream or generate_iter returns what the request has so far, with finish_reason "abort"; `step` does
-        not return it. Call this between steps: from on_step, or from the loop that reads a stream.
-
-        Raises:
-            ValueError, TypeError: there has been no request with this id.
-            RuntimeError: another thread is inside a call.
-        """
-        with self._lock.no_other_thread("abort_request()"):
-            self._sequences.check_request_id(request_id, chain(self.scheduler.waiting, self.scheduler.running))
-            aborted = self.scheduler.abort(None if request_id is None else [request_id])
-            now = time.perf_counter()
-            for seq in aborted:
-                seq.finish_time = now
-            if self._lock.owner != _BY_HAND:
-                self._aborted += aborted
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; running requests keep their blocks. Raises RuntimeError if another thread is
-        inside a call."""
-        with self._lock.no_other_thread("reset_prefix_cache()"):
-            self.scheduler.block_manager.reset_prefix_cache()
-
-    def is_finished(self) -> bool:
-        """Whether no request is left to work on."""
-        return not self._is_busy()
-
-    def stats(self) -> EngineStats:
-        """The engine's state now, and what it has done so far. Only reads counters."""
-        return engine_stats(self.scheduler, self._num_steps, self._seconds)
-
-    # -- one step --------------------------------------------------------------------------------------------------
-
-    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
-        """Compute one step.
-
-        Returns:
-            [(request id, completion token ids)] of the sequences that finished, and the number of tokens that a
-            prefill computed, or minus the number of sequences that a decode step (also a mixed one) advanced.
-
-        Raises:
-            RuntimeError: nothing is queued, or a generate(), stream() or generate_iter() is under way, or the engine
-                has exited.
-
-        Any other exception, from the model or from Ctrl-C, drops all requests and leaves the engine usable.
-        """
-        with self._lock.turn(_BY_HAND):
-            if self.is_finished():
-                raise RuntimeError("step() with no request queued: call add_request() first")
-            finished, step = self._step()
-        return [(seq.request_id, seq.completion_token_ids) for seq in finished], step.num_tokens
-
-    def _step(self) -> tuple[list[Sequence], Step]:
-        """Launch the next step, then read the one before it. Returns the sequences that the step before finished, and
-        that step.
-
-        So the device has work while the host reads tokens, makes results and schedules. The next step takes the tokens
-        that the host has not read yet from the device's memory. The host learns one step late that a token ended its
-        sequence, and drops the surplus token that the next step computes for it.
-        """
-        start = time.perf_counter()
-        if self._in_flight is None and not self.scheduler.is_finished():  # nothing to read yet
-            with self._computing():
-                self._in_flight = self._advance(self._launch())
-        with self._computing():
-            self.executor.check_workers()
-            step, following = self._in_flight, None
-            if self.config.overlap_steps and not self.scheduler.is_finished():
-                following = self._launch()
-            finished = self._read(step) if step else []
-            self._in_flight = self._advance(following) if following else None
-        self._seconds += time.perf_counter() - start
-        finished += self._aborted
-        self._aborted = []
-        return finished, step or Step([], [], 0, None)
-
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        """A block that `exit` waits for. If it fails, all requests are dropped: their counters may be ahead of the
-        cache, and going on would give wrong tokens."""
-        with self._lock.step():
-            try:
-                yield
-            except BaseException:
-                self._drop_all(self.scheduler.reset)
-                raise
-
-    def _launch(self) -> Step:
-        seqs, is_prefill = self.scheduler.schedule()
-        prefilled = list(takewhile(lambda seq: seq.is_prefilling, reversed(seqs)))
-        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs) if is_prefill else len(prefilled) - len(seqs)
-        self._num_steps += 1
-        return Step(seqs, prefilled, num_tokens, self.executor.run(seqs, is_prefill))
-
-    def _advance(self, step: Step) -> Step:
-        """Record the launched step, so that another can be scheduled. If its tokens depend on those before them, as in
-        a grammar, these have been read by now, and its own are sampled here."""
-        if isinstance(step.tokens, Forward):
-            step = step._replace(tokens=self.executor.sample(step.tokens))
-        self.scheduler.advance(step.seqs)
-        return step
-
-    def _read(self, step: Step) -> list[Sequence]:
-        """Wait for a step's tokens and record them. Returns the sequences that finished."""
-        tokens: Any = step.tokens
-        token_ids, logprobs = tokens.wait(), tokens.logprobs
-        if logprobs is not None:
-            logprobs.record_prompts(step.seqs)
-        finished = self.scheduler.postprocess(step.seqs, token_ids, logprobs)
-        if self._watches_text:
-            finished += self._stop_at_texts(step.seqs)
-        now = time.perf_counter()
-        for seq in step.prefilled:
-            if seq.first_token_time is None and seq.num_completion_tokens:
-                seq.first_token_time = now
-        for seq in finished:
-            seq.finish_time = now
-        return finished
-
-    def _stop_at_texts(self, seqs: list[Sequence]) -> list[Sequence]:
-        """End the sequences whose newest token completes a stop string. Returns those that had not ended anyway."""
-        stopped = [seq for seq in seqs if seq.text_stream is not None and read_new_tokens(seq)]
-        ended = [seq for seq in stopped if not seq.is_finished]
-        self.scheduler.stop(ended)
-        return ended
-
-    # -- calls that queue requests and step through them -------------------------------------------------------------
-
-    def _is_busy(self) -> bool:
-        """Whether requests are unfinished, or finished ones not returned."""
-        return bool(self._in_flight or self._aborted) or not self.scheduler.is_finished()
-
-    def _has_work(self, call: Call) -> bool:
-        """Whether `_step` has something to return to this call. Another call begins only when nothing is left."""
-        return call == self._lock.owner and self._is_busy()
-
-    @contextmanager
-    def _driving(self, call: Call) -> Iterator[None]:
-        """A block that computes steps for a call. If it raises, all requests are dropped."""
-        self._lock.own(call)
-        try:
-            yield
-        except GeneratorExit:  # between two steps, so that the prefix cache can be kept
-            self._drop(call, self.scheduler.abort)
-            raise
-        except BaseException:
-            self._drop(call, self.scheduler.reset)
-            raise
-
-    def _drop(self, call: Call, drop: Callable[[], object]) -> None:
-        """Drop all sequences, unless another call has begun: a stream may be closed late, and in any thread."""
-        with self._lock.if_owner(call) as is_owner:
-            if is_owner:
-                self._drop_all(drop)
-
-    def _drop_all(self, drop: Callable[[], object]) -> None:
-        drop()
-        self._in_flight, self._aborted = None, []
-
-    def _queue(self, call: Call, requests: list[list[Sequence] | Exception], reorder: bool = False) -> int:
-        """Queue the requests that can be served. Returns the number of sequences. reorder: see `longest_first`."""
-        seqs = [seq for request in requests if isinstance(request, list) for seq in request]
-        if reorder:
-            manager = self.scheduler.block_manager
-            capacity = len(manager.blocks) * manager.block_size
-            seqs = longest_first(seqs, self.scheduler.max_seq_len, capacity, manager.enable_prefix_caching)
-        self._lock.own(call)  # again, because the iterable of prompts may have used the engine itself
-        if self.scheduler.is_finished():
-            self._watches_text = False
-        now = time.perf_counter()
-        for seq in seqs:
-            seq.arrival_time = now
-            self._watches_text |= seq.text_stream is not None
-            self.scheduler.add(seq)
-        return len(seqs)
-
     # -- whole batches -----------------------------------------------------------------------------------------------
 
     def generate(
@@ -368,9 +176,200 @@ class LLMEngine:
                         show(len(finished), step.num_tokens)
             return [results.ready[i] for i in range(len(prompts))]
 
+    def _queue(self, call: Call, requests: list[list[Sequence] | Exception], reorder: bool = False) -> int:
+        """Queue the requests that can be served. Returns the number of sequences. reorder: as `longest_first` says."""
+        seqs = [seq for request in requests if isinstance(request, list) for seq in request]
+        if reorder:
+            manager = self.scheduler.block_manager
+            capacity = len(manager.blocks) * manager.block_size
+            seqs = longest_first(seqs, self.scheduler.max_seq_len, capacity, manager.enable_prefix_caching)
+        self._lock.own(call)  # again, because the iterable of prompts may have used the engine itself
+        if self.scheduler.is_finished():
+            self._watches_text = False
+        now = time.perf_counter()
+        for seq in seqs:
+            seq.arrival_time = now
+            self._watches_text |= seq.text_stream is not None
+            self.scheduler.add(seq)
+        return len(seqs)
+
     def _set_texts(self, finished: list[Sequence]) -> None:
         if finished and self.tokenizer is not None:
             set_texts(self.tokenizer, finished)
 
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def _step(self) -> tuple[list[Sequence], Step]:
+        """Launch step N+1, then wait for the tokens of step N. Returns the sequences that step N finished, and step N.
+
+        So the device has work while the host reads tokens, makes results and schedules. Step N+1 takes the tokens that
+        the host has not read yet from the device's memory. The host learns one step late that a token ended its
+        sequence, and drops the surplus token that step N+1 computes for it.
+        """
+        start = time.perf_counter()
+        if self._in_flight is None and not self.scheduler.is_finished():  # nothing to read yet
+            with self._computing():
+                self._in_flight = self._advance(self._launch())
+        with self._computing():
+            self.executor.check_workers()
+            step, following = self._in_flight, None
+            if self.config.overlap_steps and not self.scheduler.is_finished():
+                following = self._launch()
+            finished = self._read(step) if step else []
+            self._in_flight = self._advance(following) if following else None
+        self._seconds += time.perf_counter() - start
+        finished += self._aborted
+        self._aborted = []
+        return finished, step or Step([], [], 0, None)
+
+    def _launch(self) -> Step:
+        seqs, is_prefill = self.scheduler.schedule()
+        prefilled = list(takewhile(lambda seq: seq.is_prefilling, reversed(seqs)))
+        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs) if is_prefill else len(prefilled) - len(seqs)
+        self._num_steps += 1
+        return Step(seqs, prefilled, num_tokens, self.executor.run(seqs, is_prefill))
+
+    def _read(self, step: Step) -> list[Sequence]:
+        """Wait for a step's tokens and record them. Returns the sequences that finished."""
+        tokens: Any = step.tokens
+        token_ids, logprobs = tokens.wait(), tokens.logprobs
+        if logprobs is not None:
+            logprobs.record_prompts(step.seqs)
+        finished = self.scheduler.postprocess(step.seqs, token_ids, logprobs)
+        if self._watches_text:
+            finished += self._stop_at_texts(step.seqs)
+        now = time.perf_counter()
+        for seq in step.prefilled:
+            if seq.first_token_time is None and seq.num_completion_tokens:
+                seq.first_token_time = now
+        for seq in finished:
+            seq.finish_time = now
+        return finished
+
+    def _stop_at_texts(self, seqs: list[Sequence]) -> list[Sequence]:
+        """End the sequences whose newest token completes a stop string. Returns those that had not ended anyway."""
+        stopped = [seq for seq in seqs if seq.text_stream is not None and read_new_tokens(seq)]
+        ended = [seq for seq in stopped if not seq.is_finished]
+        self.scheduler.stop(ended)
+        return ended
+
+    def _advance(self, step: Step) -> Step:
+        """Record the launched step, so that another can be scheduled. A step that waited for the tokens of the step
+        before, as with a grammar, is sampled here: they have been read by now."""
+        if isinstance(step.tokens, Forward):
+            step = step._replace(tokens=self.executor.sample(step.tokens))
+        self.scheduler.advance(step.seqs)
+        return step
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """A block that `exit` waits for. If it fails, all requests are dropped: their counters may be ahead of the
+        cache, and going on would give wrong tokens."""
+        with self._lock.step():
+            try:
+                yield
+            except BaseException:
+                self._drop_all(self.scheduler.reset)
+                raise
+
+    # -- requests by hand --------------------------------------------------------------------------------------------
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queue one prompt, in any form that generate accepts, for `step`. Returns its request id.
+
+        Raises ValueError or TypeError as generate does, and RuntimeError after exit() or while a generate(), stream()
+        or generate_iter() is under way.
+        """
+        with self._lock.turn(_BY_HAND):
+            seqs = self._sequences.make_one(prompt, SamplingParams() if sampling_params is None else sampling_params)
+            self._queue(_BY_HAND, [seqs])
+            return seqs[0].request_id
+
+    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
+        """Compute one step.
+
+        Returns:
+            [(request id, completion token ids)] of the sequences that finished, and the number of tokens that a
+            prefill computed, or minus the number of sequences that a decode step (also a mixed one) advanced.
+
+        Raises:
+            RuntimeError: nothing is queued, or a generate(), stream() or generate_iter() is under way, or the engine
+                has exited.
+
+        Any other exception, from the model or from Ctrl-C, drops all requests and leaves the engine usable.
+        """
+        with self._lock.turn(_BY_HAND):
+            if self.is_finished():
+                raise RuntimeError("step() with no request queued: call add_request() first")
+            finished, step = self._step()
+        return [(seq.request_id, seq.completion_token_ids) for seq in finished], step.num_tokens
+
+    def abort_request(self, request_id: int | None = None) -> None:
+        """Drop an unfinished request with all its samples, or with None all requests. A request that has finished or
+        been aborted stays as it is.
+
+        A generate, stream or generate_iter returns what the request has so far, with finish_reason "abort"; `step` does
+        not return it. Call this between steps: from on_step, or from the loop that reads a stream.
+
+        Raises:
+            ValueError, TypeError: there has been no request with this id.
+            RuntimeError: another thread is inside a call.
+        """
+        with self._lock.no_other_thread("abort_request()"):
+            self._sequences.check_request_id(request_id, chain(self.scheduler.waiting, self.scheduler.running))
+            aborted = self.scheduler.abort(None if request_id is None else [request_id])
+            now = time.perf_counter()
+            for seq in aborted:
+                seq.finish_time = now
+            if self._lock.owner != _BY_HAND:
+                self._aborted += aborted
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests keep their blocks. Raises RuntimeError if another thread is
+        inside a call."""
+        with self._lock.no_other_thread("reset_prefix_cache()"):
+            self.scheduler.block_manager.reset_prefix_cache()
+
+    def is_finished(self) -> bool:
+        """Whether no request is left to work on."""
+        return not self._is_busy()
+
+    def stats(self) -> EngineStats:
+        """The engine's state now, and what it has done so far. Only reads counters."""
+        return engine_stats(self.scheduler, self._num_steps, self._seconds)
+
+    # -- who may use the engine, and for how long --------------------------------------------------------------------
+
     def _new_call(self, name: str) -> Call:
         return Call(name, next(self._calls))
+
+    @contextmanager
+    def _driving(self, call: Call) -> Iterator[None]:
+        """A block that computes steps for a call. If it raises, all requests are dropped."""
+        self._lock.own(call)
+        try:
+            yield
+        except GeneratorExit:  # between two steps, so that the prefix cache can be kept
+            self._drop(call, self.scheduler.abort)
+            raise
+        except BaseException:
+            self._drop(call, self.scheduler.reset)
+            raise
+
+    def _has_work(self, call: Call) -> bool:
+        """Whether `_step` has something to return to this call. Another call begins only when nothing is left."""
+        return call == self._lock.owner and self._is_busy()
+
+    def _is_busy(self) -> bool:
+        """Whether requests are unfinished, or finished ones not returned."""
+        return bool(self._in_flight or self._aborted) or not self.scheduler.is_finished()
+
+    def _drop(self, call: Call, drop: Callable[[], object]) -> None:
+        """Drop all sequences, unless another call has begun: a stream may be closed late, and in any thread."""
+        with self._lock.if_owner(call) as is_owner:
+            if is_owner:
+                self._drop_all(drop)
+
+    def _drop_all(self, drop: Callable[[], object]) -> None:
+        drop()
+        self._in_flight, self._aborted = None, []

@@ -14,6 +14,7 @@ from nanovllm.engine.ranks.process_group import ABORT_SECONDS, abort_group
 from nanovllm.engine.runner.cuda_graphs import DecodeGraphs, graph_batch_sizes, mixed_batch_sizes
 from nanovllm.engine.runner.inputs import Batch, DecodeInputs, prefill_batch, send_prefill
 from nanovllm.engine.runner.kernel_compilation import warmup_kernels
+from nanovllm.engine.runner.kv_scales import choose_kv_scales
 from nanovllm.engine.runner.memory import allocate_kv_cache, largest_prefill
 from nanovllm.engine.runner.model_setup import set_up_model
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
@@ -51,29 +52,33 @@ class ModelRunner:
         self.num_layer_params = 0  # on this rank
         self.num_kvcache_blocks = 0
         self.kv_cache: torch.Tensor | None = None  # [2, layers, blocks, block_size, kv_heads, head_dim]: keys, values
+        self.kv_scales: torch.Tensor | None = None  # float32 [layers, 2, kv_heads] of an fp8 cache: keys, values
         self.mixed_step_rows = 0  # most tokens of a mixed step; 0 for no mixed steps
         self.decode_inputs: DecodeInputs | None = None
         self.graphs: DecodeGraphs | None = None  # of decode steps; None without CUDA graphs
         self.mixed_graphs: DecodeGraphs | None = None
         self.logit_steps: LogitSteps | None = None
         self.tp = TensorParallel()
-        self.check: Callable[[], None] | None = None
+        self.check_workers: Callable[[], None] | None = None
         self._threads = StepThreads(config.tensor_parallel_size)
         self._free_at_start = free_at_start
 
     def start(self, tp: TensorParallel, progress: StartProgress, check: Callable[[], None] | None = None) -> None:
-        """Build everything, ready for `run`. All ranks do so at the same time. check: rank 0's, with several ranks;
-        raises if another rank has gone, for which the device would wait."""
-        self.tp, self.check = tp, check
+        """Build everything, ready for `run`. All ranks do so at the same time. check: `Executor.check_workers`, on rank
+        0 of several. A step would wait for ever for a rank that has died."""
+        self.tp, self.check_workers = tp, check
         config = self.config
         head_dim = get_head_dim(config.hf_config)
-        backend = select_backend(config.attention_backend, config.device, config.dtype, head_dim, self.block_size)
+        options = config.device, config.dtype, head_dim, self.block_size, config.kv_cache_dtype != config.dtype
+        backend = select_backend(config.attention_backend, *options)
         has_graphs = config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs
         set_up_model(self, backend, has_graphs, progress)
         billions = num_checkpoint_params(self.model) / 1e9
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
         logger.info("device: %s", self.device_name)
         logger.info("attention back end: %s", backend.description)
+        if self.kv_scales is not None:
+            choose_kv_scales(self)
         progress.tell("measuring memory")
         self.warmup_model()
         self.allocate_kv_cache()
@@ -98,7 +103,7 @@ class ModelRunner:
             load_model(self.model, self.config.model)
 
     def synchronize(self) -> None:
-        """Wait for the steps in flight, which need every rank and the host's memory."""
+        """Wait for the steps in flight: they need every rank and the host's memory."""
         if self.device.type == "cuda":
             with suppress(RuntimeError):  # The next call raises it as well.
                 torch.cuda.synchronize(self.device)
@@ -108,11 +113,11 @@ class ModelRunner:
         self.synchronize()
         if self.model is not None:
             for layer in self.attention_layers():
-                layer.k_cache = layer.v_cache = None
+                layer.k_cache = layer.v_cache = layer.kv_scales = None
             # A parameter and its loader's layer refer to each other, so only the collector would free them.
             for parameter in self.model.parameters():
                 vars(parameter).pop("weight_loader", None)
-        self.model = self.sampler = self.kv_cache = self.graphs = self.mixed_graphs = None
+        self.model = self.sampler = self.kv_cache = self.kv_scales = self.graphs = self.mixed_graphs = None
         self.decode_inputs = self.logit_steps = None
         if self.device.type == "cuda":
             # CUDA graphs and the functions that they were captured from refer to each other.
@@ -130,8 +135,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warmup_model(self) -> None:
-        """One prefill at full size, which shows the peak of the activations. On a CPU, the KV cache's size is an option
-        and does not depend on it."""
+        """One prefill at full size, to measure how much memory activations need. On a CPU the KV cache's size is an
+        option and does not depend on it."""
         if self.device.type == "cpu":
             return
         torch.cuda.empty_cache()
@@ -153,6 +158,7 @@ class ModelRunner:
         self.num_kvcache_blocks = 0 if kv_cache is None else kv_cache.shape[2]
         for i, layer in enumerate(self.attention_layers()):
             layer.k_cache, layer.v_cache = (None, None) if kv_cache is None else kv_cache[:, i]
+            layer.kv_scales = None if self.kv_scales is None else self.kv_scales[i]
 
     def attention_layers(self) -> list[Attention]:
         return [module for module in self.model.modules() if isinstance(module, Attention)]
@@ -191,10 +197,10 @@ class ModelRunner:
         """Start a step, and do not wait for it. The next step may be started before this one's tokens are read.
 
         Returns:
-            The future tokens, one for each sequence (meaningless if its prefill goes on). A Forward, for `sample`, if
-            the sampling needs the tokens of the step before. None on a worker if rank 0 samples.
+            The future tokens, one for each sequence (meaningless if its prefill goes on). Or a Forward, for `sample`,
+            if the sampling needs the tokens of the step before. None on a worker if rank 0 samples.
         """
-        with self._computing(batch.num_rows):
+        with self._cpu_threads(batch.num_rows):
             if batch.needs_logits:
                 forward = self.logit_steps.forward(batch)
                 return forward if batch.waits_for_tokens else self.logit_steps.sample(forward)
@@ -211,17 +217,17 @@ class ModelRunner:
                 else:
                     self._decode(batch.num_seqs, batch.num_rows if batch.is_mixed else 0)
                 host = self.decode_inputs.tokens_on_host(batch.num_seqs)
-            return SampledTokens(sampled, check=self.check, host=host)
+            return SampledTokens(sampled, check_workers=self.check_workers, host=host)
 
     @torch.inference_mode()
     def sample(self, forward: Forward | None = None) -> SampledTokens | None:
         """Sample the tokens of a Forward. A worker receives them from rank 0."""
         num_tokens = sum(seq.num_scheduled_tokens for seq in forward.seqs) if forward else 0
-        with self._computing(num_tokens):
+        with self._cpu_threads(num_tokens):
             return self.logit_steps.sample(forward)
 
-    def _computing(self, num_tokens: int) -> AbstractContextManager:
-        """On a CPU, a block with the number of threads that suits a step of num_tokens."""
+    def _cpu_threads(self, num_tokens: int) -> AbstractContextManager:
+        """On a CPU, a block with the number of threads that suits a step of num_tokens. On a GPU, nothing."""
         if self.device.type != "cpu":
             return nullcontext()
         return self._threads.computing(num_tokens * self.num_layer_params)
@@ -238,15 +244,15 @@ class ModelRunner:
 
     def run_model(self, input_ids, positions, temperatures, seeds, sample_positions) -> None:
         """Model, head and sampler: a token for each temperature, into decode_inputs.sampled. Further rows are padding.
-        The noise of a token depends on sample_positions, the positions before the sampled tokens."""
+        sample_positions: those of the tokens from which they are sampled, which decide the sampler's noise."""
         logits = self.model.compute_logits(self.model(input_ids, positions)[: len(temperatures)])
         sampled = self.decode_inputs.sampled[: len(logits)]
         self.sampler(logits, temperatures, seeds, sample_positions, out=sampled)
 
     @torch.inference_mode()
     def capture_cudagraph(self, tell: Callable[[int, int], None] | None = None) -> None:
-        """Capture `_decode` at every batch size of graph_batch_sizes. tell: called with how many are captured, and of
-        how many."""
+        """Capture `_decode` at every batch size of graph_batch_sizes. tell: called with the number of graphs captured
+        so far, and of all."""
         sizes = graph_batch_sizes(self.config.max_num_seqs)
         self.graphs = DecodeGraphs(self._decode, self._run_padding, sizes, self.device)
         self.graphs.capture_all(tell)
@@ -260,7 +266,7 @@ class ModelRunner:
             logger.info("CUDA graphs of mixed steps: %d, of %d rows", len(sizes), rows)
 
     def _run_padding(self, batch_size: int, mixed_rows: int = 0) -> None:
-        """`_decode` of padding alone, through a few layers: these launch every kernel that all of them do."""
+        """`_decode` of padding alone, through a few layers, which launch every kernel that all layers do."""
         self.decode_inputs.pad(mixed_rows or self.decode_inputs.padded[batch_size])
         with few_layers(self.model):
             self._decode(batch_size, mixed_rows)

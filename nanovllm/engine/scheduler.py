@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from nanovllm.config import Config
-from nanovllm.engine.admission import Admission, MixedSteps
+from nanovllm.engine.admission import Admission, MixedAdmission
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.engine.sampling.logprobs import StepLogprobs
@@ -16,12 +16,12 @@ from nanovllm.layers.sampler import NON_FINITE
 
 logger = logging.getLogger(__name__)
 
-# Most prompts that one step defers because another of its prompts computes their beginning. Each costs the host a hash
-# of the prompt while the device waits for the batch's first step.
+# How many prompts a step may defer because another of its prompts computes their beginning. Each costs the host a hash
+# of the prompt, while the device waits for the batch's first step.
 MAX_DEFERRED = 32
 
-# No prompt is cut to fill the last max_num_batched_tokens // MIN_CHUNK_SHARE tokens of a step: the step that continues
-# it reads the cache, which makes attention slower for all sequences of that step.
+# No prompt is cut to fill the last max_num_batched_tokens // MIN_CHUNK_SHARE tokens of a step. The next step would
+# continue it from the cache, which makes attention slower for all sequences of that step.
 MIN_CHUNK_SHARE = 8
 
 _NO_TOKEN = frozenset({NON_FINITE})  # It ends every sequence, so that postprocess finds it at no extra cost.
@@ -30,7 +30,7 @@ _NO_TOKEN = frozenset({NON_FINITE})  # It ends every sequence, so that postproce
 class Scheduler:
     """Waiting and running sequences over one BlockManager.
 
-    Prefill comes first, if `Admission` lets sequences begin. If `MixedSteps` admits prompts, they are computed in spare
+    Prefill comes first, if `Admission` lets sequences begin. Prompts that `MixedAdmission` admits are computed in spare
     rows of a decode step instead. When the cache is full, the sequence that began last is preempted.
 
     Args:
@@ -40,7 +40,7 @@ class Scheduler:
 
     Attributes:
         waiting, running: the sequences, in order.
-        max_seq_len: longest sequence that the engine can hold, prompt and completion.
+        max_seq_len: tokens of the longest sequence that the engine can hold, prompt and completion.
         num_preemptions, num_prompt_tokens, num_prefix_queries, num_prefix_hits, num_generated_tokens: counters for
             `EngineStats`, which survive `reset`.
     """
@@ -88,7 +88,7 @@ class Scheduler:
         Each sequence's num_scheduled_tokens says how many tokens the step computes for it, and its block_table has
         slots for them. In a mixed step, which counts as a decode step, the last sequences are prefilled.
         """
-        mixed = MixedSteps(self.running, self.waiting, self.mixed_step_rows, self.max_num_seqs, self.max_seq_len)
+        mixed = MixedAdmission(self.running, self.waiting, self.mixed_step_rows, self.max_num_seqs, self.max_seq_len)
         is_mixed = bool(self.waiting) and mixed.admits(self.waiting[0])
         if not is_mixed:
             seqs = self._schedule_prefill(self.max_num_batched_tokens)
@@ -101,7 +101,7 @@ class Scheduler:
             seqs += self._schedule_prefill(self.mixed_step_rows - len(seqs), mixed)
         return seqs, False
 
-    def _schedule_prefill(self, budget: int, mixed: MixedSteps | None = None) -> list[Sequence]:
+    def _schedule_prefill(self, budget: int, mixed: MixedAdmission | None = None) -> list[Sequence]:
         """Waiting sequences, of which up to `budget` tokens are computed. mixed: beside a decode step."""
         if not self.waiting:
             return []
@@ -113,7 +113,7 @@ class Scheduler:
         min_chunk = 0 if mixed else self._min_chunk
         while self.waiting and len(seqs) < self.max_num_seqs and budget > 0:
             seq = self.waiting[0]
-            if not seq.block_table:  # A sequence with blocks continues a chunk, and nobody else gets these blocks.
+            if not seq.block_table:  # A prompt that goes on after a chunk has all of its blocks already.
                 if not admission.is_open or (mixed and not mixed.admits(seq)):
                     break
                 if manager.is_worth_waiting(seq, scheduled):
@@ -121,7 +121,7 @@ class Scheduler:
                         break
                     deferred.append(self.waiting.popleft())
                     continue
-                # Most answers need no look at the cache. The first sequence of a step has the whole budget.
+                # The first one has the whole budget, and passes. Most others need no look at the prefix cache.
                 may_be_cut = budget < min(min_chunk, seq.num_tokens)
                 if may_be_cut and budget < seq.num_tokens - manager.num_findable_tokens(seq):
                     break
@@ -133,7 +133,7 @@ class Scheduler:
             scheduled.update(manager.hashes_scheduled(seq))
             seqs.append(seq)
             if seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens:
-                # A chunk: the sequence keeps its blocks, so it goes to the very head of the queue. Behind a sequence
+                # A chunk. The sequence keeps its blocks, so it goes to the very head of the queue: behind a sequence
                 # that finds no free block it would wait for ever.
                 self.waiting.popleft()
                 deferred.insert(0, seq)
@@ -198,7 +198,7 @@ class Scheduler:
         """Record a launched step before its tokens are known, so that the next one can be scheduled: register full
         blocks, append a placeholder for each new token, end what reaches its length.
 
-        The step may still read blocks that are freed here. Their next owner writes them in a later step of the stream.
+        The step may still read blocks that are freed here. Their next owner writes to them in a later step, after it.
         """
         block_size, max_seq_len = self.block_manager.block_size, self.max_seq_len
         for row, seq in enumerate(seqs):
@@ -220,8 +220,8 @@ class Scheduler:
     def postprocess(
         self, seqs: list[Sequence], token_ids: list[int], logprobs: StepLogprobs | None = None
     ) -> list[Sequence]:
-        """Record the tokens of a step after `advance`: replace the placeholders, end sequences at stop tokens. The
-        token of such a sequence in a further step in flight is ignored later.
+        """Record the tokens of a step after `advance`: replace the placeholders, end sequences at stop tokens. A step
+        that was launched meanwhile still computes a token for such a sequence, which is ignored later.
 
         Args:
             seqs: what schedule() returned.
@@ -300,7 +300,7 @@ class Scheduler:
         self._has_finished = True
 
     def _drop_finished(self) -> None:
-        """Remove from `running` what has ended, all at once: one by one would take quadratic time."""
+        """Remove the finished sequences from `running`, all at once: one by one would take quadratic time."""
         if self._has_finished:
             self.running = deque(seq for seq in self.running if seq.status is not SequenceStatus.FINISHED)
             self._has_finished = False

@@ -1,4 +1,4 @@
-"""Sequence: one request's state, from the waiting queue to its last token."""
+"""Sequence: the state of one completion, from the waiting queue to its last token."""
 
 import sys
 from array import array
@@ -21,7 +21,7 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """One request's tokens, how many of them are in the KV cache, and the blocks that hold them.
+    """One completion of one prompt: its tokens, how many of them are in the KV cache, and the blocks that hold them.
 
     Tokens are an int32 array, so that 100,000 waiting prompts fit in memory. `token_ids` and its relatives return
     copies as lists. Times are seconds of time.perf_counter().
@@ -39,12 +39,12 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     is_prefilling: bool = True  # also after preemption, when prompt and completion are prefilled again
     last_token: int = field(init=False)  # the input of its next decode step
-    num_tokens: int = field(init=False)  # prompt and completion
+    num_tokens: int = field(init=False)  # prompt and completion, with the placeholder if there is one
     num_prompt_tokens: int = field(init=False)
     num_cached_tokens: int = 0  # the first tokens, whose keys and values are in the KV cache
-    num_shared_tokens: int = -1  # tokens from the prefix cache at the first allocation; -1 before
-    num_scheduled_tokens: int = 0  # tokens after the cached ones, which the next step computes
-    pending_row: int = -1  # if the last token is a placeholder: the row of the step in flight that samples it
+    num_shared_tokens: int = -1  # tokens that the prefix cache gave at the first allocation; -1 before
+    num_scheduled_tokens: int = 0  # tokens after the cached ones that the step being launched computes
+    pending_row: int = -1  # if the last token is a placeholder: its row of the sampled tokens of the step in flight
     block_table: list[int] = field(default_factory=list)  # ids of its blocks, in order
     block_hashes: list[int] = field(default_factory=list)  # of its first full blocks, computed when needed
     end_token_ids: frozenset[int] = frozenset()  # tokens that end it, and NON_FINITE
@@ -127,7 +127,7 @@ class Sequence:
 
     @property
     def num_blocks(self) -> int:
-        """ceil(num_tokens / block_size)"""
+        """Blocks that its tokens need. The block table may still lack the last one."""
         return -(-self.num_tokens // self.block_size)
 
     @property
@@ -146,7 +146,7 @@ class Sequence:
         self.num_tokens += 1
 
     def append_pending(self, row: int) -> None:
-        """Append a placeholder for the token that row `row` of the step in flight samples."""
+        """Append a placeholder for the token that the step in flight samples in this row."""
         self.append_token(PLACEHOLDER)
         self.pending_row = row
 

@@ -16,6 +16,9 @@ from L2.
 A tile of results is [columns, tokens]: the weights are the first operand of the product. So tiles of 16 tokens waste
 nothing, while tensor cores take 64 rows of a first operand at a time. The weights come by the tensor memory accelerator
 where there is one.
+
+Weights may be in e4m3. An input in e4m3 is multiplied with them as it is. For any other input they are converted to its
+dtype on their way to the tensor cores.
 """
 
 from functools import cache
@@ -29,7 +32,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.linear_checks import BLOCK
 
+_E4M3 = torch.float8_e4m3fn
 MAX_EXPERTS = 1024  # What one program sorts and compares at once.
 _ROUTE_ELEMENTS = 2048  # logits of a program of `route`
 _SORT_BLOCKS = (1024, 4096)  # experts of pairs that a program of `sort_by_expert` reads at once: of few pairs, of many
@@ -42,8 +47,8 @@ class TileConfig(NamedTuple):
     columns: int  # output columns of a tile, of `gate_up` as many of the gate and of the up projection; at least 16
     k: int  # input columns of a step, at least 16
     num_warps: int
-    # Of the load pipeline. A stage holds (tokens + columns) * k elements, of `gate_up` (tokens + 2 * columns) * k; all
-    # must fit in 227 KiB.
+    # Of the load pipeline. A stage holds k columns of the tokens and of the weight's rows, of `gate_up` twice as many;
+    # all must fit in 227 KiB.
     num_stages: int
 
 
@@ -169,14 +174,32 @@ def sort_by_expert(experts: Tensor, num_experts: int, pdl: bool = False) -> tupl
 
 
 @triton.jit
+def _add_product(acc, tile_weights, values, scales, x_scales, is_column, start_k, group_stride, BLOCK: tl.constexpr):
+    """acc + tile_weights values; with BLOCK the product times the scales of its weights, and of x if there are any."""
+    tile_weights = tile_weights.to(values.dtype)
+    if BLOCK == 0:
+        acc = tl.dot(tile_weights, values, acc, input_precision="ieee")
+    else:
+        group = start_k // BLOCK
+        product = tl.dot(tile_weights, values, input_precision="ieee")
+        product *= tl.load(scales + group, mask=is_column, other=0.0)[:, None]
+        if x_scales is not None:
+            product *= tl.load(x_scales + group * group_stride)[None, :]
+        acc += product
+    return acc
+
+
+# The stride between groups is the number of tokens.
+@triton.jit(do_not_specialize=["group_stride"])
 def _experts_kernel(
-    x, weight, order, starts, weights, y, x_stride, num_experts, num_columns,
-    K: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr,
+    x, x_scale, weight, weight_scale, order, starts, weights, y, x_stride, scale_stride, group_stride, num_experts,
+    num_columns, K: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr, BLOCK: tl.constexpr,
     SILU: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """SILU: y [sorted pairs, num_columns] of x [tokens, K]. Otherwise y [pairs, num_columns] of x [sorted pairs, K],
-    times the weights. weight: a pointer, or with TMA a descriptor of [all experts' rows, K]."""
+    times the weights. weight: a pointer, or with TMA a descriptor of [all experts' rows, K]. BLOCK: its columns and
+    rows that share a scale, a multiple of K_TILE; 0 if rows do. scale_stride, group_stride: of x_scale."""
     await_previous(PDL)
     column_tiles = tl.cdiv(num_columns, COLUMNS)
     tile = tl.program_id(0) // column_tiles
@@ -211,6 +234,13 @@ def _experts_kernel(
         weight_tile = weight + (first_row + column).to(tl.int64)[:, None] * K + k[None, :]
         up_tile = weight + (first_row + num_columns + column).to(tl.int64)[:, None] * K + k[None, :]
 
+    x_scales, scales, up_scales = x_scale, weight_scale, weight_scale
+    if x_scale is not None:
+        x_scales += x_row.to(tl.int64) * scale_stride
+    if BLOCK > 0:
+        scales += (first_row + column) // BLOCK * (K // BLOCK)
+        up_scales += (first_row + num_columns + column) // BLOCK * (K // BLOCK)
+
     acc = tl.zeros([COLUMNS, TOKENS], tl.float32)
     if SILU:
         up = tl.zeros([COLUMNS, TOKENS], tl.float32)
@@ -225,14 +255,24 @@ def _experts_kernel(
         else:
             inside = is_column[:, None] & (k < K - start_k)[None, :]
             tile_weights = tl.load(weight_tile + start_k, mask=inside, other=0.0)
-        acc = tl.dot(tile_weights, values, acc, input_precision="ieee")
+        acc = _add_product(acc, tile_weights, values, scales, x_scales, is_column, start_k, group_stride, BLOCK)
         if SILU:
             if TMA:
                 tile_weights = weight.load([first_row + num_columns, start_k])
             else:
                 tile_weights = tl.load(up_tile + start_k, mask=inside, other=0.0)
-            up = tl.dot(tile_weights, values, up, input_precision="ieee")
+            up = _add_product(up, tile_weights, values, up_scales, x_scales, is_column, start_k, group_stride, BLOCK)
 
+    if BLOCK == 0 and weight_scale is not None:
+        scales += first_row + column
+        acc *= tl.load(scales, mask=is_column, other=0.0)[:, None]
+        if SILU:
+            up *= tl.load(scales + num_columns, mask=is_column, other=0.0)[:, None]
+        if x_scale is not None:
+            factor = tl.load(x_scales)[None, :]
+            acc *= factor
+            if SILU:
+                up *= factor
     if SILU:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     else:
@@ -242,7 +282,16 @@ def _experts_kernel(
 
 
 def gate_up(
-    x: Tensor, order: Tensor, starts: Tensor, weight: Tensor, config: TileConfig | None = None, pdl: bool = False
+    x: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    weight: Tensor,
+    config: TileConfig | None = None,
+    pdl: bool = False,
+    *,
+    weight_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`silu(x Wg^T) * (x Wu^T)` (Shazeer 2020) of each pair's token with its expert's weights, in the order of the
     experts; summed in float32, rounded once.
@@ -250,21 +299,28 @@ def gate_up(
     Args:
         x: `[num_tokens, hidden_size]`, rows contiguous.
         order, starts: from `sort_by_expert`.
-        weight: `[num_experts, 2 * intermediate, hidden_size]`, contiguous, of x's dtype: of each expert Wg, then Wu.
+        weight: `[num_experts, 2 * intermediate, hidden_size]`, contiguous, of x's dtype, or with a scale of e4m3: of
+            each expert Wg, then Wu.
         config: launch constants; None for some that work.
         pdl: programmatic dependent launch (see `dependent_launch`).
+        weight_scale: of a weight in e4m3: float32, contiguous, `[num_experts, 2 * intermediate, 1]`, or of blocks
+            `[num_experts, 2 * intermediate / 128, hidden_size / 128]`; else None.
+        x_scale: of an x in e4m3: float32, any strides, `[num_tokens, 1]`, or with a weight in blocks
+            `[num_tokens, hidden_size / 128]`; else None.
+        dtype: of the result; None: x's.
 
     Returns: `[num_pairs, intermediate]`, row i for pair order[i]; rows of pairs without an expert mean nothing.
     """
     rows, hidden_size = weight.shape[1:]
-    if x.dim() != 2 or x.shape[1] != hidden_size or x.stride(1) != 1 or x.dtype != weight.dtype or rows % 2:
+    if x.dim() != 2 or x.shape[1] != hidden_size or x.stride(1) != 1 or rows % 2:
         raise ValueError(
-            f"x must be a [num_tokens, {hidden_size}] of {weight.dtype} with contiguous rows for weight "
-            f"{list(weight.shape)}, not {list(x.shape)} {x.dtype}"
+            f"x must be a [num_tokens, {hidden_size}] with contiguous rows for weight {list(weight.shape)}, not "
+            f"{list(x.shape)} with strides {x.stride()}"
         )
-    y = torch.empty(len(order), rows // 2, dtype=x.dtype, device=x.device)
+    check_scales(x, weight, weight_scale, x_scale)
+    y = torch.empty(len(order), rows // 2, dtype=dtype or x.dtype, device=x.device)
     if len(order):
-        _launch(x, weight, order, starts, None, y, len(order) // len(x), config, pdl)
+        _launch(x, x_scale, weight, weight_scale, order, starts, None, y, len(order) // len(x), config, pdl)
     return y
 
 
@@ -276,6 +332,10 @@ def down(
     weight: Tensor,
     config: TileConfig | None = None,
     pdl: bool = False,
+    *,
+    weight_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`x W^T` of each pair with its expert's weight, times the router's weight, in the order of the pairs; summed in
     float32, rounded once.
@@ -284,21 +344,42 @@ def down(
         x: `[num_pairs, intermediate]`, contiguous, from `gate_up`.
         order, starts: from `sort_by_expert`.
         weights: float32 `[num_tokens, top_k]`, contiguous, from `route`.
-        weight: `[num_experts, hidden_size, intermediate]`, contiguous, of x's dtype.
-        config, pdl: as in `gate_up`.
+        weight: `[num_experts, hidden_size, intermediate]`, contiguous, of x's dtype, or with a scale of e4m3.
+        config, pdl, weight_scale, x_scale, dtype: as in `gate_up`.
 
     Returns: `[num_tokens, top_k, hidden_size]`; rows of pairs without an expert mean nothing.
     """
     hidden_size, intermediate = weight.shape[1:]
-    if x.shape != (len(order), intermediate) or not x.is_contiguous() or x.dtype != weight.dtype:
+    if x.shape != (len(order), intermediate) or not x.is_contiguous():
         raise ValueError(
-            f"x must be a contiguous [{len(order)}, {intermediate}] of {weight.dtype} for weight {list(weight.shape)}, "
-            f"not {list(x.shape)} {x.dtype}"
+            f"x must be a contiguous [{len(order)}, {intermediate}] for weight {list(weight.shape)}, "
+            f"not {list(x.shape)}"
         )
-    y = torch.empty(*weights.shape, hidden_size, dtype=x.dtype, device=x.device)
+    check_scales(x, weight, weight_scale, x_scale)
+    y = torch.empty(*weights.shape, hidden_size, dtype=dtype or x.dtype, device=x.device)
     if len(order):
-        _launch(x, weight, order, starts, weights, y, weights.shape[1], config, pdl)
+        _launch(x, x_scale, weight, weight_scale, order, starts, weights, y, weights.shape[1], config, pdl)
     return y
+
+
+def check_scales(x: Tensor, weight: Tensor, weight_scale: Tensor | None, x_scale: Tensor | None = None) -> None:
+    """Raise ValueError unless there are scales for what is in e4m3, and none for anything else."""
+    num_experts, rows, K = weight.shape
+    if weight_scale is None:
+        if weight.dtype != x.dtype or x.dtype == _E4M3:
+            raise ValueError(f"weight must have x's dtype {x.dtype}, or be in e4m3 with a weight_scale")
+        return
+    in_blocks = weight_scale.shape[1:] != (rows, 1)
+    unit = (num_experts, rows // BLOCK, K // BLOCK) if in_blocks else (num_experts, rows, 1)
+    if weight.dtype != _E4M3 or weight_scale.dtype != torch.float32 or not weight_scale.is_contiguous():
+        raise ValueError(f"weight_scale must be a contiguous float32 of a weight in e4m3, not of {weight.dtype}")
+    if weight_scale.shape != unit or (in_blocks and (rows % BLOCK or K % BLOCK)):
+        raise ValueError(
+            f"weight_scale must be [{num_experts}, {rows}, 1] or of blocks of {BLOCK}, not {list(weight_scale.shape)}"
+        )
+    needed = (len(x), K // BLOCK if in_blocks else 1)
+    if (x.dtype == _E4M3) != (x_scale is not None) or (x_scale is not None and x_scale.shape != needed):
+        raise ValueError(f"x_scale must be {list(needed)} for an x in e4m3, else None; x is in {x.dtype}")
 
 
 @cache
@@ -308,7 +389,9 @@ def _has_tma(device: torch.device) -> bool:
 
 def _launch(
     x: Tensor,
+    x_scale: Tensor | None,
     weight: Tensor,
+    weight_scale: Tensor | None,
     order: Tensor,
     starts: Tensor,
     weights: Tensor | None,
@@ -326,14 +409,18 @@ def _launch(
     tokens, columns, k_tile, num_warps, num_stages = config or default_config(num_pairs, num_experts, x.element_size())
     # Of n pairs with e experts, at most e tiles are not full.
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (tokens - 1)) // tokens
-    has_tma = _has_tma(x.device) and K * x.element_size() % 16 == 0
+    block = 0 if weight_scale is None or weight_scale.shape[1] == num_rows else BLOCK
+    if block and k_tile > block:
+        raise ValueError(f"config must have a k of at most {block} for a weight in blocks, not {k_tile}")
+    x_scale_strides = (0, 0) if x_scale is None else x_scale.stride()
+    has_tma = _has_tma(x.device) and K * weight.element_size() % 16 == 0
     if has_tma:
         rows = weight.view(num_experts * num_rows, K)
         weight = TensorDescriptor.from_tensor(rows, [columns, k_tile])
     launcher(_experts_kernel, (num_tiles * triton.cdiv(num_columns, columns),), pdl and has_pdl(x.device))(
-        x, weight, order, starts, weights, y, x.stride(0), num_experts, num_columns,
-        K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts),
-        TOKENS=tokens, COLUMNS=columns, K_TILE=k_tile, SILU=weights is None, TMA=has_tma,
+        x, x_scale, weight, weight_scale, order, starts, weights, y, x.stride(0), *x_scale_strides, num_experts,
+        num_columns, K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts),
+        TOKENS=tokens, COLUMNS=columns, K_TILE=k_tile, BLOCK=block, SILU=weights is None, TMA=has_tma,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 

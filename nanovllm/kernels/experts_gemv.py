@@ -7,12 +7,14 @@ launch that finds them for both. See `gemv` for the products themselves.
 
 Arguments of both functions:
     logits: of the router, `[num_tokens, num_experts]`, any float dtype, rows contiguous.
-    weight: contiguous, of x's dtype, `[num_experts, rows, columns]`.
+    weight: contiguous, of x's dtype, or with a scale of e4m3, `[num_experts, rows, columns]`.
     context_lens: int32 [num_tokens]; a token with 0 is padding, whose row is left as it is. None: no token is padding.
     config: launch constants.
     pdl: programmatic dependent launch (see `dependent_launch`). `gate_up` lets `down` start after its own wait. So
         `down` may read the logits, and the weights of their experts, before it waits for `gate_up`. It has to be the
         next launch.
+    weight_scale: of a weight in e4m3: float32, contiguous, `[num_experts, rows, 1]`, or of blocks
+        `[num_experts, rows / 128, columns / 128]`; else None.
 """
 
 from typing import NamedTuple
@@ -23,7 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
+from nanovllm.kernels.experts import check_scales
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.linear_checks import BLOCK
 
 MAX_TOKENS = 16
 MAX_NORM_SIZE = 8192
@@ -39,11 +43,11 @@ class ExpertsGemvConfig(NamedTuple):
 
 @triton.jit
 def _gate_up_kernel(
-    x, norm_weight, logits, weight, context_lens, y, x_stride, logits_stride, num_experts, N, eps,
+    x, norm_weight, logits, weight, weight_scale, context_lens, y, x_stride, logits_stride, num_experts, N, eps,
     K: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr,
-    VECTOR: tl.constexpr, PDL: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [tokens * TOP_K, N] = silu(gate) * up of norm(x)."""
+    """y [tokens * TOP_K, N] = silu(gate) * up of norm(x). BLOCK: columns and rows that share a scale; 0 if rows do."""
     token, slot = tl.program_id(1) // TOP_K, tl.program_id(1) % TOP_K
     k = tl.arange(0, K_TILE)
     if norm_weight is not None:
@@ -70,8 +74,15 @@ def _gate_up_kernel(
     column = tl.program_id(0) * OUTPUTS + row // 2
     weight_row = (expert * 2 * N + column + row % 2 * N).to(tl.int64)
     inside = (column < N)[:, None]
-    weight += weight_row[:, None] * K + k[None, :]
+    # A thread loads as many weights in e4m3 at once as numbers of x, or the weights would have to change threads.
+    weight_k = k[None, :] if weight_scale is None else tl.max_contiguous(k[None, :], [1, VECTOR])
+    weight += weight_row[:, None] * K + weight_k
     w = tl.load(weight, mask=inside & (k < K)[None, :], other=0.0)
+    if BLOCK > 0:
+        vector = tl.arange(0, K_TILE // VECTOR)[None, :] * VECTOR
+        block_row = weight_scale + (weight_row // BLOCK * (K // BLOCK))[:, None]
+    elif weight_scale is not None:
+        row_scale = tl.load(weight_scale + weight_row, mask=column < N, other=0.0)
     x += token * x_stride + k
     if norm_weight is not None:
         squares = tl.zeros([K_TILE], dtype=tl.float32)
@@ -90,9 +101,15 @@ def _gate_up_kernel(
             scale = tl.load(norm_weight + K_TILE + start + k, mask=k < left_k, other=0.0)
         # A vector is what one thread loaded at once, so this sum needs no other thread.
         product = value.to(tl.float32)[None, :] * w.to(tl.float32)
-        acc += tl.sum(tl.reshape(product, (ROWS, K_TILE // VECTOR, VECTOR)), axis=2)
+        part = tl.sum(tl.reshape(product, (ROWS, K_TILE // VECTOR, VECTOR)), axis=2)
+        if BLOCK > 0:
+            part *= tl.load(block_row + (start + vector) // BLOCK, mask=inside & (vector < K - start), other=0.0)
+        acc += part
         w = next_w
-    gate, up = tl.split(tl.reshape(tl.sum(acc, axis=1), (OUTPUTS, 2)))
+    result = tl.sum(acc, axis=1)
+    if BLOCK == 0 and weight_scale is not None:
+        result *= row_scale
+    gate, up = tl.split(tl.reshape(result, (OUTPUTS, 2)))
     result = gate / (1.0 + tl.exp(-gate)) * up
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     tl.store(y + tl.program_id(1) * N + output, result.to(y.dtype.element_ty), mask=output < N)
@@ -108,6 +125,7 @@ def gate_up(
     context_lens: Tensor | None,
     config: ExpertsGemvConfig,
     pdl: bool = False,
+    weight_scale: Tensor | None = None,
 ) -> Tensor:
     """`silu(x Wg^T) * (x Wu^T)` (Shazeer 2020) of each token with each of its experts, summed in float32.
 
@@ -118,27 +136,29 @@ def gate_up(
     Returns: `[num_tokens * top_k, intermediate]`; rows of padding mean nothing.
     """
     num_tokens, K = x.shape
-    num_experts = _check(x, logits, weight, top_k)
+    num_experts = _check(x, logits, weight, weight_scale, top_k)
     if weight.shape[1] % 2 or (norm_weight is not None and (norm_weight.shape != (K,) or K > MAX_NORM_SIZE)):
         raise ValueError(f"weight must have an even number of rows, norm_weight {K} of at most {MAX_NORM_SIZE} numbers")
     N = weight.shape[1] // 2
     y = torch.empty(num_tokens * top_k, N, dtype=x.dtype, device=x.device)
     rows, k_tile, num_warps = config
     launcher(_gate_up_kernel, (triton.cdiv(2 * N, rows), num_tokens * top_k), pdl and has_pdl(x.device))(
-        x, norm_weight, logits, weight, context_lens, y, x.stride(0), logits.stride(0), num_experts, N, eps,
-        K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts), ROWS=rows, K_TILE=k_tile,
-        VECTOR=16 // x.element_size(), num_warps=num_warps,
+        x, norm_weight, logits, weight, weight_scale, context_lens, y, x.stride(0), logits.stride(0), num_experts, N,
+        eps, K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts), ROWS=rows, K_TILE=k_tile,
+        VECTOR=16 // x.element_size(), BLOCK=_block(weight, weight_scale), num_warps=num_warps,
     )  # fmt: skip
     return y
 
 
 @triton.jit
 def _down_kernel(
-    x, logits, weight, context_lens, out, logits_stride, out_stride, num_experts, N,
+    x, logits, weight, weight_scale, context_lens, out, logits_stride, out_stride, num_experts, N,
     K: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    K_TILE: tl.constexpr, VECTOR: tl.constexpr, NORMALIZE: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    K_TILE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, NORMALIZE: tl.constexpr, ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, N] = the weighted sum of x [tokens, TOP_K, K] by the experts, added to it with ADD."""
+    """out [tokens, N] = the weighted sum of x [tokens, TOP_K, K] by the experts, added to it with ADD. BLOCK: as in
+    `_gate_up_kernel`."""
     token = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
@@ -162,9 +182,16 @@ def _down_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, K_TILE)[None, None, :]
     weight_row = experts[:, None] * N + row[None, :]
-    weight += weight_row.to(tl.int64)[:, :, None] * K + k
-    inside = ((slot < TOP_K)[:, None] & (row < N)[None, :])[:, :, None]
+    weight_k = k if weight_scale is None else tl.max_contiguous(k, [1, 1, VECTOR])
+    weight += weight_row.to(tl.int64)[:, :, None] * K + weight_k
+    inside_rows = (slot < TOP_K)[:, None] & (row < N)[None, :]
+    inside = inside_rows[:, :, None]
     w = tl.load(weight, mask=inside & (k < K), other=0.0)
+    if BLOCK > 0:
+        vector = tl.arange(0, K_TILE // VECTOR)[None, None, :] * VECTOR
+        block_row = weight_scale + (weight_row // BLOCK * (K // BLOCK))[:, :, None]
+    elif weight_scale is not None:
+        row_scale = tl.load(weight_scale + weight_row, mask=inside_rows, other=0.0)
     if PDL:
         gdc_wait()
     if context_lens is not None and tl.load(context_lens + token) == 0:
@@ -181,9 +208,15 @@ def _down_kernel(
         next_w = tl.load(weight + K_TILE + start, mask=inside & (k < K - K_TILE - start), other=0.0)
         # A vector is what one thread loaded at once, so this sum needs no other thread.
         product = value.to(tl.float32) * w.to(tl.float32)
-        acc += tl.sum(tl.reshape(product, (SLOTS, ROWS, K_TILE // VECTOR, VECTOR)), axis=3)
+        part = tl.sum(tl.reshape(product, (SLOTS, ROWS, K_TILE // VECTOR, VECTOR)), axis=3)
+        if BLOCK > 0:
+            part *= tl.load(block_row + (start + vector) // BLOCK, mask=inside & (vector < K - start), other=0.0)
+        acc += part
         w = next_w
-    result = tl.sum(tl.sum(acc, axis=2) * (share / total)[:, None], axis=0)
+    of_experts = tl.sum(acc, axis=2)
+    if BLOCK == 0 and weight_scale is not None:
+        of_experts *= row_scale
+    result = tl.sum(of_experts * (share / total)[:, None], axis=0)
     if ADD:
         result += before
     tl.store(out, result.to(out.dtype.element_ty), mask=row < N)
@@ -200,6 +233,7 @@ def down(
     context_lens: Tensor | None,
     config: ExpertsGemvConfig,
     pdl: bool = False,
+    weight_scale: Tensor | None = None,
 ) -> Tensor:
     """The sum over each token's experts of `x W^T`, times the expert's probability, in float32 and rounded once: added
     to `out`, or into it.
@@ -210,21 +244,26 @@ def down(
     out: `[num_tokens, hidden_size]` of x's dtype, rows contiguous. Returned.
     """
     num_experts, N, K = weight.shape
-    _check(x, logits, weight, top_k)
+    _check(x, logits, weight, weight_scale, top_k)
     if x.shape != (len(logits) * top_k, K) or not x.is_contiguous():
         raise ValueError(f"x must be a contiguous [{len(logits) * top_k}, {K}], not {list(x.shape)}")
     if out.shape != (len(logits), N) or out.stride(1) != 1 or out.dtype != x.dtype:
         raise ValueError(f"out must be [{len(logits)}, {N}] {x.dtype} with contiguous rows, not {list(out.shape)}")
     rows, k_tile, num_warps = config
     launcher(_down_kernel, (triton.cdiv(N, rows), len(logits)), pdl and has_pdl(x.device))(
-        x, logits, weight, context_lens, out, logits.stride(0), out.stride(0), num_experts, N,
+        x, logits, weight, weight_scale, context_lens, out, logits.stride(0), out.stride(0), num_experts, N,
         K=K, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=triton.next_power_of_2(num_experts),
-        ROWS=rows, K_TILE=k_tile, VECTOR=16 // x.element_size(), NORMALIZE=normalize, ADD=add, num_warps=num_warps,
+        ROWS=rows, K_TILE=k_tile, VECTOR=16 // x.element_size(), BLOCK=_block(weight, weight_scale),
+        NORMALIZE=normalize, ADD=add, num_warps=num_warps,
     )  # fmt: skip
     return out
 
 
-def _check(x: Tensor, logits: Tensor, weight: Tensor, top_k: int) -> int:
+def _block(weight: Tensor, weight_scale: Tensor | None) -> int:
+    return 0 if weight_scale is None or weight_scale.shape[1] == weight.shape[1] else BLOCK
+
+
+def _check(x: Tensor, logits: Tensor, weight: Tensor, weight_scale: Tensor | None, top_k: int) -> int:
     """The number of experts. Raises ValueError unless the arguments fit together."""
     num_tokens, num_experts = logits.shape
     if not 1 <= num_tokens <= MAX_TOKENS or not 1 <= top_k <= num_experts or logits.stride(1) != 1:
@@ -236,6 +275,7 @@ def _check(x: Tensor, logits: Tensor, weight: Tensor, top_k: int) -> int:
             f"weight must be a contiguous [{num_experts}, rows, {x.shape[1]}], not {list(weight.shape)} with strides "
             f"{weight.stride()}"
         )
-    if x.dtype != weight.dtype or x.stride(1) != 1:
-        raise ValueError(f"x must be of {weight.dtype} with contiguous rows, not {x.dtype} with strides {x.stride()}")
+    if x.stride(1) != 1:
+        raise ValueError(f"x must have contiguous rows, not {list(x.shape)} with strides {x.stride()}")
+    check_scales(x, weight, weight_scale)
     return num_experts

@@ -6,6 +6,7 @@ loads of a tile are independent, 16 bytes each, and issued before the first is u
 one is multiplied. Every program computes the norm of the input anew, because x is small and in L2.
 
 For so few tokens the plain cores keep pace with memory, with the weights in the registers that they were loaded to.
+Weights in e4m3 become float32 there.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.linear_checks import check_layer, check_result
+from nanovllm.kernels.linear_checks import BLOCK, check_layer, check_result
 from nanovllm.kernels.posted_sums import Inboxes, post
 
 MAX_TOKENS = 4
@@ -33,13 +34,13 @@ class GemvConfig(NamedTuple):
 
 @triton.jit(do_not_specialize=["index"])
 def gemv_kernel(
-    x, norm_weight, weight, bias, y, x_stride, y_stride, N, eps, inboxes, step, abort, index,
+    x, norm_weight, weight, weight_scale, bias, y, x_stride, y_stride, N, eps, inboxes, step, abort, index,
     M: tl.constexpr, K: tl.constexpr, PADDED_M: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr,
-    VECTOR: tl.constexpr, SILU_OUTPUT: tl.constexpr, ADD: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK: tl.constexpr, SILU_OUTPUT: tl.constexpr, ADD: tl.constexpr,
     RANK: tl.constexpr, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] = f(x) W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU_OUTPUT; f: norm or none. With
-    inboxes it is posted to them and there is no y."""
+    inboxes it is posted to them and there is no y. BLOCK: columns and rows of W that share a scale; 0 if rows do."""
     row = tl.arange(0, ROWS)
     if SILU_OUTPUT:
         # Even rows of the tile are gates, from the weight's first N rows, odd ones the ups that belong to them.
@@ -57,10 +58,17 @@ def gemv_kernel(
     # x is [token, 1, k], the weights [1, row, k].
     k = tl.arange(0, K_TILE)[None, None, :]
     inside_rows = (column < N)[None, :, None]
-    weight += weight_row.to(tl.int64)[None, :, None] * K + k
+    # A thread loads as many weights in e4m3 at once as numbers of x, or the weights would have to change threads.
+    weight_k = k if weight_scale is None else tl.max_contiguous(k, [1, 1, VECTOR])
+    weight += weight_row.to(tl.int64)[None, :, None] * K + weight_k
     w = tl.load(weight, mask=inside_rows & (k < K), other=0.0)
     if norm_weight is not None:
         scale = tl.load(norm_weight + k, mask=k < K, other=0.0)
+    if BLOCK > 0:
+        vector = tl.arange(0, K_TILE // VECTOR)[None, None, :] * VECTOR
+        block_row = weight_scale + (weight_row // BLOCK * (K // BLOCK))[None, :, None]
+    elif weight_scale is not None:
+        row_scale = tl.load(weight_scale + weight_row, mask=column < N, other=0.0)
     if bias is not None:
         shift = tl.load(bias + weight_row, mask=column < N, other=0.0).to(tl.float32)
     if inboxes is not None:
@@ -104,10 +112,16 @@ def gemv_kernel(
             scale = tl.load(norm_weight + K_TILE + start + k, mask=k < left, other=0.0)
         # A vector is what one thread loaded at once, so this sum needs no other thread.
         product = value.to(tl.float32) * w.to(tl.float32)
-        acc += tl.sum(tl.reshape(product, (PADDED_M, ROWS, K_TILE // VECTOR, VECTOR)), axis=3)
+        part = tl.sum(tl.reshape(product, (PADDED_M, ROWS, K_TILE // VECTOR, VECTOR)), axis=3)
+        if BLOCK > 0:
+            inside_blocks = inside_rows & (vector < K - start)
+            part *= tl.load(block_row + (start + vector) // BLOCK, mask=inside_blocks, other=0.0)
+        acc += part
         w = next_w
 
     result = tl.sum(acc, axis=2)
+    if BLOCK == 0 and weight_scale is not None:
+        result *= row_scale[None, :]
     if bias is not None:
         result += shift[None, :]
     if SILU_OUTPUT:
@@ -129,6 +143,7 @@ def gemv(
     bias: Tensor | None,
     config: GemvConfig,
     *,
+    weight_scale: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     silu: bool = False,
@@ -143,8 +158,9 @@ def gemv(
 
     Args:
         x: `[M, K]`, M in 1..MAX_TOKENS, float32 or a 16-bit float, any row stride.
-        weight: `[N, K]`, contiguous, of x's dtype.
+        weight: `[N, K]`, contiguous, of x's dtype, or of e4m3.
         y: `[M, N]` of x's dtype, any row stride; shares no memory with x. None with inboxes.
+        weight_scale: of a weight in e4m3: float32 `[N, 1]`, or `[N / 128, K / 128]` of blocks; else None.
         bias: `[N]`, any float dtype, or None.
         norm_weight, eps: of the norm (Zhang & Sennrich 2019), which is rounded to x's dtype: `[K]`, any float dtype, K
             at most MAX_NORM_SIZE; and what is added to the mean square.
@@ -159,7 +175,7 @@ def gemv(
     Raises:
         ValueError: another shape, layout or dtype; the message begins with the argument's name.
     """
-    check_layer(x, weight, bias, MAX_TOKENS)
+    check_layer(x, weight, bias, MAX_TOKENS, weight_scale)
     M, (num_rows, K) = len(x), weight.shape
     if norm_weight is not None and (norm_weight.shape != (K,) or not norm_weight.is_contiguous() or K > MAX_NORM_SIZE):
         raise ValueError(
@@ -171,11 +187,12 @@ def gemv(
         check_result(y, x, weight, silu)
     N = num_rows if y is None else y.shape[1]
     size = 1 if inboxes is None else len(inboxes.addresses)
+    in_blocks = weight_scale is not None and weight_scale.shape != (num_rows, 1)
     rows, k_tile, num_warps = config
     launcher(gemv_kernel, (triton.cdiv(num_rows, rows),), pdl and has_pdl(x.device))(
-        x, norm_weight, weight, bias, y, x.stride(0), 0 if y is None else y.stride(0), N, eps,
+        x, norm_weight, weight, weight_scale, bias, y, x.stride(0), 0 if y is None else y.stride(0), N, eps,
         inboxes and inboxes.addresses, inboxes and inboxes.step, inboxes and inboxes.abort, index,
         M=M, K=K, PADDED_M=triton.next_power_of_2(M), ROWS=rows, K_TILE=k_tile, VECTOR=16 // x.element_size(),
-        SILU_OUTPUT=silu, ADD=add, RANK=inboxes.rank if inboxes else 0, SIZE=size,
+        BLOCK=BLOCK if in_blocks else 0, SILU_OUTPUT=silu, ADD=add, RANK=inboxes.rank if inboxes else 0, SIZE=size,
         PADDED_SIZE=triton.next_power_of_2(size), num_warps=num_warps,
     )  # fmt: skip

@@ -1,11 +1,14 @@
 """What the linear layers' kernels ask of their arguments."""
 
+import torch
 from torch import Tensor
 
+BLOCK = 128  # rows and columns of a weight in e4m3 that share a scale, if a row has more than one
 
-def check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, max_tokens: int) -> None:
+
+def check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, max_tokens: int, scale: Tensor | None = None) -> None:
     """Raise ValueError, beginning with the argument's name, unless x is `[1..max_tokens, K]` with contiguous rows,
-    weight a contiguous `[N, K]` of its dtype and bias a contiguous `[N]` or None."""
+    weight a contiguous `[N, K]` of its dtype, or with a scale of e4m3, and bias a contiguous `[N]` or None."""
     if weight.dim() != 2 or not weight.is_contiguous() or weight.numel() == 0:
         raise ValueError(f"weight must be a contiguous [N, K], not empty, not {list(weight.shape)} {weight.stride()}")
     if x.dim() != 2 or not 1 <= len(x) <= max_tokens or x.shape[1] != weight.shape[1] or x.stride(1) != 1:
@@ -13,8 +16,17 @@ def check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, max_tokens: int)
             f"x must be [1..{max_tokens}, {weight.shape[1]}] with contiguous rows for weight {list(weight.shape)}, "
             f"not {list(x.shape)} with strides {x.stride()}"
         )
-    if weight.dtype != x.dtype:
-        raise ValueError(f"weight must have x's dtype {x.dtype}, not {weight.dtype}")
+    dtype = x.dtype if scale is None else torch.float8_e4m3fn
+    if weight.dtype != dtype:
+        needed = f"x's dtype {dtype}" if scale is None else f"dtype {dtype}"
+        raise ValueError(f"weight must have {needed}, not {weight.dtype}")
+    if scale is not None:
+        N, K = weight.shape
+        shapes = [(N, 1)] if N % BLOCK or K % BLOCK else [(N, 1), (N // BLOCK, K // BLOCK)]
+        if tuple(scale.shape) not in shapes or not scale.is_contiguous() or scale.dtype != torch.float32:
+            raise ValueError(
+                f"weight_scale must be a contiguous float32 of one of {shapes}, not {list(scale.shape)} {scale.dtype}"
+            )
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
         raise ValueError(f"bias must be a contiguous [{len(weight)}], not {list(bias.shape)}")
 

@@ -3,6 +3,9 @@
 There is one cache for keys and one for values, `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous. Slot
 `block * block_size + offset` holds the heads of one token side by side. Offsets are int64, because a cache of a few
 gigabytes has more than 2**31 elements. `qk_norm_rope_store` writes the caches.
+
+In a cache of float8_e4m3fn a number stands for itself times the scale of its KV head. The attention kernels convert it
+to the dtype of q, in which it is exact. They multiply scores and outputs by the scales, not each key and value.
 """
 
 import torch
@@ -12,9 +15,12 @@ import triton.language as tl
 SMALLEST_BLOCK = 16
 
 
-def check_layout(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, paged: bool) -> None:
+def check_layout(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, paged: bool, kv_scales: torch.Tensor | None
+) -> None:
     """Raise ValueError unless the attention kernels can address these tensors. keys and values: the caches if `paged`,
-    otherwise laid out like q. Those may have any stride between tokens: they are slices of the fused projection."""
+    otherwise laid out like q. Those may have any stride between tokens: they are slices of the fused projection.
+    kv_scales: as for the kernels."""
     for tensor in (q,) if paged else (q, keys, values):
         if tensor.dim() != 3 or tensor.stride(2) != 1 or (tensor.shape[1] > 1 and tensor.stride(1) != tensor.shape[2]):
             raise ValueError(
@@ -27,11 +33,27 @@ def check_layout(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page
             raise ValueError("caches must be contiguous [num_blocks, block_size, num_kv_heads, head_dim]")
         if block_size < SMALLEST_BLOCK or block_size & (block_size - 1):
             raise ValueError(f"block_size must be a power of two >= {SMALLEST_BLOCK}, got {block_size}")
-    is_alike = keys.shape == values.shape and q.dtype == keys.dtype == values.dtype
+    is_fp8 = paged and keys.dtype == torch.float8_e4m3fn
+    is_alike = keys.shape == values.shape and keys.dtype == values.dtype and (is_fp8 or keys.dtype == q.dtype)
     if not is_alike or keys.shape[-1] != q.shape[-1] or q.shape[1] % keys.shape[-2]:
         raise ValueError(
             f"q {list(q.shape)} {q.dtype}, keys {list(keys.shape)} {keys.dtype} and values {list(values.shape)} "
-            f"{values.dtype} must be alike: one head_dim, one dtype, and a whole number of query heads a KV head"
+            f"{values.dtype} must be alike: one head_dim, one dtype (but for caches of "
+            "float8_e4m3fn), and a whole number of query heads a KV head"
+        )
+    check_scales(kv_scales, keys.shape[-2], is_fp8)
+
+
+def check_scales(kv_scales: torch.Tensor | None, num_kv_heads: int, is_fp8: bool) -> None:
+    """Raise ValueError unless there are scales for caches of float8_e4m3fn, and none for others."""
+    if kv_scales is None:
+        ok = not is_fp8
+    else:
+        is_packed = kv_scales.dtype == torch.float32 and kv_scales.is_contiguous()
+        ok = is_fp8 and is_packed and kv_scales.shape == (2, num_kv_heads)
+    if not ok:
+        raise ValueError(
+            f"kv_scales must be a contiguous float32 [2, {num_kv_heads}] for caches of float8_e4m3fn, else None"
         )
 
 

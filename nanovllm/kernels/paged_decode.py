@@ -118,6 +118,7 @@ def _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK: tl.const
     """Add one tile of keys with keys as the left operand: q [HEAD_DIM, PADDED_GROUP], k and v [TILE, HEAD_DIM], acc
     [HEAD_DIM, PADDED_GROUP], head_max and head_sum [PADDED_GROUP]. With MASK only the keys of is_key [TILE] count; the
     values of others must be finite."""
+    k, v = k.to(q.dtype), v.to(q.dtype)
     scores = tl.dot(k, q, input_precision="ieee")
     if MASK:
         scores = tl.where(is_key[:, None], scores, float("-inf"))
@@ -132,7 +133,7 @@ def _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK: tl.const
 # The table's width follows the longest context. Specialising on it would compile the kernel again in mid-run.
 @triton.jit(do_not_specialize=["table_stride"])
 def _paged_decode_kernel(
-    out_ptr, q_ptr, k_desc, v_desc, k_cache_ptr, v_cache_ptr, block_tables_ptr, plan_ptr,
+    out_ptr, q_ptr, k_desc, v_desc, k_cache_ptr, v_cache_ptr, kv_scales_ptr, block_tables_ptr, plan_ptr,
     partial_ptr, lse_ptr, arrivals_ptr, q_stride, table_stride, scale_log2,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
@@ -152,6 +153,8 @@ def _paged_decode_kernel(
     table_ptr = block_tables_ptr + row * table_stride
     k_ptr = k_cache_ptr + kv_head * HEAD_DIM
     v_ptr = v_cache_ptr + kv_head * HEAD_DIM
+    if kv_scales_ptr is not None:
+        scale_log2 *= tl.load(kv_scales_ptr + kv_head)
     start_key = first_key
     if WINDOWED:
         start_key = first_key // TILE * TILE  # Only the keys from first_key on count.
@@ -209,6 +212,7 @@ def _paged_decode_kernel(
             inside = owned[:, None] & inside_dims[None, :]
             k = tl.load(k_ptr + tile, mask=inside, other=0.0)
             v = tl.load(v_ptr + tile, mask=inside, other=0.0)
+            k, v = k.to(q.dtype), v.to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             scores = tl.where(owned[None, :], scores, float("-inf"))
             new_max = tl.maximum(head_max, tl.max(scores, 1) * scale_log2)
@@ -218,6 +222,8 @@ def _paged_decode_kernel(
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
             head_max = new_max
 
+    if kv_scales_ptr is not None:
+        acc *= tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
     _finish_piece(
         out_ptr, partial_ptr, lse_ptr, arrivals_ptr, acc, head_max, head_sum, row, kv_head, item, split, num_splits,
         NUM_KV_HEADS, GROUP, PADDED_GROUP, HEAD_DIM, PADDED_DIM,
@@ -235,6 +241,7 @@ def paged_decode(
     config: DecodeConfig,
     pdl: bool = False,
     windowed: bool = False,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of each row's token to the keys of its plan: softmax(q k^T * scale) v, grouped-query heads.
 
@@ -242,15 +249,17 @@ def paged_decode(
 
     Args:
         q: `[batch_size, num_heads, head_dim]`, heads packed within a token, any stride between tokens.
-        k_cache, v_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous, of q's dtype, block_size a
-            power of two from 16 up. They hold the keys and values of all rows already.
+        k_cache, v_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous, of q's dtype or float8_e4m3fn,
+            block_size a power of two from 16 up. They hold the keys and values of all rows already.
         block_tables: int32 `[batch_size, max_blocks]`, right-padded with -1.
         scale: positive factor of the scores, usually `head_dim ** -0.5`.
-        plan: int32 `[num_items, PIECE_FIELDS]`, contiguous, made for the rows' context lengths (see `decode_plan`).
+        plan: int32 `[num_pieces, PIECE_FIELDS]`, contiguous, made for the rows' context lengths (see `decode_plan`).
         workspace: memory that the splits share.
         config: launch constants; with `tma` only where `has_tma`.
         pdl: programmatic dependent launch (see `dependent_launch`). The plan and block_tables are read before the wait.
         windowed: whether the plan was made for a window, whose pieces may begin inside a tile.
+        kv_scales: float32 `[2, num_kv_heads]`, contiguous, of the keys and of the values in caches of float8_e4m3fn;
+            else None. Read before the wait.
 
     Returns:
         `[batch_size, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside. Zeros for a padding row.
@@ -258,14 +267,14 @@ def paged_decode(
     Raises:
         ValueError: see `check_layout`; or too small a workspace, or another layout of the plan.
     """
-    check_layout(q, k_cache, v_cache, paged=True)
+    check_layout(q, k_cache, v_cache, True, kv_scales)
     (batch_size, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
     out = torch.empty((batch_size, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if batch_size == 0:
         return out
     if plan.dtype != torch.int32 or plan.shape[1:] != (PIECE_FIELDS,) or not plan.is_contiguous():
         raise ValueError(
-            f"plan must be a contiguous int32 [num_items, {PIECE_FIELDS}], not {list(plan.shape)} {plan.dtype} with "
+            f"plan must be a contiguous int32 [num_pieces, {PIECE_FIELDS}], not {list(plan.shape)} {plan.dtype} with "
             f"strides {plan.stride()}"
         )
     workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, len(plan))
@@ -273,13 +282,13 @@ def paged_decode(
     k_desc, v_desc = _descriptors(k_cache, v_cache, config.tile) if config.tma else (None, None)
     group = num_heads // num_kv_heads
     launcher(_paged_decode_kernel, (num_kv_heads, len(plan)), pdl and has_pdl(q.device))(
-        out, q, k_desc, v_desc, k_cache, v_cache, block_tables, plan,
+        out, q, k_desc, v_desc, k_cache, v_cache, kv_scales, block_tables, plan,
         workspace.partial, workspace.lse, workspace.arrivals,
         q.stride(0), block_tables.stride(0), scale * math.log2(math.e),
         NUM_KV_HEADS=num_kv_heads, GROUP=group,
         PADDED_GROUP=max(_MIN_GROUP_TMA if config.tma else _MIN_GROUP, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=config.tile,
-        LINE=min(padded_dim, CACHE_LINE // q.element_size()),
+        LINE=min(padded_dim, CACHE_LINE // k_cache.element_size()),
         WINDOWED=windowed, PREFETCH=config.prefetch, TMA=config.tma,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

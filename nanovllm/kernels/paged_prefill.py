@@ -67,6 +67,7 @@ def _attend(
         else:
             k = tl.load(k_tile)
             v = tl.load(v_tile)
+        k, v = k.to(q.dtype), v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASK:
             is_seen = keys[None, :] <= positions[:, None]
@@ -89,7 +90,7 @@ def _attend(
 # The table's width changes from step to step. Specialising on it would compile the kernel again in mid-run.
 @triton.jit(do_not_specialize=["table_stride"])
 def _paged_prefill_kernel(
-    out_ptr, q_ptr, k_ptr, v_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, block_tables_ptr,
+    out_ptr, q_ptr, k_ptr, v_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, block_tables_ptr, kv_scales_ptr,
     q_stride, k_stride, v_stride, table_stride, scale_log2,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr,
@@ -124,6 +125,8 @@ def _paged_prefill_kernel(
     end_key = len_k - len_q + last_query + 1
     seen_by_all = (first_position + 1) // TILE_KEYS * TILE_KEYS
 
+    if kv_scales_ptr is not None:
+        scale_log2 *= tl.load(kv_scales_ptr + kv_head)
     k_ptr += kv_head * HEAD_DIM
     v_ptr += kv_head * HEAD_DIM
     table_ptr = block_tables_ptr + seq * table_stride
@@ -155,6 +158,8 @@ def _paged_prefill_kernel(
     )  # fmt: skip
 
     out = acc / row_sum[:, None]
+    if kv_scales_ptr is not None:
+        out *= tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
     out_tile = out_ptr + (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_tile, out.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -171,6 +176,7 @@ def paged_prefill(
     block_tables: torch.Tensor | None,
     scale: float,
     window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a flat batch of sequences: softmax(q k^T * scale) v with grouped-query heads.
 
@@ -178,20 +184,23 @@ def paged_prefill(
         q: `[total_q, num_heads, head_dim]`, heads packed within a token, any stride between tokens.
         k, v: `[total_k, num_kv_heads, head_dim]`, of the same layout; read if `block_tables` is None.
         k_cache, v_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous, block_size a power of two
-            from 16 up; read otherwise. They hold the new tokens' keys and values already.
+            from 16 up, of q's dtype or float8_e4m3fn; read otherwise. They hold those of the new tokens already.
         cu_seqlens_q, cu_seqlens_k: int32 `[num_seqs + 1]`, running totals from 0 of the tokens and of the keys. A
             sequence has at least as many keys as queries: query i is at position len_k - len_q + i.
         max_seqlen_q: the most query tokens of a sequence.
         block_tables: int32 `[num_seqs, max_blocks]`, right-padded with -1, or None.
         scale: positive factor of the scores, usually `head_dim ** -0.5`.
         window: the number of keys that a query attends to, its own included; None: all up to its own.
+        kv_scales: float32 `[2, num_kv_heads]`, contiguous, of the keys and of the values in caches of float8_e4m3fn;
+            else None. Not read without block_tables.
 
     Returns `[total_q, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside. Raises ValueError: see
     `check_layout`.
     """
     paged = block_tables is not None
     keys, values = (k_cache, v_cache) if paged else (k, v)
-    check_layout(q, keys, values, paged)
+    kv_scales = kv_scales if paged else None
+    check_layout(q, keys, values, paged, kv_scales)
     (total_q, num_heads, head_dim), num_kv_heads = q.shape, keys.shape[-2]
     out = torch.empty((total_q, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if total_q == 0:
@@ -202,7 +211,7 @@ def paged_prefill(
     grid = (num_kv_heads, cu_seqlens_q.numel() - 1, triton.cdiv(max_seqlen_q * group, tiles.rows))
     tables = block_tables if paged else cu_seqlens_k  # It is not read without a table.
     launcher(_paged_prefill_kernel, grid)(
-        out, q, keys, values, cu_seqlens_q, cu_seqlens_k, tables,
+        out, q, keys, values, cu_seqlens_q, cu_seqlens_k, tables, kv_scales,
         q.stride(0), keys.stride(-3), values.stride(-3), tables.stride(0) if paged else 0, scale * math.log2(math.e),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim,
         TILE_ROWS=tiles.rows, TILE_KEYS=tiles.keys, BLOCK_SIZE=keys.shape[1] if paged else tiles.keys, PAGED=paged,

@@ -2,15 +2,23 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, float8_e4m3fn
 
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.paged_cache import check_scales
+
+
+@triton.jit
+def _to_e4m3(x, inverse_scale):
+    """`layers.kv_quantization.quantize_kv`."""
+    scaled = x.to(tl.float32) * inverse_scale
+    return tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit
 def _qk_norm_rope_store_kernel(
-    qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, eps,
+    qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, kv_scales, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     HALF_BLOCK: tl.constexpr, HEADS_BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr, PDL: tl.constexpr,
@@ -40,11 +48,16 @@ def _qk_norm_rope_store_kernel(
         shift = tl.where(pair < ROTARY_HALF, ROTARY_HALF, HALF - ROTARY_HALF)
         rotated = mask & (pair < ROTARY_HALF)
     offsets = heads * HEAD_DIM + dim
+    dtype: tl.constexpr = qkv.dtype.element_ty
     heads_before = tl.where(is_q, 0, tl.where(is_v, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS))
     first_at = qkv + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + heads_before * HEAD_DIM + offsets
     if HAS_CACHE:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         cached_at = slot * (NUM_KV_HEADS * HEAD_DIM) + offsets
+        if kv_scales is not None:
+            scales_at = kv_scales + tl.where(is_v, NUM_KV_HEADS, 0) + heads
+            scale = tl.load(scales_at, mask=heads < NUM_KV_HEADS, other=1.0)
+            inverse_scale = tl.div_rn(1.0, scale)  # exact, for the scale is a power of two
 
     if is_v:
         if HAS_CACHE:
@@ -52,6 +65,11 @@ def _qk_norm_rope_store_kernel(
                 gdc_wait()
             first_values = tl.load(first_at, mask=mask)
             second_values = tl.load(first_at + shift, mask=mask)
+            if kv_scales is not None:
+                first_values = _to_e4m3(first_values, inverse_scale)
+                second_values = _to_e4m3(second_values, inverse_scale)
+                tl.store(first_at, (first_values.to(tl.float32) * scale).to(dtype), mask=mask)
+                tl.store(first_at + shift, (second_values.to(tl.float32) * scale).to(dtype), mask=mask)
             if slot >= 0:
                 tl.store(v_cache + cached_at, first_values, mask=mask)
                 tl.store(v_cache + cached_at + shift, second_values, mask=mask)
@@ -80,14 +98,19 @@ def _qk_norm_rope_store_kernel(
             second = second * inverse_rms[:, None] * second_scale
         if ROTARY_DIM > 0:
             first, second = first * cos - second * sin, second * cos + first * sin
-        dtype: tl.constexpr = qkv.dtype.element_ty
         first, second = first.to(dtype), second.to(dtype)
+        if HAS_CACHE:  # noqa: SIM102 (no cache, no slot)
+            if not is_q:
+                first_key, second_key = first, second
+                if kv_scales is not None:
+                    first_key, second_key = _to_e4m3(first, inverse_scale), _to_e4m3(second, inverse_scale)
+                    first = (first_key.to(tl.float32) * scale).to(dtype)
+                    second = (second_key.to(tl.float32) * scale).to(dtype)
+                if slot >= 0:
+                    tl.store(k_cache + cached_at, first_key, mask=mask)
+                    tl.store(k_cache + cached_at + shift, second_key, mask=mask)
         tl.store(first_at, first, mask=mask)
         tl.store(first_at + shift, second, mask=mask)
-        if HAS_CACHE:  # noqa: SIM102 (no cache, no slot)
-            if (not is_q) & (slot >= 0):
-                tl.store(k_cache + cached_at, first, mask=mask)
-                tl.store(k_cache + cached_at + shift, second, mask=mask)
 
 
 def qk_norm_rope_store(
@@ -100,6 +123,7 @@ def qk_norm_rope_store(
     k_cache: Tensor | None,
     v_cache: Tensor | None,
     slot_mapping: Tensor | None,
+    kv_scales: Tensor | None,
     num_heads: int,
     num_kv_heads: int,
     pdl: bool = False,
@@ -119,11 +143,13 @@ def qk_norm_rope_store(
     if rotary_dim > head_dim or rotary_dim % 2:
         raise ValueError(f"cos_sin_cache must have an even number of columns up to {head_dim}, not {rotary_dim}")
     for cache in () if k_cache is None else (k_cache, v_cache):
-        if cache.shape[2:] != (num_kv_heads, head_dim) or not cache.is_contiguous() or cache.dtype != qkv.dtype:
+        dtype = qkv.dtype if kv_scales is None else float8_e4m3fn
+        if cache.shape[2:] != (num_kv_heads, head_dim) or not cache.is_contiguous() or cache.dtype != dtype:
             raise ValueError(
-                f"caches must be contiguous [num_blocks, block_size, {num_kv_heads}, {head_dim}] of {qkv.dtype}, "
+                f"caches must be contiguous [num_blocks, block_size, {num_kv_heads}, {head_dim}] of {dtype}, "
                 f"not {list(cache.shape)} of {cache.dtype}"
             )
+    check_scales(kv_scales, num_kv_heads, is_fp8=kv_scales is not None)
     if num_tokens == 0:
         return
     # 8 heads of 128 are two warps, with one 16-byte load of each half a thread. That is small enough for a single token
@@ -134,7 +160,7 @@ def qk_norm_rope_store(
     q_groups, kv_groups = triton.cdiv(num_heads, heads_block), triton.cdiv(num_kv_heads, heads_block)
     grid = (num_tokens, q_groups + kv_groups * (2 if has_cache else 1))
     launcher(_qk_norm_rope_store_kernel, grid, pdl and has_pdl(qkv.device))(
-        qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, eps,
+        qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, kv_scales, eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
         HALF_BLOCK=half_block, HEADS_BLOCK=heads_block, HAS_NORM=q_weight is not None, HAS_CACHE=has_cache,
         num_warps=min(max(heads_block * half_block // 256, 1), 8),

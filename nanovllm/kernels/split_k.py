@@ -4,6 +4,9 @@ Such a product takes a few microseconds, in which the weights are read. So the w
 multiprocessors must read equal shares of them. A program computes up to 64 tokens with some rows of the weight and one
 split of K. It prefetches its weights into L2 while the kernel before it still runs.
 
+Weights in e4m3 are converted to x's dtype on their way to the tensor cores. There they are the first factor, which may
+come from registers.
+
 Splits are combined without a second launch. Each program writes its sum in float32 and counts itself as arrived. The
 last one adds all sums, always in the order of the splits, so equal calls give equal bits.
 """
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents, gdc_wait, has_pdl, prefetch_lines
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.linear_checks import check_layer, check_result
+from nanovllm.kernels.linear_checks import BLOCK, check_layer, check_result
 
 DTYPES = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # columns; other rows are read two bytes at a time
@@ -38,7 +41,8 @@ class SplitKConfig(NamedTuple):
     tile_rows: int  # weight rows of a program, at least 16; with `silu` two make one output column
     tile_k: int  # columns of a step, at least 16
     splits: int  # programs among which K is divided
-    # Of the load pipeline. A stage holds (TILE_TOKENS + tile_rows) * tile_k elements; all must fit in 227 KiB.
+    # Of the load pipeline. A stage holds tile_k columns of TILE_TOKENS of x and of tile_rows of the weight; all must
+    # fit in 227 KiB.
     num_stages: int
     prefetch: int  # first columns of its split that a program prefetches into L2 while it waits; 0 for none
 
@@ -65,12 +69,13 @@ def _prefetch(weight, row, inside, first_row, first_k, K: tl.constexpr, COLUMNS:
 # Every batch has another number of tokens; specialising on it would compile the kernel again.
 @triton.jit(do_not_specialize=["M"])
 def split_k_kernel(
-    x, weight, bias, y, partial, arrivals, M, N, x_stride, y_stride,
+    x, weight, weight_scale, bias, y, partial, arrivals, M, N, x_stride, y_stride,
     K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr,
     SPLITS: tl.constexpr, SPLIT_K: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr,
-    SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [M, N] = x W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU."""
+    """y [M, N] = x W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU. BLOCK: columns and rows of W
+    that share a scale, a multiple of K_TILE; 0 if rows do."""
     if PDL:
         gdc_launch_dependents()
     tile, split, token_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -89,6 +94,10 @@ def split_k_kernel(
     first_k = split * SPLIT_K
     if PDL and PREFETCH > 0:
         _prefetch(weight, weight_row, inside_rows, tile * OUTPUTS, first_k, K, PREFETCH, LINE)
+    if BLOCK > 0:
+        block_row = weight_scale + weight_row // BLOCK * (K // BLOCK)
+    elif weight_scale is not None:
+        row_scale = tl.load(weight_scale + weight_row, mask=inside_rows, other=0.0)
     if bias is not None:
         shift = tl.load(bias + weight_row, mask=inside_rows, other=0.0).to(tl.float32)
     # Above this line nothing may be read that a kernel writes, and nothing may be written (see dependent_launch).
@@ -107,7 +116,10 @@ def split_k_kernel(
     weight_tile = weight + weight_row.to(tl.int64)[:, None] * K + k[None, :]
     inside_tokens = (token < M)[:, None]
     inside_rows = inside_rows[:, None]
-    acc = tl.zeros([TOKENS, ROWS], dtype=tl.float32)
+    if weight_scale is not None:
+        acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
+    else:
+        acc = tl.zeros([TOKENS, ROWS], dtype=tl.float32)
     for start in range(0, SPLIT_K, K_TILE):
         if SPLITS * SPLIT_K == K:
             x_mask, weight_mask = inside_tokens, inside_rows
@@ -116,7 +128,17 @@ def split_k_kernel(
             x_mask, weight_mask = inside_tokens & inside_k, inside_rows & inside_k
         values = tl.load(x_tile + start, mask=x_mask, other=0.0)
         weights = tl.load(weight_tile + start, mask=weight_mask, other=0.0)
-        acc = tl.dot(values, tl.trans(weights), acc)
+        if BLOCK > 0:
+            # The last split may end beyond K, in no block.
+            block = tl.minimum((first_k + start) // BLOCK, K // BLOCK - 1)
+            block_scale = tl.load(block_row + block, mask=column < N, other=0.0)
+            acc += tl.dot(weights.to(values.dtype), tl.trans(values)) * block_scale[:, None]
+        elif weight_scale is not None:
+            acc = tl.dot(weights.to(values.dtype), tl.trans(values), acc)
+        else:
+            acc = tl.dot(values, tl.trans(weights), acc)
+    if weight_scale is not None:
+        acc = tl.trans(acc)
 
     if SPLITS > 1:
         tile += token_tile * tl.num_programs(0)  # of the results: its number among all
@@ -134,6 +156,8 @@ def split_k_kernel(
         acc = tl.load(sums, mask=inside_tokens, other=0.0, cache_modifier=".cg")
         for other in tl.static_range(1, SPLITS):
             acc += tl.load(sums + other * (TOKENS * ROWS), mask=inside_tokens, other=0.0, cache_modifier=".cg")
+    if BLOCK == 0 and weight_scale is not None:
+        acc *= row_scale[None, :]
     if bias is not None:
         acc += shift[None, :]
     if SILU:
@@ -154,6 +178,7 @@ def split_k(
     config: SplitKConfig,
     arrivals: Tensor,
     *,
+    weight_scale: Tensor | None = None,
     silu: bool = False,
     add: bool = False,
     pdl: bool = False,
@@ -165,10 +190,12 @@ def split_k(
     Args:
         x: `[M, K]`, M in 1..MAX_TOKENS, bfloat16 or float16, any row stride. Rows of a multiple of 8 elements, 8
             elements apart and aligned to 16 bytes, are read fast.
-        weight: `[N, K]`, contiguous, of x's dtype.
+        weight: `[N, K]`, contiguous, of x's dtype, or of e4m3.
         y: `[M, N]` of x's dtype, any row stride; shares no memory with x.
         bias: `[N]`, any float dtype, or None.
         arrivals: from `make_arrivals`.
+        weight_scale: of a weight in e4m3: float32 `[N, 1]`, or `[N / 128, K / 128]` of blocks, with a tile_k of at most
+            128; else None.
         silu: whether y `[M, N / 2]` becomes `silu(gate) * up` (Shazeer 2020) instead. The weight holds the gate's N / 2
             rows and then the up's. Both results are rounded to x's dtype in between.
         add: whether the result is added to y, before it is rounded.
@@ -177,7 +204,7 @@ def split_k(
     Raises:
         ValueError: another shape, layout or dtype; the message begins with the argument's name.
     """
-    check_layer(x, weight, bias, MAX_TOKENS)
+    check_layer(x, weight, bias, MAX_TOKENS, weight_scale)
     if x.dtype not in DTYPES:
         raise ValueError(f"x must be bfloat16 or float16, not {x.dtype}")
     check_result(y, x, weight, silu)
@@ -191,10 +218,13 @@ def split_k(
             raise ValueError(f"arrivals must hold the counters of {tiles} tiles, not {arrivals.numel()}")
         partial = torch.empty(tiles * splits * TILE_TOKENS * rows, dtype=torch.float32, device=x.device)
     split_size = triton.cdiv(triton.cdiv(K, k_tile), splits) * k_tile
-    line = CACHE_LINE // x.element_size()
+    line = CACHE_LINE // weight.element_size()
+    block = 0 if weight_scale is None or weight_scale.shape == (num_rows, 1) else BLOCK
+    if block and k_tile > block:
+        raise ValueError(f"config must have a tile_k of at most {block} for a weight in blocks, not {k_tile}")
     launcher(split_k_kernel, (row_tiles, splits, token_tiles), pdl and has_pdl(x.device))(
-        x, weight, bias, y, partial, arrivals if splits > 1 else None, M, N, x.stride(0), y.stride(0),
+        x, weight, weight_scale, bias, y, partial, arrivals if splits > 1 else None, M, N, x.stride(0), y.stride(0),
         K=K, TOKENS=TILE_TOKENS, ROWS=rows, K_TILE=k_tile, SPLITS=splits, SPLIT_K=split_size,
-        PREFETCH=triton.cdiv(min(prefetch, split_size), line) * line, LINE=line, SILU=silu, ADD=add,
-        num_warps=_NUM_WARPS, num_stages=num_stages,
+        PREFETCH=triton.cdiv(min(prefetch, split_size), line) * line, LINE=line, BLOCK=block,
+        SILU=silu, ADD=add, num_warps=_NUM_WARPS, num_stages=num_stages,
     )  # fmt: skip

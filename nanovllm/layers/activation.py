@@ -29,9 +29,30 @@ class SiluAndMul(nn.Module):
         return silu_and_mul(x) if use_kernels(x) else silu_and_mul_torch(x)
 
 
+class Gated:
+    """`silu(gate) * up`, not computed yet: like `Normed`, for the product that reads it.
+
+    Attributes:
+        gate_up: `[num_tokens, 2 * intermediate]`: gate, up.
+    """
+
+    def __init__(self, gate_up: Tensor):
+        self.gate_up = gate_up
+
+    def __len__(self) -> int:
+        return len(self.gate_up)
+
+    def value(self) -> Tensor:
+        """`[num_tokens, intermediate]`, as `SiluAndMul`."""
+        return _silu_and_mul(self.gate_up)
+
+
 class GeluTanhAndMul(nn.Module):
     """`gelu(gate) * up`, the gelu by tanh (Hendrycks & Gimpel 2016), computed in float32 and rounded once."""
 
     def forward(self, x: Tensor) -> Tensor:
         """As `SiluAndMul.forward`."""
         return gelu_tanh_and_mul(x) if use_kernels(x) else gelu_tanh_and_mul_torch(x)
+
+
+_silu_and_mul = SiluAndMul()

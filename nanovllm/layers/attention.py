@@ -13,7 +13,7 @@ from nanovllm.utils.context import Context
 class AttentionBackend(ABC):
     """Computes attention. The engine chooses one at start-up, by `attention_backend.select_backend`.
 
-    Shapes and `window` are those of `Attention`. The caches are None in a prefill before there is a cache.
+    Shapes, `window` and `kv_scales` are those of `Attention`. The caches are None in a prefill before there is a cache.
 
     Attributes:
         name: the value of the option `attention_backend` that selects it.
@@ -42,12 +42,15 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prefill(
-        self, q, k, v, k_cache, v_cache, context: Context, scale: float, window: int | None = None
+        self, q, k, v, k_cache, v_cache, context: Context, scale: float, window: int | None = None, kv_scales=None
     ) -> torch.Tensor:
-        """Attention of the flat batch of new tokens, each to the keys up to its own."""
+        """Attention of the flat batch of new tokens, each to the keys up to its own. k and v hold the numbers that the
+        caches hold of them."""
 
     @abstractmethod
-    def decode(self, q, k_cache, v_cache, context: Context, scale: float, window: int | None = None) -> torch.Tensor:
+    def decode(
+        self, q, k_cache, v_cache, context: Context, scale: float, window: int | None = None, kv_scales=None
+    ) -> torch.Tensor:
         """Attention of one token a row to its context_lens keys; zeros if that is 0."""
 
 
@@ -59,8 +62,9 @@ class Attention(nn.Module):
         scale: factor of the scores; None: `head_dim ** -0.5`.
 
     Attributes:
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], set by the model runner; None until
-            then (the warm-up runs without a cache).
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], of q's dtype or float8_e4m3fn, set by the
+            model runner; None until then (the warm-up runs without a cache).
+        kv_scales: float32 [2, num_kv_heads], of the keys and of the values in a float8 cache; None for any other.
     """
 
     def __init__(self, head_dim: int, backend: AttentionBackend, window: int | None = None, scale: float | None = None):
@@ -70,6 +74,7 @@ class Attention(nn.Module):
         self.backend = backend
         self.k_cache: torch.Tensor | None = None
         self.v_cache: torch.Tensor | None = None
+        self.kv_scales: torch.Tensor | None = None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
         """Attend. The step's new keys and values are in their slots already: `qk_norm_rope_store` wrote them.
@@ -78,6 +83,7 @@ class Attention(nn.Module):
         after RoPE, any stride between tokens. context: the step's; if q has the last tokens only, its
         `of_last_tokens()`. Returns a tensor like q.
         """
+        options = context, self.scale, self.window, self.kv_scales
         if context.is_prefill:
-            return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale, self.window)
-        return self.backend.decode(q, self.k_cache, self.v_cache, context, self.scale, self.window)
+            return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, *options)
+        return self.backend.decode(q, self.k_cache, self.v_cache, *options)

@@ -10,22 +10,27 @@ from nanovllm.layers.attention_gpu import FlashAttnBackend, TritonBackend
 from nanovllm.layers.attention_torch import TorchBackend
 
 
-def select_backend(name: str, device: str, dtype: torch.dtype, head_dim: int, block_size: int) -> AttentionBackend:
+def select_backend(
+    name: str, device: str, dtype: torch.dtype, head_dim: int, block_size: int, is_fp8_cache: bool = False
+) -> AttentionBackend:
     """The back end that `attention_backend=name` selects.
 
     "auto" is torch on a CPU and triton on a GPU, where its decode is faster than flash-attn 2's for every measured
     batch. Raises ValueError, with the reason, if the named one cannot run this model.
     """
+    case = device, dtype, head_dim, block_size, is_fp8_cache
     if name == "auto":
         candidates = ("torch",) if device == "cpu" else ("triton", "flash_attn", "torch")
-        name = next(c for c in candidates if _obstacle(c, device, dtype, head_dim, block_size) is None)
-    obstacle = _obstacle(name, device, dtype, head_dim, block_size)
+        name = next(c for c in candidates if _obstacle(c, *case) is None)
+    obstacle = _obstacle(name, *case)
     if obstacle is not None:
         raise ValueError(f"attention_backend={name!r}: {obstacle}")
     return {"flash_attn": FlashAttnBackend, "triton": TritonBackend, "torch": TorchBackend}[name]()
 
 
-def _obstacle(name: str, device: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+def _obstacle(
+    name: str, device: str, dtype: torch.dtype, head_dim: int, block_size: int, is_fp8_cache: bool
+) -> str | None:
     """Why a back end cannot run here; None if it can."""
     if name == "torch":
         return None
@@ -39,6 +44,8 @@ def _obstacle(name: str, device: str, dtype: torch.dtype, head_dim: int, block_s
         return "the flash-attn package is not installed: pip install 'nanovllm[flash-attn]', or use triton"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16, not {dtype}; use triton"
+    if is_fp8_cache:
+        return "reads no fp8 KV cache; use triton"
     if block_size % 256:
         return f"kvcache_block_size={block_size} is not a multiple of 256; use triton"
     if head_dim > 256 or head_dim % 8:

@@ -44,24 +44,25 @@ class GpuBackend(AttentionBackend):
         if max_num_batched_tokens >= self.flash_attn4_min_tokens or max_model_len > _MANY_KEYS:
             self.flash_attn4 = load_flash_attn4(dtype, head_dim)
 
-    def prefill(self, q, k, v, k_cache, v_cache, context, scale, window=None):
+    def prefill(self, q, k, v, k_cache, v_cache, context, scale, window=None, kv_scales=None):
         longest = context.max_seqlen_k
         is_short = context.block_tables is None and longest <= self.max_short_prompt
         are_few = len(k) < self.flash_attn4_min_tokens and longest <= _MANY_KEYS
+        reads_fp8 = context.block_tables is not None and kv_scales is not None
         out = None
-        if self.flash_attn4 is not None and window is None and not is_short and not are_few:
+        if self.flash_attn4 is not None and window is None and not is_short and not are_few and not reads_fp8:
             out = self.flash_attn4.prefill(q, k, v, k_cache, v_cache, context, scale)
-        return self.own_prefill(q, k, v, k_cache, v_cache, context, scale, window) if out is None else out
+        return self.own_prefill(q, k, v, k_cache, v_cache, context, scale, window, kv_scales) if out is None else out
 
     @abstractmethod
     def own_prefill(
-        self, q, k, v, k_cache, v_cache, context: Context, scale: float, window: int | None
+        self, q, k, v, k_cache, v_cache, context: Context, scale: float, window: int | None, kv_scales
     ) -> torch.Tensor:
         """`prefill` without flash-attn-4."""
 
 
 class TritonBackend(GpuBackend):
-    """Our own kernels: float32, bfloat16 and float16, any block size that is a power of two from 16."""
+    """Our own kernels: float32, bfloat16 and float16, any block size that is a power of two from 16, and fp8 caches."""
 
     name = "triton"
     wants_plan = True
@@ -69,22 +70,20 @@ class TritonBackend(GpuBackend):
 
     def prepare(self, constants, max_batch_size, shape):
         self.constants = constants
-        num_items = constants.num_work_items(max_batch_size, shape.num_kv_heads)
+        num_pieces = constants.num_pieces(max_batch_size, shape.num_kv_heads)
         sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        self.workspace = DecodeWorkspace(max_batch_size, *sizes, shape.device, num_items)
+        self.workspace = DecodeWorkspace(max_batch_size, *sizes, shape.device, num_pieces)
 
-    def own_prefill(self, q, k, v, k_cache, v_cache, context, scale, window):
-        c = context
-        return paged_prefill(
-            q, k, v, k_cache, v_cache, c.cu_seqlens_q, c.cu_seqlens_k, c.max_seqlen_q, c.block_tables, scale, window
-        )
+    def own_prefill(self, q, k, v, k_cache, v_cache, context, scale, window, kv_scales):
+        lengths = context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q
+        return paged_prefill(q, k, v, k_cache, v_cache, *lengths, context.block_tables, scale, window, kv_scales)
 
-    def decode(self, q, k_cache, v_cache, context, scale, window=None):
+    def decode(self, q, k_cache, v_cache, context, scale, window=None, kv_scales=None):
         tables, plan = context.block_tables, context.decode_plans[window]
         (_, block_size, num_kv_heads, head_dim), itemsize = k_cache.shape, q.element_size()
         tma = has_tma(head_dim, block_size, itemsize, q.device)
         config = self.constants.config(len(q), num_kv_heads, head_dim, itemsize, tma)
-        options = {"pdl": True, "windowed": window is not None}
+        options = {"pdl": True, "windowed": window is not None, "kv_scales": kv_scales}
         return paged_decode(q, k_cache, v_cache, tables, scale, plan, self.workspace, config, **options)
 
 
@@ -100,7 +99,7 @@ class FlashAttnBackend(GpuBackend):
         self.varlen_func = flash_attn_varlen_func
         self.with_kvcache = flash_attn_with_kvcache
 
-    def own_prefill(self, q, k, v, k_cache, v_cache, context, scale, window):
+    def own_prefill(self, q, k, v, k_cache, v_cache, context, scale, window, kv_scales):
         if context.block_tables is not None:
             k, v = k_cache, v_cache
         return self.varlen_func(
@@ -117,7 +116,7 @@ class FlashAttnBackend(GpuBackend):
             block_table=context.block_tables,
         )
 
-    def decode(self, q, k_cache, v_cache, context, scale, window=None):
+    def decode(self, q, k_cache, v_cache, context, scale, window=None, kv_scales=None):
         out = self.with_kvcache(
             q.unsqueeze(1),
             k_cache,

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.layers.attention import AttentionBackend
+from nanovllm.layers.kv_quantization import dequantize_kv, quantize_kv
 
 
 class TorchBackend(AttentionBackend):
@@ -12,24 +13,32 @@ class TorchBackend(AttentionBackend):
     name = "torch"
     supports_cuda_graphs = False  # It reads lengths on the host.
 
-    def prefill(self, q, k, v, k_cache, v_cache, context, scale, window=None):
-        c = context
-        return prefill_attention_torch(
-            q, k, v, k_cache, v_cache, c.cu_seqlens_q, c.cu_seqlens_k, c.max_seqlen_q, c.block_tables, scale, window
-        )
+    def prefill(self, q, k, v, k_cache, v_cache, context, scale, window=None, kv_scales=None):
+        lengths = context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q
+        options = scale, window, kv_scales
+        return prefill_attention_torch(q, k, v, k_cache, v_cache, *lengths, context.block_tables, *options)
 
-    def decode(self, q, k_cache, v_cache, context, scale, window=None):
-        return decode_attention_torch(q, k_cache, v_cache, context.context_lens, context.block_tables, scale, window)
+    def decode(self, q, k_cache, v_cache, context, scale, window=None, kv_scales=None):
+        options = scale, window, kv_scales
+        return decode_attention_torch(q, k_cache, v_cache, context.context_lens, context.block_tables, *options)
 
 
 def store_kvcache(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Write keys and values to their slots of the cache. On a GPU `qk_norm_rope_store` contains this step.
 
     k, v: `[num_tokens, num_kv_heads, head_dim]`; k_cache, v_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`;
-    slot_mapping: int32 or int64 `[num_tokens]`, block * block_size + offset, negative to store nothing.
+    slot_mapping: int32 or int64 `[num_tokens]`, block * block_size + offset, negative to store nothing. kv_scales: as
+    in `Attention`.
     """
+    if kv_scales is not None:
+        k, v = quantize_kv(k, kv_scales[0]), quantize_kv(v, kv_scales[1])
     stored = slot_mapping >= 0
     slots = slot_mapping[stored].long()
     k_cache.view(-1, *k.shape[1:])[slots] = k[stored]
@@ -48,6 +57,7 @@ def prefill_attention_torch(
     block_tables: torch.Tensor | None,
     scale: float,
     window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a flat batch of sequences, one at a time; arguments and result as in `paged_prefill`. Only
     the kernel uses `max_seqlen_q`."""
@@ -63,7 +73,7 @@ def prefill_attention_torch(
         if block_tables is None:
             keys, values = (x[starts_k[seq] + first_key : starts_k[seq + 1]] for x in (k, v))
         else:
-            keys, values = (_keys(x, block_tables[seq], first_key, len_k) for x in (k_cache, v_cache))
+            keys, values = _cached(k_cache, v_cache, block_tables[seq], first_key, len_k, kv_scales, q.dtype)
         mask = None
         if num_cached > 0 or (window is not None and window < len_k):
             # is_causal aligns the triangle at the top left; queries after a prefix need it at the bottom right.
@@ -89,9 +99,10 @@ def decode_attention_torch(
     block_tables: torch.Tensor,
     scale: float,
     window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one query token a row to its context; arguments and result as in `paged_decode`. context_lens: int32
-    `[batch_size]`, keys of each row, its own included; 0 gives zeros. window: as in `Attention`.
+    `[batch_size]`, keys of each row, its own included; 0 gives zeros. window, kv_scales: as in `Attention`.
 
     Each row is computed alone, over exactly its keys. A batched product would sum in an order that depends on the
     batch's shape and padding, but the rest of the batch must not change a bit of a row's result.
@@ -102,7 +113,8 @@ def decode_attention_torch(
         if context_len == 0:
             continue
         first_key = 0 if window is None else max(0, context_len - window)
-        keys, values = (_keys(x, block_tables[row], first_key, context_len).transpose(0, 1) for x in (k_cache, v_cache))
+        cached = _cached(k_cache, v_cache, block_tables[row], first_key, context_len, kv_scales, q.dtype)
+        keys, values = (x.transpose(0, 1) for x in cached)
         # The heads that share a KV head become its queries, which saves a copy of the keys for each of them. The
         # queries are cloned because the products' rounding depends on their alignment, and so on the row's place.
         queries = q[row].clone().reshape(num_kv_heads, -1, head_dim)
@@ -113,9 +125,15 @@ def decode_attention_torch(
     return out
 
 
-def _keys(cache: torch.Tensor, block_table: torch.Tensor, first_key: int, end_key: int) -> torch.Tensor:
-    """One sequence's keys, or values, from first_key to before end_key: `[num_keys, num_kv_heads, head_dim]`."""
-    block_size = cache.shape[1]
+def _cached(
+    k_cache, v_cache, block_table: torch.Tensor, first_key: int, end_key: int, kv_scales, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """One sequence's keys and values from first_key to before end_key: `[num_keys, num_kv_heads, head_dim]` each."""
+    block_size = k_cache.shape[1]
     first_block = first_key // block_size
     blocks = block_table[first_block : -(-end_key // block_size)]
-    return cache[blocks].flatten(0, 1)[first_key - first_block * block_size : end_key - first_block * block_size]
+    wanted = slice(first_key - first_block * block_size, end_key - first_block * block_size)
+    found = [cache[blocks].flatten(0, 1)[wanted] for cache in (k_cache, v_cache)]
+    if kv_scales is None:
+        return found
+    return [dequantize_kv(x, scales, dtype) for x, scales in zip(found, kv_scales, strict=True)]

@@ -26,8 +26,8 @@ class DecodeConstants:
         self._spare_programs = row("spare_programs", int)
 
     def config(self, num_rows: int, num_kv_heads: int, head_dim: int, itemsize: int, tma: bool) -> DecodeConfig:
-        """Launch constants for keys of `head_dim` elements of `itemsize` bytes. tma: whether the kernel may use the
-        tensor memory accelerator."""
+        """Launch constants for keys of `head_dim` elements, multiplied as numbers of `itemsize` bytes (also where the
+        cache has fewer). tma: whether the kernel may use the tensor memory accelerator."""
         if tma:
             return self._tma_configs[num_rows * num_kv_heads][0]
         config = self._configs[num_rows * num_kv_heads][0]
@@ -35,7 +35,7 @@ class DecodeConstants:
         tile = config.tile * _TABLE_KEY_BYTES // max(padded_dim * itemsize, _TABLE_KEY_BYTES)
         return config._replace(tile=max(_SMALLEST_TILE, tile))
 
-    def num_work_items(self, num_rows: int, num_kv_heads: int) -> int:
+    def num_pieces(self, num_rows: int, num_kv_heads: int) -> int:
         """Pieces of a step's plan; never fewer for a larger batch."""
         # Programs beyond one a row and KV head. More balance the load better, but each costs its start and a partial
         # result.

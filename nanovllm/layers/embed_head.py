@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.linear import make_parameter
+from nanovllm.layers.parameters import make_parameter
 from nanovllm.utils.parallel import TensorParallel
 
 # Shards of the head are multiples of this many tokens (except the last): whole groups for the sampler, whole tiles for

@@ -4,30 +4,39 @@ Over tensor-parallel ranks, every rank has some columns of each expert, and the 
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm.layers.expert_products import ExpertsProblem
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.linear import ReplicatedLinear, make_parameter
+from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.matmul import Matmul
+from nanovllm.layers.parameters import as_weight, load_rows, make_weight, store
+from nanovllm.layers.quantization import Weight, weight_format
 from nanovllm.layers.rank_sums import NormedParts, add_over_ranks
 from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import TensorParallel
 
 
 class ExpertsLinear(nn.Module):
-    """The same layer of all experts: `weight`, `[num_experts, N, K]`. Its shard ids are (expert, shard id of a layer
-    without experts)."""
+    """The same layer of all experts: `weight`, `[num_experts, N, K]`, and its scales if it is in fp8. Shard ids are
+    (expert, shard id of a layer without experts)."""
 
     def __init__(self, num_experts: int, shape: tuple[int, int], shards: dict, tp: TensorParallel):
         """shape: this rank's part of an expert's weight. shards: of one expert, as in `linear`."""
         super().__init__()
         self.tp = tp
         all_shards = {(expert, key): full for expert in range(num_experts) for key, full in shards.items()}
-        self.weight = make_parameter((num_experts, *shape), all_shards, self.weight_loader)
-        self.weight.num_experts = num_experts
+        self.weight, self.weight_scale = make_weight((num_experts, *shape), all_shards, self.weight_loader)
+        for parameter in self.parameters():
+            parameter.num_experts = num_experts
+
+    @property
+    def matrix(self) -> Weight:
+        """The weights, as products take them."""
+        return as_weight(self.weight)
 
 
 class ColumnParallelExperts(ExpertsLinear):
@@ -38,23 +47,23 @@ class ColumnParallelExperts(ExpertsLinear):
         shards = dict.fromkeys(range(2), (intermediate_size, hidden_size))
         super().__init__(num_experts, (2 * self.num_rows, hidden_size), shards, tp)
 
-    def weight_loader(self, param: nn.Parameter, loaded, shard_id: tuple[int, int]) -> None:
+    def weight_loader(self, param: Any, loaded, shard_id: tuple[int, int]) -> None:
         expert, part = shard_id
-        start = self.tp.rank * self.num_rows
-        param.data[expert, part * self.num_rows :][: self.num_rows].copy_(loaded[start : start + self.num_rows])
+        load_rows(param, part * self.num_rows, loaded, self.tp.rank * self.num_rows, self.num_rows, expert)
 
 
 class RowParallelExperts(ExpertsLinear):
     """Down projection of each expert, whose columns are split over the ranks. Shard ids: (expert, None)."""
 
     def __init__(self, num_experts: int, intermediate_size: int, hidden_size: int, tp: TensorParallel):
-        self.num_columns = tp.shard(intermediate_size, "moe_intermediate_size")
         shards = {None: (hidden_size, intermediate_size)}
-        super().__init__(num_experts, (hidden_size, self.num_columns), shards, tp)
+        shape = hidden_size, tp.shard(intermediate_size, "moe_intermediate_size")
+        super().__init__(num_experts, shape, shards, tp)
 
-    def weight_loader(self, param: nn.Parameter, loaded, shard_id: tuple[int, None]) -> None:
-        start = self.tp.rank * self.num_columns
-        param.data[shard_id[0]].copy_(loaded[:, start : start + self.num_columns])
+    def weight_loader(self, param: Any, loaded, shard_id: tuple[int, None]) -> None:
+        num_columns = param.shape[2]
+        start = self.tp.rank * num_columns % param.shards[shard_id][1]  # 0 for the scales of whole rows
+        store(param, loaded[:, start : start + num_columns], expert=shard_id[0])
 
 
 class Experts(nn.Module):
@@ -86,7 +95,8 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.tp, self.top_k, self.normalize = tp, top_k, normalize
         self.matmul = Matmul()  # before the model's `use_matmul`
-        self.gate = ReplicatedLinear(hidden_size, num_experts, False, tp)
+        with weight_format(None):
+            self.gate = ReplicatedLinear(hidden_size, num_experts, False, tp)
         self.experts = Experts(num_experts, hidden_size, intermediate_size, tp)
 
     def add(
@@ -122,5 +132,5 @@ class MixtureOfExperts(nn.Module):
         context = get_context()
         # Rows that pad a decode step get no expert, so that none is read for them.
         context_lens = None if context.context_lens is None else context.context_lens[: len(x)]
-        gate_up, down = self.experts.gate_up_proj.weight, self.experts.down_proj.weight
+        gate_up, down = self.experts.gate_up_proj.matrix, self.experts.down_proj.matrix
         self.matmul.run(ExpertsProblem(x, logits, gate_up, down, self.top_k, self.normalize, out, add, context_lens))

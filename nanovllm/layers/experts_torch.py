@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.layers.activation import silu_and_mul_torch
+from nanovllm.layers.quantization import Weight, fp8_product_torch, quantize_input_torch
 
 
 def route_torch(
@@ -21,14 +22,20 @@ def route_torch(
     return experts.short(), weights
 
 
-def experts_torch(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def experts_torch(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
     """Twin of `kernels.experts.gate_up`, `down` and `add_pairs`: the weighted sum of each token's experts, float32
-    `[num_tokens, hidden_size]`."""
+    `[num_tokens, hidden_size]`. With weights in fp8 the inputs of both products are quantised."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():
         if expert < len(gate_up):
             token, slot = (experts == expert).nonzero(as_tuple=True)
-            hidden = silu_and_mul_torch(F.linear(x[token], gate_up[expert]))
-            y = F.linear(hidden, down[expert]).float()
+            hidden = silu_and_mul_torch(_linear(x[token], gate_up[expert]))
+            y = _linear(hidden, down[expert]).float()
             total.index_add_(0, token, y * weights[token, slot, None])
     return total
+
+
+def _linear(x: Tensor, weight: Weight) -> Tensor:
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight)
+    return fp8_product_torch(quantize_input_torch(x, weight.format), weight)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON, use_kernels
 from nanovllm.layers.matmul import Candidate, Problem
+from nanovllm.layers.quantization import Fp8Weight, values_and_scale
 
 if HAS_TRITON:
     from nanovllm.kernels import gemv as gemv_kernels
@@ -40,7 +41,8 @@ class Gemv(Candidate):
         else:
             options |= {"norm_weight": x.weight, "eps": x.eps}
             x = x.residual
-        gemv_kernels.gemv(x, problem.weight, y, problem.bias, GemvConfig(*constants), **options)
+        weight, options["weight_scale"] = values_and_scale(problem.weight)
+        gemv_kernels.gemv(x, weight, y, problem.bias, GemvConfig(*constants), **options)
         return y
 
 
@@ -58,7 +60,7 @@ class SplitK(Candidate):
         weight = problem.weight
         return (
             use_kernels(weight)
-            and weight.dtype in split_k_kernels.DTYPES
+            and (isinstance(weight, Fp8Weight) or weight.dtype in split_k_kernels.DTYPES)
             and weight.shape[1] % split_k_kernels.ALIGNMENT == 0
             and len(weight) <= MAX_ROWS
             and len(problem.x) <= split_k_kernels.MAX_TOKENS
@@ -67,7 +69,9 @@ class SplitK(Candidate):
 
     def launch(self, problem: Problem, constants: tuple) -> Tensor:
         x, y, config = problem.input, _result(problem), SplitKConfig(*constants)
-        split_k_kernels.split_k(x, problem.weight, y, problem.bias, config, self.arrivals, **_options(problem))
+        weight, scale = values_and_scale(problem.weight)
+        options = _options(problem) | {"weight_scale": scale}
+        split_k_kernels.split_k(x, weight, y, problem.bias, config, self.arrivals, **options)
         return y
 
 

@@ -60,8 +60,8 @@ class RMSNorm(nn.Module):
 
 
 class Normed:
-    """The RMS norm of the residual stream, not computed yet. The product that reads it computes it within its kernel,
-    or asks for its value first.
+    """The RMS norm of the residual stream, computed when it is needed. A matrix product that reads it computes it
+    within its own kernel, or asks for `value` first.
 
     Attributes:
         residual: `[num_tokens, hidden_size]`. It must not change before the norm has been read.

@@ -1,8 +1,7 @@
 """Linear layers whose weights are split over tensor-parallel ranks, by columns or rows (Megatron-LM, arXiv:1909.08053).
 
-Every parameter knows how it is loaded. `shards` are the checkpoint tensors that make it up: {shard id: full shape}.
-`weight_loader(param, loaded, shard_id)` copies this rank's part of one of them; `loaded` is a tensor, or a safetensors
-slice, of which only that part is read.
+Every parameter knows how it is loaded (`parameters`). Weights may be in fp8 (`quantization`), with scales from the
+checkpoint, or computed while the weights are loaded.
 """
 
 from collections.abc import Iterable
@@ -11,33 +10,33 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from nanovllm.layers.activation import Gated
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul import Matmul
+from nanovllm.layers.parameters import as_weight, load_rows, make_parameter, make_weight, store
+from nanovllm.layers.quantization import Weight
 from nanovllm.layers.rank_sums import NormedParts, add_over_ranks
 from nanovllm.utils.parallel import TensorParallel
 
 
-def make_parameter(shape: tuple[int, ...], shards: dict, weight_loader) -> nn.Parameter:
-    """An uninitialised parameter. shape: this rank's part."""
-    parameter: Any = nn.Parameter(torch.empty(shape), requires_grad=False)
-    parameter.shards = shards
-    parameter.weight_loader = weight_loader
-    return parameter
-
-
 class LinearBase(nn.Module):
-    """A weight `[N, K]`, perhaps a bias `[N]`. A subclass has `weight_loader` and `bias_loader`."""
+    """A weight `[N, K]`, perhaps a bias `[N]`. A subclass has `weight_loader`, also of scales, and `bias_loader`."""
 
     def __init__(self, weight_shape: tuple[int, int], shards: dict, bias: bool, tp: TensorParallel):
         """weight_shape: this rank's part. shards: of the weight."""
         super().__init__()
         self.tp = tp
         self.matmul = Matmul()  # cuBLAS alone, before the model's `use_matmul`
-        self.weight = make_parameter(weight_shape, shards, self.weight_loader)
+        self.weight, self.weight_scale = make_weight(weight_shape, shards, self.weight_loader)
         self.bias = None
         if bias:
             bias_shards = {key: shape[:1] for key, shape in shards.items()}
             self.bias = make_parameter(weight_shape[:1], bias_shards, self.bias_loader)
+
+    @property
+    def matrix(self) -> Weight:
+        """The weight, as products take it."""
+        return as_weight(self.weight)
 
 
 class ReplicatedLinear(LinearBase):
@@ -47,13 +46,13 @@ class ReplicatedLinear(LinearBase):
         shape = output_size, input_size
         super().__init__(shape, {None: shape}, bias, tp)
 
-    def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
-        param.data.copy_(loaded[:])
+    def weight_loader(self, param: Any, loaded, shard_id=None) -> None:
+        store(param, loaded[:])
 
     bias_loader = weight_loader
 
     def forward(self, x: torch.Tensor | Normed) -> torch.Tensor:
-        return self.matmul.linear(x, self.weight, self.bias)
+        return self.matmul.linear(x, self.matrix, self.bias)
 
 
 class ColumnParallelLinear(LinearBase):
@@ -77,12 +76,11 @@ class ColumnParallelLinear(LinearBase):
         num_rows = tp.shard(self.output_sizes[shard_id], f"output size of {shard_id or 'a layer'}")
         return tp.rank * num_rows, num_rows
 
-    def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
+    def weight_loader(self, param: Any, loaded, shard_id=None) -> None:
         offset = first_row = 0
         for key, (start, num_rows) in self.parts.items():
             if shard_id in (key, None):
-                start += first_row if shard_id is None else 0
-                param.data[offset : offset + num_rows].copy_(loaded[start : start + num_rows])
+                load_rows(param, offset, loaded, start + (first_row if shard_id is None else 0), num_rows)
             offset += num_rows
             first_row += self.output_sizes[key]
 
@@ -90,10 +88,10 @@ class ColumnParallelLinear(LinearBase):
 
     def forward(self, x: torch.Tensor | Normed | NormedParts) -> torch.Tensor:
         if not isinstance(x, NormedParts):
-            return self.matmul.linear(x, self.weight, self.bias)
+            return self.matmul.linear(x, self.matrix, self.bias)
         y, start = x.residual.new_empty(len(x.residual), len(self.weight)), 0
         for part in x.parts:
-            self.matmul.linear(part, self.weight, self.bias, out=y[start : start + len(part)])
+            self.matmul.linear(part, self.matrix, self.bias, out=y[start : start + len(part)])
             start += len(part)
         return y
 
@@ -104,9 +102,9 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_sizes: list[int], bias: bool, tp: TensorParallel):
         super().__init__(input_size, dict(enumerate(output_sizes)), bias, tp)
 
-    def silu(self, x: torch.Tensor | Normed) -> torch.Tensor:
-        """SwiGLU (Shazeer 2020) without a bias: `silu(gate) * up` of `gate, up = forward(x)`."""
-        return self.matmul.linear_silu(x, self.weight)
+    def silu(self, x: torch.Tensor | Normed) -> torch.Tensor | Gated:
+        """SwiGLU (Shazeer 2020) without a bias: `silu(gate) * up` of `gate, up = forward(x)`, computed or not."""
+        return self.matmul.linear_silu(x, self.matrix)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -142,49 +140,44 @@ class RowParallelLinear(LinearBase):
         shape = (output_size, tp.shard(input_size, "input size of a row-parallel layer"))
         super().__init__(shape, {None: (output_size, input_size)}, bias, tp)
 
-    def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
+    def weight_loader(self, param: Any, loaded, shard_id=None) -> None:
         num_columns = param.shape[1]
-        start = self.tp.rank * num_columns
-        param.data.copy_(loaded[:, start : start + num_columns])
+        start = self.tp.rank * num_columns % param.shards[shard_id][1]  # 0 for the scales of whole rows
+        store(param, loaded[:, start : start + num_columns])
 
-    def bias_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
+    def bias_loader(self, param: Any, loaded, shard_id=None) -> None:
         param.data.copy_(loaded[:])
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor | Gated) -> torch.Tensor:
         """residual + y, overwriting residual."""
-        if self.tp.size == 1:
-            return self.matmul.linear_add(residual, x, self.weight, self.bias)
         if self.tp.rank == 0:  # whose part of the sum contains the residual
-            residual.addmm_(x, self.weight.t())
-            if self.bias is not None:
-                residual += self.bias
+            self.matmul.linear_add(residual, x, self.matrix, self.bias)
         else:
-            torch.mm(x, self.weight.t(), out=residual)
+            self.matmul.linear_sum(x, self.matrix, None, residual)
         return self.tp.all_reduce(residual)
 
-    def part_of_sum(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def part_of_sum(self, x: torch.Tensor | Gated, out: torch.Tensor) -> None:
         """This rank's part of y, into out."""
-        self.matmul.linear_sum(x, self.weight, self.bias_of_rank, out)
+        self.matmul.linear_sum(x, self.matrix, self.bias_of_rank, out)
 
     @property
     def bias_of_rank(self) -> torch.Tensor | None:
         """Only rank 0 adds the bias, or the sum would contain it several times."""
         return self.bias if self.tp.rank == 0 else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Gated) -> torch.Tensor:
         """y: [num_tokens, output_size], the same on all ranks."""
-        y = self.matmul.linear(x, self.weight, self.bias_of_rank)
+        y = self.matmul.linear(x, self.matrix, self.bias_of_rank)
         return self.tp.all_reduce(y)
 
     def add(
         self,
         residual: torch.Tensor,
-        x: torch.Tensor | Iterable[torch.Tensor],
+        x: torch.Tensor | Gated | Iterable[torch.Tensor | Gated],
         norm: RMSNorm | None,
         output_norm: RMSNorm | None = None,
     ) -> Normed | NormedParts:
-        """norm(residual + y), overwriting residual with the sum; with an output_norm norm(residual + output_norm(y)).
-        No norm stands for the sum itself."""
+        """Add y, or output_norm(y), to residual, in place. Returns norm of the sum; without a norm, the sum itself."""
         if output_norm is not None:
             return Normed(output_norm.add_to(residual, self(cast(torch.Tensor, x))), norm)
         if self.tp.reducer is None:  # Then nothing comes in parts.

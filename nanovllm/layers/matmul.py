@@ -7,6 +7,8 @@ Operations, of x `[num_tokens, K]` and a weight W `[N, K]`:
 - linear_add: `residual += x W^T + bias`.
 - linear_sum: linear, as one rank's part of a sum over tensor-parallel ranks.
 - experts: a mixture of experts, of weights `[num_experts, N, K]`; see `expert_products`.
+
+W is a tensor of x's dtype, or in fp8 with scales (`quantization`), which some candidates do not support.
 """
 
 import logging
@@ -18,14 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.activation import Gated, SiluAndMul
 from nanovllm.layers.expert_products import ExpertsProblem, compute_experts
+from nanovllm.layers.fp8_products import compute_fp8
 from nanovllm.layers.layernorm import Normed
+from nanovllm.layers.quantization import Fp8Weight, Weight
 from nanovllm.tuning.table import Key, Row, Table
 from nanovllm.utils.context import get_context
 
 logger = logging.getLogger(__name__)
 
+Input = Tensor | Normed | Gated  # [num_tokens, K]; a norm or an activation is computed within the product, or before it
 OPERATIONS = ("linear", "linear_silu", "linear_add", "linear_sum", "experts")
 _silu_and_mul = SiluAndMul()
 
@@ -34,8 +39,8 @@ class Problem(NamedTuple):
     """One product to compute."""
 
     operation: str  # one of OPERATIONS
-    x: Tensor | Normed  # [num_tokens, K]; a norm is computed within the product, or before it
-    weight: Tensor  # [N, K] of x's dtype
+    x: Input
+    weight: Any  # a `Weight`, [N, K]
     bias: Tensor | None = None  # [N]
     out: Tensor | None = None  # [num_tokens, N]: linear_add's residual, or where the result goes; None: a new tensor
 
@@ -46,7 +51,7 @@ class Problem(NamedTuple):
 
     @property
     def input(self) -> Tensor:
-        return self.x.value() if isinstance(self.x, Normed) else self.x
+        return self.x if isinstance(self.x, Tensor) else self.x.value()
 
 
 class Candidate(ABC):
@@ -62,26 +67,29 @@ class Candidate(ABC):
         that it has."""
 
     @abstractmethod
-    def launch(self, problem: Any, constants: tuple) -> Tensor | None:
-        """The result, or None if it failed and another candidate must compute it. constants: from the table."""
+    def launch(self, problem: Any, constants: tuple) -> Tensor | Gated | None:
+        """The result, of a linear_silu perhaps before its activation. None if it failed and another candidate must
+        compute it. constants: from the table."""
 
-    def serves(self, weight: Tensor) -> bool:
+    def serves(self, weight: Weight) -> bool:
         """Whether it computes this weight's products in decode steps, if these are padded for it."""
         return True
 
 
 class Cublas(Candidate):
-    """torch's own products, for every problem on any device; the plain twin of the others. It has none for experts:
-    these our own kernels compute, with constants that work."""
+    """torch's own products, for every problem on any device; the plain twin of the others. With a weight in fp8 x is
+    rounded too. It has none for experts: these our own kernels compute, with constants that work."""
 
     name = "cublas"
 
     def supports(self, problem: Problem | ExpertsProblem) -> bool:
         return True
 
-    def launch(self, problem: Problem | ExpertsProblem, constants: tuple = ()) -> Tensor:
+    def launch(self, problem: Problem | ExpertsProblem, constants: tuple = ()) -> Tensor | Gated:
         if isinstance(problem, ExpertsProblem):
             return compute_experts(problem)
+        if isinstance(problem.weight, Fp8Weight):
+            return compute_fp8(problem)
         x, weight, bias, out = problem.input, problem.weight, problem.bias, problem.out
         if problem.operation == "linear_silu":
             return _silu_and_mul(F.linear(x, weight))
@@ -105,24 +113,24 @@ class Matmul:
         self._rows: dict[tuple, Row] = {}
         self._has_told = False
 
-    def linear(self, x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None):
+    def linear(self, x: Input, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """`x W^T + bias`: `out`, or a new `[num_tokens, N]`."""
         return self.run(Problem("linear", x, weight, bias, out))
 
-    def linear_silu(self, x: Tensor | Normed, weight: Tensor) -> Tensor:
-        """`silu(x Wg^T) * (x Wu^T)`: `[num_tokens, N / 2]`."""
+    def linear_silu(self, x: Input, weight: Weight) -> Tensor | Gated:
+        """`silu(x Wg^T) * (x Wu^T)`: `[num_tokens, N / 2]`. With a weight in fp8 perhaps before its activation."""
         return self.run(Problem("linear_silu", x, weight))
 
-    def linear_add(self, residual: Tensor, x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`residual += x W^T + bias`. Returns residual. quack-kernels round the product before the sum; without a bias,
-        the others round once."""
+    def linear_add(self, residual: Tensor, x: Input, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """`residual += x W^T + bias`. Returns residual. quack-kernels, and torch in fp8, round the product before the
+        sum; without a bias, the others round once."""
         return self.run(Problem("linear_add", x, weight, bias, residual))
 
-    def linear_sum(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    def linear_sum(self, x: Input, weight: Weight, bias: Tensor | None, out: Tensor) -> Tensor:
         """`x W^T + bias` into `out`, this rank's part of a sum."""
         return self.run(Problem("linear_sum", x, weight, bias, out))
 
-    def run(self, problem: Problem | ExpertsProblem) -> Tensor:
+    def run(self, problem: Problem | ExpertsProblem) -> Any:
         for candidate, constants in self.choices(problem.operation, problem.weight, len(problem.x)):
             if candidate.supports(problem):
                 y = candidate.launch(problem, constants)
@@ -130,11 +138,11 @@ class Matmul:
                     return y
         return self._cublas.launch(problem)
 
-    def choices(self, operation: str, weight: Tensor, num_tokens: int) -> tuple[tuple[Candidate, tuple], ...]:
+    def choices(self, operation: str, weight: Weight, num_tokens: int) -> tuple[tuple[Candidate, tuple], ...]:
         """The table's candidates for a product in this step's phase, the best first, with their constants."""
         return self.row(operation, weight)[num_tokens]
 
-    def row(self, operation: str, weight: Tensor) -> Row[tuple[Candidate, tuple]]:
+    def row(self, operation: str, weight: Weight) -> Row[tuple[Candidate, tuple]]:
         """`choices` for all numbers of tokens."""
         is_prefill = get_context().is_prefill
         short_key = operation, is_prefill, weight.shape, weight.dtype

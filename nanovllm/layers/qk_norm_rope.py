@@ -4,6 +4,7 @@ from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON, use_kernels
 from nanovllm.layers.attention_torch import store_kvcache
+from nanovllm.layers.kv_quantization import round_to_cache
 from nanovllm.layers.layernorm import rms_norm_torch
 from nanovllm.layers.rotary_embedding import apply_rotary_emb
 
@@ -21,13 +22,15 @@ def qk_norm_rope_store_torch(
     k_cache: Tensor | None,
     v_cache: Tensor | None,
     slot_mapping: Tensor | None,
+    kv_scales: Tensor | None,
     num_heads: int,
     num_kv_heads: int,
 ) -> None:
     """Normalizes and rotates q and k inside qkv, and stores k and v in the paged cache; the kernel's twin.
 
     Each head of q and k is RMS-normalized, if there are weights for that, and rotated at its token's position, if there
-    is a table, in float32 with one rounding at the end.
+    is a table, in float32 with one rounding at the end. With an fp8 cache, k and v are then rounded to what the cache
+    holds of them, so that a prefill without a cached prefix computes the same from them as one that reads the cache.
 
     Args:
         qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`, contiguous: q, then k, then v. Overwritten.
@@ -40,6 +43,7 @@ def qk_norm_rope_store_torch(
         k_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous; None stores nothing.
         v_cache: like k_cache.
         slot_mapping: int32 or int64 `[num_tokens]`: block * block_size + offset; negative stores nothing.
+        kv_scales: float32 `[2, num_kv_heads]`, powers of two, if the caches are of float8_e4m3fn; else None.
         num_heads: query heads of this rank.
         num_kv_heads: key heads (and value heads) of this rank.
     """
@@ -53,7 +57,10 @@ def qk_norm_rope_store_torch(
             value = apply_rotary_emb(value, *cos_sin_cache[positions].chunk(2, dim=-1))
         part.copy_(value)
     if k_cache is not None:
-        store_kvcache(k, v, k_cache, v_cache, slot_mapping)
+        if kv_scales is not None:
+            round_to_cache(k, kv_scales[0])
+            round_to_cache(v, kv_scales[1])
+        store_kvcache(k, v, k_cache, v_cache, slot_mapping, kv_scales)
 
 
 def qk_norm_rope_store(qkv: Tensor, *args, pdl: bool = False) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanovllm.layers.activation import Gated
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.utils.context import get_context
 from nanovllm.utils.residual_reducer import ResidualReducer
@@ -28,27 +29,30 @@ class NormedParts:
 
 
 def begin_sums(layers: nn.ModuleList, num_tokens: int, reducer: ResidualReducer) -> None:
-    """Call this before each forward pass of decoder layers: it decides whether their products post the sums."""
+    """Call this before each forward pass of decoder layers. It decides whether their products write their parts of the
+    sums to the other ranks' memory."""
     of_layers = [layer.summed_projections() for layer in layers]
     projections = [projection for of_layer in of_layers for projection in of_layer]
     constants = [posted_constants(each, num_tokens) for each in projections]
-    # Of families whose sums go another way there are fewer than two a layer, which does no harm.
+    # A family whose sums go another way has fewer than two a layer, which does no harm.
     reducer.begin_pass(2 * len(layers), all(of_layers) and None not in constants)
 
 
 def posted_constants(proj: Any, num_tokens: int) -> tuple | None:
     """The constants of this projection's first choice, if that writes to the other ranks' memory itself, else None."""
-    for candidate, constants in proj.matmul.choices("linear_sum", proj.weight, num_tokens)[:1]:
-        if candidate.posts_sums:
+    for candidate, constants in proj.matmul.choices("linear_sum", proj.matrix, num_tokens)[:1]:
+        if candidate.posts_sums and isinstance(proj.matrix, Tensor):
             return constants
     return None
 
 
 def add_over_ranks(
-    proj: nn.Module, residual: Tensor, x: Tensor | Iterable[Tensor], norm: RMSNorm
+    proj: nn.Module, residual: Tensor, x: Tensor | Gated | Iterable[Tensor | Gated], norm: RMSNorm
 ) -> Normed | NormedParts:
     """`RowParallelLinear.add` with a reducer, and that of experts. If x comes in parts, the result does too."""
     reducer = proj.tp.reducer
+    if isinstance(x, Gated):
+        x = x.value()
     if isinstance(x, Tensor) and reducer.takes_parts(len(x)) and get_context().is_prefill:
         x = x.chunk(2)
     if not isinstance(x, Tensor):
@@ -63,12 +67,12 @@ def add_over_ranks(
     return Normed(residual, norm, reducer.add_norm(residual, partial, norm.weight, norm.eps))
 
 
-def _add_parts(proj: nn.Module, residual: Tensor, parts: Iterable[Tensor], norm: RMSNorm) -> Iterator[Tensor]:
+def _add_parts(proj: nn.Module, residual: Tensor, parts: Iterable[Tensor | Gated], norm: RMSNorm) -> Iterator[Tensor]:
     """Sends all parts when the first result is asked for. The caller works on it while the last part is summed."""
     sums = proj.tp.reducer.long_sums
     under_way, start = [], 0
     for x in parts:
-        partial = x.new_empty(len(x), residual.shape[1])
+        partial = residual.new_empty(len(x), residual.shape[1])
         proj.part_of_sum(x, partial)
         under_way.append((residual[start : start + len(x)], sums.send(partial)))
         start += len(x)

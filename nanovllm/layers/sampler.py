@@ -16,7 +16,7 @@ if HAS_TRITON:
 # The "token" of a row without one: its logits hold a NaN or +inf, or are all -inf.
 NON_FINITE = -1
 
-_COLUMNS_AT_ONCE = 2**19
+_COLUMNS_AT_ONCE = 2**19  # logits of all rows together, of the twin on a CPU
 
 
 class Sampler(nn.Module):
@@ -89,7 +89,7 @@ def best_of_shard_torch(
     first_column: int = 0,
     shard_size: int | None = None,
 ) -> Tensor:
-    """Twin of `kernels.sampler.best_of_shard`, with one split."""
+    """Twin of `kernels.sampler.best_of_shard`, which cuts the columns into splits. Here there is one."""
     if shard_size is not None and logits.shape[1] < shard_size:  # There may be none.
         logits = F.pad(logits, (0, shard_size - logits.shape[1]), value=-math.inf)
     if thresholds is not None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import make_parameter
+from nanovllm.layers.parameters import make_parameter
 from nanovllm.utils.parallel import TensorParallel
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from nanovllm.layers.activation import GeluTanhAndMul
+from nanovllm.layers.activation import Gated, GeluTanhAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import AttentionBackend
 from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding
@@ -31,8 +31,8 @@ Rows = torch.Tensor | slice  # of a flat batch of tokens
 class DecoderAttention(nn.Module):
     """Fused q/k/v projection, RMSNorm of q and k, RoPE, paged attention: each as the specification says.
 
-    forward: [num_tokens, hidden_size] -> the input of o_proj, [num_tokens, this rank's num_heads * head_dim]. The layer
-    calls o_proj, which adds to the residual stream.
+    forward: the normed residual stream [num_tokens, hidden_size] -> the input of o_proj, [num_tokens, this rank's
+    num_heads * head_dim]. The layer calls o_proj, because it adds to the residual stream.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class DecoderAttention(nn.Module):
         self.attn = Attention(self.head_dim, backend, spec.window(layer), spec.attention_scale)
 
     def forward(self, positions: torch.Tensor, hidden: Normed | NormedParts, rows: Rows | None = None) -> torch.Tensor:
-        """rows: the tokens whose attention is needed; only the keys and values of the others are. None: all."""
+        """rows: the tokens whose attention is needed, None for all. Of the others only keys and values are needed."""
         qkv = self.qkv_proj(hidden)
         context = get_context()
         has_cache = self.attn.k_cache is not None  # The warm-up runs without one.
@@ -80,6 +80,7 @@ class DecoderAttention(nn.Module):
             self.attn.k_cache,
             self.attn.v_cache,
             context.slot_mapping if has_cache else None,
+            self.attn.kv_scales if has_cache else None,
             self.num_heads,
             self.num_kv_heads,
             pdl=not context.is_prefill,
@@ -115,11 +116,11 @@ class DecoderMLP(nn.Module):
         norm: RMSNorm | None,
         output_norm: RMSNorm | None = None,
     ) -> Normed | NormedParts:
-        """norm(residual + y), overwriting residual with the sum, of the MLP's output y of hidden; with an output_norm
-        norm(residual + output_norm(y)). residual: [num_tokens, hidden_size]."""
+        """Add the MLP's output for `hidden`, or output_norm of it, to residual [num_tokens, hidden_size], in place.
+        Returns norm of the sum; without a norm, the sum itself."""
         return self.down_proj.add(residual, self._gated(hidden), norm, output_norm)
 
-    def _gated(self, hidden: Normed | NormedParts) -> torch.Tensor | Iterator[torch.Tensor]:
+    def _gated(self, hidden: Normed | NormedParts) -> torch.Tensor | Gated | Iterator[torch.Tensor | Gated]:
         """The input of down_proj, [num_tokens, this rank's intermediate_size]; in parts if the hidden states are."""
         if self.gelu is not None:
             return self.gelu(self.gate_up_proj(hidden))
@@ -139,8 +140,8 @@ class DecoderLayer(nn.Module):
 
         self.self_attn = attention
         self.mlp: Any = mlp
-        # The first two are called as in Llama. Where there are others, `packed_modules_mapping` has the checkpoint's
-        # names.
+        # The first two have Llama's names in the checkpoint. A family with the others names them in its
+        # `packed_modules_mapping`.
         self.input_layernorm = norm(spec.norms != "after")
         self.post_attention_layernorm = norm(spec.norms != "after")  # before the MLP
         self.attention_output_norm = norm(spec.norms != "before")
@@ -168,8 +169,8 @@ class DecoderLayer(nn.Module):
         return self.mlp.add(residual, hidden, next_norm, self.mlp_output_norm)
 
     def summed_projections(self) -> list[RowParallelLinear]:
-        """The projections whose results are added over all ranks and to the residual stream at once; none unless both
-        of the layer's are."""
+        """The projections whose results one kernel sums over the ranks and adds to the residual stream: both of the
+        layer's, or none."""
         adds = self.attention_output_norm is None and isinstance(self.mlp, DecoderMLP)
         return [self.self_attn.o_proj, self.mlp.down_proj] if adds else []
 
@@ -190,7 +191,7 @@ class DecoderModel(nn.Module):
         self.tp = tp
         self.embedding_scale = spec.embedding_scale
         self.embed_tokens = ReplicatedEmbedding(config.vocab_size, config.hidden_size)
-        # One table for all layers with the same settings.
+        # Layers with the same settings share a table.
         tables = {rope: RotaryEmbedding(get_head_dim(config), max_position, rope) for rope in set(spec.ropes) if rope}
         self.layers = nn.ModuleList()
         for i, (rope, mlp) in enumerate(zip(spec.ropes, mlps, strict=True)):
@@ -213,8 +214,8 @@ class DecoderModel(nn.Module):
 
 
 def _rows_wanted() -> Rows | None:
-    """The rows that the step's tokens are sampled from; None for all. Of other tokens only keys and values are
-    needed."""
+    """The rows that the step's tokens are sampled from; None for all. The last layer computes only keys and values of
+    the others."""
     context = get_context()
     return context.last_tokens if context.num_sampled is None else slice(context.num_sampled)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.layers.rotary_embedding import RopeParameters, rope_parameters, rope_settings
+from nanovllm.models.quantization_config import read_quantization
 from nanovllm.models.registry import find_architecture, model_class
 from nanovllm.utils.checks import is_int, is_number, require
 from nanovllm.utils.light_imports import without_generated_docstrings
@@ -82,7 +83,7 @@ def _text_config(config: Any) -> Any:
     if text is None:
         return config
     text.architectures = config.architectures
-    for name in ("dtype", "torch_dtype", "eos_token_id"):
+    for name in ("dtype", "torch_dtype", "eos_token_id", "quantization_config"):
         if vars(config).get(name) is not None:
             setattr(text, name, vars(config)[name])
     return text
@@ -211,10 +212,7 @@ def _check_values(fields: Mapping[str, Any], where: str) -> None:
             require(field, value, is_long_enough, f"a list of {num_layers} flags, one for each of num_hidden_layers")
         elif name == "eos_token_id":
             check_token_ids(value, where, name)
-        elif name in _QUANTISATIONS and value:
-            method = value.get("quant_method") if isinstance(value, Mapping) else getattr(value, "quant_method", None)
-            method = getattr(method, "value", method)  # transformers' own is an enumeration.
-            raise ValueError(
-                f"{field} with quant_method {method!r}: quantised checkpoints do not load, only bfloat16, float16 and "
-                "float32; use the unquantised checkpoint"
-            )
+        elif name == "quantization_config" and value:
+            read_quantization(value, field)
+        elif name == "compression_config" and value:
+            raise ValueError(f"{field}: is of an older compressed-tensors; use a checkpoint with quantization_config")

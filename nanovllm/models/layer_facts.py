@@ -11,6 +11,7 @@ from nanovllm.layers.expert_products import ExpertsProblem
 from nanovllm.layers.experts import MixtureOfExperts
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul import Problem
+from nanovllm.layers.quantization import Weight
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.utils.context import get_context
 
@@ -19,7 +20,7 @@ class LayerProduct(NamedTuple):
     """A product of a layer, for any number of tokens."""
 
     operation: str  # as in `matmul`
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None = None
     norm: RMSNorm | None = None  # of its input
 
@@ -34,8 +35,8 @@ class LayerProduct(NamedTuple):
 class ExpertsProduct(NamedTuple):
     """The experts of a layer, for any number of tokens."""
 
-    weight: Tensor
-    down: Tensor
+    weight: Weight
+    down: Weight
     top_k: int
     normalize: bool
     add: bool
@@ -64,11 +65,11 @@ def layer_products(layer: Any) -> list[LayerProduct | ExpertsProduct]:
     if layer.attention_output_norm is None:
         operation = "linear_add" if o.tp.size == 1 else "linear_sum"
     products: list[LayerProduct | ExpertsProduct] = [
-        LayerProduct("linear", qkv.weight, qkv.bias, layer.input_layernorm),
-        LayerProduct(operation, o.weight, o.bias),
+        LayerProduct("linear", qkv.matrix, qkv.bias, layer.input_layernorm),
+        LayerProduct(operation, o.matrix, o.bias),
     ]
     if isinstance(mlp, MixtureOfExperts):
-        weights = mlp.experts.gate_up_proj.weight, mlp.experts.down_proj.weight
+        weights = mlp.experts.gate_up_proj.matrix, mlp.experts.down_proj.matrix
         return [
             *products,
             LayerProduct("linear", mlp.gate.weight, norm=mlp_norm),
@@ -77,16 +78,16 @@ def layer_products(layer: Any) -> list[LayerProduct | ExpertsProduct]:
     down = mlp.down_proj
     return [
         *products,
-        LayerProduct("linear_silu" if mlp.gelu is None else "linear", mlp.gate_up_proj.weight, norm=mlp_norm),
-        LayerProduct(operation, down.weight, down.bias),
+        LayerProduct("linear_silu" if mlp.gelu is None else "linear", mlp.gate_up_proj.matrix, norm=mlp_norm),
+        LayerProduct(operation, down.matrix, down.bias),
     ]
 
 
-def gate_up_weight(model: DecoderForCausalLM) -> Tensor:
+def gate_up_weight(model: DecoderForCausalLM) -> Weight:
     """A layer's gate and up projection, of all experts if it has some. The table's rows for whole steps belong to its
     shape."""
     mlp: Any = model.model.layers[0].mlp
-    return (mlp.experts if isinstance(mlp, MixtureOfExperts) else mlp).gate_up_proj.weight
+    return (mlp.experts if isinstance(mlp, MixtureOfExperts) else mlp).gate_up_proj.matrix
 
 
 def num_layer_params(model: DecoderForCausalLM) -> int:

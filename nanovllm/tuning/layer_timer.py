@@ -9,12 +9,14 @@ import torch
 
 from nanovllm.engine.runner.package_kernels import CompileProcesses
 from nanovllm.kernels.launch import compile_ahead
+from nanovllm.layers.activation import Gated
 from nanovllm.layers.expert_candidates import expert_candidates
 from nanovllm.layers.expert_products import ExpertsProblem
 from nanovllm.layers.kernel_matmul import our_candidates
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul import Candidate, Cublas, Problem
 from nanovllm.layers.quack import Quack, load_product, load_quack
+from nanovllm.layers.quantization import FORMATS, Fp8Format, Fp8Weight, Weight
 from nanovllm.tuning.table import Choice
 from nanovllm.tuning.tuner import CUBLAS, Picks, Shape
 from nanovllm.utils.context import Context, step_context
@@ -23,6 +25,8 @@ _MIN_WEIGHT_BYTES = 400 * 10**6  # several times the L2 cache of any GPU
 _RUN_MICROS = 6_000
 _NUM_RUNS = 3
 _MAX_DISTANCE = 0.03  # of bfloat16 results from cuBLAS's, relative to their norm
+# Not all candidates quantise their input, which changes a product by 3 % of its norm, and each factor of SwiGLU.
+_MAX_FP8_DISTANCE = 0.08
 
 
 class LayerTimer:
@@ -36,20 +40,22 @@ class LayerTimer:
     def __init__(self, shapes: Sequence[Shape], device: torch.device):
         self.shapes = tuple(shapes)
         self.device = device
-        dtype = getattr(torch, shapes[0].dtype)
+        formats = [FORMATS.get(shape.dtype) for shape in shapes]
+        dtype = torch.bfloat16 if any(formats) else getattr(torch, shapes[0].dtype)
+        self._max_distance = _MAX_FP8_DISTANCE if any(formats) else _MAX_DISTANCE
         is_alone = all(shape.operation != "linear_sum" for shape in shapes)  # Over several GPUs engines have no Quack.
-        quack: Any = load_quack(dtype, device, decodes=True) if is_alone else None
+        quack: Any = load_quack(dtype, device, decodes=True) if is_alone and not any(formats) else None
         if quack is not None:
             quack.attempt = lambda launch: launch()  # An error ends one trial here, not the use of the package.
         found = [Cublas(), *our_candidates(device), *expert_candidates(device), *([] if quack is None else [quack])]
         self.candidates: dict[str, Candidate] = {candidate.name: candidate for candidate in found}
-        options = {"dtype": dtype, "device": device}
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
         # Of experts a step reads one for each token at least.
         num_bytes = sum(shape.N * shape.K * shape.top_k for shape in shapes) * dtype.itemsize
         self._layers: list[list[Any]] = [
             [_weights(shape, options) for shape in shapes] for _ in range(max(2, -(-_MIN_WEIGHT_BYTES // num_bytes)))
         ]
-        self._norm = RMSNorm(shapes[0].K).to(**options)
+        self._norm = RMSNorm(shapes[0].K).to(dtype=dtype, device=device)
         self._works: dict[tuple, bool] = {}
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -99,7 +105,7 @@ class LayerTimer:
     def _run_layer(self, phase: str, residual: torch.Tensor, weights: list[Any], picks: Picks) -> None:
         """q, k, v; o; gate and up, or the router; down, or the experts. The first and the third read the residual
         stream. The others read what came before, and add to the stream unless a norm is in between."""
-        y = residual
+        y: Any = residual
         for i, (shape, weight, choice) in enumerate(zip(self.shapes, weights, picks, strict=True)):
             hidden = Normed(residual, self._norm) if shape.has_norm else residual
             if shape.operation == "experts":
@@ -107,7 +113,8 @@ class LayerTimer:
             elif i in (0, 2):
                 problem = Problem(shape.operation, hidden, weight)
             else:
-                problem = _output_problem(shape, y[:, : shape.K], weight, residual)
+                x = y if isinstance(y, Gated) else y[:, : shape.K]
+                problem = _output_problem(shape, x, weight, residual)
             y = self._launch(phase, problem, choice)
 
     def _experts(
@@ -115,14 +122,14 @@ class LayerTimer:
         phase: str,
         x: torch.Tensor | Normed,
         logits: torch.Tensor,
-        weights: tuple[torch.Tensor, torch.Tensor],
+        weights: tuple[Weight, Weight],
         out: torch.Tensor,
     ) -> ExpertsProblem:
         lens = None if phase == "prefill" else torch.ones(len(x), dtype=torch.int32, device=self.device)
         gate_up, down = weights
         return ExpertsProblem(x, logits, gate_up, down, self.shapes[3].top_k, True, out, True, lens)
 
-    def _launch(self, phase: str, problem: Problem | ExpertsProblem, choice: Choice) -> torch.Tensor | None:
+    def _launch(self, phase: str, problem: Problem | ExpertsProblem, choice: Choice) -> Any:
         candidate = self.candidates[choice.candidate]
         with step_context(Context(is_prefill=phase == "prefill")):
             return candidate.launch(problem, choice.constants) if candidate.supports(problem) else None
@@ -147,8 +154,9 @@ class LayerTimer:
             again = problem._replace(out=None if problem.out is None else problem.out.clone())
             try:
                 found, expected = self._launch(phase, problem, choice), self._launch(phase, again, CUBLAS)
+                found, expected = (each.value() if isinstance(each, Gated) else each for each in (found, expected))
                 self._works[key] = found is not None and bool(
-                    (found.float() - expected.float()).norm() <= _MAX_DISTANCE * expected.float().norm()
+                    (found.float() - expected.float()).norm() <= self._max_distance * expected.float().norm()
                 )
             except torch.OutOfMemoryError:
                 raise
@@ -157,20 +165,27 @@ class LayerTimer:
         return self._works[key]
 
 
-def _output_problem(shape: Shape, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Problem:
+def _output_problem(shape: Shape, x: torch.Tensor | Gated, weight: Weight, residual: torch.Tensor) -> Problem:
     """Of o or down."""
     if shape.operation == "linear":
         return Problem("linear", x, weight)
     return Problem("linear_add", x, weight, out=residual)
 
 
-def _weights(shape: Shape, options: dict) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def _weights(shape: Shape, options: dict) -> Weight | tuple[Weight, Weight]:
     """Of experts both weights: gate and up, and down."""
+    format = FORMATS.get(shape.dtype)
     if shape.operation != "experts":
-        return torch.randn(shape.N, shape.K, **options) * shape.K**-0.5
+        weight = torch.randn(shape.N, shape.K, **options) * shape.K**-0.5
+        return weight if format is None else Fp8Weight(*format.quantize(weight), format, options["dtype"])
     gate_up = torch.randn(shape.num_experts, shape.N, shape.K, **options).mul_(shape.K**-0.5)
     down = torch.randn(shape.num_experts, shape.K, shape.N // 2, **options).mul_((shape.N // 2) ** -0.5)
-    return gate_up, down
+    return (gate_up, down) if format is None else (_of_experts(gate_up, format), _of_experts(down, format))
+
+
+def _of_experts(weights: torch.Tensor, format: Fp8Format) -> Fp8Weight:
+    values, scales = zip(*map(format.quantize, weights), strict=True)
+    return Fp8Weight(torch.stack(values), torch.stack(scales), format, weights.dtype)
 
 
 def _time(run: Callable[[], None], num_layers: int) -> float:

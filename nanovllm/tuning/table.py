@@ -36,8 +36,8 @@ class Key(NamedTuple):
     num_experts: int = 1  # which have such a weight each
 
     @classmethod
-    def of(cls, operation: str, is_prefill: bool, weight: torch.Tensor) -> "Key":
-        """weight: `[N, K]`, or `[num_experts, N, K]`."""
+    def of(cls, operation: str, is_prefill: bool, weight: Any) -> "Key":
+        """weight: a tensor `[N, K]` or `[num_experts, N, K]`, or a weight in fp8, whose format stands for a dtype."""
         dtype, (*experts, N, K) = str(weight.dtype).removeprefix("torch."), weight.shape
         phase = "prefill" if is_prefill else "decode"
         return cls(operation, phase, N, K, _SAME_SPEED.get(dtype, dtype), *experts)

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from nanovllm.config import Config
 from nanovllm.layers.attention_backend import TorchBackend
+from nanovllm.layers.quantization import weight_format
 from nanovllm.models import make_model
 from nanovllm.models.layer_facts import ExpertsProduct, LayerProduct, layer_products
 from nanovllm.tuning.table import (
@@ -32,14 +33,22 @@ _PACKAGES = ("torch", "triton", "quack-kernels", "flash-attn-4")
 # What a dry run lists.
 _DRY_GPU, _DRY_MULTIPROCESSORS = "NVIDIA H200", 132
 _DRY_CANDIDATES = {"cublas", "gemv", "split-k", "fused-silu", "experts-gemv", "expert-tiles", "grouped-mm"}
+_DRY_CANDIDATES |= {"fp8-expert-tiles", "scaled-grouped-mm"}
 
 
 def tune_model(
-    model: str, *, num_gpus: int, device: str, output: Path | None, into_package: bool, dry_run: bool
+    model: str,
+    *,
+    num_gpus: int,
+    quantization: str | None,
+    device: str,
+    output: Path | None,
+    into_package: bool,
+    dry_run: bool,
 ) -> None:
     """Measure a model's products on a GPU, with a progress bar, and write the table to `output`, into the package, or
     to the user's cache. Raises ValueError with a message for the user."""
-    shapes = layer_shapes(model, num_gpus)
+    shapes = layer_shapes(model, num_gpus, quantization)
     if dry_run:
         _list(shapes)
         return
@@ -84,19 +93,21 @@ def _gpu(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
-def layer_shapes(model: str, num_gpus: int = 1) -> list[Shape]:
+def layer_shapes(model: str, num_gpus: int = 1, quantization: str | None = None) -> list[Shape]:
     """The products of a model's layer on one GPU of num_gpus. Raises ValueError if there is no such model, or if
     it cannot be split."""
-    dtype = "bfloat16"  # float16 takes the same time.
     options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True}
-    config = Config(model, dtype=dtype, tensor_parallel_size=num_gpus, **options)
+    # float16 takes the same time as bfloat16.
+    config = Config(model, dtype="bfloat16", quantization=quantization, tensor_parallel_size=num_gpus, **options)
     config.hf_config.num_hidden_layers = 1
     tp = TensorParallel(size=num_gpus)
-    decoder: Any = make_model(config.hf_config, config.dtype, torch.device("meta"), 1, TorchBackend(), tp)
-    return [_shape(product, dtype) for product in layer_products(decoder.model.layers[0])]
+    with weight_format(config.weight_format):
+        decoder: Any = make_model(config.hf_config, config.dtype, torch.device("meta"), 1, TorchBackend(), tp)
+    return [_shape(product) for product in layer_products(decoder.model.layers[0])]
 
 
-def _shape(product: LayerProduct | ExpertsProduct, dtype: str) -> Shape:
+def _shape(product: LayerProduct | ExpertsProduct) -> Shape:
+    dtype = str(product.weight.dtype).removeprefix("torch.")
     if isinstance(product, ExpertsProduct):
         num_experts, N, K = product.weight.shape
         return Shape(product.operation, N, K, dtype, num_experts, product.top_k)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from nanovllm.layers.quantization import FORMATS
 from nanovllm.tuning.table import Choice, Key, Row, Table
 
 CUBLAS = Choice("cublas")
@@ -52,9 +53,27 @@ class Result(NamedTuple):
 def challengers(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: int) -> list[Choice]:
     """All choices to try for a product besides the table's."""
     if shape.operation == "experts":
-        return [CUBLAS, *_experts_gemv(shape, num_tokens), *_expert_tiles(shape, num_tokens)]
+        tiles = _fp8_expert_tiles if shape.dtype in FORMATS else _expert_tiles
+        return [CUBLAS, *_experts_gemv(shape, num_tokens), *tiles(shape, num_tokens)]
+    if shape.dtype in FORMATS:
+        return [CUBLAS, *_fp8(shape, phase, num_tokens, num_multiprocessors)]
     kinds = {"decode": (_gemv, _split_k, _decode_tiles), "prefill": (_fused_silu, _prefill_tiles)}[phase]
     return [CUBLAS, *(choice for kind in kinds for choice in kind(shape, num_tokens, num_multiprocessors))]
+
+
+def _fp8(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
+    """Weights of half the size: twice as many in a tile. Tiles of at least 64 rows are what Hopper's instruction
+    takes."""
+    if phase == "prefill":
+        return
+    yield from _gemv(shape, num_tokens, num_multiprocessors)
+    if num_tokens > 128:
+        return
+    for tile_rows, splits in product((32, 64, 128), (1, 2, 4, 8, 16)):
+        programs = -(-shape.N // tile_rows) * splits * -(-num_tokens // 64)
+        if 256 * splits <= shape.K and num_multiprocessors // 2 <= programs <= 4 * num_multiprocessors:
+            yield Choice("split-k", (tile_rows, 128, splits, 6, 2048))
+            yield Choice("split-k", (tile_rows, 128, splits, 4, 0))
 
 
 def _gemv(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
@@ -124,10 +143,7 @@ def _experts_gemv(shape: Shape, num_tokens: int) -> Iterator[Choice]:
 def _expert_tiles(shape: Shape, num_tokens: int) -> Iterator[Choice]:
     """Tiles of about as many tokens as an expert has, and of up to four times as many. The stages fill a
     multiprocessor's shared memory with one program or with two."""
-    mean = num_tokens * shape.top_k / shape.num_experts
-    for tokens in (16, 32, 64, 128):
-        if not min(mean, 128) <= tokens <= max(32, 4 * mean):
-            continue
+    for tokens in _tokens_of_tiles(shape, num_tokens):
         # Columns, input columns of a step, warps, stages.
         gate_ups = ((64, 64, 4, 4), (64, 128, 4, 3)) if tokens < 128 else ((128, 64, 8, 4), (64, 64, 4, 3))
         downs = ((128, 64, 4, 4), (64, 128, 4, 4)) if tokens < 128 else ((128, 64, 4, 3), (256, 64, 8, 4))
@@ -136,6 +152,28 @@ def _expert_tiles(shape: Shape, num_tokens: int) -> Iterator[Choice]:
                 yield Choice("expert-tiles", ((tokens, *gate_up), (tokens, *down)))
     if num_tokens >= 512:
         yield Choice("grouped-mm")
+
+
+def _fp8_expert_tiles(shape: Shape, num_tokens: int) -> Iterator[Choice]:
+    """With inputs that are quantised, and for few tokens, of which weights take most of the time, as they are."""
+    for tokens in _tokens_of_tiles(shape, num_tokens):
+        gate_ups = ((64, 128, 4, 4), (64, 128, 4, 3)) if tokens < 128 else ((128, 128, 8, 3), (64, 128, 4, 4))
+        downs: tuple = (128, 128, 4, 4), (64, 128, 4, 4)
+        if tokens == 128:
+            downs = (128, 128, 4, 4), (128, 128, 8, 4), (256, 128, 8, 3)
+        for gate_up in gate_ups:
+            for down in downs:
+                constants = (tokens, *gate_up), (tokens, *down)
+                yield Choice("fp8-expert-tiles", constants)
+                if tokens < 128:
+                    yield Choice("expert-tiles", constants)
+    if num_tokens >= 512:
+        yield Choice("scaled-grouped-mm")
+
+
+def _tokens_of_tiles(shape: Shape, num_tokens: int) -> Iterator[int]:
+    mean = num_tokens * shape.top_k / shape.num_experts
+    return (tokens for tokens in (16, 32, 64, 128) if min(mean, 128) <= tokens <= max(32, 4 * mean))
 
 
 class Tuner:

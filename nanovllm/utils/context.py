@@ -12,23 +12,23 @@ import torch
 class Context:
     """Attention metadata of one step. Tensors are on the model's device, and int32 except last_tokens, int64.
 
-    A decode row is a sequence's new token; in a mixed step a prompt has several.
+    A row of a decode step is a sequence's new token. In a mixed step, a prompt has a row for each of its new tokens.
     """
 
     is_prefill: bool = False  # a flat batch of new tokens; else one token a row
     cu_seqlens_q: torch.Tensor | None = None  # [num_seqs + 1] prefill: running sum of each sequence's new tokens
     cu_seqlens_k: torch.Tensor | None = None  # [num_seqs + 1] prefill: of its keys, cached prefix and new tokens
-    max_seqlen_q: int = 0  # prefill: the longest of each
-    max_seqlen_k: int = 0
+    max_seqlen_q: int = 0  # prefill: most new tokens of a sequence
+    max_seqlen_k: int = 0  # prefill: most keys of a sequence
     slot_mapping: torch.Tensor | None = None  # [num_tokens] KV cache slot, block * block_size + offset; -1 = none
     context_lens: torch.Tensor | None = None  # [num_rows] decode: keys, the row's own included; 0 = padding
     # [num_seqs or num_rows, max_blocks], right-padded with -1; None in a prefill that reads nothing from the cache
     block_tables: torch.Tensor | None = None
-    # [num_seqs] prefill: places of the last new tokens. The model returns only their hidden states; None returns all.
+    # [num_seqs] prefill: where each sequence ends in the batch. The model returns these hidden states; None: all.
     last_tokens: torch.Tensor | None = None
-    # decode: {a layer's window: [num_items, PIECE_FIELDS]}; see kernels.decode_plan
+    # decode: {a layer's window: [num_pieces, PIECE_FIELDS]}; see kernels.decode_plan
     decode_plans: Mapping[int | None, torch.Tensor] = field(default_factory=dict)
-    num_sampled: int | None = None  # mixed step: tokens are sampled from the first rows alone, which the model returns
+    num_sampled: int | None = None  # mixed step: the model returns only the first num_sampled rows, to sample from
 
     def of_last_tokens(self) -> "Context":
         """The same prefill with each sequence's last new token as its one query."""

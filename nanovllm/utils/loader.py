@@ -15,7 +15,9 @@ from nanovllm.utils.interrupts import held_interrupt
 from nanovllm.utils.model_files import check_readable, read_json
 from nanovllm.utils.threads import torch_threads
 
-_FLOATS = ("BF16", "F16", "F32", "F64")  # safetensors' names
+# safetensors' names
+_FLOATS = ("BF16", "F16", "F32", "F64")
+_E4M3 = ("F8_E4M3",)
 _INDEX = "model.safetensors.index.json"
 _HINT = "is config.json the same model's?"
 _MAX_NAMED = 5
@@ -41,7 +43,7 @@ def load_model(model: nn.Module, directory: str) -> None:
     """
     with ExitStack() as stack:
         prefix = getattr(model, "checkpoint_prefix", "")
-        opened = _open_tensors(directory, stack).items()
+        opened = open_tensors(directory, stack).items()
         tensors = {name.removeprefix(prefix): tensor for name, tensor in opened if name.startswith(prefix)}
         plan = _make_plan(model, tensors, directory)
         # The largest first, so that no thread is left alone with one in the end.
@@ -83,16 +85,29 @@ def load_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
     for name, param in model.named_parameters():
         if name.endswith("norm.weight"):
             param.data.fill_(1.0)
-        else:
+        elif not name.endswith("weight_scale"):  # Scales come with their weights.
             is_whole = tuple(param.shape) == getattr(param, "shards", {None: tuple(param.shape)}).get(None)
-            param.data.normal_(std=0.02, generator=of_all if is_whole else of_rank)
+            _draw(param, of_all if is_whole else of_rank)
+
+
+def _draw(param: Any, generator: torch.Generator) -> None:
+    if getattr(param, "format", None) is None:
+        param.data.normal_(std=0.02, generator=generator)
+        return
+    # One expert at a time: all of them in float32 take much memory.
+    weights, scales = (x if x.dim() == 3 else x.unsqueeze(0) for x in (param.data, param.scale.data))
+    for weight, scale in zip(weights, scales, strict=True):
+        drawn = torch.empty(weight.shape, device=weight.device).normal_(std=0.02, generator=generator)
+        values, its_scale = param.format.quantize(drawn)
+        weight.copy_(values)
+        scale.copy_(its_scale)
 
 
 def default_weight_loader(param: nn.Parameter, loaded: Any, shard_id: object) -> None:
     param.data.copy_(loaded[...])
 
 
-def _open_tensors(directory: str, stack: ExitStack) -> dict[str, _Tensor]:
+def open_tensors(directory: str, stack: ExitStack) -> dict[str, _Tensor]:
     """{name: tensor} over all files of a checkpoint. Reads only headers."""
     tensors: dict[str, _Tensor] = {}
     for path in _checkpoint_files(Path(directory)):
@@ -130,16 +145,19 @@ def _checkpoint_files(directory: Path) -> list[Path]:
 def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) -> dict[str, tuple[nn.Parameter, object]]:
     """{checkpoint name: (parameter, shard id)}, complete and with the right shapes and dtypes, or ValueError."""
     wanted = _wanted_tensors(model)
-    # Checkpoints with a tied embedding may hold the head too, and older ones RoPE's frequencies.
-    unused = ("rotary_emb.inv_freq", "lm_head.weight")
+    # Checkpoints with a tied embedding may hold the head too, and older ones RoPE's frequencies. An fp8 KV cache reads
+    # the scales (`engine.runner.kv_scales`).
+    unused = (
+        *("rotary_emb.inv_freq", "lm_head.weight", ".q_scale", ".k_scale", ".v_scale"),
+        *(".k_proj.output_scale", ".v_proj.output_scale"),
+    )
     extra = [name for name in tensors if name not in wanted and not name.endswith(unused)]
     # The dtypes first, because quantised checkpoints also have other names.
     for name in (*wanted, *extra):
-        if name in tensors and (dtype := tensors[name].content.get_dtype()) not in _FLOATS:
-            raise ValueError(
-                f"{tensors[name].file}: tensor {name!r} has dtype {dtype}: quantised checkpoints do not load, only "
-                f"{', '.join(_FLOATS)}; use the unquantised checkpoint"
-            )
+        format = getattr(wanted[name][0], "format", None) if name in wanted else None
+        needed = _E4M3 if format is not None and format.is_stored else _FLOATS
+        if name in tensors and (dtype := tensors[name].content.get_dtype()) not in needed:
+            raise ValueError(f"{tensors[name].file}: tensor {name!r} has dtype {dtype}: {_remedy(needed)}")
     files_of_extra = [f"{name!r} in {tensors[name].file.name}" for name in extra]
     missing = [name for name in wanted if name not in tensors]
     if missing:
@@ -163,12 +181,24 @@ def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) ->
     return {name: (param, shard_id) for name, (param, shard_id, _) in wanted.items()}
 
 
+def _remedy(needed: tuple[str, ...]) -> str:
+    if needed == _E4M3:
+        return "config.json's quantization_config says F8_E4M3; is it the same model's?"
+    return (
+        f"quantised checkpoints do not load unless config.json names their format, only {', '.join(needed)}; use the "
+        "unquantised checkpoint"
+    )
+
+
 def _wanted_tensors(model: nn.Module) -> dict[str, tuple[nn.Parameter, object, tuple[int, ...]]]:
     """{checkpoint name: (parameter, shard id, full shape)}: everything that the model needs, once each."""
     wanted = {}
     for name, param in model.named_parameters():
         shards = getattr(param, "shards", {None: tuple(param.shape)})
+        if not shards:  # computed while others are loaded
+            continue
         *parents, module, kind = name.split(".")
+        kind = getattr(param, "checkpoint_name", kind)
         part_names = getattr(model, "packed_modules_mapping", {}).get(module, {module: None})
         for part_name, shard_id in part_names.items():
             if not hasattr(param, "num_experts"):

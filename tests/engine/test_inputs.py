@@ -22,7 +22,7 @@ CONSTANTS = DecodeConstants(package_table("NVIDIA H200"))
 
 
 def pieces(num_kv_heads: int):
-    return partial(CONSTANTS.num_work_items, num_kv_heads=num_kv_heads)
+    return partial(CONSTANTS.num_pieces, num_kv_heads=num_kv_heads)
 
 
 @st.composite

@@ -155,7 +155,11 @@ def test_no_room_for_a_block(monkeypatch, others, share, message):
     monkeypatch.setattr(memory, "kv_cache_budget", lambda *args: budget)
     hf_config = SimpleNamespace(head_dim=128)
     config = SimpleNamespace(
-        kvcache_block_size=256, num_kvcache_blocks=-1, dtype=torch.bfloat16, hf_config=hf_config, max_model_len=100
+        kvcache_block_size=256,
+        num_kvcache_blocks=-1,
+        kv_cache_dtype=torch.bfloat16,
+        hf_config=hf_config,
+        max_model_len=100,
     )
     with pytest.raises(MemoryError, match=r"^no room for one KV cache block of 0\.027 GiB: .*" + message):
         allocate_kv_cache(config, 28, 8, torch.device("cpu"), TensorParallel(), 0)

@@ -58,7 +58,7 @@ def test_a_chain_in_a_graph(batch, config, device):
     def chain(pdl: bool):
         for (keys, values), qkv_weight, out_weight in zip(caches, qkv_weights, out_weights, strict=True):
             qkv = gemv_norm_linear(residual, norm, EPS, qkv_weight, config=GEMV, pdl=pdl)
-            args = EPS, table, positions, keys, values, slots, HEADS, KV_HEADS
+            args = EPS, table, positions, keys, values, slots, None, HEADS, KV_HEADS
             qk_norm_rope_store(qkv, *norms, *args, pdl=pdl)
             q = qkv.view(batch, -1, HEAD_DIM)[:, :HEADS]
             scale = HEAD_DIM**-0.5

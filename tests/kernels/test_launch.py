@@ -18,7 +18,7 @@ def rotate(device):
 
     def run() -> bool:
         before = qkv.clone()
-        qk_norm_rope_store(qkv, None, None, 1e-6, table, positions, None, None, None, 2, 1)
+        qk_norm_rope_store(qkv, None, None, 1e-6, table, positions, None, None, None, None, 2, 1)
         return not torch.equal(qkv, before)
 
     return run

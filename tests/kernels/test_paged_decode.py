@@ -34,11 +34,11 @@ def test_edges_of_blocks_and_tiles(block_size, device):
     check(make_case(lens, 2, 1, 32, block_size, torch.float32, device, seed=block_size))
 
 
-@pytest.mark.parametrize("num_items", [6, 7, 9, 200])
-def test_any_number_of_pieces(num_items, device):
+@pytest.mark.parametrize("num_pieces", [6, 7, 9, 200])
+def test_any_number_of_pieces(num_pieces, device):
     case = make_case([100, 0, 64, 420, 65], 4, 1, 64, 32, torch.float32, device, seed=5)
-    plan = make_plan(case["context_lens"], 1, num_items)
-    workspace = DecodeWorkspace(5, 4, 1, 64, device, num_items)
+    plan = make_plan(case["context_lens"], 1, num_pieces)
+    workspace = DecodeWorkspace(5, 4, 1, 64, device, num_pieces)
     workspace.partial.fill_(float("nan"))
     workspace.lse.fill_(float("nan"))
     first = check(case, plan=plan, workspace=workspace)
@@ -64,7 +64,7 @@ def test_shared_block(device):
 
 
 def test_workspace_serves_batches_of_every_size(device):
-    workspace = DecodeWorkspace(6, 4, 2, 32, device, H200.num_work_items(6, 2))
+    workspace = DecodeWorkspace(6, 4, 2, 32, device, H200.num_pieces(6, 2))
     for batch_size in (6, 1):
         lens = [17 + 30 * i for i in range(batch_size)]
         check(make_case(lens, 4, 2, 32, 16, torch.float32, device, seed=batch_size), workspace=workspace)
@@ -160,7 +160,7 @@ def test_a_sequence_of_nan_spoils_no_other(config, device):
 def test_graph_replays_with_other_context_lengths(config):
     lens = [4000, 300, 0, 1]
     case = make_case(lens, 16, 8, 128, 256, torch.bfloat16, "cuda", seed=0)
-    workspace = DecodeWorkspace(4, 16, 8, 128, "cuda", H200.num_work_items(4, 8))
+    workspace = DecodeWorkspace(4, 16, 8, 128, "cuda", H200.num_pieces(4, 8))
     plan = make_plan(case["context_lens"], 8)
     paged_decode(**case, plan=plan, workspace=workspace, config=config)
     torch.cuda.synchronize()
@@ -182,7 +182,7 @@ def test_graph_replays_with_other_context_lengths(config):
 @BOTH_KERNELS
 def test_splits_arriving_in_any_order_give_the_same_bits(config):
     case = make_case([30000] * 2, 16, 8, 128, 256, torch.bfloat16, "cuda", seed=0)
-    workspace = DecodeWorkspace(2, 16, 8, 128, "cuda", H200.num_work_items(2, 8))
+    workspace = DecodeWorkspace(2, 16, 8, 128, "cuda", H200.num_pieces(2, 8))
     first = paged_decode(**case, workspace=workspace, config=config)
     assert all(torch.equal(first, paged_decode(**case, workspace=workspace, config=config)) for _ in range(200))
 

@@ -32,7 +32,7 @@ def random_case(num_tokens, num_heads, num_kv_heads, head_dim, dtype, device, in
     caches = torch.randn(2, NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, head_dim, device=device).to(dtype)
     slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, device=device)[:num_tokens].to(index_dtype)
     slots[::3] = -1
-    return qkv, q_weight, k_weight, EPS, table, positions, *caches, slots, num_heads, num_kv_heads
+    return qkv, q_weight, k_weight, EPS, table, positions, *caches, slots, None, num_heads, num_kv_heads
 
 
 def with_rotary_dim(case, rotary_dim):
@@ -154,7 +154,8 @@ def test_slots_beyond_two_billion_elements():
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
     k_cache, v_cache = (torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(2))
     slots = torch.tensor([num_blocks * block_size - 1, 3], dtype=torch.int32, device="cuda")
-    qk_norm_rope_store(qkv, q_weight, k_weight, eps, table, positions, k_cache, v_cache, slots, num_heads, num_kv_heads)
+    norms = q_weight, k_weight, eps
+    qk_norm_rope_store(qkv, *norms, table, positions, k_cache, v_cache, slots, None, num_heads, num_kv_heads)
     _, k, v = qkv.view(2, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     for cache, rows in ((k_cache, k), (v_cache, v)):
         assert torch.equal(cache[-1, -1], rows[0])

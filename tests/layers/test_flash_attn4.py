@@ -103,6 +103,24 @@ def test_what_is_short_is_the_back_ends_to_say(monkeypatch, device):
         assert len(package.calls) == num_calls
 
 
+def test_an_fp8_cache_is_our_kernels(device):
+    """The package reads none. Without a cached beginning it reads the step's own keys and values."""
+    package = Package()
+    backend = make_backend(package)
+    q = torch.randn(MAX_SHORT + 1, HEADS, HEAD_DIM, device=device)
+    kv = torch.randn(MAX_SHORT + 1, KV_HEADS, HEAD_DIM, device=device)
+    scales = torch.ones(2, KV_HEADS, device=device)
+    blocks = -(-len(q) // BLOCK_SIZE)
+    caches = torch.zeros(2, blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device=device).to(torch.float8_e4m3fn)
+    ends = torch.tensor([0, len(q)], dtype=torch.int32, device=device)
+    tables = torch.arange(blocks, dtype=torch.int32, device=device).unsqueeze(0)
+    for block_tables, is_theirs in ((None, True), (tables, False)):
+        context = Context(True, ends, ends, len(q), len(q), block_tables=block_tables)
+        out = backend.prefill(q, kv, kv, *caches, context, SCALE, None, scales)
+        assert is_the_packages(out) == is_theirs
+    assert (out == 0).all()
+
+
 def test_few_tokens_are_our_kernels(monkeypatch, device):
     """Of all new tokens of the step, also where only the last ones are asked for."""
     package = Package()

@@ -8,13 +8,14 @@ from checkpoints import make_checkpoint
 pytest.importorskip("triton")
 
 from nanovllm.engine.runner.kernel_compilation import trace_products
-from nanovllm.layers import activation, expert_candidates, expert_products
+from nanovllm.layers import activation, expert_candidates, expert_products, fp8_products
 from nanovllm.layers.attention_backend import TorchBackend
-from nanovllm.layers.expert_candidates import ExpertsGemv, ExpertTiles, GroupedMm
+from nanovllm.layers.expert_candidates import ExpertsGemv, ExpertTiles, Fp8ExpertTiles, GroupedMm, ScaledGroupedMm
 from nanovllm.layers.experts import MixtureOfExperts
 from nanovllm.layers.experts_torch import experts_torch, route_torch
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul import Candidate, Matmul
+from nanovllm.layers.quantization import Fp8Format, weight_format
 from nanovllm.layers.rank_sums import NormedParts
 from nanovllm.models.layer_facts import num_layer_params
 from nanovllm.models.presets import preset_config
@@ -65,6 +66,15 @@ def kernels_everywhere(monkeypatch):
     monkeypatch.setattr(expert_candidates, "_is_hopper", lambda device: True)
 
 
+def record_launches(candidates) -> list[str]:
+    """The names of those that will be launched, in a list that grows."""
+    asked = []
+    for candidate in candidates:
+        launch = candidate.launch
+        candidate.launch = lambda *args, launch=launch, name=candidate.name: asked.append(name) or launch(*args)
+    return asked
+
+
 def key_of(weight, is_prefill=False):
     return Key.of("experts", is_prefill, weight)
 
@@ -84,16 +94,63 @@ def test_every_candidate_computes_the_same(kernels_everywhere, choice, num_token
     expected = expected_result(layer, residual, norm)
     context_lens = torch.tensor([3] * num_tokens + [0] * 2, dtype=torch.int32)
     expected[num_tokens:] = residual[num_tokens:]  # padding
-    asked = []
-    for candidate in candidates:
-        launch = candidate.launch
-        candidate.launch = lambda *args, launch=launch, name=candidate.name: asked.append(name) or launch(*args)
+    asked = record_launches(candidates)
     with step_context(Context(context_lens=context_lens)):
         result = layer.add(residual, Normed(residual, norm), norm)
     assert asked == [choice.candidate]
     torch.testing.assert_close(residual, expected, rtol=3e-2, atol=3e-2)
     assert result.residual is residual
     torch.testing.assert_close(result.value(), norm(residual))
+
+
+FP8_CHOICES = [
+    Choice(ExpertTiles.name, (TILES, (32, 32, 64, 4, 2))),
+    Choice(Fp8ExpertTiles.name, (TILES, (32, 32, 64, 4, 2))),
+    Choice(ExpertsGemv.name, ((16, 64, 1), (16, 64, 2))),
+    Choice(ScaledGroupedMm.name),
+    Choice(GroupedMm.name),  # which does not support such weights
+]
+
+
+def emulated_scaled_product(x, weight, x_scale, weight_scale, offs, out_dtype, use_fast_accum):
+    """What torch computes on Hopper: rows before offs[0] by the first weight, the next ones by the second."""
+    y = torch.zeros(len(x), weight.shape[2])
+    for i, (start, end) in enumerate(zip([0, *offs[:-1]], offs, strict=True)):
+        product = x[start:end].float() @ weight[i].float()
+        y[start:end] = product * x_scale[start:end, None] * weight_scale[i]
+    return y.to(out_dtype)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("choice", FP8_CHOICES, ids=lambda choice: choice.candidate)
+def test_every_candidate_with_weights_in_fp8(kernels_everywhere, monkeypatch, choice):
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", emulated_scaled_product, raising=False)
+    monkeypatch.setattr(fp8_products, "use_kernels", lambda x: False)  # Triton's interpreter rounds to e4m3 wrongly.
+    with weight_format(Fp8Format()):
+        layer = MixtureOfExperts(48, 32, NUM_EXPERTS, TOP_K, True, TensorParallel())
+    load_dummy(layer, seed=0)
+    residual, norm = make_input(7)
+    for weight in (layer.experts.gate_up_proj, layer.experts.down_proj):
+        weight.weight_scale.data *= 20
+    # The candidate asks for the dtype that torch multiplies, and its results are rounded to it.
+    if choice.candidate == ScaledGroupedMm.name:
+        for weight in (layer.experts.gate_up_proj.weight, layer.experts.down_proj.weight):
+            weight.input_dtype = torch.bfloat16
+        residual, norm, layer.gate = residual.bfloat16(), norm.bfloat16(), layer.gate.bfloat16()
+    x, experts = norm(residual), layer.experts
+    routed = route_torch(F.linear(x, layer.gate.weight), TOP_K, True)
+    total = experts_torch(x, *routed, experts.gate_up_proj.matrix, experts.down_proj.matrix)
+    before = residual.clone()
+    candidates = [ExpertTiles(), Fp8ExpertTiles(), ExpertsGemv(), GroupedMm(), ScaledGroupedMm()]
+    asked = record_launches(candidates)
+    layer.matmul = Matmul(Table({key_of(experts.gate_up_proj.matrix): Row({512: [choice]})}), candidates)
+    with step_context(Context(context_lens=torch.ones(7, dtype=torch.int32))):
+        layer.add(residual, Normed(residual, norm), norm)
+    found = residual.float() - before.float()
+    assert asked == ([] if choice.candidate == GroupedMm.name else [choice.candidate])
+    # What takes inputs as they are differs by the rounding of these, which is 3 % of each product.
+    takes_them_as_they_are = choice.candidate in (ExpertTiles.name, ExpertsGemv.name)
+    assert (found - total).norm() < (0.08 if takes_them_as_they_are else 0.02) * total.norm()
 
 
 def test_kernels_without_a_row_of_the_table(kernels_everywhere):

@@ -90,12 +90,12 @@ def test_no_rank_holds_or_reads_more_than_its_share(path, size, monkeypatch):
             num_read[-1] += part.numel()
             return part
 
-    original = loader._open_tensors
+    original = loader.open_tensors
 
     def open_counting(*args):
         return {name: t._replace(content=Counting(t.content)) for name, t in original(*args).items()}
 
-    monkeypatch.setattr(loader, "_open_tensors", open_counting)
+    monkeypatch.setattr(loader, "open_tensors", open_counting)
     monkeypatch.setattr(loader, "load_model", lambda *args, load=loader.load_model: (num_read.append(0), load(*args)))
     models = load_ranks(path, size)
     replicated = sum(

@@ -73,6 +73,24 @@ def test_a_layer_with_experts(experts_timer):
     assert timer("decode", 3, (*three, Choice("expert-tiles", ((16, 64, 48, 4, 2),) * 2))) is None
 
 
+@pytest.mark.parametrize("timer", ["linear_add"], indirect=True)
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fn-128x128"])
+def test_layers_in_fp8(experts_timer, monkeypatch, dtype):
+    """An MLP, and experts beside a router that is not in fp8; by torch and its twins, since Triton's interpreter
+    multiplies bfloat16 wrongly."""
+    for module in (expert_candidates, expert_products, kernel_matmul):
+        monkeypatch.setattr(module, "use_kernels", lambda x: False)
+    attention = [Shape("linear", 384, 128, dtype), Shape("linear_add", 128, 128, dtype)]
+    mlp = [Shape("linear_silu", 512, 128, dtype), Shape("linear_add", 128, 256, dtype)]
+    assert LayerTimer([*attention, *mlp], torch.device("cpu"))("prefill", 3, (CUBLAS,) * 4) == 2
+    experts = [Shape("linear", 6, 128, "bfloat16"), Shape("experts", 256, 128, dtype, num_experts=6, top_k=2)]
+    timer = LayerTimer([*attention, *experts], torch.device("cpu"))
+    gate_up, down = timer._layers[0][3]
+    assert gate_up.dtype == down.dtype == dtype
+    assert (gate_up.shape, down.shape) == ((6, 256, 128), (6, 128, 128))
+    assert timer("decode", 3, (CUBLAS,) * 4) == len(timer._layers) == 2
+
+
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_a_layer_is_computed_by_the_choices(timer, monkeypatch, phase):
     launched = []

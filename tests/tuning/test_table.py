@@ -152,7 +152,7 @@ def test_tables_of_the_package(path):
     from nanovllm.kernels.experts_gemv import ExpertsGemvConfig
     from nanovllm.kernels.gemv import GemvConfig
     from nanovllm.kernels.split_k import SplitKConfig
-    from nanovllm.layers.expert_candidates import ExpertsGemv, ExpertTiles, GroupedMm
+    from nanovllm.layers.expert_candidates import ExpertsGemv, ExpertTiles, Fp8ExpertTiles, GroupedMm, ScaledGroupedMm
     from nanovllm.layers.kernel_matmul import FusedSilu, Gemv, SplitK
     from nanovllm.layers.matmul import OPERATIONS, Cublas
     from nanovllm.layers.quack import Quack, Tile
@@ -160,6 +160,7 @@ def test_tables_of_the_package(path):
     constant_types = {Gemv.name: GemvConfig, SplitK.name: SplitKConfig, Quack.name: Tile}
     constant_types |= dict.fromkeys((Cublas.name, FusedSilu.name), tuple)
     pairs_of_types = {ExpertsGemv.name: ExpertsGemvConfig, ExpertTiles.name: TileConfig}
+    pairs_of_types |= {Fp8ExpertTiles.name: TileConfig}
     table = read_table(path)
     assert path == package_path(json.loads(path.read_text())["gpu"])
     for name in (*TUNED, "Qwen3-30B-A3B"):
@@ -176,14 +177,14 @@ def test_tables_of_the_package(path):
                     assert constants[0] >= bound
                     assert row[constants[0]] == listed or not row[constants[0]], "padding is padded again"
                 elif key.operation == "experts":
-                    assert (name == GroupedMm.name and not constants) or len(constants) == 2
+                    assert (name in (GroupedMm.name, ScaledGroupedMm.name) and not constants) or len(constants) == 2
                     assert all(pairs_of_types[name](*each) for each in constants)
                 else:
                     constant_types[name](*constants)
     constants = DecodeConstants(table)
     for num_kv_heads in (1, 2, 3, 4, 8, 16):
-        num_items = [constants.num_work_items(n, num_kv_heads) for n in range(1, 3000)]
-        assert num_items == sorted(num_items), "what is allocated for the largest batch is for all"
+        num_pieces = [constants.num_pieces(n, num_kv_heads) for n in range(1, 3000)]
+        assert num_pieces == sorted(num_pieces), "what is allocated for the largest batch is for all"
     assert {"torch", "triton"} <= table.versions.keys()
     assert table.setting("flash_attn4", "min_layer_work") > 0
     assert table_module.package_table(json.loads(path.read_text())["gpu"]).rows.keys() == table.rows.keys()

@@ -164,6 +164,7 @@ def test_challengers_are_few_and_launchable(phase):
     from nanovllm.kernels.gemv import MAX_TOKENS, GemvConfig
     from nanovllm.kernels.split_k import TILE_TOKENS, SplitKConfig
     from nanovllm.layers.quack import Tile
+    from nanovllm.layers.quantization import FORMATS
 
     for key in package_table("NVIDIA H200").rows:
         if key.operation == "experts":
@@ -179,7 +180,8 @@ def test_challengers_are_few_and_launchable(phase):
                     assert GemvConfig(*constants).k_tile >= 16
                 elif name == "split-k":
                     config = SplitKConfig(*constants)
-                    assert 2 * config.num_stages * config.tile_k * (TILE_TOKENS + config.tile_rows) <= 227 * 1024
+                    row_bytes = config.tile_rows * (1 if key.dtype in FORMATS else 2)
+                    assert config.num_stages * config.tile_k * (2 * TILE_TOKENS + row_bytes) <= 227 * 1024
                 elif name == "quack-kernels":
                     tile = Tile(*constants)
                     assert key.operation != "linear_silu" or tile.columns % 32 == 0
@@ -189,7 +191,11 @@ def test_challengers_are_few_and_launchable(phase):
                     assert (name, constants) == ("fused-silu", ())
 
 
-@pytest.mark.parametrize("sizes", [(1536, 2048, "bfloat16", 128, 8), (96, 40, "bfloat16", 4, 2)])
+@pytest.mark.parametrize(
+    "sizes",
+    [(1536, 2048, "bfloat16", 128, 8), (96, 40, "bfloat16", 4, 2), (1536, 2048, "float8_e4m3fn-128x128", 128, 8)],
+    ids=str,
+)
 def test_challengers_for_experts_are_few_and_launchable(sizes):
     for phase, counts in (("decode", DECODE_TOKENS), ("prefill", PREFILL_TOKENS)):
         for num_tokens in counts:
@@ -198,9 +204,13 @@ def test_challengers_for_experts_are_few_and_launchable(sizes):
             assert 1 < len(found) < 30
             for name, constants in found[1:]:
                 assert name != "experts-gemv" or num_tokens <= 16
-                if name == "expert-tiles":
+                if name in ("expert-tiles", "fp8-expert-tiles"):
+                    weight_bytes = 2 if sizes[2] == "bfloat16" else 1
+                    x_bytes = 2 if name == "expert-tiles" else 1
                     for num_weights, (tokens, columns, k, _, num_stages) in zip((2, 1), constants, strict=True):
-                        assert 2 * num_stages * k * (tokens + num_weights * columns) <= 227 * 1024
+                        stage = k * (x_bytes * tokens + num_weights * weight_bytes * columns)
+                        assert num_stages * stage <= 227 * 1024
+                        assert weight_bytes == 2 or k <= 128
 
 
 def test_a_layer_with_experts_is_tuned():

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-MAX_GRAPH_BATCH_SIZE = 512
+MAX_GRAPH_BATCH_SIZE = 512  # Larger batches run without a graph, as in nano-vLLM.
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, 16, 32, 48, ... up to min(max_num_seqs, 512), which is always the last."""
+    """1, 2, 4, 8, 16, 32, 48, ... up to min(max_num_seqs, MAX_GRAPH_BATCH_SIZE), which is always the last."""
     largest = min(max_num_seqs, MAX_GRAPH_BATCH_SIZE)
     sizes = [size for size in (1, 2, 4, 8, *range(16, largest + 1, 16)) if size < largest]
     return [*sizes, largest]
@@ -25,7 +25,7 @@ def mixed_batch_sizes(num_rows: int, max_num_seqs: int) -> list[int]:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for each device, because torch's default is one for the process, on the first device. Not one for each
+    """The stream to capture on. torch's default is one of the first device, for all devices. There is not one for each
     engine, because cuBLAS keeps a workspace for every stream."""
     return torch.cuda.Stream(device)
 
@@ -43,7 +43,7 @@ class DecodeGraphs:
     ):
         """decode(n) computes the first n rows of buffers that stay where they are. prepare(n) fills them with padding
         and launches every kernel that decode(n) launches, because a capture can neither load nor compile one. pool:
-        memory of another DecodeGraphs, whose graphs never run while these do; None takes new memory."""
+        memory of another DecodeGraphs, whose graphs never run while these do; None allocates some."""
         self.sizes = sizes
         self.max_batch_size = sizes[-1]
         self.pool = pool or torch.cuda.graph_pool_handle()

@@ -27,10 +27,10 @@ class Batch:
     seqs: list[Sequence] | None  # None on a worker
     is_prefill: bool
     num_seqs: int  # a token is sampled for each
-    num_rows: int  # tokens that the layers compute, padding included
+    num_rows: int  # rows that the layers compute, padding included
     arrays: dict[str, np.ndarray]  # on the host, named as in `DecodeInputs` or `prefill_batch`
     needs_logits: bool = False  # a request asks for more than a temperature: rank 0 samples from gathered logits
-    waits_for_tokens: bool = False  # a request's allowed tokens depend on the step before
+    waits_for_tokens: bool = False  # a request's allowed tokens depend on the tokens of the step before
     # Of a decode step:
     graph_size: int = 0  # batch size of the CUDA graph that computes it; 0 for none
     is_mixed: bool = False  # the last sequences are prefilled
@@ -47,7 +47,7 @@ class Batch:
 
 
 class DecodeInputs:
-    """The inputs of decode steps: fixed device memory, which CUDA graphs read, and two host buffers.
+    """The inputs of decode and mixed steps: fixed device memory, which CUDA graphs read, and two host buffers.
 
     While the device computes a step, the host writes the next step's inputs to the other buffer. Sampled tokens stay on
     the device, where the next step takes them before the host has them.
@@ -56,7 +56,7 @@ class DecodeInputs:
     after those; nothing is sampled from them.
 
     Attributes:
-        padded: number of rows for each number of sequences, 0 to max_num_seqs.
+        padded: number of rows of a decode step for each number of sequences, 0 to max_num_seqs.
         rows: {name: device tensor [max_rows, ...]}. pending_rows: the row of `sampled` that holds the input token, or
             -1 if the host knew the token. The others are named as in Context and the sampler.
         input_ids: int64 [max_rows].
@@ -69,21 +69,21 @@ class DecodeInputs:
         max_blocks: int,
         block_size: int,
         device: torch.device,
-        num_work_items: Callable[[int], int],
+        num_pieces: Callable[[int], int],
         windows: list[int | None],
         padded: list[int] | None = None,
         mixed_step_rows: int = 0,
     ):
         """
         Args:
-            num_work_items: pieces of one of Context.decode_plans, for a number of rows.
-            windows: those of the layers, without repetition, which need a plan each.
-            padded: None pads nothing.
+            num_pieces: length of one of Context.decode_plans, for a number of rows.
+            windows: each window that a layer has, once. Each needs a plan.
+            padded: as above; None pads nothing.
             mixed_step_rows: of the largest mixed step.
         """
         self.padded = padded or list(range(max_num_seqs + 1))
         n = self.max_rows = max(self.padded[max_num_seqs], mixed_step_rows)
-        self._num_work_items, self._windows = num_work_items, windows
+        self._num_pieces, self._windows = num_pieces, windows
         layout: Layout = {
             "tokens": ((n,), np.int64),
             "pending_rows": ((n,), np.int32),
@@ -93,7 +93,7 @@ class DecodeInputs:
             "slot_mapping": ((n,), np.int32),
             "context_lens": ((n,), np.int32),
             "block_tables": ((n, max_blocks), np.int32),
-            "work_items": ((len(windows), num_work_items(n), PIECE_FIELDS), np.int32),
+            "decode_plans": ((len(windows), num_pieces(n), PIECE_FIELDS), np.int32),
         }
         self.block_size = block_size
         memory = torch.zeros(packed_size(layout), dtype=torch.uint8, device=device)
@@ -102,7 +102,7 @@ class DecodeInputs:
         self._tables = [BlockTables(buffer.host["block_tables"]) for buffer in self._buffers]
         self._last_buffer = 0
         self.rows = dict(self._buffers[0].device)
-        self._tokens, self._work_items = (self.rows.pop(name) for name in ("tokens", "work_items"))
+        self._tokens, self._plans = (self.rows.pop(name) for name in ("tokens", "decode_plans"))
         self.input_ids, self.sampled = torch.zeros(2, n, dtype=torch.int64, device=device)
         self._receive_arguments: list[Any] = [
             (
@@ -116,8 +116,8 @@ class DecodeInputs:
         self._last_host_tokens = 0
 
     def plans(self, num_rows: int) -> dict[int | None, torch.Tensor]:
-        """Device memory of Context.decode_plans: int32 [num_items, PIECE_FIELDS] for each window."""
-        return dict(zip(self._windows, self._work_items[:, : self._num_work_items(num_rows)], strict=True))
+        """Device memory of Context.decode_plans: int32 [num_pieces, PIECE_FIELDS] for each window."""
+        return dict(zip(self._windows, self._plans[:, : self._num_pieces(num_rows)], strict=True))
 
     def for_layers(self, num_rows: int, num_sampled: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Context]:
         """Token ids and positions [num_rows], and the context. num_sampled: as in Context."""
@@ -128,8 +128,8 @@ class DecodeInputs:
         return self.input_ids[:num_rows], self.rows["positions"][:num_rows], context
 
     def pad(self, num_rows: int) -> None:
-        """Send a step of padding alone. The host buffers keep taking turns as if it had not been: a step that was
-        written before, and is sent after it, must not be in the buffer that the next one is written to."""
+        """Send a step of padding alone. The buffers' turns stay as they were: a capture may come between a real step's
+        `write` and `send`, and the next `write` must not take that step's buffer."""
         last = self._last_buffer
         self.send(self.write([], num_rows))
         self._last_buffer = last
@@ -161,8 +161,8 @@ class DecodeInputs:
         # Padding writes nothing and reads nothing.
         host["slot_mapping"][num_tokens:num_rows] = -1
         host["context_lens"][num_tokens:num_rows] = 0
-        for window, items in zip(self._windows, host["work_items"], strict=True):
-            plan_decode(host["context_lens"][:num_rows], items[: self._num_work_items(num_rows)], window)
+        for window, plan in zip(self._windows, host["decode_plans"], strict=True):
+            plan_decode(host["context_lens"][:num_rows], plan[: self._num_pieces(num_rows)], window)
         return Batch(seqs, False, n, num_rows, self._used(host, num_rows), is_mixed=is_mixed, buffer=buffer)
 
     def _next_buffer(self) -> int:
@@ -172,7 +172,7 @@ class DecodeInputs:
     def _used(self, host: dict[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
         """The part of each array that a step of num_rows uses."""
         arrays = {name: values[:num_rows] for name, values in host.items()}
-        return arrays | {"work_items": host["work_items"][:, : self._num_work_items(num_rows)]}
+        return arrays | {"decode_plans": host["decode_plans"][:, : self._num_pieces(num_rows)]}
 
     def send(self, batch: Batch) -> None:
         """Copy a step's arrays to the device, in stream order, and fill input_ids."""
@@ -199,8 +199,8 @@ class DecodeInputs:
 
 
 def _append_prompts(seqs: list[Sequence], context_lens: list[int], tokens: list[int]) -> np.ndarray:
-    """A mixed step's prompts are the last of seqs. Set the row of each to its last scheduled token, and append rows for
-    its other scheduled tokens. Returns the index in seqs of each appended row's sequence."""
+    """The last of seqs are the mixed step's prompts. Set the row of each to its last scheduled token, and append rows
+    for its other scheduled tokens. Returns the index in seqs of each appended row's sequence."""
     owners, num_others = [], []
     for row in range(len(seqs) - 1, -1, -1):
         seq = seqs[row]
@@ -238,7 +238,7 @@ def prefill_batch(seqs: list[Sequence], block_size: int, device: torch.device) -
         device,
     )
     host = packed.host
-    # No Python loop over tokens or blocks: the device waits for the first step of a batch.
+    # No Python loop over tokens or blocks, because the device waits for the first step of a batch.
     tables = prepare_block_tables(seqs, table_lens, host["block_tables"])
     tokens = array("i")
     for seq in seqs:

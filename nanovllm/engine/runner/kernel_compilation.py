@@ -58,7 +58,7 @@ def _trace(runner) -> None:
     runner.run(runner.prepare([_sequence(num_tokens, block_size)], True))  # Without a cache, as warmup_model does.
     trace_products(runner.model, runner.decode_inputs.max_rows, config.max_num_batched_tokens)
     shape = (-(-_NUM_SLOTS // block_size), block_size, runner.num_kv_heads, get_head_dim(config.hf_config))
-    kv_cache = torch.zeros(2, 1, *shape, dtype=config.dtype, device=runner.device)
+    kv_cache = torch.zeros(2, 1, *shape, dtype=config.kv_cache_dtype, device=runner.device)
     runner.use_kv_cache(kv_cache.expand(2, len(runner.model.model.layers), *shape))
     seq = _decoding_sequence(block_size)
     for size in telling_batch_sizes(config.max_num_seqs):

@@ -92,7 +92,7 @@ def allocate_kv_cache(
     """This rank's KV cache, [2, layers, blocks, block_size, kv_heads, head_dim], of as many blocks as every rank has
     room for. Raises MemoryError, with the numbers, if there is no room for one."""
     block_shape = (config.kvcache_block_size, num_kv_heads, get_head_dim(config.hf_config))
-    block_bytes = 2 * num_layers * math.prod(block_shape) * config.dtype.itemsize
+    block_bytes = 2 * num_layers * math.prod(block_shape) * config.kv_cache_dtype.itemsize
     blocks, limit = config.num_kvcache_blocks, "num_kvcache_blocks"
     if blocks == -1:
         budget = kv_cache_budget(config, device, free_at_start)
@@ -107,11 +107,12 @@ def allocate_kv_cache(
             )
     capacity = blocks * config.kvcache_block_size
     logger.info(
-        "KV cache: %d blocks x %d = %d tokens, %.2f GiB (limit: %s); longest sequence: %d tokens (%s)",
+        "KV cache: %d blocks x %d = %d tokens, %.2f GiB of %s (limit: %s); longest sequence: %d tokens (%s)",
         blocks,
         config.kvcache_block_size,
         capacity,
         blocks * block_bytes / GIB,
+        config.kv_cache_dtype,
         limit,
         min(config.max_model_len, capacity),
         "max_model_len" if config.max_model_len <= capacity else "the KV cache",
@@ -125,5 +126,5 @@ def allocate_kv_cache(
                 f"{memory / GIB:.1f} GiB: lower num_kvcache_blocks or kvcache_gib"
             )
         # A page of it becomes memory when it is written: to write gigabytes of zeros would take seconds.
-        return torch.from_numpy(np.zeros(blocks * block_bytes, np.uint8)).view(config.dtype).view(shape)
-    return torch.zeros(shape, dtype=config.dtype, device=device)
+        return torch.from_numpy(np.zeros(blocks * block_bytes, np.uint8)).view(config.kv_cache_dtype).view(shape)
+    return torch.zeros(shape, dtype=config.kv_cache_dtype, device=device)

@@ -22,13 +22,13 @@ class SampledTokens:
         self,
         tokens: torch.Tensor,
         logprobs: StepLogprobs | None = None,
-        check: Callable[[], None] | None = None,
+        check_workers: Callable[[], None] | None = None,
         host: torch.Tensor | None = None,
     ):
-        """tokens: int64 [num_seqs] on the device, as logprobs are. check: with several ranks, raises if one of them has
-        gone, for which the device would wait in vain. host: page-locked memory for the tokens, nobody else's until they
-        have been read; None has some allocated."""
-        self._check = check
+        """tokens: int64 [num_seqs] on the device, as logprobs are. check_workers: with several ranks, raises if one of
+        them has died, for which the device would wait in vain. host: page-locked memory for the tokens, which nobody
+        else uses until they have been read; None allocates some."""
+        self._check_workers = check_workers
         self._event = None
         if host is not None and use_kernels(tokens):
             return_tokens(tokens, host)
@@ -42,12 +42,12 @@ class SampledTokens:
 
     def wait(self) -> list[int]:
         """The tokens, once the step is done."""
-        if self._event is not None and self._check is None:
+        if self._event is not None and self._check_workers is None:
             self._event.synchronize()
         elif self._event is not None:
-            # The next step is under way already, so that what this sleeps too long costs nothing.
+            # The next step is under way already, so sleeping too long costs nothing.
             while not self._event.query():
-                self._check()
+                self._check_workers()
                 time.sleep(_POLL_SECONDS)
         return self._tokens.tolist()
 

@@ -1,4 +1,4 @@
-"""LogitSteps: steps whose tokens take more than temperature and seed: the logits first, then the draw from them."""
+"""LogitSteps: steps with a request that asks for more than a temperature: first the logits, then the sampling."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from nanovllm.utils.context import Context, step_context
 
 
 class LogitSteps:
-    """Runs such steps in two halves, `forward` and `sample`, between which rank 0 may do what it likes.
+    """Runs such steps in two halves, `forward` and `sample`. In between, rank 0 may read the tokens of the step before.
 
     All ranks run the model and gather its logits. Rank 0 alone knows what the requests ask for: it draws the tokens and
     sends them to the others for their next step.
@@ -27,7 +27,8 @@ class LogitSteps:
         self.graphs: DecodeGraphs | None = None  # that end at the logits, captured as they are needed
         self.logits: Tensor | None = None  # rank 0's, [largest batch of a graph, vocab_size], where they end
         self._config, self._model, self._tp = runner.config, runner.model, runner.tp
-        self._inputs, self._plain_graphs, self._check = runner.decode_inputs, runner.graphs, runner.check
+        self._inputs, self._plain_graphs = runner.decode_inputs, runner.graphs
+        self._check_workers = runner.check_workers
         self._draws = runner.tp.rank == 0
         self._num_seqs = 0  # of the step whose tokens are to be drawn
 
@@ -113,4 +114,4 @@ class LogitSteps:
         tokens, logprobs = self.pipeline.draw(forward)
         sampled.copy_(tokens)
         self._tp.broadcast(sampled)
-        return SampledTokens(tokens, logprobs, self._check)
+        return SampledTokens(tokens, logprobs, self._check_workers)

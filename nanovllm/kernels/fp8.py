@@ -1,0 +1,104 @@
+"""Quantises the inputs of fp8 products to e4m3, with one scale a token or one for each 128 columns of a token.
+
+A program quantises one token: alone, after the norm before it, or after the activation before it. What stands before is
+rounded to the input's dtype in between, so that the numbers are those of two kernels.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.dependent_launch import await_previous, has_pdl
+from nanovllm.kernels.launch import launcher
+
+GROUP = 128
+_E4M3 = torch.float8_e4m3fn
+
+
+# Where groups have scales, their stride is the number of tokens.
+@triton.jit(do_not_specialize=["group_stride"])
+def _quantize_kernel(
+    x, norm_weight, y, scale, x_stride, y_stride, scale_stride, group_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """GROUP columns have a scale; BLOCK is a multiple of it."""
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    x += row * x_stride
+    loaded = tl.load(x + columns, mask=mask, other=0.0)
+    value = loaded.to(tl.float32)
+    if norm_weight is not None:
+        factor = tl.load(norm_weight + columns, mask=mask, other=0.0).to(tl.float32)
+        inverse_rms = tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
+        value = (value * inverse_rms * factor).to(loaded.dtype).to(tl.float32)
+    if SILU:
+        up = tl.load(x + SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+        value = (value / (1.0 + tl.exp(-value)) * up).to(loaded.dtype).to(tl.float32)
+    groups = tl.reshape(value, (BLOCK // GROUP, GROUP))
+    # A factor instead of a division, as in the twin.
+    group_scale = tl.max(tl.abs(groups), axis=1) * (1.0 / 448.0)
+    inverse = tl.where(group_scale > 0.0, tl.div_rn(tl.full(group_scale.shape, 1.0, tl.float32), group_scale), 0.0)
+    quantized = tl.reshape(groups * inverse[:, None], (BLOCK,))
+    tl.store(y + row * y_stride + columns, quantized.to(y.dtype.element_ty), mask=mask)
+    group = tl.arange(0, BLOCK // GROUP)
+    tl.store(scale + row * scale_stride + group * group_stride, group_scale, mask=group * GROUP < SIZE)
+
+
+def quantize(x: Tensor, in_groups: bool) -> tuple[Tensor, Tensor]:
+    """x as `values * scale`.
+
+    Args:
+        x: `[num_tokens, K]`, any float dtype and row stride, contiguous in its last dimension.
+        in_groups: whether each 128 columns of a token have a scale, instead of the whole token. K is a multiple of 128.
+
+    Returns:
+        values: e4m3 `[num_tokens, K]`, rounded to nearest, ties to even.
+        scale: float32 `[num_tokens, 1]`, or `[num_tokens, K / 128]` with the tokens side by side in memory: the largest
+            magnitude divided by 448.
+
+    Raises:
+        ValueError: another layout or K.
+    """
+    return _launch(x, None, 0.0, x.shape[1], in_groups, silu=False)
+
+
+def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, in_groups: bool) -> tuple[Tensor, Tensor]:
+    """`quantize(rms_norm(x, weight, eps))`, the norm rounded to x's dtype (Zhang & Sennrich 2019). weight: `[K]`."""
+    if weight.shape != x.shape[1:] or not weight.is_contiguous():
+        raise ValueError(f"weight must be a contiguous [{x.shape[1]}], not {list(weight.shape)}")
+    return _launch(x, weight, eps, x.shape[1], in_groups, silu=False)
+
+
+def silu_and_mul_quantize(x: Tensor, in_groups: bool) -> tuple[Tensor, Tensor]:
+    """`quantize(silu(gate) * up)` of x `[num_tokens, 2 * K]`, gate and up side by side (Shazeer 2020), the product
+    rounded to x's dtype."""
+    if x.shape[1] % 2:
+        raise ValueError(f"x must be [num_tokens, 2 * K], not {list(x.shape)}")
+    return _launch(x, None, 0.0, x.shape[1] // 2, in_groups, silu=True)
+
+
+def _launch(
+    x: Tensor, norm_weight: Tensor | None, eps: float, size: int, in_groups: bool, silu: bool
+) -> tuple[Tensor, Tensor]:
+    num_tokens = len(x)
+    if x.stride(1) != 1 or (in_groups and size % GROUP):
+        raise ValueError(
+            f"x must have contiguous rows, in groups of a multiple of {GROUP} columns, not {list(x.shape)} with "
+            f"strides {x.stride()}"
+        )
+    y = torch.empty(num_tokens, size, dtype=_E4M3, device=x.device)
+    shape = (size // GROUP, num_tokens) if in_groups else (num_tokens, 1)
+    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    scale = scale.t() if in_groups else scale
+    if num_tokens == 0:
+        return y, scale
+    block = max(triton.next_power_of_2(size), GROUP)
+    launcher(_quantize_kernel, (num_tokens,), has_pdl(x.device))(
+        x, norm_weight, y, scale, x.stride(0), y.stride(0), scale.stride(0), scale.stride(1), eps,
+        SIZE=size, BLOCK=block, GROUP=GROUP if in_groups else block, SILU=silu,
+        num_warps=min(max(block // 256, 1), 16),
+    )  # fmt: skip
+    return y, scale

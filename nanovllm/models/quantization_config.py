@@ -1,0 +1,102 @@
+"""What a checkpoint's quantization_config says of its weights and KV cache, and whether a model's sizes suit it."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from nanovllm.layers.quantization import BLOCK, Fp8Format
+
+# Parts of a model that are never quantised. Others that a checkpoint leaves unquantised do not load.
+_UNQUANTISED = re.compile(r"(^|[.*])(lm_head|embed_tokens|[a-z_]*norm|mlp\.gate|gate)\$?$")
+_UNIT = 16  # rows and columns: what torch._scaled_mm takes
+
+
+class Quantization(NamedTuple):
+    """
+    Attributes:
+        weights: the format of the linear layers; None if they are not quantised.
+        has_kv_cache_scheme: whether it is made for an fp8 KV cache, and should have its scales.
+    """
+
+    weights: Fp8Format | None = None
+    has_kv_cache_scheme: bool = False
+
+
+def read_quantization(settings: Any, where: str) -> Quantization:
+    """What a quantization_config says. Raises ValueError, beginning with `where`, if we do not have it."""
+    settings = settings if isinstance(settings, Mapping) else settings.to_dict()
+    method = settings.get("quant_method")
+    method = getattr(method, "value", method)  # transformers' own is an enumeration.
+    scheme = settings.get("kv_cache_scheme")
+    if scheme and not _is_e4m3(scheme):
+        raise ValueError(f"{where}: kv_cache_scheme={scheme!r}: must have type 'float' and num_bits 8, or be left out")
+    if method == "compressed-tensors" and scheme and not settings.get("config_groups"):
+        return Quantization(None, True)
+    if method == "fp8" and _are_fp8_blocks(settings):
+        format, ignored = Fp8Format(is_blocked=True, scale_name="weight_scale_inv"), "modules_to_not_convert"
+    elif method == "compressed-tensors" and _are_fp8_channels(settings):
+        format, ignored = Fp8Format(scale_name="weight_scale"), "ignore"
+    else:
+        raise ValueError(
+            f"{where} with quant_method {method!r}: these settings are not supported. Checkpoints load in bfloat16, "
+            "float16 and float32, and in fp8 as quant_method 'fp8' with weight_block_size [128, 128] and dynamic "
+            "activations or as compressed-tensors' FP8_DYNAMIC; use the unquantised checkpoint, perhaps with "
+            "quantization='fp8'"
+        )
+    others = [name for name in settings.get(ignored) or () if not _UNQUANTISED.search(str(name))]
+    if others:
+        raise ValueError(
+            f"{where}: {ignored} names {others[0]!r}: linear layers must all be quantised, except the head"
+        )
+    return Quantization(format, bool(scheme))
+
+
+def _is_e4m3(scheme: Any) -> bool:
+    is_symmetric = isinstance(scheme, Mapping) and scheme.get("symmetric", True) is True
+    return is_symmetric and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+
+
+def _are_fp8_blocks(settings: Mapping) -> bool:
+    is_e4m3 = settings.get("fmt", "e4m3") == "e4m3"
+    is_dynamic = settings.get("activation_scheme", "dynamic") == "dynamic"
+    return is_e4m3 and is_dynamic and list(settings.get("weight_block_size") or ()) == [BLOCK, BLOCK]
+
+
+def _are_fp8_channels(settings: Mapping) -> bool:
+    groups = settings.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        return False
+    (group,) = groups.values()
+    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    strategies = weights.get("strategy"), inputs.get("strategy")
+    is_dynamic = inputs.get("dynamic") is True and not weights.get("dynamic")
+    is_all = group.get("targets") == ["Linear"]
+    return is_all and _is_e4m3(weights) and _is_e4m3(inputs) and is_dynamic and strategies == ("channel", "token")
+
+
+def checkpoint_quantization(hf_config: Any) -> Quantization:
+    """What the configuration of a model says of its checkpoint."""
+    settings = getattr(hf_config, "quantization_config", None)
+    return read_quantization(settings, "quantization_config") if settings else Quantization()
+
+
+def check_sizes(hf_config: Any, head_dim: int, format: Fp8Format, num_ranks: int) -> None:
+    """Raises ValueError, naming the size, if a model's weights, divided over the ranks, do not fit the format."""
+    sizes = {
+        "hidden_size": hf_config.hidden_size,
+        "num_attention_heads * head_dim": hf_config.num_attention_heads // num_ranks * head_dim,
+        "num_key_value_heads * head_dim": max(1, hf_config.num_key_value_heads // num_ranks) * head_dim,
+    }
+    has_experts = getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None)
+    if has_experts:
+        sizes["moe_intermediate_size"] = hf_config.moe_intermediate_size // num_ranks
+    if not has_experts or hf_config.mlp_only_layers or hf_config.decoder_sparse_step > 1:
+        sizes["intermediate_size"] = hf_config.intermediate_size // num_ranks
+    unit = BLOCK if format.is_blocked else _UNIT
+    for name, size in sizes.items():
+        if size % unit:
+            kind = "blocks of 128 x 128" if format.is_blocked else "fp8"
+            raise ValueError(
+                f"tensor_parallel_size={num_ranks}: weights in {kind} need sizes that are multiples of {unit} on each "
+                f"rank, and its {name} would be {size}"
+            )

@@ -1,0 +1,188 @@
+"""Kernels that quantise inputs, and linear layers with weights in e4m3, against their plain-torch twins."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import numpy as np
+import triton.language as tl
+from linear_inputs import make_rows
+from triton.runtime import interpreter
+
+from nanovllm.kernels import fp8
+from nanovllm.kernels.gemv import GemvConfig, gemv
+from nanovllm.kernels.split_k import SplitKConfig, make_arrivals, split_k
+from nanovllm.layers.activation import silu_and_mul_torch
+from nanovllm.layers.layernorm import rms_norm_torch
+from nanovllm.layers.quantization import (
+    E4M3,
+    Fp8Format,
+    Fp8Weight,
+    Quantized,
+    fp8_product_torch,
+    quantize_input_torch,
+    weight_only_product_torch,
+)
+
+EPS = 1e-6
+in_groups = pytest.mark.parametrize("in_groups", [False, True], ids=["tokens", "groups"])
+# Triton's interpreter truncates to bfloat16 and multiplies it wrongly.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.fixture(autouse=True)
+def exact_e4m3(monkeypatch):
+    """Triton's interpreter rounds to e4m3 wrongly; torch does it as the hardware does."""
+    convert = interpreter._convert_float
+
+    def convert_exactly(values, source, target, rounding):
+        if target != tl.float8e4nv or source != tl.float32:
+            return convert(values, source, target, rounding)
+        floats = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
+        return floats.to(E4M3).view(torch.uint8).numpy().reshape(values.shape)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert_exactly)
+
+
+def assert_quantised(found, expected: Quantized, places: int = 0):
+    """Scales are equal but for their last bits. places: how many values may be the next e4m3 number, because what was
+    rounded is a rounding apart."""
+    values, scale = found
+    torch.testing.assert_close(scale, expected.scale, atol=0, rtol=2e-3 if places else 0, equal_nan=True)
+    ours, theirs = values.view(torch.uint8).int(), expected.values.view(torch.uint8).int()
+    assert (ours - theirs).abs().max() <= (1 if places else 0)
+    assert (ours != theirs).sum() <= places
+
+
+def wide_rows(num_tokens, K, dtype, device):
+    """Magnitudes from the smallest to the largest; one row is zero."""
+    x = make_rows(num_tokens, K, dtype, device)
+    x *= torch.logspace(-3, 2, num_tokens, device=device)[:, None].to(dtype)
+    x[num_tokens // 2] = 0
+    return x
+
+
+@in_groups
+@dtypes
+@pytest.mark.parametrize(("num_tokens", "K"), [(1, 128), (5, 384), (3, 5120)])
+def test_quantize(num_tokens, K, dtype, in_groups, device):
+    x = wide_rows(num_tokens, K, dtype, device)
+    found = fp8.quantize(x, in_groups)
+    assert_quantised(found, quantize_input_torch(x, Fp8Format(in_groups)))
+    assert found[1].stride(0) == 1  # as cuBLAS needs the scales of groups
+
+
+def test_any_width_of_a_token(device):
+    x = wide_rows(4, 77, torch.float32, device)
+    assert_quantised(fp8.quantize(x, False), quantize_input_torch(x, Fp8Format()))
+    with pytest.raises(ValueError, match="multiple of 128 columns"):
+        fp8.quantize(x, True)
+
+
+@in_groups
+@dtypes
+def test_norm_and_activation_before_it(dtype, in_groups, device):
+    x = wide_rows(7, 384, dtype, device)
+    weight = (1 + 0.1 * torch.randn(384, device=device)).to(dtype)
+    format, places = Fp8Format(in_groups), 7 * 384 // 100
+    expected = quantize_input_torch(rms_norm_torch(x, weight, EPS), format)
+    assert_quantised(fp8.rms_norm_quantize(x, weight, EPS, in_groups), expected, places)
+    gate_up = torch.cat([x, x.flip(0)], dim=1)
+    expected = quantize_input_torch(silu_and_mul_torch(gate_up), format)
+    assert_quantised(fp8.silu_and_mul_quantize(gate_up, in_groups), expected, places)
+
+
+def test_what_is_not_finite_stays_so(device):
+    x = torch.ones(3, 128, device=device)
+    x[0, 5], x[1, 7] = float("nan"), float("inf")
+    values, scale = fp8.quantize(x, False)
+    is_finite = (values.float() * scale).isfinite().all(1)
+    assert is_finite.tolist() == [False, False, True]
+    assert quantize_input_torch(x, Fp8Format()).dequantized().isfinite().all(1).tolist() == [False, False, True]
+
+
+def make_weight(N, K, in_blocks, dtype, device) -> Fp8Weight:
+    """Its channels and blocks differ in size."""
+    weight = torch.randn(N, K, device=device) / K**0.5 * torch.logspace(-1, 0, N, device=device)[:, None]
+    format = Fp8Format(is_blocked=in_blocks)
+    return Fp8Weight(*format.quantize(weight * torch.logspace(0, -1, K, device=device)), format, dtype)
+
+
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["channels", "blocks"])
+def test_a_weight_is_as_near_as_its_format_allows(in_blocks):
+    weight = torch.randn(256, 384) * torch.logspace(-3, 3, 256)[:, None]
+    format = Fp8Format(is_blocked=in_blocks)
+    quantised = format.quantize(weight)
+    largest = weight.abs().amax(1, keepdim=True)
+    if in_blocks:
+        largest = weight.view(2, 128, 3, 128).abs().amax((1, 3), keepdim=True).expand(2, 128, 3, 128).reshape(256, 384)
+    # e4m3 has 3 bits after the first one; below 2^-6 its numbers are 2^-9 apart.
+    bound = torch.maximum(weight.abs() * 2**-4, largest / 448 * 2**-10) * (1 + 1e-5)
+    assert ((quantised.dequantized() - weight).abs() <= bound).all()
+    assert quantised.values.float().abs().amax() == 448
+    assert quantised.scale.shape == format.scale_shape((256, 384))
+
+
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["channels", "blocks"])
+def test_a_product_is_as_near_as_its_format_allows(in_blocks):
+    """Of float32's product of the same weights: only the input's rounding is between them."""
+    x, weight = torch.randn(9, 384), make_weight(256, 384, in_blocks, torch.float32, "cpu")
+    found = fp8_product_torch(quantize_input_torch(x, weight.format), weight)
+    values = weight.dequantized()
+    rounding = torch.maximum(x.abs() * 2**-4, x.abs().amax(1, keepdim=True) / 448 * 2**-10)
+    assert ((found - x @ values.t()).abs() <= rounding @ values.abs().t() + 1e-5).all()
+
+
+LINEARS = [
+    # M, N, K, blocks, constants
+    (1, 256, 384, False, GemvConfig(4, 256, 1)),
+    (3, 30, 1000, False, GemvConfig(4, 1024, 2)),
+    (2, 256, 384, True, GemvConfig(8, 512, 2)),
+    (4, 256, 640, True, GemvConfig(4, 64, 1)),
+    (5, 48, 208, False, SplitKConfig(32, 64, 2, 4, 0)),
+    (65, 256, 384, False, SplitKConfig(64, 128, 1, 6, 1024)),
+    (17, 256, 640, True, SplitKConfig(64, 128, 2, 4, 0)),
+    (33, 256, 384, True, SplitKConfig(32, 64, 4, 4, 0)),
+]
+
+
+@pytest.mark.parametrize("operation", ["linear", "linear_silu", "linear_add"])
+@pytest.mark.parametrize(("M", "N", "K", "in_blocks", "config"), LINEARS)
+def test_linear_layers_with_weights_in_e4m3(M, N, K, in_blocks, config, operation, device):
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+    weight, bias = make_weight(N, K, in_blocks, dtype, device), torch.randn(N, device=device).to(dtype)
+    x, y = make_rows(M, K, dtype, device), make_rows(M, N, dtype, device)
+    expected = weight_only_product_torch(x, weight)
+    options = {"weight_scale": weight.scale, "add": operation == "linear_add", "silu": operation == "linear_silu"}
+    if operation == "linear_silu":
+        bias, y, expected = None, make_rows(M, N // 2, dtype, device), silu_and_mul_torch(expected.to(dtype))
+    elif operation == "linear_add":
+        expected += y.float() + bias.float()
+    else:
+        expected += bias.float()
+    if isinstance(config, GemvConfig):
+        gemv(x, weight.values, y, bias, config, **options)
+    else:
+        split_k(x, weight.values, y, bias, config, make_arrivals(device), **options)
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 4e-3
+    torch.testing.assert_close(y.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (torch.ones(3, 1), r"weight_scale must be a contiguous float32 of one of \[\(256, 1\), \(2, 3\)\]"),
+        (torch.ones(256, 1, dtype=torch.float16), "weight_scale must be a contiguous float32"),
+        (None, "weight must have x's dtype torch.float16"),
+    ],
+)
+def test_scales_that_do_not_fit(scale, message, device):
+    x, weight = torch.zeros(1, 384, dtype=torch.float16, device=device), torch.zeros(256, 384, device=device).to(E4M3)
+    y = torch.zeros(1, 256, dtype=torch.float16, device=device)
+    scale = None if scale is None else scale.to(device)
+    with pytest.raises(ValueError, match=message):
+        gemv(x, weight, y, None, GemvConfig(4, 256, 1), weight_scale=scale)
+    with pytest.raises(ValueError, match=message):
+        split_k(x, weight, y, None, SplitKConfig(32, 64, 1, 4, 0), make_arrivals(device), weight_scale=scale)

@@ -1,0 +1,131 @@
+"""The experts' kernels with weights in e4m3 against their plain-torch twins."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from linear_inputs import make_rows
+
+from nanovllm.kernels import experts as kernels
+from nanovllm.kernels import experts_gemv
+from nanovllm.kernels.experts import TileConfig, add_pairs, down, gate_up, route, sort_by_expert
+from nanovllm.kernels.experts_gemv import ExpertsGemvConfig
+from nanovllm.layers.experts_torch import experts_torch, route_torch
+from nanovllm.layers.layernorm import rms_norm_torch
+from nanovllm.layers.quantization import E4M3, Fp8Format, Fp8Weight, quantize_input_torch
+
+NUM_EXPERTS, TOP_K, EPS = 6, 3, 1e-6
+# Triton's interpreter multiplies bfloat16 wrongly.
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+# Whether in blocks; hidden size and intermediate size. TMA reads rows of a multiple of 16 bytes.
+shapes = pytest.mark.parametrize(
+    ("in_blocks", "sizes"), [(False, (64, 48)), (False, (72, 33)), (True, (256, 128)), (True, (128, 256))], ids=str
+)
+
+
+class Case:
+    """One batch of tokens, a few of them padding, and experts with very different scales."""
+
+    def __init__(self, num_tokens, in_blocks, sizes, dtype, device):
+        torch.manual_seed(num_tokens)
+        hidden_size, intermediate = sizes
+        self.format, self.dtype, self.device = Fp8Format(in_blocks), dtype, device
+        self.x, self.out = (make_rows(num_tokens, hidden_size, dtype, device) for _ in range(2))
+        self.logits = torch.randn(num_tokens, NUM_EXPERTS, device=device)
+        self.gate_up = self.make_weight(2 * intermediate, hidden_size)
+        self.down = self.make_weight(hidden_size, intermediate)
+        self.lens = torch.arange(num_tokens, dtype=torch.int32, device=device) % 5
+        self.routed = route_torch(self.logits, TOP_K, True, self.lens)
+
+    def make_weight(self, rows, columns) -> Fp8Weight:
+        weights = torch.randn(NUM_EXPERTS, rows, columns, device=self.device) / columns**0.5
+        weights *= torch.logspace(-0.5, 0.5, rows, device=self.device)[:, None]
+        values, scales = zip(*map(self.format.quantize, weights), strict=True)
+        return Fp8Weight(torch.stack(values), torch.stack(scales), self.format, self.dtype)
+
+    def assert_close(self, found, total, distance):
+        """Rows of padding are as they were, and the others have `total` added, except for rounding."""
+        is_padding = (self.lens == 0)[:, None]
+        expected = torch.where(is_padding, self.out.float(), self.out.float() + total)
+        assert torch.equal(found[self.lens == 0], self.out[self.lens == 0])
+        assert (found.float() - expected).norm() <= distance * total.norm()
+
+    def expected(self, x, rounds_inputs):
+        weights = (self.gate_up, self.down)
+        if not rounds_inputs:
+            x, weights = x.float(), [weight.dequantized() for weight in weights]
+        return experts_torch(x, *self.routed, *weights)
+
+
+@pytest.mark.parametrize("rounds_inputs", [True, False], ids=["quantised", "as they are"])
+@pytest.mark.parametrize(
+    ("num_tokens", "config", "has_tma", "dtype"),
+    [(3, None, True, torch.float32), (40, TileConfig(16, 64, 32, 4, 2), False, HALF)],
+    ids=["few", "many"],
+)
+@shapes
+def test_tiles(device, num_tokens, in_blocks, sizes, dtype, rounds_inputs, config, has_tma, monkeypatch):
+    if not has_tma:
+        monkeypatch.setattr(kernels, "_has_tma", lambda device: False)
+    case = Case(num_tokens, in_blocks, sizes, dtype, device)
+
+    def operands(x, weight):
+        options = {"weight_scale": weight.scale}
+        if rounds_inputs:
+            x, options["x_scale"] = quantize_input_torch(x, weight.format)
+            options["dtype"] = dtype
+        return x, options
+
+    experts, shares = route(case.logits, TOP_K, True, case.lens)
+    order, starts = sort_by_expert(experts, NUM_EXPERTS)
+    x, options = operands(case.x, case.gate_up)
+    hidden = gate_up(x, order, starts, case.gate_up.values, config, **options)
+    assert hidden.dtype == dtype
+    hidden[starts[-1] :] = 0  # of padding, and perhaps not a number
+    x, options = operands(hidden, case.down)
+    y = down(x, order, starts, shares, case.down.values, config, **options)
+    found = add_pairs(y, case.out.clone(), True, case.lens)
+    # Where an intermediate result is rounded to e4m3, one in another order may become the next number.
+    case.assert_close(found, case.expected(case.x, rounds_inputs), 0.02 if rounds_inputs else 0.01)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"), [(ExpertsGemvConfig(32, 64, 2), torch.float32), (ExpertsGemvConfig(64, 256, 4), HALF)], ids=str
+)
+@shapes
+def test_few_tokens(device, in_blocks, sizes, dtype, config):
+    case = Case(2, in_blocks, sizes, dtype, device)
+    case.lens[:] = torch.tensor([1, 0])
+    case.routed = route_torch(case.logits, TOP_K, True, case.lens)
+    norm_weight = (1 + 0.5 * torch.randn(sizes[0], device=device)).to(dtype)
+    total = case.expected(rms_norm_torch(case.x, norm_weight, EPS), rounds_inputs=False)
+    weights = (case.gate_up.values, case.down.values)
+    scales = (case.gate_up.scale, case.down.scale)
+    options = {"config": config, "context_lens": case.lens, "top_k": TOP_K, "logits": case.logits}
+    hidden = experts_gemv.gate_up(case.x, norm_weight, EPS, weight=weights[0], weight_scale=scales[0], **options)
+    options |= {"normalize": True, "out": case.out.clone(), "add": True}
+    found = experts_gemv.down(hidden, weight=weights[1], weight_scale=scales[1], **options)
+    case.assert_close(found, total, 0.01)
+
+
+def test_what_does_not_fit_together(device):
+    case = Case(4, True, (256, 128), torch.float32, device)
+    order, starts = sort_by_expert(case.routed[0], NUM_EXPERTS)
+    values, scale = case.gate_up.values, case.gate_up.scale
+
+    def launch(x=case.x, weight=values, config=None, **scales):
+        gate_up(x, order, starts, weight, config, **scales)
+
+    with pytest.raises(ValueError, match="weight must have x's dtype"):
+        launch()
+    with pytest.raises(ValueError, match="weight_scale must be a contiguous float32 of a weight in e4m3"):
+        launch(weight=values.float(), weight_scale=scale)
+    with pytest.raises(ValueError, match=r"weight_scale must be \[6, 256, 1\] or of blocks of 128, not \[6, 2, 1\]"):
+        launch(weight_scale=scale[:, :, :1].contiguous())
+    with pytest.raises(ValueError, match=r"x_scale must be \[4, 2\] for an x in e4m3"):
+        launch(x=case.x.to(E4M3), weight_scale=scale)
+    with pytest.raises(ValueError, match=r"x_scale must be \[4, 2\] for an x in e4m3"):
+        launch(x=case.x.to(E4M3), weight_scale=scale, x_scale=torch.ones(4, 1, device=device))
+    with pytest.raises(ValueError, match="config must have a k of at most 128"):
+        launch(weight_scale=scale, config=TileConfig(16, 16, 256, 4, 2))

@@ -1,0 +1,98 @@
+"""Every family in fp8: against transformers' model that rounds in the same places, and over two ranks."""
+
+import pytest
+import torch
+from checkpoints import complete, edit_json, greedy, make_checkpoint, make_llm, random_prompt
+from fp8_checkpoints import BLOCKS, quantise_checkpoint, reference_logprobs, scored
+
+from nanovllm.layers.quantization import Fp8Format
+
+# Sizes that two ranks may divide, in units of 16.
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+FAMILIES = {
+    "llama": {},
+    "mistral": {"sliding_window": 16},
+    "phi3": {"partial_rotary_factor": 0.75, "head_dim": 16},
+    "smollm3": {},
+    "olmo2": {},
+    "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16, "sliding_window_pattern": 2},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]},
+}
+PROMPT, COMPLETION = random_prompt(40, 1), random_prompt(60, 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_and_inputs_are_rounded_and_nothing_else(family, tmp_path):
+    path = make_checkpoint(tmp_path, family=family, **SHAPE | FAMILIES[family])
+    with make_llm(path, quantization="fp8") as llm:
+        found = scored(llm, PROMPT, COMPLETION)
+    expected, unrounded = (reference_logprobs(path, PROMPT, COMPLETION, with_inputs=rounds) for rounds in (True, False))
+    # Sums in another order may move an input over the edge between two e4m3 numbers, a few times in a prompt.
+    assert (found - expected).norm() < 0.2 * (unrounded - expected).norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_with_an_fp8_cache(family, tmp_path):
+    path = make_checkpoint(tmp_path, family=family, **SHAPE | FAMILIES[family])
+    with make_llm(path) as llm:
+        plain = scored(llm, PROMPT, COMPLETION)
+    errors = []
+    for num_ranks in (1, 2):
+        options = {"quantization": "fp8", "kv_cache_dtype": "fp8", "tensor_parallel_size": num_ranks}
+        with make_llm(path, **options) as llm:
+            errors.append((scored(llm, PROMPT, COMPLETION) - plain).norm())
+            assert len(complete(llm, [PROMPT], greedy(4))[0]) == 4
+    # Each rank has scales for its own columns, so the ranks round in other places, but no more.
+    assert 0.5 * errors[0] < errors[1] < 1.5 * errors[0]
+
+
+def test_experts_in_blocks(tmp_path):
+    sizes = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 384, "moe_intermediate_size": 256}
+    path = make_checkpoint(tmp_path, family="qwen3_moe", **SHAPE | FAMILIES["qwen3_moe"] | sizes)
+    expected = reference_logprobs(path, PROMPT, COMPLETION, in_blocks=True)
+    unrounded = reference_logprobs(path, PROMPT, COMPLETION, in_blocks=True, with_inputs=False)
+    quantise_checkpoint(path, in_blocks=True)
+    names = [f"model.layers.1.{name}" for name in ("mlp.gate", "input_layernorm")]
+    edit_json(path / "config.json", quantization_config=BLOCKS | {"modules_to_not_convert": ["lm_head", *names]})
+    with make_llm(path) as llm:
+        found = scored(llm, PROMPT, COMPLETION)
+    assert (found - expected).norm() < 0.2 * (unrounded - expected).norm()
+
+
+def test_blocks_of_experts_that_ranks_would_cut(tmp_path):
+    sizes = {"hidden_size": 128, "head_dim": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
+    path = make_checkpoint(tmp_path, family="qwen3_moe", **SHAPE | FAMILIES["qwen3_moe"] | sizes)
+    quantise_checkpoint(path, in_blocks=True)
+    with pytest.raises(ValueError, match="multiples of 128 on each rank, and its moe_intermediate_size would be 64"):
+        make_llm(path, tensor_parallel_size=2)
+
+
+def test_experts_are_quantised_one_by_one(tmp_path, monkeypatch):
+    """A second copy of all experts would not fit beside the first."""
+    path = make_checkpoint(tmp_path, family="qwen3_moe", **SHAPE | FAMILIES["qwen3_moe"])
+    sizes = []
+    quantize = Fp8Format.quantize
+    monkeypatch.setattr(Fp8Format, "quantize", lambda format, x: sizes.append(x.dim()) or quantize(format, x))
+    for load_format in ("auto", "dummy"):
+        with make_llm(path, quantization="fp8", load_format=load_format) as llm:
+            experts = llm.model_runner.model.model.layers[1].mlp.experts
+            for weight in (experts.gate_up_proj.matrix, experts.down_proj.matrix):
+                assert weight.values.dtype == torch.float8_e4m3fn
+                assert (weight.dequantized().std((1, 2)) > 0.01).all()
+    assert set(sizes) == {2}
+
+
+def test_blocks_of_fused_tensors(tmp_path):
+    """Those of Phi-3, whose checkpoints hold q, k and v as one tensor, and gate and up as another."""
+    sizes = {"hidden_size": 512, "head_dim": 128, "intermediate_size": 256}
+    path = make_checkpoint(tmp_path, family="phi3", **SHAPE | sizes)
+    with make_llm(path) as llm:
+        plain = scored(llm, PROMPT, COMPLETION)
+    quantise_checkpoint(path, in_blocks=True)
+    with make_llm(path) as llm:
+        one_rank = scored(llm, PROMPT, COMPLETION)
+    with make_llm(path, tensor_parallel_size=2) as llm:
+        two_ranks = scored(llm, PROMPT, COMPLETION)
+    assert (two_ranks - one_rank).norm() < 0.3 * (one_rank - plain).norm()

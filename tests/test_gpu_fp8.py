@@ -1,0 +1,154 @@
+"""Products of fp8 weights on a GPU against their plain-torch twins, and engines that use them."""
+
+import pytest
+import torch
+from checkpoints import complete, greedy, make_checkpoint, random_prompt
+from fp8_checkpoints import make_fp8_checkpoint
+from gpu_engines import gpu_llm
+
+from nanovllm.layers.activation import Gated, silu_and_mul_torch
+from nanovllm.layers.expert_candidates import expert_candidates
+from nanovllm.layers.expert_products import ExpertsProblem
+from nanovllm.layers.experts_torch import experts_torch, route_torch
+from nanovllm.layers.fp8_products import fp8_product
+from nanovllm.layers.kernel_matmul import our_candidates
+from nanovllm.layers.layernorm import Normed, RMSNorm, rms_norm_torch
+from nanovllm.layers.matmul import Cublas, Problem
+from nanovllm.layers.quantization import (
+    Fp8Format,
+    Fp8Weight,
+    fp8_product_torch,
+    quantize_input_torch,
+    weight_only_product_torch,
+)
+from nanovllm.tuning.table import package_table
+
+pytestmark = pytest.mark.gpu
+in_blocks = pytest.mark.parametrize("in_blocks", [False, True], ids=["channels", "blocks"])
+# Of the result's norm: bfloat16, and what tensor cores drop of fp8 sums.
+MAX_DISTANCE = 0.01
+BFLOAT16 = torch.bfloat16
+
+
+def make_weight(N, K, in_blocks) -> Fp8Weight:
+    if in_blocks and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    format = Fp8Format(is_blocked=in_blocks)
+    return Fp8Weight(*format.quantize(torch.randn(N, K, device="cuda") / K**0.5), format, BFLOAT16)
+
+
+def make_experts(num_experts, N, K, in_blocks) -> Fp8Weight:
+    weights = [make_weight(N, K, in_blocks) for _ in range(num_experts)]
+    values, scales = torch.stack([each.values for each in weights]), torch.stack([each.scale for each in weights])
+    return Fp8Weight(values, scales, weights[0].format, BFLOAT16)
+
+
+def distance(found, expected) -> float:
+    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+@in_blocks
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 300, 2049])
+@pytest.mark.parametrize(("N", "K"), [(6144, 4096), (256, 384), (384, 128)])
+def test_products_with_quantised_inputs(N, K, num_tokens, in_blocks):
+    weight, x = make_weight(N, K, in_blocks), torch.randn(num_tokens, K, device="cuda", dtype=BFLOAT16)
+    norm = RMSNorm(K).to(device="cuda", dtype=BFLOAT16)
+    gate_up = torch.cat([x, x.flip(1)], dim=1)
+    inputs = [
+        (x, x),
+        (Normed(x, norm), rms_norm_torch(x, norm.weight, norm.eps)),
+        (Gated(gate_up), silu_and_mul_torch(gate_up)),
+    ]
+    for given, value in inputs:
+        expected = fp8_product_torch(quantize_input_torch(value, weight.format), weight)
+        assert distance(fp8_product(given, weight), expected) < MAX_DISTANCE
+
+
+def table_cases():
+    """(operation, candidate, constants, tokens, N, K) of every choice for fp8 weights."""
+    for key, row in package_table("NVIDIA H200").rows.items():
+        if key.dtype.startswith("float8") and key.operation.startswith("linear"):
+            for bound, choices in zip(row.bounds, row.choices, strict=True):
+                for name, constants in choices:
+                    yield key.operation, name, constants, bound, key.N, key.K
+
+
+@in_blocks
+@pytest.mark.parametrize(("operation", "name", "constants", "num_tokens", "N", "K"), table_cases())
+def test_what_the_table_names(operation, name, constants, num_tokens, N, K, in_blocks):
+    weight, x = make_weight(N, K, in_blocks), torch.randn(num_tokens, K, device="cuda", dtype=BFLOAT16)
+    norm = RMSNorm(K).to(device="cuda", dtype=BFLOAT16)
+    out = torch.randn(num_tokens, N, device="cuda", dtype=BFLOAT16) if operation == "linear_add" else None
+    value = x if operation == "linear_add" else rms_norm_torch(x, norm.weight, norm.eps)
+    expected = weight_only_product_torch(value, weight)
+    if operation == "linear_silu":
+        expected = silu_and_mul_torch(expected.to(BFLOAT16))
+    elif operation == "linear_add":
+        expected += out.float()
+    problem = Problem(operation, x if operation == "linear_add" else Normed(x, norm), weight, out=out)
+    candidate = {each.name: each for each in our_candidates(torch.device("cuda", 0))}[name]
+    assert candidate.supports(problem)
+    assert distance(candidate.launch(problem, constants), expected) < MAX_DISTANCE
+
+
+def expert_cases():
+    """(candidate, constants, tokens) of every choice for experts with fp8 weights, and what no row names."""
+    yield "cublas", (), 5
+    yield "cublas", (), 700
+    yield "scaled-grouped-mm", (), 700
+    for key, row in package_table("NVIDIA H200").rows.items():
+        if key.dtype.startswith("float8") and key.operation == "experts":
+            for bound, choices in zip(row.bounds, row.choices, strict=True):
+                for name, constants in choices:
+                    yield name, constants, min(bound, 1000)
+
+
+@in_blocks
+@pytest.mark.parametrize(("name", "constants", "num_tokens"), expert_cases())
+def test_experts(name, constants, num_tokens, in_blocks):
+    """Of fewer experts than a model has, in the sizes of Qwen3-30B-A3B. Candidates that read inputs as they are differ
+    by the rounding of these, which is 3 % of each product."""
+    if name == "scaled-grouped-mm" and in_blocks:
+        pytest.skip("torch multiplies no blocks")
+    num_experts, hidden_size, intermediate, top_k = 16, 2048, 768, 4
+    make_weight(128, 128, in_blocks)  # skips on other GPUs
+    gate_up, down = (
+        make_experts(num_experts, *shape, in_blocks)
+        for shape in ((2 * intermediate, hidden_size), (hidden_size, intermediate))
+    )
+    x, out = (torch.randn(num_tokens, hidden_size, device="cuda", dtype=BFLOAT16) for _ in range(2))
+    norm = RMSNorm(hidden_size).to(device="cuda", dtype=BFLOAT16)
+    logits = torch.randn(num_tokens, num_experts, device="cuda", dtype=BFLOAT16)
+    lens = (torch.arange(num_tokens, device="cuda") % 9).int()  # with rows of padding
+    routed = route_torch(logits, top_k, True, lens)
+    total = experts_torch(rms_norm_torch(x, norm.weight, norm.eps), *routed, gate_up, down)
+    problem = ExpertsProblem(Normed(x, norm), logits, gate_up, down, top_k, True, out.clone(), True, lens)
+    device = torch.device("cuda", 0)
+    candidate = {each.name: each for each in (Cublas(), *expert_candidates(device))}[name]
+    assert candidate.supports(problem)
+    found = candidate.launch(problem, constants)
+    assert torch.equal(found[lens == 0], out[lens == 0])
+    takes_inputs_as_they_are = name in ("experts-gemv", "expert-tiles")
+    assert distance((found - out)[lens > 0], total[lens > 0]) < (0.08 if takes_inputs_as_they_are else 0.02)
+
+
+@pytest.mark.parametrize("source", ["while loading", "channels", "blocks"])
+@pytest.mark.parametrize("eager", [False, True])
+def test_engines(tmp_path, source, eager):
+    """Of a CPU with the same weights, whose logits differ by roundings to e4m3."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
+    if source == "while loading":
+        path, options = make_checkpoint(tmp_path, **sizes), {"quantization": "fp8"}
+    else:
+        path, options = make_fp8_checkpoint(tmp_path, source == "blocks", **sizes), {}
+    if source == "blocks" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    prompts = [random_prompt(length, seed=length) for length in (1, 17, 90, 200)]
+    with gpu_llm(path, dtype="bfloat16", enforce_eager=eager, **options) as llm:
+        outputs = complete(llm, prompts, greedy(12))
+        scores = llm.score(prompts, outputs, use_tqdm=False)
+    with gpu_llm(path, dtype="float32", device="cpu", attention_backend="torch", **options) as llm:
+        expected = llm.score(prompts, outputs, use_tqdm=False)
+    for found, reference in zip(scores, expected, strict=True):
+        difference = torch.tensor(found["logprobs"]) - torch.tensor(reference["logprobs"])
+        assert difference.abs().mean() < 0.2
