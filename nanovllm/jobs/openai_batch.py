@@ -30,18 +30,16 @@ COMPLETION = Kind("/v1/completions", "prompt", "cmpl", "text_completion")
 
 
 def is_request(row: Row) -> bool:
-    """Whether a row is one of OpenAI's. A `body` that is a text may be a column like any other."""
-    return isinstance(row.get("body"), Mapping) or ("body" in row and row.get("custom_id") is not None)
+    """Whether a row is one of OpenAI's. A `body` that is a text is a column like any other."""
+    return isinstance(row.get("body"), Mapping)
 
 
 def read_request(row: Row) -> tuple[Kind, Any, Row, Row]:
     """The kind of request, its prompt, the options of SamplingParams, and those of the chat template.
 
-    Raises ValueError with what cannot be served.
+    row: one that `is_request`. Raises ValueError with what cannot be served.
     """
     body, url = row["body"], row.get("url")
-    if not isinstance(body, Mapping):
-        raise ValueError(f"body: must be a JSON object, not {type(body).__name__}")
     if row.get("method") not in (None, "POST"):
         raise ValueError(f"method={row['method']!r}: must be 'POST'")
     if url not in (None, CHAT.url, COMPLETION.url):

@@ -77,14 +77,13 @@ def test_columns_of_an_earlier_job_keep_apart():
 
 
 def test_columns_that_are_called_as_openais():
-    """They make no request of a row: a body that is a text, and a custom_id without a body."""
-    row = {"id": 7, "subject": "s", "body": "b", "prompt": "a"}
+    """They make no request of a row: a body that is a text, and a custom_id."""
+    row = {"id": 7, "custom_id": "c", "subject": "s", "body": "b", "prompt": "a"}
     assert read_id(row) == 7
-    assert LineFormat().read(row, 7).columns == {"subject": "s", "body": "b"}
+    assert LineFormat().read(row, 7).columns == {"custom_id": "c", "subject": "s", "body": "b"}
     assert LineFormat(template="{subject}: {body}").read(row, 7).prompt == "s: b"
     assert LineFormat(prompt_column="body").read(row, 7).prompt == "b"
-    line = LineFormat().read({"id": 7, "custom_id": "c", "prompt": "a"}, 7)
-    answer = answer_row(7, line, output(), "m")
+    answer = answer_row(7, LineFormat().read(row, 7), output(), "m")
     assert answer["custom_id"] == "c"
     assert read_answer(answer) == (7, 4, 3)
 
@@ -165,7 +164,7 @@ def test_a_seed_gives_each_line_its_own():
         ({"prompt": "a", "structured_outputs": {}}, "exactly one of json, regex and choice"),
         ({"prompt": [1, "a"]}, "the prompt's token ids must be integers"),
         ({"prompt": "a", "chat_template_kwargs": "x"}, "chat_template_kwargs='x': must be a JSON object"),
-        ({"custom_id": "a", "body": 7}, "body: must be a JSON object"),
+        ({"custom_id": "a", "body": 7}, "has no prompt: .*; its columns: 'custom_id', 'body'"),
         ({"body": {"messages": []}, "method": "GET"}, "method='GET'"),
         ({"body": {"input": "a"}, "url": "/v1/embeddings"}, "url='/v1/embeddings'"),
         ({"body": {}, "url": "/v1/chat/completions"}, "body: has no 'messages'"),
