@@ -53,6 +53,9 @@ _ENGINE |= {"quantization": str, "kv_cache_dtype": str, "kv_cache_scales": str, 
 _ENGINE |= {"device": str, "load_format": str, "tokenizer": str, "revision": str}
 
 
+_ONCE = ("--overwrite", "--retry-errors")  # To go on with a job, the command is repeated without these.
+
+
 def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     parser = commands.add_parser(
         "run-batch",
@@ -61,16 +64,18 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
         'command goes on where it was interrupted. Lines are {"prompt": ...}, {"messages": [...]} or requests of '
         "OpenAI's batch format. Exit status: 0 all lines are answered, 1 the job stopped half-way, 2 a wrong call, 3 "
         "some lines cannot be answered (errors.jsonl says why), 130 interrupted.",
+        allow_abbrev=False,  # so that --overwrite is known when the call is repeated
     )
     add = parser.add_argument
-    add("-i", "--input", nargs="+", required=True, metavar="FILE", help="JSON lines, also .gz, or Parquet; globs; URLs")
+    several: Any = {"nargs": "+", "action": "extend"}
+    add("-i", "--input", **several, required=True, metavar="FILE", help="JSON lines, also .gz, or Parquet; globs; URLs")
     add("-o", "--output", metavar="FOLDER", help="where the answers go; needed unless --dry-run is given")
     add("--model", required=True, help="a directory or a hub id")
     add("--format", choices=("jsonl", "parquet"), help="of the answers (default: Parquet for an input of Parquet)")
     add("--prompt-column", metavar="NAME", help="the column of the prompt (default: prompt or messages)")
     add("--template", metavar="TEXT", help="makes the prompt of columns: 'Summarise: {text}'")
     add("--system", metavar="TEXT", help="a system message; prompts become user messages")
-    add("--chat-template-kwargs", type=json.loads, metavar="JSON", help="variables of the chat template")
+    add("--chat-template-kwargs", type=_json, metavar="JSON", help="variables of the chat template")
     add("--ordered", action="store_true", help="keep the order of the input")
     add("--overwrite", action="store_true", help="delete the answers in the folder and start over")
     add("--retry-errors", action="store_true", help="try the lines of errors.jsonl again")
@@ -80,13 +85,20 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     sampling = parser.add_argument_group("sampling, for lines without their own (docs/reference.md)")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="default: 64; of OpenAI's requests: no limit")
     sampling.add_argument("--seed", type=int, metavar="N", help="makes all answers reproducible")
-    sampling.add_argument("--stop", nargs="+", metavar="TEXT", help="texts that end an answer")
+    sampling.add_argument("--stop", **several, metavar="TEXT", help="texts that end an answer")
     sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end of an answer")
     _add_all(sampling, _NUMBERS)
     engine = parser.add_argument_group("engine (docs/reference.md)")
     engine.add_argument("--enforce-eager", action="store_true", default=None, help="use no CUDA graphs")
     _add_all(engine, _ENGINE)
     parser.set_defaults(run=_run_batch, parser=parser, arguments=arguments)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
 
 
 def _add_all(group: Any, kinds: dict[str, Any]) -> None:
@@ -110,14 +122,16 @@ def _run_batch(options: argparse.Namespace) -> int:
             return _print_check(check_batch(**given))
         summary = run_batch(**given)
     except KeyboardInterrupt:
-        again = [word for word in options.arguments if word not in ("--overwrite", "--retry-errors")]
+        again = [word for word in options.arguments if word not in _ONCE]
         print(f"\nInterrupted. To go on: {shlex.join(['nanovllm', *again])}", file=sys.stderr)
         return _INTERRUPTED
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"nanovllm run-batch: {error}", file=sys.stderr)
         return _WRONG_CALL
     except (RuntimeError, MemoryError) as error:
-        print(f"nanovllm run-batch: {error}\nThe same command goes on with the job.", file=sys.stderr)
+        without = " and ".join(word for word in options.arguments if word in _ONCE)
+        hint = f"The same command goes on with the job{without and f', without {without}'}."
+        print(f"nanovllm run-batch: {error}\n{hint}", file=sys.stderr)
         return _FAILED
     print(
         f"{summary.num_answered} of {summary.num_lines} lines answered in {options.output}: "

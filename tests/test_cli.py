@@ -190,14 +190,15 @@ BATCH = ["run-batch", "-i", "a.jsonl", "b.jsonl", "-o", "answers", "--model", "m
 
 def test_run_batch_passes_on_what_is_given(answered, capsys):
     arguments = ["--temperature", "0.6", "--max-tokens", "512", "--stop", "x", "--chat-template-kwargs", '{"a": false}']
+    arguments += ["-i", "c.jsonl", "--stop", "y", "z"]
     assert main([*BATCH, *arguments, "--max-model-len", "2048", "--enforce-eager"]) == 0
     assert answered["arguments"] == {
-        "input": ["a.jsonl", "b.jsonl"],
+        "input": ["a.jsonl", "b.jsonl", "c.jsonl"],
         "output": "answers",
         "model": "m",
         "temperature": 0.6,
         "max_tokens": 512,
-        "stop": ["x"],
+        "stop": ["x", "y", "z"],
         "chat_template_kwargs": {"a": False},
         "max_model_len": 2048,
         "enforce_eager": True,
@@ -215,16 +216,24 @@ def test_the_exit_status_of_run_batch(answered, capsys):
         (Summary(3, 1, 2, 5, 7, 1.0), 3, f"2 lines failed: {Path('answers', 'errors.jsonl')} says why"),
         (ValueError("format='x'"), 2, "nanovllm run-batch: format='x'"),
         (FileNotFoundError("no such file"), 2, "nanovllm run-batch: no such file"),
-        (JobError("a full disk"), 1, "a full disk\nThe same command goes on with the job."),
+        (JobError("full"), 1, "full\nThe same command goes on with the job, without --overwrite and --retry-errors.\n"),
         (KeyboardInterrupt(), 130, f"Interrupted. To go on: nanovllm {' '.join(BATCH)}\n"),
     ):
         answered["result"] = result
         assert main([*BATCH, "--overwrite", "--retry-errors"]) == status
         assert message in capsys.readouterr().err
-    for wrong in (BATCH[:4], [*BATCH, "--no-such-option"], [*BATCH, "--temperature", "warm"]):
+    # An abbreviation of --overwrite would not be left out when the command is repeated.
+    for wrong, message in (
+        (BATCH[:4], "required: --model"),
+        ([*BATCH, "--no-such-option"], "unrecognized arguments: --no-such-option"),
+        ([*BATCH, "--overw"], "unrecognized arguments: --overw"),
+        ([*BATCH, "--temperature", "warm"], "invalid float value: 'warm'"),
+        ([*BATCH, "--chat-template-kwargs", "{"], "--chat-template-kwargs: '{' is not JSON"),
+    ):
         with pytest.raises(SystemExit) as left:
             main(wrong)
         assert left.value.code == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_dry_run_of_a_job(tmp_path, capsys):

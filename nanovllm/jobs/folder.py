@@ -11,6 +11,8 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,7 +82,7 @@ class JobFolder:
     def read_manifest(self) -> dict[str, Any] | None:
         """None if no job has begun here. Raises ValueError if this is some other folder."""
         try:
-            return json.loads((self.path / MANIFEST).read_bytes())
+            manifest = json.loads((self.path / MANIFEST).read_bytes())
         except FileNotFoundError:
             others = [name for name in sorted(os.listdir(self.path)) if name not in (_LOCK, f"{MANIFEST}.tmp")]
             if others:
@@ -90,6 +92,9 @@ class JobFolder:
             return None
         except ValueError as error:
             raise ValueError(f"{self.path / MANIFEST}: is damaged: {error}") from None
+        if not isinstance(manifest, dict) or "job" not in manifest:
+            raise ValueError(f"{self.path / MANIFEST}: belongs to no job; choose another folder")
+        return manifest
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
         temporary = self.path / f"{MANIFEST}.tmp"
@@ -172,19 +177,30 @@ class JobFolder:
         (self.path / ERRORS).unlink(missing_ok=True)
         sync(self.path)
 
-    def read(self, see: Callable[[bytes], object] = lambda line_id: None) -> Counts:
-        """Count all rows. see: called with the `hash_id` of each. Raises ValueError for a damaged file."""
+    def read(self, see: Callable[[bytes], object] = lambda line_id: None, with_open: bool = False) -> Counts:
+        """Count all rows of complete parts and of errors.jsonl.
+
+        see: called with the `hash_id` of each. with_open: count those of the open part too, as far as it is written.
+        Raises ValueError for a damaged file.
+        """
         counts = [0, 0, 0, 0]
-        for path in self.parts():
-            for row in read_answers(path):
-                see(hash_id(row.id))
-                counts[0] += 1
-                counts[2] += row.num_prompt_tokens
-                counts[3] += row.num_completion_tokens
+        answers = chain.from_iterable(map(read_answers, self.parts()))
+        for row in chain(answers, self._read_open() if with_open else ()):
+            see(hash_id(row.id))
+            counts[0] += 1
+            counts[2] += row.num_prompt_tokens
+            counts[3] += row.num_completion_tokens
         for _, error in _json_rows(self.path / ERRORS) if (self.path / ERRORS).exists() else ():
             see(hash_id(error["id"]))
             counts[1] += 1
         return Counts(*counts)
+
+    def _read_open(self) -> Iterator[Answered]:
+        are_complete = {number for number, _ in self._numbered(_PART)}
+        for number, path in self._numbered(_OPEN_PART):
+            if number not in are_complete:
+                with suppress(FileNotFoundError, ValueError):  # It has just become complete; it has a torn end.
+                    yield from read_answers(path)
 
 
 def read_answers(path: Path) -> Iterator[Answered]:

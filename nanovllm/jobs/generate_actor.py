@@ -33,6 +33,7 @@ _BLOCKS_AHEAD = 2  # at the actor, and not begun
 # Reads, writes and the filter of a checkpoint want whole CPUs. If actors had any part of one, a machine of one or two
 # CPUs would never start a job.
 _ACTOR_CPUS = 0
+_ADDED = (*ANSWER_KEYS[1:], *OPTIONAL_KEYS, "error")  # columns of the answers
 
 
 class _Request(NamedTuple):
@@ -135,8 +136,8 @@ class GenerateActor:
             error = output.get("error")
             answer = {"error": error_row(each, error)["error"]} if error else None
             answers.append(answer or answer_row(each.id, each.line._replace(columns={}, openai=None), output, ""))
-        table = batch.rename_columns([name if name == "id" else column_name(name) for name in batch.column_names])
-        for name in (*ANSWER_KEYS[1:], *OPTIONAL_KEYS, "error"):
+        table = batch.rename_columns([column_name(name, batch.column_names, _ADDED) for name in batch.column_names])
+        for name in _ADDED:
             values = [answer.get(name) for answer in answers]
             if name in OPTIONAL_KEYS:
                 values = [None if value is None else to_json(value) for value in values]
@@ -173,5 +174,5 @@ def _raw_line(number: int, row: Row) -> RawLine:
     try:
         line_id = read_id(row)
     except ValueError:  # An id of any type may name a row of a dataset.
-        line_id = str(row["id"])
+        line_id = str(row.get("id", row.get("custom_id")))
     return RawLine(number if line_id is None else line_id, "", number, row, None, 0)

@@ -14,6 +14,7 @@ import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
 from nanovllm.jobs.lines import LineId, Row, from_json, id_bytes, read_id
+from nanovllm.jobs.openai_batch import is_request
 
 _JSON = (".jsonl", ".ndjson", ".json")
 _SUFFIXES = (*_JSON, *(f"{suffix}.gz" for suffix in _JSON), ".parquet")
@@ -60,13 +61,17 @@ class Inputs:
 
     def lines(self, is_done: np.ndarray | None = None) -> Iterator[tuple[int, RawLine]]:
         """Places and lines. is_done: bool [num_lines], lines to leave out, which costs no parsing. Raises ValueError
-        for a file that is damaged."""
-        place = -1
+        for a file that is damaged, or if there are not as many lines as in is_done."""
+        place = 0
         for path, name in zip(self.paths, self.names, strict=True):
             for number, content in _rows(path):
-                place += 1
+                if is_done is not None and place == len(is_done):
+                    raise ValueError(f"input: {name}: has got more lines while the job worked")
                 if is_done is None or not is_done[place]:
                     yield place, _read_line(content, name, number)
+                place += 1
+        if is_done is not None and place < len(is_done):
+            raise ValueError(f"input: {', '.join(self.names)}: has lost lines while the job worked")
 
     @property
     def are_parquet(self) -> bool:
@@ -94,7 +99,7 @@ def find_files(patterns: str | os.PathLike | Iterable[str | os.PathLike]) -> lis
     Raises FileNotFoundError, ValueError for an unknown kind of file, or ImportError for a URL without fsspec.
     """
     patterns = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
-    found: dict[str, None] = {}
+    found: dict[str, str] = {}  # by their absolute paths
     for each in patterns:
         pattern = os.fspath(each)
         if "://" in pattern:
@@ -107,14 +112,17 @@ def find_files(patterns: str | os.PathLike | Iterable[str | os.PathLike]) -> lis
             pattern = os.path.expanduser(pattern)
             files = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, _glob(pattern)))
         if not files:
+            if os.path.exists(pattern):
+                raise ValueError(f"input={pattern!r}: must name files, as 'folder/*.jsonl' does, and no pipe")
             raise FileNotFoundError(f"input={pattern!r}: there is no such file")
-        found |= dict.fromkeys(files)
+        for path in files:
+            found.setdefault(path if "://" in path else os.path.abspath(path), path)
     if not found:
         raise ValueError("input: must name one file at least")
-    for path in found:
+    for path in found.values():
         if not path.endswith(_SUFFIXES):
             raise ValueError(f"input={path!r}: must be a file of JSON lines or Parquet: {', '.join(_SUFFIXES)}")
-    return list(found)
+    return list(found.values())
 
 
 def _glob(pattern: str) -> list[str]:
@@ -158,7 +166,7 @@ def _rows(path: str) -> Iterator[tuple[int, bytes | Row]]:
                     yield number, row
                 return
             for number, raw in enumerate(_text(path, file), 1):
-                if not raw.isspace():
+                if raw and not raw.isspace():  # Empty is a file of a byte order mark alone.
                     yield number, raw
         except (EOFError, OSError, ValueError, zlib.error) as error:
             raise ValueError(f"{path}: cannot be read after line {number}: {error}") from error
@@ -229,7 +237,7 @@ def scan(inputs: Inputs, tell: Callable[[], object] = lambda: None) -> Scan:
         ids_are_integers = ids_are_integers and isinstance(line.id, int) and abs(line.id) < 2**63
         if line.row is not None:
             columns |= dict.fromkeys(line.row)
-            if first_openai is None and "body" in line.row:
+            if first_openai is None and is_request(line.row):
                 first_openai = line
         tell()
     ids = np.frombuffer(bytes(hashes), "S16")

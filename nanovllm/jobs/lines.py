@@ -3,7 +3,7 @@
 import base64
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from string import Formatter
@@ -65,6 +65,7 @@ class LineFormat:
     def __post_init__(self) -> None:
         if self.template is not None and self.prompt_column is not None:
             raise ValueError("template: makes the prompt, so that prompt_column cannot be given as well")
+        _check_chat_template_kwargs(self.chat_template_kwargs)
         require("seed", self.seed, self.seed is None or is_int(self.seed, 0, MAX_SEED), "None or in 0..2**63 - 1")
         _ = self._base_params, self._template_parts
 
@@ -87,14 +88,14 @@ class LineFormat:
 
     def read(self, row: Row, line_id: LineId) -> Line:
         """Raises ValueError or TypeError with what is wrong with the row."""
-        if "body" in row:
+        if openai_batch.is_request(row):
             kind, prompt, options, chat_options = openai_batch.read_request(row)
             # As OpenAI and vLLM do, such a request ends with its answer unless it says otherwise.
             params = self._params({"max_tokens": None} | self.sampling | options, line_id)
             return self._line(prompt, params, {}, chat_options, kind)
         given = {name: row[name] for name in self._option_names if row.get(name) is not None}
         chat_options = {name: given.pop(name) for name in _CHAT_OPTIONS if name in given}
-        columns = {column_name(name): value for name, value in row.items() if self.copies(name)}
+        columns = {column_name(name, row): value for name, value in row.items() if self.copies(name)}
         return self._line(self._prompt(row), self._params(self.sampling | given, line_id), columns, chat_options, None)
 
     @cached_property
@@ -138,7 +139,11 @@ class LineFormat:
                 prompt = [{"role": "system", "content": self.system}, *prompt]
         elif not isinstance(prompt, str | list) or not prompt:
             raise ValueError(f"the prompt must be a text, token ids or messages, and not empty: {prompt!r:.50}")
-        chat_options["chat_template_kwargs"] = self.chat_template_kwargs | chat_options.get("chat_template_kwargs", {})
+        elif isinstance(prompt, list) and set(map(type, prompt)) != {int}:
+            raise ValueError(f"the prompt's token ids must be integers: {prompt!r:.50}")
+        own = chat_options.get("chat_template_kwargs", {})
+        _check_chat_template_kwargs(own)
+        chat_options["chat_template_kwargs"] = self.chat_template_kwargs | own
         return Line(prompt, params, columns, chat_options, kind)
 
     def _params(self, options: Row, line_id: LineId) -> SamplingParams:
@@ -155,9 +160,18 @@ def make_params(options: Row) -> SamplingParams:
     return SamplingParams(**options)
 
 
-def column_name(name: str) -> str:
-    """What a column of the input is called in the output, where the answer's own names are taken."""
-    return f"input_{name}" if name in ANSWER_KEYS or name in OPTIONAL_KEYS else name
+def column_name(name: str, columns: Container[str], added: Container[str] = (*ANSWER_KEYS, *OPTIONAL_KEYS)) -> str:
+    """What one of the columns of the input is called in the output, where the names of `added` are taken."""
+    if name not in added:
+        return name
+    name = f"input_{name}"
+    while name in columns:
+        name = f"input_{name}"
+    return name
+
+
+def _check_chat_template_kwargs(value: object) -> None:
+    require("chat_template_kwargs", value, isinstance(value, dict), "a JSON object")
 
 
 def _text(row: Row, name: str) -> str:
@@ -172,11 +186,19 @@ def _text(row: Row, name: str) -> str:
 
 def read_id(row: Row) -> LineId | None:
     """The id of a row of input; None if it has none. Raises ValueError if it cannot be one."""
-    name = "custom_id" if "body" in row else "id"
+    name = "custom_id" if openai_batch.is_request(row) else "id"
     line_id = row.get(name)
-    if line_id is None or isinstance(line_id, str) or (isinstance(line_id, int) and not isinstance(line_id, bool)):
+    if line_id is None or (isinstance(line_id, int) and not isinstance(line_id, bool)) or _is_text(line_id):
         return line_id
     raise ValueError(f"{name}={line_id!r:.50}: must be a text or an integer")
+
+
+def _is_text(value: object) -> bool:
+    """Half of a surrogate pair is none: Parquet could not hold it."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def id_bytes(line_id: LineId) -> bytes:
@@ -216,7 +238,7 @@ class Answered(NamedTuple):
 
 def read_answer(row: Row) -> Answered:
     """Raises KeyError or TypeError if this is no row of output."""
-    if "custom_id" in row:
+    if "num_prompt_tokens" not in row:  # a request of OpenAI's
         usage = row["response"]["body"]["usage"]
         return Answered(row["custom_id"], usage["prompt_tokens"], usage["completion_tokens"])
     return Answered(row["id"], row["num_prompt_tokens"], row["num_completion_tokens"])

@@ -29,14 +29,17 @@ CHAT = Kind("/v1/chat/completions", "messages", "chatcmpl", "chat.completion")
 COMPLETION = Kind("/v1/completions", "prompt", "cmpl", "text_completion")
 
 
+def is_request(row: Row) -> bool:
+    """Whether a row is one of OpenAI's. A `body` that is a text is a column like any other."""
+    return isinstance(row.get("body"), Mapping)
+
+
 def read_request(row: Row) -> tuple[Kind, Any, Row, Row]:
     """The kind of request, its prompt, the options of SamplingParams, and those of the chat template.
 
-    Raises ValueError with what cannot be served.
+    row: one that `is_request`. Raises ValueError with what cannot be served.
     """
     body, url = row["body"], row.get("url")
-    if not isinstance(body, Mapping):
-        raise ValueError(f"body: must be a JSON object, not {type(body).__name__}")
     if row.get("method") not in (None, "POST"):
         raise ValueError(f"method={row['method']!r}: must be 'POST'")
     if url not in (None, CHAT.url, COMPLETION.url):
@@ -60,12 +63,16 @@ def _sampling_options(kind: Kind, given: Row) -> Row:
     if "max_completion_tokens" in given:
         given["max_tokens"] = given.pop("max_completion_tokens")
     form = given.pop("response_format", {"type": "text"})
-    if form.get("type") == "json_object":
-        given["structured_outputs"] = {"json": {"type": "object"}}
-    elif form.get("type") == "json_schema":
-        given["structured_outputs"] = {"json": form.get("json_schema", {}).get("schema")}
-    elif form.get("type") != "text":
-        raise ValueError(f"body: response_format={form!r}: must be of type text, json_object or json_schema")
+    match form:
+        case {"type": "text"}:
+            pass
+        case {"type": "json_object"}:
+            given["structured_outputs"] = {"json": {"type": "object"}}
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            given["structured_outputs"] = {"json": schema}
+        case _:
+            types = "text, json_object, or json_schema with a schema"
+            raise ValueError(f"body: response_format={form!r}: must be of type {types}")
     if given.get("logprobs") or given.get("top_logprobs"):
         raise ValueError("body: logprobs are not written in OpenAI's format; lines with 'messages' have them")
     given.pop("logprobs", None)

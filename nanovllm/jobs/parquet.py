@@ -30,7 +30,9 @@ class ParquetFormat:
         ]
         names += [(name, pa.int64()) for name in _NUMBERS]
         names += [
-            (column_name(name), kept.get(name, pa.string())) for name in found.columns if line_format.copies(name)
+            (column_name(name, found.columns), kept.get(name, pa.string()))
+            for name in found.columns
+            if line_format.copies(name)
         ]
         names += [(name, pa.string()) for name in OPTIONAL_KEYS]
         self._schema = pa.schema(names)
@@ -46,10 +48,15 @@ class ParquetFormat:
         write_table(table, path)
 
     def _as_typed(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: to_json(value) if name in self._texts and not isinstance(value, str | None) else value
-            for name, value in row.items()
-        }
+        return {name: _as_text(value) if name in self._texts else value for name, value in row.items()}
+
+
+def _as_text(value: Any) -> str | None:
+    """Half of a surrogate pair, which Parquet cannot hold, becomes a question mark."""
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else to_json(value)
+    return text.encode("utf-8", "replace").decode()
 
 
 def _plain_types(inputs: Inputs) -> dict[str, Any]:

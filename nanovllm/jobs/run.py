@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -121,7 +122,10 @@ class _Job:
 
     def run(self, overwrite: bool, retry_errors: bool) -> Summary:
         manifest, found = self._begin(overwrite)
-        self._folder.recover(self._parquet)
+        try:
+            self._folder.recover(self._parquet)
+        except OSError as error:
+            raise self._unwritable(error) from error
         if retry_errors:
             self._folder.forget_errors()
         is_done, before = self._read_answers(found)
@@ -141,8 +145,11 @@ class _Job:
             with suppress(OSError):  # On a full disk another error says so.
                 self._folder.write_manifest(manifest)
             if writer.error is not None:
-                raise JobError(f"{self._folder.path}: cannot be written: {writer.error}") from writer.error
+                raise self._unwritable(writer.error) from writer.error
         return Summary(found.num_lines, *counts, seconds)
+
+    def _unwritable(self, error: Exception) -> JobError:
+        return JobError(f"{self._folder.path}: cannot be written: {error}")
 
     def _run_on_ray(self, manifest: Row, found: Scan, is_done: np.ndarray) -> Summary:
         from ray.exceptions import RayError
@@ -180,7 +187,10 @@ class _Job:
         """Check that the folder, the input and the call belong together. Returns the manifest."""
         job = self._arguments.describe() | {"ordered": self._ordered, "format": self._format}
         job = from_json(to_json({name: value for name, value in job.items() if value is not None}).encode())
-        manifest = None if overwrite else self._folder.read_manifest()
+        manifest = self._folder.read_manifest()
+        if overwrite:
+            self._check_input_is_elsewhere()
+            manifest = None
         if manifest is not None:
             self._check_same_job(manifest["job"], job)
         files = [file._asdict() for file in self._inputs.fingerprints()]
@@ -202,6 +212,11 @@ class _Job:
             manifest |= {"num_lines": found.num_lines, "versions": _versions(), "progress": {"seconds": 0.0}}
             self._folder.write_manifest(manifest)
         return manifest, found
+
+    def _check_input_is_elsewhere(self) -> None:
+        for path in self._inputs.paths:
+            if Path(path.removeprefix("file://")).resolve().parent == self._folder.path.resolve():
+                raise ValueError(f"input={path!r}: is in the folder that is to be overwritten; choose another folder")
 
     def _check_same_job(self, before: Row, now: Row) -> None:
         differences = [

@@ -13,7 +13,7 @@ class Status(NamedTuple):
     job: Row  # the model and the parameters
     is_running: bool
     num_lines: int  # of the input
-    counts: Counts  # of what is in complete parts and in errors.jsonl
+    counts: Counts  # of all rows in the folder, also in the open part
     seconds: float  # of all calls that have ended in order
 
 
@@ -24,4 +24,4 @@ def job_status(output: str | os.PathLike[str]) -> Status:
     if manifest is None:
         raise ValueError(f"output={str(folder.path)!r}: holds no job")
     seconds = manifest["progress"]["seconds"]
-    return Status(manifest["job"], folder.is_locked(), manifest["num_lines"], folder.read(), seconds)
+    return Status(manifest["job"], folder.is_locked(), manifest["num_lines"], folder.read(with_open=True), seconds)

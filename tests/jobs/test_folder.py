@@ -136,6 +136,11 @@ def test_parts_have_a_bounded_number_of_lines(tmp_path):
     assert [path.name for path in folder.parts()] == ["part-00000.jsonl", "part-00001.jsonl"]
     assert folder.open_part(2).exists()
     assert folder.read().answered == 8
+    assert folder.read(with_open=True).answered == 10
+    with open(folder.open_part(2), "a") as file:
+        file.write(answer(10)[:20])  # still being written
+    assert folder.read(with_open=True).answered == 10
+    os.truncate(folder.open_part(2), 2 * len(f"{answer(8)}\n".encode()))
     parts.close()
     assert [row.id for path in folder.parts() for row in read_answers(path)] == [f"line-{i}" for i in range(10)]
     assert folder.next_part() == 3

@@ -42,7 +42,7 @@ def test_files_are_found_once_and_in_order(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "c.txt", "d/a.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"prompt": "a"}')
-    found = find_files([tmp_path / "b.jsonl", f"{tmp_path}/*.jsonl"])
+    found = find_files([tmp_path / "b.jsonl", f"{tmp_path}/*.jsonl", f"{tmp_path}/d/../b.jsonl"])
     assert found == [f"{tmp_path}/b.jsonl", f"{tmp_path}/a.jsonl"]
     assert [line_id for line_id, *_ in rows_of(*found)] == ["b.jsonl:1", "a.jsonl:1"]
     # Two files of one name are told apart by their folders.
@@ -52,6 +52,9 @@ def test_files_are_found_once_and_in_order(tmp_path):
         find_files(f"{tmp_path}/*.parquet")
     with pytest.raises(ValueError, match=r"c.txt': must be a file of JSON lines or Parquet"):
         find_files(tmp_path / "c.txt")
+    for pattern in (tmp_path / "d", "/dev/null"):
+        with pytest.raises(ValueError, match=r"must name files, as 'folder/\*.jsonl' does"):
+            find_files(pattern)
     with pytest.raises(ValueError, match="must name one file"):
         find_files([])
 
@@ -88,8 +91,16 @@ def test_a_scan_finds_lines_by_their_ids(tmp_path):
     assert [(place, line.id) for place, line in Inputs([str(file)]).lines(is_done)] == [(7, 14)]
 
 
-def test_an_empty_input(tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n\n")
+@pytest.mark.parametrize(("num_before", "message"), [(2, "has got more lines"), (4, "has lost lines")])
+def test_an_input_that_changes_under_way(tmp_path, num_before, message):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n' * 3)
+    with pytest.raises(ValueError, match=f"input: a.jsonl: {message} while the job worked"):
+        list(Inputs([str(tmp_path / "a.jsonl")]).lines(np.zeros(num_before, bool)))
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "\ufeff"])
+def test_an_empty_input(tmp_path, text):
+    (tmp_path / "a.jsonl").write_text(text, "utf-8")
     found = scan(Inputs([str(tmp_path / "a.jsonl")]))
     assert found.num_lines == 0
     assert found.find(hash_id(1)).tolist() == [-1]

@@ -28,6 +28,8 @@ VALUES = st.recursive(
 )
 IDS = st.integers() | TEXT
 TAKEN = {"id", "prompt", "prompt_token_ids", "messages", "body", "tools", "chat_template_kwargs", *SAMPLING_OPTIONS}
+OPTION_NAMES = sorted(TAKEN | {"response_format", "tool_choice", "url", "method", "custom_id", "max_completion_tokens"})
+OPTIONS = st.dictionaries(st.sampled_from(OPTION_NAMES), VALUES, max_size=2)
 COLUMNS = st.dictionaries(TEXT.filter(lambda name: name not in TAKEN), VALUES, max_size=4)
 
 
@@ -66,16 +68,37 @@ def test_a_template_puts_columns_into_a_text(row):
     assert not line.columns
 
 
+def test_columns_of_an_earlier_job_keep_apart():
+    """Its answers may be the next job's input, and that one's of a third."""
+    row = {"prompt": "a", "text": "one", "input_text": "two", "input_input_text": "three", "finish_reason": "stop"}
+    columns = LineFormat().read(row, 1).columns
+    renamed = {"input_input_input_text": "one", "input_finish_reason": "stop"}
+    assert columns == renamed | {"input_text": "two", "input_input_text": "three"}
+
+
+def test_columns_that_are_called_as_openais():
+    """They make no request of a row: a body that is a text, and a custom_id."""
+    row = {"id": 7, "custom_id": "c", "subject": "s", "body": "b", "prompt": "a"}
+    assert read_id(row) == 7
+    assert LineFormat().read(row, 7).columns == {"custom_id": "c", "subject": "s", "body": "b"}
+    assert LineFormat(template="{subject}: {body}").read(row, 7).prompt == "s: b"
+    assert LineFormat(prompt_column="body").read(row, 7).prompt == "b"
+    answer = answer_row(7, LineFormat().read(row, 7), output(), "m")
+    assert answer["custom_id"] == "c"
+    assert read_answer(answer) == (7, 4, 3)
+
+
 @given(st.binary())
 def test_any_bytes_are_a_row_or_a_value_error(raw):
     with suppress(ValueError):
         assert isinstance(from_json(raw), dict)
 
 
-@given(COLUMNS)
-def test_any_row_is_a_line_or_an_error_with_words(row):
-    with suppress(TypeError, ValueError):
-        assert LineFormat().read(row, 1).prompt
+@given(COLUMNS | OPTIONS, OPTIONS)
+def test_any_row_is_a_line_or_an_error_with_words(row, options):
+    for each in (row, {"prompt": "a", **options}, {"custom_id": "a", "body": {"prompt": "a", **options}}):
+        with suppress(TypeError, ValueError):
+            assert LineFormat().read(each, 1).prompt
 
 
 def test_json_that_others_can_read():
@@ -139,7 +162,9 @@ def test_a_seed_gives_each_line_its_own():
         ({"prompt": "a", "temperature": -1}, "temperature=-1"),
         ({"prompt": "a", "max_tokens": "x"}, "max_tokens='x'"),
         ({"prompt": "a", "structured_outputs": {}}, "exactly one of json, regex and choice"),
-        ({"body": 7}, "body: must be a JSON object"),
+        ({"prompt": [1, "a"]}, "the prompt's token ids must be integers"),
+        ({"prompt": "a", "chat_template_kwargs": "x"}, "chat_template_kwargs='x': must be a JSON object"),
+        ({"custom_id": "a", "body": 7}, "has no prompt: .*; its columns: 'custom_id', 'body'"),
         ({"body": {"messages": []}, "method": "GET"}, "method='GET'"),
         ({"body": {"input": "a"}, "url": "/v1/embeddings"}, "url='/v1/embeddings'"),
         ({"body": {}, "url": "/v1/chat/completions"}, "body: has no 'messages'"),
@@ -147,6 +172,8 @@ def test_a_seed_gives_each_line_its_own():
         ({"body": {"prompt": "a", "stream": True}}, "stream=True: cannot be served in a batch"),
         ({"body": {"prompt": "a", "use_beam_search": True}}, "unknown option 'use_beam_search'"),
         ({"body": {"prompt": "a", "response_format": {"type": "x"}}}, "response_format="),
+        ({"body": {"prompt": "a", "response_format": "json"}}, "response_format="),
+        ({"body": {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": None}}}, "with a schema"),
         ({"body": {"prompt": "a", "logprobs": 3}}, "logprobs are not written"),
     ],
     ids=str,
@@ -166,6 +193,7 @@ def test_lines_that_cannot_be_served(row, message):
         ({"template": "{a}", "prompt_column": "b"}, "template: makes the prompt"),
         ({"sampling": {"temperature": -1}}, "temperature=-1"),
         ({"seed": -1}, "seed=-1"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs=.1.: must be a JSON object"),
     ],
     ids=str,
 )
@@ -174,7 +202,7 @@ def test_formats_that_are_refused(options, message):
         LineFormat(**options)
 
 
-@pytest.mark.parametrize("line_id", [1.5, True, [1], {}])
+@pytest.mark.parametrize("line_id", [1.5, True, [1], {}, "\ud800"])
 def test_an_id_is_a_text_or_an_integer(line_id):
     with pytest.raises(ValueError, match="must be a text or an integer"):
         read_id({"id": line_id})

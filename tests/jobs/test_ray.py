@@ -69,7 +69,8 @@ def kill_an_actor(answers):
 
 
 def test_an_own_pipeline(cluster, path, tmp_path):
-    rows = [{"id": i, "question": f"a block {i}", "text": "kept", "max_tokens": 1 + i % 5} for i in range(20)]
+    kept = {"text": "kept", "error": "of before", "body": "of a mail"}
+    rows = [{"id": i, "question": f"a block {i}", "max_tokens": 1 + i % 5} | kept for i in range(20)]
     rows[7]["question"] = None
     source = tmp_path / "prompts.parquet"
     write_table(Table.from_pylist(rows), source)
@@ -82,7 +83,7 @@ def test_an_own_pipeline(cluster, path, tmp_path):
     found = {row["id"]: row for row in read_table(tmp_path / "answers").to_pylist()}
     assert sorted(found) == list(range(20))
     assert [found[i]["num_completion_tokens"] for i in (0, 1, 2)] == [1, 2, 3]
-    assert found[3]["input_text"] == "kept"
+    assert [found[3][name] for name in ("input_text", "input_error", "body")] == list(kept.values())
     assert found[3]["question"] == "a block 3"
     assert found[3]["error"] is None
     assert found[7]["text"] is None

@@ -208,6 +208,24 @@ def test_a_folder_on_which_another_process_works_is_refused(job, answers):
         job(prompts(2), overwrite=True)
 
 
+def test_only_answers_are_overwritten(job, answers, tmp_path):
+    job(prompts(3))
+    before = read_folder(answers)
+    with pytest.raises(ValueError, match=r"part-00000.jsonl': is in the folder that is to be overwritten"):
+        job(input=answers / "part-00000.jsonl", prompt_column="text", overwrite=True)
+    assert read_folder(answers) == before
+    (answers / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"holds 'part-00000.jsonl' and no manifest.json"):
+        job(prompts(2), overwrite=True)
+    assert read_folder(answers) == before
+    (answers / "manifest.json").write_text('{"name": "somebody else\'s"}')
+    with pytest.raises(ValueError, match=r"manifest.json: belongs to no job"):
+        job(prompts(2), overwrite=True)
+    with pytest.raises(ValueError, match=r"manifest.json: belongs to no job"):
+        job_status(answers)
+    assert read_folder(answers) == before
+
+
 def test_duplicate_ids_are_refused_and_leave_the_old_answers(job, answers):
     job(prompts(3))
     with pytest.raises(ValueError, match="1 ids are given twice"):
@@ -244,6 +262,10 @@ def test_a_full_disk_stops_the_job_and_it_goes_on_later(job, answers, monkeypatc
         job(rows)
     monkeypatch.setattr(folder.os, "write", write)
     assert list(answers.glob("*.tmp"))
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "sync", lambda path: write_what_fits(None, b""))
+        with pytest.raises(JobError, match=r"answers: cannot be written: .*No space left on device"):
+            job(rows)
     assert job(rows)[:3] == (60, 60, 0)
     assert [row["id"] for row in by_id(read_folder(answers))] == sorted(range(60), key=str)
 
@@ -268,6 +290,11 @@ def test_parquet_in_and_out(job, answers, tmp_path, monkeypatch):
     assert job(rows, output=tmp_path / "again", format="parquet")[1] == 25
     again = pq.read_table(sorted((tmp_path / "again").glob("*.parquet")), columns=["id", "text"]).to_pylist()
     assert by_id(again) == [{"id": row["id"], "text": row["text"]} for row in found]
+
+
+def test_half_of_a_surrogate_pair_in_parquet(job, answers):
+    assert job([prompts(1)[0] | {"topic": "\ud800x"}], format="parquet")[:2] == (1, 1)
+    assert pq.read_table(answers / "part-00000.parquet")["topic"].to_pylist() == ["?x"]
 
 
 def test_requests_of_openais_format_are_answered_in_it(job, answers, chat, llm):
