@@ -138,8 +138,14 @@ def _yarn_magnitude(factor: float, weight: float) -> float:
 
 
 def rope_settings(hf_config: Any) -> dict[str, Any]:
-    """What a configuration says of RoPE, in transformers 5 (`rope_parameters`) or 4 (`rope_scaling`)."""
-    return getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    """What a configuration says of RoPE, in transformers 5 (`rope_parameters`) or 4 (`rope_scaling`). Raises ValueError
+    if it is no dictionary."""
+    for name in ("rope_parameters", "rope_scaling"):
+        settings = getattr(hf_config, name, None)
+        if settings:
+            require(name, settings, isinstance(settings, dict), "an object")
+            return settings
+    return {}
 
 
 def rope_parameters(hf_config: Any, layer_type: str | None = None) -> RopeParameters:
