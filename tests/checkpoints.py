@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.layers.attention_backend import select_backend
@@ -22,6 +22,12 @@ torch.set_num_threads(1)
 
 VOCAB_SIZE = 320
 EOS = "<|im_end|>"
+
+
+def needs_family(family: str):
+    """A mark that skips a test where transformers is older than the family."""
+    reason = f"transformers {transformers.__version__} does not know {family}"
+    return pytest.mark.skipif(family not in CONFIG_MAPPING, reason=reason)
 
 
 def make_checkpoint(

@@ -188,6 +188,13 @@ def test_tied_checkpoint_may_hold_its_head_twice(copy):
         assert complete(llm, [[1, 2, 3]], greedy(8)) == expected
 
 
+def test_a_tied_checkpoint_with_another_head_is_refused(copy):
+    path = copy("tied")
+    edit_tensors(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    with pytest.raises(ValueError, match=r"lm_head\.weight in model\.safetensors differs .* tie_word_embeddings"):
+        make_llm(path)
+
+
 def test_frequencies_of_old_checkpoints_are_passed_over(copy):
     path = copy()
     edit_tensors(path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(16)}))

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanovllm.utils.checks import is_number, require
+
 logger = logging.getLogger(__name__)
 
 SUPPORTED_TYPES = ("default", "linear", "yarn", "llama3", "longrope")
@@ -56,6 +58,9 @@ class RopeParameters:
         for name in needed.get(self.type, ()):
             if not getattr(self, name):
                 raise ValueError(f"rope_type={self.type!r} needs {name}")
+        if self.type == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            bounds = f"low_freq_factor={self.low_freq_factor}, high_freq_factor={self.high_freq_factor}"
+            raise ValueError(f"{bounds}: the first must be less than the second")
 
     @property
     def attention_scaling(self) -> float:
@@ -133,8 +138,14 @@ def _yarn_magnitude(factor: float, weight: float) -> float:
 
 
 def rope_settings(hf_config: Any) -> dict[str, Any]:
-    """What a configuration says of RoPE, in transformers 5 (`rope_parameters`) or 4 (`rope_scaling`)."""
-    return getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    """What a configuration says of RoPE, in transformers 5 (`rope_parameters`) or 4 (`rope_scaling`). Raises ValueError
+    if it is no dictionary."""
+    for name in ("rope_parameters", "rope_scaling"):
+        settings = getattr(hf_config, name, None)
+        if settings:
+            require(name, settings, isinstance(settings, dict), "an object")
+            return settings
+    return {}
 
 
 def rope_parameters(hf_config: Any, layer_type: str | None = None) -> RopeParameters:
@@ -152,7 +163,9 @@ def rope_parameters(hf_config: Any, layer_type: str | None = None) -> RopeParame
 
     # Some writers store unused settings as null, which is the same as absent.
     settings = {name: value for name, value in settings.items() if value is not None}
-    base = float(settings.pop("rope_theta", None) or getattr(hf_config, "rope_theta", None) or 10000.0)
+    base = settings.pop("rope_theta", getattr(hf_config, "rope_theta", None))
+    base = 10000.0 if base is None else base
+    require("rope_theta", base, is_number(base), "a number")
     old_name = settings.pop("type", "default")
     rope_type = settings.pop("rope_type", old_name)
     partial = settings.pop("partial_rotary_factor", getattr(hf_config, "partial_rotary_factor", None))
@@ -160,7 +173,7 @@ def rope_parameters(hf_config: Any, layer_type: str | None = None) -> RopeParame
     if rope_type == "su":  # the first name of longrope, in early checkpoints
         rope_type = "longrope"
     if rope_type == "default" or rope_type not in SUPPORTED_TYPES:
-        return RopeParameters(base, rope_type, partial_rotary_factor=partial)
+        return RopeParameters(float(base), rope_type, partial_rotary_factor=partial)
 
     if rope_type in ("yarn", "longrope"):
         trained = getattr(hf_config, "original_max_position_embeddings", None)
@@ -174,14 +187,17 @@ def rope_parameters(hf_config: Any, layer_type: str | None = None) -> RopeParame
     elif "factor" not in settings:
         raise ValueError(f"rope_type={rope_type!r} needs a factor")
     for name in ("short_factor", "long_factor"):
-        settings[name] = tuple(map(float, settings.get(name, ())))
+        factors = settings.get(name, ())
+        are_positive = isinstance(factors, list | tuple) and all(is_number(factor) and factor > 0 for factor in factors)
+        require(name, factors, are_positive, "a list of numbers > 0")
+        settings[name] = tuple(map(float, factors))
 
     known = RopeParameters.__dataclass_fields__
     unknown = [name for name in settings if name not in known]
     if unknown:
         logger.warning("rope type %r has no use for %s: ignored", rope_type, ", ".join(unknown))
     fields = {name: value for name, value in settings.items() if name in known}
-    return RopeParameters(base, rope_type, partial_rotary_factor=partial, **fields)
+    return RopeParameters(float(base), rope_type, partial_rotary_factor=partial, **fields)
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

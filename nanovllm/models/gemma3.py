@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.layers.rotary_embedding import RopeParameters, rope_parameters
+from nanovllm.layers.rotary_embedding import RopeParameters, rope_parameters, rope_settings
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.hf_config import local_layers, windows_of_layers
 from nanovllm.models.spec import DecoderSpec
@@ -17,7 +17,7 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
         "post_attention_layernorm": {"pre_feedforward_layernorm": None},
         "mlp_output_norm": {"post_feedforward_layernorm": None},
     }
-    switches = frozenset({"attention_bias", "sliding_window", "query_pre_attn_scalar"})
+    switches = frozenset({"attention_bias", "sliding_window", "sliding_window_pattern", "query_pre_attn_scalar"})
 
     @staticmethod
     def spec(config) -> DecoderSpec:
@@ -25,8 +25,10 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
             raise ValueError(f"hidden_activation={config.hidden_activation!r}: supported is gelu_pytorch_tanh")
         bias = bool(config.attention_bias)
         global_rope = rope_parameters(config, "full_attention")
-        local_base = getattr(config, "rope_local_base_freq", None)  # transformers 4
-        local_rope = RopeParameters(local_base) if local_base else rope_parameters(config, "sliding_attention")
+        if "sliding_attention" in rope_settings(config):
+            local_rope = rope_parameters(config, "sliding_attention")
+        else:  # in the spelling of transformers 4
+            local_rope = RopeParameters(config.rope_local_base_freq)
         # Rounded to the model's dtype, as it was in training.
         scale = torch.tensor(config.hidden_size**0.5, dtype=torch.get_default_dtype(), device="cpu")
         return DecoderSpec(

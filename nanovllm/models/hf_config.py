@@ -23,9 +23,12 @@ _REQUIRED = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
-_FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
+_FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "norm_topk_prob")
+_SIZES = ("head_dim", "sliding_window", "sliding_window_pattern")
+_POSITIVE_NUMBERS = ("query_pre_attn_scalar", "rope_local_base_freq")
+_LAYERS = ("max_window_layers", "mlp_only_layers", "no_rope_layers")
 _QUANTISATIONS = ("quantization_config", "compression_config")
-_OPTIONAL = ("head_dim", "sliding_window", "no_rope_layers", "eos_token_id", *_FLAGS, *_QUANTISATIONS)
+_OPTIONAL = ("eos_token_id", *_FLAGS, *_SIZES, *_POSITIVE_NUMBERS, *_LAYERS, *_QUANTISATIONS)
 _MAX_SIZE = 2**31 - 1
 # Keys that change what a decoder computes, with the value that changes nothing, as null does. A family reads some of
 # them (`DecoderForCausalLM.switches`); the others are refused.
@@ -38,6 +41,7 @@ _SWITCHES: dict[str, Any] = {
     "sliding_window": None,
     "use_sliding_window": False,
     "use_bidirectional_attention": False,
+    "is_causal": True,
     "attention_chunk_size": None,
     "no_rope_layers": None,
     "partial_rotary_factor": 1.0,
@@ -110,13 +114,14 @@ def check_hf_config(hf_config: Any, where: str) -> None:
     try:
         spec = family.checked_spec(hf_config)
         for rope in filter(None, dict.fromkeys(spec.ropes)):
-            rope.inverse_frequencies(get_head_dim(hf_config))
+            for length in (0, supported_length(hf_config)):  # LongRoPE has factors for each.
+                rope.inverse_frequencies(get_head_dim(hf_config), length)
             if not all(0 < number < math.inf for number in (rope.base, rope.factor, supported_length(hf_config))):
                 raise ValueError(f"rope_theta={rope.base}, factor={rope.factor}: must be finite numbers > 0")
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     except (TypeError, AttributeError, ArithmeticError) as error:  # All other fields are checked.
-        raise ValueError(f"{where}: its RoPE settings cannot be used: {one_line(error)}") from error
+        raise ValueError(f"{where}: cannot be used: {one_line(error)}") from error
 
 
 def supported_length(hf_config: Any) -> int:
@@ -142,6 +147,21 @@ def check_switches(hf_config: Any, read: frozenset[str]) -> None:
     if kinds:
         supported = "full_attention" + (" and sliding_attention" if "sliding_window" in read else "")
         raise ValueError(f"layer_types={sorted(kinds)}: supported for {hf_config.model_type} are {supported}")
+    if "sliding_window" in read and getattr(hf_config, "sliding_window", None) is not None:
+        _check_window_keys(hf_config, read)
+
+
+def _check_window_keys(hf_config: Any, read: frozenset[str]) -> None:
+    """Raises ValueError, naming the key, if a configuration with a window says which layers have it by a key that its
+    family does not read: transformers ignores such a key."""
+    names = ["use_sliding_window"]
+    if not getattr(hf_config, "layer_types", None):
+        names += ["max_window_layers", "sliding_window_pattern"]
+    for name in names:
+        value = getattr(hf_config, name, None)
+        if name not in read and value is not None:
+            remedy = "remove it or sliding_window"
+            raise ValueError(f"{name}={value!r}: is not supported for {hf_config.model_type}: {remedy}")
 
 
 def rope_of_layers(hf_config: Any) -> tuple[RopeParameters | None, ...]:
@@ -202,14 +222,23 @@ def _check_values(fields: Mapping[str, Any], where: str) -> None:
             continue
         if name == "rms_norm_eps":
             require(field, value, is_number(value) and 0 <= value < math.inf, "a finite number >= 0")
-        elif name in (*_REQUIRED, "head_dim", "sliding_window"):
+        elif name in (*_REQUIRED, *_SIZES):
             require(field, value, is_int(value, 1, _MAX_SIZE), f"an integer in 1..{_MAX_SIZE}")
+        elif name in _POSITIVE_NUMBERS:
+            require(field, value, is_number(value) and 0 < value < math.inf, "a finite number > 0")
         elif name in _FLAGS:
             require(field, value, isinstance(value, bool), "true or false")
         elif name == "no_rope_layers":
             num_layers = fields.get("num_hidden_layers") or 0
             is_long_enough = isinstance(value, list) and len(value) >= num_layers
             require(field, value, is_long_enough, f"a list of {num_layers} flags, one for each of num_hidden_layers")
+        elif name == "max_window_layers":
+            require(field, value, is_int(value, 0), "an integer >= 0")
+        elif name == "mlp_only_layers":
+            are_layers = isinstance(value, list) and all(is_int(layer, 0) for layer in value)
+            require(field, value, are_layers, "a list of layers, counted from 0")
+        elif name == "per_layer_config" and value:
+            raise ValueError(f"{field}={value!r}: is not supported: all layers must have the same sizes and switches")
         elif name == "eos_token_id":
             check_token_ids(value, where, name)
         elif name == "quantization_config" and value:

@@ -8,7 +8,7 @@ from nanovllm.models.spec import DecoderSpec
 class Qwen2ForCausalLM(DecoderForCausalLM):
     """Biases on q, k and v only; no norm on their heads."""
 
-    switches = frozenset({"sliding_window", "use_sliding_window"})
+    switches = frozenset({"sliding_window", "use_sliding_window", "max_window_layers"})
 
     @staticmethod
     def spec(config) -> DecoderSpec:

@@ -8,7 +8,7 @@ from nanovllm.models.spec import DecoderSpec
 class Qwen3ForCausalLM(DecoderForCausalLM):
     """RMSNorm on each head of q and k; `attention_bias` adds biases to q, k, v and o."""
 
-    switches = frozenset({"attention_bias", "sliding_window", "use_sliding_window"})
+    switches = frozenset({"attention_bias", "sliding_window", "use_sliding_window", "max_window_layers"})
 
     @staticmethod
     def spec(config) -> DecoderSpec:

@@ -21,7 +21,8 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     def spec(config) -> DecoderSpec:
         num_experts, top_k = _num_experts(config), config.num_experts_per_tok
         require("num_experts", num_experts, is_int(num_experts, 0, _MAX_EXPERTS), f"an integer in 0..{_MAX_EXPERTS}")
-        require("num_experts_per_tok", top_k, is_int(top_k, 1, max(1, num_experts)), f"an integer in 1..{num_experts}")
+        is_right = num_experts == 0 or is_int(top_k, 1, num_experts)
+        require("num_experts_per_tok", top_k, is_right, f"an integer in 1..{num_experts}")
         for name in ("moe_intermediate_size", "decoder_sparse_step"):
             require(name, getattr(config, name), is_int(getattr(config, name), 1), "an integer > 0")
         return Qwen3ForCausalLM.spec(config)
@@ -40,7 +41,7 @@ def has_experts(config, layer: int) -> bool:
     return not is_excluded and _num_experts(config) > 0
 
 
-def _num_experts(config) -> int:
-    """transformers 5 may call the key num_local_experts."""
-    num_experts = getattr(config, "num_experts", None)
-    return config.num_local_experts if num_experts is None else num_experts
+def _num_experts(config) -> int | None:
+    """transformers 5 writes the key num_local_experts. Older releases leave num_experts at its default then."""
+    num_experts = getattr(config, "num_local_experts", None)
+    return getattr(config, "num_experts", None) if num_experts is None else num_experts

@@ -21,6 +21,7 @@ _E4M3 = ("F8_E4M3",)
 _INDEX = "model.safetensors.index.json"
 _HINT = "is config.json the same model's?"
 _MAX_NAMED = 5
+_NUM_COMPARED_ROWS = 64
 _MAX_THREADS = 8
 
 
@@ -39,13 +40,16 @@ def load_model(model: nn.Module, directory: str) -> None:
 
     Raises:
         FileNotFoundError: no safetensors, or a file that the index names is missing.
-        ValueError: a damaged file; or a missing or extra tensor, or one of a wrong shape or dtype, with its file.
+        ValueError: a damaged file; or a missing or extra tensor, or one of a wrong shape or dtype, with its file; or a
+            head that differs from the embedding that it is tied to.
     """
     with ExitStack() as stack:
         prefix = getattr(model, "checkpoint_prefix", "")
         opened = open_tensors(directory, stack).items()
         tensors = {name.removeprefix(prefix): tensor for name, tensor in opened if name.startswith(prefix)}
         plan = _make_plan(model, tensors, directory)
+        if "lm_head.weight" not in plan:
+            _check_tied_head(tensors, directory)
         # The largest first, so that no thread is left alone with one in the end.
         names = sorted(plan, key=lambda name: -math.prod(tensors[name].content.get_shape()))
         _load_all([(plan[name][0], tensors[name].content, plan[name][1]) for name in names])
@@ -179,6 +183,20 @@ def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) ->
                 f"{tensors[name].file}: tensor {name!r} has shape {list(found)}, the model needs {list(shape)}; {_HINT}"
             )
     return {name: (param, shard_id) for name, (param, shard_id, _) in wanted.items()}
+
+
+def _check_tied_head(tensors: dict[str, _Tensor], directory: str) -> None:
+    """Raises ValueError if a checkpoint with a tied embedding holds a head that is another matrix."""
+    head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+    if head is None or embedding is None:
+        return
+    # A few rows are enough: a head that was trained on its own differs in all of them.
+    some_rows = [tensor.content[:_NUM_COMPARED_ROWS].float() for tensor in (head, embedding)]
+    if not torch.equal(*some_rows):
+        raise ValueError(
+            f"{directory}: lm_head.weight in {head.file.name} differs from model.embed_tokens.weight: set "
+            "tie_word_embeddings in config.json to false, or remove the tensor"
+        )
 
 
 def _remedy(needed: tuple[str, ...]) -> str:

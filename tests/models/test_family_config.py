@@ -24,9 +24,12 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+LONGROPE = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 WINDOW = {"sliding_window": 64}
 
 
@@ -49,10 +52,27 @@ def family_dir(model_dir):
         ("llama", {"attention_bias": "yes"}, "attention_bias='yes': must be true or false"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: is not supported for llama"),
         ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        ("llama", {"is_causal": False}, "is_causal=False: is not supported for llama"),
+        ("llama", {"per_layer_config": {"0": {"intermediate_size": 48}}}, "per_layer_config=.*: is not supported"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta=0"),
         ("llama", {"rope_parameters": LLAMA3}, "low_freq_factor"),
+        (
+            "llama",
+            {"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 1.0}},
+            r"low_freq_factor=4\.0, high_freq_factor=1\.0: the first must be less",
+        ),
+        ("llama", {"rope_parameters": LONGROPE | {"long_factor": [2.0] * 7}}, "long_factor must hold 8 numbers"),
+        ("llama", {"rope_parameters": LONGROPE | {"long_factor": ["2"] * 8}}, r"long_factor=\['2'"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 8.0}}, "rope_type='dynamic' is not supported"),
         ("mistral", {"attention_bias": True}, "attention_bias=True: is not supported for mistral"),
         ("mistral", {"sliding_window": 0}, "sliding_window=0: must be an integer"),
+        # transformers would give all layers the window.
+        ("mistral", WINDOW | {"use_sliding_window": False}, "use_sliding_window=False: is not supported for mistral"),
+        ("phi3", WINDOW | {"max_window_layers": 1}, "max_window_layers=1: is not supported for phi3"),
+        ("qwen2", WINDOW | {"use_sliding_window": True, "max_window_layers": "1"}, "max_window_layers='1'"),
+        ("qwen3_moe", {"norm_topk_prob": "false"}, "norm_topk_prob='false': must be true or false"),
+        ("qwen3_moe", {"mlp_only_layers": [-1]}, r"mlp_only_layers=\[-1\]: must be a list of layers"),
+        ("qwen3_moe", {"num_experts_per_tok": 129}, r"num_experts_per_tok=129: must be an integer in 1\.\.128"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0: is not supported for olmo2"),
         ("phi3", {"partial_rotary_factor": 0.1}, "1 of 16"),
         ("phi3", {"attention_bias": True}, "attention_bias=True"),
@@ -78,6 +98,7 @@ def test_what_is_not_implemented_is_refused_by_name(family_dir, family, changes,
         ("mistral", {"sliding_window": None}),
         ("qwen2", {"use_sliding_window": False, "max_window_layers": 1, **WINDOW}),
         ("qwen2", {"layer_types": ["full_attention"] * 2}),
+        ("qwen3_moe", {"num_experts": 0, "mlp_only_layers": None}),
         ("smollm3", {"use_sliding_window": False, "no_rope_layers": [1, 0], **WINDOW}),
     ],
     ids=str,
@@ -87,6 +108,13 @@ def test_what_changes_nothing_is_accepted(family_dir, family, changes):
         pytest.skip("this transformers does not know the family")
     config = Config(family_dir(family, **changes)).hf_config
     assert not any(model_class(config).checked_spec(config).windows)
+
+
+@pytest.mark.parametrize("spelling", ["num_experts", "num_local_experts"])
+def test_either_spelling_of_the_number_of_experts(family_dir, spelling):
+    config = Config(family_dir("qwen3_moe", **{spelling: 5}, num_experts_per_tok=2)).hf_config
+    model = make_model(config, torch.bfloat16, torch.device("meta"), 16, TorchBackend(), TensorParallel())
+    assert len(model.model.layers[0].mlp.gate.weight) == 5
 
 
 @pytest.mark.parametrize(
@@ -139,12 +167,15 @@ PUBLISHED = {
     "gemma-3-12b": 11.77,
     "gemma-3-27b": 27.0,
 }
+# Those of families that are not in all releases of transformers that we support.
+NEWER = {"SmolLM3-3B": "smollm3"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_shape_has_its_parameters(name):
-    if name == "SmolLM3-3B" and "smollm3" not in CONFIG_MAPPING:
-        with pytest.raises(ValueError, match=r"SmolLM3-3B: transformers .* does not know smollm3: upgrade it"):
+    family = NEWER.get(name)
+    if family is not None and family not in CONFIG_MAPPING:
+        with pytest.raises(ValueError, match=rf"{name}: transformers .* does not know {family}: upgrade it"):
             preset_config(name)
         return
     config = Config(name, load_format="dummy", device="cpu").hf_config

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checkpoints import complete, edit_json, greedy, make_checkpoint, make_llm, random_prompt
+from checkpoints import complete, edit_json, greedy, make_checkpoint, make_llm, needs_family, random_prompt
 from fp8_checkpoints import BLOCKS, quantise_checkpoint, reference_logprobs, scored
 
 from nanovllm.layers.quantization import Fp8Format
@@ -23,7 +23,10 @@ FAMILIES = {
 PROMPT, COMPLETION = random_prompt(40, 1), random_prompt(60, 2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", [pytest.param(name, marks=needs_family(name)) for name in FAMILIES])
+
+
+@every_family
 def test_weights_and_inputs_are_rounded_and_nothing_else(family, tmp_path):
     path = make_checkpoint(tmp_path, family=family, **SHAPE | FAMILIES[family])
     with make_llm(path, quantization="fp8") as llm:
@@ -33,7 +36,7 @@ def test_weights_and_inputs_are_rounded_and_nothing_else(family, tmp_path):
     assert (found - expected).norm() < 0.2 * (unrounded - expected).norm()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_two_ranks_with_an_fp8_cache(family, tmp_path):
     path = make_checkpoint(tmp_path, family=family, **SHAPE | FAMILIES[family])
     with make_llm(path) as llm:

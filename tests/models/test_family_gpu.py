@@ -22,9 +22,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import Reference, complete, edit_tensors, greedy, make_checkpoint, make_llm, random_prompt
+from checkpoints import (
+    Reference,
+    complete,
+    edit_tensors,
+    greedy,
+    make_checkpoint,
+    make_llm,
+    needs_family,
+    random_prompt,
+)
 from gpu_engines import gpu_llm
-from transformers import CONFIG_MAPPING
 
 from nanovllm.utils.context import get_context
 
@@ -74,11 +82,7 @@ PROMPTS = [random_prompt(length, seed=length) for length in (1, 7, 8, 9, 90, 150
 DECODE_STEPS = 4
 
 
-def needs(family):
-    return pytest.mark.skipif(family not in CONFIG_MAPPING, reason="this transformers does not know the family")
-
-
-every_family = pytest.mark.parametrize("family", [pytest.param(family, marks=needs(family)) for family in FAMILIES])
+every_family = pytest.mark.parametrize("family", [pytest.param(name, marks=needs_family(name)) for name in FAMILIES])
 
 
 def bound(num_layers: int) -> float:
@@ -241,7 +245,7 @@ WRONG = [
     ("llama", {"rope_theta": 9000.0}, 0),
     ("mistral", {"sliding_window": 9}, 0),
     ("phi3", {"rope_theta": 9000.0}, 0),
-    pytest.param("smollm3", {"no_rope_layers": [1, 1, 0, 0]}, 2, marks=needs("smollm3")),
+    pytest.param("smollm3", {"no_rope_layers": [1, 1, 0, 0]}, 2, marks=needs_family("smollm3")),
     ("gemma3_text", {"rope_local_base_freq": 1e6}, 0),
     ("gemma3_text", {"sliding_window": 71}, 0),
     ("qwen3_moe", {"num_experts_per_tok": 2}, 0),

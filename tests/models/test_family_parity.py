@@ -8,8 +8,7 @@ import os
 import random
 
 import pytest
-import transformers
-from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm
+from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, needs_family
 
 NUM_CASES = int(os.environ.get("NANOVLLM_PARITY_CASES", 2))
 HEAD_DIMS = (32, 48, 64, 80, 96, 128, 256)
@@ -146,11 +145,8 @@ def gemma3_text(draw):
 
 
 FAMILIES = (llama, qwen2, qwen3, qwen3_moe, mistral, smollm3, phi3, olmo2, gemma3_text)
-needs_family = pytest.mark.skipif(
-    transformers.__version__.startswith(("4.51.", "4.52.")), reason="SmolLM3 is in transformers from 4.53 on"
-)
 CASES = [
-    pytest.param(family, seed, id=f"{family.__name__}-{seed}", marks=needs_family if family is smollm3 else ())
+    pytest.param(family, seed, id=f"{family.__name__}-{seed}", marks=needs_family(family.__name__))
     for family in FAMILIES
     for seed in range(NUM_CASES)
 ]

@@ -178,6 +178,9 @@ def test_either_transformers_spelling_means_the_same():
     assert old.windows == (512, None)
     assert [rope.base for rope in old.ropes] == [1e4, 1e6]
     assert [rope.factor for rope in old.ropes] == [1.0, 8.0]
+    # transformers 4 adds its default to a configuration in the spelling of 5.
+    ropes["sliding_attention"] = {"rope_type": "default", "rope_theta": 70.0}
+    assert spec_of(**fields | current | {"rope_local_base_freq": 1e4}).ropes[0].base == 70.0
 
 
 def test_a_config_of_the_hub_is_that_of_transformers_5(base, tmp_path):
@@ -210,6 +213,7 @@ def test_the_scale_of_embeddings_is_rounded_as_in_training():
         {"attn_logit_softcapping": 50.0},
         {"use_bidirectional_attention": True},
         {"hidden_activation": "gelu"},
+        {"use_sliding_window": False},
     ],
     ids=lambda change: next(iter(change)),
 )

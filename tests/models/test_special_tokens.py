@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import pytest
-from checkpoints import edit_json, generate, greedy, make_checkpoint, make_llm, make_tokenizer
+from checkpoints import edit_json, generate, greedy, make_checkpoint, make_llm, make_tokenizer, needs_family
 
 from nanovllm import SamplingParams
 
@@ -105,7 +105,10 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=needs_family(family.model_type)) for name, family in FAMILIES.items()],
+)
 def model(request, tmp_path_factory):
     """(a family, an engine over a checkpoint of it)"""
     family = FAMILIES[request.param]
