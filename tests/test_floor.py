@@ -42,6 +42,11 @@ def test_layers_without_experts():
     assert mlps == 25 * 3 * 2048 * 6144 + 23 * (8 * 3 * 2048 * 768 + 128 * 2048)
 
 
+def test_the_number_of_experts_by_its_newer_name():
+    """An older transformers reads a checkpoint of a newer one so."""
+    assert size_of("Qwen3-30B-A3B", num_experts=4, num_local_experts=128) == size_of("Qwen3-30B-A3B")
+
+
 def test_seconds():
     size = size_of("Qwen3-30B-A3B")
     one_step = floor_seconds(size, CEILINGS, [1, 1], [2, 2], 0, 1) - floor_seconds(size, CEILINGS, [1, 1], [1, 1], 0, 1)

@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.layers.quantization import E4M3, Fp8Format
 from nanovllm.models.hf_config import windows_of_layers
-from nanovllm.models.qwen3_moe import has_experts
+from nanovllm.models.qwen3_moe import count_experts, has_experts
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class ModelSize:
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         attention = c.hidden_size * head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
         mlps, expert_params, expert_share = c.num_hidden_layers * 3 * c.hidden_size * c.intermediate_size, 0, 0.0
-        if getattr(c, "num_experts", 0):
+        if num_experts := count_experts(c):
             num_layers = sum(has_experts(c, layer) for layer in range(c.num_hidden_layers))
-            expert_share = c.num_experts_per_tok / c.num_experts
-            expert_params = num_layers * c.num_experts * 3 * c.hidden_size * c.moe_intermediate_size
-            routers = num_layers * c.num_experts * c.hidden_size
+            expert_share = c.num_experts_per_tok / num_experts
+            expert_params = num_layers * num_experts * 3 * c.hidden_size * c.moe_intermediate_size
+            routers = num_layers * num_experts * c.hidden_size
             mlps = mlps // c.num_hidden_layers * (c.num_hidden_layers - num_layers) + routers
             mlps += int(expert_share * expert_params)
         kv_itemsize = (kv_cache_dtype or dtype).itemsize

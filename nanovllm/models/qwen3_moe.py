@@ -19,7 +19,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 
     @staticmethod
     def spec(config) -> DecoderSpec:
-        num_experts, top_k = _num_experts(config), config.num_experts_per_tok
+        num_experts, top_k = count_experts(config), config.num_experts_per_tok
         require("num_experts", num_experts, is_int(num_experts, 0, _MAX_EXPERTS), f"an integer in 0..{_MAX_EXPERTS}")
         is_right = num_experts == 0 or is_int(top_k, 1, num_experts)
         require("num_experts_per_tok", top_k, is_right, f"an integer in 1..{num_experts}")
@@ -31,17 +31,18 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     def mlp(config, spec: DecoderSpec, layer: int, tp: TensorParallel) -> nn.Module:
         if not has_experts(config, layer):
             return DecoderMLP(config, spec, tp)
-        sizes = config.hidden_size, config.moe_intermediate_size, _num_experts(config), config.num_experts_per_tok
+        sizes = config.hidden_size, config.moe_intermediate_size, count_experts(config), config.num_experts_per_tok
         return MixtureOfExperts(*sizes, config.norm_topk_prob, tp)
 
 
 def has_experts(config, layer: int) -> bool:
     """Whether a layer has experts instead of an MLP."""
     is_excluded = layer in (config.mlp_only_layers or ()) or (layer + 1) % config.decoder_sparse_step
-    return not is_excluded and _num_experts(config) > 0
+    return not is_excluded and count_experts(config) > 0
 
 
-def _num_experts(config) -> int | None:
-    """transformers 5 writes the key num_local_experts. Older releases leave num_experts at its default then."""
+def count_experts(config) -> int | None:
+    """None for a family without experts. transformers 5 writes the key num_local_experts; older releases leave
+    num_experts at its default then."""
     num_experts = getattr(config, "num_local_experts", None)
     return getattr(config, "num_experts", None) if num_experts is None else num_experts
