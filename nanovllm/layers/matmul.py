@@ -4,7 +4,8 @@ Operations, of x `[num_tokens, K]` and a weight W `[N, K]`:
 
 - linear: `x W^T + bias`.
 - linear_silu: `silu(x Wg^T) * (x Wu^T)` (SwiGLU, Shazeer 2020). W holds the N / 2 rows of Wg, then those of Wu.
-- linear_add: `residual += x W^T + bias`.
+- linear_add: `residual += x W^T + bias`. quack-kernels, and torch in fp8, round the product before the sum; without a
+  bias, the others round once.
 - linear_sum: linear, as one rank's part of a sum over tensor-parallel ranks.
 - experts: a mixture of experts, of weights `[num_experts, N, K]`; see `expert_products`.
 
@@ -120,15 +121,6 @@ class Matmul:
     def linear_silu(self, x: Input, weight: Weight) -> Tensor | Gated:
         """`silu(x Wg^T) * (x Wu^T)`: `[num_tokens, N / 2]`. With a weight in fp8 perhaps before its activation."""
         return self.run(Problem("linear_silu", x, weight))
-
-    def linear_add(self, residual: Tensor, x: Input, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """`residual += x W^T + bias`. Returns residual. quack-kernels, and torch in fp8, round the product before the
-        sum; without a bias, the others round once."""
-        return self.run(Problem("linear_add", x, weight, bias, residual))
-
-    def linear_sum(self, x: Input, weight: Weight, bias: Tensor | None, out: Tensor) -> Tensor:
-        """`x W^T + bias` into `out`, this rank's part of a sum."""
-        return self.run(Problem("linear_sum", x, weight, bias, out))
 
     def run(self, problem: Problem | ExpertsProblem) -> Any:
         for candidate, constants in self.choices(problem.operation, problem.weight, len(problem.x)):
