@@ -148,7 +148,9 @@ class Matmul:
         if key not in self._table.rows and key.phase == "decode":  # Then the row, if any, is that of another shape.
             row = None if key.operation == "padding" else row
             candidates = {name: each for name, each in candidates.items() if not each.suits_one_shape}
-            if len(self._candidates) > 1 and key.operation in OPERATIONS and not self._has_told:
+            # A linear_add may be rank 0's part of a sum, measured as linear_sum. On one GPU a layer's other products tell.
+            tells = key.operation in OPERATIONS and key.operation != "linear_add"
+            if len(self._candidates) > 1 and tells and not self._has_told:
                 self._has_told = True
                 text = "%s with a weight [%d, %d] was not measured on this GPU; to measure it: nanovllm tune %s"
                 logger.info(text, key.operation, key.N, key.K, self._model)

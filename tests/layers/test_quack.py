@@ -254,3 +254,15 @@ def test_its_decode_tiles_are_for_their_own_shape(matmul, package, caplog):
     assert record.getMessage() == (
         "linear with a weight [112, 32] was not measured on this GPU; to measure it: nanovllm tune MODEL"
     )
+
+
+def test_a_sum_over_ranks_needs_no_rows_for_one_gpu(quack, caplog):
+    """Rank 0 adds its part by linear_add, which the tuner does not measure for several GPUs."""
+    row = Row({1: [Choice("cublas")]})
+    matmul = Matmul(Table({Key("linear_sum", "decode", 96, 32, "float32"): row}), [quack])
+    x, weight, residual = tensors(8, 96, 32)
+    with step_context(DECODE), caplog.at_level(logging.INFO):
+        matmul.run(problem("linear_add", x, weight, residual))
+        assert not caplog.records
+        matmul.linear(x, weight)
+    assert len(caplog.records) == 1
