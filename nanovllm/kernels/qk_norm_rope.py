@@ -99,18 +99,18 @@ def _qk_norm_rope_store_kernel(
         if ROTARY_DIM > 0:
             first, second = first * cos - second * sin, second * cos + first * sin
         first, second = first.to(dtype), second.to(dtype)
-        if HAS_CACHE:  # noqa: SIM102 (no cache, no slot)
-            if not is_q:
-                first_key, second_key = first, second
-                if kv_scales is not None:
-                    first_key, second_key = _to_e4m3(first, inverse_scale), _to_e4m3(second, inverse_scale)
-                    first = (first_key.to(tl.float32) * scale).to(dtype)
-                    second = (second_key.to(tl.float32) * scale).to(dtype)
-                if slot >= 0:
-                    tl.store(k_cache + cached_at, first_key, mask=mask)
-                    tl.store(k_cache + cached_at + shift, second_key, mask=mask)
+        first_key, second_key = first, second
+        if HAS_CACHE:  # noqa: SIM102 (no cache, no scales)
+            if kv_scales is not None:
+                first_key, second_key = _to_e4m3(first, inverse_scale), _to_e4m3(second, inverse_scale)
+                first = tl.where(is_q, first, (first_key.to(tl.float32) * scale).to(dtype))
+                second = tl.where(is_q, second, (second_key.to(tl.float32) * scale).to(dtype))
         tl.store(first_at, first, mask=mask)
         tl.store(first_at + shift, second, mask=mask)
+        if HAS_CACHE:  # noqa: SIM102 (no cache, no slot)
+            if (not is_q) & (slot >= 0):
+                tl.store(k_cache + cached_at, first_key, mask=mask)
+                tl.store(k_cache + cached_at + shift, second_key, mask=mask)
 
 
 def qk_norm_rope_store(
