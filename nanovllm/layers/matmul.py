@@ -148,7 +148,7 @@ class Matmul:
         if key not in self._table.rows and key.phase == "decode":  # Then the row, if any, is that of another shape.
             row = None if key.operation == "padding" else row
             candidates = {name: each for name, each in candidates.items() if not each.suits_one_shape}
-            # A linear_add may be rank 0's part of a sum, measured as linear_sum. On one GPU a layer's other products tell.
+            # A linear_add may be rank 0's part of a sum, measured as linear_sum. On one GPU a layer's others tell.
             tells = key.operation in OPERATIONS and key.operation != "linear_add"
             if len(self._candidates) > 1 and tells and not self._has_told:
                 self._has_told = True
