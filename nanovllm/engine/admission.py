@@ -1,6 +1,7 @@
 """Which waiting sequences may begin, in a prefill step or beside a decode step."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sized
+from typing import Literal
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
@@ -9,39 +10,63 @@ from nanovllm.engine.sequence import Sequence
 # others begin, so that several do at once: a prefill step of one prompt takes the host as long as one of ten.
 RESERVED_SHARE = 16
 
+# How many prompts a step may defer because another of its prompts computes their beginning. Each costs the host a hash
+# of the prompt, while the device waits for the batch's first step.
+MAX_DEFERRED = 32
+
 # Longer prompts are prefilled: a mixed step reads a prompt's keys once for each token, a prefill once for many tokens.
 _MAX_MIXED_PROMPT_TOKENS = 2048
 
 
 class Admission:
-    """Decides for one prefill step how many sequences may begin.
+    """Decides for one step which waiting sequences begin.
 
     Once max_num_seqs sequences run or the cache is nearly full, others wait: whoever takes the last blocks is the first
     to be preempted.
-
-    Attributes:
-        is_open: whether sequences may begin, if there are blocks for them.
-        num_reserved: blocks that stay free, because the running sequences may still need them.
     """
 
-    def __init__(self, manager: BlockManager, running: Collection[Sequence], max_num_seqs: int, max_seq_len: int):
-        self._max_seq_len = max_seq_len
+    def __init__(
+        self, manager: BlockManager, running: Collection[Sequence], max_num_seqs: int, max_seq_len: int, min_chunk: int
+    ):
+        """min_chunk: no prompt is cut to fill fewer tokens."""
+        self._manager, self._max_seq_len, self._min_chunk = manager, max_seq_len, min_chunk
+        self._scheduled: set[int] = set()  # hashes of the blocks that this step computes
         self._max_reserved = len(manager.blocks) // RESERVED_SHARE
-        self.num_reserved = 0
-        self.is_open = len(running) < max_num_seqs
-        if not self.is_open:  # The common case with a long queue.
+        self._num_reserved = 0  # blocks that stay free, because the running sequences may still need them
+        self._is_open = len(running) < max_num_seqs
+        if not self._is_open:  # The common case with a long queue.
             return
         for seq in running:
-            if self.num_reserved == self._max_reserved:
+            if self._num_reserved == self._max_reserved:
                 break
-            self.add_running(seq)
-        self.is_open = len(manager.free_block_ids) >= 2 * self.num_reserved
+            self._reserve(seq)
+        self._is_open = len(manager.free_block_ids) >= 2 * self._num_reserved
+
+    def decide(self, seq: Sequence, budget: int, num_deferred: int) -> Literal["begin", "defer", "stop"]:
+        """What becomes of a waiting sequence without blocks, if the step can compute `budget` more tokens.
+
+        "defer": it waits for blocks that this step computes; others behind it may begin. "stop": no other begins.
+        """
+        if not self._is_open:
+            return "stop"
+        if self._manager.is_worth_waiting(seq, self._scheduled):
+            return "defer" if num_deferred < MAX_DEFERRED else "stop"
+        # The first one has the whole budget, and passes. Most others need no look at the prefix cache.
+        may_be_cut = budget < min(self._min_chunk, seq.num_tokens)
+        if may_be_cut and budget < seq.num_tokens - self._manager.num_findable_tokens(seq):
+            return "stop"
+        return "begin" if self._manager.can_allocate(seq, self._num_reserved) else "stop"
 
     def add_running(self, seq: Sequence) -> None:
+        """Count a sequence whose prompt this step computes to its end."""
+        self._scheduled.update(self._manager.hashes_scheduled(seq))
+        self._reserve(seq)
+
+    def _reserve(self, seq: Sequence) -> None:
         """Reserve the blocks that the sequence may still need if it generates max_tokens."""
         longest = min(seq.num_prompt_tokens + seq.max_tokens, self._max_seq_len)
         num_blocks = -(-longest // seq.block_size) - len(seq.block_table)
-        self.num_reserved = min(self.num_reserved + num_blocks, self._max_reserved)
+        self._num_reserved = min(self._num_reserved + num_blocks, self._max_reserved)
 
 
 class MixedAdmission:
@@ -54,12 +79,7 @@ class MixedAdmission:
     """
 
     def __init__(
-        self,
-        running: Collection[Sequence],
-        waiting: Collection[Sequence],
-        num_rows: int,
-        max_num_seqs: int,
-        max_seq_len: int,
+        self, running: Collection[Sequence], waiting: Sized, num_rows: int, max_num_seqs: int, max_seq_len: int
     ):
         """num_rows: of a mixed step; 0 for no such steps."""
         self._num_rows, self._max_seq_len = num_rows, max_seq_len

@@ -16,16 +16,15 @@ from nanovllm.engine.runner.inputs import Batch, DecodeInputs, prefill_batch, se
 from nanovllm.engine.runner.kernel_compilation import warmup_kernels
 from nanovllm.engine.runner.kv_scales import choose_kv_scales
 from nanovllm.engine.runner.memory import allocate_kv_cache, largest_prefill
-from nanovllm.engine.runner.model_setup import set_up_model
+from nanovllm.engine.runner.model_setup import build_model, choose_backend, load_and_compile
+from nanovllm.engine.runner.package_kernels import PackageKernels
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling.logit_steps import LogitSteps
 from nanovllm.engine.sampling.logprobs import prompt_rows
 from nanovllm.engine.sampling.sampling_pipeline import Forward
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention_backend import select_backend
 from nanovllm.layers.sampler import Sampler
-from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.layer_facts import few_layers
 from nanovllm.utils.context import step_context
 from nanovllm.utils.loader import load_dummy, load_model, num_checkpoint_params
@@ -68,11 +67,14 @@ class ModelRunner:
         0 of several. A step would wait for ever for a rank that has died."""
         self.tp, self.check_workers = tp, check
         config = self.config
-        head_dim = get_head_dim(config.hf_config)
-        options = config.device, config.dtype, head_dim, self.block_size, config.kv_cache_dtype != config.dtype
-        backend = select_backend(config.attention_backend, *options)
-        has_graphs = config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs
-        set_up_model(self, backend, has_graphs, progress)
+        backend, has_graphs = choose_backend(config)
+        with PackageKernels(config, tp.rank, self.device) as packages:
+            parts = build_model(config, tp, self.device, backend, has_graphs)
+            self.model, self.sampler, self.kv_scales = parts.model, parts.sampler, parts.kv_scales
+            self.num_kv_heads, self.num_layer_params = parts.num_kv_heads, parts.num_layer_params
+            self.mixed_step_rows, self.decode_inputs = parts.mixed_step_rows, parts.decode_inputs
+            load_and_compile(self, parts, backend, packages, progress)
+        del parts  # The traceback of a later error would keep the weights.
         billions = num_checkpoint_params(self.model) / 1e9
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
         logger.info("device: %s", self.device_name)

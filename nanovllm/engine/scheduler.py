@@ -16,10 +16,6 @@ from nanovllm.layers.sampler import NON_FINITE
 
 logger = logging.getLogger(__name__)
 
-# How many prompts a step may defer because another of its prompts computes their beginning. Each costs the host a hash
-# of the prompt, while the device waits for the batch's first step.
-MAX_DEFERRED = 32
-
 # No prompt is cut to fill the last max_num_batched_tokens // MIN_CHUNK_SHARE tokens of a step. The next step would
 # continue it from the cache, which makes attention slower for all sequences of that step.
 MIN_CHUNK_SHARE = 8
@@ -57,7 +53,6 @@ class Scheduler:
         self._ends = self.eos | _NO_TOKEN
         self.num_preemptions = self.num_prompt_tokens = self.num_generated_tokens = 0
         self.num_prefix_queries = self.num_prefix_hits = 0
-        self._min_chunk = self.max_num_batched_tokens // MIN_CHUNK_SHARE
         self._has_warned = False
         self._make_block_manager = partial(BlockManager, num_kvcache_blocks, block_size, config.enable_prefix_caching)
         self.reset()
@@ -90,7 +85,7 @@ class Scheduler:
         """
         mixed = MixedAdmission(self.running, self.waiting, self.mixed_step_rows, self.max_num_seqs, self.max_seq_len)
         is_mixed = bool(self.waiting) and mixed.admits(self.waiting[0])
-        if not is_mixed:
+        if self.waiting and not is_mixed:
             seqs = self._schedule_prefill(self.max_num_batched_tokens)
             if seqs:
                 return seqs, True
@@ -103,43 +98,32 @@ class Scheduler:
 
     def _schedule_prefill(self, budget: int, mixed: MixedAdmission | None = None) -> list[Sequence]:
         """Waiting sequences, of which up to `budget` tokens are computed. mixed: beside a decode step."""
-        if not self.waiting:
-            return []
-        manager = self.block_manager
-        admission = Admission(manager, self.running, self.max_num_seqs, self.max_seq_len)
+        min_chunk = 0 if mixed else budget // MIN_CHUNK_SHARE
+        admission = Admission(self.block_manager, self.running, self.max_num_seqs, self.max_seq_len, min_chunk)
         seqs: list[Sequence] = []
-        scheduled: set[int] = set()  # hashes of the blocks that this step computes
         deferred: list[Sequence] = []
-        min_chunk = 0 if mixed else self._min_chunk
         while self.waiting and len(seqs) < self.max_num_seqs and budget > 0:
             seq = self.waiting[0]
             if not seq.block_table:  # A prompt that goes on after a chunk has all of its blocks already.
-                if not admission.is_open or (mixed and not mixed.admits(seq)):
+                if mixed and not mixed.admits(seq):
                     break
-                if manager.is_worth_waiting(seq, scheduled):
-                    if len(deferred) == MAX_DEFERRED:
-                        break
+                decision = admission.decide(seq, budget, len(deferred))
+                if decision == "stop":
+                    break
+                if decision == "defer":
                     deferred.append(self.waiting.popleft())
                     continue
-                # The first one has the whole budget, and passes. Most others need no look at the prefix cache.
-                may_be_cut = budget < min(min_chunk, seq.num_tokens)
-                if may_be_cut and budget < seq.num_tokens - manager.num_findable_tokens(seq):
-                    break
-                if not manager.can_allocate(seq, admission.num_reserved):
-                    break
                 self._allocate(seq)
+            seqs.append(self.waiting.popleft())
             seq.num_scheduled_tokens = min(seq.num_tokens - seq.num_cached_tokens, budget)
             budget -= seq.num_scheduled_tokens
-            scheduled.update(manager.hashes_scheduled(seq))
-            seqs.append(seq)
             if seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens:
-                # A chunk. The sequence keeps its blocks, so it goes to the very head of the queue: behind a sequence
-                # that finds no free block it would wait for ever.
-                self.waiting.popleft()
+                # A chunk, which ends the budget. The sequence keeps its blocks, so it goes to the very head of the
+                # queue: behind a sequence that finds no free block it would wait for ever.
                 deferred.insert(0, seq)
                 break
             seq.status = SequenceStatus.RUNNING
-            self.running.append(self.waiting.popleft())
+            self.running.append(seq)
             admission.add_running(seq)
             if mixed:
                 mixed.add_running(seq)

@@ -2,7 +2,7 @@
 
 import logging
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,66 +10,106 @@ from nanovllm.config import Config
 from nanovllm.engine.runner.inputs import DecodeInputs
 from nanovllm.engine.runner.kernel_compilation import compiling_kernels
 from nanovllm.engine.runner.package_kernels import PackageKernels
-from nanovllm.layers.attention_backend import AttentionBackend
+from nanovllm.layers.attention_backend import AttentionBackend, select_backend
 from nanovllm.layers.decode_constants import DecodeConstants
 from nanovllm.layers.expert_candidates import expert_candidates
 from nanovllm.layers.flash_attn4 import AttentionShape
 from nanovllm.layers.kernel_matmul import our_candidates
 from nanovllm.layers.matmul import Matmul
-from nanovllm.layers.quack import load_quack
+from nanovllm.layers.quack import Quack, load_quack
 from nanovllm.layers.quantization import Weight, weight_format
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import make_model
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.layer_facts import gate_up_weight, num_layer_params
 from nanovllm.tuning.table import Key, Table, load_table
+from nanovllm.utils.parallel import TensorParallel
 from nanovllm.utils.progress import StartProgress
 
 logger = logging.getLogger(__name__)
 
 
-def set_up_model(runner: Any, backend: AttentionBackend, has_graphs: bool, progress: StartProgress) -> None:
-    """Give a ModelRunner its model, with weights, its sampler and its decode_inputs. Kernels compile meanwhile."""
-    with PackageKernels(runner.config, runner.tp.rank, runner.device) as packages:
-        config, head_dim, tp, device = runner.config, get_head_dim(runner.config.hf_config), runner.tp, runner.device
-        with weight_format(config.weight_format):
-            model: Any = make_model(config.hf_config, config.dtype, device, config.max_model_len, backend, tp)
-        if config.weight_format is not None:
-            logger.info("weights of linear layers: %s", config.weight_format.table_name)
-        runner.model = model
-        _, runner.num_kv_heads = tp.shard_kv_heads(config.hf_config.num_key_value_heads)
-        if config.kv_cache_dtype != config.dtype:
-            sizes = len(model.model.layers), 2, runner.num_kv_heads
-            runner.kv_scales = torch.ones(sizes, dtype=torch.float32, device=device)
-        runner.sampler = Sampler(tp, model.lm_head.first, model.lm_head.shard_size)
-        num_heads = tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
-        # With two GPUs it gained nothing.
-        quack = load_quack(config.dtype, device, decodes=has_graphs) if tp.size == 1 else None
-        table = load_table(device)
-        candidates = our_candidates(device) + expert_candidates(device) + ([] if quack is None else [quack])
-        what_to_tune = f"{config.model} --quantization {config.quantization}" if config.quantization else config.model
-        model.use_matmul(Matmul(table, candidates, what_to_tune))
-        runner.mixed_step_rows = choose_mixed_step_rows(config, has_graphs, gate_up_weight(model), table)
-        runner.num_layer_params = num_layer_params(model)
-        constants = DecodeConstants(table)
-        _make_decode_inputs(runner, backend, constants)
-        shape = AttentionShape(num_heads, runner.num_kv_heads, head_dim, runner.block_size, config.dtype, device)
-        backend.prepare(constants, runner.decode_inputs.max_rows, shape)
-        backend.use_flash_attn4(
-            config.dtype,
-            head_dim,
-            min_tokens=table.setting("flash_attn4", "min_layer_work") // runner.num_layer_params,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-        )
-        progress.tell("compiling kernels")
-        with compiling_kernels(runner, progress.count("compiling kernels")):
-            packages.compile(quack, backend.flash_attn4, shape)
-            progress.tell("loading weights")
-            runner.load_weights()
-        packages.load(tp, progress.count("compiling kernels of packages"))
-        if quack is not None and not quack.works:  # because steps were padded for it
-            _make_decode_inputs(runner, backend, constants)
+class ModelParts(NamedTuple):
+    """What a ModelRunner's start makes before weights are loaded. Most become attributes of the same names."""
+
+    model: Any  # with memory for the weights
+    sampler: Sampler
+    kv_scales: torch.Tensor | None  # float32 [layers, 2, kv_heads] of an fp8 cache, all 1; None for any other cache
+    num_kv_heads: int  # of this rank
+    num_layer_params: int  # on this rank
+    mixed_step_rows: int  # most tokens of a mixed step; 0 for no mixed steps
+    decode_inputs: DecodeInputs
+    quack: Quack | None  # None if quack-kernels is not used
+    attention_shape: AttentionShape
+
+
+def choose_backend(config: Config) -> tuple[AttentionBackend, bool]:
+    """The attention back end, and whether steps are captured in CUDA graphs."""
+    head_dim, is_fp8_cache = get_head_dim(config.hf_config), config.kv_cache_dtype != config.dtype
+    options = config.device, config.dtype, head_dim, config.kvcache_block_size, is_fp8_cache
+    backend = select_backend(config.attention_backend, *options)
+    return backend, config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs
+
+
+def build_model(
+    config: Config, tp: TensorParallel, device: torch.device, backend: AttentionBackend, has_graphs: bool
+) -> ModelParts:
+    """The model without its weights, and what goes with it. Prepares the back end for the model too."""
+    # First, because a user's table may be broken.
+    table, head_dim = load_table(device), get_head_dim(config.hf_config)
+    with weight_format(config.weight_format):
+        model: Any = make_model(config.hf_config, config.dtype, device, config.max_model_len, backend, tp)
+    if config.weight_format is not None:
+        logger.info("weights of linear layers: %s", config.weight_format.table_name)
+    _, num_kv_heads = tp.shard_kv_heads(config.hf_config.num_key_value_heads)
+    kv_scales = None
+    if config.kv_cache_dtype != config.dtype:
+        kv_scales = torch.ones(len(model.model.layers), 2, num_kv_heads, dtype=torch.float32, device=device)
+    sampler = Sampler(tp, model.lm_head.first, model.lm_head.shard_size)
+    num_heads = tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
+    # With two GPUs it gained nothing.
+    quack = load_quack(config.dtype, device, decodes=has_graphs) if tp.size == 1 else None
+    candidates = our_candidates(device) + expert_candidates(device) + ([] if quack is None else [quack])
+    what_to_tune = f"{config.model} --quantization {config.quantization}" if config.quantization else config.model
+    model.use_matmul(Matmul(table, candidates, what_to_tune))
+    mixed_step_rows = choose_mixed_step_rows(config, has_graphs, gate_up_weight(model), table)
+    num_params = num_layer_params(model)
+    constants = DecodeConstants(table)
+    windows = list(dict.fromkeys(layer.self_attn.attn.window for layer in model.model.layers))
+    decode_inputs = DecodeInputs(
+        config.max_num_seqs,
+        -(-config.max_model_len // config.kvcache_block_size),
+        config.kvcache_block_size,
+        device,
+        partial(constants.num_pieces, num_kv_heads=num_kv_heads),
+        windows if backend.wants_plan else [],
+        padded_batches(model, config.max_num_seqs),
+        mixed_step_rows,
+    )
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, config.kvcache_block_size, config.dtype, device)
+    backend.prepare(constants, decode_inputs.max_rows, shape)
+    backend.use_flash_attn4(
+        config.dtype,
+        head_dim,
+        min_tokens=table.setting("flash_attn4", "min_layer_work") // num_params,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+    )
+    return ModelParts(model, sampler, kv_scales, num_kv_heads, num_params, mixed_step_rows, decode_inputs, quack, shape)
+
+
+def load_and_compile(
+    runner: Any, parts: ModelParts, backend: AttentionBackend, packages: PackageKernels, progress: StartProgress
+) -> None:
+    """Load the weights of a ModelRunner that has its parts. Every kernel that it will launch compiles meanwhile."""
+    progress.tell("compiling kernels")
+    with compiling_kernels(runner, progress.count("compiling kernels")):
+        packages.compile(parts.quack, backend.flash_attn4, parts.attention_shape)
+        progress.tell("loading weights")
+        runner.load_weights()
+    packages.load(runner.tp, progress.count("compiling kernels of packages"))
+    if parts.quack is not None and not parts.quack.works:  # because steps were padded for it
+        parts.decode_inputs.padded = padded_batches(parts.model, runner.config.max_num_seqs)
 
 
 def choose_mixed_step_rows(config: Config, has_graphs: bool, gate_up: Weight, table: Table) -> int:
@@ -93,18 +133,7 @@ def padded_batch(matmul: Matmul, gate_up: Weight, num_seqs: int) -> int:
     return num_seqs
 
 
-def _make_decode_inputs(runner: Any, backend: AttentionBackend, constants: DecodeConstants) -> None:
-    config, gate_up = runner.config, gate_up_weight(runner.model)
-    max_blocks = -(-config.max_model_len // runner.block_size)
-    padded = [padded_batch(runner.model.matmul, gate_up, n) for n in range(config.max_num_seqs + 1)]
-    windows = list(dict.fromkeys(layer.window for layer in runner.attention_layers()))
-    runner.decode_inputs = DecodeInputs(
-        config.max_num_seqs,
-        max_blocks,
-        runner.block_size,
-        runner.device,
-        partial(constants.num_pieces, num_kv_heads=runner.num_kv_heads),
-        windows if backend.wants_plan else [],
-        padded,
-        runner.mixed_step_rows,
-    )
+def padded_batches(model: Any, max_num_seqs: int) -> list[int]:
+    """`padded_batch` for each number of sequences, 0 to max_num_seqs."""
+    gate_up = gate_up_weight(model)
+    return [padded_batch(model.matmul, gate_up, n) for n in range(max_num_seqs + 1)]
