@@ -11,7 +11,7 @@ from gpu_engines import REGRET, gpu_llm, keys_of, use_table
 
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.kernel_matmul import our_candidates
-from nanovllm.layers.matmul import Matmul
+from nanovllm.layers.matmul import Matmul, Problem
 from nanovllm.layers.quack import Quack, Tile, load_quack
 from nanovllm.tuning.table import Choice, Key, Row, Table, package_table
 
@@ -95,13 +95,13 @@ def test_launches_that_depend_on_each_other_give_the_bits_of_one_at_a_time(quack
             wait()
             y = matmul.linear(y, qkv)
             wait()
-            matmul.linear_add(residual, y[:, :2048], out)
+            matmul.run(Problem("linear_add", y[:, :2048], out, out=residual))
             wait()
             y = rms_norm(residual, scale, 1e-6)
             wait()
             y = matmul.linear_silu(y, gate_up)
             wait()
-            matmul.linear_add(residual, y, down)
+            matmul.run(Problem("linear_add", y, down, out=residual))
             wait()
 
     run(torch.cuda.synchronize)

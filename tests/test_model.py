@@ -78,7 +78,7 @@ def test_a_product_is_added_to_the_residual_in_place(bias):
         parameter.normal_()
     x, residual = torch.randn(5, 12), torch.randn(5, 7)
     expected = residual + F.linear(x, layer.weight, layer.bias)
-    assert layer.add_to(residual, x) is residual
+    assert layer.add(residual, x, None).value() is residual
     torch.testing.assert_close(residual, expected)
 
 

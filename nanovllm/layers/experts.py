@@ -3,7 +3,6 @@
 Over tensor-parallel ranks, every rank has some columns of each expert, and the router as a whole.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -108,29 +107,17 @@ class MixtureOfExperts(nn.Module):
     ) -> Normed | NormedParts:
         """norm(residual + y), overwriting residual with the sum, of the experts' output y of hidden; with an
         output_norm norm(residual + output_norm(y)). residual: [num_tokens, hidden_size]."""
-        if output_norm is not None:
-            y = torch.empty_like(residual)
-            self.part_of_sum(hidden.value(), y)
-            return Normed(output_norm.add_to(residual, self.tp.all_reduce(y)), norm)
-        if self.tp.reducer is None:  # Then nothing comes in parts.
-            return Normed(self.add_to(residual, hidden), norm)
-        x: torch.Tensor | Iterable = hidden.parts if isinstance(hidden, NormedParts) else hidden.value()
-        return add_over_ranks(self, residual, x, norm)
+        x = hidden.parts if isinstance(hidden, NormedParts) else hidden
+        return add_over_ranks(self, residual, x, norm, output_norm)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor | Normed) -> torch.Tensor:
-        """residual + y, overwriting residual."""
-        # Rank 0's part of the sum contains the residual.
-        self._multiply(x, residual, add=self.tp.rank == 0)
-        return self.tp.all_reduce(residual)
-
-    def part_of_sum(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """This rank's part of y, into out."""
-        self._multiply(x, out, add=False)
-
-    def _multiply(self, x: torch.Tensor | Normed, out: torch.Tensor, add: bool) -> None:
+    def part_of_sum(self, operation: str, x: torch.Tensor | Normed, out: torch.Tensor | None = None) -> torch.Tensor:
+        """As RowParallelLinear's."""
         logits = self.gate(x)
+        if out is None:
+            out = logits.new_empty(len(x), self.gate.weight.shape[1])
         context = get_context()
         # Rows that pad a decode step get no expert, so that none is read for them.
         context_lens = None if context.context_lens is None else context.context_lens[: len(x)]
         gate_up, down = self.experts.gate_up_proj.matrix, self.experts.down_proj.matrix
-        self.matmul.run(ExpertsProblem(x, logits, gate_up, down, self.top_k, self.normalize, out, add, context_lens))
+        options = self.top_k, self.normalize, out, operation == "linear_add", context_lens
+        return self.matmul.run(ExpertsProblem(x, logits, gate_up, down, *options))

@@ -27,7 +27,7 @@ def rms_norm_add_torch(residual: Tensor, x: Tensor, weight: Tensor, eps: float) 
 class RMSNorm(nn.Module):
     """`x / sqrt(mean(x^2) + eps) * weight`, computed in float32 and rounded once (Zhang & Sennrich 2019).
 
-    The residual is added before it, by the matrix product (`RowParallelLinear.add_to`).
+    The residual is added before it, by the matrix product (`RowParallelLinear.add`).
 
     Args:
         hidden_size: length of the normalized (last) dimension.

@@ -5,14 +5,14 @@ checkpoint, or computed while the weights are loaded.
 """
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul import Matmul
+from nanovllm.layers.matmul import Matmul, Problem
 from nanovllm.layers.parameters import as_weight, load_rows, make_parameter, make_weight, store
 from nanovllm.layers.quantization import Weight
 from nanovllm.layers.rank_sums import NormedParts, add_over_ranks
@@ -140,36 +140,6 @@ class RowParallelLinear(LinearBase):
         shape = (output_size, tp.shard(input_size, "input size of a row-parallel layer"))
         super().__init__(shape, {None: (output_size, input_size)}, bias, tp)
 
-    def weight_loader(self, param: Any, loaded, shard_id=None) -> None:
-        num_columns = param.shape[1]
-        start = self.tp.rank * num_columns % param.shards[shard_id][1]  # 0 for the scales of whole rows
-        store(param, loaded[:, start : start + num_columns])
-
-    def bias_loader(self, param: Any, loaded, shard_id=None) -> None:
-        param.data.copy_(loaded[:])
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor | Gated) -> torch.Tensor:
-        """residual + y, overwriting residual."""
-        if self.tp.rank == 0:  # whose part of the sum contains the residual
-            self.matmul.linear_add(residual, x, self.matrix, self.bias)
-        else:
-            self.matmul.linear_sum(x, self.matrix, None, residual)
-        return self.tp.all_reduce(residual)
-
-    def part_of_sum(self, x: torch.Tensor | Gated, out: torch.Tensor) -> None:
-        """This rank's part of y, into out."""
-        self.matmul.linear_sum(x, self.matrix, self.bias_of_rank, out)
-
-    @property
-    def bias_of_rank(self) -> torch.Tensor | None:
-        """Only rank 0 adds the bias, or the sum would contain it several times."""
-        return self.bias if self.tp.rank == 0 else None
-
-    def forward(self, x: torch.Tensor | Gated) -> torch.Tensor:
-        """y: [num_tokens, output_size], the same on all ranks."""
-        y = self.matmul.linear(x, self.matrix, self.bias_of_rank)
-        return self.tp.all_reduce(y)
-
     def add(
         self,
         residual: torch.Tensor,
@@ -178,8 +148,22 @@ class RowParallelLinear(LinearBase):
         output_norm: RMSNorm | None = None,
     ) -> Normed | NormedParts:
         """Add y, or output_norm(y), to residual, in place. Returns norm of the sum; without a norm, the sum itself."""
-        if output_norm is not None:
-            return Normed(output_norm.add_to(residual, self(cast(torch.Tensor, x))), norm)
-        if self.tp.reducer is None:  # Then nothing comes in parts.
-            return Normed(self.add_to(residual, cast(torch.Tensor, x)), norm)
-        return add_over_ranks(self, residual, x, norm)
+        return add_over_ranks(self, residual, x, norm, output_norm)
+
+    def part_of_sum(self, operation: str, x: torch.Tensor | Gated, out: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's part of y: a new tensor for the operation linear; into `out` for linear_sum; added to `out` for
+        linear_add."""
+        return self.matmul.run(Problem(operation, x, self.matrix, self.bias_of_rank, out))
+
+    @property
+    def bias_of_rank(self) -> torch.Tensor | None:
+        """Only rank 0 adds the bias, or the sum would contain it several times."""
+        return self.bias if self.tp.rank == 0 else None
+
+    def weight_loader(self, param: Any, loaded, shard_id=None) -> None:
+        num_columns = param.shape[1]
+        start = self.tp.rank * num_columns % param.shards[shard_id][1]  # 0 for the scales of whole rows
+        store(param, loaded[:, start : start + num_columns])
+
+    def bias_loader(self, param: Any, loaded, shard_id=None) -> None:
+        param.data.copy_(loaded[:])

@@ -4,7 +4,8 @@ Operations, of x `[num_tokens, K]` and a weight W `[N, K]`:
 
 - linear: `x W^T + bias`.
 - linear_silu: `silu(x Wg^T) * (x Wu^T)` (SwiGLU, Shazeer 2020). W holds the N / 2 rows of Wg, then those of Wu.
-- linear_add: `residual += x W^T + bias`.
+- linear_add: `residual += x W^T + bias`. quack-kernels, and torch in fp8, round the product before the sum; without a
+  bias, the others round once.
 - linear_sum: linear, as one rank's part of a sum over tensor-parallel ranks.
 - experts: a mixture of experts, of weights `[num_experts, N, K]`; see `expert_products`.
 
@@ -121,15 +122,6 @@ class Matmul:
         """`silu(x Wg^T) * (x Wu^T)`: `[num_tokens, N / 2]`. With a weight in fp8 perhaps before its activation."""
         return self.run(Problem("linear_silu", x, weight))
 
-    def linear_add(self, residual: Tensor, x: Input, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """`residual += x W^T + bias`. Returns residual. quack-kernels, and torch in fp8, round the product before the
-        sum; without a bias, the others round once."""
-        return self.run(Problem("linear_add", x, weight, bias, residual))
-
-    def linear_sum(self, x: Input, weight: Weight, bias: Tensor | None, out: Tensor) -> Tensor:
-        """`x W^T + bias` into `out`, this rank's part of a sum."""
-        return self.run(Problem("linear_sum", x, weight, bias, out))
-
     def run(self, problem: Problem | ExpertsProblem) -> Any:
         for candidate, constants in self.choices(problem.operation, problem.weight, len(problem.x)):
             if candidate.supports(problem):
@@ -156,7 +148,9 @@ class Matmul:
         if key not in self._table.rows and key.phase == "decode":  # Then the row, if any, is that of another shape.
             row = None if key.operation == "padding" else row
             candidates = {name: each for name, each in candidates.items() if not each.suits_one_shape}
-            if len(self._candidates) > 1 and key.operation in OPERATIONS and not self._has_told:
+            # A linear_add may be rank 0's part of a sum, measured as linear_sum. On one GPU a layer's others tell.
+            tells = key.operation in OPERATIONS and key.operation != "linear_add"
+            if len(self._candidates) > 1 and tells and not self._has_told:
                 self._has_told = True
                 text = "%s with a weight [%d, %d] was not measured on this GPU; to measure it: nanovllm tune %s"
                 logger.info(text, key.operation, key.N, key.K, self._model)

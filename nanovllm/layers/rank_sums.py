@@ -1,8 +1,8 @@
-"""Sums over tensor-parallel GPUs that map each other's memory.
+"""Sums of layers' outputs over the tensor-parallel ranks, added to the residual stream.
 
-There are three ways. For the fewest tokens, the product itself writes its part to the other ranks' memory. In long
-prefills over two GPUs, one half of the tokens is summed while the other half is multiplied. Otherwise one kernel adds
-all parts and computes the norm. See `utils.residual_reducer`.
+Where GPUs map each other's memory, there are three ways besides NCCL. For the fewest tokens, the product itself writes
+its part to the other ranks' memory. In long prefills over two GPUs, one half of the tokens is summed while the other
+half is multiplied. Otherwise one kernel adds all parts and computes the norm. See `utils.residual_reducer`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -47,33 +47,40 @@ def posted_constants(proj: Any, num_tokens: int) -> tuple | None:
 
 
 def add_over_ranks(
-    proj: nn.Module, residual: Tensor, x: Tensor | Gated | Iterable[Tensor | Gated], norm: RMSNorm
+    layer: Any, residual: Tensor, x: Any, norm: RMSNorm | None, output_norm: RMSNorm | None
 ) -> Normed | NormedParts:
-    """`RowParallelLinear.add` with a reducer, and that of experts. If x comes in parts, the result does too."""
-    reducer = proj.tp.reducer
-    if isinstance(x, Gated):
-        x = x.value()
-    if isinstance(x, Tensor) and reducer.takes_parts(len(x)) and get_context().is_prefill:
-        x = x.chunk(2)
-    if not isinstance(x, Tensor):
-        return NormedParts(residual, _add_parts(proj, residual, x, norm))
-    if reducer.is_posting:
-        reducer.add_linear(residual, x, proj.weight, proj.bias_of_rank, posted_constants(proj, len(x)))
-        return Normed(residual, norm)
-    if not reducer.takes(len(x)):
-        return Normed(proj.add_to(residual, x), norm)
-    partial = reducer.partial(len(x))
-    proj.part_of_sum(x, partial)
-    return Normed(residual, norm, reducer.add_norm(residual, partial, norm.weight, norm.eps))
+    """`RowParallelLinear.add`, and that of a mixture of experts: y is the sum of their `part_of_sum` over all ranks. If
+    x comes in parts, the result does too."""
+    tp, reducer = layer.tp, layer.tp.reducer
+    if output_norm is not None:
+        y = tp.all_reduce(layer.part_of_sum("linear", x))
+        return Normed(output_norm.add_to(residual, y), norm)
+    if reducer is not None:
+        if isinstance(x, (Normed, Gated)):
+            x = x.value()
+        if isinstance(x, Tensor) and reducer.takes_parts(len(x)) and get_context().is_prefill:
+            x = x.chunk(2)
+        if not isinstance(x, Tensor):
+            return NormedParts(residual, _add_parts(layer, residual, x, norm))
+        if reducer.is_posting:
+            reducer.add_linear(residual, x, layer.weight, layer.bias_of_rank, posted_constants(layer, len(x)))
+            return Normed(residual, norm)
+        if reducer.takes(len(x)):
+            partial = reducer.partial(len(x))
+            layer.part_of_sum("linear_sum", x, partial)
+            return Normed(residual, norm, reducer.add_norm(residual, partial, norm.weight, norm.eps))
+    # One rank, or a sum by NCCL. Rank 0's part contains the residual.
+    layer.part_of_sum("linear_add" if tp.rank == 0 else "linear_sum", x, residual)
+    return Normed(tp.all_reduce(residual), norm)
 
 
-def _add_parts(proj: nn.Module, residual: Tensor, parts: Iterable[Tensor | Gated], norm: RMSNorm) -> Iterator[Tensor]:
+def _add_parts(layer: Any, residual: Tensor, parts: Iterable[Tensor | Gated], norm: RMSNorm) -> Iterator[Tensor]:
     """Sends all parts when the first result is asked for. The caller works on it while the last part is summed."""
-    sums = proj.tp.reducer.long_sums
+    sums = layer.tp.reducer.long_sums
     under_way, start = [], 0
     for x in parts:
         partial = residual.new_empty(len(x), residual.shape[1])
-        proj.part_of_sum(x, partial)
+        layer.part_of_sum("linear_sum", x, partial)
         under_way.append((residual[start : start + len(x)], sums.send(partial)))
         start += len(x)
     for residual_part, sent in under_way:

@@ -11,7 +11,7 @@ from fake_quack import Package, make_config, problem, tensors
 
 from nanovllm.engine.runner import model_setup
 from nanovllm.engine.runner.model_setup import padded_batch
-from nanovllm.layers.matmul import Matmul
+from nanovllm.layers.matmul import Matmul, Problem
 from nanovllm.layers.quack import Product, Quack, Tile
 from nanovllm.models.layer_facts import layer_products
 from nanovllm.tuning.table import Choice, Key, Row, Table, load_table
@@ -93,7 +93,7 @@ def test_a_bias_and_a_place_for_the_result_are_cublas_business(matmul, package):
     x, residual = x[:128], residual[:128]
     with step_context(DECODE):
         expected = residual + F.linear(x, weight, bias)
-        assert matmul.linear_add(residual, x, weight, bias) is residual
+        assert matmul.run(Problem("linear_add", x, weight, bias, residual)) is residual
     torch.testing.assert_close(residual, expected)
     assert not package.calls
 
@@ -105,7 +105,7 @@ def test_steps_without_graphs_prefill_alone(quack, matmul, package):
     with step_context(DECODE):
         matmul.linear(x, weight)
         matmul.linear_silu(x, weight)
-        matmul.linear_add(residual, x, weight)
+        matmul.run(problem("linear_add", x, weight, residual))
     assert not package.calls
     assert padded_batch(matmul, weight, 100) == 100
     with step_context(PREFILL):
@@ -128,7 +128,7 @@ def test_sums(matmul, package, context, num_tokens, count):
     x, weight, residual = tensors(num_tokens, 96, 32)
     expected = residual + F.linear(x, weight)
     with step_context(context):
-        assert matmul.linear_add(residual, x, weight) is residual
+        assert matmul.run(problem("linear_add", x, weight, residual)) is residual
     torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
     assert len(package.calls) == count
 
@@ -141,7 +141,7 @@ def test_a_failure_is_logged_once_and_costs_no_result(matmul, package, caplog):
     with step_context(DECODE), caplog.at_level(logging.WARNING):
         torch.testing.assert_close(matmul.linear(x, weight), F.linear(x, weight))
         torch.testing.assert_close(matmul.linear_silu(x, weight), F.silu(gate) * up)
-        matmul.linear_add(residual, x, weight)
+        matmul.run(problem("linear_add", x, weight, residual))
     torch.testing.assert_close(residual, expected)
     assert len(package.calls) == 1
     (record,) = caplog.records
@@ -254,3 +254,15 @@ def test_its_decode_tiles_are_for_their_own_shape(matmul, package, caplog):
     assert record.getMessage() == (
         "linear with a weight [112, 32] was not measured on this GPU; to measure it: nanovllm tune MODEL"
     )
+
+
+def test_a_sum_over_ranks_needs_no_rows_for_one_gpu(quack, caplog):
+    """Rank 0 adds its part by linear_add, which the tuner does not measure for several GPUs."""
+    row = Row({1: [Choice("cublas")]})
+    matmul = Matmul(Table({Key("linear_sum", "decode", 96, 32, "float32"): row}), [quack])
+    x, weight, residual = tensors(8, 96, 32)
+    with step_context(DECODE), caplog.at_level(logging.INFO):
+        matmul.run(problem("linear_add", x, weight, residual))
+        assert not caplog.records
+        matmul.linear(x, weight)
+    assert len(caplog.records) == 1
