@@ -306,8 +306,10 @@ def test_gpus_without_the_products_are_refused(monkeypatch, settings, capability
     options = {"hf_config": config, "max_num_batched_tokens": 1024, "quantization": None if settings else "fp8"}
     if allowed:
         assert dummy(**options).weight_format.is_blocked == bool(settings)
-        with pytest.raises(ValueError, match="dtype='float16': must be bfloat16 or auto"):
-            dummy(**options, dtype="float16")
+        config.dtype = "float16"  # The model's own, which "auto" takes, is none either.
+        for dtype in ("float16", "auto"):
+            with pytest.raises(ValueError, match="dtype='float16': must be bfloat16 with weights in fp8"):
+                dummy(**options, dtype=dtype)
         return
     # What the kernels of an fp8 KV cache need is less.
     offer = ", perhaps with kv_cache_dtype='fp8', which works here" if capability >= FP8_CAPABILITY else ""
