@@ -19,7 +19,7 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
-SMALLEST_SCALE = 1e-37
+SMALLEST_SCALE = 1e-37  # The inverse of a smaller one overflows, or it is flushed to zero.
 BLOCK = 128
 
 
