@@ -274,7 +274,7 @@ class Config:
             )
         name = str(self.dtype).removeprefix("torch.")
         is_taken = self.device == "cpu" or name == "bfloat16"
-        require("dtype", name, is_taken, "bfloat16 or auto with weights in fp8")
+        require("dtype", name, is_taken, "bfloat16 with weights in fp8")
 
     def _gpu_capability(self) -> tuple[int, int]:
         """Of the first GPU. A CPU computes all that Hopper does."""

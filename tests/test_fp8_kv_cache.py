@@ -1,6 +1,7 @@
 """An engine with a KV cache in 8 bits: equal tokens however a request is computed, twice the tokens, and its scales."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -255,6 +256,18 @@ def test_weights_of_zeros_and_of_nan(tmp_path):
         edit_tensors(path, lambda tensors, value=value: [t.fill_(value) for t in tensors.values()])
         with make_fp8(path) as llm:
             assert (llm.model_runner.kv_scales == 1).all()
+
+
+def test_values_that_overflow_are_reported(tmp_path, caplog):
+    """They are clamped where they are stored, so the logits look healthy."""
+    path = make_checkpoint(tmp_path, family="qwen2")
+    edit_tensors(path, lambda tensors: tensors["model.layers.1.self_attn.v_proj.weight"].mul_(1e5))
+    for dtype, message in (("bfloat16", None), ("float16", "keys or values that are NaN or infinite.*dtype float16")):
+        caplog.clear()
+        make_fp8(path, dtype=dtype).exit()
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(warnings) == (message is not None)
+        assert all(re.search(message, warning) for warning in warnings)
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

@@ -126,6 +126,7 @@ WEIGHTS = CHANNELS["config_groups"]["group_0"]["weights"]
         with_group(weights=WEIGHTS | {"num_bits": 4}),
         with_group(weights=WEIGHTS | {"strategy": "tensor"}),
         with_group(input_activations=None),
+        with_group(output_activations=CHANNELS["config_groups"]["group_0"]["input_activations"]),
         edited(CHANNELS, config_groups={}),
     ],
 )
@@ -133,6 +134,25 @@ def test_other_settings_are_refused(tmp_path, settings):
     path = make_checkpoint(tmp_path)
     edit_json(path / "config.json", quantization_config=settings)
     with pytest.raises(ValueError, match=r"config\.json: quantization_config .*not supported.*FP8_DYNAMIC"):
+        make_llm(path)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "fp8",
+        edited(BLOCKS, weight_block_size=128),
+        edited(BLOCKS, modules_to_not_convert=5),
+        edited(CHANNELS, config_groups={"group_0": None}),
+        with_group(weights="fp8"),
+    ],
+)
+def test_settings_of_another_type_are_refused(tmp_path, settings):
+    path = make_checkpoint(tmp_path)
+    edit_json(path / "config.json", quantization_config=settings)
+    with pytest.raises(
+        ValueError, match=r"config\.json: quantization_config: cannot be used: .*unquantised checkpoint"
+    ):
         make_llm(path)
 
 
@@ -179,6 +199,12 @@ def test_other_quantizations_are_refused(value):
     [
         (edited(BLOCKS, modules_to_not_convert=["lm_head", "model.layers.0.input_layernorm"]), None),
         (edited(CHANNELS, ignore=["lm_head", "re:.*mlp.gate$"]), None),
+        (edited(CHANNELS, ignore=["re:lm_head", "re:.*lm_head.*", "re:^model.norm$"]), None),
+        (
+            edited(CHANNELS, ignore=["vision_tower.layers.0.mlp.fc1", "re:.*vision_tower.*", "multi_modal_projector"]),
+            None,
+        ),
+        (edited(CHANNELS, ignore=["re:.*gate_proj$"]), "ignore names 're:"),
         (edited(CHANNELS, ignore=["lm_head", "model.layers.1.mlp.down_proj"]), "ignore names 'model.layers.1.mlp.down"),
         (edited(BLOCKS, modules_to_not_convert=["self_attn"]), "modules_to_not_convert names 'self_attn'"),
     ],
@@ -199,6 +225,50 @@ def test_a_checkpoint_without_its_scales(tmp_path):
     name = "model.layers.1.mlp.up_proj.weight_scale"
     edit_tensors(path, lambda tensors: tensors.pop(name))
     with pytest.raises(ValueError, match=f"lacks '{name}'"):
+        make_llm(path)
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize("value", [-0.01, float("nan"), float("inf")])
+def test_wrong_scales(tmp_path, in_blocks, value):
+    path = make_fp8_checkpoint(tmp_path, in_blocks)
+    name = "model.layers.1.mlp.up_proj.weight_scale" + "_inv" * in_blocks
+    edit_tensors(path, lambda tensors: tensors[name][-1].fill_(value))
+    with pytest.raises(ValueError, match=rf"model\.safetensors: tensor '{name}' must hold finite scales >= 0"):
+        make_llm(path)
+
+
+def test_rows_of_zeros_and_of_numbers_next_to_it(tmp_path):
+    """Like the dead neurons of a model that was trained with weight decay."""
+    path = make_checkpoint(tmp_path, dtype=torch.bfloat16)
+    name = "model.layers.1.mlp.up_proj.weight"
+    expected = []
+    for row in (torch.zeros(64), torch.linspace(-1e-38, 1e-38, 64), torch.arange(64) % 2 * 1e-40):
+        edit_tensors(path, lambda tensors, row=row: tensors[name][5].copy_(row))
+        expected.append(score(path, quantization="fp8", dtype="bfloat16"))
+    assert all(torch.equal(scores, expected[0]) for scores in expected)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "message"),
+    [
+        (1, "quantization: .* hidden_size would be 72; use the unquantised checkpoint without quantization"),
+        (2, "tensor_parallel_size=2: .* hidden_size would be 72; use fewer ranks, or the unquantised"),
+    ],
+)
+def test_sizes_that_do_not_fit(tmp_path, num_ranks, message):
+    path = make_checkpoint(tmp_path, hidden_size=72)
+    with pytest.raises(ValueError, match=message):
+        make_llm(path, quantization="fp8", tensor_parallel_size=num_ranks)
+
+
+def test_a_head_in_fp8(tmp_path):
+    path = make_fp8_checkpoint(tmp_path, in_blocks=False)
+    name = "lm_head.weight"
+    edit_tensors(path, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+    with pytest.raises(
+        ValueError, match=rf"'{name}' has dtype F8_E4M3: .* only linear layers .* all else must be BF16"
+    ):
         make_llm(path)
 
 
@@ -236,8 +306,10 @@ def test_gpus_without_the_products_are_refused(monkeypatch, settings, capability
     options = {"hf_config": config, "max_num_batched_tokens": 1024, "quantization": None if settings else "fp8"}
     if allowed:
         assert dummy(**options).weight_format.is_blocked == bool(settings)
-        with pytest.raises(ValueError, match="dtype='float16': must be bfloat16 or auto"):
-            dummy(**options, dtype="float16")
+        config.dtype = "float16"  # The model's own, which "auto" takes, is none either.
+        for dtype in ("float16", "auto"):
+            with pytest.raises(ValueError, match="dtype='float16': must be bfloat16 with weights in fp8"):
+                dummy(**options, dtype=dtype)
         return
     # What the kernels of an fp8 KV cache need is less.
     offer = ", perhaps with kv_cache_dtype='fp8', which works here" if capability >= FP8_CAPABILITY else ""

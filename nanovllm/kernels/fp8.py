@@ -40,7 +40,8 @@ def _quantize_kernel(
     groups = tl.reshape(value, (BLOCK // GROUP, GROUP))
     # A factor instead of a division, as in the twin.
     group_scale = tl.max(tl.abs(groups), axis=1) * (1.0 / 448.0)
-    inverse = tl.where(group_scale > 0.0, tl.div_rn(tl.full(group_scale.shape, 1.0, tl.float32), group_scale), 0.0)
+    # The inverse of a smaller scale would overflow, or the scale be flushed to zero.
+    inverse = tl.where(group_scale >= 1e-37, tl.div_rn(tl.full(group_scale.shape, 1.0, tl.float32), group_scale), 0.0)
     quantized = tl.reshape(groups * inverse[:, None], (BLOCK,))
     tl.store(y + row * y_stride + columns, quantized.to(y.dtype.element_ty), mask=mask)
     group = tl.arange(0, BLOCK // GROUP)

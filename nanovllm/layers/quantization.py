@@ -19,6 +19,7 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
+SMALLEST_SCALE = 1e-37  # The inverse of a smaller one overflows, or it is flushed to zero.
 BLOCK = 128
 
 
@@ -157,10 +158,11 @@ def get_weight_format() -> Fp8Format | None:
 
 
 def quantize_rows_torch(x: Tensor) -> Quantized:
-    """One scale for each row of `[rows, columns]`; zeros where a row is zero. Twin of `kernels.fp8`'s kernels."""
+    """One scale for each row of `[rows, columns]`; zeros where a row is zero, or so small that the inverse of its scale
+    would overflow. Twin of `kernels.fp8`'s kernels."""
     # A factor instead of a division, which GPUs round in several ways.
     scale = x.abs().amax(-1, keepdim=True).float() * (1 / E4M3_MAX)
-    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    inverse = torch.where(scale >= SMALLEST_SCALE, 1 / scale, 0.0)
     return Quantized((x.float() * inverse).to(E4M3), scale)
 
 

@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nanovllm.layers.quantization import BLOCK, Fp8Format
+from nanovllm.utils.model_files import one_line
 
-# Parts of a model that are never quantised. Others that a checkpoint leaves unquantised do not load.
-_UNQUANTISED = re.compile(r"(^|[.*])(lm_head|embed_tokens|[a-z_]*norm|mlp\.gate|gate)\$?$")
+# Parts of a model that are never quantised, and those of a vision tower, which is not read. Others that a checkpoint
+# leaves unquantised do not load.
+_UNQUANTISED = re.compile(r"(^|[.*:^])(lm_head|embed_tokens|[a-z_]*norm|mlp\.gate|gate)(\.\*)?\$?$")
+_UNREAD = re.compile(r"(^|[.*:^])(vision_tower|multi_modal_projector)([.*$]|$)")
 _UNIT = 16  # rows and columns: what torch._scaled_mm takes
 
 
@@ -24,7 +27,13 @@ class Quantization(NamedTuple):
 
 def read_quantization(settings: Any, where: str) -> Quantization:
     """What a quantization_config says. Raises ValueError, beginning with `where`, if we do not have it."""
-    settings = settings if isinstance(settings, Mapping) else settings.to_dict()
+    try:
+        return _read(settings if isinstance(settings, Mapping) else settings.to_dict(), where)
+    except (AttributeError, TypeError) as error:  # A value of another type than the formats have there.
+        raise ValueError(f"{where}: cannot be used: {one_line(error)}; use the unquantised checkpoint") from error
+
+
+def _read(settings: Mapping, where: str) -> Quantization:
     method = settings.get("quant_method")
     method = getattr(method, "value", method)  # transformers' own is an enumeration.
     scheme = settings.get("kv_cache_scheme")
@@ -43,7 +52,8 @@ def read_quantization(settings: Any, where: str) -> Quantization:
             "activations or as compressed-tensors' FP8_DYNAMIC; use the unquantised checkpoint, perhaps with "
             "quantization='fp8'"
         )
-    others = [name for name in settings.get(ignored) or () if not _UNQUANTISED.search(str(name))]
+    left_out = map(str, settings.get(ignored) or ())
+    others = [name for name in left_out if not _UNQUANTISED.search(name) and not _UNREAD.search(name)]
     if others:
         raise ValueError(
             f"{where}: {ignored} names {others[0]!r}: linear layers must all be quantised, except the head"
@@ -70,7 +80,7 @@ def _are_fp8_channels(settings: Mapping) -> bool:
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
     strategies = weights.get("strategy"), inputs.get("strategy")
     is_dynamic = inputs.get("dynamic") is True and not weights.get("dynamic")
-    is_all = group.get("targets") == ["Linear"]
+    is_all = group.get("targets") == ["Linear"] and not group.get("output_activations")
     return is_all and _is_e4m3(weights) and _is_e4m3(inputs) and is_dynamic and strategies == ("channel", "token")
 
 
@@ -96,7 +106,10 @@ def check_sizes(hf_config: Any, head_dim: int, format: Fp8Format, num_ranks: int
     for name, size in sizes.items():
         if size % unit:
             kind = "blocks of 128 x 128" if format.is_blocked else "fp8"
+            where, fewer = f"tensor_parallel_size={num_ranks}", "fewer ranks, or "
+            if num_ranks == 1:
+                where, fewer = "quantization", ""
             raise ValueError(
-                f"tensor_parallel_size={num_ranks}: weights in {kind} need sizes that are multiples of {unit} on each "
-                f"rank, and its {name} would be {size}"
+                f"{where}: weights in {kind} need sizes that are multiples of {unit} on each rank, and its {name} "
+                f"would be {size}; use {fewer}the unquantised checkpoint without quantization"
             )

@@ -52,12 +52,12 @@ def load_model(model: nn.Module, directory: str) -> None:
             _check_tied_head(tensors, directory)
         # The largest first, so that no thread is left alone with one in the end.
         names = sorted(plan, key=lambda name: -math.prod(tensors[name].content.get_shape()))
-        _load_all([(plan[name][0], tensors[name].content, plan[name][1]) for name in names])
+        _load_all([(name, plan[name][0], tensors[name], plan[name][1]) for name in names])
 
 
-def _load_all(tasks: list[tuple[nn.Parameter, Any, object]]) -> None:
-    """Load every (parameter, safetensors slice, shard id) in several threads, at most as many as torch computes with.
-    Raises the first error, or Ctrl-C's, when no thread is loading any more."""
+def _load_all(tasks: list[tuple[str, nn.Parameter, _Tensor, object]]) -> None:
+    """Load every (checkpoint name, parameter, tensor, shard id) in several threads, at most as many as torch computes
+    with. Raises the first error, or Ctrl-C's, when no thread is loading any more."""
     num_threads = min(_MAX_THREADS, torch.get_num_threads())
     # Several copies by one thread each are faster than one copy by several, as torch would make it.
     with torch_threads(1), ThreadPoolExecutor(num_threads) as pool:
@@ -71,8 +71,12 @@ def _load_all(tasks: list[tuple[nn.Parameter, Any, object]]) -> None:
             raise
 
 
-def _load(param: nn.Parameter, loaded: Any, shard_id: object) -> None:
-    getattr(param, "weight_loader", default_weight_loader)(param, loaded, shard_id)
+def _load(name: str, param: nn.Parameter, tensor: _Tensor, shard_id: object) -> None:
+    if hasattr(param, "checkpoint_name"):  # A wrong scale of a weight in fp8 would show in the results alone.
+        scales = tensor.content[...]
+        if not (scales.isfinite() & (scales >= 0)).all():
+            raise ValueError(f"{tensor.file}: tensor {name!r} must hold finite scales >= 0: download the file again")
+    getattr(param, "weight_loader", default_weight_loader)(param, tensor.content, shard_id)
 
 
 def num_checkpoint_params(model: nn.Module) -> int:
@@ -203,8 +207,8 @@ def _remedy(needed: tuple[str, ...]) -> str:
     if needed == _E4M3:
         return "config.json's quantization_config says F8_E4M3; is it the same model's?"
     return (
-        f"quantised checkpoints do not load unless config.json names their format, only {', '.join(needed)}; use the "
-        "unquantised checkpoint"
+        "quantised checkpoints do not load unless config.json names their format, and then only linear layers are in "
+        f"it; all else must be {', '.join(needed)}; use the unquantised checkpoint"
     )
 
 

@@ -74,6 +74,18 @@ def test_quantize(num_tokens, K, dtype, in_groups, device):
     assert found[1].stride(0) == 1  # as cuBLAS needs the scales of groups
 
 
+@in_groups
+def test_numbers_next_to_zero_are_zeros(in_groups, device):
+    """The inverse of their scale would be infinite, and infinity times a zero beside them is NaN."""
+    x = torch.tensor([1e-44, 1e-40, 1e-38, 1e-36, 1e-33], device=device)[:, None].repeat(1, 128)
+    x[:, ::2] = 0
+    expected = quantize_input_torch(x, Fp8Format(in_groups))
+    assert_quantised(fp8.quantize(x, in_groups), expected)
+    torch.testing.assert_close(expected.dequantized(), x, atol=1e-34, rtol=1 / 16)
+    of_bfloat16 = quantize_input_torch(x.bfloat16(), Fp8Format(in_groups))
+    torch.testing.assert_close(of_bfloat16.dequantized(), x, atol=1e-34, rtol=1 / 16)
+
+
 def test_any_width_of_a_token(device):
     x = wide_rows(4, 77, torch.float32, device)
     assert_quantised(fp8.quantize(x, False), quantize_input_torch(x, Fp8Format()))

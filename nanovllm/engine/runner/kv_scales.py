@@ -120,6 +120,12 @@ def calibrated_scales(runner: Any) -> torch.Tensor:
     finally:
         for hook in hooks:
             hook.remove()
+    if not largest.isfinite().all():  # The cache would clamp infinity to a number, and the logits not show it.
+        logger.warning(
+            "KV cache scales: the calibration found keys or values that are NaN or infinite: the weights are damaged, "
+            "or overflow in dtype %s; try dtype='float32', or 'bfloat16' instead of float16",
+            str(runner.config.dtype).removeprefix("torch."),
+        )
     # Of zeros alone, and of what is not finite, no scale follows.
     largest[~largest.isfinite() | (largest == 0)] = E4M3_MAX / MARGIN
     return largest * (MARGIN / E4M3_MAX)
