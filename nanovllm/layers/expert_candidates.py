@@ -76,16 +76,8 @@ class GroupedMm(Candidate):
     name = "grouped-mm"
 
     def supports(self, problem: ExpertsProblem) -> bool:
-        weight = problem.weight
-        return (
-            hasattr(F, "grouped_mm")
-            and use_kernels(weight)
-            and not is_compiling_ahead()  # Then nothing sorts the pairs, and torch would index by anything.
-            and weight.dtype == torch.bfloat16
-            and len(weight) <= MAX_EXPERTS
-            and not any(size % 8 for size in (*weight.shape[1:], problem.down.shape[2]))
-            and _is_hopper(weight.device)
-        )
+        is_bfloat16 = problem.weight.dtype == torch.bfloat16
+        return hasattr(F, "grouped_mm") and is_bfloat16 and _suits_torch(problem, unit=8)
 
     def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
         pairs, ends, weights = _sorted_pairs(problem)
@@ -102,16 +94,9 @@ class ScaledGroupedMm(Candidate):
 
     def supports(self, problem: ExpertsProblem) -> bool:
         weight = problem.weight
-        return (
-            hasattr(torch, "_scaled_grouped_mm")
-            and isinstance(weight, Fp8Weight)
-            and use_kernels(weight)
-            and not weight.format.is_blocked
-            and weight.input_dtype == torch.bfloat16
-            and len(weight) <= MAX_EXPERTS
-            and not any(size % 16 for size in (*weight.shape[1:], problem.down.shape[2]))
-            and _is_hopper(weight.device)
-        )
+        is_right = isinstance(weight, Fp8Weight) and not weight.format.is_blocked
+        is_right = is_right and weight.input_dtype == torch.bfloat16
+        return hasattr(torch, "_scaled_grouped_mm") and is_right and _suits_torch(problem, unit=16)
 
     def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
         pairs, ends, weights = _sorted_pairs(problem)
@@ -120,6 +105,19 @@ class ScaledGroupedMm(Candidate):
         hidden = _scaled_product(Quantized(values[tokens], scale[tokens]), weight, ends)
         y = _scaled_product(quantize_input(Gated(hidden), down.format), down, ends)
         return _add_sorted(y, pairs, weights, problem)
+
+
+def _suits_torch(problem: ExpertsProblem, unit: int) -> bool:
+    """Whether torch's grouped products, which need sizes that are multiples of a unit, can be launched now. They can't
+    while kernels only compile: then nothing sorts the pairs, and torch would index by anything."""
+    weight = problem.weight
+    return (
+        use_kernels(weight)
+        and not is_compiling_ahead()
+        and len(weight) <= MAX_EXPERTS
+        and not any(size % unit for size in (*weight.shape[1:], problem.down.shape[2]))
+        and _is_hopper(weight.device)
+    )
 
 
 def _sorted_pairs(problem: ExpertsProblem) -> tuple[Tensor, Tensor, Tensor]:
