@@ -14,22 +14,20 @@ if HAS_TRITON:
     from nanovllm.kernels.paged_decode import has_tma, paged_decode
     from nanovllm.kernels.paged_prefill import paged_prefill
 
-# A call of flash-attn-4 costs the host twice as much as one of our kernels. So it pays only if the device works on a
-# layer for longer than the host launches it: for steps of many new tokens, and for any sequence with more keys than
-# this (measured on an H200).
-_MANY_KEYS = 4096
-
 
 class GpuBackend(AttentionBackend):
     """A back end that leaves prefills to flash-attn-4, except for short prompts, few tokens and layers with a window.
 
+    A call of flash-attn-4 costs the host twice as much as one of our kernels. So it pays only if the device works on a
+    layer for longer than the host launches it: for steps of many new tokens, and for sequences with many keys.
+
     Attributes:
-        max_short_prompt: tokens of a prompt up to which its own prefill is faster than flash-attn-4 (H200).
+        max_short_prompt: tokens of a prompt up to which its own prefill is faster than flash-attn-4.
         flash_attn4_min_tokens: new tokens from which on a step is given to flash-attn-4.
+        max_few_keys: of a sequence; a step with one that has more keys is given to flash-attn-4.
     """
 
-    max_short_prompt: int
-    flash_attn4_min_tokens = 0
+    max_short_prompt = flash_attn4_min_tokens = max_few_keys = 0
 
     @property
     def description(self) -> str:
@@ -37,17 +35,20 @@ class GpuBackend(AttentionBackend):
             return self.name
         return f"{self.name} (prefill: flash-attn-4, in steps of {self.flash_attn4_min_tokens} tokens or more)"
 
-    def use_flash_attn4(self, dtype, head_dim, *, min_tokens, max_num_batched_tokens, max_model_len):
+    def use_flash_attn4(
+        self, dtype, head_dim, *, min_tokens, max_short_prompt, max_few_keys, max_num_batched_tokens, max_model_len
+    ):
         """Use it from now on, if it is installed and supports this model. It is not imported, which takes seconds, if
-        no step can be long enough for it. min_tokens: new tokens of a step for which it pays."""
-        self.flash_attn4_min_tokens = min_tokens
-        if max_num_batched_tokens >= self.flash_attn4_min_tokens or max_model_len > _MANY_KEYS:
+        no step can be long enough for it. The first three sizes become attributes."""
+        self.flash_attn4_min_tokens, self.max_short_prompt = min_tokens, max_short_prompt
+        self.max_few_keys = max_few_keys
+        if max_num_batched_tokens >= min_tokens or max_model_len > max_few_keys:
             self.flash_attn4 = load_flash_attn4(dtype, head_dim)
 
     def prefill(self, q, k, v, k_cache, v_cache, context, scale, window=None, kv_scales=None):
         longest = context.max_seqlen_k
         is_short = context.block_tables is None and longest <= self.max_short_prompt
-        are_few = len(k) < self.flash_attn4_min_tokens and longest <= _MANY_KEYS
+        are_few = len(k) < self.flash_attn4_min_tokens and longest <= self.max_few_keys
         reads_fp8 = context.block_tables is not None and kv_scales is not None
         out = None
         if self.flash_attn4 is not None and window is None and not is_short and not are_few and not reads_fp8:
@@ -66,7 +67,6 @@ class TritonBackend(GpuBackend):
 
     name = "triton"
     wants_plan = True
-    max_short_prompt = 256
 
     def prepare(self, constants, max_batch_size, shape):
         self.constants = constants
@@ -91,7 +91,6 @@ class FlashAttnBackend(GpuBackend):
     """The flash-attn package (FlashAttention-2, arXiv:2307.08691): bfloat16 and float16, blocks of 256 n."""
 
     name = "flash_attn"
-    max_short_prompt = 128
 
     def __init__(self):
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache

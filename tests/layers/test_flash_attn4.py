@@ -18,7 +18,8 @@ from nanovllm.utils.context import Context
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 2, 1, 16, 16
 SCALE = HEAD_DIM**-0.5
-MAX_SHORT = TritonBackend.max_short_prompt
+MAX_SHORT = 256
+SIZES = {"min_tokens": 300, "max_short_prompt": MAX_SHORT, "max_few_keys": 4096}
 
 
 class Package:
@@ -36,6 +37,7 @@ class Package:
 
 def make_backend(package: Package) -> TritonBackend:
     backend = TritonBackend()
+    backend.max_short_prompt = MAX_SHORT
     backend.flash_attn4 = FlashAttn4(package)
     return backend
 
@@ -95,11 +97,12 @@ def test_short_prompts_are_our_kernels(lens, device):
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_short_is_the_back_ends_to_say(monkeypatch, device):
-    monkeypatch.setattr(TritonBackend, "max_short_prompt", 5)
+def test_what_is_short_is_a_setting(device):
     for longest, num_calls in ((5, 0), (6, 1)):
         package = Package()
-        prefill(make_backend(package), [(0, 2), (0, longest)], device)
+        backend = make_backend(package)
+        backend.max_short_prompt = 5
+        prefill(backend, [(0, 2), (0, longest)], device)
         assert len(package.calls) == num_calls
 
 
@@ -126,8 +129,7 @@ def test_few_tokens_are_our_kernels(monkeypatch, device):
     package = Package()
     monkeypatch.setattr(attention_gpu, "load_flash_attn4", lambda dtype, head_dim: FlashAttn4(package))
     backend = TritonBackend()
-    sizes = {"min_tokens": 300, "max_num_batched_tokens": 300, "max_model_len": 300}
-    backend.use_flash_attn4(torch.float32, HEAD_DIM, **sizes)
+    backend.use_flash_attn4(torch.float32, HEAD_DIM, **SIZES, max_num_batched_tokens=300, max_model_len=300)
     out, expected = prefill(backend, [(0, 299)], device)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert package.calls == []
@@ -137,7 +139,7 @@ def test_few_tokens_are_our_kernels(monkeypatch, device):
     ends = torch.tensor([0, 290, 300], dtype=torch.int32, device=device)
     context = Context(True, ends, ends, 290, 290).of_last_tokens()
     assert is_the_packages(backend.prefill(q, kv, kv, None, None, context, SCALE))
-    monkeypatch.setattr(attention_gpu, "_MANY_KEYS", 5 * BLOCK_SIZE)
+    backend.max_few_keys = 5 * BLOCK_SIZE
     for num_cached, who in ((4 * BLOCK_SIZE, 0), (5 * BLOCK_SIZE, 1)):
         package.calls.clear()
         prefill(backend, [(num_cached, 2)], device)
@@ -152,7 +154,7 @@ def test_where_no_step_is_large_enough_it_is_not_loaded(max_num_tokens, max_mode
     monkeypatch.setattr(attention_gpu, "load_flash_attn4", lambda dtype, head_dim: FlashAttn4(package))
     backend = TritonBackend()
     limits = {"max_num_batched_tokens": max_num_tokens, "max_model_len": max_model_len}
-    backend.use_flash_attn4(torch.float32, HEAD_DIM, min_tokens=300, **limits)
+    backend.use_flash_attn4(torch.float32, HEAD_DIM, **SIZES, **limits)
     assert (backend.flash_attn4 is not None) == is_loaded
 
 

@@ -1,5 +1,8 @@
 """A layer with experts: the same result by every candidate, over ranks, and beside rows of padding."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +18,7 @@ from nanovllm.layers.experts import MixtureOfExperts
 from nanovllm.layers.experts_torch import experts_torch, route_torch
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul import Candidate, Matmul
-from nanovllm.layers.quantization import Fp8Format, weight_format
+from nanovllm.layers.quantization import E4M3, Fp8Format, Fp8Weight, weight_format
 from nanovllm.layers.rank_sums import NormedParts
 from nanovllm.models.layer_facts import num_layer_params
 from nanovllm.models.presets import preset_config
@@ -336,3 +339,24 @@ def test_a_configuration_that_no_layer_can_be_built_from(changes, message):
     config.update(changes)
     with pytest.raises(ValueError, match=message):
         Qwen3MoeForCausalLM.checked_spec(config)
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_grouped_products_of_torch_are_not_launched_while_kernels_compile(monkeypatch, in_fp8):
+    """Then nothing has sorted the pairs, by which torch would index."""
+    monkeypatch.setattr(expert_candidates, "use_kernels", lambda weight: True)
+    monkeypatch.setattr(expert_candidates, "_is_hopper", lambda device: True)
+    weight, down = (torch.zeros(4, *shape, dtype=torch.bfloat16) for shape in ((64, 32), (32, 32)))
+    candidate: Any = GroupedMm()
+    if in_fp8:
+        candidate = ScaledGroupedMm()
+        weight, down = (
+            Fp8Weight(each.to(E4M3), torch.ones(*each.shape[:2], 1), Fp8Format(), torch.bfloat16)
+            for each in (weight, down)
+        )
+    if not hasattr(*((torch, "_scaled_grouped_mm") if in_fp8 else (F, "grouped_mm"))):
+        pytest.skip("this torch has none")
+    problem = SimpleNamespace(weight=weight, down=down)
+    assert candidate.supports(problem)
+    monkeypatch.setattr(expert_candidates, "is_compiling_ahead", lambda: True)
+    assert not candidate.supports(problem)

@@ -92,6 +92,8 @@ def build_model(
         config.dtype,
         head_dim,
         min_tokens=table.setting("flash_attn4", "min_layer_work") // num_params,
+        max_short_prompt=table.setting("flash_attn4", "max_short_prompt").get(backend.name, 0),
+        max_few_keys=table.setting("flash_attn4", "max_few_keys"),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
     )
