@@ -104,11 +104,14 @@ def main() -> None:
     parser.add_argument("--prefill", nargs="*", default=[], help="PROMPTSxTOKENS")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="rank 0 is what the profile shows")
+    parser.add_argument("--quantization", choices=["fp8"])
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
     parser.add_argument("--json")
     args = parser.parse_args()
     require_gpus(parser)
     results = []
-    options = {"attention_backend": args.attention_backend, "tensor_parallel_size": args.tensor_parallel_size}
+    names = ("attention_backend", "tensor_parallel_size", "quantization", "kv_cache_dtype")
+    options = {name: getattr(args, name) for name in names}
     with LLM(args.model, load_format="dummy", skip_tokenizer_init=True, seed=0, **options) as llm:
         jobs = [(profile_shape, shape) for shape in args.shapes] + [(profile_prefill, s) for s in args.prefill]
         for job, shape in jobs:
