@@ -21,24 +21,47 @@ def check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, max_tokens: int,
         needed = f"x's dtype {dtype}" if scale is None else f"dtype {dtype}"
         raise ValueError(f"weight must have {needed}, not {weight.dtype}")
     if scale is not None:
-        N, K = weight.shape
-        shapes = [(N, 1)] if N % BLOCK or K % BLOCK else [(N, 1), (N // BLOCK, K // BLOCK)]
-        if tuple(scale.shape) not in shapes or not scale.is_contiguous() or scale.dtype != torch.float32:
-            raise ValueError(
-                f"weight_scale must be a contiguous float32 of one of {shapes}, not {list(scale.shape)} {scale.dtype}"
-            )
+        _check_weight_scale(weight, scale)
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
         raise ValueError(f"bias must be a contiguous [{len(weight)}], not {list(bias.shape)}")
 
 
-def check_result(y: Tensor, x: Tensor, weight: Tensor, silu: bool) -> None:
-    """Raise ValueError, beginning with the argument's name, unless y is `[M, N]` of x's dtype with contiguous rows; of
-    half as many columns with silu."""
+def _check_weight_scale(weight: Tensor, scale: Tensor) -> None:
+    N, K = weight.shape
+    shapes = [(N, 1)] if N % BLOCK or K % BLOCK else [(N, 1), (N // BLOCK, K // BLOCK)]
+    if tuple(scale.shape) not in shapes or not scale.is_contiguous() or scale.dtype != torch.float32:
+        raise ValueError(
+            f"weight_scale must be a contiguous float32 of one of {shapes}, not {list(scale.shape)} {scale.dtype}"
+        )
+
+
+def check_scaled_layer(
+    x: Tensor, x_scale: Tensor | None, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
+) -> None:
+    """`check_layer` of an x and a weight in e4m3, with a scale for each row of both, or for blocks of the weight and
+    groups of x's columns."""
+    check_layer(x, weight, bias, len(x))
+    _check_weight_scale(weight, weight_scale)
+    M, (N, K) = len(x), weight.shape
+    shape, strides = ((M, 1), (1, 1)) if weight_scale.shape == (N, 1) else ((M, K // BLOCK), (1, M))
+    if x.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"x must be torch.float8_e4m3fn for a weight with scales, not {x.dtype}")
+    is_right = x_scale is not None and x_scale.dtype == torch.float32 and x_scale.shape == shape
+    # Of a dimension of one element any stride will do.
+    if not is_right or any(n > 1 and a != b for n, a, b in zip(shape, x_scale.stride(), strides, strict=True)):
+        found = None if x_scale is None else f"{list(x_scale.shape)} {x_scale.dtype} with strides {x_scale.stride()}"
+        raise ValueError(f"x_scale must be float32 {list(shape)} with strides {strides}, not {found}")
+
+
+def check_result(y: Tensor, x: Tensor, weight: Tensor, silu: bool, dtype: torch.dtype | None = None) -> None:
+    """Raise ValueError, beginning with the argument's name, unless y is `[M, N]` of a dtype, x's by default, with
+    contiguous rows; of half as many columns with silu."""
+    dtype = dtype or x.dtype
     if silu and len(weight) % 2:
         raise ValueError(f"weight must have an even number of rows, gate and up, not {len(weight)}")
     shape = (len(x), len(weight) // 2 if silu else len(weight))
-    if y.shape != shape or y.stride(1) != 1 or y.dtype != x.dtype:
+    if y.shape != shape or y.stride(1) != 1 or y.dtype != dtype:
         raise ValueError(
-            f"y must be {list(shape)} {x.dtype} with contiguous rows, not {list(y.shape)} {y.dtype} with strides "
+            f"y must be {list(shape)} {dtype} with contiguous rows, not {list(y.shape)} {y.dtype} with strides "
             f"{y.stride()}"
         )

@@ -1,11 +1,11 @@
-"""Linear layers of a decode batch of up to 128 tokens, with the activation or the residual addition that follows.
+"""Linear layers of a decode batch, with the activation or the residual addition that follows.
 
 Such a product takes a few microseconds, in which the weights are read. So the weights must be requested early, and all
-multiprocessors must read equal shares of them. A program computes up to 64 tokens with some rows of the weight and one
+multiprocessors must read equal shares of them. A program computes a tile of tokens with some rows of the weight and one
 split of K. It prefetches its weights into L2 while the kernel before it still runs.
 
-Weights in e4m3 are converted to x's dtype on their way to the tensor cores. There they are the first factor, which may
-come from registers.
+Products of e4m3 numbers suit any number of tokens. The weight is the first factor there, because the tensor cores take
+64 rows of it and as few as 8 columns of the second. Up to that, tokens cost nothing.
 
 Splits are combined without a second launch. Each program writes its sum in float32 and counts itself as arrived. The
 last one adds all sums, always in the order of the splits, so equal calls give equal bits.
@@ -20,14 +20,13 @@ from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents, gdc_wait, has_pdl, prefetch_lines
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.linear_checks import BLOCK, check_layer, check_result
+from nanovllm.kernels.linear_checks import BLOCK, check_layer, check_result, check_scaled_layer
 
 DTYPES = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # columns; other rows are read two bytes at a time
 # The rows of Hopper's tensor-core instruction. Fewer tokens are padded.
 TILE_TOKENS = 64
-MAX_TOKENS = 2 * TILE_TOKENS
-_NUM_WARPS = 4
+MAX_TOKENS = 2 * TILE_TOKENS  # of x and weights that are not in e4m3
 # Counters for launches with splits, one a tile of results.
 _MAX_SPLIT_TILES = 1024
 _MIN_TILE_ROWS = 16
@@ -36,15 +35,21 @@ MAX_ROWS = _MAX_SPLIT_TILES * _MIN_TILE_ROWS * TILE_TOKENS // MAX_TOKENS
 
 
 class SplitKConfig(NamedTuple):
-    """Launch constants, the first three powers of two."""
+    """Launch constants, all but the prefetch and the stages powers of two."""
 
     tile_rows: int  # weight rows of a program, at least 16; with `silu` two make one output column
     tile_k: int  # columns of a step, at least 16
     splits: int  # programs among which K is divided
-    # Of the load pipeline. A stage holds tile_k columns of TILE_TOKENS of x and of tile_rows of the weight; all must
-    # fit in 227 KiB.
+    # Of the load pipeline. A stage holds tile_k columns of tile_tokens of x and of tile_rows of the weight; all must fit
+    # in 227 KiB.
     num_stages: int
     prefetch: int  # first columns of its split that a program prefetches into L2 while it waits; 0 for none
+    tile_tokens: int = TILE_TOKENS  # at least 16
+    num_warps: int = 4
+
+    @property
+    def stage_elements(self) -> int:
+        return self.tile_k * (self.tile_tokens + self.tile_rows)
 
 
 def make_arrivals(device: torch.device | str | None = None) -> Tensor:
@@ -66,19 +71,31 @@ def _prefetch(weight, row, inside, first_row, first_k, K: tl.constexpr, COLUMNS:
         prefetch_lines(weight + tl.where(within, offset, first_row.to(tl.int64) * K))
 
 
+@triton.jit
+def _load_scales(block_row, is_row, x_scale, token, is_token, k, M, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a weight's rows and of tokens, in column k's block. Columns beyond K have none; the last block's do for them."""
+    block = tl.minimum(k // BLOCK, K // BLOCK - 1)
+    of_rows = tl.load(block_row + block, mask=is_row, other=0.0)
+    return of_rows, tl.load(x_scale + block * M + token, mask=is_token, other=0.0)
+
+
 # Every batch has another number of tokens; specialising on it would compile the kernel again.
 @triton.jit(do_not_specialize=["M"])
 def split_k_kernel(
-    x, weight, weight_scale, bias, y, partial, arrivals, M, N, x_stride, y_stride,
+    x, x_scale, weight, weight_scale, bias, y, partial, arrivals, M, N, x_stride, y_stride,
     K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr,
     SPLITS: tl.constexpr, SPLIT_K: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr,
     BLOCK: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] = x W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU. BLOCK: columns and rows of W
-    that share a scale, a multiple of K_TILE; 0 if rows do."""
+    that share a scale, as do as many columns of a token, a multiple of K_TILE; 0 if rows and tokens have one each."""
     if PDL:
         gdc_launch_dependents()
-    tile, split, token_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if x_scale is None:
+        tile, split, token_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    else:
+        # Programs with the same weights are neighbours, so that L2 has these for all of them.
+        token_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.arange(0, ROWS)
     if SILU:
         # Even rows of the tile are gates, from the weight's first N rows, odd ones the ups that belong to them: a
@@ -105,6 +122,8 @@ def split_k_kernel(
         gdc_wait()
 
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
+    if x_scale is not None:
+        token = token.to(tl.int64)  # A long prefill's y has more than 2^31 elements.
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     inside_y = (token < M)[:, None] & (output < N)[None, :]
     y_tile = y + token[:, None] * y_stride + output[None, :]
@@ -116,10 +135,12 @@ def split_k_kernel(
     weight_tile = weight + weight_row.to(tl.int64)[:, None] * K + k[None, :]
     inside_tokens = (token < M)[:, None]
     inside_rows = inside_rows[:, None]
-    if weight_scale is not None:
-        acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
-    else:
+    if x_scale is None:
         acc = tl.zeros([TOKENS, ROWS], dtype=tl.float32)
+    else:
+        acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
+    if BLOCK > 0:
+        scales = _load_scales(block_row, column < N, x_scale, token, token < M, first_k, M, K, BLOCK)
     for start in range(0, SPLIT_K, K_TILE):
         if SPLITS * SPLIT_K == K:
             x_mask, weight_mask = inside_tokens, inside_rows
@@ -129,19 +150,25 @@ def split_k_kernel(
         values = tl.load(x_tile + start, mask=x_mask, other=0.0)
         weights = tl.load(weight_tile + start, mask=weight_mask, other=0.0)
         if BLOCK > 0:
-            # The last split may end beyond K, in no block.
-            block = tl.minimum((first_k + start) // BLOCK, K // BLOCK - 1)
-            block_scale = tl.load(block_row + block, mask=column < N, other=0.0)
-            acc += tl.dot(weights.to(values.dtype), tl.trans(values)) * block_scale[:, None]
-        elif weight_scale is not None:
-            acc = tl.dot(weights.to(values.dtype), tl.trans(values), acc)
+            of_rows, of_tokens = scales
+            # The pipeline loads early only what is multiplied, so the next step's scales are requested here.
+            next_k = first_k + start + K_TILE
+            scales = _load_scales(block_row, column < N, x_scale, token, token < M, next_k, M, K, BLOCK)
+            acc += tl.dot(weights, tl.trans(values)) * of_rows[:, None] * of_tokens[None, :]
+        elif x_scale is not None:
+            # Tensor cores add up e4m3 products with 14 bits, as in torch's products with fast accumulation.
+            acc = tl.dot(weights, tl.trans(values), acc)
         else:
             acc = tl.dot(values, tl.trans(weights), acc)
-    if weight_scale is not None:
+    if x_scale is not None:
         acc = tl.trans(acc)
 
     if SPLITS > 1:
-        tile += token_tile * tl.num_programs(0)  # of the results: its number among all
+        # Of the results: its number among all.
+        if x_scale is None:
+            tile += token_tile * tl.num_programs(0)
+        else:
+            tile = tile * tl.num_programs(0) + token_tile
         sums = partial + tile * (SPLITS * TOKENS * ROWS) + tl.arange(0, TOKENS)[:, None] * ROWS + row[None, :]
         tl.store(sums + split * (TOKENS * ROWS), acc, mask=inside_tokens)
         # One thread does the atomic: it may release the stores of all only after all have made theirs.
@@ -156,8 +183,9 @@ def split_k_kernel(
         acc = tl.load(sums, mask=inside_tokens, other=0.0, cache_modifier=".cg")
         for other in tl.static_range(1, SPLITS):
             acc += tl.load(sums + other * (TOKENS * ROWS), mask=inside_tokens, other=0.0, cache_modifier=".cg")
-    if BLOCK == 0 and weight_scale is not None:
-        acc *= row_scale[None, :]
+    if BLOCK == 0 and x_scale is not None:
+        token_scale = tl.load(x_scale + token, mask=token < M, other=0.0)
+        acc *= token_scale[:, None] * row_scale[None, :]
     if bias is not None:
         acc += shift[None, :]
     if SILU:
@@ -178,6 +206,7 @@ def split_k(
     config: SplitKConfig,
     arrivals: Tensor,
     *,
+    x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
     silu: bool = False,
     add: bool = False,
@@ -188,43 +217,51 @@ def split_k(
     Rows of x don't influence each other. Another number of tokens may round differently.
 
     Args:
-        x: `[M, K]`, M in 1..MAX_TOKENS, bfloat16 or float16, any row stride. Rows of a multiple of 8 elements, 8
-            elements apart and aligned to 16 bytes, are read fast.
-        weight: `[N, K]`, contiguous, of x's dtype, or of e4m3.
-        y: `[M, N]` of x's dtype, any row stride; shares no memory with x.
+        x: `[M, K]`, M in 1..MAX_TOKENS, bfloat16 or float16, any row stride; or of any M, in e4m3. Rows of a multiple
+            of 16 bytes, 16 bytes apart and aligned to as many, are read fast.
+        weight: `[N, K]`, contiguous, of x's dtype.
+        y: `[M, N]`, bfloat16 or float16, as x if that is neither in e4m3; any row stride; shares no memory with x.
         bias: `[N]`, any float dtype, or None.
+        config: with scales, K is not split if the result has more tiles than `arrivals` has counters.
         arrivals: from `make_arrivals`.
-        weight_scale: of a weight in e4m3: float32 `[N, 1]`, or `[N / 128, K / 128]` of blocks, with a tile_k of at most
-            128; else None.
+        x_scale, weight_scale: of x and weight in e4m3: float32 `[M, 1]` and `[N, 1]`; or `[M, K / 128]`, the tokens
+            side by side in memory, and `[N / 128, K / 128]` of blocks, with a tile_k of at most 128. Else None.
         silu: whether y `[M, N / 2]` becomes `silu(gate) * up` (Shazeer 2020) instead. The weight holds the gate's N / 2
-            rows and then the up's. Both results are rounded to x's dtype in between.
+            rows and then the up's. Both results are rounded to y's dtype in between.
         add: whether the result is added to y, before it is rounded.
         pdl: programmatic dependent launch (see `dependent_launch`). Weights and biases are read before the wait.
 
     Raises:
         ValueError: another shape, layout or dtype; the message begins with the argument's name.
     """
-    check_layer(x, weight, bias, MAX_TOKENS, weight_scale)
-    if x.dtype not in DTYPES:
-        raise ValueError(f"x must be bfloat16 or float16, not {x.dtype}")
-    check_result(y, x, weight, silu)
+    if weight_scale is None:
+        check_layer(x, weight, bias, MAX_TOKENS)
+        dtype = x.dtype
+    else:
+        check_scaled_layer(x, x_scale, weight, weight_scale, bias)
+        dtype = y.dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"{'x' if weight_scale is None else 'y'} must be bfloat16 or float16, not {dtype}")
+    check_result(y, x, weight, silu, dtype)
     (M, N), (num_rows, K) = y.shape, weight.shape
-    token_tiles = triton.cdiv(M, TILE_TOKENS)
-    rows, k_tile, splits, num_stages, prefetch = config
-    row_tiles, partial = triton.cdiv(num_rows, rows), None
+    rows, k_tile, splits, num_stages, prefetch, tokens, num_warps = config
+    row_tiles, token_tiles, partial = triton.cdiv(num_rows, rows), triton.cdiv(M, tokens), None
+    tiles = row_tiles * token_tiles
+    if weight_scale is not None and tiles > arrivals.numel():
+        splits = 1
     if splits > 1:
-        tiles = row_tiles * token_tiles
         if arrivals.numel() < tiles:
             raise ValueError(f"arrivals must hold the counters of {tiles} tiles, not {arrivals.numel()}")
-        partial = torch.empty(tiles * splits * TILE_TOKENS * rows, dtype=torch.float32, device=x.device)
+        partial = torch.empty(tiles * splits * tokens * rows, dtype=torch.float32, device=x.device)
     split_size = triton.cdiv(triton.cdiv(K, k_tile), splits) * k_tile
     line = CACHE_LINE // weight.element_size()
     block = 0 if weight_scale is None or weight_scale.shape == (num_rows, 1) else BLOCK
     if block and k_tile > block:
         raise ValueError(f"config must have a tile_k of at most {block} for a weight in blocks, not {k_tile}")
-    launcher(split_k_kernel, (row_tiles, splits, token_tiles), pdl and has_pdl(x.device))(
-        x, weight, weight_scale, bias, y, partial, arrivals if splits > 1 else None, M, N, x.stride(0), y.stride(0),
-        K=K, TOKENS=TILE_TOKENS, ROWS=rows, K_TILE=k_tile, SPLITS=splits, SPLIT_K=split_size,
+    grid = (row_tiles, splits, token_tiles) if weight_scale is None else (token_tiles, row_tiles, splits)
+    launcher(split_k_kernel, grid, pdl and has_pdl(x.device))(
+        x, x_scale, weight, weight_scale, bias, y, partial, arrivals if splits > 1 else None, M, N, x.stride(0),
+        y.stride(0), K=K, TOKENS=tokens, ROWS=rows, K_TILE=k_tile, SPLITS=splits, SPLIT_K=split_size,
         PREFETCH=triton.cdiv(min(prefetch, split_size), line) * line, LINE=line, BLOCK=block,
-        SILU=silu, ADD=add, num_warps=_NUM_WARPS, num_stages=num_stages,
+        SILU=silu, ADD=add, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
