@@ -48,41 +48,42 @@ def _quantize_kernel(
     tl.store(scale + row * scale_stride + group * group_stride, group_scale, mask=group * GROUP < SIZE)
 
 
-def quantize(x: Tensor, in_groups: bool) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]:
     """x as `values * scale`.
 
     Args:
         x: `[num_tokens, K]`, any float dtype and row stride, contiguous in its last dimension.
         in_groups: whether each 128 columns of a token have a scale, instead of the whole token. K is a multiple of 128.
+        unit: the results have a multiple of so many rows. Those beyond num_tokens hold anything.
 
     Returns:
-        values: e4m3 `[num_tokens, K]`, rounded to nearest, ties to even.
-        scale: float32 `[num_tokens, 1]`, or `[num_tokens, K / 128]` with the tokens side by side in memory: the largest
+        values: e4m3 `[num_rows, K]`, rounded to nearest, ties to even.
+        scale: float32 `[num_rows, 1]`, or `[num_rows, K / 128]` with the tokens side by side in memory: the largest
             magnitude divided by 448.
 
     Raises:
         ValueError: another layout or K.
     """
-    return _launch(x, None, 0.0, x.shape[1], in_groups, silu=False)
+    return _launch(x, None, 0.0, x.shape[1], in_groups, unit, silu=False)
 
 
-def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, in_groups: bool) -> tuple[Tensor, Tensor]:
+def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]:
     """`quantize(rms_norm(x, weight, eps))`, the norm rounded to x's dtype (Zhang & Sennrich 2019). weight: `[K]`."""
     if weight.shape != x.shape[1:] or not weight.is_contiguous():
         raise ValueError(f"weight must be a contiguous [{x.shape[1]}], not {list(weight.shape)}")
-    return _launch(x, weight, eps, x.shape[1], in_groups, silu=False)
+    return _launch(x, weight, eps, x.shape[1], in_groups, unit, silu=False)
 
 
-def silu_and_mul_quantize(x: Tensor, in_groups: bool) -> tuple[Tensor, Tensor]:
+def silu_and_mul_quantize(x: Tensor, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]:
     """`quantize(silu(gate) * up)` of x `[num_tokens, 2 * K]`, gate and up side by side (Shazeer 2020), the product
     rounded to x's dtype."""
     if x.shape[1] % 2:
         raise ValueError(f"x must be [num_tokens, 2 * K], not {list(x.shape)}")
-    return _launch(x, None, 0.0, x.shape[1] // 2, in_groups, silu=True)
+    return _launch(x, None, 0.0, x.shape[1] // 2, in_groups, unit, silu=True)
 
 
 def _launch(
-    x: Tensor, norm_weight: Tensor | None, eps: float, size: int, in_groups: bool, silu: bool
+    x: Tensor, norm_weight: Tensor | None, eps: float, size: int, in_groups: bool, unit: int, silu: bool
 ) -> tuple[Tensor, Tensor]:
     num_tokens = len(x)
     if x.stride(1) != 1 or (in_groups and size % GROUP):
@@ -90,8 +91,9 @@ def _launch(
             f"x must have contiguous rows, in groups of a multiple of {GROUP} columns, not {list(x.shape)} with "
             f"strides {x.stride()}"
         )
-    y = torch.empty(num_tokens, size, dtype=_E4M3, device=x.device)
-    shape = (size // GROUP, num_tokens) if in_groups else (num_tokens, 1)
+    num_rows = triton.cdiv(num_tokens, unit) * unit
+    y = torch.empty(num_rows, size, dtype=_E4M3, device=x.device)
+    shape = (size // GROUP, num_rows) if in_groups else (num_rows, 1)
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     scale = scale.t() if in_groups else scale
     if num_tokens == 0:

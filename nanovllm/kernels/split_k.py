@@ -40,8 +40,8 @@ class SplitKConfig(NamedTuple):
     tile_rows: int  # weight rows of a program, at least 16; with `silu` two make one output column
     tile_k: int  # columns of a step, at least 16
     splits: int  # programs among which K is divided
-    # Of the load pipeline. A stage holds tile_k columns of tile_tokens of x and of tile_rows of the weight; all must fit
-    # in 227 KiB.
+    # Of the load pipeline. A stage holds tile_k columns of tile_tokens of x and of tile_rows of the weight. All must
+    # fit in 227 KiB.
     num_stages: int
     prefetch: int  # first columns of its split that a program prefetches into L2 while it waits; 0 for none
     tile_tokens: int = TILE_TOKENS  # at least 16
@@ -72,23 +72,24 @@ def _prefetch(weight, row, inside, first_row, first_k, K: tl.constexpr, COLUMNS:
 
 
 @triton.jit
-def _load_scales(block_row, is_row, x_scale, token, is_token, k, M, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a weight's rows and of tokens, in column k's block. Columns beyond K have none; the last block's do for them."""
+def _load_scales(of_rows, of_tokens, k, group_stride, K: tl.constexpr, BLOCK: tl.constexpr):
+    """In column k's block. of_rows, of_tokens: pointers to the first block's. Columns beyond K are zeros, so any scale
+    does for them."""
     block = tl.minimum(k // BLOCK, K // BLOCK - 1)
-    of_rows = tl.load(block_row + block, mask=is_row, other=0.0)
-    return of_rows, tl.load(x_scale + block * M + token, mask=is_token, other=0.0)
+    return tl.load(of_rows + block), tl.load(of_tokens + block * group_stride)
 
 
 # Every batch has another number of tokens; specialising on it would compile the kernel again.
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "group_stride"])
 def split_k_kernel(
-    x, x_scale, weight, weight_scale, bias, y, partial, arrivals, M, N, x_stride, y_stride,
+    x, x_scale, weight, weight_scale, bias, y, partial, arrivals, M, N, x_stride, scale_stride, group_stride, y_stride,
     K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr,
     SPLITS: tl.constexpr, SPLIT_K: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr,
     BLOCK: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] = x W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU. BLOCK: columns and rows of W
-    that share a scale, as do as many columns of a token, a multiple of K_TILE; 0 if rows and tokens have one each."""
+    that share a scale, as do as many columns of a token, a multiple of K_TILE; 0 if rows and tokens have one each.
+    scale_stride, group_stride: between tokens' scales, and between those of a token."""
     if PDL:
         gdc_launch_dependents()
     if x_scale is None:
@@ -112,7 +113,8 @@ def split_k_kernel(
     if PDL and PREFETCH > 0:
         _prefetch(weight, weight_row, inside_rows, tile * OUTPUTS, first_k, K, PREFETCH, LINE)
     if BLOCK > 0:
-        block_row = weight_scale + weight_row // BLOCK * (K // BLOCK)
+        # Those of rows and tokens that do not exist are never stored, so any scale does for them too.
+        row_scales = weight_scale + tl.where(inside_rows, weight_row, 0) // BLOCK * (K // BLOCK)
     elif weight_scale is not None:
         row_scale = tl.load(weight_scale + weight_row, mask=inside_rows, other=0.0)
     if bias is not None:
@@ -123,7 +125,8 @@ def split_k_kernel(
 
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
     if x_scale is not None:
-        token = token.to(tl.int64)  # A long prefill's y has more than 2^31 elements.
+        token_scales = x_scale + tl.minimum(token, M - 1) * scale_stride
+        token = token.to(tl.int64)  # A long prefill's y may have more than 2^31 elements.
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     inside_y = (token < M)[:, None] & (output < N)[None, :]
     y_tile = y + token[:, None] * y_stride + output[None, :]
@@ -135,12 +138,9 @@ def split_k_kernel(
     weight_tile = weight + weight_row.to(tl.int64)[:, None] * K + k[None, :]
     inside_tokens = (token < M)[:, None]
     inside_rows = inside_rows[:, None]
-    if x_scale is None:
-        acc = tl.zeros([TOKENS, ROWS], dtype=tl.float32)
-    else:
-        acc = tl.zeros([ROWS, TOKENS], dtype=tl.float32)
+    acc = tl.zeros([TOKENS, ROWS] if x_scale is None else [ROWS, TOKENS], dtype=tl.float32)
     if BLOCK > 0:
-        scales = _load_scales(block_row, column < N, x_scale, token, token < M, first_k, M, K, BLOCK)
+        scales = _load_scales(row_scales, token_scales, first_k, group_stride, K, BLOCK)
     for start in range(0, SPLIT_K, K_TILE):
         if SPLITS * SPLIT_K == K:
             x_mask, weight_mask = inside_tokens, inside_rows
@@ -152,8 +152,7 @@ def split_k_kernel(
         if BLOCK > 0:
             of_rows, of_tokens = scales
             # The pipeline loads early only what is multiplied, so the next step's scales are requested here.
-            next_k = first_k + start + K_TILE
-            scales = _load_scales(block_row, column < N, x_scale, token, token < M, next_k, M, K, BLOCK)
+            scales = _load_scales(row_scales, token_scales, first_k + start + K_TILE, group_stride, K, BLOCK)
             acc += tl.dot(weights, tl.trans(values)) * of_rows[:, None] * of_tokens[None, :]
         elif x_scale is not None:
             # Tensor cores add up e4m3 products with 14 bits, as in torch's products with fast accumulation.
@@ -184,8 +183,7 @@ def split_k_kernel(
         for other in tl.static_range(1, SPLITS):
             acc += tl.load(sums + other * (TOKENS * ROWS), mask=inside_tokens, other=0.0, cache_modifier=".cg")
     if BLOCK == 0 and x_scale is not None:
-        token_scale = tl.load(x_scale + token, mask=token < M, other=0.0)
-        acc *= token_scale[:, None] * row_scale[None, :]
+        acc *= tl.load(token_scales)[:, None] * row_scale[None, :]
     if bias is not None:
         acc += shift[None, :]
     if SILU:
@@ -204,7 +202,7 @@ def split_k(
     y: Tensor,
     bias: Tensor | None,
     config: SplitKConfig,
-    arrivals: Tensor,
+    arrivals: Tensor | None,
     *,
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
@@ -223,9 +221,9 @@ def split_k(
         y: `[M, N]`, bfloat16 or float16, as x if that is neither in e4m3; any row stride; shares no memory with x.
         bias: `[N]`, any float dtype, or None.
         config: with scales, K is not split if the result has more tiles than `arrivals` has counters.
-        arrivals: from `make_arrivals`.
-        x_scale, weight_scale: of x and weight in e4m3: float32 `[M, 1]` and `[N, 1]`; or `[M, K / 128]`, the tokens
-            side by side in memory, and `[N / 128, K / 128]` of blocks, with a tile_k of at most 128. Else None.
+        arrivals: from `make_arrivals`; None if config has one split.
+        x_scale, weight_scale: of x and weight in e4m3: float32 `[M, 1]` and `[N, 1]`; or `[M, K / 128]` of any strides
+            and `[N / 128, K / 128]` of blocks, with a tile_k of at most 128. Else None.
         silu: whether y `[M, N / 2]` becomes `silu(gate) * up` (Shazeer 2020) instead. The weight holds the gate's N / 2
             rows and then the up's. Both results are rounded to y's dtype in between.
         add: whether the result is added to y, before it is rounded.
@@ -247,11 +245,12 @@ def split_k(
     rows, k_tile, splits, num_stages, prefetch, tokens, num_warps = config
     row_tiles, token_tiles, partial = triton.cdiv(num_rows, rows), triton.cdiv(M, tokens), None
     tiles = row_tiles * token_tiles
-    if weight_scale is not None and tiles > arrivals.numel():
+    num_counters = 0 if arrivals is None else arrivals.numel()
+    if weight_scale is not None and tiles > num_counters:
         splits = 1
     if splits > 1:
-        if arrivals.numel() < tiles:
-            raise ValueError(f"arrivals must hold the counters of {tiles} tiles, not {arrivals.numel()}")
+        if tiles > num_counters:
+            raise ValueError(f"arrivals must hold the counters of {tiles} tiles, not {num_counters}")
         partial = torch.empty(tiles * splits * tokens * rows, dtype=torch.float32, device=x.device)
     split_size = triton.cdiv(triton.cdiv(K, k_tile), splits) * k_tile
     line = CACHE_LINE // weight.element_size()
@@ -259,9 +258,10 @@ def split_k(
     if block and k_tile > block:
         raise ValueError(f"config must have a tile_k of at most {block} for a weight in blocks, not {k_tile}")
     grid = (row_tiles, splits, token_tiles) if weight_scale is None else (token_tiles, row_tiles, splits)
+    scale_strides = (None, None) if x_scale is None else x_scale.stride()
     launcher(split_k_kernel, grid, pdl and has_pdl(x.device))(
         x, x_scale, weight, weight_scale, bias, y, partial, arrivals if splits > 1 else None, M, N, x.stride(0),
-        y.stride(0), K=K, TOKENS=tokens, ROWS=rows, K_TILE=k_tile, SPLITS=splits, SPLIT_K=split_size,
+        *scale_strides, y.stride(0), K=K, TOKENS=tokens, ROWS=rows, K_TILE=k_tile, SPLITS=splits, SPLIT_K=split_size,
         PREFETCH=triton.cdiv(min(prefetch, split_size), line) * line, LINE=line, BLOCK=block,
         SILU=silu, ADD=add, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Products of fp8 weights with inputs that are quantised first, by torch: `[num_tokens, K]` times `[N, K]`.
 
 On a GPU one kernel computes the input's norm or activation and quantises it (`kernels.fp8`), and `torch._scaled_mm`
-multiplies. A CPU computes their twins.
+multiplies, or our own kernel where that cannot. A CPU computes their twins.
 """
 
 from typing import Any
@@ -22,6 +22,13 @@ from nanovllm.layers.quantization import (
 
 if HAS_TRITON:
     from nanovllm.kernels.fp8 import quantize, rms_norm_quantize, silu_and_mul_quantize
+    from nanovllm.kernels.split_k import SplitKConfig, split_k
+
+    # For any number of tokens and any shape.
+    _WHOLE_K = SplitKConfig(tile_rows=128, tile_k=128, splits=1, num_stages=4, prefetch=0, tile_tokens=128, num_warps=8)
+
+# cuBLAS needs the scales of blocks, and of groups of the input, in lines of a multiple of four.
+_SCALES = 4
 
 
 def compute_fp8(problem: Any) -> Tensor | Gated:
@@ -39,29 +46,40 @@ def compute_fp8(problem: Any) -> Tensor | Gated:
 
 def fp8_product(x: Tensor | Normed | Gated, weight: Fp8Weight) -> Tensor:
     """`x W^T` of the quantised x: `[num_tokens, N]` of the weight's input_dtype, a new tensor."""
-    quantized = quantize_input(x, weight.format)
     if not weight.is_cuda:
-        return fp8_product_torch(quantized, weight)
+        return fp8_product_torch(quantize_input(x, weight.format), weight)
+    is_blocked, num_tokens = weight.format.is_blocked, len(x)
+    if is_blocked and weight.scale.shape[1] % _SCALES:
+        # torch takes no padding in a weight's scales.
+        y = weight.new_empty(num_tokens, len(weight))
+        if num_tokens:
+            values, scale = quantize_input(x, weight.format)
+            scales = {"x_scale": scale, "weight_scale": weight.scale}
+            split_k(values, weight.values, y, None, _WHOLE_K, None, **scales, pdl=True)
+        return y
+    quantized = quantize_input(x, weight.format, _SCALES if is_blocked else 1)
     # The scales of blocks are for cuBLAS, those of rows for CUTLASS. Fast accumulation leaves out the promotion of the
     # tensor cores' sums to float32 after every few products; blocks have none.
-    return torch._scaled_mm(
+    y = torch._scaled_mm(
         quantized.values,
         weight.values.t(),
         scale_a=quantized.scale,
         scale_b=weight.scale.t(),
         out_dtype=weight.input_dtype,
-        use_fast_accum=not weight.format.is_blocked,
+        use_fast_accum=not is_blocked,
     )
+    return y[:num_tokens]
 
 
-def quantize_input(x: Tensor | Normed | Gated, format: Fp8Format) -> Quantized:
-    """On a GPU the scales of blocks are `[num_tokens, K / 128]` with the tokens side by side, as cuBLAS needs them."""
+def quantize_input(x: Tensor | Normed | Gated, format: Fp8Format, unit: int = 1) -> Quantized:
+    """On a GPU the scales of blocks are `[num_tokens, K / 128]` with the tokens side by side, as cuBLAS needs them, and
+    the number of rows is a multiple of unit; those beyond the tokens hold anything."""
     if isinstance(x, Normed) and not x.is_computed and use_kernels(x.residual):
-        return Quantized(*rms_norm_quantize(x.residual, x.weight, x.eps, format.is_blocked))
+        return Quantized(*rms_norm_quantize(x.residual, x.weight, x.eps, format.is_blocked, unit))
     if isinstance(x, Gated) and use_kernels(x.gate_up):
-        return Quantized(*silu_and_mul_quantize(x.gate_up, format.is_blocked))
+        return Quantized(*silu_and_mul_quantize(x.gate_up, format.is_blocked, unit))
     if not isinstance(x, Tensor):
         x = x.value()
     if use_kernels(x):
-        return Quantized(*quantize(x, format.is_blocked))
+        return Quantized(*quantize(x, format.is_blocked, unit))
     return quantize_input_torch(x, format)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON, use_kernels
+from nanovllm.layers.fp8_products import quantize_input
 from nanovllm.layers.matmul import Candidate, Problem
 from nanovllm.layers.quantization import Fp8Weight, values_and_scale
 
@@ -47,8 +48,8 @@ class Gemv(Candidate):
 
 
 class SplitK(Candidate):
-    """Our kernel for up to 128 tokens and weights with few rows, which splits K. It loads weights while the kernel
-    before it still runs."""
+    """Our kernel for up to 128 tokens and weights with few rows, or for weights in fp8, which splits K. It loads weights
+    while the kernel before it still runs."""
 
     name = "split-k"
 
@@ -58,20 +59,22 @@ class SplitK(Candidate):
 
     def supports(self, problem: Problem) -> bool:
         weight = problem.weight
-        return (
-            use_kernels(weight)
-            and (isinstance(weight, Fp8Weight) or weight.dtype in split_k_kernels.DTYPES)
-            and weight.shape[1] % split_k_kernels.ALIGNMENT == 0
-            and len(weight) <= MAX_ROWS
-            and len(problem.x) <= split_k_kernels.MAX_TOKENS
-            and _is_hopper(weight.device)
-        )
+        if not use_kernels(weight) or weight.shape[1] % split_k_kernels.ALIGNMENT or not _is_hopper(weight.device):
+            return False
+        if isinstance(weight, Fp8Weight):
+            return weight.input_dtype in split_k_kernels.DTYPES
+        is_small = len(weight) <= MAX_ROWS and len(problem.x) <= split_k_kernels.MAX_TOKENS
+        return is_small and weight.dtype in split_k_kernels.DTYPES
 
     def launch(self, problem: Problem, constants: tuple) -> Tensor:
-        x, y, config = problem.input, _result(problem), SplitKConfig(*constants)
-        weight, scale = values_and_scale(problem.weight)
-        options = _options(problem) | {"weight_scale": scale}
-        split_k_kernels.split_k(x, weight, y, problem.bias, config, self.arrivals, **options)
+        weight, y, options = problem.weight, _result(problem), _options(problem)
+        if isinstance(weight, Fp8Weight):
+            x, options["x_scale"] = quantize_input(problem.x, weight.format)
+        else:
+            x = problem.input
+        values, options["weight_scale"] = values_and_scale(weight)
+        config = SplitKConfig(*constants)
+        split_k_kernels.split_k(x, values, y, problem.bias, config, self.arrivals, **options)
         return y
 
 

@@ -5,7 +5,7 @@ magnitude of its group divided by 448, the largest e4m3 number, so nothing satur
 ties to even.
 
 Products have one of two roundings. `fp8_product` quantises its input as well, as the tensor cores' fp8 products need
-it. The kernels for few tokens read the input as it is: `weight_only_product`. Both sum in float32 and round once.
+it. The GEMV kernel reads the input as it is: `weight_only_product`. Both sum in float32 and round once.
 """
 
 from collections.abc import Iterator
@@ -176,10 +176,10 @@ def quantize_input_torch(x: Tensor, format: Fp8Format) -> Quantized:
 
 
 def fp8_product_torch(x: Quantized, weight: Fp8Weight) -> Tensor:
-    """`x W^T`, `[num_tokens, N]` of the weight's input_dtype. Twin of `torch._scaled_mm`."""
+    """`x W^T`, `[num_tokens, N]` of the weight's input_dtype. Twin of `torch._scaled_mm` and the split-K kernel."""
     return (x.dequantized() @ weight.dequantized().t()).to(weight.input_dtype)
 
 
 def weight_only_product_torch(x: Tensor, weight: Fp8Weight) -> Tensor:
-    """`x W^T` of an input that is not quantised, in float32. Twin of what the GEMV and split-K kernels compute."""
+    """`x W^T` of an input that is not quantised, in float32. Twin of what the GEMV kernel computes."""
     return x.float() @ weight.dequantized().t()

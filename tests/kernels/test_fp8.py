@@ -1,5 +1,7 @@
 """Kernels that quantise inputs, and linear layers with weights in e4m3, against their plain-torch twins."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -86,6 +88,21 @@ def test_numbers_next_to_zero_are_zeros(in_groups, device):
     torch.testing.assert_close(of_bfloat16.dequantized(), x, atol=1e-34, rtol=1 / 16)
 
 
+@in_groups
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 4), (4, 4), (7, 8)])
+def test_rows_up_to_a_multiple(num_tokens, num_rows, in_groups, device):
+    """As cuBLAS needs them."""
+    x, format = wide_rows(num_tokens, 256, torch.float16, device), Fp8Format(in_groups)
+    gate_up, weight = torch.cat([x, x], dim=1), torch.ones(256, dtype=torch.float16, device=device)
+    found = fp8.quantize(x, in_groups, 4)
+    assert_quantised([each[:num_tokens] for each in found], quantize_input_torch(x, format))
+    others = fp8.rms_norm_quantize(x, weight, EPS, in_groups, 4), fp8.silu_and_mul_quantize(gate_up, in_groups, 4)
+    for values, scale in (found, *others):
+        assert values.shape == (num_rows, 256)
+        assert scale.shape == (num_rows, 2 if in_groups else 1)
+        assert scale.stride() == ((1, num_rows) if in_groups else (1, 1))
+
+
 def test_any_width_of_a_token(device):
     x = wide_rows(4, 77, torch.float32, device)
     assert_quantised(fp8.quantize(x, False), quantize_input_torch(x, Fp8Format()))
@@ -147,16 +164,24 @@ def test_a_product_is_as_near_as_its_format_allows(in_blocks):
     assert ((found - x @ values.t()).abs() <= rounding @ values.abs().t() + 1e-5).all()
 
 
+CONFIG = SplitKConfig(64, 128, 1, 4, 0, 16, 4)
 LINEARS = [
     # M, N, K, blocks, constants
     (1, 256, 384, False, GemvConfig(4, 256, 1)),
     (3, 30, 1000, False, GemvConfig(4, 1024, 2)),
     (2, 256, 384, True, GemvConfig(8, 512, 2)),
     (4, 256, 640, True, GemvConfig(4, 64, 1)),
-    (5, 48, 208, False, SplitKConfig(32, 64, 2, 4, 0)),
-    (65, 256, 384, False, SplitKConfig(64, 128, 1, 6, 1024)),
-    (17, 256, 640, True, SplitKConfig(64, 128, 2, 4, 0)),
-    (33, 256, 384, True, SplitKConfig(32, 64, 4, 4, 0)),
+    (1, 256, 384, False, SplitKConfig(64, 128, 1, 4, 0, 16, 4)),
+    (5, 48, 208, False, SplitKConfig(64, 128, 2, 4, 512, 16, 4)),
+    (17, 198, 1040, False, SplitKConfig(128, 256, 4, 3, 0, 32, 8)),
+    (130, 80, 1000, False, SplitKConfig(64, 128, 2, 4, 0, 64, 4)),
+    (300, 130, 256, False, SplitKConfig(128, 128, 1, 4, 0, 128, 8)),
+    # The last splits have nothing to add up.
+    (20, 66, 112, False, SplitKConfig(64, 64, 4, 4, 0, 32, 4)),
+    (1, 128, 128, True, SplitKConfig(64, 128, 1, 4, 0, 16, 4)),
+    (17, 384, 640, True, SplitKConfig(64, 128, 2, 4, 1024, 32, 4)),
+    (130, 256, 384, True, SplitKConfig(128, 64, 4, 4, 0, 64, 8)),
+    (300, 256, 384, True, SplitKConfig(256, 128, 2, 4, 0, 128, 8)),
 ]
 
 
@@ -166,7 +191,11 @@ def test_linear_layers_with_weights_in_e4m3(M, N, K, in_blocks, config, operatio
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float16
     weight, bias = make_weight(N, K, in_blocks, dtype, device), torch.randn(N, device=device).to(dtype)
     x, y = make_rows(M, K, dtype, device), make_rows(M, N, dtype, device)
-    expected = weight_only_product_torch(x, weight)
+    # The GEMV kernel reads its input as it is.
+    is_quantised = isinstance(config, SplitKConfig)
+    in_float32 = replace(weight, input_dtype=torch.float32)
+    quantised = quantize_input_torch(x, weight.format)
+    expected = fp8_product_torch(quantised, in_float32) if is_quantised else weight_only_product_torch(x, weight)
     options = {"weight_scale": weight.scale, "add": operation == "linear_add", "silu": operation == "linear_silu"}
     if operation == "linear_silu":
         bias, y, expected = None, make_rows(M, N // 2, dtype, device), silu_and_mul_torch(expected.to(dtype))
@@ -177,9 +206,36 @@ def test_linear_layers_with_weights_in_e4m3(M, N, K, in_blocks, config, operatio
     if isinstance(config, GemvConfig):
         gemv(x, weight.values, y, bias, config, **options)
     else:
-        split_k(x, weight.values, y, bias, config, make_arrivals(device), **options)
+        arrivals = make_arrivals(device)
+        values, scale = fp8.quantize(x, in_blocks, unit=4)
+        split_k(values[:M], weight.values, y, bias, config, arrivals, x_scale=scale[:M], **options)
+        assert not arrivals.any()
     tolerance = 3e-2 if dtype == torch.bfloat16 else 4e-3
     torch.testing.assert_close(y.float(), expected.float(), atol=tolerance, rtol=tolerance)
+    assert y._base.isnan().sum() == M * 24  # what lies between the rows
+
+
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["channels", "blocks"])
+def test_tokens_of_quantised_inputs_are_independent_and_calls_equal(in_blocks, device):
+    """With fewer counters than tiles K is not split."""
+    weight = make_weight(256, 512, in_blocks, torch.float16, device)
+    x, config = make_rows(40, 512, torch.float16, device), SplitKConfig(64, 128, 4, 4, 0, 16, 4)
+
+    def product(x, arrivals):
+        (values, scale), y = fp8.quantize(x, in_blocks), torch.empty(40, 256, dtype=torch.float16, device=device)
+        split_k(values, weight.values, y, None, config, arrivals, x_scale=scale, weight_scale=weight.scale)
+        return y
+
+    arrivals = make_arrivals(device)
+    before, again = product(x, arrivals), product(x, arrivals)
+    whole = product(x, arrivals[:11])
+    others = [row for row in range(40) if row != 20]
+    x[others] = float("nan")
+    poisoned = product(x, arrivals)
+    assert torch.equal(before, again)
+    assert torch.equal(before[20], poisoned[20])
+    assert poisoned[others].isnan().all()
+    torch.testing.assert_close(whole, before, atol=4e-3, rtol=4e-3)
 
 
 @pytest.mark.parametrize(
@@ -196,5 +252,24 @@ def test_scales_that_do_not_fit(scale, message, device):
     scale = None if scale is None else scale.to(device)
     with pytest.raises(ValueError, match=message):
         gemv(x, weight, y, None, GemvConfig(4, 256, 1), weight_scale=scale)
-    with pytest.raises(ValueError, match=message):
-        split_k(x, weight, y, None, SplitKConfig(32, 64, 1, 4, 0), make_arrivals(device), weight_scale=scale)
+    if scale is not None:
+        with pytest.raises(ValueError, match=message):
+            split_k(x.to(E4M3), weight, y, None, CONFIG, None, x_scale=torch.ones(1, 1), weight_scale=scale)
+
+
+def test_inputs_that_do_not_fit_scales(device):
+    x, weight = torch.zeros(2, 384, device=device).to(E4M3), torch.zeros(256, 384, device=device).to(E4M3)
+    y = torch.zeros(2, 256, dtype=torch.float16, device=device)
+    rows, blocks = (torch.ones(*shape, device=device) for shape in ((256, 1), (2, 3)))
+    for scale, shape in ((rows, (2, 1)), (blocks, (2, 3))):
+        for wrong in (None, torch.ones(2, 2), torch.ones(shape).half()):
+            with pytest.raises(ValueError, match=r"^x_scale must be float32 \[2, [13]\]"):
+                split_k(x, weight, y, None, CONFIG, None, x_scale=wrong, weight_scale=scale)
+    x_scale, options = torch.ones(2, 1, device=device), {"weight_scale": rows}
+    with pytest.raises(ValueError, match=r"^x must be torch.float8_e4m3fn"):
+        split_k(x.half(), weight, y, None, CONFIG, None, x_scale=x_scale, **options)
+    with pytest.raises(ValueError, match=r"^y must be bfloat16 or float16"):
+        split_k(x, weight, y.float(), None, CONFIG, None, x_scale=x_scale, **options)
+    wide, x_scale = CONFIG._replace(tile_k=256), torch.ones(2, 3, device=device)
+    with pytest.raises(ValueError, match=r"^config must have a tile_k of at most 128"):
+        split_k(x, weight, y, None, wide, None, x_scale=x_scale, weight_scale=blocks)
