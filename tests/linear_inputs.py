@@ -24,6 +24,23 @@ def empty_result(x: torch.Tensor, weight: torch.Tensor, silu: bool = False) -> t
     return torch.empty(len(x), len(weight) // 2 if silu else len(weight), dtype=x.dtype, device=x.device)
 
 
+def round_to_e4m3_exactly(monkeypatch) -> None:
+    """Triton's interpreter rounds to e4m3 wrongly; torch does it as the hardware does."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def convert_exactly(values, source, target, rounding):
+        if target != tl.float8e4nv or source != tl.float32:
+            return convert(values, source, target, rounding)
+        floats = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
+        return floats.to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(values.shape)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert_exactly)
+
+
 def gemv_norm_linear(x, norm_weight, eps, weight, bias=None, *, config, pdl=False):
     from nanovllm.kernels.gemv import gemv
 

@@ -1,17 +1,24 @@
 """Products of fp8 weights on a GPU against their plain-torch twins, and engines that use them."""
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
 from checkpoints import complete, greedy, make_checkpoint, random_prompt
 from fp8_checkpoints import make_fp8_checkpoint
 from gpu_engines import gpu_llm
 
+pytest.importorskip("triton")
+
+from nanovllm.kernels import fp8 as fp8_kernels
+from nanovllm.kernels import split_k as split_k_kernels
 from nanovllm.layers.activation import Gated, silu_and_mul_torch
 from nanovllm.layers.expert_candidates import expert_candidates
 from nanovllm.layers.expert_products import ExpertsProblem
 from nanovllm.layers.experts_torch import experts_torch, route_torch
 from nanovllm.layers.fp8_products import fp8_product
-from nanovllm.layers.kernel_matmul import our_candidates
+from nanovllm.layers.kernel_matmul import SplitK, our_candidates
 from nanovllm.layers.layernorm import Normed, RMSNorm, rms_norm_torch
 from nanovllm.layers.matmul import Cublas, Problem
 from nanovllm.layers.quantization import (
@@ -22,6 +29,7 @@ from nanovllm.layers.quantization import (
     weight_only_product_torch,
 )
 from nanovllm.tuning.table import package_table
+from nanovllm.tuning.tuner import Shape, challengers
 
 pytestmark = pytest.mark.gpu
 in_blocks = pytest.mark.parametrize("in_blocks", [False, True], ids=["channels", "blocks"])
@@ -49,7 +57,7 @@ def distance(found, expected) -> float:
 
 @in_blocks
 @pytest.mark.parametrize("num_tokens", [1, 5, 64, 300, 2049])
-@pytest.mark.parametrize(("N", "K"), [(6144, 4096), (256, 384), (384, 128)])
+@pytest.mark.parametrize(("N", "K"), [(6144, 4096), (4096, 12288), (5120, 25600), (256, 384), (384, 128)])
 def test_products_with_quantised_inputs(N, K, num_tokens, in_blocks):
     weight, x = make_weight(N, K, in_blocks), torch.randn(num_tokens, K, device="cuda", dtype=BFLOAT16)
     norm = RMSNorm(K).to(device="cuda", dtype=BFLOAT16)
@@ -73,14 +81,36 @@ def table_cases():
                     yield key.operation, name, constants, bound, key.N, key.K
 
 
+def tuner_cases():
+    """(operation, candidate, constants, tokens, N, K) of some split-k constants that the tuner tries for Qwen3-8B."""
+    shapes = ("linear", 6144, 4096), ("linear_add", 4096, 12288), ("linear_silu", 24576, 4096)
+    for (operation, N, K), num_tokens in product(shapes, (8, 48, 128, 300)):
+        shape = Shape(operation, N, K, "float8_e4m3fn-128x128")  # Channels may have more columns in a step.
+        choices = [choice for choice in challengers(shape, "decode", num_tokens, 132) if choice.candidate == "split-k"]
+        for _, constants in (choices[0], choices[-1]):
+            yield operation, "split-k", constants, num_tokens, N, K
+    yield "linear", "split-k", (64, 256, 2, 6, 0, 16, 4), 9, 4096, 25600
+    yield "linear_add", "split-k", (128, 128, 1, 6, 1024, 128, 8), 300, 5120, 25600
+
+
+def product_of(name, x, weight):
+    """float32, with the candidate's rounding: the GEMV kernel reads x as it is."""
+    if name == "gemv":
+        return weight_only_product_torch(x, weight)
+    return fp8_product_torch(quantize_input_torch(x, weight.format), replace(weight, input_dtype=torch.float32))
+
+
 @in_blocks
-@pytest.mark.parametrize(("operation", "name", "constants", "num_tokens", "N", "K"), table_cases())
+@pytest.mark.parametrize(("operation", "name", "constants", "num_tokens", "N", "K"), [*table_cases(), *tuner_cases()])
 def test_what_the_table_names(operation, name, constants, num_tokens, N, K, in_blocks):
+    """And what the tuner tries."""
+    if in_blocks and name == "split-k" and constants[1] > 128:
+        pytest.skip("blocks have at most 128 columns in a step")
     weight, x = make_weight(N, K, in_blocks), torch.randn(num_tokens, K, device="cuda", dtype=BFLOAT16)
     norm = RMSNorm(K).to(device="cuda", dtype=BFLOAT16)
     out = torch.randn(num_tokens, N, device="cuda", dtype=BFLOAT16) if operation == "linear_add" else None
     value = x if operation == "linear_add" else rms_norm_torch(x, norm.weight, norm.eps)
-    expected = weight_only_product_torch(value, weight)
+    expected = product_of(name, value, weight)
     if operation == "linear_silu":
         expected = silu_and_mul_torch(expected.to(BFLOAT16))
     elif operation == "linear_add":
@@ -89,6 +119,47 @@ def test_what_the_table_names(operation, name, constants, num_tokens, N, K, in_b
     candidate = {each.name: each for each in our_candidates(torch.device("cuda", 0))}[name]
     assert candidate.supports(problem)
     assert distance(candidate.launch(problem, constants), expected) < MAX_DISTANCE
+
+
+@in_blocks
+@pytest.mark.parametrize("num_tokens", [9, 64, 200])
+def test_dependent_launches_in_a_graph(num_tokens, in_blocks, monkeypatch):
+    """A chain of layers, each of which needs the last one's result and overwrites the residual twice: with and without
+    dependent launches, the same bits."""
+    hidden, intermediate, num_layers = 1024, 3072, 8
+    shapes = (intermediate, hidden), (hidden, intermediate), (2 * intermediate, hidden), (hidden, intermediate)
+    layers = [[make_weight(*shape, in_blocks) for shape in shapes] for _ in range(num_layers)]
+    norm = RMSNorm(hidden).to(device="cuda", dtype=BFLOAT16)
+    start = torch.randn(num_tokens, hidden, device="cuda", dtype=BFLOAT16)
+    residual, split = start.clone(), SplitK(start.device)
+    constants = (64, 128, 4, 4, 1024, 64, 4)
+
+    def run(operation, x, weight):
+        out = residual if operation == "linear_add" else None
+        return split.launch(Problem(operation, x, weight, out=out), constants)
+
+    def chain():
+        for first, second, gate_up, down in layers:
+            run("linear_add", run("linear", Normed(residual, norm), first), second)
+            run("linear_add", run("linear_silu", Normed(residual, norm), gate_up), down)
+
+    with monkeypatch.context() as patch:
+        for module in (fp8_kernels, split_k_kernels):
+            patch.setattr(module, "has_pdl", lambda device: False)
+        chain()
+    expected = residual.clone()
+    assert expected.isfinite().all()
+    residual.copy_(start)
+    chain()
+    assert torch.equal(residual, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        residual.copy_(start)
+        chain()
+    for _ in range(50):
+        graph.replay()
+        assert torch.equal(residual, expected)
+    assert not split.arrivals.any()
 
 
 def expert_cases():

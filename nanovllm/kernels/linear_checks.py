@@ -40,8 +40,7 @@ def check_scaled_layer(
 ) -> None:
     """`check_layer` of an x and a weight in e4m3, with a scale for each row of both, or for blocks of the weight and
     groups of x's columns."""
-    check_layer(x, weight, bias, max(len(x), 1))
-    _check_weight_scale(weight, weight_scale)
+    check_layer(x, weight, bias, max(len(x), 1), weight_scale)
     if x.dtype != torch.float8_e4m3fn:
         raise ValueError(f"x must be torch.float8_e4m3fn for a weight with scales, not {x.dtype}")
     shape = (len(x), 1) if weight_scale.shape == (len(weight), 1) else (len(x), x.shape[1] // BLOCK)

@@ -49,13 +49,14 @@ def fp8_product(x: Tensor | Normed | Gated, weight: Fp8Weight) -> Tensor:
     if not weight.is_cuda:
         return fp8_product_torch(quantize_input(x, weight.format), weight)
     is_blocked, num_tokens = weight.format.is_blocked, len(x)
+    if num_tokens == 0:
+        return weight.new_empty(0, len(weight))
     if is_blocked and weight.scale.shape[1] % _SCALES:
         # torch takes no padding in a weight's scales.
         y = weight.new_empty(num_tokens, len(weight))
-        if num_tokens:
-            values, scale = quantize_input(x, weight.format)
-            scales = {"x_scale": scale, "weight_scale": weight.scale}
-            split_k(values, weight.values, y, None, _WHOLE_K, None, **scales, pdl=True)
+        values, scale = quantize_input(x, weight.format)
+        scales = {"x_scale": scale, "weight_scale": weight.scale}
+        split_k(values, weight.values, y, None, _WHOLE_K, None, **scales, pdl=True)
         return y
     quantized = quantize_input(x, weight.format, _SCALES if is_blocked else 1)
     # The scales of blocks are for cuBLAS, those of rows for CUTLASS. Fast accumulation leaves out the promotion of the

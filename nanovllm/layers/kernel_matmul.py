@@ -48,8 +48,8 @@ class Gemv(Candidate):
 
 
 class SplitK(Candidate):
-    """Our kernel for up to 128 tokens and weights with few rows, or for weights in fp8, which splits K. It loads weights
-    while the kernel before it still runs."""
+    """Our kernel for up to 128 tokens and weights with few rows, or for weights in fp8, which splits K. It requests
+    weights while the kernel before it still runs."""
 
     name = "split-k"
 

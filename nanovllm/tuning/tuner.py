@@ -62,18 +62,44 @@ def challengers(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: 
 
 
 def _fp8(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
-    """Weights of half the size: twice as many in a tile. Tiles of at least 64 rows are what Hopper's instruction
-    takes."""
-    if phase == "prefill":
+    if phase == "decode":
+        yield from _gemv(shape, num_tokens, num_multiprocessors)
+        yield from _fp8_split_k(shape, num_tokens, num_multiprocessors)
+
+
+def _fp8_split_k(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
+    """As few splits as give most multiprocessors a program, and twice as many. The stages fill a multiprocessor's
+    shared memory, or half of it, where another program, perhaps the next kernel's, finds room too."""
+    if num_tokens <= 4:
         return
-    yield from _gemv(shape, num_tokens, num_multiprocessors)
-    if num_tokens > 128:
-        return
-    for tile_rows, splits in product((32, 64, 128), (1, 2, 4, 8, 16)):
-        programs = -(-shape.N // tile_rows) * splits * -(-num_tokens // 64)
-        if 256 * splits <= shape.K and num_multiprocessors // 2 <= programs <= 4 * num_multiprocessors:
-            yield Choice("split-k", (tile_rows, 128, splits, 6, 2048))
-            yield Choice("split-k", (tile_rows, 128, splits, 4, 0))
+    in_blocks = FORMATS[shape.dtype].is_blocked
+    for tile_rows, tile_tokens in _fp8_tiles(num_tokens):
+        tiles = -(-shape.N // tile_rows) * -(-num_tokens // tile_tokens)
+        fewest = next((n for n in (1, 2, 4) if n * tiles >= 0.6 * num_multiprocessors or 1024 * n > shape.K), 8)
+        for splits in (fewest, 2 * fewest):
+            programs = splits * tiles
+            if splits > fewest and (splits > 8 or programs > 2.2 * num_multiprocessors or 512 * splits > shape.K):
+                continue
+            # One program alone needs large steps to keep up with the memory.
+            large = programs <= num_multiprocessors and tile_rows == 64 and not in_blocks
+            for kibibytes, tile_k, prefetch in (
+                (220 if programs <= num_multiprocessors else 110, 256 if large else 128, 0),
+                (110, 128, 1024),
+            ):
+                num_stages = kibibytes * 1024 // (tile_k * (tile_rows + tile_tokens))
+                num_warps = 8 if tile_rows >= 128 and tile_tokens >= 64 else 4
+                num_stages = min(max(num_stages, 3), 6)
+                yield Choice("split-k", (tile_rows, tile_k, splits, num_stages, prefetch, tile_tokens, num_warps))
+
+
+def _fp8_tiles(num_tokens: int) -> Iterator[tuple[int, int]]:
+    """Rows of a weight and tokens. Larger ones read less from L2."""
+    tokens = min(max(16, 1 << (num_tokens - 1).bit_length()), 128)
+    yield from ((rows, tokens) for rows in (64, 128))
+    if tokens == 64:
+        yield 256, 64
+    if tokens == 128:
+        yield 128, 64
 
 
 def _gemv(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:

@@ -7,10 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-import numpy as np
-import triton.language as tl
-from linear_inputs import make_rows
-from triton.runtime import interpreter
+from linear_inputs import make_rows, round_to_e4m3_exactly
 
 from nanovllm.kernels import fp8
 from nanovllm.kernels.gemv import GemvConfig, gemv
@@ -36,16 +33,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 @pytest.fixture(autouse=True)
 def exact_e4m3(monkeypatch):
-    """Triton's interpreter rounds to e4m3 wrongly; torch does it as the hardware does."""
-    convert = interpreter._convert_float
-
-    def convert_exactly(values, source, target, rounding):
-        if target != tl.float8e4nv or source != tl.float32:
-            return convert(values, source, target, rounding)
-        floats = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
-        return floats.to(E4M3).view(torch.uint8).numpy().reshape(values.shape)
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert_exactly)
+    round_to_e4m3_exactly(monkeypatch)
 
 
 def assert_quantised(found, expected: Quantized, places: int = 0):
@@ -268,6 +256,8 @@ def test_inputs_that_do_not_fit_scales(device):
     x_scale, options = torch.ones(2, 1, device=device), {"weight_scale": rows}
     with pytest.raises(ValueError, match=r"^x must be torch.float8_e4m3fn"):
         split_k(x.half(), weight, y, None, CONFIG, None, x_scale=x_scale, **options)
+    with pytest.raises(ValueError, match=r"^weight must have dtype torch.float8_e4m3fn"):
+        split_k(x, weight.half(), y, None, CONFIG, None, x_scale=x_scale, **options)
     with pytest.raises(ValueError, match=r"^y must be bfloat16 or float16"):
         split_k(x, weight, y.float(), None, CONFIG, None, x_scale=x_scale, **options)
     wide, x_scale = CONFIG._replace(tile_k=256), torch.ones(2, 3, device=device)

@@ -21,6 +21,7 @@ from nanovllm.kernels.split_k import (
     SplitKConfig,
     make_arrivals,
 )
+from nanovllm.layers.quantization import FORMATS
 from nanovllm.tuning.table import package_table
 
 # Of results of order one; the activation's factors may come to lie one rounding apart.
@@ -132,13 +133,15 @@ def test_rows_are_independent_and_calls_equal(splits, M, device):
 def test_every_config_is_launchable():
     cases = [(MAX_ROWS, some_config(tile_rows=16))]
     for key, row in package_table("NVIDIA H200").rows.items():
+        if key.dtype in FORMATS:  # Their tiles without counters are not split.
+            continue
         choices = set().union(*row.choices)
         cases += [(key.N, SplitKConfig(*constants)) for name, constants in choices if name == "split-k"]
     assert len(cases) > 15
     for N, config in cases:
         assert all(value & (value - 1) == 0 for value in config[:3])
         assert min(config[:2]) >= 16
-        assert 2 * config.num_stages * config.tile_k * (TILE_TOKENS + config.tile_rows) <= 227 * 1024
+        assert 2 * config.num_stages * config.stage_elements <= 227 * 1024
         assert -(-N // config.tile_rows) * (MAX_TOKENS // TILE_TOKENS) <= len(make_arrivals())
 
 
