@@ -16,6 +16,17 @@ GROUP = 128
 _E4M3 = torch.float8_e4m3fn
 
 
+@triton.jit
+def _rounded(value, dtype: tl.constexpr, PAIRS: tl.constexpr):
+    """value, float32, rounded to dtype. PAIRS: of 16 bits, and not in Triton's interpreter."""
+    rounded = value.to(dtype)
+    if PAIRS:
+        # Does nothing but demand two numbers in a register. Then the arithmetic units convert two at once, instead of
+        # the slow unit of exponentials one.
+        rounded = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rounded], rounded.dtype, is_pure=True, pack=2)
+    return rounded.to(tl.float32)
+
+
 # Where groups have scales, their stride is the number of tokens.
 @triton.jit(do_not_specialize=["group_stride"])
 def _quantize_kernel(
@@ -30,13 +41,16 @@ def _quantize_kernel(
     x += row * x_stride
     loaded = tl.load(x + columns, mask=mask, other=0.0)
     value = loaded.to(tl.float32)
+    PAIRS: tl.constexpr = PDL and loaded.dtype.primitive_bitwidth == 16
     if norm_weight is not None:
         factor = tl.load(norm_weight + columns, mask=mask, other=0.0).to(tl.float32)
         inverse_rms = tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
-        value = (value * inverse_rms * factor).to(loaded.dtype).to(tl.float32)
+        value = _rounded(value * inverse_rms * factor, loaded.dtype, PAIRS)
     if SILU:
         up = tl.load(x + SIZE + columns, mask=mask, other=0.0).to(tl.float32)
-        value = (value / (1.0 + tl.exp(-value)) * up).to(loaded.dtype).to(tl.float32)
+        # exp2, and a square root squared, take half the instructions of exp and a division: no denormal is treated.
+        root = tl.rsqrt(1.0 + tl.exp2(value * -1.4426950408889634))
+        value = _rounded(value * (root * root) * up, loaded.dtype, PAIRS)
     groups = tl.reshape(value, (BLOCK // GROUP, GROUP))
     # A factor instead of a division, as in the twin.
     group_scale = tl.max(tl.abs(groups), axis=1) * (1.0 / 448.0)
@@ -102,6 +116,6 @@ def _launch(
     launcher(_quantize_kernel, (num_tokens,), has_pdl(x.device))(
         x, norm_weight, y, scale, x.stride(0), y.stride(0), scale.stride(0), scale.stride(1), eps,
         SIZE=size, BLOCK=block, GROUP=GROUP if in_groups else block, SILU=silu,
-        num_warps=min(max(block // 256, 1), 16),
+        num_warps=min(max(block // 1024, 1), 16),
     )  # fmt: skip
     return y, scale
