@@ -104,8 +104,9 @@ def product_of(name, x, weight):
 @pytest.mark.parametrize(("operation", "name", "constants", "num_tokens", "N", "K"), [*table_cases(), *tuner_cases()])
 def test_what_the_table_names(operation, name, constants, num_tokens, N, K, in_blocks):
     """And what the tuner tries."""
-    if in_blocks and name == "split-k" and constants[1] > 128:
-        pytest.skip("blocks have at most 128 columns in a step")
+    if in_blocks and name == "split-k":
+        tile_rows, tile_k, *others = constants
+        constants = (tile_rows, min(tile_k, 128), *others)  # A step has no more columns than a block.
     weight, x = make_weight(N, K, in_blocks), torch.randn(num_tokens, K, device="cuda", dtype=BFLOAT16)
     norm = RMSNorm(K).to(device="cuda", dtype=BFLOAT16)
     out = torch.randn(num_tokens, N, device="cuda", dtype=BFLOAT16) if operation == "linear_add" else None

@@ -70,8 +70,6 @@ def _fp8(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: int) ->
 def _fp8_split_k(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
     """As few splits as give most multiprocessors a program, and twice as many. The stages fill a multiprocessor's
     shared memory, or half of it, where another program, perhaps the next kernel's, finds room too."""
-    if num_tokens <= 4:
-        return
     in_blocks = FORMATS[shape.dtype].is_blocked
     for tile_rows, tile_tokens in _fp8_tiles(num_tokens):
         tiles = -(-shape.N // tile_rows) * -(-num_tokens // tile_tokens)
