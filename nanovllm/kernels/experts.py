@@ -200,9 +200,11 @@ def _add_product(acc, tile_weights, values, scales, x_scales, is_column, start_k
 
 
 @triton.jit
-def _prefetch(weight, first_row, num_rows, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LINE: tl.constexpr):
+def _prefetch(
+    weight, first_row, num_rows, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LINE: tl.constexpr
+):
     """Ask the first WIDTH columns of up to ROWS rows into L2, in cache lines of LINE elements. Past the last row this
-    asks for the first one."""
+    asks for the first row."""
     row = tl.arange(0, ROWS)
     row = first_row + tl.where(row < num_rows, row, 0)
     prefetch_lines(weight + row[:, None] * K + (tl.arange(0, WIDTH // LINE) * LINE)[None, :])
