@@ -116,6 +116,6 @@ def _launch(
     launcher(_quantize_kernel, (num_tokens,), has_pdl(x.device))(
         x, norm_weight, y, scale, x.stride(0), y.stride(0), scale.stride(0), scale.stride(1), eps,
         SIZE=size, BLOCK=block, GROUP=GROUP if in_groups else block, SILU=silu,
-        num_warps=min(max(block // 1024, 1), 16),
+        num_warps=min(max(block // 256, 1), max(block // 1024, 4), 16),
     )  # fmt: skip
     return y, scale

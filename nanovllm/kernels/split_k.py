@@ -47,10 +47,6 @@ class SplitKConfig(NamedTuple):
     tile_tokens: int = TILE_TOKENS  # at least 16
     num_warps: int = 4
 
-    @property
-    def stage_elements(self) -> int:
-        return self.tile_k * (self.tile_tokens + self.tile_rows)
-
 
 def make_arrivals(device: torch.device | str | None = None) -> Tensor:
     """The counters that launches with splits share: int32, zero, as every launch leaves them. Allocate once, outside
@@ -234,6 +230,8 @@ def split_k(
     """
     if weight_scale is None:
         check_layer(x, weight, bias, MAX_TOKENS)
+        if x_scale is not None:
+            raise ValueError("weight_scale must be given if x_scale is")
         dtype = x.dtype
     else:
         check_scaled_layer(x, x_scale, weight, weight_scale, bias)

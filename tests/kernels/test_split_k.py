@@ -20,6 +20,7 @@ from nanovllm.kernels.split_k import (
     TILE_TOKENS,
     SplitKConfig,
     make_arrivals,
+    split_k,
 )
 from nanovllm.layers.quantization import FORMATS
 from nanovllm.tuning.table import package_table
@@ -141,7 +142,7 @@ def test_every_config_is_launchable():
     for N, config in cases:
         assert all(value & (value - 1) == 0 for value in config[:3])
         assert min(config[:2]) >= 16
-        assert 2 * config.num_stages * config.stage_elements <= 227 * 1024
+        assert 2 * config.num_stages * config.tile_k * (config.tile_tokens + config.tile_rows) <= 227 * 1024
         assert -(-N // config.tile_rows) * (MAX_TOKENS // TILE_TOKENS) <= len(make_arrivals())
 
 
@@ -166,6 +167,8 @@ def test_wrong_arguments_are_refused(device):
     for bad in (weight[0], weight[:, :16], weight[:0]):
         with pytest.raises(ValueError, match=r"^weight must be a contiguous"):
             linear(x, bad, config=CONFIG)
+    with pytest.raises(ValueError, match=r"^weight_scale must be given"):
+        split_k(x, weight, residual, None, CONFIG, None, x_scale=torch.ones(2, 1))
     with pytest.raises(ValueError, match=r"^weight must have x's dtype"):
         linear_add(x, weight.bfloat16(), residual, config=CONFIG)
     with pytest.raises(ValueError, match=r"^weight must have an even number"):
