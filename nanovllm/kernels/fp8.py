@@ -113,9 +113,11 @@ def _launch(
     if num_tokens == 0:
         return y, scale
     block = max(triton.next_power_of_2(size), GROUP)
+    # Each warp repeats the instructions of the reductions, so a thread holds up to 32 numbers of a long row.
+    num_warps = min(max(block // 256, 1), max(block // 1024, 4), 16)
     launcher(_quantize_kernel, (num_tokens,), has_pdl(x.device))(
         x, norm_weight, y, scale, x.stride(0), y.stride(0), scale.stride(0), scale.stride(1), eps,
         SIZE=size, BLOCK=block, GROUP=GROUP if in_groups else block, SILU=silu,
-        num_warps=min(max(block // 256, 1), max(block // 1024, 4), 16),
+        num_warps=num_warps,
     )  # fmt: skip
     return y, scale

@@ -4,8 +4,8 @@ Such a product takes a few microseconds, in which the weights are read. So the w
 multiprocessors must read equal shares of them. A program computes a tile of tokens with some rows of the weight and one
 split of K. It prefetches its weights into L2 while the kernel before it still runs.
 
-Products of e4m3 numbers suit any number of tokens. The weight is the first factor there, because the tensor cores take
-64 rows of it and as few as 8 columns of the second. Up to that, tokens cost nothing.
+Products of e4m3 numbers may have any number of tokens. Their first factor is the weight, because the tensor cores
+multiply at least 64 rows of the first factor, and as few as 8 columns of the second.
 
 Splits are combined without a second launch. Each program writes its sum in float32 and counts itself as arrived. The
 last one adds all sums, always in the order of the splits, so equal calls give equal bits.
@@ -179,7 +179,7 @@ def split_k_kernel(
         for other in tl.static_range(1, SPLITS):
             acc += tl.load(sums + other * (TOKENS * ROWS), mask=inside_tokens, other=0.0, cache_modifier=".cg")
     if BLOCK == 0 and x_scale is not None:
-        acc *= tl.load(token_scales)[:, None] * row_scale[None, :]
+        acc = acc * tl.load(token_scales)[:, None] * row_scale[None, :]
     if bias is not None:
         acc += shift[None, :]
     if SILU:
