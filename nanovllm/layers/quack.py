@@ -13,7 +13,7 @@ from nanovllm.kernels import HAS_TRITON
 from nanovllm.layers.fp8_products import quantize_input
 from nanovllm.layers.layernorm import Normed
 from nanovllm.layers.matmul import Candidate, Problem
-from nanovllm.layers.quantization import Fp8Format, Fp8Weight, Weight
+from nanovllm.layers.quantization import E4M3, Fp8Format, Fp8Weight, Weight
 from nanovllm.utils.context import get_context
 from nanovllm.utils.light_imports import import_without_torch_compile
 from nanovllm.utils.optional_packages import OptionalPackage, keep_kernels
@@ -126,10 +126,9 @@ class Quack(OptionalPackage, Candidate):
     def load(self, product: Product, device: torch.device) -> None:
         """Launch a product once, on arbitrary numbers, to load its kernel."""
         x = torch.empty(product.num_tokens, product.K, dtype=product.dtype, device=device)
-        weight: Any = torch.empty(product.N, product.K, dtype=product.dtype, device=device)
+        weight: Any = x.new_empty(product.N, product.K, dtype=E4M3 if product.is_fp8 else None)
         if product.is_fp8:
-            format = Fp8Format()
-            weight = Fp8Weight(*format.quantize(weight), format, product.dtype)
+            weight = Fp8Weight(weight, torch.empty(product.N, 1, device=device), Fp8Format(), product.dtype)
         out = x.new_empty(product.num_tokens, product.N) if product.operation == "linear_add" else None
         self.launch(Problem(product.operation, x, weight, out=out), product.tile)
 

@@ -57,7 +57,7 @@ def _linear_swiglu(acc):
     return {"out": swiglu(gate, up)}
 
 
-# The package tells vectors by their lengths unless they are named.
+# Without these the package tells rows from columns by their lengths, which may be equal.
 _SCALES = {"x_scale": ColVecLoad("x_scale"), "weight_scale": RowVecLoad("weight_scale")}
 
 
@@ -101,7 +101,7 @@ def gemm_act(
         scales: of e4m3 numbers: float32, of A's rows `[M, 1]` and of B's columns `[N, 1]`.
     """
     if scales is not None:
-        _multiply_scaled(A, B, *scales, postact_out, config, activation == "swiglu", C is not None)
+        _multiply_scaled(A, B, *scales, postact_out, config, has_swiglu=activation == "swiglu", adds=C is not None)
         return
     options = {"tuned": tuned, "config": config, "concat_layout": concat_layout, "let_in": 1}
     if activation == "swiglu":
@@ -111,16 +111,16 @@ def gemm_act(
 
 
 def _multiply_scaled(
-    A: Tensor, B: Tensor, A_scale: Tensor, B_scale: Tensor, out: Tensor, config, has_swiglu: bool, adds: bool
+    A: Tensor, B: Tensor, A_scale: Tensor, B_scale: Tensor, out: Tensor, config, *, has_swiglu: bool, adds: bool
 ) -> None:
-    # By default the package adds the tensor cores' sums up in float32 after every 128 numbers, which takes twice the
-    # registers.
-    options = {"add_to_output": adds, "post_init_attrs": (("fp8_slow_accum", False),)}
     operands = {"x_scale": A_scale.view(-1), "weight_scale": B_scale.view(1, -1), "let_in": 1}
-    tile = {"tile_M": config.tile_m, "tile_N": config.tile_n, "pingpong": config.pingpong}
-    tile |= {"cluster_M": config.cluster_m, "cluster_N": config.cluster_n}
+    options = {"tile_M": config.tile_m, "tile_N": config.tile_n, "pingpong": config.pingpong}
+    options |= {"cluster_M": config.cluster_m, "cluster_N": config.cluster_n, "add_to_output": adds}
+    # Otherwise the package moves the tensor cores' sums to others in float32 after every 128 numbers, which takes twice
+    # the registers, and the tensor cores wait for it.
+    options["post_init_attrs"] = (("fp8_slow_accum", False),)
     if has_swiglu:
-        options["concat_layout"] = ("B", "weight_scale")
-        _scaled_swiglu.gemm(A, B.t(), None, epi_args=operands | {"out": out}, **tile, **options)
+        concat_layout = ("B", "weight_scale")
+        _scaled_swiglu.gemm(A, B.t(), None, epi_args=operands | {"out": out}, concat_layout=concat_layout, **options)
     else:
-        _scaled.gemm(A, B.t(), out, epi_args=operands, **tile, **options)
+        _scaled.gemm(A, B.t(), out, epi_args=operands, **options)
