@@ -128,7 +128,8 @@ class Quack(OptionalPackage, Candidate):
         x = torch.empty(product.num_tokens, product.K, dtype=product.dtype, device=device)
         weight: Any = x.new_empty(product.N, product.K, dtype=E4M3 if product.is_fp8 else None)
         if product.is_fp8:
-            weight = Fp8Weight(weight, torch.empty(product.N, 1, device=device), Fp8Format(), product.dtype)
+            scale = torch.empty(product.N, 1, dtype=torch.float32, device=device)
+            weight = Fp8Weight(weight, scale, Fp8Format(), product.dtype)
         out = x.new_empty(product.num_tokens, product.N) if product.operation == "linear_add" else None
         self.launch(Problem(product.operation, x, weight, out=out), product.tile)
 
