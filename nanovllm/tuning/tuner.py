@@ -62,6 +62,7 @@ def challengers(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: 
 
 
 def _fp8(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
+    yield from _fp8_tiles(shape, phase, num_tokens, num_multiprocessors)
     if phase == "decode":
         yield from _gemv(shape, num_tokens, num_multiprocessors)
         yield from _fp8_split_k(shape, num_tokens, num_multiprocessors)
@@ -71,7 +72,7 @@ def _fp8_split_k(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Ite
     """As few splits as give most multiprocessors a program, and twice as many. The stages fill a multiprocessor's
     shared memory, or half of it, where another program, perhaps the next kernel's, finds room too."""
     in_blocks = FORMATS[shape.dtype].is_blocked
-    for tile_rows, tile_tokens in _fp8_tiles(num_tokens):
+    for tile_rows, tile_tokens in _fp8_split_k_tiles(num_tokens):
         tiles = -(-shape.N // tile_rows) * -(-num_tokens // tile_tokens)
         fewest = next((n for n in (1, 2, 4) if n * tiles >= 0.6 * num_multiprocessors or 1024 * n > shape.K), 8)
         for splits in (fewest, 2 * fewest):
@@ -90,7 +91,7 @@ def _fp8_split_k(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Ite
                 yield Choice("split-k", (tile_rows, tile_k, splits, num_stages, prefetch, tile_tokens, num_warps))
 
 
-def _fp8_tiles(num_tokens: int) -> Iterator[tuple[int, int]]:
+def _fp8_split_k_tiles(num_tokens: int) -> Iterator[tuple[int, int]]:
     """Rows of a weight and tokens. Larger ones read less from L2."""
     tokens = min(max(16, 1 << (num_tokens - 1).bit_length()), 128)
     yield from ((rows, tokens) for rows in (64, 128))
@@ -147,6 +148,28 @@ def _prefill_tiles(shape: Shape, num_tokens: int, num_multiprocessors: int) -> I
     for columns in (128, 192):
         for cluster in ((1, 2), (2, 1)):
             yield Choice("quack-kernels", (256, columns, cluster, False))
+
+
+def _fp8_tiles(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
+    """In a decode step the three tiles that keep the busiest multiprocessor the shortest."""
+    if num_tokens < 160 or FORMATS[shape.dtype].is_blocked:
+        return
+    if phase == "prefill":
+        for columns in (128, 192):
+            yield Choice("quack-kernels", (128, columns, (1, 2), True))
+            yield Choice("quack-kernels", (256, columns, (2, 1), False))
+        return
+
+    def duration(tile: tuple[int, int]) -> int:
+        tokens, columns = tile
+        programs = -(-num_tokens // tokens) * -(-shape.N // columns)
+        # It multiplies about 80 pairs of numbers in the time in which it loads one number.
+        return -(-programs // num_multiprocessors) * max(tokens * columns, 80 * (tokens + columns))
+
+    tiles = [(64, 256), (128, 256), *product((64, 128, 192, 256), (32, 64, 96, 128)), *product((64, 128, 256), (192,))]
+    for tokens, columns in sorted(tiles, key=duration)[:3]:
+        for cluster in ((1, 1), (2, 1) if num_tokens > tokens else (1, 2)):
+            yield Choice("quack-kernels", (tokens, columns, cluster, False))
 
 
 def _fused_silu(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
