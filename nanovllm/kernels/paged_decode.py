@@ -121,9 +121,9 @@ def _to_float16(q):
     """(q times a power of two, in float16; the factor that undoes it). The largest number becomes less than 2**15, so
     none overflows, and others are exact down to 2**-31 of it."""
     q = q.to(tl.float32)
-    # The exponent in float32's bits. From 15 on both factors are normal numbers, also for queries of zeros.
-    exponent = tl.maximum(tl.max(tl.abs(q)).to(tl.int32, bitcast=True) >> 23, 15)
-    factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # 2**(14 - (exponent - 127))
+    # The exponent in the bits of float32. It counts as 2**-60 at least: scores of -inf must meet no factor of 0.
+    exponent = tl.maximum(tl.max(tl.abs(q)).to(tl.int32, bitcast=True) >> 23, 127 - 60)
+    factor = ((127 + 14 + 127 - exponent) << 23).to(tl.float32, bitcast=True)
     undo = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
     return (q * factor).to(tl.float16), undo
 
