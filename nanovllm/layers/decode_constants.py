@@ -34,12 +34,14 @@ class DecodeConstants:
         """tma: whether the kernel may use the tensor memory accelerator."""
         return (self._tma_configs if tma else self._configs)[num_rows * num_kv_heads][0]
 
+    def spare_programs(self, num_rows: int, num_kv_heads: int) -> int:
+        """Programs beyond one a row and KV head. More balance the load better, but each costs its start and a partial
+        result."""
+        return self._spare_programs[num_rows * num_kv_heads][0]
+
     def num_pieces(self, num_rows: int, num_kv_heads: int) -> int:
         """Pieces of a step's plan; never fewer for a larger batch."""
-        # Programs beyond one a row and KV head. More balance the load better, but each costs its start and a partial
-        # result.
-        spare = self._spare_programs[num_rows * num_kv_heads][0]
-        return num_rows + -(-spare // num_kv_heads)
+        return num_rows + -(-self.spare_programs(num_rows, num_kv_heads) // num_kv_heads)
 
 
 def _config(constants: list, shrink: int) -> DecodeConfig:
