@@ -221,6 +221,23 @@ BOTH_KERNELS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.gpu
+@needs_tma
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 7), (128, 4), (128, 16)])
+@pytest.mark.parametrize("pairs", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("tile", "num_warps", "num_stages"), [(32, 1, 4), (32, 2, 4), (64, 1, 3), (64, 2, 4), (64, 4, 3)]
+)
+def test_constants_for_large_batches(tile, num_warps, num_stages, pairs, head_dim, group):
+    lens = [0, 1, 31, 32, 33, 64, 65, 200, 640, 3000]
+    case = decode_case(lens, 8 * group, 8, head_dim, 256, torch.bfloat16, DEVICE, seed=tile + pairs)
+    case, held = in_fp8(case, tile)
+    expected = dense_decode(**held)
+    out = paged_decode(**case, config=DecodeConfig(tile, num_warps, num_stages, tma=True, pairs=pairs))
+    tolerance = TOLERANCE[torch.bfloat16] * max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=TOLERANCE[torch.bfloat16])
+
+
 @pytest.mark.parametrize("magnitude", [1e-15, 1e-5, 1.0, 1e5, 1e30])
 @BOTH_KERNELS
 def test_queries_of_any_magnitude(magnitude, config, device):
