@@ -53,7 +53,7 @@ FP8_TILES = [(32, 1, 3), (32, 1, 4), (32, 1, 5), (32, 2, 3), (32, 2, 4), (64, 1,
 FEW_TILES = [(32, 1, 4), (32, 2, 4), (64, 2, 3), (64, 4, 3)]
 SWEEP_FP8 = [
     (*tile, False, True, pairs)
-    for pairs, tiles in ((0, FEW_TILES), (1, FEW_TILES), (2, [*FP8_TILES, (64, 4, 4)]))
+    for pairs, tiles in ((False, FEW_TILES), (True, [*FP8_TILES, (64, 4, 4)]))
     for tile in tiles
 ]
 

@@ -130,15 +130,9 @@ def _to_float16(q):
 
 @triton.jit
 def _split_pairs(pairs):
-    """Of pairs of float8_e4m3fn, int16 `[M, N]`, the first and the second numbers, float16 `[M, N, 2]`."""
-    numbers = tl.join(pairs.to(tl.uint8), (pairs >> 8).to(tl.uint8))
-    return numbers.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-
-
-@triton.jit
-def _split_pairs_ptx(pairs):
-    """`_split_pairs` in fewer instructions: of two pairs in a register the bytes are sorted before they are
-    converted."""
+    """Of pairs of float8_e4m3fn, int16 `[M, N]`, the first and the second numbers, float16 `[M, N, 2]`. Not in Triton's
+    interpreter."""
+    # A register holds two pairs. Its bytes are sorted before they are converted: Triton would move each one alone.
     first, second = tl.inline_asm_elementwise(
         """{
         .reg .b32 sorted;
@@ -159,8 +153,7 @@ def _transpose_values(v, dtype, PAIRS: tl.constexpr):
     then all even dims before all odd ones. Shared memory transposes numbers of 16 bits at no cost, of 8 bits not."""
     if PAIRS:
         pairs = tl.trans(v)
-        v = _split_pairs(pairs) if PAIRS == 1 else _split_pairs_ptx(pairs)
-        v = tl.reshape(tl.permute(v, (2, 0, 1)), (2 * pairs.shape[0], pairs.shape[1]))
+        v = tl.reshape(tl.permute(_split_pairs(pairs), (2, 0, 1)), (2 * pairs.shape[0], pairs.shape[1]))
     else:
         v = tl.trans(v.to(dtype))
     return v
