@@ -150,7 +150,7 @@ def _split_pairs(pairs):
 @triton.jit
 def _transpose_values(v, dtype, PAIRS: tl.constexpr):
     """Values `[TILE, HEAD_DIM]` as `[HEAD_DIM, TILE]` of this dtype; with PAIRS of int16 `[TILE, HEAD_DIM // 2]`, and
-    then all even dims before all odd ones. Shared memory transposes numbers of 16 bits at no cost, of 8 bits not."""
+    then all even dims before all odd ones. Loads from shared memory transpose elements of 16 bits, but not of 8."""
     if PAIRS:
         pairs = tl.trans(v)
         v = tl.reshape(tl.permute(_split_pairs(pairs), (2, 0, 1)), (2 * pairs.shape[0], pairs.shape[1]))
