@@ -196,7 +196,7 @@ def sweep(args: argparse.Namespace, constants: DecodeConstants) -> dict:
         rows = str(batch * args.kv_heads)
         config, least_spare = bucket.choose(tma, least_spare)
         gain = bucket.seconds[bucket.today[tma], bucket.today_spare] / bucket.seconds[config, least_spare]
-        print(f"{rows} rows x KV heads: {list(config)}, {least_spare} spare programs, {gain:.3f} times as fast as today")
+        print(f"{rows} rows x KV heads: {list(config)}, {least_spare} spare programs: {gain:.3f} times today's speed")
         group["spare_programs"][rows] = least_spare
         if tma:
             group["tma_configs"][rows] = _constants(config)
