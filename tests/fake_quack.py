@@ -14,12 +14,18 @@ class Package:
     def __init__(self, error: Exception | None = None):
         self.calls, self.error = [], error
 
-    def __call__(self, x, weight, *, postact_out, C=None, activation=None, concat_layout=None, config, **options):
+    def __call__(
+        self, x, weight, *, postact_out, C=None, activation=None, concat_layout=None, config, scales=None, **options
+    ):
         assert options == {"store_preact": False, "tuned": False}
         self.calls.append(config)
         if self.error is not None:
             raise self.error
-        y = (x.float() @ weight.float()) + (0 if C is None else C.float())
+        y = x.float() @ weight.float()
+        assert (scales is not None) == (x.dtype == weight.dtype == torch.float8_e4m3fn)
+        if scales is not None:
+            y *= scales[0] * scales[1].t()
+        y += 0 if C is None else C.float()
         if activation is not None:
             assert (activation, concat_layout) == ("swiglu", ("B",))
             gate, up = y.chunk(2, dim=-1)

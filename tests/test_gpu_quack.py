@@ -10,10 +10,15 @@ from fake_quack import problem
 from gpu_engines import REGRET, gpu_llm, keys_of, use_table
 
 from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.layers import quack as quack_module
+from nanovllm.layers.fp8_products import quantize_input
 from nanovllm.layers.kernel_matmul import our_candidates
+from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul import Matmul, Problem
 from nanovllm.layers.quack import Quack, Tile, load_quack
+from nanovllm.layers.quantization import FORMATS, Fp8Format, Fp8Weight
 from nanovllm.tuning.table import Choice, Key, Row, Table, package_table
+from nanovllm.tuning.tuner import Shape, challengers
 
 pytestmark = pytest.mark.gpu
 
@@ -29,11 +34,11 @@ def quack() -> Quack:
 
 
 def tiles() -> list[tuple[str, int, tuple[int, int], Tile]]:
-    """Every tile of the H200's table, at the batch sizes where it begins and ends. A prefill has no end: then at 9,001
-    tokens and at 16,384."""
+    """Every tile of the H200's table for 16-bit weights, at the batch sizes where it begins and ends. A prefill has no
+    end: then at 9,001 tokens and at 16,384."""
     found: dict[tuple[str, Tile], list[tuple[int, tuple[int, int]]]] = {}
     for key, row in package_table(H200).rows.items():
-        if key.operation == "padding":
+        if key.operation == "padding" or key.dtype in FORMATS:
             continue
         for first, last, choices in zip([0, *row.bounds], row.bounds, row.choices, strict=False):
             for name, constants in choices:
@@ -76,6 +81,95 @@ def test_products_are_right_and_captured(quack, operation, num_tokens, shape, ti
     residual.copy_(before)
     graph.replay()
     assert torch.equal(again, y)
+
+
+def make_fp8_weight(N: int, K: int, format: Fp8Format = FORMATS["float8_e4m3fn"]) -> Fp8Weight:
+    """Its rows are of different lengths."""
+    weight = torch.randn(N, K, device="cuda") * K**-0.5 * (0.5 + torch.rand(N, 1, device="cuda"))
+    return Fp8Weight(*format.quantize(weight), format, torch.bfloat16)
+
+
+def fp8_tiles() -> list[tuple[str, int, tuple[int, int], Tile]]:
+    """What the tuner tries for Qwen3-8B, and what it has found for fp8."""
+    found = {}
+    for operation, N, K in (("linear", 6144, 4096), ("linear_silu", 24576, 4096), ("linear_add", 4096, 12288)):
+        for num_tokens, phase in ((200, "decode"), (512, "decode"), (4096, "prefill")):
+            choices = challengers(Shape(operation, N, K, "float8_e4m3fn"), phase, num_tokens, 132)
+            found |= {(operation, num_tokens, (N, K), choice): None for choice in choices}
+    for key, row in package_table(H200).rows.items():
+        if key.dtype in FORMATS and key.operation != "padding":
+            for bound, choices in zip(row.bounds, row.choices, strict=True):
+                found |= {(key.operation, bound, (key.N, key.K), choice): None for choice in choices}
+    return [(*case, Tile(*choice.constants)) for *case, choice in found if choice.candidate == Quack.name]
+
+
+@pytest.mark.parametrize(("operation", "num_tokens", "shape", "tile"), fp8_tiles())
+def test_products_in_fp8_are_right_and_captured(quack, operation, num_tokens, shape, tile):
+    torch.manual_seed(num_tokens)
+    N, K = shape
+    weight = make_fp8_weight(N, K)
+    x = torch.randn(num_tokens, K, device="cuda") * (0.5 + torch.rand(num_tokens, 1, device="cuda"))
+    x = x.bfloat16()
+    before = 0.1 * torch.randn(num_tokens, N, device="cuda", dtype=torch.bfloat16)
+    expected = quantize_input(x, weight.format).dequantized() @ weight.dequantized().t()
+    if operation == "linear_silu":
+        gate, up = expected.chunk(2, dim=-1)
+        expected = F.silu(gate) * up
+    elif operation == "linear_add":
+        expected += before
+    residual = before.clone()
+    asked = problem(operation, x, weight, residual)
+    assert quack.supports(asked)
+    y = quack.launch(asked, tile).clone()
+    # Every row and column, because each has a scale of its own. Tensor cores drop bits of fp8 sums.
+    for dim in (0, 1):
+        assert ((y - expected).norm(dim=dim) <= 0.03 * expected.norm(dim=dim)).all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = quack.launch(asked, tile)
+    residual.copy_(before)
+    graph.replay()
+    assert torch.equal(again, y)
+
+
+@pytest.mark.parametrize("num_tokens", [64, 200, 512])
+def test_launches_in_fp8_that_depend_on_each_other_give_the_bits_of_one_at_a_time(quack, monkeypatch, num_tokens):
+    """Six layers of Qwen3-0.6B without their attention: every product's input is quantised with its norm, or alone."""
+    torch.manual_seed(num_tokens)
+    shapes = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
+    layers = [[make_fp8_weight(*shape) for shape in shapes] for _ in range(6)]
+    norm = RMSNorm(1024).to(device="cuda", dtype=torch.bfloat16)
+    start = torch.randn(num_tokens, 1024, device="cuda", dtype=torch.bfloat16)
+    residual = start.clone()
+
+    def run(wait=lambda: None) -> None:
+        for qkv, out, gate_up, down in layers:
+            y = quack.launch(Problem("linear", Normed(residual, norm), qkv), Tile(128, 64))
+            wait()
+            quack.launch(Problem("linear_add", y[:, :2048], out, out=residual), Tile(64, 64))
+            wait()
+            y = quack.launch(Problem("linear_silu", Normed(residual, norm), gate_up), Tile(128, 128))
+            wait()
+            quack.launch(Problem("linear_add", y, down, out=residual), Tile(64, 64))
+            wait()
+
+    def quantized(*args):
+        found = quantize_input(*args)
+        torch.cuda.synchronize()
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(quack_module, "quantize_input", quantized)
+        run(torch.cuda.synchronize)
+    assert quack.works
+    expected = residual.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        residual.copy_(start)
+        run()
+    for _ in range(100):
+        graph.replay()
+        assert torch.equal(residual, expected)
 
 
 @pytest.mark.parametrize("num_tokens", [64, 128, 192, 256, 384, 512])
@@ -136,6 +230,9 @@ def test_tensors_that_it_does_not_take(quack):
     assert not takes(wide[:, :128], weight), "rows 200 elements apart"
     assert not takes(wide.view(-1)[1 : 1 + 128 * 128].view(128, 128), weight), "an odd address"
     assert not takes(x.t(), weight), "columns packed"
+    assert takes(x[:, 1:65], make_fp8_weight(128, 64)), "what is quantised first"
+    assert not takes(x[:, :100], make_fp8_weight(128, 100)), "100 columns"
+    assert not takes(x, make_fp8_weight(128, 128, FORMATS["float8_e4m3fn-128x128"])), "blocks"
 
 
 @pytest.fixture(scope="module")

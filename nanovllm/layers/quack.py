@@ -4,14 +4,16 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON
+from nanovllm.layers.fp8_products import quantize_input
 from nanovllm.layers.layernorm import Normed
 from nanovllm.layers.matmul import Candidate, Problem
+from nanovllm.layers.quantization import E4M3, Fp8Format, Fp8Weight, Weight
 from nanovllm.utils.context import get_context
 from nanovllm.utils.light_imports import import_without_torch_compile
 from nanovllm.utils.optional_packages import OptionalPackage, keep_kernels
@@ -41,11 +43,13 @@ class Product(NamedTuple):
     num_tokens: int
     N: int
     K: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of x, and of the weight unless that is in fp8
+    is_fp8: bool = False
 
 
 class Quack(OptionalPackage, Candidate):
-    """bfloat16 and float16 products on Hopper, summed in float32 and rounded once; linear_add rounds twice.
+    """bfloat16 and float16 products on Hopper, summed in float32 and rounded once; linear_add rounds twice. With a
+    weight in fp8 x is quantised first, and tensor cores sum as in `fp8_products.fp8_product`.
 
     All launches are dependent ones (see `kernels.dependent_launch`). The first launch of a tile compiles it, which
     takes seconds, or loads it from the disk. The first error of the package is logged and ends its use: every later
@@ -64,24 +68,26 @@ class Quack(OptionalPackage, Candidate):
     def __init__(self, gemm_act: Callable, make_config: Callable, decodes: bool = True):
         """gemm_act: `quack_early`'s. make_config: the package's GemmConfig."""
         self.decodes = decodes
-        self.wanted: dict[tuple[str, Tile], Product] = {}
+        self.wanted: dict[tuple[str, Tile, bool], Product] = {}
         self._gemm_act = gemm_act
         self._make_config = make_config
 
-    def serves(self, weight: Tensor) -> bool:
+    def serves(self, weight: Weight) -> bool:
         return self.works and self.decodes and self._takes(weight)
 
     def supports(self, problem: Problem) -> bool:
-        """16-bit floats, multiples of 64 rows and columns, no bias, and `out` only for linear_add. x is packed and
-        aligned likewise."""
+        """16-bit floats, or fp8 with a scale for each channel; multiples of 64 rows and columns, no bias, and `out`
+        only for linear_add. An x that is not quantised first is packed and aligned likewise."""
         operation, x, weight, bias, out = problem
         is_here = self.works and (self.decodes or get_context().is_prefill)
         if not is_here or bias is not None or (out is None) == (operation == "linear_add") or not self._takes(weight):
             return False
-        return isinstance(x, Normed) or self._takes_rows(x, weight)
+        return isinstance(x, Normed) or isinstance(weight, Fp8Weight) or self._takes_rows(x, weight)
 
-    def _takes(self, weight: Tensor) -> bool:
+    def _takes(self, weight: Weight) -> bool:
         shape_fits = not (weight.shape[0] % _ALIGNMENT or weight.shape[1] % _ALIGNMENT)
+        if isinstance(weight, Fp8Weight):
+            return weight.is_cuda and not weight.format.is_blocked and shape_fits
         return weight.is_cuda and weight.dtype in self.DTYPES and shape_fits
 
     def _takes_rows(self, x: Tensor, weight: Tensor) -> bool:
@@ -91,15 +97,23 @@ class Quack(OptionalPackage, Candidate):
         """The result, or None if it failed; a residual is unchanged then. constants: a Tile's. Raises
         torch.OutOfMemoryError only."""
         tile = Tile(*constants)
-        operation, x, weight, out = problem.operation, problem.input, problem.weight, problem.out
-        options = {"C": out} if operation == "linear_add" else {}
+        operation, weight, out = problem.operation, problem.weight, problem.out
+        num_tokens, N = len(problem.x), len(weight)
+        options: dict[str, Any] = {"C": out} if operation == "linear_add" else {}
         if operation == "linear":
-            out = x.new_empty(len(x), len(weight))
+            out = weight.new_empty(num_tokens, N)
         elif operation == "linear_silu":
-            out = x.new_empty(len(x), len(weight) // 2)
+            out = weight.new_empty(num_tokens, N // 2)
             options = {"activation": "swiglu", "concat_layout": ("B",)}
+        is_fp8 = isinstance(weight, Fp8Weight)
+        if is_fp8:
+            x, x_scale = quantize_input(problem.x, weight.format)
+            weight, options["scales"] = weight.values, (x_scale, weight.scale)
+        else:
+            x = problem.input
         if HAS_TRITON and is_compiling_ahead():
-            self.wanted.setdefault((operation, tile), Product(operation, tile, len(x), *weight.shape, x.dtype))
+            product = Product(operation, tile, num_tokens, *weight.shape, out.dtype, is_fp8)
+            self.wanted.setdefault((operation, tile, is_fp8), product)
             return out
 
         def multiply() -> Tensor:
@@ -112,7 +126,10 @@ class Quack(OptionalPackage, Candidate):
     def load(self, product: Product, device: torch.device) -> None:
         """Launch a product once, on arbitrary numbers, to load its kernel."""
         x = torch.empty(product.num_tokens, product.K, dtype=product.dtype, device=device)
-        weight = torch.empty(product.N, product.K, dtype=product.dtype, device=device)
+        weight: Any = x.new_empty(product.N, product.K, dtype=E4M3 if product.is_fp8 else None)
+        if product.is_fp8:
+            scale = torch.empty(product.N, 1, dtype=torch.float32, device=device)
+            weight = Fp8Weight(weight, scale, Fp8Format(), product.dtype)
         out = x.new_empty(product.num_tokens, product.N) if product.operation == "linear_add" else None
         self.launch(Problem(product.operation, x, weight, out=out), product.tile)
 

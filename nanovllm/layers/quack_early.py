@@ -6,13 +6,15 @@ the products follow: they wait before they load, and everything else they do dep
 
 This uses the package's own interface for extensions, `quack.epilogue`: an operation of a product's last step is called
 when the kernel starts. Importing this module needs the package.
+
+Products of e4m3 numbers have the scales of rows and columns in the last step, in float32.
 """
 
 import cutlass
 import cutlass.cute as cute
 from quack.activation import swiglu
 from quack.epilogue import gemm_epilogue, unpack
-from quack.epilogue.ops import EpiOp, TileStore
+from quack.epilogue.ops import ColVecLoad, EpiOp, RowVecLoad, TileStore
 from torch import Tensor
 
 
@@ -55,6 +57,21 @@ def _linear_swiglu(acc):
     return {"out": swiglu(gate, up)}
 
 
+# Without these the package tells rows from columns by their lengths, which may be equal.
+_SCALES = {"x_scale": ColVecLoad("x_scale"), "weight_scale": RowVecLoad("weight_scale")}
+
+
+@gemm_epilogue(ops=_SCALES, extra_ops=(_LetIn("let_in"),))
+def _scaled(acc, x_scale, weight_scale):
+    return {"D": acc * (x_scale * weight_scale)}
+
+
+@gemm_epilogue(outputs=(TileStore("out", gated=True),), mode="acc_pair", ops=_SCALES, extra_ops=(_LetIn("let_in"),))
+def _scaled_swiglu(acc, x_scale, weight_scale):
+    gate, up = unpack(acc * weight_scale * x_scale)
+    return {"out": swiglu(gate, up)}
+
+
 def gemm_act(
     A: Tensor,
     B: Tensor,
@@ -66,6 +83,7 @@ def gemm_act(
     tuned: bool,
     config,
     concat_layout: tuple[str, ...] | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """The part of `quack.gemm_interface.gemm_act` that `Quack` uses: `A B`, `swiglu(A B)`, or `C += A B`.
 
@@ -73,16 +91,36 @@ def gemm_act(
     the sum, while the package's function rounds once.
 
     Args:
-        A: `[M, K]`, bfloat16 or float16, rows packed.
+        A: `[M, K]`, bfloat16, float16 or e4m3, rows packed.
         B: `[K, N]` of A's dtype, columns packed: a weight's transpose.
         C: None, or, without an activation, postact_out itself.
         activation: "swiglu" (Shazeer 2020) or None.
         postact_out: `[M, N]`, with "swiglu" `[M, N / 2]`: becomes the result.
         config: a quack `GemmConfig`, known by its identity.
         concat_layout: ("B",) where B is the gate's columns and then the up's, not each pair side by side.
+        scales: of e4m3 numbers: float32, of A's rows `[M, 1]` and of B's columns `[N, 1]`.
     """
+    if scales is not None:
+        _multiply_scaled(A, B, *scales, postact_out, config, has_swiglu=activation == "swiglu", adds=C is not None)
+        return
     options = {"tuned": tuned, "config": config, "concat_layout": concat_layout, "let_in": 1}
     if activation == "swiglu":
         _linear_swiglu(A, B, out={"out": postact_out}, store_d=store_preact, **options)
     else:
         _linear(A, B, out={"D": postact_out}, add_to_output=C is not None, **options)
+
+
+def _multiply_scaled(
+    A: Tensor, B: Tensor, A_scale: Tensor, B_scale: Tensor, out: Tensor, config, *, has_swiglu: bool, adds: bool
+) -> None:
+    operands = {"x_scale": A_scale.view(-1), "weight_scale": B_scale.view(1, -1), "let_in": 1}
+    options = {"tile_M": config.tile_m, "tile_N": config.tile_n, "pingpong": config.pingpong}
+    options |= {"cluster_M": config.cluster_m, "cluster_N": config.cluster_n, "add_to_output": adds}
+    # Otherwise the package moves the tensor cores' sums to others in float32 after every 128 numbers, which takes twice
+    # the registers, and the tensor cores wait for it.
+    options["post_init_attrs"] = (("fp8_slow_accum", False),)
+    if has_swiglu:
+        concat_layout = ("B", "weight_scale")
+        _scaled_swiglu.gemm(A, B.t(), None, epi_args=operands | {"out": out}, concat_layout=concat_layout, **options)
+    else:
+        _scaled.gemm(A, B.t(), out, epi_args=operands, **options)

@@ -44,7 +44,7 @@ class LayerTimer:
         dtype = torch.bfloat16 if any(formats) else getattr(torch, shapes[0].dtype)
         self._max_distance = _MAX_FP8_DISTANCE if any(formats) else _MAX_DISTANCE
         is_alone = all(shape.operation != "linear_sum" for shape in shapes)  # Over several GPUs engines have no Quack.
-        quack: Any = load_quack(dtype, device, decodes=True) if is_alone and not any(formats) else None
+        quack: Any = load_quack(dtype, device, decodes=True) if is_alone else None
         if quack is not None:
             quack.attempt = lambda launch: launch()  # An error ends one trial here, not the use of the package.
         found = [Cublas(), *our_candidates(device), *expert_candidates(device), *([] if quack is None else [quack])]

@@ -64,6 +64,7 @@ def challengers(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: 
 def _fp8(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
     """Weights of half the size: twice as many in a tile. Tiles of at least 64 rows are what Hopper's instruction
     takes."""
+    yield from _fp8_tiles(shape, phase, num_tokens, num_multiprocessors)
     if phase == "prefill":
         return
     yield from _gemv(shape, num_tokens, num_multiprocessors)
@@ -123,6 +124,28 @@ def _prefill_tiles(shape: Shape, num_tokens: int, num_multiprocessors: int) -> I
     for columns in (128, 192):
         for cluster in ((1, 2), (2, 1)):
             yield Choice("quack-kernels", (256, columns, cluster, False))
+
+
+def _fp8_tiles(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
+    """In a decode step the three tiles that keep the busiest multiprocessor the shortest."""
+    if num_tokens < 160 or FORMATS[shape.dtype].is_blocked:
+        return
+    if phase == "prefill":
+        for columns in (128, 192):
+            yield Choice("quack-kernels", (128, columns, (1, 2), True))
+            yield Choice("quack-kernels", (256, columns, (2, 1), False))
+        return
+
+    def duration(tile: tuple[int, int]) -> int:
+        tokens, columns = tile
+        programs = -(-num_tokens // tokens) * -(-shape.N // columns)
+        # It multiplies about 80 pairs of numbers in the time in which it loads one number.
+        return -(-programs // num_multiprocessors) * max(tokens * columns, 80 * (tokens + columns))
+
+    tiles = [(64, 256), (128, 256), *product((64, 128, 192, 256), (32, 64, 96, 128)), *product((64, 128, 256), (192,))]
+    for tokens, columns in sorted(tiles, key=duration)[:3]:
+        for cluster in ((1, 1), (2, 1) if num_tokens > tokens else (1, 2)):
+            yield Choice("quack-kernels", (tokens, columns, cluster, False))
 
 
 def _fused_silu(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:

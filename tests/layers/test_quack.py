@@ -11,8 +11,11 @@ from fake_quack import Package, make_config, problem, tensors
 
 from nanovllm.engine.runner import model_setup
 from nanovllm.engine.runner.model_setup import padded_batch
+from nanovllm.layers.activation import Gated, silu_and_mul_torch
+from nanovllm.layers.layernorm import Normed, RMSNorm, rms_norm_torch
 from nanovllm.layers.matmul import Matmul, Problem
 from nanovllm.layers.quack import Product, Quack, Tile
+from nanovllm.layers.quantization import Fp8Format, Fp8Weight, fp8_product_torch, quantize_input_torch
 from nanovllm.models.layer_facts import layer_products
 from nanovllm.tuning.table import Choice, Key, Row, Table, load_table
 from nanovllm.utils.context import Context, step_context
@@ -133,6 +136,52 @@ def test_sums(matmul, package, context, num_tokens, count):
     assert len(package.calls) == count
 
 
+@pytest.fixture
+def fp8_weight() -> Fp8Weight:
+    _, weight, _ = tensors(1, 128, 32)
+    return Fp8Weight(
+        *Fp8Format().quantize(weight * torch.linspace(0.5, 2, 128).unsqueeze(1)), Fp8Format(), torch.float32
+    )
+
+
+@pytest.mark.parametrize("operation", ["linear", "linear_silu", "linear_add"])
+def test_weights_in_fp8(quack, package, fp8_weight, operation):
+    """x is quantised with what stands before it, and the result is not, so the next product quantises that."""
+    x, _, residual = tensors(128, 128, 32)
+    gate_up, norm = torch.cat([x, x.flip(1)], dim=1), RMSNorm(32)
+    inputs = [
+        (x, x),
+        (Normed(x, norm), rms_norm_torch(x, norm.weight, norm.eps)),
+        (Gated(gate_up), silu_and_mul_torch(gate_up)),
+    ]
+    for given, value in inputs:
+        expected = fp8_product_torch(quantize_input_torch(value, Fp8Format()), fp8_weight)
+        if operation == "linear_silu":
+            expected = silu_and_mul_torch(expected)
+        asked = problem(operation, given, fp8_weight, out := residual.clone())
+        assert quack.supports(asked)
+        y = quack.launch(asked, Tile(128, 32))
+        if operation == "linear_add":
+            assert y is out
+            expected = expected + residual
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    assert len(package.calls) == 3
+
+
+def test_weights_in_fp8_without_the_package(quack, package, fp8_weight, caplog):
+    """After its first error they are multiplied as if it was not installed."""
+    package.error = TypeError("no such layout")
+    x, _, residual = tensors(128, 128, 32)
+    key = Key("linear_add", "decode", 128, 32, fp8_weight.dtype)
+    asked = problem("linear_add", x, fp8_weight, residual)
+    expected = Matmul().run(asked._replace(out=residual.clone()))
+    matmul = Matmul(Table({key: Row({128: [Choice("quack-kernels", tuple(Tile(128, 32)))]})}), [quack])
+    with step_context(DECODE), caplog.at_level(logging.WARNING):
+        assert matmul.run(asked) is residual
+    assert torch.equal(residual, expected)
+    assert (len(package.calls), quack.works, len(caplog.records)) == (1, False, 1)
+
+
 def test_a_failure_is_logged_once_and_costs_no_result(matmul, package, caplog):
     package.error = TypeError("no such layout")
     x, weight, residual = tensors(128, 128, 32)
@@ -218,7 +267,7 @@ def test_an_engine_whose_package_fails_at_the_start_pads_nothing(engine_options,
     assert len(package.calls) == 1
 
 
-def test_what_is_traced_is_loaded_later_a_launch_a_kernel(quack, package):
+def test_what_is_traced_is_loaded_later_a_launch_a_kernel(quack, package, fp8_weight):
     pytest.importorskip("triton")
     from nanovllm.kernels.launch import compile_ahead
 
@@ -228,10 +277,11 @@ def test_what_is_traced_is_loaded_later_a_launch_a_kernel(quack, package):
             assert quack.launch(problem("linear", x, weight), Tile(128, 32)).shape == (128, 96)
         assert quack.launch(problem("linear_silu", x, weight), Tile(128, 64)).shape == (128, 48)
         assert quack.launch(problem("linear_add", x, weight, residual), Tile(64, 32)) is residual
+        assert quack.launch(problem("linear", x, fp8_weight), Tile(128, 32)).shape == (128, 128)
     assert package.calls == []
     for wanted in quack.wanted.values():
         quack.load(wanted, torch.device("cpu"))
-    assert [(config.tile_m, config.tile_n) for config in package.calls] == [(128, 32), (128, 64), (64, 32)]
+    assert [(config.tile_m, config.tile_n) for config in package.calls] == [(128, 32), (128, 64), (64, 32), (128, 32)]
 
 
 def test_no_padding_without_the_package(matmul):

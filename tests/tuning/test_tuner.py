@@ -187,6 +187,7 @@ def test_challengers_are_few_and_launchable(phase):
                     assert key.operation != "linear_silu" or tile.columns % 32 == 0
                     assert (key.operation, tile.tokens) != ("linear_silu", 192) or tile.columns <= 128
                     assert tile.tokens < 2 * num_tokens
+                    assert tile.tokens * tile.columns <= 256 * 192, "the sums of two warp groups fill the registers"
                 else:
                     assert (name, constants) == ("fused-silu", ())
 
@@ -211,6 +212,17 @@ def test_challengers_for_experts_are_few_and_launchable(sizes):
                         stage = k * (x_bytes * tokens + num_weights * weight_bytes * columns)
                         assert num_stages * stage <= 227 * 1024
                         assert weight_bytes == 2 or k <= 128
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float8_e4m3fn", (6, 4)), ("float8_e4m3fn-128x128", (0, 0))])
+@pytest.mark.parametrize("operation", ["linear", "linear_silu", "linear_add"])
+def test_fp8_tiles_are_few_because_each_is_compiled(operation, dtype, most):
+    """None where our own kernels multiply, or for blocks, whose scales a tile cannot apply at its end."""
+    shape = Shape(operation, 6144, 4096, dtype)
+    for phase, counts, num in (("decode", DECODE_TOKENS, most[0]), ("prefill", PREFILL_TOKENS, most[1])):
+        for num_tokens in counts:
+            found = names(challengers(shape, phase, num_tokens, H200)).count("quack-kernels")
+            assert found == (num if num_tokens >= 160 else 0)
 
 
 def test_a_layer_with_experts_is_tuned():

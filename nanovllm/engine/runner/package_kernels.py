@@ -30,7 +30,7 @@ _COMPILER = "nvidia-cutlass-dsl"
 # The options that decide which kernels an engine launches.
 _OPTIONS = (
     *("max_num_batched_tokens", "max_num_seqs", "max_model_len", "tensor_parallel_size", "enforce_eager"),
-    *("kvcache_block_size", "dtype", "attention_backend", "mixed_step_rows"),
+    *("kvcache_block_size", "dtype", "weight_format", "attention_backend", "mixed_step_rows"),
 )
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _MAX_PROCESSES = 8
