@@ -1,16 +1,21 @@
 """How fast does decode attention read the KV cache, and which launch constants are best?
 
-    python benchmarks/attention_decode.py --json out.json [--sweep] [--fp8] [--heads 16 --kv-heads 8]
+    python benchmarks/attention_decode.py --json out.json [--sweep] [--fp8] [--head-dim 64] [--heads 16 --kv-heads 8]
 
-One layer with head_dim 128 in bfloat16 (with --fp8 over a cache of float8_e4m3fn) and blocks of 256 tokens. Prints
-TB/s: the bytes of all keys and values over the time of a call in a CUDA graph. Compares our kernel with flash-attn 2,
-where that is installed. With --sweep it also times other launch constants and numbers of programs.
+One layer in bfloat16 (with --fp8 over a cache of float8_e4m3fn) and blocks of 256 tokens. Prints TB/s: the bytes of all
+keys and values over the time of a call in a CUDA graph. Compares our kernel with flash-attn 2, where that is installed.
+
+With --sweep it times other launch constants instead, and then other numbers of programs with the best of them. At the
+end it prints a group of the table's setting "decode_attention". A choice of today's table stays unless another one is
+faster by 2 %.
 """
 
 import argparse
 import json
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from itertools import product
+from itertools import zip_longest
+from math import inf, prod
 from pathlib import Path
 from random import Random
 
@@ -20,51 +25,68 @@ from gpus import require_gpus
 from graph_timing import time_graph
 
 from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace, plan_decode
+from nanovllm.kernels.launch import compile_ahead
 from nanovllm.kernels.paged_decode import has_tma, paged_decode
 from nanovllm.layers.decode_constants import DecodeConstants
-from nanovllm.tuning.table import load_table
+from nanovllm.tuning.table import load_table, speed_name
 
-HEAD_DIM, BLOCK_SIZE = 128, 256
-HEADS, KV_HEADS = 16, 8  # Qwen3-0.6B's
-SHAPES = [(256, 100, 2048), (128, 2000, 4000), (64, 100, 2048), (512, 32, 256), (16, 500, 1024), (1, 600, 600)]
-SHAPES += [(512, 100, 130), (256, 590, 610), (128, 100, 2048), (64, 590, 700), (32, 100, 2048), (8, 600, 1200)]
+BLOCK_SIZE = 256
+# Sequences -> the fewest and the most keys of one, for each batch.
+SHAPES = {
+    **{1: [(600, 600)], 8: [(600, 1200)], 16: [(500, 1024)], 64: [(100, 2048)], 128: [(2000, 4000)]},
+    **{256: [(590, 610), (100, 2048)], 512: [(100, 130)]},
+}
 CACHES = 3
 CALLS = 12  # in one graph
-REPLAYS = 15
-# Tile, warps and stages. Asking for keys early is for dependent launches, and there are none here.
-SWEEP_CONFIGS = [
-    *((64, 4, 2), (64, 4, 3), (64, 4, 4), (32, 2, 3), (32, 2, 4), (32, 4, 3), (32, 1, 4), (16, 1, 3)),
-    # By the tensor memory accelerator.
-    *((tile, warps, stages, False, True) for tile in (32, 64) for warps in (1, 2) for stages in (3, 4)),
-]
+REPLAYS = 7
+WARM_UP_REPLAYS = 150
+NUM_BEST = 2  # configurations that are timed with other numbers of programs
 SWEEP_SPARE = (165, 264, 330, 528, 660, 1056)
+WORTH_A_CHANGE = 1.02
+# Tile, warps and stages. Asking for keys early is for dependent launches, and there are none here. A tile is no longer
+# than the unit in which a sequence is cut, of 64 keys.
+SWEEP = [DecodeConfig(*x) for x in ((64, 4, 2), (64, 4, 3), (32, 2, 3), (32, 2, 4), (32, 1, 4), (16, 1, 3))]
+# By the tensor memory accelerator.
+SWEEP_TMA = [(tile, warps, stages, False, True) for tile in (32, 64) for warps in (1, 2) for stages in (3, 4)]
+SWEEP_TMA += [(32, 1, 5, False, True), (16, 1, 4, False, True), (64, 4, 3, False, True)]
+FP8_TILES = [(32, 1, 3), (32, 1, 4), (32, 1, 5), (32, 2, 3), (32, 2, 4), (64, 1, 3), (64, 2, 3), (64, 2, 4), (64, 4, 3)]
+FEW_TILES = [(32, 1, 4), (32, 2, 4), (64, 2, 3), (64, 4, 3)]
+SWEEP_FP8 = [
+    (*tile, False, True, pairs)
+    for pairs, tiles in ((False, FEW_TILES), (True, [*FP8_TILES, (64, 4, 4)]))
+    for tile in tiles
+]
 
 
 class Case:
     """One batch over three caches of its own."""
 
-    def __init__(self, batch: int, low: int, high: int, num_heads: int, num_kv_heads: int, is_fp8: bool):
-        rng = Random(batch)
-        self.lens = [rng.randint(low, high) for _ in range(batch)]
-        blocks = [-(-n // BLOCK_SIZE) for n in self.lens]
+    def __init__(self, lens: list[int], args: argparse.Namespace):
+        batch, self.lens = len(lens), lens
+        blocks = [-(-n // BLOCK_SIZE) for n in lens]
         ids = list(range(sum(blocks)))
-        rng.shuffle(ids)
+        Random(batch).shuffle(ids)
         tables = torch.full((batch, 4096 // BLOCK_SIZE), -1, dtype=torch.int32)
         for i, n in enumerate(blocks):
             tables[i, :n] = torch.tensor([ids.pop() for _ in range(n)], dtype=torch.int32)
         self.tables = tables.cuda()
-        self.context_lens = torch.tensor(self.lens, dtype=torch.int32).cuda()
-        shape = (CACHES, 2, sum(blocks), BLOCK_SIZE, num_kv_heads, HEAD_DIM)
+        self.context_lens = torch.tensor(lens, dtype=torch.int32).cuda()
+        self.num_kv_heads, self.head_dim = args.kv_heads, args.head_dim
+        shape = (CACHES, 2, sum(blocks), BLOCK_SIZE, args.kv_heads, args.head_dim)
         self.caches = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         self.kv_scales = None
-        if is_fp8:
+        if args.fp8:
             self.caches = self.caches.to(torch.float8_e4m3fn)
-            self.kv_scales = torch.ones(2, num_kv_heads, device="cuda")
-        self.q = torch.randn(batch, num_heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-        self.num_kv_heads = num_kv_heads
-        self.bytes = sum(self.lens) * 2 * num_kv_heads * HEAD_DIM * self.caches.itemsize
+            self.kv_scales = torch.ones(2, args.kv_heads, device="cuda")
+        self.q = torch.randn(batch, args.heads, args.head_dim, device="cuda", dtype=torch.bfloat16)
+        self.bytes = sum(lens) * 2 * args.kv_heads * args.head_dim * self.caches.itemsize
 
-    def time(self, attend, num_warm_replays: int = 10) -> float:
+    @classmethod
+    def random(cls, batch: int, low: int, high: int, args: argparse.Namespace) -> "Case":
+        rng = Random(batch)
+        return cls([rng.randint(low, high) for _ in range(batch)], args)
+
+    def time(self, attend: Callable, num_warm_replays: int = 3) -> float:
         """Seconds a call; attend(k_cache, v_cache)."""
 
         def run():
@@ -73,27 +95,26 @@ class Case:
 
         return time_graph(run, CALLS, REPLAYS, num_warm_replays) / 1e6
 
+    def print(self, seconds: float, name: str) -> None:
+        shape = f"{len(self.lens):4d} x {min(self.lens)}..{max(self.lens)}"
+        print(f"{shape:18s} {self.bytes / seconds / 1e12:6.2f} TB/s {seconds * 1e6:8.1f} us  {name}", flush=True)
 
-def ours(case: Case, spare: int | None, config: DecodeConfig | None):
-    (batch, num_heads, _), num_kv_heads = case.q.shape, case.num_kv_heads
-    device = case.q.device
-    constants = DecodeConstants(load_table(device))
-    num_pieces = batch + -(-spare // num_kv_heads) if spare else constants.num_pieces(batch, num_kv_heads)
-    tma = has_tma(HEAD_DIM, BLOCK_SIZE, 2, device)
-    config = config or constants.config(batch, num_kv_heads, HEAD_DIM, 2, tma)
+
+def ours(case: Case, num_pieces: int, config: DecodeConfig) -> Callable:
+    batch, num_heads, head_dim = case.q.shape
     items = np.empty((num_pieces, PIECE_FIELDS), np.int32)
     plan_decode(np.array(case.lens), items)
     plan = torch.from_numpy(items).to("cuda")
-    workspace = DecodeWorkspace(batch, num_heads, num_kv_heads, HEAD_DIM, "cuda", num_pieces)
+    workspace = DecodeWorkspace(batch, num_heads, case.num_kv_heads, head_dim, "cuda", num_pieces)
 
     def attend(k, v):
         options = {"kv_scales": case.kv_scales}
-        paged_decode(case.q, k, v, case.tables, HEAD_DIM**-0.5, plan, workspace, config, **options)
+        return paged_decode(case.q, k, v, case.tables, head_dim**-0.5, plan, workspace, config, **options)
 
     return attend
 
 
-def flash_attn_2(case: Case):
+def flash_attn_2(case: Case) -> Callable:
     from flash_attn import flash_attn_with_kvcache
 
     def attend(k, v):
@@ -104,45 +125,138 @@ def flash_attn_2(case: Case):
     return attend
 
 
+class Bucket:
+    """The shapes of one batch size, and what was timed with them."""
+
+    def __init__(self, batch: int, args: argparse.Namespace, constants: DecodeConstants):
+        self.cases = [Case.random(batch, low, high, args) for low, high in SHAPES[batch]]
+        self.batch, self.num_kv_heads = batch, args.kv_heads
+        self.today = {tma: constants.config(batch, args.kv_heads, tma) for tma in (False, True)}
+        self.today_spare = constants.spare_programs(batch, args.kv_heads)
+        self.outputs: list[torch.Tensor] | None = None
+        self.seconds: dict[tuple[DecodeConfig, int], float] = {}  # geometric mean over the cases
+
+    def time(self, config: DecodeConfig, spare: int) -> None:
+        if (config, spare) in self.seconds:
+            return
+        num_pieces = self.batch + -(-spare // self.num_kv_heads)
+        attends = [ours(case, num_pieces, config) for case in self.cases]
+        try:
+            outputs = [attend(*case.caches[0]) for case, attend in zip(self.cases, attends, strict=True)]
+            self.outputs = self.outputs or outputs
+            torch.testing.assert_close(outputs, self.outputs, atol=0.02, rtol=0.02)
+            times = [case.time(attend) for case, attend in zip(self.cases, attends, strict=True)]
+        except Exception as error:  # one that does not fit must not end the sweep
+            print(f"  {config}: {type(error).__name__} {str(error)[:200]}")
+            times = [inf]
+        else:
+            for case, seconds in zip(self.cases, times, strict=True):
+                case.print(seconds, f"spare {spare} {list(config)}")
+        self.seconds[config, spare] = prod(times) ** (1 / len(times))
+
+    def sweep(self, configs: list[DecodeConfig], tma: bool) -> None:
+        # The clocks take a while to rise: without this, whatever is timed first looks 7 % slower.
+        num_pieces = self.batch + -(-self.today_spare // self.num_kv_heads)
+        self.cases[0].time(ours(self.cases[0], num_pieces, self.today[tma]), WARM_UP_REPLAYS)
+        for config in configs:
+            self.time(config, self.today_spare)
+        best = sorted(configs, key=lambda config: self.seconds[config, self.today_spare])
+        for config in best[:NUM_BEST]:
+            for spare in SWEEP_SPARE:
+                self.time(config, spare)
+
+    def choose(self, tma: bool, least_spare: int, spare: int | None = None) -> tuple[DecodeConfig, int]:
+        """The best constants and spare programs; with `spare` of those that were timed with it."""
+        today = self.today[tma], self.today_spare
+        found = {
+            key: seconds
+            for key, seconds in self.seconds.items()
+            if key[1] >= least_spare and (tma or not key[0].tma) and spare in (None, key[1])
+        }
+        best = min(found, key=found.__getitem__)
+        return today if found.get(today, inf) <= found[best] * WORTH_A_CHANGE else best
+
+
+def sweep(args: argparse.Namespace, constants: DecodeConstants) -> dict:
+    """The group of the table."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    tma = torch.cuda.get_device_capability(device)[0] == 9
+    by_accelerator = [DecodeConfig(*x) for x in (SWEEP_FP8 if args.fp8 else SWEEP_TMA)] if tma else []
+    todays = {constants.config(batch, args.kv_heads, by_tma) for batch in SHAPES for by_tma in {False, tma}}
+    configs = list(dict.fromkeys([*todays, *SWEEP, *by_accelerator]))
+    small = Case([64], args)
+    with compile_ahead():
+        for config in configs:
+            ours(small, 2, config)(*small.caches[0])
+    group: dict[str, dict] = {"spare_programs": {}, "configs": {}, "tma_configs": {}}
+    least_spare = 0
+    for batch in SHAPES:
+        bucket = Bucket(batch, args, constants)
+        bucket.sweep(configs, tma)
+        rows = str(batch * args.kv_heads)
+        config, least_spare = bucket.choose(tma, least_spare)
+        gain = bucket.seconds[bucket.today[tma], bucket.today_spare] / bucket.seconds[config, least_spare]
+        print(f"{rows} rows x KV heads: {list(config)}, {least_spare} spare programs: {gain:.3f} times today's speed")
+        group["spare_programs"][rows] = least_spare
+        if tma:
+            group["tma_configs"][rows] = _constants(config)
+        group["configs"][rows] = _constants(bucket.choose(False, 0, bucket.today_spare)[0])
+    return {name: dict(_without_repetitions(values)) for name, values in group.items()}
+
+
+def _constants(config: DecodeConfig) -> list:
+    """Without defaults at the end, as the table has them."""
+    constants = list(config)
+    while constants[-1] == list(DecodeConfig(0, 0, 0))[len(constants) - 1]:
+        constants.pop()
+    return constants
+
+
+def _without_repetitions(values: dict) -> Iterator[tuple]:
+    """Only the last one of neighbours that are alike: a key is the largest number that it is for."""
+    items = list(values.items())
+    return (item for item, after in zip_longest(items, items[1:]) if after is None or item[1] != after[1])
+
+
+def compare(args: argparse.Namespace, constants: DecodeConstants) -> list[dict]:
+    """Microseconds of our kernel and of flash-attn 2, for each shape."""
+    results = []
+    for batch, spans in SHAPES.items():
+        for low, high in spans:
+            case = Case.random(batch, low, high, args)
+            tma = has_tma(args.head_dim, BLOCK_SIZE, case.q.itemsize, case.q.device)
+            config = constants.config(batch, args.kv_heads, tma)
+            attends = {"ours": ours(case, constants.num_pieces(batch, args.kv_heads), config)}
+            if find_spec("flash_attn_2_cuda") and not args.fp8:  # flash-attn-4 lies in the same folder
+                attends["flash-attn 2"] = flash_attn_2(case)
+            case.time(attends["ours"], WARM_UP_REPLAYS)
+            micros = {}
+            for name, attend in attends.items():
+                seconds = case.time(attend)
+                case.print(seconds, name)
+                micros[name] = seconds * 1e6
+            results.append({"batch": batch, "low": low, "high": high, "micros": micros})
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--fp8", action="store_true", help="a KV cache of 8 bits")
-    parser.add_argument("--heads", type=int, default=HEADS)
-    parser.add_argument(
-        "--kv-heads", type=int, default=KV_HEADS, help="of one GPU: 4 for Qwen3-8B over two, with 16 heads"
-    )
+    parser.add_argument("--head-dim", type=int, default=128, choices=(64, 128, 256))
+    parser.add_argument("--heads", type=int, default=16, help="Qwen3-0.6B's by default")
+    parser.add_argument("--kv-heads", type=int, default=8, help="of one GPU: 4 for Qwen3-8B over two, with 16 heads")
     parser.add_argument("--json")
     args = parser.parse_args()
     require_gpus(parser)
-    results = []
-    for batch, low, high in SHAPES:
-        case = Case(batch, low, high, args.heads, args.kv_heads, args.fp8)
-        variants = {"ours": ours(case, None, None)}
-        if find_spec("flash_attn_2_cuda") and not args.fp8:  # flash-attn-4 lies in the same folder
-            variants["flash-attn 2"] = flash_attn_2(case)
-        if args.sweep:
-            for spare, config in product(SWEEP_SPARE, SWEEP_CONFIGS):
-                variants[f"spare {spare} {config}"] = ours(case, spare, DecodeConfig(*config))
-        # The clocks take a while to rise: without this, whatever is timed first looks 7 % slower.
-        case.time(variants["ours"], num_warm_replays=150)
-        row = {"batch": batch, "low": low, "high": high, "seconds": {}}
-        for name, attend in variants.items():
-            try:
-                row["seconds"][name] = case.time(attend)
-            except Exception as error:  # one that does not fit must not end the sweep
-                print(name, type(error).__name__, str(error)[:80])
-        results.append(row)
-        print(f"batch {batch}, {low}..{high}:")
-        best = sorted(row["seconds"], key=row["seconds"].get)
-        for name in [*dict.fromkeys(["ours", "flash-attn 2", *best[:12]])]:
-            if name in row["seconds"]:
-                t = row["seconds"][name]
-                print(f"  {case.bytes / t / 1e12:5.2f} TB/s  {t * 1e6:8.1f} us  {name}")
-        del case
+    device = torch.device("cuda", torch.cuda.current_device())
+    cache_dtype = torch.float8_e4m3fn if args.fp8 else torch.bfloat16
+    constants = DecodeConstants(load_table(device), args.head_dim, torch.bfloat16, cache_dtype)
+    result: dict | list
+    if args.sweep:
+        result = {f"{args.head_dim} {speed_name(cache_dtype)}": sweep(args, constants)}
+        print(json.dumps(result))
+    else:
+        result = compare(args, constants)
     if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+        Path(args.json).write_text(json.dumps(result, indent=1))

@@ -13,7 +13,13 @@ from nanovllm.layers.attention_torch import decode_attention_torch
 from nanovllm.layers.decode_constants import DecodeConstants
 from nanovllm.tuning.table import package_table
 
-H200 = DecodeConstants(package_table("NVIDIA H200"))
+
+def h200(head_dim=128, dtype=torch.bfloat16, cache_dtype=None):
+    """Its constants, by default for the model's dtype in the cache."""
+    return DecodeConstants(package_table("NVIDIA H200"), head_dim, dtype, cache_dtype or dtype)
+
+
+H200 = h200()
 
 # Largest error against float64 that a dtype's rounding of inputs, weights and outputs explains.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -82,7 +88,7 @@ def paged_decode(
     (batch_size, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
     if config is None:
         tma = kernel.has_tma(head_dim, block_size, q.element_size(), q.device)
-        config = H200.config(batch_size, num_kv_heads, head_dim, q.element_size(), tma)
+        config = h200(head_dim, q.dtype, k_cache.dtype).config(batch_size, num_kv_heads, tma)
     if batch_size == 0:
         return kernel.paged_decode(q, k_cache, v_cache, block_tables, scale, plan, workspace, config)
     plan = make_plan(context_lens, num_kv_heads, window=window) if plan is None else plan

@@ -5,7 +5,8 @@ There is one cache for keys and one for values, `[num_blocks, block_size, num_kv
 gigabytes has more than 2**31 elements. `qk_norm_rope_store` writes the caches.
 
 In a cache of float8_e4m3fn a number stands for itself times the scale of its KV head. The attention kernels convert it
-to the dtype of q, in which it is exact. They multiply scores and outputs by the scales, not each key and value.
+to the dtype of q, or in decode to float16 if that is bfloat16. It is exact in both. They multiply scores and outputs by
+the scales, not each key and value.
 """
 
 import torch

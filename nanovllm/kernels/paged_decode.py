@@ -8,6 +8,9 @@ On Hopper the tensor memory accelerator loads whole tiles, and the keys are the 
 tensor cores then compute 8 columns (query heads) instead of 16 rows. That needs less than half of the instructions and
 a tenth less energy. Elsewhere, and for small batches, every key is loaded by its address.
 
+Keys and values of float8_e4m3fn are multiplied in float16, in which they are exact and to which the hardware converts
+two at a time. (It reaches bfloat16 only from there, one number after the other, which takes longer than loading them.)
+
 Flash-Decoding (Dao, Haziza, Massa, Sizov 2023) over the pages of PagedAttention (Kwon et al. 2023).
 """
 
@@ -114,11 +117,54 @@ def _finish_piece(
 
 
 @triton.jit
-def _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK: tl.constexpr):
-    """Add one tile of keys with keys as the left operand: q [HEAD_DIM, PADDED_GROUP], k and v [TILE, HEAD_DIM], acc
-    [HEAD_DIM, PADDED_GROUP], head_max and head_sum [PADDED_GROUP]. With MASK only the keys of is_key [TILE] count; the
-    values of others must be finite."""
-    k, v = k.to(q.dtype), v.to(q.dtype)
+def _to_float16(q):
+    """(q times a power of two, in float16; the factor that undoes it). The largest number becomes less than 2**15, so
+    none overflows, and others are exact down to 2**-31 of it."""
+    q = q.to(tl.float32)
+    # The exponent in the bits of float32. It counts as 2**-60 at least: scores of -inf must meet no factor of 0.
+    exponent = tl.maximum(tl.max(tl.abs(q)).to(tl.int32, bitcast=True) >> 23, 127 - 60)
+    factor = ((127 + 14 + 127 - exponent) << 23).to(tl.float32, bitcast=True)
+    undo = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return (q * factor).to(tl.float16), undo
+
+
+@triton.jit
+def _split_pairs(pairs):
+    """Of pairs of float8_e4m3fn, int16 `[M, N]`, the first and the second numbers, float16 `[M, N, 2]`. Not in Triton's
+    interpreter."""
+    # A register holds two pairs. Its bytes are sorted before they are converted: Triton would move each one alone.
+    first, second = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 sorted;
+        .reg .b16 first, second;
+        prmt.b32 sorted, $2, 0, 0x3120;
+        mov.b32 {first, second}, sorted;
+        cvt.rn.f16x2.e4m3x2 $0, first;
+        cvt.rn.f16x2.e4m3x2 $1, second;
+        }""",
+        "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+    return tl.join(first, second)
+
+
+@triton.jit
+def _transpose_values(v, dtype, PAIRS: tl.constexpr):
+    """Values `[TILE, HEAD_DIM]` as `[HEAD_DIM, TILE]` of this dtype; with PAIRS of int16 `[TILE, HEAD_DIM // 2]`, and
+    then all even dims before all odd ones. Loads from shared memory transpose elements of 16 bits, but not of 8."""
+    if PAIRS:
+        pairs = tl.trans(v)
+        v = tl.reshape(tl.permute(_split_pairs(pairs), (2, 0, 1)), (2 * pairs.shape[0], pairs.shape[1]))
+    else:
+        v = tl.trans(v.to(dtype))
+    return v
+
+
+@triton.jit
+def _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK: tl.constexpr, PAIRS: tl.constexpr):
+    """Add one tile of keys with keys as the left operand: q [HEAD_DIM, PADDED_GROUP], k [TILE, HEAD_DIM], v as in
+    `_transpose_values`, acc [HEAD_DIM, PADDED_GROUP], head_max and head_sum [PADDED_GROUP]. With MASK only the keys of
+    is_key [TILE] count; the values of others must be finite."""
+    k, v = k.to(q.dtype), _transpose_values(v, q.dtype, PAIRS)
     scores = tl.dot(k, q, input_precision="ieee")
     if MASK:
         scores = tl.where(is_key[:, None], scores, float("-inf"))
@@ -126,7 +172,8 @@ def _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK: tl.const
     weights = tl.exp2(scores * scale_log2 - new_max[None, :])
     shrink = tl.exp2(head_max - new_max)
     head_sum = head_sum * shrink + tl.sum(weights, 0)
-    acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * shrink[None, :], input_precision="ieee")
+    # In float16 a weight is off by 2**-25 at most if it is small, while all weights add up to one or more.
+    acc = tl.dot(v, weights.to(v.dtype), acc * shrink[None, :], input_precision="ieee")
     return acc, new_max, head_sum
 
 
@@ -137,7 +184,8 @@ def _paged_decode_kernel(
     partial_ptr, lse_ptr, arrivals_ptr, q_stride, table_stride, scale_log2,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    LINE: tl.constexpr, WINDOWED: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    LINE: tl.constexpr, WINDOWED: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr, PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -151,8 +199,10 @@ def _paged_decode_kernel(
         return
     TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM  # elements of the cache
     table_ptr = block_tables_ptr + row * table_stride
+    # With PAIRS the values' cache is one of int16, of two numbers each.
+    V_PACK: tl.constexpr = 2 if PAIRS else 1
     k_ptr = k_cache_ptr + kv_head * HEAD_DIM
-    v_ptr = v_cache_ptr + kv_head * HEAD_DIM
+    v_ptr = v_cache_ptr + kv_head * (HEAD_DIM // V_PACK)
     if kv_scales_ptr is not None:
         scale_log2 *= tl.load(kv_scales_ptr + kv_head)
     start_key = first_key
@@ -174,33 +224,48 @@ def _paged_decode_kernel(
     heads = tl.arange(0, PADDED_GROUP)
     dims = tl.arange(0, PADDED_DIM)
     inside_dims = dims < HEAD_DIM
+    IN_FLOAT16: tl.constexpr = kv_scales_ptr is not None and q_ptr.dtype.element_ty == tl.bfloat16
     q_row = q_ptr + row * q_stride + kv_head * GROUP * HEAD_DIM
     head_max = tl.full([PADDED_GROUP], float("-inf"), dtype=tl.float32)
     head_sum = tl.zeros([PADDED_GROUP], dtype=tl.float32)
     # Values are masked as well as keys: a slot past the end may hold NaN, and 0 * NaN is not 0.
     if TMA:
         q = tl.load(q_row + heads[None, :] * HEAD_DIM + dims[:, None], mask=(heads < GROUP)[None, :], other=0.0)
+        if IN_FLOAT16:
+            q, undo = _to_float16(q)
+            scale_log2 *= undo
         keys = rest + tl.arange(0, TILE)
         is_key = keys < end_key
         if WINDOWED:
             is_key &= keys >= first_key
-        tile = key_slots(rest_blocks, rest, BLOCK_SIZE, TILE)[:, None] * TOKEN + dims[None, :]
-        k_rest = tl.load(k_ptr + tile, mask=is_key[:, None], other=0.0)
-        v_rest = tl.load(v_ptr + tile, mask=is_key[:, None], other=0.0)
+        slots = key_slots(rest_blocks, rest, BLOCK_SIZE, TILE)[:, None]
+        v_dims = tl.arange(0, PADDED_DIM // V_PACK)
+        k_rest = tl.load(k_ptr + (slots * TOKEN + dims[None, :]), mask=is_key[:, None], other=0.0)
+        v_rest = tl.load(v_ptr + (slots * (TOKEN // V_PACK) + v_dims[None, :]), mask=is_key[:, None], other=0.0)
         acc = tl.zeros([PADDED_DIM, PADDED_GROUP], dtype=tl.float32)
         for start in range(start_key, rest, TILE):
             slot = blocks * BLOCK_SIZE + start % BLOCK_SIZE
             blocks = load_blocks(table_ptr, start + TILE, end_key, BLOCK_SIZE, TILE)
             k = k_desc.load([slot, kv_head * HEAD_DIM])
-            v = v_desc.load([slot, kv_head * HEAD_DIM])
+            v = v_desc.load([slot, kv_head * (HEAD_DIM // V_PACK)])
             in_window = start + tl.arange(0, TILE) >= first_key
-            acc, head_max, head_sum = _attend(q, k, v, in_window, acc, head_max, head_sum, scale_log2, MASK=WINDOWED)
+            acc, head_max, head_sum = _attend(
+                q, k, v, in_window, acc, head_max, head_sum, scale_log2, MASK=WINDOWED, PAIRS=PAIRS
+            )
         if rest < end_key:
-            acc, head_max, head_sum = _attend(q, k_rest, v_rest, is_key, acc, head_max, head_sum, scale_log2, MASK=True)
+            acc, head_max, head_sum = _attend(
+                q, k_rest, v_rest, is_key, acc, head_max, head_sum, scale_log2, MASK=True, PAIRS=PAIRS
+            )
         acc = tl.trans(acc)
+        if PAIRS:
+            acc = tl.permute(tl.reshape(acc, (PADDED_GROUP, 2, PADDED_DIM // 2)), (0, 2, 1))
+            acc = tl.reshape(acc, (PADDED_GROUP, PADDED_DIM))
     else:
         inside_q = (heads < GROUP)[:, None] & inside_dims[None, :]
         q = tl.load(q_row + heads[:, None] * HEAD_DIM + dims[None, :], mask=inside_q, other=0.0)
+        if IN_FLOAT16:
+            q, undo = _to_float16(q)
+            scale_log2 *= undo
         acc = tl.zeros([PADDED_GROUP, PADDED_DIM], dtype=tl.float32)
         for start in range(start_key, end_key, TILE):
             keys = start + tl.arange(0, TILE)
@@ -255,7 +320,7 @@ def paged_decode(
         scale: positive factor of the scores, usually `head_dim ** -0.5`.
         plan: int32 `[num_pieces, PIECE_FIELDS]`, contiguous, made for the rows' context lengths (see `decode_plan`).
         workspace: memory that the splits share.
-        config: launch constants; with `tma` only where `has_tma`.
+        config: launch constants; with `tma` only where `has_tma`, with `pairs` only for caches of float8_e4m3fn.
         pdl: programmatic dependent launch (see `dependent_launch`). The plan and block_tables are read before the wait.
         windowed: whether the plan was made for a window, whose pieces may begin inside a tile.
         kv_scales: float32 `[2, num_kv_heads]`, contiguous, of the keys and of the values in caches of float8_e4m3fn;
@@ -279,6 +344,8 @@ def paged_decode(
         )
     workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, len(plan))
     padded_dim = max(16, triton.next_power_of_2(head_dim))
+    if config.tma and config.pairs:
+        v_cache = v_cache.view(torch.int16)
     k_desc, v_desc = _descriptors(k_cache, v_cache, config.tile) if config.tma else (None, None)
     group = num_heads // num_kv_heads
     launcher(_paged_decode_kernel, (num_kv_heads, len(plan)), pdl and has_pdl(q.device))(
@@ -289,7 +356,7 @@ def paged_decode(
         PADDED_GROUP=max(_MIN_GROUP_TMA if config.tma else _MIN_GROUP, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=config.tile,
         LINE=min(padded_dim, CACHE_LINE // k_cache.element_size()),
-        WINDOWED=windowed, PREFETCH=config.prefetch, TMA=config.tma,
+        WINDOWED=windowed, PREFETCH=config.prefetch, TMA=config.tma, PAIRS=config.pairs,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out
@@ -312,5 +379,5 @@ def _descriptors(k_cache: torch.Tensor, v_cache: torch.Tensor, tile: int) -> tup
             f"the tensor memory accelerator reads heads of a power of two, not head_dim {head_dim}, in blocks of no "
             f"less than a tile of {tile} keys, not {block_size}"
         )
-    rows = (cache.view(-1, num_kv_heads * head_dim) for cache in (k_cache, v_cache))
-    return tuple(TensorDescriptor.from_tensor(cache, [tile, head_dim]) for cache in rows)
+    caches = k_cache.flatten(2).flatten(0, 1), v_cache.flatten(2).flatten(0, 1)
+    return tuple(TensorDescriptor.from_tensor(cache, [tile, cache.shape[1] // num_kv_heads]) for cache in caches)

@@ -80,9 +80,9 @@ class TritonBackend(GpuBackend):
 
     def decode(self, q, k_cache, v_cache, context, scale, window=None, kv_scales=None):
         tables, plan = context.block_tables, context.decode_plans[window]
-        (_, block_size, num_kv_heads, head_dim), itemsize = k_cache.shape, q.element_size()
-        tma = has_tma(head_dim, block_size, itemsize, q.device)
-        config = self.constants.config(len(q), num_kv_heads, head_dim, itemsize, tma)
+        _, block_size, num_kv_heads, head_dim = k_cache.shape
+        tma = has_tma(head_dim, block_size, q.element_size(), q.device)
+        config = self.constants.config(len(q), num_kv_heads, tma)
         options = {"pdl": True, "windowed": window is not None, "kv_scales": kv_scales}
         return paged_decode(q, k_cache, v_cache, tables, scale, plan, self.workspace, config, **options)
 

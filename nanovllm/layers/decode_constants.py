@@ -1,43 +1,49 @@
 """The launch constants of decode attention."""
 
-from collections.abc import Callable
-from typing import Any
+import torch
 
 from nanovllm.kernels.decode_plan import DecodeConfig
-from nanovllm.tuning.table import Row, Table
+from nanovllm.tuning.table import Row, Table, speed_name
 
-_TABLE_KEY_BYTES = 256  # of the keys that the table is for; larger ones get smaller tiles
+_DEFAULT_GROUP, _DEFAULT_KEY_BYTES = "128 bfloat16", 256
 _SMALLEST_TILE = 16
 
 
 class DecodeConstants:
-    """A GPU's constants, from its table's setting "decode_attention". All depend on the number of rows x KV heads.
+    """Constants for keys of one kind on one GPU, by the number of rows x KV heads.
 
-    `benchmarks/attention_decode.py --sweep` finds them.
+    The table's setting "decode_attention" has a group of them for a head_dim and a dtype of the cache. Others share the
+    group of head_dim 128 in bfloat16, with smaller tiles if their keys are larger. `benchmarks/attention_decode.py
+    --sweep` measures a group.
     """
 
-    def __init__(self, table: Table):
-        def row(name: str, make: Callable[[Any], Any]) -> Row:
-            values = table.setting("decode_attention", name)
-            return Row({int(bound): [make(value)] for bound, value in values.items()})
+    def __init__(self, table: Table, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype):
+        """dtype: of the model; cache_dtype: the same, or float8_e4m3fn."""
+        groups = table.settings["decode_attention"]
+        name = f"{head_dim} {speed_name(cache_dtype)}"
+        group = groups.get(name, groups[_DEFAULT_GROUP])
+        shrink = 1
+        if name not in groups:
+            padded_dim = 1 << (head_dim - 1).bit_length()
+            shrink = max(1, padded_dim * dtype.itemsize // _DEFAULT_KEY_BYTES)
+        self._configs = Row({int(rows): [_config(x, shrink)] for rows, x in group["configs"].items()})
+        self._tma_configs = Row({int(rows): [DecodeConfig(*x)] for rows, x in group["tma_configs"].items()})
+        self._spare_programs = Row({int(rows): [spare] for rows, spare in group["spare_programs"].items()})
 
-        self._configs = row("configs", lambda constants: DecodeConfig(*constants))
-        self._tma_configs = row("tma_configs", lambda constants: DecodeConfig(*constants))
-        self._spare_programs = row("spare_programs", int)
+    def config(self, num_rows: int, num_kv_heads: int, tma: bool) -> DecodeConfig:
+        """tma: whether the kernel may use the tensor memory accelerator."""
+        return (self._tma_configs if tma else self._configs)[num_rows * num_kv_heads][0]
 
-    def config(self, num_rows: int, num_kv_heads: int, head_dim: int, itemsize: int, tma: bool) -> DecodeConfig:
-        """Launch constants for keys of `head_dim` elements, multiplied as numbers of `itemsize` bytes (also where the
-        cache has fewer). tma: whether the kernel may use the tensor memory accelerator."""
-        if tma:
-            return self._tma_configs[num_rows * num_kv_heads][0]
-        config = self._configs[num_rows * num_kv_heads][0]
-        padded_dim = 1 << (head_dim - 1).bit_length()
-        tile = config.tile * _TABLE_KEY_BYTES // max(padded_dim * itemsize, _TABLE_KEY_BYTES)
-        return config._replace(tile=max(_SMALLEST_TILE, tile))
+    def spare_programs(self, num_rows: int, num_kv_heads: int) -> int:
+        """Programs beyond one a row and KV head. More balance the load better, but each costs its start and a partial
+        result."""
+        return self._spare_programs[num_rows * num_kv_heads][0]
 
     def num_pieces(self, num_rows: int, num_kv_heads: int) -> int:
         """Pieces of a step's plan; never fewer for a larger batch."""
-        # Programs beyond one a row and KV head. More balance the load better, but each costs its start and a partial
-        # result.
-        spare = self._spare_programs[num_rows * num_kv_heads][0]
-        return num_rows + -(-spare // num_kv_heads)
+        return num_rows + -(-self.spare_programs(num_rows, num_kv_heads) // num_kv_heads)
+
+
+def _config(constants: list, shrink: int) -> DecodeConfig:
+    config = DecodeConfig(*constants)
+    return config._replace(tile=max(_SMALLEST_TILE, config.tile // shrink))

@@ -24,6 +24,12 @@ _SAME_SPEED = {"float16": "bfloat16"}
 T = TypeVar("T")
 
 
+def speed_name(dtype: torch.dtype | str) -> str:
+    """What the table calls a dtype: two of the same speed have one name."""
+    name = str(dtype).removeprefix("torch.")
+    return _SAME_SPEED.get(name, name)
+
+
 class Key(NamedTuple):
     """What a row is for: an operation of `layers.matmul`, "decode" or "prefill", and a weight. "padding" and
     "mixed_steps" are about the rows of whole steps; their weight is a layer's gate and up projection."""
@@ -38,9 +44,9 @@ class Key(NamedTuple):
     @classmethod
     def of(cls, operation: str, is_prefill: bool, weight: Any) -> "Key":
         """weight: a tensor `[N, K]` or `[num_experts, N, K]`, or a weight in fp8, whose format stands for a dtype."""
-        dtype, (*experts, N, K) = str(weight.dtype).removeprefix("torch."), weight.shape
+        *experts, N, K = weight.shape
         phase = "prefill" if is_prefill else "decode"
-        return cls(operation, phase, N, K, _SAME_SPEED.get(dtype, dtype), *experts)
+        return cls(operation, phase, N, K, speed_name(weight.dtype), *experts)
 
 
 class Choice(NamedTuple):

@@ -18,7 +18,7 @@ from nanovllm.layers.decode_constants import DecodeConstants
 from nanovllm.tuning.table import package_table
 from nanovllm.utils.context import Context
 
-CONSTANTS = DecodeConstants(package_table("NVIDIA H200"))
+CONSTANTS = DecodeConstants(package_table("NVIDIA H200"), 128, torch.bfloat16, torch.bfloat16)
 
 
 def pieces(num_kv_heads: int):

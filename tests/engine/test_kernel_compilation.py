@@ -38,7 +38,7 @@ from nanovllm.utils.parallel import TensorParallel
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 16, 33, 100, 193, 256, 257, 500, 512, 513, 800, 1024, 1500])
 def test_every_variant_of_decode_attention_is_among_them(max_num_seqs, num_kv_heads, tma):
     def variants(batch_sizes):
-        return {H200.config(n, num_kv_heads, 128, 2, tma) for n in batch_sizes}
+        return {H200.config(n, num_kv_heads, tma) for n in batch_sizes}
 
     sizes = telling_batch_sizes(max_num_seqs)
     assert max(sizes) == max_num_seqs

@@ -6,12 +6,14 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
 import triton.language as tl
 from decode_cases import HAS_TMA, dense_decode, make_plan, needs_tma, paged_decode
 from decode_cases import make_case as decode_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.kernels import paged_decode as kernel
 from nanovllm.kernels.decode_plan import DecodeConfig
 from nanovllm.kernels.paged_prefill import paged_prefill
 from nanovllm.kernels.qk_norm_rope import qk_norm_rope_store
@@ -24,6 +26,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16 as if it were integers.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@triton.jit
+def split_pairs_twin(pairs):
+    """`_split_pairs` without PTX, which the interpreter does not know."""
+    numbers = tl.join(pairs.to(tl.uint8), (pairs >> 8).to(tl.uint8))
+    return numbers.to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,6 +54,7 @@ def exact_conversions():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_convert_float", convert_by_torch)
+        patch.setattr(kernel, "_split_pairs", split_pairs_twin)
         yield
 
 
@@ -186,19 +196,21 @@ def test_scales_and_caches_that_do_not_belong_together(cache_dtype, scales, mess
     block_size=st.sampled_from([16, 32, 64, 256]),
     spare=st.sampled_from([None, 1, 5]),
     tile=st.sampled_from([16, 32, 64]),
+    pairs=st.booleans(),
     window=st.none() | st.integers(1, 160),
-    dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     seed=st.integers(0, 2**31),
 )
-def test_decode(lens, tma, group, num_kv_heads, head_dim, block_size, spare, tile, window, dtype, seed):
+def test_decode(lens, tma, group, num_kv_heads, head_dim, block_size, spare, tile, pairs, window, dtype, seed):
     tma = tma and HAS_TMA
     if tma:
-        head_dim, tile, dtype = min(head_dim, 128) // 64 * 64, min(tile, block_size), torch.float16
+        head_dim, tile = min(head_dim, 128) // 64 * 64, min(tile, block_size)
+        dtype = torch.float16 if dtype == torch.float32 else dtype
     num_heads = group * num_kv_heads
     case = decode_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, DEVICE, seed, window=window)
     case, held = in_fp8(case, seed)
     plan = make_plan(case["context_lens"], num_kv_heads, spare and len(lens) + spare, window)
-    config = DecodeConfig(tile, 1 if tma else 4, 2, tma=tma)
+    config = DecodeConfig(tile, 1 if tma else 4, 2, tma=tma, pairs=tma and pairs)
     twin = decode_attention_torch(**case)
     assert torch.equal(twin, decode_attention_torch(**held))
     expected = dense_decode(**held)
@@ -207,6 +219,87 @@ def test_decode(lens, tma, group, num_kv_heads, head_dim, block_size, spare, til
     for out in (twin, paged_decode(**case, plan=plan, config=config)):
         assert out.dtype == dtype
         torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=TOLERANCE[dtype])
+
+
+BOTH_KERNELS = pytest.mark.parametrize(
+    "config",
+    [
+        DecodeConfig(64, 4, 2),
+        *(pytest.param(DecodeConfig(32, 1, 3, tma=True, pairs=pairs), marks=needs_tma) for pairs in (False, True)),
+    ],
+)
+
+
+@pytest.mark.gpu
+@needs_tma
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 7), (128, 4), (128, 16)])
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(
+    ("tile", "num_warps", "num_stages"), [(32, 1, 4), (32, 2, 4), (64, 1, 3), (64, 2, 4), (64, 4, 3)]
+)
+def test_constants_for_large_batches(tile, num_warps, num_stages, pairs, head_dim, group):
+    lens = [0, 1, 31, 32, 33, 64, 65, 200, 640, 3000]
+    case = decode_case(lens, 8 * group, 8, head_dim, 256, torch.bfloat16, DEVICE, seed=tile + pairs)
+    case, held = in_fp8(case, tile)
+    expected = dense_decode(**held)
+    out = paged_decode(**case, config=DecodeConfig(tile, num_warps, num_stages, tma=True, pairs=pairs))
+    tolerance = TOLERANCE[torch.bfloat16] * max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("magnitude", [1e-15, 1e-5, 1.0, 1e5, 1e30])
+@BOTH_KERNELS
+def test_queries_of_any_magnitude(magnitude, config, device):
+    """They are multiplied in float16, whose range is smaller than bfloat16's. Scores are ordinary here."""
+    case = decode_case([0, 1, 70, 300], 8, 2, 64, 64, torch.bfloat16, device, seed=7)
+    case["q"] = (case["q"].double() * magnitude).to(torch.bfloat16)
+    case["scale"] /= magnitude
+    case, held = in_fp8(case, 7)
+    expected = dense_decode(**held)
+    out = paged_decode(**case, config=config)
+    tolerance = TOLERANCE[torch.bfloat16] * max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=TOLERANCE[torch.bfloat16])
+    assert (out[0] == 0).all()
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-38])
+@BOTH_KERNELS
+def test_queries_of_zeros_weigh_all_keys_alike(magnitude, config, device):
+    case = decode_case([70, 0, 300], 8, 2, 64, 64, torch.bfloat16, device, seed=9)
+    case["q"] = (case["q"].double() * magnitude).to(torch.bfloat16)
+    case, held = in_fp8(case, 9)
+    expected = dense_decode(**held)
+    out = paged_decode(**case, config=config)
+    tolerance = TOLERANCE[torch.bfloat16] * max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=TOLERANCE[torch.bfloat16])
+
+
+@BOTH_KERNELS
+def test_a_large_query_takes_no_precision_from_those_of_other_heads(config, device):
+    case = decode_case([300], 4, 1, 64, 64, torch.bfloat16, device, seed=8)
+    case, held = in_fp8(case, 8)
+    alone = dense_decode(**held)
+    case["q"] = case["q"].clone()
+    case["q"][:, 0] *= 2.0**20
+    out = paged_decode(**case, config=config)
+    tolerance = TOLERANCE[torch.bfloat16] * max(1.0, alone.abs().max().item())
+    torch.testing.assert_close(out[:, 1:].double().cpu(), alone[:, 1:], atol=tolerance, rtol=TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN, in Triton's interpreter
+@pytest.mark.parametrize("spoilt", ["q", "k_cache", "v_cache"])
+@BOTH_KERNELS
+def test_nan_stays_in_its_row(spoilt, config, device):
+    lens = [130, 300, 65]
+    case, _ = in_fp8(decode_case(lens, 4, 2, 64, 64, torch.bfloat16, device, seed=3), 3)
+    expected = paged_decode(**case, config=config)
+    if spoilt == "q":
+        case["q"][1] = float("nan")
+    else:
+        case[spoilt][case["block_tables"][1, :5].long()] = torch.tensor(float("nan"), device=device).to(KV_DTYPE)
+    out = paged_decode(**case, config=config)
+    assert out[1].isnan().all()
+    torch.testing.assert_close(out[[0, 2]], expected[[0, 2]], atol=0, rtol=0)
 
 
 @settings(max_examples=12)
@@ -251,9 +344,7 @@ def test_prefill(lens, group, num_kv_heads, head_dim, block_size, window, dtype,
         torch.testing.assert_close(out, expected, atol=tolerance, rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(
-    "config", [DecodeConfig(64, 4, 2), pytest.param(DecodeConfig(64, 2, 3, tma=True), marks=needs_tma)]
-)
+@BOTH_KERNELS
 def test_attention_is_as_exact_as_e4m3(config, device):
     """Against float64 over the keys and values before rounding. Keys are off by a 16th at most, so a score is by
     |q| |k| / 16 times the scale, and a weight by the factor exp of twice that at most; values by a 16th more."""

@@ -210,4 +210,4 @@ def test_the_engines_constants(num_rows, tma):
     """What is chosen for so many sequences x KV heads, with few of them: lengths at the edges of tiles and splits."""
     lens = [0, 1, 31, 32, 33, 64, 65, 200, 640, 3000]
     case = make_case(lens, 16, 8, 128, 256, torch.bfloat16, "cuda", seed=num_rows)
-    check(case, config=H200.config(num_rows, 1, 128, 2, tma))
+    check(case, config=H200.config(num_rows, 1, tma))

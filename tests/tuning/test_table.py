@@ -1,6 +1,7 @@
 """The table of measured choices: its files, and what is found in it."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -144,6 +145,13 @@ each_table = pytest.mark.parametrize(
 )
 
 
+def decode_constants(table):
+    """One for each group of the table."""
+    for group in table.settings["decode_attention"]:
+        head_dim, dtype = group.split()
+        yield DecodeConstants(table, int(head_dim), torch.bfloat16, getattr(torch, dtype))
+
+
 @each_table
 def test_tables_of_the_package(path):
     """They have every size that is tuned on one GPU and on two, and their candidates take the constants."""
@@ -181,10 +189,10 @@ def test_tables_of_the_package(path):
                     assert all(pairs_of_types[name](*each) for each in constants)
                 else:
                     constant_types[name](*constants)
-    constants = DecodeConstants(table)
-    for num_kv_heads in (1, 2, 3, 4, 8, 16):
-        num_pieces = [constants.num_pieces(n, num_kv_heads) for n in range(1, 3000)]
-        assert num_pieces == sorted(num_pieces), "what is allocated for the largest batch is for all"
+    for constants in decode_constants(table):
+        for num_kv_heads in (1, 2, 3, 4, 8, 16):
+            num_pieces = [constants.num_pieces(n, num_kv_heads) for n in range(1, 3000)]
+            assert num_pieces == sorted(num_pieces), "what is allocated for the largest batch is for all"
     assert {"torch", "triton"} <= table.versions.keys()
     assert table.setting("flash_attn4", "min_layer_work") > 0
     assert table_module.package_table(json.loads(path.read_text())["gpu"]).rows.keys() == table.rows.keys()
@@ -194,16 +202,41 @@ def test_tables_of_the_package(path):
 @pytest.mark.parametrize("num_rows", [1, 9, 16, 17, 32, 33, 256, 257, 512, 513, 1536, 1537, 2048, 2049, 8192])
 def test_decode_attention_can_be_launched_for_any_heads(path, num_rows):
     """The smallest cards have 99 KiB of shared memory, of which queries and sums want their part."""
-    constants = DecodeConstants(read_table(path))
+    table = read_table(path)
     for head_dim in (8, 16, 64, 80, 96, 112, 128, 160, 192, 256):
-        for itemsize in (2, 4):
-            for tma in {False, itemsize == 2 and head_dim in (64, 128)}:
-                config = constants.config(num_rows, 1, head_dim, itemsize, tma)
+        for dtype, cache_dtype in product((torch.bfloat16, torch.float32), (None, torch.float8_e4m3fn)):
+            constants = DecodeConstants(table, head_dim, dtype, cache_dtype or dtype)
+            itemsize = (cache_dtype or dtype).itemsize
+            for tma in {False, dtype.itemsize == 2 and head_dim in (64, 128)}:
+                config = constants.config(num_rows, 1, tma)
                 assert tma or not config.tma
                 assert not (config.tma and config.prefetch)
+                assert not config.pairs or (config.tma and itemsize == 1)
                 assert config.tile in (16, 32, 64)
                 assert config.tile <= SPLIT_UNIT
                 assert config.num_warps in (1, 2, 4, 8)
                 padded_dim = 1 << (max(head_dim, 16) - 1).bit_length()
                 tiles = (config.num_stages - 1) * 2 * config.tile * padded_dim * itemsize
                 assert 0 < tiles <= 64 * 1024
+
+
+def test_a_kind_of_keys_has_constants_of_its_own_or_smaller_tiles_of_others():
+    """Rows x KV heads select them."""
+    spare, tma_configs = {"8": 100, "9": 200}, {"8": [64, 2, 3, False, True]}
+    default = {"spare_programs": spare, "configs": {"8": [64, 4, 2], "9": [32, 1, 3]}, "tma_configs": tma_configs}
+    own = default | {"spare_programs": {"8": 40}, "configs": {"8": [16, 1, 4]}}
+    table = Table(settings={"decode_attention": {"128 bfloat16": default, "256 float8_e4m3fn": own}})
+    for dtype, cache_dtype, head_dim, tiles in (
+        (torch.bfloat16, torch.bfloat16, 128, (64, 32)),
+        (torch.float16, torch.float16, 128, (64, 32)),
+        (torch.float16, torch.float8_e4m3fn, 64, (64, 32)),
+        (torch.bfloat16, torch.bfloat16, 160, (32, 16)),
+        (torch.bfloat16, torch.bfloat16, 256, (32, 16)),
+        (torch.float32, torch.float32, 256, (16, 16)),
+        (torch.bfloat16, torch.float8_e4m3fn, 256, (16, 16)),
+    ):
+        constants = DecodeConstants(table, head_dim, dtype, cache_dtype)
+        assert (constants.config(4, 2, False).tile, constants.config(5, 2, False).tile) == tiles
+        assert constants.config(5, 2, True).tma
+        is_own = tiles == (16, 16) and cache_dtype == torch.float8_e4m3fn
+        assert (constants.num_pieces(4, 2), constants.num_pieces(5, 2)) == ((24, 25) if is_own else (54, 105))

@@ -74,7 +74,7 @@ def build_model(
     model.use_matmul(Matmul(table, candidates, what_to_tune))
     mixed_step_rows = choose_mixed_step_rows(config, has_graphs, gate_up_weight(model), table)
     num_params = num_layer_params(model)
-    constants = DecodeConstants(table)
+    constants = DecodeConstants(table, head_dim, config.dtype, config.kv_cache_dtype)
     windows = list(dict.fromkeys(layer.self_attn.attn.window for layer in model.model.layers))
     decode_inputs = DecodeInputs(
         config.max_num_seqs,
