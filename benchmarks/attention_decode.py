@@ -260,3 +260,7 @@ def main() -> None:
         result = compare(args, constants)
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
