@@ -205,6 +205,15 @@ def test_experts(name, constants, num_tokens, in_blocks):
     assert distance((found - out)[lens > 0], total[lens > 0]) < (0.08 if takes_inputs_as_they_are else 0.02)
 
 
+def logprobs(llm, prompts, outputs) -> torch.Tensor:
+    return torch.tensor([each["logprobs"] for each in llm.score(prompts, outputs, use_tqdm=False)])
+
+
+def on_cpu(path, dtype, options, prompts, outputs) -> torch.Tensor:
+    with gpu_llm(path, dtype=dtype, device="cpu", attention_backend="torch", **options) as llm:
+        return logprobs(llm, prompts, outputs)
+
+
 @pytest.mark.parametrize("source", ["while loading", "channels", "blocks"])
 @pytest.mark.parametrize("eager", [False, True])
 def test_engines(tmp_path, source, eager):
@@ -219,9 +228,7 @@ def test_engines(tmp_path, source, eager):
     prompts = [random_prompt(length, seed=length) for length in (1, 17, 90, 200)]
     with gpu_llm(path, dtype="bfloat16", enforce_eager=eager, **options) as llm:
         outputs = complete(llm, prompts, greedy(12))
-        scores = llm.score(prompts, outputs, use_tqdm=False)
-    with gpu_llm(path, dtype="float32", device="cpu", attention_backend="torch", **options) as llm:
-        expected = llm.score(prompts, outputs, use_tqdm=False)
-    for found, reference in zip(scores, expected, strict=True):
-        difference = torch.tensor(found["logprobs"]) - torch.tensor(reference["logprobs"])
-        assert difference.abs().mean() < 0.2
+        found = logprobs(llm, prompts, outputs)
+    exact, rounded = (on_cpu(path, dtype, options, prompts, outputs) for dtype in ("float32", "bfloat16"))
+    # What bfloat16 changes before a rounding to e4m3 decides how many numbers are rounded to a neighbour.
+    assert (found - exact).abs().mean() < 2 * (rounded - exact).abs().mean()
