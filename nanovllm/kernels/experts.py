@@ -30,14 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.dependent_launch import (
-    CACHE_LINE,
-    await_previous,
-    gdc_launch_dependents,
-    gdc_wait,
-    has_pdl,
-    prefetch_lines,
-)
+from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.linear_checks import BLOCK
 
@@ -57,9 +50,6 @@ class TileConfig(NamedTuple):
     # Of the load pipeline. A stage holds k columns of the tokens and of the weight's rows, of `gate_up` twice as many;
     # all must fit in 227 KiB.
     num_stages: int
-    # First input columns whose weights a program prefetches into L2 while it waits; 0 for none. It does not know its
-    # expert yet: it takes the one that it has if each has one tile.
-    prefetch: int = 0
 
 
 def default_config(num_pairs: int, num_experts: int, itemsize: int) -> TileConfig:
@@ -199,40 +189,21 @@ def _add_product(acc, tile_weights, values, scales, x_scales, is_column, start_k
     return acc
 
 
-@triton.jit
-def _prefetch(
-    weight, first_row, num_rows, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LINE: tl.constexpr
-):
-    """Ask the first WIDTH columns of up to ROWS rows into L2, in cache lines of LINE elements. Past the last row this
-    asks for the first row."""
-    row = tl.arange(0, ROWS)
-    row = first_row + tl.where(row < num_rows, row, 0)
-    prefetch_lines(weight + row[:, None] * K + (tl.arange(0, WIDTH // LINE) * LINE)[None, :])
-
-
 # The stride between groups is the number of tokens.
 @triton.jit(do_not_specialize=["group_stride"])
 def _experts_kernel(
-    x, x_scale, weight, weight_ptr, weight_scale, order, starts, weights, y, x_stride, scale_stride, group_stride,
-    num_experts, num_columns, K: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr,
-    BLOCK: tl.constexpr, SILU: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    x, x_scale, weight, weight_scale, order, starts, weights, y, x_stride, scale_stride, group_stride, num_experts,
+    num_columns, K: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr, BLOCK: tl.constexpr,
+    SILU: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """SILU: y [sorted pairs, num_columns] of x [tokens, K]. Otherwise y [pairs, num_columns] of x [sorted pairs, K],
     times the weights. weight: a pointer, or with TMA a descriptor of [all experts' rows, K]. BLOCK: its columns and
     rows that share a scale, a multiple of K_TILE; 0 if rows do. scale_stride, group_stride: of x_scale."""
-    if PDL:
-        gdc_launch_dependents()
+    await_previous(PDL)
     column_tiles = tl.cdiv(num_columns, COLUMNS)
     tile = tl.program_id(0) // column_tiles
     first_column = tl.program_id(0) % column_tiles * COLUMNS
-    if PDL:
-        if PREFETCH > 0 and tile < num_experts:
-            first = tile.to(tl.int64) * (2 * num_columns if SILU else num_columns) + first_column
-            _prefetch(weight_ptr, first, num_columns - first_column, K, COLUMNS, PREFETCH, LINE)
-            if SILU:
-                _prefetch(weight_ptr, first + num_columns, num_columns - first_column, K, COLUMNS, PREFETCH, LINE)
-        gdc_wait()
 
     number = tl.arange(0, PADDED_EXPERTS)
     start = tl.load(starts + number, mask=number < num_experts, other=0)
@@ -435,8 +406,7 @@ def _launch(
         raise ValueError(f"weight must be contiguous, not {list(weight.shape)} with strides {weight.stride()}")
     num_columns = y.shape[-1]
     num_pairs = len(order)
-    config = config or default_config(num_pairs, num_experts, x.element_size())
-    tokens, columns, k_tile, num_warps, num_stages, prefetch = config
+    tokens, columns, k_tile, num_warps, num_stages = config or default_config(num_pairs, num_experts, x.element_size())
     # Of n pairs with e experts, at most e tiles are not full.
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (tokens - 1)) // tokens
     block = 0 if weight_scale is None or weight_scale.shape[1] == num_rows else BLOCK
@@ -444,15 +414,13 @@ def _launch(
         raise ValueError(f"config must have a k of at most {block} for a weight in blocks, not {k_tile}")
     x_scale_strides = (0, 0) if x_scale is None else x_scale.stride()
     has_tma = _has_tma(x.device) and K * weight.element_size() % 16 == 0
-    weight_ptr, line = weight, CACHE_LINE // weight.element_size()
     if has_tma:
         rows = weight.view(num_experts * num_rows, K)
         weight = TensorDescriptor.from_tensor(rows, [columns, k_tile])
     launcher(_experts_kernel, (num_tiles * triton.cdiv(num_columns, columns),), pdl and has_pdl(x.device))(
-        x, x_scale, weight, weight_ptr, weight_scale, order, starts, weights, y, x.stride(0), *x_scale_strides,
-        num_experts, num_columns, K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts),
-        TOKENS=tokens, COLUMNS=columns, K_TILE=k_tile, PREFETCH=min(prefetch, K), LINE=line, BLOCK=block,
-        SILU=weights is None, TMA=has_tma,
+        x, x_scale, weight, weight_scale, order, starts, weights, y, x.stride(0), *x_scale_strides, num_experts,
+        num_columns, K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts),
+        TOKENS=tokens, COLUMNS=columns, K_TILE=k_tile, BLOCK=block, SILU=weights is None, TMA=has_tma,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
