@@ -29,7 +29,6 @@ class DecodeConfig(NamedTuple):
     num_stages: int  # of the load pipeline; all but one hold a tile of keys and a tile of values in shared memory
     prefetch: bool = False  # request all keys and values into L2 while a dependent launch waits; not with `tma`
     tma: bool = False  # load whole tiles with Hopper's tensor memory accelerator
-    pairs: bool = False  # with `tma`, for caches of 8 bits: load values as pairs, which shared memory can transpose
 
 
 def plan_decode(context_lens: np.ndarray, plan: np.ndarray, window: int | None = None) -> None:

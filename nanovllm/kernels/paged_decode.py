@@ -153,9 +153,9 @@ def _transpose_values(v, dtype, PAIRS: tl.constexpr):
     then all even dims before all odd ones. Loads from shared memory transpose elements of 16 bits, but not of 8."""
     if PAIRS:
         pairs = tl.trans(v)
-        v = tl.reshape(tl.permute(_split_pairs(pairs), (2, 0, 1)), (2 * pairs.shape[0], pairs.shape[1]))
+        v = tl.reshape(tl.permute(_split_pairs(pairs), (2, 0, 1)), (2 * pairs.shape[0], pairs.shape[1])).to(dtype)
     else:
-        v = tl.trans(v.to(dtype))
+        v = tl.trans(v)
     return v
 
 
@@ -184,8 +184,7 @@ def _paged_decode_kernel(
     partial_ptr, lse_ptr, arrivals_ptr, q_stride, table_stride, scale_log2,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    LINE: tl.constexpr, WINDOWED: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr, PAIRS: tl.constexpr,
-    PDL: tl.constexpr,
+    LINE: tl.constexpr, WINDOWED: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -199,7 +198,8 @@ def _paged_decode_kernel(
         return
     TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM  # elements of the cache
     table_ptr = block_tables_ptr + row * table_stride
-    # With PAIRS the values' cache is one of int16, of two numbers each.
+    # Then the values' cache is one of int16, of two numbers each.
+    PAIRS: tl.constexpr = TMA and kv_scales_ptr is not None
     V_PACK: tl.constexpr = 2 if PAIRS else 1
     k_ptr = k_cache_ptr + kv_head * HEAD_DIM
     v_ptr = v_cache_ptr + kv_head * (HEAD_DIM // V_PACK)
@@ -320,7 +320,7 @@ def paged_decode(
         scale: positive factor of the scores, usually `head_dim ** -0.5`.
         plan: int32 `[num_pieces, PIECE_FIELDS]`, contiguous, made for the rows' context lengths (see `decode_plan`).
         workspace: memory that the splits share.
-        config: launch constants; with `tma` only where `has_tma`, with `pairs` only for caches of float8_e4m3fn.
+        config: launch constants; with `tma` only where `has_tma`.
         pdl: programmatic dependent launch (see `dependent_launch`). The plan and block_tables are read before the wait.
         windowed: whether the plan was made for a window, whose pieces may begin inside a tile.
         kv_scales: float32 `[2, num_kv_heads]`, contiguous, of the keys and of the values in caches of float8_e4m3fn;
@@ -344,7 +344,7 @@ def paged_decode(
         )
     workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, len(plan))
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    if config.tma and config.pairs:
+    if config.tma and kv_scales is not None:
         v_cache = v_cache.view(torch.int16)
     k_desc, v_desc = _descriptors(k_cache, v_cache, config.tile) if config.tma else (None, None)
     group = num_heads // num_kv_heads
@@ -356,7 +356,7 @@ def paged_decode(
         PADDED_GROUP=max(_MIN_GROUP_TMA if config.tma else _MIN_GROUP, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=config.tile,
         LINE=min(padded_dim, CACHE_LINE // k_cache.element_size()),
-        WINDOWED=windowed, PREFETCH=config.prefetch, TMA=config.tma, PAIRS=config.pairs,
+        WINDOWED=windowed, PREFETCH=config.prefetch, TMA=config.tma,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

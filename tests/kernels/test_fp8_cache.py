@@ -196,12 +196,11 @@ def test_scales_and_caches_that_do_not_belong_together(cache_dtype, scales, mess
     block_size=st.sampled_from([16, 32, 64, 256]),
     spare=st.sampled_from([None, 1, 5]),
     tile=st.sampled_from([16, 32, 64]),
-    pairs=st.booleans(),
     window=st.none() | st.integers(1, 160),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     seed=st.integers(0, 2**31),
 )
-def test_decode(lens, tma, group, num_kv_heads, head_dim, block_size, spare, tile, pairs, window, dtype, seed):
+def test_decode(lens, tma, group, num_kv_heads, head_dim, block_size, spare, tile, window, dtype, seed):
     tma = tma and HAS_TMA
     if tma:
         head_dim, tile = min(head_dim, 128) // 64 * 64, min(tile, block_size)
@@ -210,7 +209,7 @@ def test_decode(lens, tma, group, num_kv_heads, head_dim, block_size, spare, til
     case = decode_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, DEVICE, seed, window=window)
     case, held = in_fp8(case, seed)
     plan = make_plan(case["context_lens"], num_kv_heads, spare and len(lens) + spare, window)
-    config = DecodeConfig(tile, 1 if tma else 4, 2, tma=tma, pairs=tma and pairs)
+    config = DecodeConfig(tile, 1 if tma else 4, 2, tma=tma)
     twin = decode_attention_torch(**case)
     assert torch.equal(twin, decode_attention_torch(**held))
     expected = dense_decode(**held)
@@ -222,27 +221,22 @@ def test_decode(lens, tma, group, num_kv_heads, head_dim, block_size, spare, til
 
 
 BOTH_KERNELS = pytest.mark.parametrize(
-    "config",
-    [
-        DecodeConfig(64, 4, 2),
-        *(pytest.param(DecodeConfig(32, 1, 3, tma=True, pairs=pairs), marks=needs_tma) for pairs in (False, True)),
-    ],
+    "config", [DecodeConfig(64, 4, 2), pytest.param(DecodeConfig(32, 1, 3, tma=True), marks=needs_tma)]
 )
 
 
 @pytest.mark.gpu
 @needs_tma
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 7), (128, 4), (128, 16)])
-@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize(
     ("tile", "num_warps", "num_stages"), [(32, 1, 4), (32, 2, 4), (64, 1, 3), (64, 2, 4), (64, 4, 3)]
 )
-def test_constants_for_large_batches(tile, num_warps, num_stages, pairs, head_dim, group):
+def test_constants_for_large_batches(tile, num_warps, num_stages, head_dim, group):
     lens = [0, 1, 31, 32, 33, 64, 65, 200, 640, 3000]
-    case = decode_case(lens, 8 * group, 8, head_dim, 256, torch.bfloat16, DEVICE, seed=tile + pairs)
+    case = decode_case(lens, 8 * group, 8, head_dim, 256, torch.bfloat16, DEVICE, seed=tile)
     case, held = in_fp8(case, tile)
     expected = dense_decode(**held)
-    out = paged_decode(**case, config=DecodeConfig(tile, num_warps, num_stages, tma=True, pairs=pairs))
+    out = paged_decode(**case, config=DecodeConfig(tile, num_warps, num_stages, tma=True))
     tolerance = TOLERANCE[torch.bfloat16] * max(1.0, expected.abs().max().item())
     torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=TOLERANCE[torch.bfloat16])
 

@@ -211,7 +211,6 @@ def test_decode_attention_can_be_launched_for_any_heads(path, num_rows):
                 config = constants.config(num_rows, 1, tma)
                 assert tma or not config.tma
                 assert not (config.tma and config.prefetch)
-                assert not config.pairs or (config.tma and itemsize == 1)
                 assert config.tile in (16, 32, 64)
                 assert config.tile <= SPLIT_UNIT
                 assert config.num_warps in (1, 2, 4, 8)
