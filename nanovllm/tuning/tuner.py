@@ -79,12 +79,10 @@ def _fp8_split_k(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Ite
             programs = splits * tiles
             if splits > fewest and (splits > 8 or programs > 2.2 * num_multiprocessors or 512 * splits > shape.K):
                 continue
-            # One program alone needs large steps to keep up with the memory.
-            large = programs <= num_multiprocessors and tile_rows == 64 and not in_blocks
-            for kibibytes, tile_k, prefetch in (
-                (220 if programs <= num_multiprocessors else 110, 256 if large else 128, 0),
-                (110, 128, 1024),
-            ):
+            # Few programs need large steps to keep up with the memory.
+            steps = (256, 128) if tile_rows == 64 and not in_blocks else (128,)
+            for tile_k, prefetch in (*((size, 0) for size in steps), (128, 1024)):
+                kibibytes = 220 if programs <= num_multiprocessors and not prefetch else 110
                 num_stages = kibibytes * 1024 // (tile_k * (tile_rows + tile_tokens))
                 num_warps = 8 if tile_rows >= 128 and tile_tokens >= 64 else 4
                 num_stages = min(max(num_stages, 3), 6)
