@@ -12,18 +12,17 @@ _SMALLEST_TILE = 16
 class DecodeConstants:
     """Constants for keys of one kind on one GPU, by the number of rows x KV heads.
 
-    The table's setting "decode_attention" has a group of them for a head_dim and a dtype of the cache. Others share the
-    group of head_dim 128 in bfloat16, with smaller tiles if their keys are larger. `benchmarks/attention_decode.py
-    --sweep` measures a group.
+    The table's setting "decode_attention" has a group of them for a head_dim and a dtype of the cache, measured with
+    models of 16 bits. Others share the group of head_dim 128 in bfloat16, with smaller tiles if the keys are larger as
+    they are multiplied. `benchmarks/attention_decode.py --sweep` measures a group.
     """
 
     def __init__(self, table: Table, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype):
         """dtype: of the model; cache_dtype: the same, or float8_e4m3fn."""
         groups = table.settings["decode_attention"]
-        name = f"{head_dim} {speed_name(cache_dtype)}"
-        group = groups.get(name, groups[_DEFAULT_GROUP])
-        shrink = 1
-        if name not in groups:
+        group, shrink = groups.get(f"{head_dim} {speed_name(cache_dtype)}"), 1
+        if group is None or dtype == torch.float32:
+            group = groups[_DEFAULT_GROUP]
             padded_dim = 1 << (head_dim - 1).bit_length()
             shrink = max(1, padded_dim * dtype.itemsize // _DEFAULT_KEY_BYTES)
         self._configs = Row({int(rows): [_config(x, shrink)] for rows, x in group["configs"].items()})
