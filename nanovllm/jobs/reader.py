@@ -87,7 +87,7 @@ class Preparer:
         if not texts:
             return []
         try:
-            return self._tokenizer(texts)["input_ids"]
+            return self._tokenizer(texts, verbose=False)["input_ids"]
         except Exception as error:  # Of one of them, such as half of a surrogate pair. The library's own classes.
             if len(texts) == 1:
                 return [ValueError(f"the prompt cannot be tokenized: {error}")]

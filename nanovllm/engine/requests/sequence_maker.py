@@ -199,7 +199,8 @@ class SequenceMaker:
         texts = [i for i, prompt in enumerate(found) if isinstance(prompt, str)]
         encoded = [ValueError("is a text, but skip_tokenizer_init is set: pass token ids")] * len(texts)
         if texts and self._tokenizer is not None:
-            encoded = self._tokenizer([found[i] for i in texts], **options)["input_ids"]
+            # Not verbose: a prompt that is too long gets an error of ours.
+            encoded = self._tokenizer([found[i] for i in texts], verbose=False, **options)["input_ids"]
         for i, token_ids in zip(texts, encoded, strict=True):
             found[i] = token_ids
         return [
