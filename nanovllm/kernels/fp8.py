@@ -18,7 +18,7 @@ _E4M3 = torch.float8_e4m3fn
 
 @triton.jit
 def _rounded(value, dtype: tl.constexpr, PAIRS: tl.constexpr):
-    """value, float32, rounded to dtype. PAIRS: of 16 bits, and not in Triton's interpreter."""
+    """value, float32, rounded to dtype. PAIRS: two at a time, for a dtype of 16 bits; not in Triton's interpreter."""
     rounded = value.to(dtype)
     if PAIRS:
         # Does nothing but demand two numbers in a register. Then the arithmetic units convert two at once, instead of
@@ -48,7 +48,7 @@ def _quantize_kernel(
         value = _rounded(value * inverse_rms * factor, loaded.dtype, PAIRS)
     if SILU:
         up = tl.load(x + SIZE + columns, mask=mask, other=0.0).to(tl.float32)
-        # exp2, and a square root squared, take half the instructions of exp and a division: no denormal is treated.
+        # exp2 and the square of a reciprocal root take half the instructions of exp and a division.
         root = tl.rsqrt(1.0 + tl.exp2(value * -1.4426950408889634))
         value = _rounded(value * (root * root) * up, loaded.dtype, PAIRS)
     groups = tl.reshape(value, (BLOCK // GROUP, GROUP))

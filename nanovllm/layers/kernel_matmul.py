@@ -48,7 +48,7 @@ class Gemv(Candidate):
 
 
 class SplitK(Candidate):
-    """Our kernel for up to 128 tokens and weights with few rows, or for weights in fp8, which splits K. It requests
+    """Our kernel that splits K: for weights in fp8, or for up to 128 tokens and weights with few rows. It requests
     weights while the kernel before it still runs."""
 
     name = "split-k"

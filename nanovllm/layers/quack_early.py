@@ -116,8 +116,8 @@ def _multiply_scaled(
     operands = {"x_scale": A_scale.view(-1), "weight_scale": B_scale.view(1, -1), "let_in": 1}
     options = {"tile_M": config.tile_m, "tile_N": config.tile_n, "pingpong": config.pingpong}
     options |= {"cluster_M": config.cluster_m, "cluster_N": config.cluster_n, "add_to_output": adds}
-    # Otherwise the package moves the tensor cores' sums to others in float32 after every 128 numbers, which takes twice
-    # the registers, and the tensor cores wait for it.
+    # Otherwise the package adds the tensor cores' sums to others in float32 after every 128 columns of K. That takes
+    # twice the registers, and the tensor cores wait for it.
     options["post_init_attrs"] = (("fp8_slow_accum", False),)
     if has_swiglu:
         concat_layout = ("B", "weight_scale")
