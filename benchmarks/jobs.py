@@ -56,9 +56,7 @@ def run_job(model: str, file: Path) -> tuple[int, float]:
 
 def measure(way: str, model: str, file: Path) -> dict:
     tokens, seconds = {"generate": run_generate, "job": run_job}[way](model, file)
-    peak, child = (
-        resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
+    peak, child = (resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     print(f"{way}: {tokens} tokens, {seconds:.2f} s, {tokens / seconds:.0f} tok/s, peak {peak:.0f} MB", flush=True)
     return {"tokens_per_second": tokens / seconds, "seconds": seconds, "peak_mb": peak, "largest_child_mb": child}
 
