@@ -46,9 +46,11 @@ def compute_fp8(problem: Any) -> Tensor | Gated:
 
 def fp8_product(x: Tensor | Normed | Gated, weight: Fp8Weight) -> Tensor:
     """`x W^T` of the quantised x: `[num_tokens, N]` of the weight's input_dtype, a new tensor."""
-    if not weight.is_cuda:
-        return fp8_product_torch(quantize_input(x, weight.format), weight)
     is_blocked, num_tokens = weight.format.is_blocked, len(x)
+    if not weight.is_cuda or (
+        is_blocked and not HAS_TRITON
+    ):  # cuBLAS wants a block's scales as our kernels write them.
+        return fp8_product_torch(quantize_input(x, weight.format), weight)
     if num_tokens == 0:
         return weight.new_empty(0, len(weight))
     if is_blocked and weight.scale.shape[1] % _SCALES:

@@ -149,7 +149,7 @@ def _prefill_tiles(shape: Shape, num_tokens: int, num_multiprocessors: int) -> I
 
 
 def _fp8_tiles(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
-    """In a decode step the three tiles that keep the busiest multiprocessor the shortest."""
+    """For a decode step the three tiles with which the busiest multiprocessor has the least to do."""
     if num_tokens < 160 or FORMATS[shape.dtype].is_blocked:
         return
     if phase == "prefill":
