@@ -23,7 +23,7 @@ from nanovllm.engine.runner.inputs import DecodeInputs
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.decode_constants import DecodeConstants
-from nanovllm.tuning.table import package_table
+from nanovllm.tuning.table import load_table
 
 BLOCK_SIZE, PROMPT_TOKENS = 256, 500
 STEPS = 200
@@ -35,7 +35,7 @@ def measure(batch: int, waiting: int) -> dict:
     options = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True, "kvcache_block_size": BLOCK_SIZE}
     config = Config("Qwen3-0.6B", max_num_seqs=batch, max_num_batched_tokens=1 << 20, max_model_len=4096, **options)
     scheduler = Scheduler(config, batch * 4)
-    constants = DecodeConstants(package_table("NVIDIA H200"), 128, config.dtype, config.kv_cache_dtype)
+    constants = DecodeConstants(load_table(torch.device("cpu")), 128, config.dtype, config.kv_cache_dtype)
     num_pieces = partial(constants.num_pieces, num_kv_heads=8)
     inputs = DecodeInputs(batch, 4096 // BLOCK_SIZE, BLOCK_SIZE, torch.device("cpu"), num_pieces, [None])
     params = SamplingParams(max_tokens=PROMPT_TOKENS, ignore_eos=True)

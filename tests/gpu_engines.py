@@ -97,3 +97,16 @@ def gpu_llm(path, **options) -> LLM:
             pytest.skip(f"this build of flash-attn has no kernels for heads of {head_dim} in {dtype}")
     defaults = {"device": "cuda", "kvcache_block_size": 256, "num_kvcache_blocks": 24, "max_num_batched_tokens": 2048}
     return make_llm(path, **defaults | options)
+
+
+def assert_replays_repeat(run, residual: torch.Tensor, start: torch.Tensor, count: int) -> None:
+    """`run`, which changes a residual and has been run once, gives the same bits in every replay of a CUDA graph."""
+    expected = residual.clone()
+    assert expected.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        residual.copy_(start)
+        run()
+    for _ in range(count):
+        graph.replay()
+        assert torch.equal(residual, expected)

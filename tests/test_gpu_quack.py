@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, random_prompt
 from fake_quack import problem
-from gpu_engines import REGRET, gpu_llm, keys_of, use_table
+from gpu_engines import REGRET, assert_replays_repeat, gpu_llm, keys_of, use_table
 
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers import quack as quack_module
@@ -162,14 +162,7 @@ def test_launches_in_fp8_that_depend_on_each_other_give_the_bits_of_one_at_a_tim
         patched.setattr(quack_module, "quantize_input", quantized)
         run(torch.cuda.synchronize)
     assert quack.works
-    expected = residual.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        residual.copy_(start)
-        run()
-    for _ in range(100):
-        graph.replay()
-        assert torch.equal(residual, expected)
+    assert_replays_repeat(run, residual, start, 100)
 
 
 @pytest.mark.parametrize("num_tokens", [64, 128, 192, 256, 384, 512])
@@ -200,14 +193,7 @@ def test_launches_that_depend_on_each_other_give_the_bits_of_one_at_a_time(quack
 
     run(torch.cuda.synchronize)
     assert quack.works
-    expected = residual.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        residual.copy_(start)
-        run()
-    for _ in range(100):
-        graph.replay()
-        assert torch.equal(residual, expected)
+    assert_replays_repeat(run, residual, start, 100)
 
 
 def test_products_let_the_next_kernel_in_early(quack):

@@ -79,7 +79,7 @@ def _fp8_split_k(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Ite
             programs = splits * tiles
             if splits > fewest and (splits > 8 or programs > 2.2 * num_multiprocessors or 512 * splits > shape.K):
                 continue
-            # Few programs need large steps to keep up with the memory.
+            # A program that has few others beside it keeps up with the memory in large steps only.
             steps = (256, 128) if tile_rows == 64 and not in_blocks else (128,)
             for tile_k, prefetch in (*((size, 0) for size in steps), (128, 1024)):
                 kibibytes = 220 if programs <= num_multiprocessors and not prefetch else 110
