@@ -26,6 +26,7 @@ from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.experts import check_scales
+from nanovllm.kernels.gemv import unroll_factor
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.linear_checks import BLOCK
 
@@ -45,7 +46,7 @@ class ExpertsGemvConfig(NamedTuple):
 def _gate_up_kernel(
     x, norm_weight, logits, weight, weight_scale, context_lens, y, x_stride, logits_stride, num_experts, N, eps,
     K: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    VECTOR: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [tokens * TOP_K, N] = silu(gate) * up of norm(x). BLOCK: columns and rows that share a scale; 0 if rows do."""
     token, slot = tl.program_id(1) // TOP_K, tl.program_id(1) % TOP_K
@@ -84,29 +85,25 @@ def _gate_up_kernel(
     elif weight_scale is not None:
         row_scale = tl.load(weight_scale + weight_row, mask=column < N, other=0.0)
     x += token * x_stride + k
-    if norm_weight is not None:
-        squares = tl.zeros([K_TILE], dtype=tl.float32)
-        for start in range(0, K, K_TILE):
-            value = tl.load(x + start, mask=k < K - start, other=0.0).to(tl.float32)
-            squares += value * value
-        inverse_rms = tl.rsqrt(tl.sum(squares) / K + eps)
-
+    squares = tl.zeros([K_TILE // VECTOR], dtype=tl.float32)
     acc = tl.zeros([ROWS, K_TILE // VECTOR], dtype=tl.float32)
-    for start in range(0, K, K_TILE):
-        value = tl.load(x + start, mask=k < K - start, other=0.0)
+    for start in tl.range(0, K, K_TILE, loop_unroll_factor=UNROLL):
+        value = tl.load(x + start, mask=k < K - start, other=0.0).to(tl.float32)
         left_k = K - K_TILE - start
         next_w = tl.load(weight + K_TILE + start, mask=inside & (k < left_k)[None, :], other=0.0)
         if norm_weight is not None:
-            value = (value.to(tl.float32) * inverse_rms * scale.to(tl.float32)).to(value.dtype)
+            squares += tl.sum(tl.reshape(value * value, (K_TILE // VECTOR, VECTOR)), axis=1)
+            value *= scale.to(tl.float32)
             scale = tl.load(norm_weight + K_TILE + start + k, mask=k < left_k, other=0.0)
         # A vector is what one thread loaded at once, so this sum needs no other thread.
-        product = value.to(tl.float32)[None, :] * w.to(tl.float32)
-        part = tl.sum(tl.reshape(product, (ROWS, K_TILE // VECTOR, VECTOR)), axis=2)
+        part = tl.sum(tl.reshape(value[None, :] * w.to(tl.float32), (ROWS, K_TILE // VECTOR, VECTOR)), axis=2)
         if BLOCK > 0:
             part *= tl.load(block_row + (start + vector) // BLOCK, mask=inside & (vector < K - start), other=0.0)
         acc += part
         w = next_w
     result = tl.sum(acc, axis=1)
+    if norm_weight is not None:
+        result *= tl.rsqrt(tl.sum(squares) / K + eps)
     if BLOCK == 0 and weight_scale is not None:
         result *= row_scale
     gate, up = tl.split(tl.reshape(result, (OUTPUTS, 2)))
@@ -130,7 +127,7 @@ def gate_up(
     """`silu(x Wg^T) * (x Wu^T)` (Shazeer 2020) of each token with each of its experts, summed in float32.
 
     x: `[num_tokens, hidden_size]`, 1 to MAX_TOKENS tokens, rows contiguous; the products' input is its RMS norm
-        (Zhang & Sennrich 2019) with this weight and eps, rounded to x's dtype. norm_weight None: x itself.
+        (Zhang & Sennrich 2019) with this weight and eps, in float32. norm_weight None: x itself.
     weight: of each expert Wg, then Wu: `[num_experts, 2 * intermediate, hidden_size]`.
 
     Returns: `[num_tokens * top_k, intermediate]`; rows of padding mean nothing.
@@ -145,7 +142,8 @@ def gate_up(
     launcher(_gate_up_kernel, (triton.cdiv(2 * N, rows), num_tokens * top_k), pdl and has_pdl(x.device))(
         x, norm_weight, logits, weight, weight_scale, context_lens, y, x.stride(0), logits.stride(0), num_experts, N,
         eps, K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts), ROWS=rows, K_TILE=k_tile,
-        VECTOR=16 // x.element_size(), BLOCK=_block(weight, weight_scale), num_warps=num_warps,
+        VECTOR=16 // x.element_size(), UNROLL=unroll_factor(K, k_tile), BLOCK=_block(weight, weight_scale),
+        num_warps=num_warps,
     )  # fmt: skip
     return y
 
@@ -154,8 +152,8 @@ def gate_up(
 def _down_kernel(
     x, logits, weight, weight_scale, context_lens, out, logits_stride, out_stride, num_experts, N,
     K: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    K_TILE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, NORMALIZE: tl.constexpr, ADD: tl.constexpr,
-    PDL: tl.constexpr,
+    K_TILE: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr, NORMALIZE: tl.constexpr,
+    ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [tokens, N] = the weighted sum of x [tokens, TOP_K, K] by the experts, added to it with ADD. BLOCK: as in
     `_gate_up_kernel`."""
@@ -203,7 +201,7 @@ def _down_kernel(
     is_slot = (slot < TOP_K)[:, None, None]
     x += (token * TOP_K + slot)[:, None, None] * K + k
     acc = tl.zeros([SLOTS, ROWS, K_TILE // VECTOR], dtype=tl.float32)
-    for start in range(0, K, K_TILE):
+    for start in tl.range(0, K, K_TILE, loop_unroll_factor=UNROLL):
         value = tl.load(x + start, mask=is_slot & (k < K - start), other=0.0)
         next_w = tl.load(weight + K_TILE + start, mask=inside & (k < K - K_TILE - start), other=0.0)
         # A vector is what one thread loaded at once, so this sum needs no other thread.
@@ -253,8 +251,8 @@ def down(
     launcher(_down_kernel, (triton.cdiv(N, rows), len(logits)), pdl and has_pdl(x.device))(
         x, logits, weight, weight_scale, context_lens, out, logits.stride(0), out.stride(0), num_experts, N,
         K=K, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=triton.next_power_of_2(num_experts),
-        ROWS=rows, K_TILE=k_tile, VECTOR=16 // x.element_size(), BLOCK=_block(weight, weight_scale),
-        NORMALIZE=normalize, ADD=add, num_warps=num_warps,
+        ROWS=rows, K_TILE=k_tile, VECTOR=16 // x.element_size(), UNROLL=unroll_factor(K, k_tile),
+        BLOCK=_block(weight, weight_scale), NORMALIZE=normalize, ADD=add, num_warps=num_warps,
     )  # fmt: skip
     return out
 

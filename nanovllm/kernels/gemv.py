@@ -32,11 +32,19 @@ class GemvConfig(NamedTuple):
     num_warps: int
 
 
+def unroll_factor(K: int, k_tile: int) -> int:
+    """How many tiles an iteration multiplies: all of them, unless that takes long to compile.
+
+    A loop takes weights in e4m3 that it hands on apart, number by number, and packs them again."""
+    num_tiles = triton.cdiv(K, k_tile)
+    return num_tiles if num_tiles <= 16 else 4
+
+
 @triton.jit(do_not_specialize=["index"])
 def gemv_kernel(
     x, norm_weight, weight, weight_scale, bias, y, x_stride, y_stride, N, eps, inboxes, step, abort, index,
     M: tl.constexpr, K: tl.constexpr, PADDED_M: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK: tl.constexpr, SILU_OUTPUT: tl.constexpr, ADD: tl.constexpr,
+    VECTOR: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr, SILU_OUTPUT: tl.constexpr, ADD: tl.constexpr,
     RANK: tl.constexpr, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] = f(x) W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU_OUTPUT; f: norm or none. With
@@ -94,25 +102,18 @@ def gemv_kernel(
 
     token = tokens[:, None, None]
     x += token * x_stride + k
-    # A single tile's x is loaded once: the compiler finds both loads below to be the same.
-    if norm_weight is not None:
-        squares = tl.zeros([PADDED_M, 1, K_TILE], dtype=tl.float32)
-        for start in range(0, K, K_TILE):
-            value = tl.load(x + start, mask=(token < M) & (k < K - start), other=0.0).to(tl.float32)
-            squares += value * value
-        inverse_rms = tl.rsqrt(tl.sum(squares, axis=2, keep_dims=True) / K + eps)
-
+    squares = tl.zeros([PADDED_M, 1, K_TILE // VECTOR], dtype=tl.float32)
     acc = tl.zeros([PADDED_M, ROWS, K_TILE // VECTOR], dtype=tl.float32)
-    for start in range(0, K, K_TILE):
-        value = tl.load(x + start, mask=(token < M) & (k < K - start), other=0.0)
+    for start in tl.range(0, K, K_TILE, loop_unroll_factor=UNROLL):
+        value = tl.load(x + start, mask=(token < M) & (k < K - start), other=0.0).to(tl.float32)
         left = K - K_TILE - start
         next_w = tl.load(weight + K_TILE + start, mask=inside_rows & (k < left), other=0.0)
         if norm_weight is not None:
-            value = (value.to(tl.float32) * inverse_rms * scale.to(tl.float32)).to(value.dtype)
+            squares += tl.sum(tl.reshape(value * value, (PADDED_M, 1, K_TILE // VECTOR, VECTOR)), axis=3)
+            value *= scale.to(tl.float32)
             scale = tl.load(norm_weight + K_TILE + start + k, mask=k < left, other=0.0)
         # A vector is what one thread loaded at once, so this sum needs no other thread.
-        product = value.to(tl.float32) * w.to(tl.float32)
-        part = tl.sum(tl.reshape(product, (PADDED_M, ROWS, K_TILE // VECTOR, VECTOR)), axis=3)
+        part = tl.sum(tl.reshape(value * w.to(tl.float32), (PADDED_M, ROWS, K_TILE // VECTOR, VECTOR)), axis=3)
         if BLOCK > 0:
             inside_blocks = inside_rows & (vector < K - start)
             part *= tl.load(block_row + (start + vector) // BLOCK, mask=inside_blocks, other=0.0)
@@ -120,6 +121,9 @@ def gemv_kernel(
         w = next_w
 
     result = tl.sum(acc, axis=2)
+    if norm_weight is not None:
+        # Only now, so that no product waits for the sum of squares.
+        result *= tl.rsqrt(tl.sum(squares, axis=2) / K + eps)
     if BLOCK == 0 and weight_scale is not None:
         result *= row_scale[None, :]
     if bias is not None:
@@ -162,7 +166,7 @@ def gemv(
         y: `[M, N]` of x's dtype, any row stride; shares no memory with x. None with inboxes.
         weight_scale: of a weight in e4m3: float32 `[N, 1]`, or `[N / 128, K / 128]` of blocks; else None.
         bias: `[N]`, any float dtype, or None.
-        norm_weight, eps: of the norm (Zhang & Sennrich 2019), which is rounded to x's dtype: `[K]`, any float dtype, K
+        norm_weight, eps: of the norm (Zhang & Sennrich 2019), whose result stays in float32: `[K]`, any float dtype, K
             at most MAX_NORM_SIZE; and what is added to the mean square.
         silu: whether y `[M, N / 2]` becomes `silu(gate) * up` (Shazeer 2020) instead. The weight holds the gate's N / 2
             rows and then the up's. Both results are rounded to x's dtype in between.
@@ -193,6 +197,6 @@ def gemv(
         x, norm_weight, weight, weight_scale, bias, y, x.stride(0), 0 if y is None else y.stride(0), N, eps,
         inboxes and inboxes.addresses, inboxes and inboxes.step, inboxes and inboxes.abort, index,
         M=M, K=K, PADDED_M=triton.next_power_of_2(M), ROWS=rows, K_TILE=k_tile, VECTOR=16 // x.element_size(),
-        BLOCK=BLOCK if in_blocks else 0, SILU_OUTPUT=silu, ADD=add, RANK=inboxes.rank if inboxes else 0, SIZE=size,
-        PADDED_SIZE=triton.next_power_of_2(size), num_warps=num_warps,
+        UNROLL=unroll_factor(K, k_tile), BLOCK=BLOCK if in_blocks else 0, SILU_OUTPUT=silu, ADD=add,
+        RANK=inboxes.rank if inboxes else 0, SIZE=size, PADDED_SIZE=triton.next_power_of_2(size), num_warps=num_warps,
     )  # fmt: skip
