@@ -18,8 +18,9 @@ from nanovllm.layers.matmul import Candidate, Cublas, Problem
 from nanovllm.layers.quack import Quack, load_product, load_quack
 from nanovllm.layers.quantization import FORMATS, Fp8Format, Fp8Weight, Weight
 from nanovllm.tuning.table import Choice
+from nanovllm.tuning.timed_attention import TimedAttention
 from nanovllm.tuning.tuner import CUBLAS, Picks, Shape
-from nanovllm.utils.context import Context, step_context
+from nanovllm.utils.context import Context, get_context, step_context
 
 _MIN_WEIGHT_BYTES = 400 * 10**6  # several times the L2 cache of any GPU
 _RUN_MICROS = 6_000
@@ -32,14 +33,15 @@ _MAX_FP8_DISTANCE = 0.08
 class LayerTimer:
     """Times several layers of one shape, whose weights together are larger than the L2 cache.
 
-    Decode steps are captured in a CUDA graph; prefills are launched by the host. Attention is left out: the first
-    columns of the q, k, v product stand for its result. So are GELU, norms after o and down, and sums over ranks:
-    linear_sum is timed as linear_add.
+    Decode steps are captured in a CUDA graph, with attention: its launches begin to read the weights of o. Prefills are
+    launched by the host, without attention: the first columns of the q, k, v product stand for its result. GELU, norms
+    after o and down, and sums over ranks are left out: linear_sum is timed as linear_add.
     """
 
-    def __init__(self, shapes: Sequence[Shape], device: torch.device):
+    def __init__(self, shapes: Sequence[Shape], attention: TimedAttention):
         self.shapes = tuple(shapes)
-        self.device = device
+        self.attention = attention
+        self.device = device = attention.shape.device
         formats = [FORMATS.get(shape.dtype) for shape in shapes]
         dtype = torch.bfloat16 if any(formats) else getattr(torch, shapes[0].dtype)
         self._max_distance = _MAX_FP8_DISTANCE if any(formats) else _MAX_DISTANCE
@@ -57,6 +59,7 @@ class LayerTimer:
         ]
         self._norm = RMSNorm(shapes[0].K).to(dtype=dtype, device=device)
         self._works: dict[tuple, bool] = {}
+        self._contexts: dict[tuple[str, int], Context] = {}
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -68,8 +71,8 @@ class LayerTimer:
             with torch.inference_mode(), compile_ahead(tell):
                 for phase, num_tokens, i, choice in trials:
                     if choice != CUBLAS:
-                        with suppress(Exception):  # Its first launch will say so.
-                            self._launch(phase, self._problem(phase, i, num_tokens), choice)
+                        with suppress(Exception), step_context(self._context(phase, num_tokens)):
+                            self._launch(self._problem(i, num_tokens), choice)  # Its first launch will say so.
                 if quack is not None:
                     processes.submit([(load_product, product, self.device) for product in quack.wanted.values()])
             if quack is not None:
@@ -78,14 +81,25 @@ class LayerTimer:
     @torch.inference_mode()
     def __call__(self, phase: str, num_tokens: int, picks: Picks) -> float | None:
         """Microseconds for a layer with these choices, one for each product; None if one of them does not work."""
-        if not all(self._is_right(phase, num_tokens, i, choice) for i, choice in enumerate(picks)):
-            return None
+        with step_context(self._context(phase, num_tokens)):
+            if not all(self._is_right(phase, num_tokens, i, choice) for i, choice in enumerate(picks)):
+                return None
+            return self._time_layer(phase, num_tokens, picks)
+
+    def _context(self, phase: str, num_tokens: int) -> Context:
+        key = phase, num_tokens
+        if key not in self._contexts:
+            is_prefill = phase == "prefill"
+            self._contexts[key] = Context(is_prefill=True) if is_prefill else self.attention.context(num_tokens)
+        return self._contexts[key]
+
+    def _time_layer(self, phase: str, num_tokens: int, picks: Picks) -> float:
         hidden_size = self.shapes[0].K
         residual = torch.randn(num_tokens, hidden_size, dtype=self._norm.weight.dtype, device=self.device)
 
         def run() -> None:
             for weights in self._layers:
-                self._run_layer(phase, residual, weights, picks)
+                self._run_layer(residual, weights, picks)
 
         return _time(run if phase == "prefill" else self._captured(run), len(self._layers))
 
@@ -102,45 +116,42 @@ class LayerTimer:
         self._graph = graph  # The pool lives as long as a graph does.
         return graph.replay
 
-    def _run_layer(self, phase: str, residual: torch.Tensor, weights: list[Any], picks: Picks) -> None:
+    def _run_layer(self, residual: torch.Tensor, weights: list[Any], picks: Picks) -> None:
         """q, k, v; o; gate and up, or the router; down, or the experts. The first and the third read the residual
         stream. The others read what came before, and add to the stream unless a norm is in between."""
+        context = get_context()
         y: Any = residual
         for i, (shape, weight, choice) in enumerate(zip(self.shapes, weights, picks, strict=True)):
             hidden = Normed(residual, self._norm) if shape.has_norm else residual
             if shape.operation == "experts":
-                problem: Problem | ExpertsProblem = self._experts(phase, hidden, y, weight, residual)
+                problem: Problem | ExpertsProblem = self._experts(hidden, y, weight, residual)
             elif i in (0, 2):
                 problem = Problem(shape.operation, hidden, weight)
             else:
                 x = y if isinstance(y, Gated) else y[:, : shape.K]
                 problem = _output_problem(shape, x, weight, residual)
-            y = self._launch(phase, problem, choice)
+            y = self._launch(problem, choice)
+            if i == 0 and not context.is_prefill:
+                y = self.attention(y, context)
 
     def _experts(
-        self,
-        phase: str,
-        x: torch.Tensor | Normed,
-        logits: torch.Tensor,
-        weights: tuple[Weight, Weight],
-        out: torch.Tensor,
+        self, x: torch.Tensor | Normed, logits: torch.Tensor, weights: tuple[Weight, Weight], out: torch.Tensor
     ) -> ExpertsProblem:
-        lens = None if phase == "prefill" else torch.ones(len(x), dtype=torch.int32, device=self.device)
         gate_up, down = weights
+        lens = get_context().context_lens
         return ExpertsProblem(x, logits, gate_up, down, self.shapes[3].top_k, True, out, True, lens)
 
-    def _launch(self, phase: str, problem: Problem | ExpertsProblem, choice: Choice) -> Any:
+    def _launch(self, problem: Problem | ExpertsProblem, choice: Choice) -> Any:
         candidate = self.candidates[choice.candidate]
-        with step_context(Context(is_prefill=phase == "prefill")):
-            return candidate.launch(problem, choice.constants) if candidate.supports(problem) else None
+        return candidate.launch(problem, choice.constants) if candidate.supports(problem) else None
 
-    def _problem(self, phase: str, i: int, num_tokens: int) -> Problem | ExpertsProblem:
+    def _problem(self, i: int, num_tokens: int) -> Problem | ExpertsProblem:
         """On numbers of order one."""
         shape, weight = self.shapes[i], self._layers[0][i]
         if shape.operation == "experts":
             sizes = shape.K, shape.num_experts, shape.K
             x, logits, out = (weight[0].new_empty(num_tokens, size).normal_() for size in sizes)
-            return self._experts(phase, Normed(x, self._norm), logits, weight, out)
+            return self._experts(Normed(x, self._norm), logits, weight, out)
         x, out = (weight.new_empty(num_tokens, size).normal_() for size in (shape.K, shape.N))
         if i in (1, 3):
             return _output_problem(shape, x, weight, out)
@@ -150,10 +161,10 @@ class LayerTimer:
         """Whether the candidate supports the product and gives cuBLAS's result, except for rounding."""
         key = phase, num_tokens, i, choice
         if key not in self._works:
-            problem = self._problem(phase, i, num_tokens)
+            problem = self._problem(i, num_tokens)
             again = problem._replace(out=None if problem.out is None else problem.out.clone())
             try:
-                found, expected = self._launch(phase, problem, choice), self._launch(phase, again, CUBLAS)
+                found, expected = self._launch(problem, choice), self._launch(again, CUBLAS)
                 found, expected = (each.value() if isinstance(each, Gated) else each for each in (found, expected))
                 self._works[key] = found is not None and bool(
                     (found.float() - expected.float()).norm() <= self._max_distance * expected.float().norm()

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from nanovllm.config import Config
 from nanovllm.layers.attention_backend import TorchBackend
+from nanovllm.layers.flash_attn4 import AttentionShape
 from nanovllm.layers.quantization import weight_format
 from nanovllm.models import make_model
 from nanovllm.models.layer_facts import ExpertsProduct, LayerProduct, layer_products
@@ -28,6 +29,7 @@ from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Shape, Tuner
 from nanovllm.utils.optional_packages import installed_versions
 from nanovllm.utils.parallel import TensorParallel
 
+_BLOCK_SIZE = 256  # the engine's default
 _COUNTS = {"decode": DECODE_TOKENS, "prefill": PREFILL_TOKENS}
 _PACKAGES = ("torch", "triton", "quack-kernels", "flash-attn-4")
 # What a dry run lists.
@@ -48,21 +50,24 @@ def tune_model(
 ) -> None:
     """Measure a model's products on a GPU, with a progress bar, and write the table to `output`, into the package, or
     to the user's cache. Raises ValueError with a message for the user."""
-    shapes = layer_shapes(model, num_gpus, quantization)
+    layer = meta_layer(model, num_gpus, quantization)
+    shapes = layer_shapes(layer)
     if dry_run:
         _list(shapes)
         return
     gpu_device = _gpu(device)
     from nanovllm.tuning.layer_timer import LayerTimer
+    from nanovllm.tuning.timed_attention import TimedAttention
 
     with torch.cuda.device(gpu_device):
         gpu = torch.cuda.get_device_name(gpu_device)
         path = output or (package_path(gpu) if into_package else user_path(gpu))
         print(f"{model} on {num_gpus} x {gpu}")
         start = time.perf_counter()
-        timer = LayerTimer(shapes, gpu_device)
+        present = load_table(gpu_device)
+        timer = LayerTimer(shapes, TimedAttention(_attention_shape(layer, gpu_device), present, max(DECODE_TOKENS)))
         num_multiprocessors = torch.cuda.get_device_properties(gpu_device).multi_processor_count
-        tuner = Tuner(shapes, load_table(gpu_device), set(timer.candidates), num_multiprocessors)
+        tuner = Tuner(shapes, present, set(timer.candidates), num_multiprocessors)
         with tqdm(desc="compiling kernels", unit="kernel") as bar:
             timer.compile(_all_trials(tuner), lambda done, total: _show(bar, done, total))
         with tqdm(desc="measuring", unit="layer", total=sum(1 for _ in _all_trials(tuner))) as bar:
@@ -93,8 +98,8 @@ def _gpu(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
-def layer_shapes(model: str, num_gpus: int = 1, quantization: str | None = None) -> list[Shape]:
-    """The products of a model's layer on one GPU of num_gpus. Raises ValueError if there is no such model, or if
+def meta_layer(model: str, num_gpus: int = 1, quantization: str | None = None) -> Any:
+    """A model's DecoderLayer on one GPU of num_gpus, without memory. Raises ValueError if there is no such model, or if
     it cannot be split."""
     options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True}
     # float16 takes the same time as bfloat16.
@@ -103,7 +108,19 @@ def layer_shapes(model: str, num_gpus: int = 1, quantization: str | None = None)
     tp = TensorParallel(size=num_gpus)
     with weight_format(config.weight_format):
         decoder: Any = make_model(config.hf_config, config.dtype, torch.device("meta"), 1, TorchBackend(), tp)
-    return [_shape(product) for product in layer_products(decoder.model.layers[0])]
+    return decoder.model.layers[0]
+
+
+def layer_shapes(layer: Any) -> list[Shape]:
+    """A DecoderLayer's products."""
+    return [_shape(product) for product in layer_products(layer)]
+
+
+def _attention_shape(layer: Any, device: torch.device) -> AttentionShape:
+    attention = layer.self_attn
+    return AttentionShape(
+        attention.num_heads, attention.num_kv_heads, attention.head_dim, _BLOCK_SIZE, torch.bfloat16, device
+    )
 
 
 def _shape(product: LayerProduct | ExpertsProduct) -> Shape:

@@ -1,9 +1,9 @@
 """The tuner: times the ways to compute a layer's products, and writes the best into a table.
 
-It times a whole layer without its attention, because launches overlap. First it replaces the table's present choice
-for one product by each challenger. Then it combines the winners, or takes one candidate for all products if that is
-faster, and tries the best few challengers again beside those. The result becomes the table's rows if it takes 2 % less
-time than the present choices, in two runs.
+It times a whole layer, because launches overlap. First it replaces the table's present choice for one product by each
+challenger. Then it combines the winners, or takes one candidate for all products if that is faster, and tries the best
+few challengers again beside those. The result becomes the table's rows if it takes 2 % less time than the present
+choices, in two runs.
 """
 
 import math
@@ -81,8 +81,8 @@ def _fp8_split_k(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Ite
                 continue
             # A program that has few others beside it keeps up with the memory in large steps only.
             steps = (256, 128) if tile_rows == 64 and not in_blocks else (128,)
-            for tile_k, prefetch in (*((size, 0) for size in steps), (128, 1024)):
-                kibibytes = 220 if programs <= num_multiprocessors and not prefetch else 110
+            kibibytes = 220 if programs <= num_multiprocessors else 110
+            for tile_k, prefetch in product(steps, (0, 1024, 2048)):
                 num_stages = kibibytes * 1024 // (tile_k * (tile_rows + tile_tokens))
                 num_warps = 8 if tile_rows >= 128 and tile_tokens >= 64 else 4
                 num_stages = min(max(num_stages, 3), 6)
@@ -96,7 +96,7 @@ def _fp8_split_k_tiles(num_tokens: int) -> Iterator[tuple[int, int]]:
     if tokens == 64:
         yield 256, 64
     if tokens == 128:
-        yield 128, 64
+        yield from ((256, 128), (128, 64))
 
 
 def _gemv(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
@@ -104,7 +104,7 @@ def _gemv(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[C
         return
     row = 1 << (shape.K - 1).bit_length()
     for rows, k_tile, num_warps in product((2, 4, 8, 16), (512, 1024, 2048, 4096), (1, 2, 4, 8)):
-        if k_tile <= row and 64 <= rows * k_tile // (32 * num_warps) <= 128:  # weights that a thread holds
+        if k_tile <= row and 64 <= rows * k_tile // (32 * num_warps) <= 256:  # weights that a thread holds
             yield Choice("gemv", (rows, k_tile, num_warps))
 
 
@@ -150,7 +150,7 @@ def _prefill_tiles(shape: Shape, num_tokens: int, num_multiprocessors: int) -> I
 
 def _fp8_tiles(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
     """For a decode step the three tiles with which the busiest multiprocessor has the least to do."""
-    if num_tokens < 160 or FORMATS[shape.dtype].is_blocked:
+    if num_tokens < 48 or FORMATS[shape.dtype].is_blocked:
         return
     if phase == "prefill":
         for columns in (128, 192):

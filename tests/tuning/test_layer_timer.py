@@ -7,16 +7,23 @@ pytest.importorskip("triton")
 
 from nanovllm.layers import expert_candidates, expert_products, kernel_matmul
 from nanovllm.layers.expert_candidates import ExpertsGemv, ExpertTiles, GroupedMm
+from nanovllm.layers.flash_attn4 import AttentionShape
 from nanovllm.layers.kernel_matmul import Gemv, SplitK
 from nanovllm.layers.layernorm import Normed
 from nanovllm.layers.matmul import Cublas
 from nanovllm.tuning import layer_timer
 from nanovllm.tuning.layer_timer import LayerTimer
-from nanovllm.tuning.table import Choice
+from nanovllm.tuning.table import Choice, package_table
+from nanovllm.tuning.timed_attention import TimedAttention
 from nanovllm.tuning.tuner import CUBLAS, Shape
 
 ATTENTION, HIDDEN, INTERMEDIATE = 48, 32, 64
 GEMV, SPLIT_K = Choice("gemv", (16, 64, 1)), Choice("split-k", (32, 32, 1, 3, 0))
+
+
+def timed_attention(num_heads: int, head_dim: int, dtype: torch.dtype) -> TimedAttention:
+    shape = AttentionShape(num_heads, 1, head_dim, 16, dtype, torch.device("cpu"))
+    return TimedAttention(shape, package_table("NVIDIA H200"), 32)
 
 
 class Wrong(SplitK):
@@ -45,7 +52,7 @@ def timer(request, monkeypatch) -> LayerTimer:
     add = request.param
     shapes = [("linear", ATTENTION + 32, HIDDEN), (add, HIDDEN, ATTENTION), ("linear_silu", 2 * INTERMEDIATE, HIDDEN)]
     shapes.append((add, HIDDEN, INTERMEDIATE))
-    return LayerTimer([Shape(*shape, "float16") for shape in shapes], torch.device("cpu"))
+    return LayerTimer([Shape(*shape, "float16") for shape in shapes], timed_attention(3, 16, torch.float16))
 
 
 @pytest.fixture
@@ -56,7 +63,7 @@ def experts_timer(monkeypatch, timer) -> LayerTimer:
     monkeypatch.setattr(expert_candidates, "_is_hopper", lambda device: True)
     monkeypatch.setattr(layer_timer, "expert_candidates", lambda device: [ExpertsGemv(), ExpertTiles(), GroupedMm()])
     experts = Shape("experts", 2 * INTERMEDIATE, HIDDEN, "float16", num_experts=6, top_k=2)
-    return LayerTimer([*timer.shapes[:2], Shape("linear", 6, HIDDEN, "float16"), experts], torch.device("cpu"))
+    return LayerTimer([*timer.shapes[:2], Shape("linear", 6, HIDDEN, "float16"), experts], timer.attention)
 
 
 EXPERTS_GEMV = Choice("experts-gemv", ((8, 32, 1), (4, 64, 1)))
@@ -82,9 +89,10 @@ def test_layers_in_fp8(experts_timer, monkeypatch, dtype):
         monkeypatch.setattr(module, "use_kernels", lambda x: False)
     attention = [Shape("linear", 384, 128, dtype), Shape("linear_add", 128, 128, dtype)]
     mlp = [Shape("linear_silu", 512, 128, dtype), Shape("linear_add", 128, 256, dtype)]
-    assert LayerTimer([*attention, *mlp], torch.device("cpu"))("prefill", 3, (CUBLAS,) * 4) == 2
+    heads = timed_attention(1, 128, torch.bfloat16)
+    assert LayerTimer([*attention, *mlp], heads)("prefill", 3, (CUBLAS,) * 4) == 2
     experts = [Shape("linear", 6, 128, "bfloat16"), Shape("experts", 256, 128, dtype, num_experts=6, top_k=2)]
-    timer = LayerTimer([*attention, *experts], torch.device("cpu"))
+    timer = LayerTimer([*attention, *experts], heads)
     gate_up, down = timer._layers[0][3]
     assert gate_up.dtype == down.dtype == dtype
     assert (gate_up.shape, down.shape) == ((6, 256, 128), (6, 128, 128))
@@ -128,7 +136,7 @@ def test_a_layer_with_norms_after_its_blocks(timer, monkeypatch, has_norm):
         gate_up._replace(operation=gate_up_operation, has_norm=has_norm),
         down._replace(operation="linear", has_norm=False),
     ]
-    timer = LayerTimer(shapes, torch.device("cpu"))
+    timer = LayerTimer(shapes, timer.attention)
     assert timer("decode", 3, (CUBLAS,) * 4) == len(timer._layers) == 2
     layer = launched[-4:]
     assert [problem.operation for problem in layer] == ["linear", "linear", gate_up_operation, "linear"]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from nanovllm.tuning.table import Choice, Key, Row, Table, package_table
-from nanovllm.tuning.tune_model import layer_shapes
+from nanovllm.tuning.tune_model import layer_shapes, meta_layer
 from nanovllm.tuning.tuner import CUBLAS, DECODE_TOKENS, PREFILL_TOKENS, Shape, Tuner, challengers
 
 SHAPES = [
@@ -256,7 +256,7 @@ def test_a_layer_with_experts_is_tuned():
     ],
 )
 def test_rows_of_every_kind_of_layer(model, gate_up):
-    shapes = layer_shapes(model)
+    shapes = layer_shapes(meta_layer(model))
     tuner = Tuner(shapes, Table(), ALL | {"expert-tiles", "experts-gemv"}, H200)
     N, K, *experts = gate_up
     rows = tuner.tune(lambda phase, num_tokens, picks: 100.0, {"decode": (1, 64), "prefill": (2048,)}, print).rows
