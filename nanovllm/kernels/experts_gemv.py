@@ -85,25 +85,29 @@ def _gate_up_kernel(
     elif weight_scale is not None:
         row_scale = tl.load(weight_scale + weight_row, mask=column < N, other=0.0)
     x += token * x_stride + k
-    squares = tl.zeros([K_TILE // VECTOR], dtype=tl.float32)
+    if norm_weight is not None:
+        squares = tl.zeros([K_TILE], dtype=tl.float32)
+        for start in range(0, K, K_TILE):
+            value = tl.load(x + start, mask=k < K - start, other=0.0).to(tl.float32)
+            squares += value * value
+        inverse_rms = tl.rsqrt(tl.sum(squares) / K + eps)
+
     acc = tl.zeros([ROWS, K_TILE // VECTOR], dtype=tl.float32)
     for start in tl.range(0, K, K_TILE, loop_unroll_factor=UNROLL):
-        value = tl.load(x + start, mask=k < K - start, other=0.0).to(tl.float32)
+        value = tl.load(x + start, mask=k < K - start, other=0.0)
         left_k = K - K_TILE - start
         next_w = tl.load(weight + K_TILE + start, mask=inside & (k < left_k)[None, :], other=0.0)
         if norm_weight is not None:
-            squares += tl.sum(tl.reshape(value * value, (K_TILE // VECTOR, VECTOR)), axis=1)
-            value *= scale.to(tl.float32)
+            value = (value.to(tl.float32) * inverse_rms * scale.to(tl.float32)).to(value.dtype)
             scale = tl.load(norm_weight + K_TILE + start + k, mask=k < left_k, other=0.0)
         # A vector is what one thread loaded at once, so this sum needs no other thread.
-        part = tl.sum(tl.reshape(value[None, :] * w.to(tl.float32), (ROWS, K_TILE // VECTOR, VECTOR)), axis=2)
+        product = value.to(tl.float32)[None, :] * w.to(tl.float32)
+        part = tl.sum(tl.reshape(product, (ROWS, K_TILE // VECTOR, VECTOR)), axis=2)
         if BLOCK > 0:
             part *= tl.load(block_row + (start + vector) // BLOCK, mask=inside & (vector < K - start), other=0.0)
         acc += part
         w = next_w
     result = tl.sum(acc, axis=1)
-    if norm_weight is not None:
-        result *= tl.rsqrt(tl.sum(squares) / K + eps)
     if BLOCK == 0 and weight_scale is not None:
         result *= row_scale
     gate, up = tl.split(tl.reshape(result, (OUTPUTS, 2)))
@@ -127,7 +131,7 @@ def gate_up(
     """`silu(x Wg^T) * (x Wu^T)` (Shazeer 2020) of each token with each of its experts, summed in float32.
 
     x: `[num_tokens, hidden_size]`, 1 to MAX_TOKENS tokens, rows contiguous; the products' input is its RMS norm
-        (Zhang & Sennrich 2019) with this weight and eps, in float32. norm_weight None: x itself.
+        (Zhang & Sennrich 2019) with this weight and eps, rounded to x's dtype. norm_weight None: x itself.
     weight: of each expert Wg, then Wu: `[num_experts, 2 * intermediate, hidden_size]`.
 
     Returns: `[num_tokens * top_k, intermediate]`; rows of padding mean nothing.
@@ -142,7 +146,7 @@ def gate_up(
     launcher(_gate_up_kernel, (triton.cdiv(2 * N, rows), num_tokens * top_k), pdl and has_pdl(x.device))(
         x, norm_weight, logits, weight, weight_scale, context_lens, y, x.stride(0), logits.stride(0), num_experts, N,
         eps, K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts), ROWS=rows, K_TILE=k_tile,
-        VECTOR=16 // x.element_size(), UNROLL=unroll_factor(K, k_tile), BLOCK=_block(weight, weight_scale),
+        VECTOR=16 // x.element_size(), UNROLL=_unroll_factor(weight, k_tile), BLOCK=_block(weight, weight_scale),
         num_warps=num_warps,
     )  # fmt: skip
     return y
@@ -251,10 +255,15 @@ def down(
     launcher(_down_kernel, (triton.cdiv(N, rows), len(logits)), pdl and has_pdl(x.device))(
         x, logits, weight, weight_scale, context_lens, out, logits.stride(0), out.stride(0), num_experts, N,
         K=K, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=triton.next_power_of_2(num_experts),
-        ROWS=rows, K_TILE=k_tile, VECTOR=16 // x.element_size(), UNROLL=unroll_factor(K, k_tile),
+        ROWS=rows, K_TILE=k_tile, VECTOR=16 // x.element_size(), UNROLL=_unroll_factor(weight, k_tile),
         BLOCK=_block(weight, weight_scale), NORMALIZE=normalize, ADD=add, num_warps=num_warps,
     )  # fmt: skip
     return out
+
+
+def _unroll_factor(weight: Tensor, k_tile: int) -> int:
+    """Only for e4m3: of 16 bits, the next tile is handed on as it is, and a loop takes fewer registers."""
+    return unroll_factor(weight.shape[2], k_tile) if weight.element_size() == 1 else 1
 
 
 def _block(weight: Tensor, weight_scale: Tensor | None) -> int:

@@ -82,11 +82,10 @@ def _fp8_split_k(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Ite
             # A program that has few others beside it keeps up with the memory in large steps only.
             steps = (256, 128) if tile_rows == 64 and not in_blocks else (128,)
             kibibytes = 220 if programs <= num_multiprocessors else 110
-            for tile_k, prefetch in product(steps, (0, 1024, 2048)):
-                num_stages = kibibytes * 1024 // (tile_k * (tile_rows + tile_tokens))
-                num_warps = 8 if tile_rows >= 128 and tile_tokens >= 64 else 4
-                num_stages = min(max(num_stages, 3), 6)
-                yield Choice("split-k", (tile_rows, tile_k, splits, num_stages, prefetch, tile_tokens, num_warps))
+            num_warps = 8 if tile_rows >= 128 and tile_tokens >= 64 else 4
+            for tile_k in steps:
+                num_stages = min(max(kibibytes * 1024 // (tile_k * (tile_rows + tile_tokens)), 3), 6)
+                yield Choice("split-k", (tile_rows, tile_k, splits, num_stages, 0, tile_tokens, num_warps))
 
 
 def _fp8_split_k_tiles(num_tokens: int) -> Iterator[tuple[int, int]]:
@@ -96,7 +95,7 @@ def _fp8_split_k_tiles(num_tokens: int) -> Iterator[tuple[int, int]]:
     if tokens == 64:
         yield 256, 64
     if tokens == 128:
-        yield from ((256, 128), (128, 64))
+        yield 128, 64
 
 
 def _gemv(shape: Shape, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
@@ -165,6 +164,7 @@ def _fp8_tiles(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: i
         return -(-programs // num_multiprocessors) * max(tokens * columns, 80 * (tokens + columns))
 
     tiles = [(64, 256), (128, 256), *product((64, 128, 192, 256), (32, 64, 96, 128)), *product((64, 128, 256), (192,))]
+    tiles = [tile for tile in tiles if tile[0] < 2 * num_tokens]
     for tokens, columns in sorted(tiles, key=duration)[:3]:
         for cluster in ((1, 1), (2, 1) if num_tokens > tokens else (1, 2)):
             yield Choice("quack-kernels", (tokens, columns, cluster, False))
