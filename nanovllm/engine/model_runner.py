@@ -15,8 +15,8 @@ from nanovllm.engine.runner.cuda_graphs import DecodeGraphs, graph_batch_sizes, 
 from nanovllm.engine.runner.inputs import Batch, DecodeInputs, prefill_batch, send_prefill
 from nanovllm.engine.runner.kernel_compilation import warmup_kernels
 from nanovllm.engine.runner.kv_scales import choose_kv_scales
-from nanovllm.engine.runner.memory import allocate_kv_cache, largest_prefill
-from nanovllm.engine.runner.model_setup import build_model, choose_backend, load_and_compile
+from nanovllm.engine.runner.memory import allocate_kv_cache, free_memory, largest_prefill
+from nanovllm.engine.runner.model_setup import choose_backend, load_and_compile
 from nanovllm.engine.runner.package_kernels import PackageKernels
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling.logit_steps import LogitSteps
@@ -40,8 +40,7 @@ _IS_PLAIN = attrgetter("is_plain")
 class ModelRunner:
     """Holds a model and runs its steps, on one rank."""
 
-    def __init__(self, config: Config, device: torch.device, free_at_start: int = 0):
-        """free_at_start: bytes of the device's memory that were free when this engine began."""
+    def __init__(self, config: Config, device: torch.device):
         self.config = config
         self.device = device
         self.block_size = config.kvcache_block_size
@@ -60,7 +59,7 @@ class ModelRunner:
         self.tp = TensorParallel()
         self.check_workers: Callable[[], None] | None = None
         self._threads = StepThreads(config.tensor_parallel_size)
-        self._free_at_start = free_at_start
+        self._free_at_start = free_memory(device)  # From the meeting of the ranks on they share memory.
 
     def start(self, tp: TensorParallel, progress: StartProgress, check: Callable[[], None] | None = None) -> None:
         """Build everything, ready for `run`. All ranks do so at the same time. check: `Executor.check_workers`, on rank
@@ -69,12 +68,7 @@ class ModelRunner:
         config = self.config
         backend, has_graphs = choose_backend(config)
         with PackageKernels(config, tp.rank, self.device) as packages:
-            parts = build_model(config, tp, self.device, backend, has_graphs)
-            self.model, self.sampler, self.kv_scales = parts.model, parts.sampler, parts.kv_scales
-            self.num_kv_heads, self.num_layer_params = parts.num_kv_heads, parts.num_layer_params
-            self.mixed_step_rows, self.decode_inputs = parts.mixed_step_rows, parts.decode_inputs
-            load_and_compile(self, parts, backend, packages, progress)
-        del parts  # The traceback of a later error would keep the weights.
+            load_and_compile(self, backend, has_graphs, packages, progress)
         billions = num_checkpoint_params(self.model) / 1e9
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
         logger.info("device: %s", self.device_name)

@@ -10,7 +10,6 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.workers import WorkerError, Workers
-from nanovllm.engine.runner.memory import free_memory
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling.sampling_pipeline import Forward
 from nanovllm.engine.sequence import Sequence
@@ -29,8 +28,7 @@ class Executor:
         """Start all ranks. If that fails, everything is given back. Raises ValueError, MemoryError or WorkerError."""
         self.workers: Workers | None = None
         self._device = _first_device(config)
-        free_at_start = free_memory(self._device)  # Before the ranks meet: from then on they share memory.
-        self.model_runner = ModelRunner(config, self._device, free_at_start)
+        self.model_runner = ModelRunner(config, self._device)
         try:
             with self._on_device(), StartProgress(config.use_tqdm) as progress:
                 tp = TensorParallel()

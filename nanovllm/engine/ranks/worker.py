@@ -19,7 +19,6 @@ from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.call_channel import CallReader
 from nanovllm.engine.ranks.process_group import join_group, open_store, remove_store, share_memory
-from nanovllm.engine.runner.memory import free_memory
 from nanovllm.utils.parallel import CollectiveError
 from nanovllm.utils.progress import StartProgress
 
@@ -91,10 +90,9 @@ def _start(seat: WorkerSeat) -> ModelRunner:
         torch.cuda.set_device(seat.device)
     else:
         torch.set_num_threads(seat.num_threads)
-    free_at_start = free_memory(seat.device)
+    runner = ModelRunner(seat.config, seat.device)
     tp = join_group(open_store(seat.store_folder), seat.rank, seat.config.tensor_parallel_size, seat.device)
     tp = share_memory(tp, seat.config, seat.device)
-    runner = ModelRunner(seat.config, seat.device, free_at_start)
     with StartProgress(is_wanted=False) as progress:
         runner.start(tp, progress)
     gc.freeze()  # These objects stay, and all ranks would wait while a collection looks at them.

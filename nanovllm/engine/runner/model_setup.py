@@ -2,7 +2,7 @@
 
 import logging
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,24 +23,9 @@ from nanovllm.models import make_model
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.layer_facts import gate_up_weight, num_layer_params
 from nanovllm.tuning.table import Key, Table, load_table
-from nanovllm.utils.parallel import TensorParallel
 from nanovllm.utils.progress import StartProgress
 
 logger = logging.getLogger(__name__)
-
-
-class ModelParts(NamedTuple):
-    """What a ModelRunner's start makes before weights are loaded. Most become attributes of the same names."""
-
-    model: Any  # with memory for the weights
-    sampler: Sampler
-    kv_scales: torch.Tensor | None  # float32 [layers, 2, kv_heads] of an fp8 cache, all 1; None for any other cache
-    num_kv_heads: int  # of this rank
-    num_layer_params: int  # on this rank
-    mixed_step_rows: int  # most tokens of a mixed step; 0 for no mixed steps
-    decode_inputs: DecodeInputs
-    quack: Quack | None  # None if quack-kernels is not used
-    attention_shape: AttentionShape
 
 
 def choose_backend(config: Config) -> tuple[AttentionBackend, bool]:
@@ -51,32 +36,31 @@ def choose_backend(config: Config) -> tuple[AttentionBackend, bool]:
     return backend, config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs
 
 
-def build_model(
-    config: Config, tp: TensorParallel, device: torch.device, backend: AttentionBackend, has_graphs: bool
-) -> ModelParts:
-    """The model without its weights, and what goes with it. Prepares the back end for the model too."""
+def build_model(runner: Any, backend: AttentionBackend, has_graphs: bool) -> tuple[Quack | None, AttentionShape]:
+    """Give a ModelRunner its model, without weights, and what goes with it. Prepares the back end for the model too.
+    Returns quack-kernels, or None if that is not used, and the shape of the rank's attention."""
+    config, tp, device = runner.config, runner.tp, runner.device
     # First, because a user's table may be broken.
     table, head_dim = load_table(device), get_head_dim(config.hf_config)
     with weight_format(config.weight_format):
         model: Any = make_model(config.hf_config, config.dtype, device, config.max_model_len, backend, tp)
+    runner.model = model
     if config.weight_format is not None:
         logger.info("weights of linear layers: %s", config.weight_format.table_name)
     _, num_kv_heads = tp.shard_kv_heads(config.hf_config.num_key_value_heads)
-    kv_scales = None
+    runner.num_kv_heads, runner.num_layer_params = num_kv_heads, num_layer_params(model)
     if config.kv_cache_dtype != config.dtype:
-        kv_scales = torch.ones(len(model.model.layers), 2, num_kv_heads, dtype=torch.float32, device=device)
-    sampler = Sampler(tp, model.lm_head.first, model.lm_head.shard_size)
-    num_heads = tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
+        runner.kv_scales = torch.ones(len(model.model.layers), 2, num_kv_heads, dtype=torch.float32, device=device)
+    runner.sampler = Sampler(tp, model.lm_head.first, model.lm_head.shard_size)
     # With two GPUs it gained nothing.
     quack = load_quack(config.dtype, device, decodes=has_graphs) if tp.size == 1 else None
     candidates = our_candidates(device) + expert_candidates(device) + ([] if quack is None else [quack])
     what_to_tune = f"{config.model} --quantization {config.quantization}" if config.quantization else config.model
     model.use_matmul(Matmul(table, candidates, what_to_tune))
-    mixed_step_rows = choose_mixed_step_rows(config, has_graphs, gate_up_weight(model), table)
-    num_params = num_layer_params(model)
+    runner.mixed_step_rows = choose_mixed_step_rows(config, has_graphs, gate_up_weight(model), table)
     constants = DecodeConstants(table, head_dim, config.dtype, config.kv_cache_dtype)
     windows = list(dict.fromkeys(layer.self_attn.attn.window for layer in model.model.layers))
-    decode_inputs = DecodeInputs(
+    runner.decode_inputs = DecodeInputs(
         config.max_num_seqs,
         -(-config.max_model_len // config.kvcache_block_size),
         config.kvcache_block_size,
@@ -84,34 +68,36 @@ def build_model(
         partial(constants.num_pieces, num_kv_heads=num_kv_heads),
         windows if backend.wants_plan else [],
         padded_batches(model, config.max_num_seqs),
-        mixed_step_rows,
+        runner.mixed_step_rows,
     )
+    num_heads = tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, config.kvcache_block_size, config.dtype, device)
-    backend.prepare(constants, decode_inputs.max_rows, shape)
+    backend.prepare(constants, runner.decode_inputs.max_rows, shape)
     backend.use_flash_attn4(
         config.dtype,
         head_dim,
-        min_tokens=table.setting("flash_attn4", "min_layer_work") // num_params,
+        min_tokens=table.setting("flash_attn4", "min_layer_work") // runner.num_layer_params,
         max_short_prompt=table.setting("flash_attn4", "max_short_prompt").get(backend.name, 0),
         max_few_keys=table.setting("flash_attn4", "max_few_keys"),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
     )
-    return ModelParts(model, sampler, kv_scales, num_kv_heads, num_params, mixed_step_rows, decode_inputs, quack, shape)
+    return quack, shape
 
 
 def load_and_compile(
-    runner: Any, parts: ModelParts, backend: AttentionBackend, packages: PackageKernels, progress: StartProgress
+    runner: Any, backend: AttentionBackend, has_graphs: bool, packages: PackageKernels, progress: StartProgress
 ) -> None:
-    """Load the weights of a ModelRunner that has its parts. Every kernel that it will launch compiles meanwhile."""
+    """`build_model`, then load the weights. Every kernel that the ModelRunner will launch compiles meanwhile."""
+    quack, shape = build_model(runner, backend, has_graphs)
     progress.tell("compiling kernels")
     with compiling_kernels(runner, progress.count("compiling kernels")):
-        packages.compile(parts.quack, backend.flash_attn4, parts.attention_shape)
+        packages.compile(quack, backend.flash_attn4, shape)
         progress.tell("loading weights")
         runner.load_weights()
     packages.load(runner.tp, progress.count("compiling kernels of packages"))
-    if parts.quack is not None and not parts.quack.works:  # because steps were padded for it
-        parts.decode_inputs.padded = padded_batches(parts.model, runner.config.max_num_seqs)
+    if quack is not None and not quack.works:  # because steps were padded for it
+        runner.decode_inputs.padded = padded_batches(runner.model, runner.config.max_num_seqs)
 
 
 def choose_mixed_step_rows(config: Config, has_graphs: bool, gate_up: Weight, table: Table) -> int:
