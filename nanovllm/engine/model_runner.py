@@ -172,7 +172,7 @@ class ModelRunner:
 
     def prepare_prefill(self, seqs: list[Sequence]) -> Batch:
         """The flat batch of the sequences' scheduled tokens."""
-        return prefill_batch(seqs, self.block_size, self.device)
+        return prefill_batch(seqs, self.block_size)
 
     def prepare_decode(self, seqs: list[Sequence]) -> Batch:
         """A row for each sequence's last token. In a mixed step, the last sequences are prefilled and have more rows.

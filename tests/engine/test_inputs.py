@@ -46,7 +46,7 @@ def scheduled(draw):
 @given(scheduled())
 def test_prefill_inputs(drawn):
     seqs, block_size = drawn
-    inputs, context = send_prefill(prefill_batch(seqs, block_size, torch.device("cpu")), torch.device("cpu"))
+    inputs, context = send_prefill(prefill_batch(seqs, block_size), torch.device("cpu"))
     input_ids, positions, temperatures, seeds, sample_positions = (tensor.tolist() for tensor in inputs)
     spans = [range(seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens) for seq in seqs]
     computed = [(seq, p) for seq, span in zip(seqs, spans, strict=True) for p in span]
@@ -73,7 +73,7 @@ def test_prefill_inputs(drawn):
 
 @given(scheduled())
 def test_a_worker_has_the_same_tensors_of_a_pickled_prefill(drawn):
-    batch = prefill_batch(*drawn, torch.device("cpu"))
+    batch = prefill_batch(*drawn)
     received = pickle.loads(pickle.dumps(batch))
     assert received.seqs is None
     for ours, theirs in zip(

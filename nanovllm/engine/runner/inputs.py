@@ -40,10 +40,9 @@ class Batch:
     max_seqlen_k: int = 0  # most keys of a sequence
     reads_cache: bool = False  # a sequence has a cached prefix
     prompt_rows: list[tuple[int, int, int]] = field(default_factory=list)  # for `prompt_logprobs`
-    packed: PackedArrays | None = None  # rank 0: memory of the arrays, ready to be sent
 
     def __getstate__(self) -> dict:
-        return vars(self) | {"seqs": None, "packed": None}
+        return vars(self) | {"seqs": None}
 
 
 class DecodeInputs:
@@ -215,75 +214,58 @@ def _append_prompts(seqs: list[Sequence], context_lens: list[int], tokens: list[
     return np.repeat(owners, num_others)
 
 
-def prefill_batch(seqs: list[Sequence], block_size: int, device: torch.device) -> Batch:
+def prefill_batch(seqs: list[Sequence], block_size: int) -> Batch:
     """A prefill step: the flat batch of the sequences' scheduled tokens."""
     cached = np.array([seq.num_cached_tokens for seq in seqs])
     num_new = np.array([seq.num_scheduled_tokens for seq in seqs])
     num_keys = cached + num_new
-    table_lens = np.array([len(seq.block_table) for seq in seqs])
-    num_tokens, num_seqs, max_blocks = int(num_new.sum()), len(seqs), int(table_lens.max())
-    packed = PackedArrays(
-        {
-            "input_ids": ((num_tokens,), np.int64),
-            "positions": ((num_tokens,), np.int64),
-            "seeds": ((num_seqs,), np.int64),
-            "sample_positions": ((num_seqs,), np.int64),
-            "last_tokens": ((num_seqs,), np.int64),
-            "temperatures": ((num_seqs,), np.float32),
-            "slot_mapping": ((num_tokens,), np.int32),
-            "cu_seqlens_q": ((num_seqs + 1,), np.int32),
-            "cu_seqlens_k": ((num_seqs + 1,), np.int32),
-            "block_tables": ((num_seqs, max_blocks), np.int32),
-        },
-        device,
-    )
-    host = packed.host
     # No Python loop over tokens or blocks, because the device waits for the first step of a batch.
-    tables = prepare_block_tables(seqs, table_lens, host["block_tables"])
     tokens = array("i")
     for seq in seqs:
         tokens += seq.tokens[seq.num_cached_tokens : seq.num_cached_tokens + seq.num_scheduled_tokens]
-    host["input_ids"][:] = np.frombuffer(tokens, np.int32)
-    host["cu_seqlens_q"][0] = host["cu_seqlens_k"][0] = 0
-    np.cumsum(num_new, out=host["cu_seqlens_q"][1:])
-    np.cumsum(num_keys, out=host["cu_seqlens_k"][1:])
-    positions = host["positions"]
-    np.add(np.arange(num_tokens), np.repeat(cached - host["cu_seqlens_q"][:-1], num_new), out=positions)
+    ends = np.cumsum(num_new)
+    positions = np.arange(len(tokens)) + np.repeat(num_keys - ends, num_new)
+    tables = prepare_block_tables(seqs)
     blocks = positions // block_size  # index in the sequence's table
-    first_blocks = np.repeat(np.arange(num_seqs) * max_blocks, num_new)  # of each token's table in the flat tables
+    # Of each token's table in the flat tables.
+    first_blocks = np.repeat(np.arange(len(seqs)) * tables.shape[1], num_new)
     # block * block_size + positions % block_size
-    host["slot_mapping"][:] = (tables.ravel().take(first_blocks + blocks) - blocks) * block_size + positions
-    host["last_tokens"][:] = host["cu_seqlens_q"][1:] - 1
-    host["sample_positions"][:] = num_keys - 1
-    host["temperatures"][:] = [seq.temperature for seq in seqs]
-    host["seeds"][:] = [seq.seed for seq in seqs]
+    slots = (tables.ravel().take(first_blocks + blocks) - blocks) * block_size + positions
+    arrays = {
+        "input_ids": np.frombuffer(tokens, np.int32).astype(np.int64),
+        "positions": positions,
+        "seeds": np.array([seq.seed for seq in seqs]),
+        "sample_positions": num_keys - 1,
+        "last_tokens": ends - 1,
+        "temperatures": np.array([seq.temperature for seq in seqs], np.float32),
+        "slot_mapping": slots.astype(np.int32),
+        "cu_seqlens_q": np.concatenate(([0], ends)).astype(np.int32),
+        "cu_seqlens_k": np.concatenate(([0], np.cumsum(num_keys))).astype(np.int32),
+        "block_tables": tables,
+    }
     return Batch(
         seqs,
         True,
-        num_seqs,
-        num_tokens,
-        host,
+        len(seqs),
+        len(tokens),
+        arrays,
         max_seqlen_q=int(num_new.max()),
         max_seqlen_k=int(num_keys.max()),
         reads_cache=bool(cached.any()),
-        packed=packed,
     )
 
 
-def prepare_block_tables(seqs: list[Sequence], table_lens: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Write the sequences' block tables to `out`, int32 [num_seqs, max_blocks], right-padded with -1. Returns out."""
-    out.fill(-1)
-    out[np.arange(out.shape[1]) < table_lens[:, None]] = list(chain.from_iterable(seq.block_table for seq in seqs))
-    return out
+def prepare_block_tables(seqs: list[Sequence]) -> np.ndarray:
+    """The sequences' block tables, int32 [num_seqs, max_blocks], right-padded with -1."""
+    lens = np.array([len(seq.block_table) for seq in seqs])
+    tables = np.full((len(seqs), lens.max()), -1, np.int32)
+    tables[np.arange(lens.max()) < lens[:, None]] = list(chain.from_iterable(seq.block_table for seq in seqs))
+    return tables
 
 
 def send_prefill(batch: Batch, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Context]:
     """A prefill's (input_ids, positions, temperatures, seeds, sample positions) on the device, and its context."""
-    if batch.packed is None:
-        tensors = send_arrays(batch.arrays, device)
-    else:
-        batch.packed.send()
-        tensors = batch.packed.device
+    tensors = send_arrays(batch.arrays, device)
     context = Context(
         is_prefill=True,
         cu_seqlens_q=tensors["cu_seqlens_q"],

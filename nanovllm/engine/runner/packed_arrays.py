@@ -20,7 +20,7 @@ class PackedArrays:
         size = packed_size(layout)
         on_gpu = device.type == "cuda"
         if device_bytes is None:
-            device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
+            device_bytes = torch.empty(size, dtype=torch.uint8, device=device)
         self.device_bytes = device_bytes
         self.host_bytes = torch.zeros(size, dtype=torch.uint8, pin_memory=True) if on_gpu else device_bytes
         host_bytes = self.host_bytes.numpy()
