@@ -20,6 +20,7 @@ from nanovllm.engine.requests.prompts import Prompt, as_prompts, params_per_prom
 from nanovllm.engine.requests.sequence_maker import SequenceMaker, longest_first
 from nanovllm.engine.requests.streaming import Results
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
+from nanovllm.engine.sampling.logprobs import record_prompt_logprobs
 from nanovllm.engine.sampling.sampling_pipeline import Forward
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -232,9 +233,10 @@ class LLMEngine:
     def _read(self, step: Step) -> list[Sequence]:
         """Wait for a step's tokens and record them. Returns the sequences that finished."""
         tokens: Any = step.tokens
-        token_ids, logprobs = tokens.wait(), tokens.logprobs
-        if logprobs is not None:
-            logprobs.record_prompts(step.seqs)
+        token_ids = tokens.wait()
+        if tokens.prompt_logprobs is not None:
+            record_prompt_logprobs(tokens.prompt_logprobs, step.seqs)
+        logprobs = tokens.logprobs and tokens.logprobs.by_row()
         finished = self.scheduler.postprocess(step.seqs, token_ids, logprobs)
         if self._watches_text:
             finished += self._stop_at_texts(step.seqs)

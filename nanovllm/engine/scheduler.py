@@ -10,7 +10,6 @@ from nanovllm.config import Config
 from nanovllm.engine.admission import Admission, MixedAdmission
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.requests.length_limit import LengthLimit
-from nanovllm.engine.sampling.logprobs import StepLogprobs
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.layers.sampler import NON_FINITE
 
@@ -202,7 +201,7 @@ class Scheduler:
         self._drop_finished()
 
     def postprocess(
-        self, seqs: list[Sequence], token_ids: list[int], logprobs: StepLogprobs | None = None
+        self, seqs: list[Sequence], token_ids: list[int], logprobs: dict[int, list[dict[int, float]]] | None = None
     ) -> list[Sequence]:
         """Record the tokens of a step after `advance`: replace the placeholders, end sequences at stop tokens. A step
         that was launched meanwhile still computes a token for such a sequence, which is ignored later.
@@ -211,7 +210,7 @@ class Scheduler:
             seqs: what schedule() returned.
             token_ids: one for each sequence. Those of unfinished prefills are ignored; NON_FINITE ends a sequence with
                 finish reason "error".
-            logprobs: the step's, if a sequence asks for them.
+            logprobs: {row: log-probabilities of its token}, if a sequence asks for them.
 
         Returns:
             The sequences that finished.
@@ -228,8 +227,8 @@ class Scheduler:
                 num_ignored += 1
             else:
                 seq.resolve_pending(token_id)
-                if logprobs is not None:
-                    logprobs.record(row, seq)
+                if logprobs is not None and row in logprobs:
+                    seq.logprobs += logprobs[row]
                 if is_end:
                     if not seq.is_finished:  # Its length may have ended it before.
                         self._end(seq, "stop")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.engine.sampling.logprobs import StepLogprobs
+from nanovllm.engine.sampling.logprobs import LogprobRows
 from nanovllm.kernels import HAS_TRITON, use_kernels
 
 if HAS_TRITON:
@@ -16,12 +16,13 @@ _POLL_SECONDS = 50e-6
 
 class SampledTokens:
     """The outcome of a step that is under way: its tokens on their way to the host. Read the log-probabilities that its
-    sequences asked for, `logprobs`, after `wait`."""
+    sequences asked for, `logprobs` of sampled tokens and `prompt_logprobs`, after `wait`."""
 
     def __init__(
         self,
         tokens: torch.Tensor,
-        logprobs: StepLogprobs | None = None,
+        logprobs: LogprobRows | None = None,
+        prompt_logprobs: LogprobRows | None = None,
         check_workers: Callable[[], None] | None = None,
         host: torch.Tensor | None = None,
     ):
@@ -36,6 +37,7 @@ class SampledTokens:
         else:
             self._tokens = _start_copy(tokens)
         self.logprobs = logprobs and logprobs.map(_start_copy)
+        self.prompt_logprobs = prompt_logprobs and prompt_logprobs.map(_start_copy)
         if tokens.device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()

@@ -114,4 +114,4 @@ class LogitSteps:
         tokens, logprobs = self.pipeline.draw(forward)
         sampled.copy_(tokens)
         self._tp.broadcast(sampled)
-        return SampledTokens(tokens, logprobs, self._check_workers)
+        return SampledTokens(tokens, logprobs, forward.prompts, self._check_workers)

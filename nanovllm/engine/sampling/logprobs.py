@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from itertools import islice
 
 import numpy as np
 import torch
@@ -18,51 +18,32 @@ _POSITIONS_AT_ONCE = 128
 
 @dataclass(frozen=True)
 class LogprobRows:
-    """The result of `layers.logprobs.token_logprobs` for some tokens of a step."""
+    """The result of `layers.logprobs.token_logprobs` for some tokens of a step, on the device or on the host."""
 
-    owners: dict[int, tuple[int, int]]  # row of the step -> (first, end): its entries are first..end - 1
+    owners: dict[int, tuple[int, int]]  # row of the step, in order -> (its entries, how many of the likeliest it wants)
     ids: torch.Tensor  # [entries, 1 + num_top], as values
     values: torch.Tensor
 
-    @cached_property
-    def _lists(self) -> tuple[list[list[int]], list[list[float]]]:
-        return self.ids.tolist(), self.values.tolist()
-
-    def of(self, row: int, num_top: int) -> list[dict[int, float]]:
-        """{token id: log-probability} for each of a row's tokens: itself first, then the num_top likeliest."""
-        ids, values = self._lists
-        end = 1 + num_top
-        # A token that is also among the likeliest keeps its first place; both its values are the same.
-        return [dict(zip(ids[i][:end], values[i][:end], strict=True)) for i in range(*self.owners[row])]
-
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "LogprobRows":
+        """The same with other tensors."""
         return replace(self, ids=function(self.ids), values=function(self.values))
 
+    def by_row(self) -> dict[int, list[dict[int, float]]]:
+        """{token id: log-probability} for each token of each row: the token first, then the likeliest. A token that is
+        among them keeps its first place; both its values are the same."""
+        entries = zip(self.ids.tolist(), self.values.tolist(), strict=True)
+        return {
+            row: [dict(zip(ids[: 1 + num_top], values, strict=False)) for ids, values in islice(entries, count)]
+            for row, (count, num_top) in self.owners.items()
+        }
 
-@dataclass(frozen=True)
-class StepLogprobs:
-    """One step's log-probabilities, on the device or, after `map`, on the host."""
 
-    sampled: LogprobRows | None = None  # of sampled tokens, one entry for each owner
-    prompts: LogprobRows | None = None  # of prompt tokens, each owner's in order
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "StepLogprobs":
-        """The same with other tensors."""
-        return StepLogprobs(*(rows and rows.map(function) for rows in (self.sampled, self.prompts)))
-
-    def record(self, row: int, seq: Sequence) -> None:
-        """Give a sequence those of the token that was sampled in its row."""
-        if seq.logprobs is not None and self.sampled is not None:
-            seq.logprobs += self.sampled.of(row, seq.params.logprobs)
-
-    def record_prompts(self, seqs: list[Sequence]) -> None:
-        """Give the step's sequences those of the prompt tokens that it has computed."""
-        if self.prompts is None:
-            return
-        for row in self.prompts.owners:
-            seq = seqs[row]
-            seq.prompt_logprobs += self.prompts.of(row, seq.params.prompt_logprobs)
-            seq.needs_prompt_logits = len(seq.prompt_logprobs) < seq.num_prompt_tokens
+def record_prompt_logprobs(found: LogprobRows, seqs: list[Sequence]) -> None:
+    """Give a step's sequences the log-probabilities of the prompt tokens that it has computed."""
+    for row, logprobs in found.by_row().items():
+        seq = seqs[row]
+        seq.prompt_logprobs += logprobs
+        seq.needs_prompt_logits = len(seq.prompt_logprobs) < seq.num_prompt_tokens
 
 
 def prompt_rows(seqs: list[Sequence]) -> list[tuple[int, int, int]]:
@@ -95,16 +76,13 @@ def prompt_logprobs(
         for _ in logits:
             pass
         return None
-    owners: dict[int, tuple[int, int]] = {}
-    targets = []
-    num_entries = num_top = 0
+    owners, targets = {}, []
     for row, _, count in batch.prompt_rows:
         seq = batch.seqs[row]
-        owners[row] = num_entries, num_entries + count
-        num_entries += count
+        owners[row] = count, seq.params.prompt_logprobs
         first = seq.num_cached_tokens + 1
         targets.append(np.frombuffer(seq.tokens, np.int32)[first : first + count])
-        num_top = max(num_top, seq.params.prompt_logprobs)
+    num_top = max(num_top for _, num_top in owners.values())
     arrays = {"targets": np.concatenate(targets).astype(np.int64)}
     tokens = send_arrays(arrays, hidden_states.device)["targets"].split(_POSITIONS_AT_ONCE)
     found = [token_logprobs(some, token, num_top) for some, token in zip(logits, tokens, strict=True)]

@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.runner.packed_arrays import send_arrays
-from nanovllm.engine.sampling.logprobs import LogprobRows, StepLogprobs
+from nanovllm.engine.sampling.logprobs import LogprobRows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logprobs import token_logprobs
 from nanovllm.layers.penalties import IN_PROMPT, apply_penalties
@@ -48,7 +48,7 @@ class SamplingPipeline:
         self.device = device
         self._counts: TokenCounts | None = None
 
-    def draw(self, forward: Forward) -> tuple[torch.Tensor, StepLogprobs | None]:
+    def draw(self, forward: Forward) -> tuple[torch.Tensor, LogprobRows | None]:
         """Sample the step's tokens, int64 [num_seqs] on the device, and the log-probabilities that were asked for.
         NON_FINITE is the token of a sequence for which none is left (its `error` says why). The host must know every
         token of a sequence with a grammar or bad words by now."""
@@ -60,13 +60,12 @@ class SamplingPipeline:
             thresholds = sampling_thresholds(logits, forward.temperatures, *truncation)
         tokens = self.sampler(logits, forward.temperatures, forward.seeds, forward.positions, thresholds)
         if "reported" not in device:
-            return tokens, StepLogprobs(prompts=forward.prompts) if forward.prompts else None
+            return tokens, None
         # Of the model's own distribution, not of the edited logits.
         rows, reported = device["reported"], arrays["reported"].tolist()
-        num_top = max(forward.seqs[row].params.logprobs for row in reported)
-        owners = {row: (i, i + 1) for i, row in enumerate(reported)}
-        sampled = LogprobRows(owners, *token_logprobs(forward.logits[rows], tokens[rows], num_top))
-        return tokens, StepLogprobs(sampled, forward.prompts)
+        owners = {row: (1, forward.seqs[row].params.logprobs) for row in reported}
+        num_top = max(num_top for _, num_top in owners.values())
+        return tokens, LogprobRows(owners, *token_logprobs(forward.logits[rows], tokens[rows], num_top))
 
     def _edited(self, forward: Forward, device: dict[str, torch.Tensor]) -> torch.Tensor:
         """The logits after biases, penalties and masks; a float32 copy if there are any."""
