@@ -200,7 +200,6 @@ class ModelRunner:
             if batch.needs_logits:
                 forward = self.logit_steps.forward(batch)
                 return forward if batch.waits_for_tokens else self.logit_steps.sample(forward)
-            sampled, host = self.decode_inputs.sampled[: batch.num_seqs], None
             if batch.is_prefill:
                 inputs, context = send_prefill(batch, self.device)
                 with step_context(context):
@@ -212,8 +211,8 @@ class ModelRunner:
                     graphs.replay(batch.graph_size)
                 else:
                     self._decode(batch.num_seqs, batch.num_rows if batch.is_mixed else 0)
-                host = self.decode_inputs.tokens_on_host(batch.num_seqs)
-            return SampledTokens(sampled, check_workers=self.check_workers, host=host)
+            sampled = self.decode_inputs.sampled[: batch.num_seqs]
+            return SampledTokens(sampled, self.decode_inputs.tokens_on_host(batch.num_seqs), self.check_workers)
 
     @torch.inference_mode()
     def sample(self, forward: Forward | None = None) -> SampledTokens | None:

@@ -21,21 +21,20 @@ class SampledTokens:
     def __init__(
         self,
         tokens: torch.Tensor,
+        host: torch.Tensor,
+        check_workers: Callable[[], None] | None = None,
         logprobs: LogprobRows | None = None,
         prompt_logprobs: LogprobRows | None = None,
-        check_workers: Callable[[], None] | None = None,
-        host: torch.Tensor | None = None,
     ):
-        """tokens: int64 [num_seqs] on the device, as logprobs are. check_workers: with several ranks, raises if one of
-        them has died, for which the device would wait in vain. host: page-locked memory for the tokens, which nobody
-        else uses until they have been read; None allocates some."""
-        self._check_workers = check_workers
+        """tokens: int64 [num_seqs] on the device, as logprobs are. host: page-locked memory for them, which nobody else
+        uses until they have been read. check_workers: with several ranks, raises if one of them has died, for which the
+        device would wait in vain."""
+        self._tokens, self._check_workers = host, check_workers
         self._event = None
-        if host is not None and use_kernels(tokens):
+        if use_kernels(tokens):
             return_tokens(tokens, host)
-            self._tokens = host
         else:
-            self._tokens = _start_copy(tokens)
+            host.copy_(tokens, non_blocking=True)
         self.logprobs = logprobs and logprobs.map(_start_copy)
         self.prompt_logprobs = prompt_logprobs and prompt_logprobs.map(_start_copy)
         if tokens.device.type == "cuda":

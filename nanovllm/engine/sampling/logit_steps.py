@@ -114,4 +114,5 @@ class LogitSteps:
         tokens, logprobs = self.pipeline.draw(forward)
         sampled.copy_(tokens)
         self._tp.broadcast(sampled)
-        return SampledTokens(tokens, logprobs, forward.prompts, self._check_workers)
+        host = self._inputs.tokens_on_host(self._num_seqs)
+        return SampledTokens(tokens, host, self._check_workers, logprobs, forward.prompts)
