@@ -187,7 +187,7 @@ def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
     for batch_size in {1, (max_num_seqs + 1) // 2, max_num_seqs}:
         for num_seqs in {1, batch_size}:
             inputs.send(inputs.write(seqs[:num_seqs], batch_size))
-            plan = inputs.plans(batch_size)[None]
+            plan = inputs.for_layers(batch_size)[2].decode_plans[None]
             workspace.check_room(batch_size, 16, num_kv_heads, 16, len(plan))
             row, _, _, first, end, *_ = plan[plan[:, 0] >= 0].T.numpy()
             keys = np.bincount(row, weights=end - first, minlength=batch_size)

@@ -114,16 +114,13 @@ class DecodeInputs:
         self._host_tokens = torch.zeros(2, n, dtype=torch.int64, pin_memory=on_gpu)
         self._last_host_tokens = 0
 
-    def plans(self, num_rows: int) -> dict[int | None, torch.Tensor]:
-        """Device memory of Context.decode_plans: int32 [num_pieces, PIECE_FIELDS] for each window."""
-        return dict(zip(self._windows, self._plans[:, : self._num_pieces(num_rows)], strict=True))
-
     def for_layers(self, num_rows: int, num_sampled: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Context]:
         """Token ids and positions [num_rows], and the context. num_sampled: as in Context."""
         rows: dict[str, Any] = {
             name: self.rows[name][:num_rows] for name in ("slot_mapping", "context_lens", "block_tables")
         }
-        context = Context(**rows, decode_plans=self.plans(num_rows), num_sampled=num_sampled)
+        plans = dict(zip(self._windows, self._plans[:, : self._num_pieces(num_rows)], strict=True))
+        context = Context(**rows, decode_plans=plans, num_sampled=num_sampled)
         return self.input_ids[:num_rows], self.rows["positions"][:num_rows], context
 
     def pad(self, num_rows: int) -> None:

@@ -5,7 +5,6 @@ graphs are captured, and stay the same, so all blocks of a cache mean the same.
 """
 
 import logging
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -38,15 +37,14 @@ _SMALLEST_SCALE = 2.0**-14  # float16 then holds the smallest value of a cache e
 def choose_kv_scales(runner: Any) -> None:
     """Fill a ModelRunner's kv_scales, as its option kv_cache_scales says. All ranks do so at the same time."""
     config, wanted = runner.config, runner.config.kv_cache_scales
-    found = None
+    found, source = None, "one"
     if wanted in ("auto", "checkpoint") and config.load_format != "dummy":
-        found = checkpoint_scales(runner)
+        found, source = checkpoint_scales(runner), "the checkpoint"
     if found is None and wanted == "checkpoint":
         raise ValueError(
             f"kv_cache_scales='checkpoint': {config.model} has no scales, such as "
             f"'model.layers.0.{_NAMES[0].format('k')}', or load_format='dummy' reads none; use 'calibrated'"
         )
-    source = "one" if wanted == "one" else "the checkpoint"
     if found is None and wanted != "one":
         found, source = calibrated_scales(runner), "calibration"
     if found is not None:
@@ -103,23 +101,19 @@ def calibrated_scales(runner: Any) -> torch.Tensor:
     than a prompt), not on what the engine will be asked."""
     layers = runner.attention_layers()
     largest = torch.zeros_like(runner.kv_scales)
-    hooks = []
-    for layer, of_layer in zip(layers, largest, strict=True):
+    with ExitStack() as hooks:
+        for layer, of_layer in zip(layers, largest, strict=True):
 
-        def record(module, args, of_layer=of_layer) -> None:
-            for x, of_part in zip(args[1:3], of_layer, strict=True):
-                torch.maximum(of_part, x.abs().amax((0, 2)).float(), out=of_part)
+            def record(module, args, of_layer=of_layer) -> None:
+                for x, of_part in zip(args[1:3], of_layer, strict=True):
+                    torch.maximum(of_part, x.abs().amax((0, 2)).float(), out=of_part)
 
-        hooks.append(layer.register_forward_pre_hook(record))
-    try:
-        for input_ids in _calibration_prompts(runner.config, runner.device):
+            hooks.enter_context(layer.register_forward_pre_hook(record))
+        for input_ids in _calibration_prompts(runner.config).to(runner.device):
             length = len(input_ids)
             cu_seqlens = torch.tensor([0, length], dtype=torch.int32, device=runner.device)
             with step_context(Context(True, cu_seqlens, cu_seqlens, length, length)):
                 runner.model(input_ids, torch.arange(length, device=runner.device))
-    finally:
-        for hook in hooks:
-            hook.remove()
     if not largest.isfinite().all():  # The cache would clamp infinity to a number, and the logits not show it.
         logger.warning(
             "KV cache scales: the calibration found keys or values that are NaN or infinite: the weights are damaged, "
@@ -131,7 +125,7 @@ def calibrated_scales(runner: Any) -> torch.Tensor:
     return largest * (MARGIN / E4M3_MAX)
 
 
-def _calibration_prompts(config: Config, device: torch.device) -> Iterator[torch.Tensor]:
+def _calibration_prompts(config: Config) -> torch.Tensor:
     """Random tokens, the same at every start; every second prompt begins with the model's beginning of a text."""
     # numpy's generator gives the same numbers on every device.
     shape = _CALIBRATION_PROMPTS, min(_CALIBRATION_LENGTH, config.max_model_len)
@@ -139,4 +133,4 @@ def _calibration_prompts(config: Config, device: torch.device) -> Iterator[torch
     bos = getattr(config.hf_config, "bos_token_id", None)
     if isinstance(bos, int) and 0 <= bos < config.hf_config.vocab_size:
         prompts[::2, 0] = bos
-    yield from torch.from_numpy(prompts).to(device)
+    return torch.from_numpy(prompts)
