@@ -20,28 +20,24 @@ def new_deltas(seqs: list[Sequence], finished: list[Sequence]) -> Iterator[Strea
     aborted since the last step."""
     ended = set(finished)
     for seq in dict.fromkeys([*seqs, *finished]):
-        start, end = seq.num_streamed_tokens, seq.num_known_tokens - seq.num_prompt_tokens
-        is_last = seq in ended
-        if start < end or is_last:
-            seq.num_streamed_tokens = end
-            yield _delta(seq, start, end, is_last)
-
-
-def _delta(seq: Sequence, start: int, end: int, is_last: bool) -> StreamDelta:
-    first = seq.num_prompt_tokens
-    delta = StreamDelta(
-        index=seq.prompt_index,
-        sample=seq.sample,
-        request_id=seq.request_id,
-        text=None if seq.text_stream is None else seq.text_stream.take(),
-        token_ids=seq.tokens[first + start : first + end].tolist(),
-        logprobs=None if seq.logprobs is None else seq.logprobs[start:end],
-        finish_reason=seq.finish_reason if is_last else None,
-        stop_reason=seq.stop_reason if is_last else None,
-    )
-    if is_last and seq.error is not None:
-        delta["error"] = seq.error
-    return delta
+        first, start, is_last = seq.num_prompt_tokens, seq.num_streamed_tokens, seq in ended
+        end = seq.num_known_tokens - first
+        if start == end and not is_last:
+            continue
+        seq.num_streamed_tokens = end
+        delta = StreamDelta(
+            index=seq.prompt_index,
+            sample=seq.sample,
+            request_id=seq.request_id,
+            text=None if seq.text_stream is None else seq.text_stream.take(),
+            token_ids=seq.tokens[first + start : first + end].tolist(),
+            logprobs=None if seq.logprobs is None else seq.logprobs[start:end],
+            finish_reason=seq.finish_reason if is_last else None,
+            stop_reason=seq.stop_reason if is_last else None,
+        )
+        if is_last and seq.error is not None:
+            delta["error"] = seq.error
+        yield delta
 
 
 class Results:
