@@ -144,8 +144,7 @@ class ModelRunner:
 
     def allocate_kv_cache(self) -> None:
         """One tensor for all layers. Raises MemoryError, with the numbers, if there is no room for one block."""
-        layers = self.attention_layers()
-        sizes = len(layers), self.num_kv_heads
+        sizes = len(self.attention_layers()), self.num_kv_heads
         self.use_kv_cache(allocate_kv_cache(self.config, *sizes, self.device, self.tp, self._free_at_start))
 
     def use_kv_cache(self, kv_cache: torch.Tensor | None) -> None:

@@ -44,16 +44,15 @@ class Scheduler:
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.mixed_step_rows = mixed_step_rows
-        block_size = config.kvcache_block_size
-        lengths = config.max_model_len, config.supported_model_len
-        self.length_limit = LengthLimit(*lengths, num_kvcache_blocks, block_size)
+        self.length_limit = LengthLimit(config, num_kvcache_blocks)
         self.max_seq_len = self.length_limit.max_seq_len
         self.eos = frozenset(config.eos)
         self._ends = self.eos | _NO_TOKEN
         self.num_preemptions = self.num_prompt_tokens = self.num_generated_tokens = 0
         self.num_prefix_queries = self.num_prefix_hits = 0
         self._has_warned = False
-        self._make_block_manager = partial(BlockManager, num_kvcache_blocks, block_size, config.enable_prefix_caching)
+        cache = num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
+        self._make_block_manager = partial(BlockManager, *cache)
         self.reset()
 
     def reset(self) -> None:

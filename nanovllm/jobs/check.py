@@ -79,7 +79,7 @@ def _make_checker(arguments: Arguments) -> tuple[SequenceMaker, LengthLimit]:
         options = {"tokenizer": arguments.tokenizer} | arguments.engine_options | {"load_format": "dummy"}
         config = Config(os.fspath(model), **options)
         num_blocks = -(-config.max_model_len // config.kvcache_block_size)
-        limit = LengthLimit(config.max_model_len, config.supported_model_len, num_blocks, config.kvcache_block_size)
+        limit = LengthLimit(config, num_blocks)
     return SequenceMaker(config, load_tokenizer(config.model, config.tokenizer), limit.check), limit
 
 

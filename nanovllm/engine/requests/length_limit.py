@@ -2,19 +2,17 @@
 
 from typing import NamedTuple
 
+from nanovllm.config import Config
+
 
 class LengthLimit(NamedTuple):
-    """max_model_len: longest sequence that the model may see. supported_model_len: that it could; None if unknown."""
-
-    max_model_len: int
-    supported_model_len: int | None
+    config: Config
     num_blocks: int  # of the KV cache
-    block_size: int
 
     @property
     def max_seq_len(self) -> int:
         """Longest sequence that the engine can hold, prompt and completion."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
+        return min(self.config.max_model_len, self.num_blocks * self.config.kvcache_block_size)
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raises ValueError for a prompt that leaves no room for one completion token."""
@@ -25,12 +23,13 @@ class LengthLimit(NamedTuple):
             )
 
     def _explain(self) -> str:
-        if self.max_seq_len < self.max_model_len:
+        config, supported = self.config, self.config.supported_model_len
+        if self.max_seq_len < config.max_model_len:
             return (
-                f"which is all that the KV cache holds ({self.num_blocks} blocks x {self.block_size} tokens): shorten "
-                "the prompt, or raise num_kvcache_blocks, kvcache_gib or gpu_memory_utilization"
+                f"which is all that the KV cache holds ({self.num_blocks} blocks x {config.kvcache_block_size} "
+                "tokens): shorten the prompt, or raise num_kvcache_blocks, kvcache_gib or gpu_memory_utilization"
             )
-        if self.max_model_len == self.supported_model_len:
+        if config.max_model_len == supported:
             return "which is all that the model supports (max_position_embeddings): shorten the prompt"
-        most = f", to at most {self.supported_model_len}" if self.supported_model_len is not None else ""
+        most = f", to at most {supported}" if supported is not None else ""
         return f"which is max_model_len: shorten the prompt, or raise max_model_len{most}"
