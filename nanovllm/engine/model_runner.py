@@ -244,7 +244,7 @@ class ModelRunner:
         self.sampler(logits, temperatures, seeds, sample_positions, out=sampled)
 
     @torch.inference_mode()
-    def capture_cudagraph(self, tell: Callable[[int, int], None] | None = None) -> None:
+    def capture_cudagraph(self, tell: Callable[[int, int], None]) -> None:
         """Capture `_decode` at every batch size of graph_batch_sizes. tell: called with the number of graphs captured
         so far, and of all."""
         sizes = graph_batch_sizes(self.config.max_num_seqs)

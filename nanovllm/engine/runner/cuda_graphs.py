@@ -50,11 +50,10 @@ class DecodeGraphs:
         self._decode, self._prepare, self._device = decode, prepare, device
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def capture_all(self, tell: Callable[[int, int], None] | None = None) -> None:
+    def capture_all(self, tell: Callable[[int, int], None]) -> None:
         """Largest first, so that the smaller ones fit into its memory. tell: as for `ModelRunner.capture_cudagraph`."""
         for i, size in enumerate(reversed(self.sizes)):
-            if tell is not None:
-                tell(i, len(self.sizes))
+            tell(i, len(self.sizes))
             self.capture(size)
 
     def capture(self, batch_size: int) -> None:

@@ -24,7 +24,7 @@ _LONG_PREFILL = 2048  # tokens; longer prefills launch the same variants, except
 
 
 @contextmanager
-def compiling_kernels(runner, tell: Callable[[int, int], None] | None = None) -> Iterator[None]:
+def compiling_kernels(runner, tell: Callable[[int, int], None]) -> Iterator[None]:
     """A block in which threads compile what a ModelRunner will launch. It ends when they have finished, and must launch
     no kernel of ours. tell: as for `compile_ahead`.
 
