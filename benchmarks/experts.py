@@ -66,19 +66,19 @@ class Step(NamedTuple):
     top_k: int
 
     def gate_up_tiles(self, config: TileConfig) -> None:
-        tiles.gate_up(self.x, self.order, self.starts, self.layer.gate_up, config, pdl=True)
+        tiles.gate_up(self.x, self.order, self.starts, self.layer.gate_up, config)
 
     def down_tiles(self, config: TileConfig) -> None:
-        tiles.down(self.hidden, self.order, self.starts, self.weights, self.layer.down, config, pdl=True)
+        tiles.down(self.hidden, self.order, self.starts, self.weights, self.layer.down, config)
 
     def gate_up_gemv(self, config: ExpertsGemvConfig) -> None:
         norm = self.norm.weight, self.norm.eps
         lens = self.context_lens
-        gemv.gate_up(self.x, *norm, self.logits, self.layer.gate_up, self.top_k, lens, config, pdl=True)
+        gemv.gate_up(self.x, *norm, self.logits, self.layer.gate_up, self.top_k, lens, config)
 
     def down_gemv(self, config: ExpertsGemvConfig) -> None:
         weight, lens = self.layer.down, self.context_lens
-        gemv.down(self.hidden, self.logits, weight, self.top_k, True, self.x, True, lens, config, pdl=True)
+        gemv.down(self.hidden, self.logits, weight, self.top_k, True, self.x, True, lens, config)
 
     def problem(self) -> ExpertsProblem:
         x = Normed(self.x, self.norm)

@@ -19,6 +19,16 @@ where there is one.
 
 Weights may be in e4m3. An input in e4m3 is multiplied with them as it is. For any other input they are converted to its
 dtype on their way to the tensor cores.
+
+All five are dependent launches (see `dependent_launch`). Arguments of both products:
+    order, starts: from `sort_by_expert`.
+    weight: `[num_experts, rows, columns]`, contiguous, of x's dtype, or with a scale of e4m3.
+    config: launch constants; None for some that work.
+    weight_scale: of a weight in e4m3: float32, contiguous, `[num_experts, rows, 1]`, or of blocks
+        `[num_experts, rows / 128, columns / 128]`; else None.
+    x_scale: of an x in e4m3: float32, any strides, a number for each row of x, `[len(x), 1]`, or with a weight in
+        blocks `[len(x), columns / 128]`; else None.
+    dtype: of the result; None: x's.
 """
 
 from functools import cache
@@ -98,16 +108,13 @@ def _route_kernel(
     tl.store(weights + pair, weight / total, mask=inside)
 
 
-def route(
-    logits: Tensor, top_k: int, normalize: bool, context_lens: Tensor | None = None, pdl: bool = False
-) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, top_k: int, normalize: bool, context_lens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Each token's experts, the most probable first, and their probabilities.
 
     Args:
         logits: of the router, `[num_tokens, num_experts]`, any float dtype; rows contiguous, at most MAX_EXPERTS.
         normalize: whether a token's weights are divided by their sum.
         context_lens: int32 [num_tokens]; a token with 0 is padding and gets no expert. None: no token is padding.
-        pdl: programmatic dependent launch (see `dependent_launch`).
 
     Returns:
         experts: int16 `[num_tokens, top_k]`; num_experts means none. Of equal probabilities, the lower number is first.
@@ -124,7 +131,7 @@ def route(
         return experts, weights
     padded = triton.next_power_of_2(num_experts)
     tokens = max(1, _ROUTE_ELEMENTS // padded)
-    launcher(_route_kernel, (triton.cdiv(num_tokens, tokens),), pdl and has_pdl(logits.device))(
+    launcher(_route_kernel, (triton.cdiv(num_tokens, tokens),), has_pdl(logits.device))(
         logits, context_lens, experts, weights, num_tokens, logits.stride(0), num_experts,
         TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=padded, TOKENS=tokens, NORMALIZE=normalize,
         num_warps=4,
@@ -154,7 +161,7 @@ def _sort_kernel(experts, order, starts, num_pairs, num_experts, BLOCK: tl.const
     tl.store(starts + mine, start)
 
 
-def sort_by_expert(experts: Tensor, num_experts: int, pdl: bool = False) -> tuple[Tensor, Tensor]:
+def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """The pairs in the order of their experts, those of one expert in their own order.
 
     experts: int16 `[num_tokens, top_k]`, contiguous, from `route`.
@@ -167,7 +174,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, pdl: bool = False) -> tupl
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
     block = _SORT_BLOCKS[num_pairs > _SORT_BLOCKS[0]]
-    launcher(_sort_kernel, (num_experts + 1,), pdl and has_pdl(experts.device))(
+    launcher(_sort_kernel, (num_experts + 1,), has_pdl(experts.device))(
         experts, order, starts, num_pairs, num_experts, BLOCK=block, num_warps=block // 512
     )
     return order, starts
@@ -287,7 +294,6 @@ def gate_up(
     starts: Tensor,
     weight: Tensor,
     config: TileConfig | None = None,
-    pdl: bool = False,
     *,
     weight_scale: Tensor | None = None,
     x_scale: Tensor | None = None,
@@ -296,18 +302,8 @@ def gate_up(
     """`silu(x Wg^T) * (x Wu^T)` (Shazeer 2020) of each pair's token with its expert's weights, in the order of the
     experts; summed in float32, rounded once.
 
-    Args:
-        x: `[num_tokens, hidden_size]`, rows contiguous.
-        order, starts: from `sort_by_expert`.
-        weight: `[num_experts, 2 * intermediate, hidden_size]`, contiguous, of x's dtype, or with a scale of e4m3: of
-            each expert Wg, then Wu.
-        config: launch constants; None for some that work.
-        pdl: programmatic dependent launch (see `dependent_launch`).
-        weight_scale: of a weight in e4m3: float32, contiguous, `[num_experts, 2 * intermediate, 1]`, or of blocks
-            `[num_experts, 2 * intermediate / 128, hidden_size / 128]`; else None.
-        x_scale: of an x in e4m3: float32, any strides, `[num_tokens, 1]`, or with a weight in blocks
-            `[num_tokens, hidden_size / 128]`; else None.
-        dtype: of the result; None: x's.
+    x: `[num_tokens, hidden_size]`, rows contiguous.
+    weight: `[num_experts, 2 * intermediate, hidden_size]`, of each expert Wg, then Wu.
 
     Returns: `[num_pairs, intermediate]`, row i for pair order[i]; rows of pairs without an expert mean nothing.
     """
@@ -317,11 +313,8 @@ def gate_up(
             f"x must be a [num_tokens, {hidden_size}] with contiguous rows for weight {list(weight.shape)}, not "
             f"{list(x.shape)} with strides {x.stride()}"
         )
-    check_scales(x, weight, weight_scale, x_scale)
     y = torch.empty(len(order), rows // 2, dtype=dtype or x.dtype, device=x.device)
-    if len(order):
-        _launch(x, x_scale, weight, weight_scale, order, starts, None, y, len(order) // len(x), config, pdl)
-    return y
+    return _launch(x, order, starts, None, weight, config, weight_scale, x_scale, y, len(order) // max(len(x), 1))
 
 
 def down(
@@ -331,7 +324,6 @@ def down(
     weights: Tensor,
     weight: Tensor,
     config: TileConfig | None = None,
-    pdl: bool = False,
     *,
     weight_scale: Tensor | None = None,
     x_scale: Tensor | None = None,
@@ -340,12 +332,9 @@ def down(
     """`x W^T` of each pair with its expert's weight, times the router's weight, in the order of the pairs; summed in
     float32, rounded once.
 
-    Args:
-        x: `[num_pairs, intermediate]`, contiguous, from `gate_up`.
-        order, starts: from `sort_by_expert`.
-        weights: float32 `[num_tokens, top_k]`, contiguous, from `route`.
-        weight: `[num_experts, hidden_size, intermediate]`, contiguous, of x's dtype, or with a scale of e4m3.
-        config, pdl, weight_scale, x_scale, dtype: as in `gate_up`.
+    x: `[num_pairs, intermediate]`, contiguous, from `gate_up`.
+    weights: float32 `[num_tokens, top_k]`, contiguous, from `route`.
+    weight: `[num_experts, hidden_size, intermediate]`.
 
     Returns: `[num_tokens, top_k, hidden_size]`; rows of pairs without an expert mean nothing.
     """
@@ -355,11 +344,8 @@ def down(
             f"x must be a contiguous [{len(order)}, {intermediate}] for weight {list(weight.shape)}, "
             f"not {list(x.shape)}"
         )
-    check_scales(x, weight, weight_scale, x_scale)
     y = torch.empty(*weights.shape, hidden_size, dtype=dtype or x.dtype, device=x.device)
-    if len(order):
-        _launch(x, x_scale, weight, weight_scale, order, starts, weights, y, weights.shape[1], config, pdl)
-    return y
+    return _launch(x, order, starts, weights, weight, config, weight_scale, x_scale, y, weights.shape[1])
 
 
 def check_scales(x: Tensor, weight: Tensor, weight_scale: Tensor | None, x_scale: Tensor | None = None) -> None:
@@ -389,23 +375,25 @@ def _has_tma(device: torch.device) -> bool:
 
 def _launch(
     x: Tensor,
-    x_scale: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor | None,
     order: Tensor,
     starts: Tensor,
     weights: Tensor | None,
+    weight: Tensor,
+    config: TileConfig | None,
+    weight_scale: Tensor | None,
+    x_scale: Tensor | None,
     y: Tensor,
     top_k: int,
-    config: TileConfig | None,
-    pdl: bool,
-) -> None:
-    """weights: None for `gate_up`."""
+) -> Tensor:
+    """y. weights: None for `gate_up`."""
+    check_scales(x, weight, weight_scale, x_scale)
     num_experts, num_rows, K = weight.shape
     if not weight.is_contiguous():
         raise ValueError(f"weight must be contiguous, not {list(weight.shape)} with strides {weight.stride()}")
     num_columns = y.shape[-1]
     num_pairs = len(order)
+    if num_pairs == 0:
+        return y
     tokens, columns, k_tile, num_warps, num_stages = config or default_config(num_pairs, num_experts, x.element_size())
     # Of n pairs with e experts, at most e tiles are not full.
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (tokens - 1)) // tokens
@@ -417,12 +405,13 @@ def _launch(
     if has_tma:
         rows = weight.view(num_experts * num_rows, K)
         weight = TensorDescriptor.from_tensor(rows, [columns, k_tile])
-    launcher(_experts_kernel, (num_tiles * triton.cdiv(num_columns, columns),), pdl and has_pdl(x.device))(
+    launcher(_experts_kernel, (num_tiles * triton.cdiv(num_columns, columns),), has_pdl(x.device))(
         x, x_scale, weight, weight_scale, order, starts, weights, y, x.stride(0), *x_scale_strides, num_experts,
         num_columns, K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts),
         TOKENS=tokens, COLUMNS=columns, K_TILE=k_tile, BLOCK=block, SILU=weights is None, TMA=has_tma,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
+    return y
 
 
 @triton.jit
@@ -446,7 +435,7 @@ def _add_pairs_kernel(
     tl.store(out, total.to(out.dtype.element_ty), mask=inside)
 
 
-def add_pairs(y: Tensor, out: Tensor, add: bool, context_lens: Tensor | None = None, pdl: bool = False) -> Tensor:
+def add_pairs(y: Tensor, out: Tensor, add: bool, context_lens: Tensor | None = None) -> Tensor:
     """The sum of each token's pairs in float32, rounded once: added to `out`, or into it.
 
     Args:
@@ -462,7 +451,7 @@ def add_pairs(y: Tensor, out: Tensor, add: bool, context_lens: Tensor | None = N
         )
     if num_tokens:
         block = min(1024, triton.next_power_of_2(hidden_size))
-        launcher(_add_pairs_kernel, (num_tokens, triton.cdiv(hidden_size, block)), pdl and has_pdl(y.device))(
+        launcher(_add_pairs_kernel, (num_tokens, triton.cdiv(hidden_size, block)), has_pdl(y.device))(
             y, context_lens, out, out.stride(0), hidden_size, TOP_K=top_k, BLOCK=block, ADD=add, num_warps=4
         )
     return out

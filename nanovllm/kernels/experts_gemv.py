@@ -10,11 +10,11 @@ Arguments of both functions:
     weight: contiguous, of x's dtype, or with a scale of e4m3, `[num_experts, rows, columns]`.
     context_lens: int32 [num_tokens]; a token with 0 is padding, whose row is left as it is. None: no token is padding.
     config: launch constants.
-    pdl: programmatic dependent launch (see `dependent_launch`). `gate_up` lets `down` start after its own wait. So
-        `down` may read the logits, and the weights of their experts, before it waits for `gate_up`. It has to be the
-        next launch.
     weight_scale: of a weight in e4m3: float32, contiguous, `[num_experts, rows, 1]`, or of blocks
         `[num_experts, rows / 128, columns / 128]`; else None.
+
+Both are dependent launches (see `dependent_launch`). `gate_up` lets `down` start after its own wait. So `down` may read
+the logits, and the weights of their experts, before it waits for `gate_up`. It has to be the next launch.
 """
 
 from typing import NamedTuple
@@ -125,7 +125,6 @@ def gate_up(
     top_k: int,
     context_lens: Tensor | None,
     config: ExpertsGemvConfig,
-    pdl: bool = False,
     weight_scale: Tensor | None = None,
 ) -> Tensor:
     """`silu(x Wg^T) * (x Wu^T)` (Shazeer 2020) of each token with each of its experts, summed in float32.
@@ -143,7 +142,7 @@ def gate_up(
     N = weight.shape[1] // 2
     y = torch.empty(num_tokens * top_k, N, dtype=x.dtype, device=x.device)
     rows, k_tile, num_warps = config
-    launcher(_gate_up_kernel, (triton.cdiv(2 * N, rows), num_tokens * top_k), pdl and has_pdl(x.device))(
+    launcher(_gate_up_kernel, (triton.cdiv(2 * N, rows), num_tokens * top_k), has_pdl(x.device))(
         x, norm_weight, logits, weight, weight_scale, context_lens, y, x.stride(0), logits.stride(0), num_experts, N,
         eps, K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts), ROWS=rows, K_TILE=k_tile,
         VECTOR=16 // x.element_size(), UNROLL=_unroll_factor(weight, k_tile), BLOCK=_block(weight, weight_scale),
@@ -234,7 +233,6 @@ def down(
     add: bool,
     context_lens: Tensor | None,
     config: ExpertsGemvConfig,
-    pdl: bool = False,
     weight_scale: Tensor | None = None,
 ) -> Tensor:
     """The sum over each token's experts of `x W^T`, times the expert's probability, in float32 and rounded once: added
@@ -252,7 +250,7 @@ def down(
     if out.shape != (len(logits), N) or out.stride(1) != 1 or out.dtype != x.dtype:
         raise ValueError(f"out must be [{len(logits)}, {N}] {x.dtype} with contiguous rows, not {list(out.shape)}")
     rows, k_tile, num_warps = config
-    launcher(_down_kernel, (triton.cdiv(N, rows), len(logits)), pdl and has_pdl(x.device))(
+    launcher(_down_kernel, (triton.cdiv(N, rows), len(logits)), has_pdl(x.device))(
         x, logits, weight, weight_scale, context_lens, out, logits.stride(0), out.stride(0), num_experts, N,
         K=K, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=triton.next_power_of_2(num_experts),
         ROWS=rows, K_TILE=k_tile, VECTOR=16 // x.element_size(), UNROLL=_unroll_factor(weight, k_tile),

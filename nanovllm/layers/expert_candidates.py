@@ -37,10 +37,10 @@ class ExpertsGemv(Candidate):
         gate_up_config, down_config = (ExpertsGemvConfig(*each) for each in constants)
         norm = (x.residual, x.weight, x.eps) if problem.has_norm else (problem.input, None, 0.0)
         weight, scale = values_and_scale(problem.weight)
-        hidden = experts_gemv.gate_up(*norm, logits, weight, top_k, context_lens, gate_up_config, True, scale)
+        hidden = experts_gemv.gate_up(*norm, logits, weight, top_k, context_lens, gate_up_config, scale)
         weight, scale = values_and_scale(problem.down)
         sizes = top_k, normalize, out, add, context_lens
-        return experts_gemv.down(hidden, logits, weight, *sizes, down_config, True, scale)
+        return experts_gemv.down(hidden, logits, weight, *sizes, down_config, scale)
 
 
 class ExpertTiles(Candidate):

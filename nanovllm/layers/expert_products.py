@@ -52,13 +52,13 @@ def compute_experts(problem: ExpertsProblem, constants: tuple = (), rounds_input
         total = experts_torch(problem.input, *route_torch(logits, top_k, normalize, context_lens), weight, down_weight)
         return out.copy_(out.float() + total if add else total)
     gate_up_config, down_config = (TileConfig(*each) for each in constants) if constants else (None, None)
-    experts, weights = route(logits, top_k, normalize, context_lens, pdl=True)
-    order, starts = sort_by_expert(experts, len(weight), pdl=True)
+    experts, weights = route(logits, top_k, normalize, context_lens)
+    order, starts = sort_by_expert(experts, len(weight))
     x, values, options = _operands(x, weight, rounds_inputs)
-    hidden = gate_up(x, order, starts, values, gate_up_config, pdl=True, **options)
+    hidden = gate_up(x, order, starts, values, gate_up_config, **options)
     hidden, values, options = _operands(hidden, down_weight, rounds_inputs)
-    y = down(hidden, order, starts, weights, values, down_config, pdl=True, **options)
-    return add_pairs(y, out, add, context_lens, pdl=True)
+    y = down(hidden, order, starts, weights, values, down_config, **options)
+    return add_pairs(y, out, add, context_lens)
 
 
 def _operands(x: Tensor | Normed, weight: Weight, rounds_inputs: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
