@@ -13,8 +13,6 @@ from nanovllm.utils.context import Context
 class AttentionBackend(ABC):
     """Computes attention. The engine chooses one at start-up, by `attention_backend.select_backend`.
 
-    Shapes, `window` and `kv_scales` are those of `Attention`. The caches are None in a prefill before there is a cache.
-
     Attributes:
         name: the value of the option `attention_backend` that selects it.
         wants_plan: whether decode reads Context.decode_plans.
@@ -41,17 +39,13 @@ class AttentionBackend(ABC):
         return None
 
     @abstractmethod
-    def prefill(
-        self, q, k, v, k_cache, v_cache, context: Context, scale: float, window: int | None = None, kv_scales=None
-    ) -> torch.Tensor:
-        """Attention of the flat batch of new tokens, each to the keys up to its own. k and v hold the numbers that the
-        caches hold of them."""
+    def prefill(self, layer: "Attention", q, k, v, context: Context) -> torch.Tensor:
+        """`layer.forward` of the flat batch of new tokens, each to the keys up to its own. k and v hold the numbers
+        that the caches hold of them."""
 
     @abstractmethod
-    def decode(
-        self, q, k_cache, v_cache, context: Context, scale: float, window: int | None = None, kv_scales=None
-    ) -> torch.Tensor:
-        """Attention of one token a row to its context_lens keys; zeros if that is 0."""
+    def decode(self, layer: "Attention", q, context: Context) -> torch.Tensor:
+        """`layer.forward` of one token a row to its context_lens keys; zeros if that is 0."""
 
 
 class Attention(nn.Module):
@@ -83,7 +77,6 @@ class Attention(nn.Module):
         after RoPE, any stride between tokens. context: the step's; if q has the last tokens only, its
         `of_last_tokens()`. Returns a tensor like q.
         """
-        options = context, self.scale, self.window, self.kv_scales
         if context.is_prefill:
-            return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, *options)
-        return self.backend.decode(q, self.k_cache, self.v_cache, *options)
+            return self.backend.prefill(self, q, k, v, context)
+        return self.backend.decode(self, q, context)

@@ -6,7 +6,7 @@ import torch
 
 from nanovllm.kernels import HAS_TRITON
 from nanovllm.kernels.decode_plan import DecodeWorkspace
-from nanovllm.layers.attention import AttentionBackend
+from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.layers.flash_attn4 import load_flash_attn4
 from nanovllm.utils.context import Context
 
@@ -45,20 +45,18 @@ class GpuBackend(AttentionBackend):
         if max_num_batched_tokens >= min_tokens or max_model_len > max_few_keys:
             self.flash_attn4 = load_flash_attn4(dtype, head_dim)
 
-    def prefill(self, q, k, v, k_cache, v_cache, context, scale, window=None, kv_scales=None):
+    def prefill(self, layer, q, k, v, context):
         longest = context.max_seqlen_k
         is_short = context.block_tables is None and longest <= self.max_short_prompt
         are_few = len(k) < self.flash_attn4_min_tokens and longest <= self.max_few_keys
-        reads_fp8 = context.block_tables is not None and kv_scales is not None
+        reads_fp8 = context.block_tables is not None and layer.kv_scales is not None
         out = None
-        if self.flash_attn4 is not None and window is None and not is_short and not are_few and not reads_fp8:
-            out = self.flash_attn4.prefill(q, k, v, k_cache, v_cache, context, scale)
-        return self.own_prefill(q, k, v, k_cache, v_cache, context, scale, window, kv_scales) if out is None else out
+        if self.flash_attn4 is not None and layer.window is None and not is_short and not are_few and not reads_fp8:
+            out = self.flash_attn4.prefill(q, k, v, layer.k_cache, layer.v_cache, context, layer.scale)
+        return self.own_prefill(layer, q, k, v, context) if out is None else out
 
     @abstractmethod
-    def own_prefill(
-        self, q, k, v, k_cache, v_cache, context: Context, scale: float, window: int | None, kv_scales
-    ) -> torch.Tensor:
+    def own_prefill(self, layer: Attention, q, k, v, context: Context) -> torch.Tensor:
         """`prefill` without flash-attn-4."""
 
 
@@ -74,17 +72,18 @@ class TritonBackend(GpuBackend):
         sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.workspace = DecodeWorkspace(max_batch_size, *sizes, shape.device, num_pieces)
 
-    def own_prefill(self, q, k, v, k_cache, v_cache, context, scale, window, kv_scales):
+    def own_prefill(self, layer, q, k, v, context):
         lengths = context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q
-        return paged_prefill(q, k, v, k_cache, v_cache, *lengths, context.block_tables, scale, window, kv_scales)
+        options = context.block_tables, layer.scale, layer.window, layer.kv_scales
+        return paged_prefill(q, k, v, layer.k_cache, layer.v_cache, *lengths, *options)
 
-    def decode(self, q, k_cache, v_cache, context, scale, window=None, kv_scales=None):
-        tables, plan = context.block_tables, context.decode_plans[window]
-        _, block_size, num_kv_heads, head_dim = k_cache.shape
+    def decode(self, layer, q, context):
+        caches, tables, plan = (layer.k_cache, layer.v_cache), context.block_tables, context.decode_plans[layer.window]
+        _, block_size, num_kv_heads, head_dim = layer.k_cache.shape
         tma = has_tma(head_dim, block_size, q.element_size(), q.device)
         config = self.constants.config(len(q), num_kv_heads, tma)
-        options = {"pdl": True, "windowed": window is not None, "kv_scales": kv_scales}
-        return paged_decode(q, k_cache, v_cache, tables, scale, plan, self.workspace, config, **options)
+        options = {"pdl": True, "windowed": layer.window is not None, "kv_scales": layer.kv_scales}
+        return paged_decode(q, *caches, tables, layer.scale, plan, self.workspace, config, **options)
 
 
 class FlashAttnBackend(GpuBackend):
@@ -98,9 +97,9 @@ class FlashAttnBackend(GpuBackend):
         self.varlen_func = flash_attn_varlen_func
         self.with_kvcache = flash_attn_with_kvcache
 
-    def own_prefill(self, q, k, v, k_cache, v_cache, context, scale, window, kv_scales):
+    def own_prefill(self, layer, q, k, v, context):
         if context.block_tables is not None:
-            k, v = k_cache, v_cache
+            k, v = layer.k_cache, layer.v_cache
         return self.varlen_func(
             q,
             k,
@@ -109,22 +108,22 @@ class FlashAttnBackend(GpuBackend):
             cu_seqlens_k=context.cu_seqlens_k,
             max_seqlen_q=context.max_seqlen_q,
             max_seqlen_k=context.max_seqlen_k,
-            softmax_scale=scale,
+            softmax_scale=layer.scale,
             causal=True,
-            window_size=_window_size(window),
+            window_size=_window_size(layer.window),
             block_table=context.block_tables,
         )
 
-    def decode(self, q, k_cache, v_cache, context, scale, window=None, kv_scales=None):
+    def decode(self, layer, q, context):
         out = self.with_kvcache(
             q.unsqueeze(1),
-            k_cache,
-            v_cache,
+            layer.k_cache,
+            layer.v_cache,
             cache_seqlens=context.context_lens,
             block_table=context.block_tables,
-            softmax_scale=scale,
+            softmax_scale=layer.scale,
             causal=True,
-            window_size=_window_size(window),
+            window_size=_window_size(layer.window),
         )
         return out.squeeze(1)
 

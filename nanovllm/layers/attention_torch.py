@@ -13,14 +13,14 @@ class TorchBackend(AttentionBackend):
     name = "torch"
     supports_cuda_graphs = False  # It reads lengths on the host.
 
-    def prefill(self, q, k, v, k_cache, v_cache, context, scale, window=None, kv_scales=None):
+    def prefill(self, layer, q, k, v, context):
         lengths = context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q
-        options = scale, window, kv_scales
-        return prefill_attention_torch(q, k, v, k_cache, v_cache, *lengths, context.block_tables, *options)
+        options = context.block_tables, layer.scale, layer.window, layer.kv_scales
+        return prefill_attention_torch(q, k, v, layer.k_cache, layer.v_cache, *lengths, *options)
 
-    def decode(self, q, k_cache, v_cache, context, scale, window=None, kv_scales=None):
-        options = scale, window, kv_scales
-        return decode_attention_torch(q, k_cache, v_cache, context.context_lens, context.block_tables, *options)
+    def decode(self, layer, q, context):
+        options = context.context_lens, context.block_tables, layer.scale, layer.window, layer.kv_scales
+        return decode_attention_torch(q, layer.k_cache, layer.v_cache, *options)
 
 
 def store_kvcache(

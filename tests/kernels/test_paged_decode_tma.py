@@ -7,6 +7,7 @@ from decode_cases import H200, check, make_case, make_plan, needs_tma, paged_dec
 import nanovllm.kernels.paged_decode as paged_decode_module
 from nanovllm.kernels.decode_plan import DecodeConfig, DecodeWorkspace
 from nanovllm.layers import attention_gpu
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_gpu import TritonBackend
 from nanovllm.layers.attention_torch import decode_attention_torch
 from nanovllm.layers.flash_attn4 import AttentionShape
@@ -54,7 +55,9 @@ def test_the_memory_accelerators_kernel_is_taken_where_it_can_be(monkeypatch, de
         case = make_case([33 + i for i in range(batch)], 16, 8, 64, 64, torch.float16, device, seed=batch)
         lens, tables = case["context_lens"], case["block_tables"]
         context = Context(context_lens=lens, block_tables=tables, decode_plans={None: make_plan(lens, 8)})
-        out = backend.decode(case["q"], case["k_cache"], case["v_cache"], context, case["scale"])
+        layer = Attention(64, backend, scale=case["scale"])
+        layer.k_cache, layer.v_cache = case["k_cache"], case["v_cache"]
+        out = layer(case["q"], None, None, context)
         torch.testing.assert_close(out, decode_attention_torch(**case), atol=4e-3, rtol=4e-3)
         assert bool(launched) == is_taken
     assert set(asked) == {(64, 64, 2, case["q"].device)}

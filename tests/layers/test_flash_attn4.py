@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.layers import attention_gpu
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_gpu import TritonBackend
 from nanovllm.layers.attention_torch import prefill_attention_torch
 from nanovllm.layers.flash_attn4 import MAX_SEQS, AttentionShape, FlashAttn4, load_flash_attn4
@@ -55,7 +56,13 @@ def prefill(backend: TritonBackend, lens: list[tuple[int, int]], device: str) ->
         caches = torch.randn(2, len(lens) * blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device=device)
     context = Context(True, cu_q, cu_k, max(new), max(keys), block_tables=tables)
     expected = prefill_attention_torch(q, k, v, *caches, cu_q, cu_k, max(new), tables, SCALE)
-    return backend.prefill(q, k, v, *caches, context, SCALE), expected
+    return make_layer(backend, *caches)(q, k, v, context), expected
+
+
+def make_layer(backend: TritonBackend, k_cache=None, v_cache=None, kv_scales=None) -> Attention:
+    layer = Attention(HEAD_DIM, backend)
+    layer.k_cache, layer.v_cache, layer.kv_scales = k_cache, v_cache, kv_scales
+    return layer
 
 
 def is_the_packages(out: torch.Tensor) -> bool:
@@ -117,9 +124,10 @@ def test_an_fp8_cache_is_our_kernels(device):
     caches = torch.zeros(2, blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device=device).to(torch.float8_e4m3fn)
     ends = torch.tensor([0, len(q)], dtype=torch.int32, device=device)
     tables = torch.arange(blocks, dtype=torch.int32, device=device).unsqueeze(0)
+    layer = make_layer(backend, *caches, scales)
     for block_tables, is_theirs in ((None, True), (tables, False)):
         context = Context(True, ends, ends, len(q), len(q), block_tables=block_tables)
-        out = backend.prefill(q, kv, kv, *caches, context, SCALE, None, scales)
+        out = layer(q, kv, kv, context)
         assert is_the_packages(out) == is_theirs
     assert (out == 0).all()
 
@@ -138,7 +146,7 @@ def test_few_tokens_are_our_kernels(monkeypatch, device):
     q, kv = torch.zeros(2, HEADS, HEAD_DIM, device=device), torch.zeros(300, KV_HEADS, HEAD_DIM, device=device)
     ends = torch.tensor([0, 290, 300], dtype=torch.int32, device=device)
     context = Context(True, ends, ends, 290, 290).of_last_tokens()
-    assert is_the_packages(backend.prefill(q, kv, kv, None, None, context, SCALE))
+    assert is_the_packages(make_layer(backend)(q, kv, kv, context))
     backend.max_few_keys = 5 * BLOCK_SIZE
     for num_cached, who in ((4 * BLOCK_SIZE, 0), (5 * BLOCK_SIZE, 1)):
         package.calls.clear()
