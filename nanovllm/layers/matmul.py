@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.layers.activation import Gated, SiluAndMul
+from nanovllm.layers.activation import Gated
 from nanovllm.layers.expert_products import ExpertsProblem, compute_experts
 from nanovllm.layers.fp8_products import compute_fp8
 from nanovllm.layers.layernorm import Normed
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 Input = Tensor | Normed | Gated  # [num_tokens, K]; a norm or an activation is computed within the product, or before it
 OPERATIONS = ("linear", "linear_silu", "linear_add", "linear_sum", "experts")
-_silu_and_mul = SiluAndMul()
 
 
 class Problem(NamedTuple):
@@ -93,7 +92,7 @@ class Cublas(Candidate):
             return compute_fp8(problem)
         x, weight, bias, out = problem.input, problem.weight, problem.bias, problem.out
         if problem.operation == "linear_silu":
-            return _silu_and_mul(F.linear(x, weight))
+            return Gated(F.linear(x, weight)).value()
         if problem.operation == "linear_add":
             out.addmm_(x, weight.t())
             return out if bias is None else out.add_(bias)
