@@ -7,6 +7,17 @@ gigabytes has more than 2**31 elements. `qk_norm_rope_store` writes the caches.
 In a cache of float8_e4m3fn a number stands for itself times the scale of its KV head. The attention kernels convert it
 to the dtype of q, or in decode to float16 if that is bfloat16. It is exact in both. They multiply scores and outputs by
 the scales, not each key and value.
+
+`paged_prefill` and `paged_decode` compute softmax(q k^T * scale) v with grouped-query heads. Arguments of both:
+    q: `[num_tokens, num_heads, head_dim]`, heads packed within a token, any stride between tokens.
+    k_cache, v_cache: of q's dtype or float8_e4m3fn, block_size a power of two from 16 up. They hold the keys and values
+        of the new tokens already.
+    block_tables: int32, `max_blocks` for each sequence or row, right-padded with -1.
+    scale: positive factor of the scores, usually `head_dim ** -0.5`.
+    kv_scales: float32 `[2, num_kv_heads]`, contiguous, of the keys and of the values in caches of float8_e4m3fn; else
+        None.
+
+They return a contiguous tensor like q, computed in float32, and raise ValueError as `check_layout` does.
 """
 
 import torch

@@ -308,29 +308,20 @@ def paged_decode(
     windowed: bool = False,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of each row's token to the keys of its plan: softmax(q k^T * scale) v, grouped-query heads.
+    """Attention of each row's token to the keys of its plan. `paged_cache` describes the arguments that are not
+    described here.
 
-    A row is a sequence's newest token, or in a mixed step any token of a prompt.
+    A row is a sequence's newest token, or in a mixed step any token of a prompt. The result of a padding row is zeros.
 
     Args:
-        q: `[batch_size, num_heads, head_dim]`, heads packed within a token, any stride between tokens.
-        k_cache, v_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous, of q's dtype or float8_e4m3fn,
-            block_size a power of two from 16 up. They hold the keys and values of all rows already.
-        block_tables: int32 `[batch_size, max_blocks]`, right-padded with -1.
-        scale: positive factor of the scores, usually `head_dim ** -0.5`.
         plan: int32 `[num_pieces, PIECE_FIELDS]`, contiguous, made for the rows' context lengths (see `decode_plan`).
         workspace: memory that the splits share.
         config: launch constants; with `tma` only where `has_tma`.
-        pdl: programmatic dependent launch (see `dependent_launch`). The plan and block_tables are read before the wait.
+        pdl: programmatic dependent launch (see `dependent_launch`). The plan, block_tables and kv_scales are read
+            before the wait.
         windowed: whether the plan was made for a window, whose pieces may begin inside a tile.
-        kv_scales: float32 `[2, num_kv_heads]`, contiguous, of the keys and of the values in caches of float8_e4m3fn;
-            else None. Read before the wait.
 
-    Returns:
-        `[batch_size, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside. Zeros for a padding row.
-
-    Raises:
-        ValueError: see `check_layout`; or too small a workspace, or another layout of the plan.
+    Raises ValueError also for too small a workspace, or another layout of the plan.
     """
     check_layout(q, k_cache, v_cache, True, kv_scales)
     (batch_size, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape

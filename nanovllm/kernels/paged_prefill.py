@@ -178,24 +178,15 @@ def paged_prefill(
     window: int | None = None,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of a flat batch of sequences: softmax(q k^T * scale) v with grouped-query heads.
+    """Causal attention of a flat batch of sequences. `paged_cache` describes the arguments that are not described here.
 
     Args:
-        q: `[total_q, num_heads, head_dim]`, heads packed within a token, any stride between tokens.
-        k, v: `[total_k, num_kv_heads, head_dim]`, of the same layout; read if `block_tables` is None.
-        k_cache, v_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous, block_size a power of two
-            from 16 up, of q's dtype or float8_e4m3fn; read otherwise. They hold those of the new tokens already.
+        k, v: `[total_k, num_kv_heads, head_dim]`, laid out like q; read if `block_tables` is None.
+        k_cache, v_cache, kv_scales: read otherwise.
         cu_seqlens_q, cu_seqlens_k: int32 `[num_seqs + 1]`, running totals from 0 of the tokens and of the keys. A
             sequence has at least as many keys as queries: query i is at position len_k - len_q + i.
         max_seqlen_q: the most query tokens of a sequence.
-        block_tables: int32 `[num_seqs, max_blocks]`, right-padded with -1, or None.
-        scale: positive factor of the scores, usually `head_dim ** -0.5`.
         window: the number of keys that a query attends to, its own included; None: all up to its own.
-        kv_scales: float32 `[2, num_kv_heads]`, contiguous, of the keys and of the values in caches of float8_e4m3fn;
-            else None. Not read without block_tables.
-
-    Returns `[total_q, num_heads, head_dim]`, contiguous, of q's dtype; float32 inside. Raises ValueError: see
-    `check_layout`.
     """
     paged = block_tables is not None
     keys, values = (k_cache, v_cache) if paged else (k, v)

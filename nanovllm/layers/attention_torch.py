@@ -33,9 +33,7 @@ def store_kvcache(
 ) -> None:
     """Write keys and values to their slots of the cache. On a GPU `qk_norm_rope_store` contains this step.
 
-    k, v: `[num_tokens, num_kv_heads, head_dim]`; k_cache, v_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`;
-    slot_mapping: int32 or int64 `[num_tokens]`, block * block_size + offset, negative to store nothing. kv_scales: as
-    in `Attention`.
+    k, v: `[num_tokens, num_kv_heads, head_dim]`. The other arguments are those of `qk_norm_rope_store_torch`.
     """
     if kv_scales is not None:
         k, v = quantize_kv(k, kv_scales[0]), quantize_kv(v, kv_scales[1])
