@@ -15,8 +15,8 @@ from nanovllm.engine.requests.streaming import NO_PROMPT
 from nanovllm.jobs.arguments import Arguments, Model
 from nanovllm.jobs.inputs import RawLine
 from nanovllm.jobs.lines import ANSWER_KEYS, OPTIONAL_KEYS, Line, Row, answer_row, column_name, read_id, to_json
-from nanovllm.jobs.reader import Preparer
-from nanovllm.jobs.writer import error_row
+from nanovllm.jobs.reader import Prepared, Preparer
+from nanovllm.jobs.writer import Output, error_row
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.threads import available_cores
@@ -59,6 +59,11 @@ class SharedEngine:
         requests = [_Request(line.prompt, line.params, Future()) for line in lines]  # type: ignore[arg-type]
         self._requests.put(requests)
         return [request.output.result() for request in requests]
+
+    def answer(self, lines: list[Prepared]) -> list[tuple[Prepared, Output]]:
+        """The same with lines that are wrong among them."""
+        outputs = iter(self.generate(each.line for each in lines if each.line is not None))
+        return [(each, {"error": each.error} if each.line is None else next(outputs)) for each in lines]
 
     def _run(self) -> None:
         try:
@@ -129,13 +134,12 @@ class GenerateActor:
 
         rows = batch.to_pylist()
         prepared = self._preparer.prepare(enumerate(map(_raw_line, range(len(rows)), rows)))
-        outputs = iter(self._engine.generate(each.line for each in prepared if each.line is not None))
         answers = []
-        for each in prepared:
-            output = {"error": each.error} if each.line is None else next(outputs)
-            error = output.get("error")
-            answer = {"error": error_row(each, error)["error"]} if error else None
-            answers.append(answer or answer_row(each.id, each.line._replace(columns={}, openai=None), output, ""))
+        for each, output in self._engine.answer(prepared):
+            if "error" in output:
+                answers.append({"error": error_row(each, output["error"])["error"]})
+            else:
+                answers.append(answer_row(each.id, each.line._replace(columns={}, openai=None), output, ""))
         table = batch.rename_columns([column_name(name, batch.column_names, _ADDED) for name in batch.column_names])
         for name in _ADDED:
             values = [answer.get(name) for answer in answers]

@@ -27,10 +27,10 @@ from ray.data.block import BlockMetadata
 from nanovllm.jobs.arguments import Arguments, Cluster
 from nanovllm.jobs.folder import ERRORS, AppendedFile, JobFolder, sync
 from nanovllm.jobs.generate_actor import actor_pool, start_engine
-from nanovllm.jobs.lines import answer_row, to_json
+from nanovllm.jobs.lines import to_json
 from nanovllm.jobs.parquet import ParquetFormat
 from nanovllm.jobs.reader import Prepared, ReadPlan, read
-from nanovllm.jobs.writer import error_row
+from nanovllm.jobs.writer import make_rows
 
 # Each block costs the driver milliseconds, so blocks are large. The first ones are small, so that work begins at once.
 _FIRST_BLOCK, _BLOCK = 64, 256  # lines
@@ -138,16 +138,8 @@ class _AnswerLines:
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         lines: list[Prepared] = pickle.loads(batch["lines"][0].as_py())
-        outputs = iter(self._engine.generate(each.line for each in lines if each.line is not None))
-        answers, errors = [], []
-        for each in lines:
-            output = {"error": each.error} if each.line is None else next(outputs)
-            error = output.get("error")
-            if error is None:
-                answers.append(to_json(answer_row(each.id, each.line, output, self._model_name)))
-            else:
-                errors.append(to_json(error_row(each, error)))
-        return pa.table([[answers], [errors]], schema=_ANSWERS)
+        rows = make_rows(self._engine.answer(lines), self._model_name)
+        return pa.table([[[to_json(row) for row in kind]] for kind in rows], schema=_ANSWERS)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ class _Job:
             indices = count()
             for prepared in lines:
                 if prepared.line is None:
-                    writer.put(prepared, None)
+                    writer.put(prepared, {"error": prepared.error})
                     bar.update()
                 else:
                     under_way[next(indices)] = prepared

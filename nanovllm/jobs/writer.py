@@ -3,7 +3,7 @@
 import queue
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +17,7 @@ _PAUSE_SECONDS = 0.05  # Rows are written together: each time the thread wakes u
 _MAX_WAITING = 1 << 15
 _INDEX = re.compile(r"^(prompts|sampling_params)\[\d+\]: ")
 
-Output = Mapping[str, Any]  # a RequestOutput
+Output = Mapping[str, Any]  # a RequestOutput, or only an "error" for a line that is wrong
 
 
 class Writer:
@@ -33,8 +33,8 @@ class Writer:
         self.error: Exception | None = None
         self.counts = Counts()
         self._parts, self._model, self._ordered = parts, model, ordered
-        self._queue: queue.Queue[tuple[Prepared, Output | None]] = queue.Queue(_MAX_WAITING)
-        self._early: dict[int, tuple[Prepared, Output | None]] = {}  # ordered: those that wait for one before them
+        self._queue: queue.Queue[tuple[Prepared, Output]] = queue.Queue(_MAX_WAITING)
+        self._early: dict[int, tuple[Prepared, Output]] = {}  # ordered: those that wait for one before them
         self._next = 0
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nanovllm-jobs-writer", daemon=True)
@@ -47,8 +47,7 @@ class Writer:
         self._is_closing.set()
         self._thread.join()
 
-    def put(self, prepared: Prepared, output: Output | None) -> None:
-        """The output of a line; None for a line with an error of its own."""
+    def put(self, prepared: Prepared, output: Output) -> None:
         self._queue.put((prepared, output))
 
     def _run(self) -> None:
@@ -66,27 +65,32 @@ class Writer:
         while not self._is_closing.wait(_PAUSE_SECONDS):
             self._take()  # so that no `put` waits for ever
 
-    def _take(self) -> list[tuple[Prepared, Output | None]]:
+    def _take(self) -> list[tuple[Prepared, Output]]:
         return [self._queue.get_nowait() for _ in range(self._queue.qsize())]
 
-    def _write(self, batch: list[tuple[Prepared, Output | None]]) -> None:
+    def _write(self, batch: list[tuple[Prepared, Output]]) -> None:
         if self._ordered:
             self._early |= {item[0].position: item for item in batch}
             batch = []
             while self._next in self._early:
                 batch.append(self._early.pop(self._next))
                 self._next += 1
-        answers, errors = [], []
-        for prepared, output in batch:
-            error = prepared.error if output is None else output.get("error")
-            if error is None:
-                answers.append(answer_row(prepared.id, prepared.line, output, self._model))
-            else:
-                errors.append(error_row(prepared, error))
+        answers, errors = make_rows(batch, self._model)
         self._parts.write([to_json(row) for row in answers], [to_json(row) for row in errors])
         num_tokens = [read_answer(row)[1:] for row in answers]
         new = (len(answers), len(errors), *map(sum, zip((0, 0), *num_tokens, strict=True)))
         self.counts = Counts(*map(sum, zip(self.counts, new, strict=True)))
+
+
+def make_rows(batch: Iterable[tuple[Prepared, Output]], model: str) -> tuple[list[Row], list[Row]]:
+    """Rows of parts, and of errors.jsonl."""
+    answers, errors = [], []
+    for prepared, output in batch:
+        if "error" in output:
+            errors.append(error_row(prepared, output["error"]))
+        else:
+            answers.append(answer_row(prepared.id, prepared.line, output, model))
+    return answers, errors
 
 
 def error_row(prepared: Prepared, error: str) -> Row:
