@@ -1,13 +1,16 @@
 """What a caller of a job hands in beside the files: the model, and options of lines and of the engine."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import NamedTuple
 
+import numpy as np
+
 from nanovllm.config import Config
+from nanovllm.jobs.inputs import Inputs
 from nanovllm.jobs.lines import SAMPLING_OPTIONS, LineFormat, Row
+from nanovllm.jobs.reader import ReadPlan
 from nanovllm.llm import LLM
 from nanovllm.utils.option_hints import HINTS, unknown_option
 from nanovllm.utils.progress import tqdm
@@ -31,7 +34,15 @@ class Cluster(NamedTuple):
 
 
 class Arguments:
-    """Checked options. Attributes: line_format, and model and engine_options for `engine`."""
+    """Checked options.
+
+    Attributes:
+        line_format: of the options of lines.
+        model, engine_options: what `engine` makes an LLM of.
+        model_name: the model's directory or hub id.
+        tokenizer: a directory or a hub id.
+        block_size: tokens of a KV cache block.
+    """
 
     def __init__(
         self,
@@ -55,34 +66,24 @@ class Arguments:
         if isinstance(model, LLM):
             if self.engine_options:
                 raise TypeError(f"{next(iter(self.engine_options))!r}: model is an LLM, which has its options already")
-            model.get_tokenizer()
-
-    @property
-    def model_name(self) -> str:
-        return self.model.config.model if isinstance(self.model, LLM) else os.fspath(self.model)
-
-    @property
-    def tokenizer(self) -> str:
-        """A directory or a hub id."""
-        if isinstance(self.model, LLM):
-            return self.model.config.tokenizer
-        return os.fspath(self.engine_options.get("tokenizer") or self.model)
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a KV cache block."""
-        if isinstance(self.model, LLM):
-            return self.model.config.kvcache_block_size
-        return self.engine_options.get("kvcache_block_size", Config.kvcache_block_size)
-
-    @contextmanager
-    def engine(self) -> Iterator[LLM]:
-        """The caller's, or a new one for the block."""
-        if isinstance(self.model, LLM):
-            yield self.model
+            model.get_tokenizer()  # Raises if there is none.
+            self.model_name, self.tokenizer = model.config.model, model.config.tokenizer
+            self.block_size = model.config.kvcache_block_size
         else:
-            with LLM(self.model, **self.engine_options) as llm:
-                yield llm
+            self.model_name = os.fspath(model)
+            self.tokenizer = os.fspath(self.engine_options.get("tokenizer") or model)
+            self.block_size = self.engine_options.get("kvcache_block_size", Config.kvcache_block_size)
+
+    def read_plan(self, inputs: Inputs, is_done: np.ndarray | None = None) -> ReadPlan:
+        """is_done: as in `Inputs.lines`."""
+        revision = self.engine_options.get("revision")
+        return ReadPlan(
+            inputs.paths, self.line_format, self.tokenizer, revision, is_done, self.block_size, inputs.names
+        )
+
+    def engine(self) -> AbstractContextManager[LLM]:
+        """The caller's, or a new one for the block."""
+        return nullcontext(self.model) if isinstance(self.model, LLM) else LLM(self.model, **self.engine_options)
 
     def describe(self) -> Row:
         """All that answers depend on."""

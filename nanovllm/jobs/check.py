@@ -9,8 +9,8 @@ from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.engine.requests.sequence_maker import SequenceMaker
 from nanovllm.jobs.arguments import Arguments, Model, line_bar
 from nanovllm.jobs.inputs import Inputs, find_files, scan
-from nanovllm.jobs.lines import Line, Row
-from nanovllm.jobs.reader import ReadPlan, read
+from nanovllm.jobs.lines import Row
+from nanovllm.jobs.reader import read
 from nanovllm.jobs.writer import error_row
 from nanovllm.llm import LLM
 from nanovllm.utils.model_files import load_tokenizer
@@ -49,23 +49,23 @@ def check_batch(
     with line_bar("Checking ids", use_tqdm) as bar:
         num_lines = scan(inputs, bar.update).num_lines
     checker, limit = _make_checker(arguments)
-    plan = ReadPlan(
-        inputs.paths, arguments.line_format, arguments.tokenizer, arguments.engine_options.get("revision"), None, 1
-    )
     num_failed = num_prompt_tokens = max_completion_tokens = 0
     errors: list[Row] = []
     with line_bar("Checking prompts", use_tqdm, num_lines) as bar:
-        for batch in read(plan):
+        for batch in read(arguments.read_plan(inputs)):
+            lines = [each.line for each in batch if each.line is not None]
+            prompts: list[Any] = [line.prompt for line in lines]
+            made = iter(checker.make_all(prompts, [line.params for line in lines], on_error="return"))
             for prepared in batch:
-                error = prepared.error if prepared.line is None else _find_error(checker, prepared.line)
-                if error is None:
+                request = prepared.error if prepared.line is None else next(made)
+                if isinstance(request, list):  # of sequences
                     length, params = len(prepared.line.prompt), prepared.line.params
                     most = min(params.max_tokens or limit.max_seq_len, limit.max_seq_len - length)
                     num_prompt_tokens += length
                     max_completion_tokens += params.n * most
                 else:
                     num_failed += 1
-                    errors += [error_row(prepared, error)] if len(errors) < _MAX_ERRORS else []
+                    errors += [error_row(prepared, str(request))] if len(errors) < _MAX_ERRORS else []
             bar.update(len(batch))
     return Check(num_lines, num_failed, num_prompt_tokens, max_completion_tokens, errors)
 
@@ -81,9 +81,3 @@ def _make_checker(arguments: Arguments) -> tuple[SequenceMaker, LengthLimit]:
         num_blocks = -(-config.max_model_len // config.kvcache_block_size)
         limit = LengthLimit(config, num_blocks)
     return SequenceMaker(config, load_tokenizer(config.model, config.tokenizer), limit.check), limit
-
-
-def _find_error(checker: SequenceMaker, line: Line) -> str | None:
-    prompt: Any = line.prompt
-    (request,) = checker.make_all([prompt], [line.params], on_error="return")
-    return str(request) if isinstance(request, Exception) else None

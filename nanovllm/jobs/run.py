@@ -5,12 +5,12 @@ import platform
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import count
+from itertools import count, tee
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -103,119 +103,82 @@ def run_batch(
         return _Job(folder, inputs, arguments, format, ordered, cluster, use_tqdm).run(overwrite, retry_errors)
 
 
+@dataclass
 class _Job:
     """One call of run_batch, which holds the folder's lock."""
 
-    def __init__(
-        self,
-        folder: JobFolder,
-        inputs: Inputs,
-        arguments: Arguments,
-        format: str,
-        ordered: bool,
-        cluster: Cluster | None,
-        use_tqdm: bool,
-    ):
-        self._folder, self._inputs, self._arguments = folder, inputs, arguments
-        self._format, self._ordered, self._cluster, self._use_tqdm = format, ordered, cluster, use_tqdm
-        self._parquet: ParquetFormat | None = None
+    folder: JobFolder
+    inputs: Inputs
+    arguments: Arguments
+    format: str
+    ordered: bool
+    cluster: Cluster | None
+    use_tqdm: bool
+    parquet: ParquetFormat | None = None
 
     def run(self, overwrite: bool, retry_errors: bool) -> Summary:
         manifest, found = self._begin(overwrite)
         try:
-            self._folder.recover(self._parquet)
+            self.folder.recover(self.parquet)
         except OSError as error:
             raise self._unwritable(error) from error
         if retry_errors:
-            self._folder.forget_errors()
-        is_done, before = self._read_answers(found)
-        if self._cluster is not None:
-            return self._run_on_ray(manifest, found, is_done)
-        writer = Writer(PartWriter(self._folder, self._parquet), self._arguments.model_name, self._ordered)
-        start = time.perf_counter()
-        try:
-            if before.answered + before.failed < found.num_lines:
-                with ReadAhead(self._plan(is_done)) as lines, self._arguments.engine() as llm, writer:
-                    start = time.perf_counter()
-                    self._answer(llm, lines, writer, found.num_lines, before)
-        finally:
-            seconds = time.perf_counter() - start
-            counts = Counts(*map(sum, zip(before, writer.counts, strict=True)))
-            manifest["progress"] = counts._asdict() | {"seconds": manifest["progress"]["seconds"] + seconds}
-            with suppress(OSError):  # On a full disk another error says so.
-                self._folder.write_manifest(manifest)
-            if writer.error is not None:
-                raise self._unwritable(writer.error) from writer.error
-        return Summary(found.num_lines, *counts, seconds)
-
-    def _unwritable(self, error: Exception) -> JobError:
-        return JobError(f"{self._folder.path}: cannot be written: {error}")
-
-    def _run_on_ray(self, manifest: Row, found: Scan, is_done: np.ndarray) -> Summary:
-        from ray.exceptions import RayError
-
-        from nanovllm.jobs.ray_job import answer_on_ray
-
-        start = time.perf_counter()
+            self.folder.forget_errors()
+        is_done, self.counts = self._read_answers(found)
+        self.start = time.perf_counter()  # Without Ray the start of the engine will not count.
         try:
             if not is_done.all():
-                answer_on_ray(
-                    self._cluster,
-                    self._plan(is_done),
-                    found.lines_per_file,
-                    self._arguments,
-                    self._folder,
-                    self._parquet,
-                    self._use_tqdm,
-                )
-        except (OSError, RayError) as error:
-            reason = str(error).rstrip().rpartition("\n")[2]  # after the traceback of another process
-            raise JobError(f"{self._folder.path}: the job has stopped: {reason}") from error
+                answer = self._answer if self.cluster is None else self._answer_on_ray
+                answer(self.arguments.read_plan(self.inputs, is_done), found)
         finally:
-            seconds = time.perf_counter() - start
-            counts = self._folder.read()
-            manifest["progress"] = counts._asdict() | {"seconds": manifest["progress"]["seconds"] + seconds}
-            with suppress(OSError):
-                self._folder.write_manifest(manifest)
-        if (missing := found.num_lines - counts.answered - counts.failed) > 0:
-            raise JobError(f"{self._folder.path}: {missing} lines are missing: do all machines share this folder?")
-        return Summary(found.num_lines, *counts, seconds)
+            seconds = time.perf_counter() - self.start
+            if self.cluster is not None:
+                self.counts = self.folder.read()
+            manifest["progress"] = self.counts._asdict() | {"seconds": manifest["progress"]["seconds"] + seconds}
+            with suppress(OSError):  # On a full disk another error says so.
+                self.folder.write_manifest(manifest)
+        if (missing := found.num_lines - self.counts.answered - self.counts.failed) > 0:
+            raise JobError(f"{self.folder.path}: {missing} lines are missing: do all machines share this folder?")
+        return Summary(found.num_lines, *self.counts, seconds)
+
+    def _unwritable(self, error: Exception) -> JobError:
+        return JobError(f"{self.folder.path}: cannot be written: {error}")
 
     # -- before work begins --------------------------------------------------------------------------------------------
 
     def _begin(self, overwrite: bool) -> tuple[Row, Scan]:
         """Check that the folder, the input and the call belong together. Returns the manifest."""
-        job = self._arguments.describe() | {"ordered": self._ordered, "format": self._format}
+        job = self.arguments.describe() | {"ordered": self.ordered, "format": self.format}
         job = from_json(to_json({name: value for name, value in job.items() if value is not None}).encode())
-        manifest = self._folder.read_manifest()
+        manifest = self.folder.read_manifest()
         if overwrite:
             self._check_input_is_elsewhere()
             manifest = None
         if manifest is not None:
             self._check_same_job(manifest["job"], job)
-        files = [file._asdict() for file in self._inputs.fingerprints()]
+        files = [file._asdict() for file in self.inputs.fingerprints()]
         if manifest is not None:
             self._check_same_files(manifest["input"], files)
-        with line_bar("Checking", self._use_tqdm) as bar:
-            found = scan(self._inputs, bar.update)
-        if self._format == "parquet":
+        with line_bar("Checking", self.use_tqdm) as bar:
+            found = scan(self.inputs, bar.update)
+        if self.format == "parquet":
             if found.first_openai is not None:
                 line = found.first_openai
                 raise ValueError(
                     f"format='parquet': {line.file}:{line.number} is a request of OpenAI's, which is answered in JSON"
                 )
-            self._parquet = ParquetFormat(self._inputs, self._arguments.line_format, found)
+            self.parquet = ParquetFormat(self.inputs, self.arguments.line_format, found)
         if overwrite:
-            self._folder.clear()
+            self.folder.clear()
         if manifest is None:
             manifest = {"job": job, "hash": xxh3_128_hexdigest(to_json(job).encode()), "input": files}
             manifest |= {"num_lines": found.num_lines, "versions": _versions(), "progress": {"seconds": 0.0}}
-            self._folder.write_manifest(manifest)
+            self.folder.write_manifest(manifest)
         return manifest, found
 
     def _check_input_is_elsewhere(self) -> None:
-        for path in self._inputs.paths:
-            if Path(path.removeprefix("file://")).resolve().parent == self._folder.path.resolve():
+        for path in self.inputs.paths:
+            if Path(path.removeprefix("file://")).resolve().parent == self.folder.path.resolve():
                 raise ValueError(f"input={path!r}: is in the folder that is to be overwritten; choose another folder")
 
     def _check_same_job(self, before: Row, now: Row) -> None:
@@ -238,36 +201,53 @@ class _Job:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(
-            f"output={str(self._folder.path)!r}: holds another job: {reason}; choose another folder, or overwrite it"
+            f"output={str(self.folder.path)!r}: holds another job: {reason}; choose another folder, or overwrite it"
         )
 
     def _read_answers(self, found: Scan) -> tuple[np.ndarray, Counts]:
         """bool [num_lines]: which lines have a row in the folder."""
         hashes = bytearray()
-        counts = self._folder.read(hashes.extend)
+        counts = self.folder.read(hashes.extend)
         places = found.find(hashes)
         is_done = np.zeros(found.num_lines, bool)
         is_done[places[places >= 0]] = True
         if is_done.sum() < len(places):
-            raise ValueError(f"{self._folder.path}: holds rows that are no answers of this input, or one of them twice")
+            raise ValueError(f"{self.folder.path}: holds rows that are no answers of this input, or one of them twice")
         return is_done, counts
 
     # -- the work ------------------------------------------------------------------------------------------------------
 
-    def _plan(self, is_done: np.ndarray) -> ReadPlan:
-        arguments = self._arguments
-        revision = arguments.engine_options.get("revision")
-        paths, line_format, block_size = self._inputs.paths, arguments.line_format, arguments.block_size
-        names = self._inputs.names
-        return ReadPlan(paths, line_format, arguments.tokenizer, revision, is_done, block_size, names)
+    def _answer_on_ray(self, plan: ReadPlan, found: Scan) -> None:
+        from ray.exceptions import RayError
 
-    def _answer(self, llm: LLM, lines: Iterable[Prepared], writer: Writer, num_lines: int, before: Counts) -> None:
+        from nanovllm.jobs.ray_job import answer_on_ray
+
+        try:
+            answer_on_ray(
+                self.cluster, plan, found.lines_per_file, self.arguments, self.folder, self.parquet, self.use_tqdm
+            )
+        except (OSError, RayError) as error:
+            reason = str(error).rstrip().rpartition("\n")[2]  # after the traceback of another process
+            raise JobError(f"{self.folder.path}: the job has stopped: {reason}") from error
+
+    def _answer(self, plan: ReadPlan, found: Scan) -> None:
+        writer = Writer(PartWriter(self.folder, self.parquet), self.arguments.model_name, self.ordered)
+        try:
+            with ReadAhead(plan) as lines, self.arguments.engine() as llm, writer:
+                self.start = time.perf_counter()
+                self._generate(llm, lines, writer, found.num_lines)
+        finally:
+            self.counts = Counts(*map(sum, zip(self.counts, writer.counts, strict=True)))
+            if writer.error is not None:
+                raise self._unwritable(writer.error) from writer.error
+
+    def _generate(self, llm: LLM, lines: Iterable[Prepared], writer: Writer, num_lines: int) -> None:
         """Let the engine work on all lines. This loop shares Python's lock with the engine, so it does little."""
         under_way: dict[int, Prepared] = {}
-        params: deque[SamplingParams] = deque()
-        bar = line_bar("Answering", self._use_tqdm, num_lines, before.answered + before.failed)
+        before = self.counts
+        bar = line_bar("Answering", self.use_tqdm, num_lines, before.answered + before.failed)
 
-        def prompts() -> Iterator[Any]:
+        def requests() -> Iterator[tuple[Any, SamplingParams]]:
             indices = count()
             for prepared in lines:
                 if prepared.line is None:
@@ -275,20 +255,17 @@ class _Job:
                     bar.update()
                 else:
                     under_way[next(indices)] = prepared
-                    params.append(prepared.line.params)
-                    yield prepared.line.prompt
+                    yield prepared.line.prompt, prepared.line.params
 
-        def params_of_prompts() -> Iterator[SamplingParams]:
-            while params:
-                yield params.popleft()
-
-        num_tokens, start = 0, time.perf_counter()
-        outputs: Any = llm.generate_iter(prompts(), params_of_prompts(), self._ordered, on_error="return")
+        pairs, same_pairs = tee(requests())
+        prompts, params = (prompt for prompt, _ in pairs), (params for _, params in same_pairs)
+        num_tokens = 0
+        outputs: Any = llm.generate_iter(prompts, params, self.ordered, on_error="return")
         with bar, closing(outputs):
             for index, output in outputs:
                 writer.put(under_way.pop(index), output)
                 num_tokens += len(output["token_ids"])
-                rate = num_tokens / (time.perf_counter() - start)
+                rate = num_tokens / (time.perf_counter() - self.start)
                 bar.set_postfix_str(f"{before.failed + writer.counts.failed} errors, {rate:.0f} tok/s", refresh=False)
                 bar.update()
                 if writer.error is not None:
