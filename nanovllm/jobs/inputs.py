@@ -5,11 +5,12 @@ import gzip
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import PurePosixPath
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
+import fsspec
 import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
@@ -34,14 +35,6 @@ class RawLine(NamedTuple):
     size: int  # bytes, about
 
 
-class InputFile(NamedTuple):
-    """A file, and what tells whether it has changed."""
-
-    name: str
-    size: int  # bytes
-    fingerprint: str  # a hash of all bytes
-
-
 class Inputs:
     """All lines of a job's files, in order.
 
@@ -55,9 +48,9 @@ class Inputs:
             names = [PurePosixPath(path).name for path in paths]
         self.names = names if len(set(names)) == len(names) else paths  # Lines without an id are named by them.
 
-    def fingerprints(self) -> list[InputFile]:
-        """Reads all files."""
-        return [InputFile(name, *_fingerprint(path)) for name, path in zip(self.names, self.paths, strict=True)]
+    def fingerprints(self) -> list[Row]:
+        """What tells whether a file has changed, of each: its name, its size, and a hash of all its bytes."""
+        return [{"name": name} | _fingerprint(path) for name, path in zip(self.names, self.paths, strict=True)]
 
     def lines(self, is_done: np.ndarray | None = None) -> Iterator[tuple[int, RawLine]]:
         """Places and lines. is_done: bool [num_lines], lines to leave out, which costs no parsing. Raises ValueError
@@ -96,21 +89,19 @@ def _read_line(content: bytes | Row, name: str, number: int) -> RawLine:
 def find_files(patterns: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str]:
     """Paths, globs and fsspec URLs to paths, each once, in the order given and sorted within a glob.
 
-    Raises FileNotFoundError, ValueError for an unknown kind of file, or ImportError for a URL without fsspec.
+    Raises FileNotFoundError, ValueError for an unknown kind of file, or ImportError for a URL that needs a package.
     """
     patterns = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
     found: dict[str, str] = {}  # by their absolute paths
     for each in patterns:
         pattern = os.fspath(each)
         if "://" in pattern:
-            import_extra("fsspec")
-            from fsspec.core import get_fs_token_paths
-
-            system, _, paths = get_fs_token_paths(pattern, mode="rb")
+            system, _, paths = fsspec.get_fs_token_paths(pattern, mode="rb")
             files = sorted(system.unstrip_protocol(path) for path in paths if system.isfile(path))
         else:
             pattern = os.path.expanduser(pattern)
-            files = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, _glob(pattern)))
+            matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+            files = sorted(filter(os.path.isfile, matches))
         if not files:
             if os.path.exists(pattern):
                 raise ValueError(f"input={pattern!r}: must name files, as 'folder/*.jsonl' does, and no pipe")
@@ -125,35 +116,25 @@ def find_files(patterns: str | os.PathLike | Iterable[str | os.PathLike]) -> lis
     return list(found.values())
 
 
-def _glob(pattern: str) -> list[str]:
-    return glob.glob(pattern, recursive=True)
-
-
-def import_extra(name: str) -> Any:
+def require_pyarrow() -> None:
     """Raises ImportError, saying what to install."""
     try:
-        return __import__(name)
+        import pyarrow  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"{name} is not installed: pip install 'nanovllm[jobs]'") from error
+        raise ImportError("pyarrow is not installed: pip install 'nanovllm[jobs]'") from error
 
 
-@contextmanager
-def open_file(path: str) -> Iterator[IO[bytes]]:
-    if "://" in path:
-        with import_extra("fsspec").open(path, "rb") as file:
-            yield file
-    else:
-        with open(path, "rb") as file:
-            yield file
+def open_file(path: str) -> AbstractContextManager[IO[bytes]]:
+    return fsspec.open(path, "rb") if "://" in path else open(path, "rb")
 
 
-def _fingerprint(path: str) -> tuple[int, str]:
+def _fingerprint(path: str) -> Row:
     size, digest = 0, xxh3_128()
     with open_file(path) as file:
         while block := file.read(_BYTES_AT_ONCE):
             size += len(block)
             digest.update(block)
-    return size, digest.hexdigest()
+    return {"size": size, "fingerprint": digest.hexdigest()}
 
 
 def _rows(path: str) -> Iterator[tuple[int, bytes | Row]]:
@@ -180,7 +161,7 @@ def _text(path: str, file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _parquet_rows(file: IO[bytes]) -> Iterator[Row]:
-    import_extra("pyarrow")
+    require_pyarrow()
     from pyarrow.parquet import ParquetFile
 
     for batch in ParquetFile(file).iter_batches(_ROWS_AT_ONCE):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanovllm.jobs.inputs import Inputs, Scan, import_extra, open_file
+from nanovllm.jobs.inputs import Inputs, Scan, open_file, require_pyarrow
 from nanovllm.jobs.lines import OPTIONAL_KEYS, Answered, LineFormat, column_name, from_json, to_json
 
 _NUMBERS = ("num_prompt_tokens", "num_completion_tokens")
@@ -19,7 +19,7 @@ class ParquetFormat:
 
     def __init__(self, inputs: Inputs, line_format: LineFormat, found: Scan):
         """Raises ImportError without pyarrow."""
-        import_extra("pyarrow")
+        require_pyarrow()
         import pyarrow as pa
 
         kept = _plain_types(inputs) if inputs.are_parquet else {}
@@ -76,7 +76,7 @@ def _plain_types(inputs: Inputs) -> dict[str, Any]:
 
 def read_parquet_answers(path: Path) -> Iterator[Answered]:
     """Raises ValueError if the part is damaged."""
-    import_extra("pyarrow")
+    require_pyarrow()
     from pyarrow.parquet import ParquetFile
 
     try:

@@ -156,7 +156,7 @@ class _Job:
             manifest = None
         if manifest is not None:
             self._check_same_job(manifest["job"], job)
-        files = [file._asdict() for file in self.inputs.fingerprints()]
+        files = self.inputs.fingerprints()
         if manifest is not None:
             self._check_same_files(manifest["input"], files)
         with line_bar("Checking", self.use_tqdm) as bar:
