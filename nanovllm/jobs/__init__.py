@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nanovllm.jobs.check import Check, check_batch
+    from nanovllm.jobs.folder import Status, job_status
     from nanovllm.jobs.generate_actor import GenerateActor
     from nanovllm.jobs.run import JobError, Summary, run_batch
-    from nanovllm.jobs.status import Status, job_status
 
 __all__ = ["Check", "GenerateActor", "JobError", "Status", "Summary", "check_batch", "job_status", "run_batch"]
 
 _MODULES = {"Check": "check", "check_batch": "check", "GenerateActor": "generate_actor"}
-_MODULES |= {"Status": "status", "job_status": "status"}
+_MODULES |= {"Status": "folder", "job_status": "folder"}
 
 
 def __getattr__(name: str) -> object:

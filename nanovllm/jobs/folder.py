@@ -15,7 +15,7 @@ from contextlib import suppress
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 from uuid import uuid4
 
 from typing_extensions import Self
@@ -48,34 +48,30 @@ class JobFolder:
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path).expanduser()
-        self._lock: int | None = None
 
     def __enter__(self) -> Self:
         """Raises OSError if the folder cannot be written, and ValueError if another process works on it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        self._lock = open(self.path / _LOCK, "a")
         deadline = time.monotonic() + _LOCK_SECONDS
         while not _try_lock(self._lock):
             if time.monotonic() > deadline:
-                os.close(self._lock)
+                self._lock.close()
                 raise ValueError(f"output={str(self.path)!r}: another process works on this folder")
             time.sleep(0.05)
         self._remove_staging()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        os.close(self._lock)  # which gives the lock back, as the end of the process does
+        self._lock.close()  # which gives the lock back, as the end of the process does
 
     def is_locked(self) -> bool:
         """Whether a process works on the folder."""
         try:
-            file = os.open(self.path / _LOCK, os.O_RDWR)
+            with open(self.path / _LOCK, "r+") as file:
+                return not _try_lock(file)
         except FileNotFoundError:
             return False
-        try:
-            return not _try_lock(file)
-        finally:
-            os.close(file)
 
     # -- the manifest --------------------------------------------------------------------------------------------------
 
@@ -241,7 +237,7 @@ def _cut_torn_end(path: Path, read: Callable[[Row], object]) -> int:
     return size
 
 
-def _try_lock(file: int) -> bool:
+def _try_lock(file: TextIO) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -256,6 +252,26 @@ def sync(path: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+class Status(NamedTuple):
+    """The state of a job's folder."""
+
+    job: Row  # the model and the parameters
+    is_running: bool
+    num_lines: int  # of the input
+    counts: Counts  # of all rows in the folder, also in the open part
+    seconds: float  # of all calls that have ended in order
+
+
+def job_status(output: str | os.PathLike[str]) -> Status:
+    """How far a job is. Raises ValueError or OSError if this is no job's folder."""
+    folder = JobFolder(output)
+    manifest = folder.read_manifest()
+    if manifest is None:
+        raise ValueError(f"output={str(folder.path)!r}: holds no job")
+    seconds = manifest["progress"]["seconds"]
+    return Status(manifest["job"], folder.is_locked(), manifest["num_lines"], folder.read(with_open=True), seconds)
 
 
 class PartWriter:
@@ -316,19 +332,15 @@ class AppendedFile:
 
     def __init__(self, path: Path):
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        self._is_synced = True
         sync(path.parent)
 
     def append(self, lines: list[str]) -> None:
-        self._is_synced = False
         left = memoryview("".join(line + "\n" for line in lines).encode())
         while left:  # A write may take a part only: of a disk that is nearly full, or of gigabytes.
             left = left[os.write(self._file, left) :]
 
     def sync(self) -> None:
-        if not self._is_synced:
-            os.fsync(self._file)
-            self._is_synced = True
+        os.fsync(self._file)
 
     def close(self) -> None:
         os.close(self._file)
