@@ -30,9 +30,6 @@ logger = logging.getLogger(__name__)
 # its longest answer is complete.
 _BLOCKS_AT_ONCE = 8
 _BLOCKS_AHEAD = 2  # at the actor, and not begun
-# Reads, writes and the filter of a checkpoint want whole CPUs. If actors had any part of one, a machine of one or two
-# CPUs would never start a job.
-_ACTOR_CPUS = 0
 _ADDED = (*ANSWER_KEYS[1:], *OPTIONAL_KEYS, "error")  # columns of the answers
 
 
@@ -116,18 +113,15 @@ class GenerateActor:
         self._preparer = Preparer(self._engine.llm.get_tokenizer(), self._arguments.line_format)
 
     @staticmethod
-    def pool(model: str | os.PathLike[str], *, replicas: int = 1, use_gpus: bool | None = None, **options: Any) -> Row:
+    def pool(model: str | os.PathLike[str], *, replicas: int = 1, **options: Any) -> Row:
         """Arguments of `map_batches` for a pool of actors.
 
         Args:
             model: a directory that all machines have, or a hub id.
-            replicas: engines. Each has tensor_parallel_size GPUs.
-            use_gpus: None: if the cluster has any.
+            replicas: engines. Each has tensor_parallel_size GPUs, if the cluster has any.
             options: of GenerateActor.
         """
-        pool = actor_pool(replicas, options, use_gpus)
-        options["num_threads"] = pool.pop("num_threads")
-        return pool | {"fn_constructor_args": (os.fspath(model),), "fn_constructor_kwargs": options}
+        return actor_pool(replicas, options, options | {"model": os.fspath(model)})
 
     def __call__(self, batch: "pa.Table") -> "pa.Table":
         import pyarrow as pa
@@ -149,24 +143,29 @@ class GenerateActor:
         return table
 
 
-def actor_pool(replicas: int, engine_options: Row, use_gpus: bool | None = None) -> Row:
-    """Arguments of `map_batches` for actors with an engine each, and `num_threads` for `start_engine`."""
+def actor_pool(replicas: int, engine_options: Row, constructor: Row) -> Row:
+    """Arguments of `map_batches` for actors with an engine each, which `start_engine` starts. constructor: the other
+    arguments that make an actor."""
     import ray
     from ray.data import ActorPoolStrategy
 
-    if use_gpus is None:
-        use_gpus = engine_options.get("device") != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+    use_gpus = engine_options.get("device") != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
     compute = ActorPoolStrategy(
         size=replicas,
         max_concurrent_calls_per_actor=_BLOCKS_AT_ONCE,
         max_tasks_in_flight_per_actor=_BLOCKS_AT_ONCE + _BLOCKS_AHEAD,
         enable_true_multi_threading=True,
     )
-    num_gpus = engine_options.get("tensor_parallel_size", 1) if use_gpus else 0
-    pool = {"compute": compute, "num_gpus": num_gpus, "num_cpus": _ACTOR_CPUS}
-    # Whole blocks: the engine gets enough work at once even where a block is large.
-    pool |= {"batch_size": None, "batch_format": "pyarrow"}
-    return pool | {"num_threads": max(1, available_cores() // replicas)}
+    return {
+        "fn_constructor_kwargs": constructor | {"num_threads": max(1, available_cores() // replicas)},
+        "compute": compute,
+        "num_gpus": engine_options.get("tensor_parallel_size", 1) if use_gpus else 0,
+        # Reads, writes and the filter of a checkpoint want whole CPUs. If actors had any part of one, a machine of one
+        # or two CPUs would never start a job.
+        "num_cpus": 0,
+        "batch_size": None,  # Whole blocks: the engine gets enough work at once.
+        "batch_format": "pyarrow",
+    }
 
 
 def start_engine(arguments: Arguments, num_threads: int) -> SharedEngine:

@@ -13,16 +13,15 @@ from xxhash import xxh3_64_intdigest
 
 from nanovllm.engine.requests.chat import Conversation, as_conversations
 from nanovllm.jobs import openai_batch
+from nanovllm.jobs.openai_batch import CHAT_OPTIONS, Row
 from nanovllm.sampling_params import MAX_SEED, SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import is_int, require
 
-Row = dict[str, Any]
 LineId = str | int
 
 SAMPLING_OPTIONS = tuple(option.name for option in fields(SamplingParams))
 ANSWER_KEYS = ("id", "text", "finish_reason", "num_prompt_tokens", "num_completion_tokens")
 OPTIONAL_KEYS = ("samples", "logprobs", "prompt_logprobs")  # with n > 1, and where a line asks for them
-_CHAT_OPTIONS = ("tools", "chat_template_kwargs")
 
 
 class Line(NamedTuple):
@@ -94,7 +93,7 @@ class LineFormat:
             params = self._params({"max_tokens": None} | self.sampling | options, line_id)
             return self._line(prompt, params, {}, chat_options, kind)
         given = {name: row[name] for name in self._option_names if row.get(name) is not None}
-        chat_options = {name: given.pop(name) for name in _CHAT_OPTIONS if name in given}
+        chat_options = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
         columns = {column_name(name, row): value for name, value in row.items() if self.copies(name)}
         return self._line(self._prompt(row), self._params(self.sampling | given, line_id), columns, chat_options, None)
 
@@ -107,7 +106,7 @@ class LineFormat:
 
     @cached_property
     def _option_names(self) -> tuple[str, ...]:
-        return tuple(name for name in (*SAMPLING_OPTIONS, *_CHAT_OPTIONS) if name not in self._prompt_names)
+        return tuple(name for name in (*SAMPLING_OPTIONS, *CHAT_OPTIONS) if name not in self._prompt_names)
 
     def copies(self, name: str) -> bool:
         """Whether answers repeat this column of the input, as `column_name`."""

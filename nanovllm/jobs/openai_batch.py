@@ -13,7 +13,7 @@ _WITHOUT_EFFECT = {
     *("service_tier", "store", "stream_options", "user"),
 }
 _DEFAULTS = {"best_of": (1,), "echo": (False,), "stream": (False,), "tool_choice": ("auto", "none")}
-_CHAT_OPTIONS = ("tools", "chat_template_kwargs")
+CHAT_OPTIONS = ("tools", "chat_template_kwargs")
 
 
 class Kind(NamedTuple):
@@ -51,7 +51,7 @@ def read_request(row: Row) -> tuple[Kind, Any, Row, Row]:
     prompt = given.pop(kind.prompt)
     if kind == COMPLETION and isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
         raise ValueError("body: 'prompt' must be one text or one list of token ids; give each prompt a line of its own")
-    chat_options = {name: given.pop(name) for name in _CHAT_OPTIONS if name in given}
+    chat_options = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
     for name, harmless in _DEFAULTS.items():
         if name in given and given.pop(name) not in harmless:
             raise ValueError(f"body: {name}={body[name]!r}: cannot be served in a batch")

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.jobs.inputs import Inputs, Scan, open_file, require_pyarrow
-from nanovllm.jobs.lines import OPTIONAL_KEYS, Answered, LineFormat, column_name, from_json, to_json
-
-_NUMBERS = ("num_prompt_tokens", "num_completion_tokens")
+from nanovllm.jobs.lines import ANSWER_KEYS, OPTIONAL_KEYS, Answered, LineFormat, column_name, from_json, to_json
 
 
 class ParquetFormat:
@@ -23,20 +21,15 @@ class ParquetFormat:
         import pyarrow as pa
 
         kept = _plain_types(inputs) if inputs.are_parquet else {}
-        names = [
-            ("id", pa.int64() if found.ids_are_integers else pa.string()),
-            ("text", pa.string()),
-            ("finish_reason", pa.string()),
-        ]
-        names += [(name, pa.int64()) for name in _NUMBERS]
-        names += [
-            (column_name(name, found.columns), kept.get(name, pa.string()))
-            for name in found.columns
-            if line_format.copies(name)
-        ]
-        names += [(name, pa.string()) for name in OPTIONAL_KEYS]
-        self._schema = pa.schema(names)
-        self._texts = {name for name, kind in names if kind == pa.string()}
+        text, number = pa.string(), pa.int64()
+        columns = {name: number if name.startswith("num_") else text for name in ANSWER_KEYS}
+        if found.ids_are_integers:
+            columns["id"] = number
+        for name in filter(line_format.copies, found.columns):
+            columns[column_name(name, found.columns)] = kept.get(name, text)
+        columns |= dict.fromkeys(OPTIONAL_KEYS, text)
+        self._schema = pa.schema(columns)
+        self._texts = {name for name, kind in columns.items() if kind == text}
 
     def write(self, rows: Path, path: Path) -> None:
         """Write a file of Parquet. rows: a file of the same rows in JSON."""

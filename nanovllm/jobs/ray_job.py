@@ -55,14 +55,13 @@ def answer_on_ray(
     """Answer all lines of the plan. Raises RayError or OSError; what is complete by then stays."""
     sink = _Parts(folder, parquet)
     with _connected(cluster.address):
-        tensor_parallel_size = arguments.engine_options.get("tensor_parallel_size", 1)
-        num_gpus = int(ray.cluster_resources().get("GPU", 0))
-        pool = actor_pool(cluster.replicas or max(1, num_gpus // tensor_parallel_size), arguments.engine_options)
-        constructor = {"arguments": arguments, "num_threads": pool.pop("num_threads")}
+        options = arguments.engine_options
+        num_engines = int(ray.cluster_resources().get("GPU", 0)) // options.get("tensor_parallel_size", 1)
+        pool = actor_pool(cluster.replicas or max(1, num_engines), options, {"arguments": arguments})
         files = _Lines(_plans(plan, lines_per_file))
         with _context(use_tqdm):
             lines = read_datasource(files, override_num_blocks=len(plan.paths))
-            answers = lines.map_batches(_AnswerLines, fn_constructor_kwargs=constructor, **pool)
+            answers = lines.map_batches(_AnswerLines, **pool)
             answers.write_datasink(sink)
 
 

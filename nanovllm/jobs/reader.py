@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,9 +22,10 @@ from nanovllm.jobs.inputs import Inputs, RawLine
 from nanovllm.jobs.lines import Line, LineFormat, LineId
 from nanovllm.utils.model_files import OTHER_FILES, download, find_directory, load_tokenizer
 
-# Lines are grouped by their beginnings within a window. The first windows are small, so that work begins at once.
-_FIRST_WINDOW, _WINDOW = 64, 4096
-_WINDOW_BYTES = 16 << 20
+Item = TypeVar("Item")
+
+# Lines are grouped by their beginnings within a window.
+_WINDOW, _WINDOW_BYTES = 4096, 16 << 20
 # What is on its way to the engine: at most _QUEUE batches.
 _BATCH, _BATCH_BYTES, _QUEUE = 64, 1 << 20, 128
 
@@ -111,20 +112,24 @@ def read(plan: ReadPlan) -> Iterator[list[Prepared]]:
         plan.tokenizer, "tokenizer", OTHER_FILES, plan.revision
     )
     preparer = Preparer(load_tokenizer(plan.tokenizer, str(directory)), plan.line_format)
-    lines = Inputs(plan.paths, plan.names).lines(plan.is_done)
-    for window in _windows((position, line) for position, (_, line) in enumerate(lines)):
-        yield from _batches(grouped(preparer.prepare(window), plan.block_size))
+    raw_lines = enumerate(line for _, line in Inputs(plan.paths, plan.names).lines(plan.is_done))
+    for window in _chunks(raw_lines, lambda item: item[1].size, _WINDOW, _WINDOW_BYTES):
+        lines = grouped(preparer.prepare(window), plan.block_size)
+        yield from _chunks(lines, lambda each: 4 * len(each.line.prompt) if each.line else 0, _BATCH, _BATCH_BYTES)
 
 
-def _windows(lines: Iterable[tuple[int, RawLine]]) -> Iterator[list[tuple[int, RawLine]]]:
-    limit, window, size = _FIRST_WINDOW, [], 0
-    for position, line in lines:
-        window.append((position, line))
-        size += line.size
-        if len(window) >= limit or size >= _WINDOW_BYTES:
-            yield window
-            limit, window, size = min(2 * limit, _WINDOW), [], 0
-    yield window
+def _chunks(
+    items: Iterable[Item], num_bytes: Callable[[Item], int], max_items: int, max_bytes: int
+) -> Iterator[list[Item]]:
+    chunk, size = list[Item](), 0
+    for item in items:
+        chunk.append(item)
+        size += num_bytes(item)
+        if len(chunk) >= max_items or size >= max_bytes:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def grouped(lines: list[Prepared], block_size: int) -> list[Prepared]:
@@ -139,18 +144,6 @@ def grouped(lines: list[Prepared], block_size: int) -> list[Prepared]:
         return firsts.setdefault(tuple(token_ids[:block_size]), index), token_ids
 
     return [prepared for _, prepared in sorted(enumerate(lines), key=place)]
-
-
-def _batches(lines: list[Prepared]) -> Iterator[list[Prepared]]:
-    batch, size = [], 0
-    for prepared in lines:
-        batch.append(prepared)
-        size += 0 if prepared.line is None else 4 * len(prepared.line.prompt)
-        if len(batch) >= _BATCH or size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
