@@ -2,49 +2,34 @@
 
 import time
 from collections import Counter
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from nanovllm.layers.quantization import E4M3, Fp8Format
-from nanovllm.models.hf_config import windows_of_layers
+from nanovllm.models.hf_config import get_head_dim, windows_of_layers
 from nanovllm.models.qwen3_moe import count_experts, has_experts
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """
-    Attributes:
-        bandwidth: bytes a second of a large copy, read and written both counted.
-        flops: of a large product of the model's dtype.
-        layer_flops: of one in the format of the layers' weights.
-    """
-
-    bandwidth: float
-    flops: float
-    layer_flops: float
+class Ceilings(NamedTuple):
+    bandwidth: float  # bytes a second of a large copy, read and written both counted
+    flops: float  # of a large product of the model's dtype
+    layer_flops: float  # of one in the format of the layers' weights
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the floor needs to know of a model: counts of weights, of bytes, and its attention's shape.
+    """What the floor needs to know of a model: counts of weights, of bytes, and its attention's shape."""
 
-    Attributes:
-        layer_params: of all layers, of experts only those that a token uses.
-        expert_params: of all experts.
-        expert_share: the share of them that a token uses; 0 without experts.
-        windows: the number of layers with each sliding window, None for all keys.
-        kv_bytes_per_key: of one layer.
-    """
-
-    layer_params: int
-    expert_params: int
-    expert_share: float
+    layer_params: int  # of all layers, of experts only those that a token uses
+    expert_params: int  # of all experts
+    expert_share: float  # the share of them that a token uses; 0 without experts
     head_params: int
-    windows: dict[int | None, int]
+    windows: dict[int | None, int]  # the number of layers with each sliding window, None for all keys
     num_heads: int
     head_dim: int
-    kv_bytes_per_key: int
+    kv_bytes_per_key: int  # of one layer
     itemsize: int
     layer_itemsize: int  # of the layers' weights
 
@@ -58,7 +43,7 @@ class ModelSize:
     ) -> "ModelSize":
         """dtype: of the model, and of all that has no format or dtype of its own. weight_format: of the layers."""
         c = hf_config
-        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        head_dim = get_head_dim(c)
         attention = c.hidden_size * head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
         mlps, expert_params, expert_share = c.num_hidden_layers * 3 * c.hidden_size * c.intermediate_size, 0, 0.0
         if num_experts := count_experts(c):
@@ -147,8 +132,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, weight_format: Fp
         flops = _matrix_rate(device, dtype, 8192)
         layer_flops = flops if weight_format is None else _fp8_rate(device, 8192)
         measured.append(Ceilings(_copy_bandwidth(device, 2**32), flops, layer_flops))
-    best = (max(values) for values in zip(*(astuple(each) for each in measured), strict=True))
-    return Ceilings(*best)
+    return Ceilings(*map(max, zip(*measured, strict=True)))
 
 
 def _copy_bandwidth(device: torch.device, num_bytes: int) -> float:

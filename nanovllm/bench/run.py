@@ -13,9 +13,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import astuple
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 
@@ -26,8 +24,14 @@ from nanovllm.bench.floor import Ceilings, ModelSize, floor_seconds, measure_cei
 from nanovllm.bench.workloads import TEMPERATURE, WORKLOADS
 from nanovllm.layers.quantization import QUANTIZATIONS, Fp8Format
 from nanovllm.models.presets import PRESET_NAMES
+from nanovllm.utils.optional_packages import installed_versions
 
 DEFAULT_MODEL = "~/huggingface/Qwen3-0.6B"
+ENGINE_OPTIONS = (
+    *("load_format", "quantization", "tensor_parallel_size", "enforce_eager", "attention_backend", "dtype"),
+    *("kv_cache_dtype", "device", "max_model_len", "max_num_batched_tokens", "mixed_step_rows", "num_kvcache_blocks"),
+)
+PACKAGES = ("triton", "flash-attn", "flash-attn-4", "quack-kernels")  # that speed depends on
 
 
 def parse_args(arguments: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
@@ -138,19 +142,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     try:
         llm = LLM(
             args.model,
-            load_format=args.load_format,
-            quantization=args.quantization,
-            tensor_parallel_size=args.tensor_parallel_size,
-            enforce_eager=args.enforce_eager,
-            attention_backend=args.attention_backend,
-            dtype=args.dtype,
-            kv_cache_dtype=args.kv_cache_dtype,
-            device=args.device,
-            max_model_len=args.max_model_len,
+            **{name: getattr(args, name) for name in ENGINE_OPTIONS},
             max_num_seqs=max(WORKLOADS[name].max_num_seqs for name in args.workload),
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            mixed_step_rows=args.mixed_step_rows,
-            num_kvcache_blocks=args.num_kvcache_blocks,
             seed=0,
             skip_tokenizer_init=True,
         )
@@ -181,14 +174,14 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
             "num_kvcache_blocks": llm.model_runner.num_kvcache_blocks,
         },
         "host": {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
-        "packages": installed_versions("triton", "flash-attn", "flash-attn-4", "quack-kernels"),
+        "packages": dict.fromkeys(PACKAGES) | installed_versions(*PACKAGES),
         "startup_seconds": startup,
         "workloads": {},
     }
     llm.exit()
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         ceilings = find_ceilings(args, device, dtype, weight_format)
-    report["bandwidth"], report["flops"], report["layer_flops"] = astuple(ceilings)
+    report |= ceilings._asdict()
     for name in args.workload:
         report["workloads"][name] = summarize(name, passes[name], size, ceilings, args.tensor_parallel_size)
         print(f"{name}: {WORKLOADS[name].stresses}; {report['device']}; median of {args.passes}")
@@ -203,17 +196,8 @@ def find_ceilings(
     """Those that were given, and the others measured."""
     layer_flops = args.flops if weight_format is None else args.fp8_flops
     given = [each and each * 1e12 for each in (args.bandwidth, args.flops, layer_flops)]
-    measured = (0.0, 0.0, 0.0) if all(given) else astuple(measure_ceilings(device, dtype, weight_format))
+    measured = given if all(given) else measure_ceilings(device, dtype, weight_format)
     return Ceilings(*(mine or its for mine, its in zip(given, measured, strict=True)))
-
-
-def installed_versions(*names: str) -> dict[str, str | None]:
-    """Of packages that speed depends on; None: not installed."""
-    versions = dict.fromkeys(names)
-    for name in names:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
 
 
 def summarize(name: str, passes: list[dict], size: ModelSize, ceilings: Ceilings, num_gpus: int) -> dict:
