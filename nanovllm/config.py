@@ -11,13 +11,8 @@ import numpy as np
 import torch
 
 from nanovllm.layers.quantization import E4M3, QUANTIZATIONS, Fp8Format
-from nanovllm.models.hf_config import (
-    check_hf_config,
-    check_token_ids,
-    get_head_dim,
-    read_hf_config,
-    supported_length,
-)
+from nanovllm.models.hf_config import check_hf_config, check_token_ids, get_head_dim, read_hf_config, supported_length
+from nanovllm.models.presets import PRESET_NAMES, find_preset, preset_config
 from nanovllm.models.quantization_config import check_sizes, checkpoint_quantization
 from nanovllm.utils.checks import is_int, is_number, require
 from nanovllm.utils.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
@@ -186,9 +181,12 @@ class Config:
         self.model, self._hub_id = str(self.model), None
         where = "hf_config"
         directory = find_directory(self.model, "model")
+        preset = find_preset(self.model) if self.load_format == "dummy" and directory is None else None
+        if preset is not None and self.hf_config is None:
+            self.hf_config = preset_config(preset)
         if directory is not None:
             self.model = str(directory)
-        elif self.load_format != "dummy" or not self._has_shape():
+        elif self.load_format != "dummy" or self.hf_config is None:
             # Without the weights, which can take hours: first all else is checked.
             self._hub_id, self.model = self.model, self._download_config()
         if self._hub_id is None:
@@ -198,23 +196,12 @@ class Config:
         check_hf_config(self.hf_config, where)
 
     def _download_config(self) -> str:
-        from nanovllm.models.presets import PRESET_NAMES
-
         try:
             return download(self.model, "model", OTHER_FILES, self.revision)
         except FileNotFoundError as error:
             if self.load_format != "dummy":
                 raise
             raise FileNotFoundError(f"{error}; published shapes are {', '.join(PRESET_NAMES)}") from error
-
-    def _has_shape(self) -> bool:
-        """Whether there is a configuration without files: the given one, or that of a published shape."""
-        from nanovllm.models.presets import find_preset, preset_config
-
-        name = find_preset(self.model)
-        if name is not None and self.hf_config is None:
-            self.hf_config = preset_config(name)
-        return self.hf_config is not None
 
     def _resolve_device(self) -> None:
         available = torch.cuda.is_available()

@@ -32,6 +32,14 @@ class _Tensor(NamedTuple):
     file: Path
 
 
+class _Wanted(NamedTuple):
+    """What one tensor of a checkpoint fills."""
+
+    param: nn.Parameter
+    shard_id: object  # for the parameter's weight_loader
+    shape: tuple[int, ...]  # on all ranks together
+
+
 def load_model(model: nn.Module, directory: str) -> None:
     """Fill every parameter from the safetensors files of a model directory.
 
@@ -47,17 +55,18 @@ def load_model(model: nn.Module, directory: str) -> None:
         prefix = getattr(model, "checkpoint_prefix", "")
         opened = open_tensors(directory, stack).items()
         tensors = {name.removeprefix(prefix): tensor for name, tensor in opened if name.startswith(prefix)}
-        plan = _make_plan(model, tensors, directory)
-        if "lm_head.weight" not in plan:
+        wanted = _wanted_tensors(model)
+        _check_all(wanted, tensors, directory)
+        if "lm_head.weight" not in wanted:
             _check_tied_head(tensors, directory)
         # The largest first, so that no thread is left alone with one in the end.
-        names = sorted(plan, key=lambda name: -math.prod(tensors[name].content.get_shape()))
-        _load_all([(name, plan[name][0], tensors[name], plan[name][1]) for name in names])
+        names = sorted(wanted, key=lambda name: -math.prod(wanted[name].shape))
+        _load_all([(name, tensors[name], wanted[name]) for name in names])
 
 
-def _load_all(tasks: list[tuple[str, nn.Parameter, _Tensor, object]]) -> None:
-    """Load every (checkpoint name, parameter, tensor, shard id) in several threads, at most as many as torch computes
-    with. Raises the first error, or Ctrl-C's, when no thread is loading any more."""
+def _load_all(tasks: list[tuple[str, _Tensor, _Wanted]]) -> None:
+    """Load every tensor in several threads, at most as many as torch computes with. Raises the first error, or
+    Ctrl-C's, when no thread is loading any more."""
     num_threads = min(_MAX_THREADS, torch.get_num_threads())
     # Several copies by one thread each are faster than one copy by several, as torch would make it.
     with torch_threads(1), ThreadPoolExecutor(num_threads) as pool:
@@ -71,17 +80,18 @@ def _load_all(tasks: list[tuple[str, nn.Parameter, _Tensor, object]]) -> None:
             raise
 
 
-def _load(name: str, param: nn.Parameter, tensor: _Tensor, shard_id: object) -> None:
+def _load(name: str, tensor: _Tensor, wanted: _Wanted) -> None:
+    param = wanted.param
     if hasattr(param, "checkpoint_name"):  # A wrong scale of a weight in fp8 would show in the results alone.
         scales = tensor.content[...]
         if not (scales.isfinite() & (scales >= 0)).all():
             raise ValueError(f"{tensor.file}: tensor {name!r} must hold finite scales >= 0: download the file again")
-    getattr(param, "weight_loader", default_weight_loader)(param, tensor.content, shard_id)
+    getattr(param, "weight_loader", default_weight_loader)(param, tensor.content, wanted.shard_id)
 
 
 def num_checkpoint_params(model: nn.Module) -> int:
     """Numbers in the whole model, on all ranks."""
-    return sum(math.prod(shape) for _, _, shape in _wanted_tensors(model).values())
+    return sum(math.prod(wanted.shape) for wanted in _wanted_tensors(model).values())
 
 
 def load_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
@@ -150,9 +160,8 @@ def _checkpoint_files(directory: Path) -> list[Path]:
     return paths
 
 
-def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) -> dict[str, tuple[nn.Parameter, object]]:
-    """{checkpoint name: (parameter, shard id)}, complete and with the right shapes and dtypes, or ValueError."""
-    wanted = _wanted_tensors(model)
+def _check_all(wanted: dict[str, _Wanted], tensors: dict[str, _Tensor], directory: str) -> None:
+    """Raises ValueError unless the checkpoint is complete, and has the right shapes and dtypes."""
     # Checkpoints with a tied embedding may hold the head too, and older ones RoPE's frequencies. An fp8 KV cache reads
     # the scales (`engine.runner.kv_scales`).
     unused = (
@@ -162,7 +171,7 @@ def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) ->
     extra = [name for name in tensors if name not in wanted and not name.endswith(unused)]
     # The dtypes first, because quantised checkpoints also have other names.
     for name in (*wanted, *extra):
-        format = getattr(wanted[name][0], "format", None) if name in wanted else None
+        format = getattr(wanted[name].param, "format", None) if name in wanted else None
         needed = _E4M3 if format is not None and format.is_stored else _FLOATS
         if name in tensors and (dtype := tensors[name].content.get_dtype()) not in needed:
             raise ValueError(f"{tensors[name].file}: tensor {name!r} has dtype {dtype}: {_remedy(needed)}")
@@ -186,7 +195,6 @@ def _make_plan(model: nn.Module, tensors: dict[str, _Tensor], directory: str) ->
             raise ValueError(
                 f"{tensors[name].file}: tensor {name!r} has shape {list(found)}, the model needs {list(shape)}; {_HINT}"
             )
-    return {name: (param, shard_id) for name, (param, shard_id, _) in wanted.items()}
 
 
 def _check_tied_head(tensors: dict[str, _Tensor], directory: str) -> None:
@@ -212,8 +220,8 @@ def _remedy(needed: tuple[str, ...]) -> str:
     )
 
 
-def _wanted_tensors(model: nn.Module) -> dict[str, tuple[nn.Parameter, object, tuple[int, ...]]]:
-    """{checkpoint name: (parameter, shard id, full shape)}: everything that the model needs, once each."""
+def _wanted_tensors(model: nn.Module) -> dict[str, _Wanted]:
+    """By their names in the checkpoint: everything that the model needs, once each."""
     wanted = {}
     for name, param in model.named_parameters():
         shards = getattr(param, "shards", {None: tuple(param.shape)})
@@ -224,11 +232,11 @@ def _wanted_tensors(model: nn.Module) -> dict[str, tuple[nn.Parameter, object, t
         part_names = getattr(model, "packed_modules_mapping", {}).get(module, {module: None})
         for part_name, shard_id in part_names.items():
             if not hasattr(param, "num_experts"):
-                wanted[".".join((*parents, part_name, kind))] = (param, shard_id, shards[shard_id])
+                wanted[".".join((*parents, part_name, kind))] = _Wanted(param, shard_id, shards[shard_id])
                 continue
             for expert in range(param.num_experts):
                 key = expert, shard_id
-                wanted[".".join((*parents, str(expert), part_name, kind))] = (param, key, shards[key])
+                wanted[".".join((*parents, str(expert), part_name, kind))] = _Wanted(param, key, shards[key])
     return wanted
 
 

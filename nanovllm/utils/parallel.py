@@ -59,12 +59,10 @@ class TensorParallel:
             _run(self.group._allgather_base, *args)
         return out
 
-    def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
-        """x of rank `root`, in place."""
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """x of rank 0, in place."""
         if self.size > 1:
-            options = BroadcastOptions()
-            options.rootRank = root
-            _run(self.group.broadcast, [x], _in_stream_order(options))
+            _run(self.group.broadcast, [x], _in_stream_order(BroadcastOptions()))
         return x
 
 
