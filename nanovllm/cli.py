@@ -23,9 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_run_batch(commands, arguments)
     _add_status(commands)
     _add_tune(commands)
-    # Its own parser needs torch, and reads what follows the command.
     commands.add_parser("bench", help="measure the speed on this machine", add_help=False)
-    if arguments[:1] == ["bench"]:
+    if arguments[:1] == ["bench"]:  # Its own parser needs torch, and reads what follows the command.
         from nanovllm.bench.run import main as run_bench
 
         run_bench(arguments[1:], prog="nanovllm bench")
@@ -51,7 +50,6 @@ _ENGINE: dict[str, Any] = {"tensor_parallel_size": int, "max_model_len": int, "m
 _ENGINE |= {"max_num_batched_tokens": int, "gpu_memory_utilization": float, "kvcache_gib": float, "dtype": str}
 _ENGINE |= {"quantization": str, "kv_cache_dtype": str, "kv_cache_scales": str, "attention_backend": str}
 _ENGINE |= {"device": str, "load_format": str, "tokenizer": str, "revision": str}
-
 
 _ONCE = ("--overwrite", "--retry-errors")  # To go on with a job, the command is repeated without these.
 
@@ -192,13 +190,8 @@ def _add_tune(commands: Any) -> None:
     )
     tune.add_argument("model", help="a directory, a hub id, or the name of a published shape such as Qwen3-8B")
     tune.add_argument("--device", default="cuda", help="the GPU to measure, cuda or cuda:N (default: %(default)s)")
-    tune.add_argument(
-        "--tensor-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="measure one GPU's part of a model split over N",
-    )
+    help = "measure one GPU's part of a model split over N"
+    tune.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help=help)
     tune.add_argument("--quantization", metavar="TEXT", help="of the weights: fp8")
     target = tune.add_mutually_exclusive_group()
     target.add_argument("--output", type=Path, metavar="FILE", help="write the table to this file instead")

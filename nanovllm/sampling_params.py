@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanovllm.utils.checks import is_int, require
+from nanovllm.utils.checks import is_int, refuse_constant, require
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
 
 MAX_INT32 = 2**31 - 1  # token ids, and counts of tokens
@@ -70,15 +70,11 @@ def _schema_text(schema: Any) -> str:
     require("json", given, isinstance(schema, str | dict), "a JSON schema, as a dict, a string or a pydantic model")
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
-        content = json.loads(text, parse_constant=_refuse_constant)
+        content = json.loads(text, parse_constant=refuse_constant)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"json={given!r}: is not JSON: {error}") from None
     _require_encodable("json", json.dumps(content, ensure_ascii=False))
     return text
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 @explains_unknown_options(HINTS["SamplingParams"])

@@ -11,23 +11,14 @@ TEMPERATURE = 0.6
 
 @dataclass(frozen=True)
 class Workload:
-    """Lengths are drawn uniformly, bounds included.
+    """Lengths are drawn uniformly, bounds included."""
 
-    Attributes:
-        requests: how many.
-        prompt: shortest and longest prompt, in tokens, without the shared beginning.
-        output: fewest and most tokens to generate.
-        shared: tokens that all prompts of a pass begin with.
-        max_num_seqs: how many the engine may run at once.
-        stresses: what it is there to show.
-    """
-
-    requests: int
-    prompt: tuple[int, int]
-    output: tuple[int, int]
-    stresses: str
-    shared: int = 0
-    max_num_seqs: int = Config.max_num_seqs
+    requests: int  # how many
+    prompt: tuple[int, int]  # shortest and longest prompt, in tokens, without the shared beginning
+    output: tuple[int, int]  # fewest and most tokens to generate
+    stresses: str  # what it is there to show
+    shared: int = 0  # tokens that all prompts of a pass begin with
+    max_num_seqs: int = Config.max_num_seqs  # how many the engine may run at once
 
     def draw(self, index: int, vocab_size: int = VOCABULARY + 1) -> tuple[list[list[int]], list[int]]:
         """Prompts and output lengths of pass `index`, for a model of that vocabulary.

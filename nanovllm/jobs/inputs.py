@@ -172,25 +172,15 @@ def _parquet_rows(file: IO[bytes]) -> Iterator[Row]:
 
 
 class Scan(NamedTuple):
-    """What one look through all lines finds.
+    """What one look through all lines finds."""
 
-    Attributes:
-        num_lines: lines that are not blank.
-        lines_per_file: the same, of each file.
-        ids: sorted, one of 16 bytes for each line (a hash: a million lines are 16 MB).
-        places: int64 [num_lines], the line of each of ids.
-        columns: names of all columns.
-        ids_are_integers: of 64 bits, all of them.
-        first_openai: the first line in OpenAI's format, or None.
-    """
-
-    num_lines: int
+    num_lines: int  # that are not blank
     lines_per_file: list[int]
-    ids: np.ndarray
-    places: np.ndarray
-    columns: list[str]
-    ids_are_integers: bool
-    first_openai: RawLine | None
+    ids: np.ndarray  # sorted, a hash of 16 bytes for each line: a million lines are 16 MB
+    places: np.ndarray  # int64 [num_lines], the line of each of ids
+    columns: list[str]  # names of all columns
+    ids_are_integers: bool  # of 64 bits, all of them
+    first_openai: RawLine | None  # the first line in OpenAI's format
 
     def find(self, line_ids: bytes | bytearray) -> np.ndarray:
         """Places of ids, -1 for one that no line has. line_ids: `hash_id` of each, joined."""

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from string import Formatter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -15,7 +15,7 @@ from nanovllm.engine.requests.chat import Conversation, as_conversations
 from nanovllm.jobs import openai_batch
 from nanovllm.jobs.openai_batch import CHAT_OPTIONS, Row
 from nanovllm.sampling_params import MAX_SEED, SamplingParams, StructuredOutputsParams
-from nanovllm.utils.checks import is_int, require
+from nanovllm.utils.checks import is_int, refuse_constant, require
 
 LineId = str | int
 
@@ -40,26 +40,15 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class LineFormat:
-    """How the lines of a job are read.
+    """How the lines of a job are read. Raises ValueError or TypeError for a wrong option."""
 
-    Attributes:
-        sampling: options of SamplingParams for lines without their own.
-        prompt_column: the column that holds the prompt, a text, token ids or messages; None: `prompt`,
-            `prompt_token_ids` or `messages`.
-        template: makes the prompt of columns: "Summarise: {text}".
-        system: a system message. It makes a conversation of every prompt that is a text.
-        chat_template_kwargs: variables of the chat template.
-        seed: makes the answers reproducible, however often the job is interrupted. None: they are drawn afresh.
-
-    Raises ValueError or TypeError for a wrong option.
-    """
-
-    sampling: Row = field(default_factory=dict)
+    sampling: Row = field(default_factory=dict)  # options of SamplingParams for lines without their own
+    # The column that holds the prompt: a text, token ids or messages. None: `prompt`, `prompt_token_ids` or `messages`.
     prompt_column: str | None = None
-    template: str | None = None
-    system: str | None = None
-    chat_template_kwargs: Row = field(default_factory=dict)
-    seed: int | None = None
+    template: str | None = None  # makes the prompt of columns: "Summarise: {text}"
+    system: str | None = None  # a system message; it makes a conversation of every prompt that is a text
+    chat_template_kwargs: Row = field(default_factory=dict)  # variables of the chat template
+    seed: int | None = None  # makes the answers reproducible, however often the job is interrupted; None: drawn afresh
 
     def __post_init__(self) -> None:
         if self.template is not None and self.prompt_column is not None:
@@ -211,16 +200,10 @@ def id_bytes(line_id: LineId) -> bytes:
 def answer_row(line_id: LineId, line: Line, output: Mapping[str, Any], model: str) -> Row:
     """A row of output. output: the RequestOutput."""
     samples = output.get("samples") or [output]
-    num_completion_tokens = sum(len(sample["token_ids"]) for sample in samples)
+    num_tokens = output["num_prompt_tokens"], sum(len(sample["token_ids"]) for sample in samples)
     if line.openai is not None:
-        return openai_batch.answer(line.openai, line_id, samples, output["num_prompt_tokens"], model)
-    row = {
-        "id": line_id,
-        "text": output["text"],
-        "finish_reason": output["finish_reason"],
-        "num_prompt_tokens": output["num_prompt_tokens"],
-        "num_completion_tokens": num_completion_tokens,
-    }
+        return openai_batch.answer(line.openai, line_id, samples, num_tokens, model)
+    row = dict(zip(ANSWER_KEYS, (line_id, output["text"], output["finish_reason"], *num_tokens), strict=True))
     if len(samples) > 1:
         row["samples"] = [{"text": each["text"], "finish_reason": each["finish_reason"]} for each in samples]
     row |= {name: output[name] for name in ("logprobs", "prompt_logprobs") if output[name] is not None}
@@ -246,11 +229,7 @@ def read_answer(row: Row) -> Answered:
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-_decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+_decoder = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 def from_json(raw: bytes) -> Row:

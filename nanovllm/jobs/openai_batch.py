@@ -80,9 +80,8 @@ def _sampling_options(kind: Kind, given: Row) -> Row:
     return given
 
 
-def answer(kind: Kind, custom_id: Any, samples: list[Mapping[str, Any]], num_prompt_tokens: int, model: str) -> Row:
-    """A line of output. samples: those of the RequestOutput."""
-    num_completion_tokens = sum(len(sample["token_ids"]) for sample in samples)
+def answer(kind: Kind, line_id: Any, samples: list[Any], num_tokens: tuple[int, int], model: str) -> Row:
+    """A line of output. samples: those of the RequestOutput. num_tokens: of the prompt, and of all samples."""
     body = {
         "id": f"{kind.id_prefix}-{uuid4().hex}",
         "object": kind.object,
@@ -90,14 +89,14 @@ def answer(kind: Kind, custom_id: Any, samples: list[Mapping[str, Any]], num_pro
         "model": model,
         "choices": [_choice(kind, index, sample) for index, sample in enumerate(samples)],
         "usage": {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": num_completion_tokens,
-            "total_tokens": num_prompt_tokens + num_completion_tokens,
+            "prompt_tokens": num_tokens[0],
+            "completion_tokens": num_tokens[1],
+            "total_tokens": sum(num_tokens),
         },
     }
     return {
         "id": f"batch_req_{uuid4().hex}",
-        "custom_id": custom_id,
+        "custom_id": line_id,
         "response": {"status_code": 200, "request_id": body["id"], "body": body},
         "error": None,
     }
