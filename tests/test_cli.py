@@ -92,7 +92,7 @@ def test_without_a_gpu_it_says_so(capsys):
 class GemvWins:
     """Stands for LayerTimer: the GEMV kernel is the fastest of what there is."""
 
-    def __init__(self, shapes, device):
+    def __init__(self, shapes, attention):
         self.candidates = dict.fromkeys(("cublas", "gemv"))
 
     def compile(self, trials, tell):
@@ -107,10 +107,11 @@ class GemvWins:
 def gpu(monkeypatch, tmp_path):
     """A machine that seems to have one."""
     pytest.importorskip("triton")
-    from nanovllm.tuning import layer_timer
+    from nanovllm.tuning import layer_timer, timed_attention
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(layer_timer, "LayerTimer", GemvWins)
+    monkeypatch.setattr(timed_attention, "TimedAttention", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -175,7 +175,7 @@ def test_challengers_are_few_and_launchable(phase):
             assert found[0] == CUBLAS
             assert len(found) < 60
             if phase == "decode" and key.dtype in FORMATS and key.operation != "padding":
-                assert 4 <= [name for name, _ in found].count("split-k") <= 14
+                assert 3 <= [name for name, _ in found].count("split-k") <= 14
             for name, constants in found[1:]:
                 if name == "gemv":
                     assert num_tokens <= MAX_TOKENS
@@ -226,7 +226,7 @@ def test_fp8_tiles_are_few_because_each_is_compiled(operation, dtype, most):
     for phase, counts, num in (("decode", DECODE_TOKENS, most[0]), ("prefill", PREFILL_TOKENS, most[1])):
         for num_tokens in counts:
             found = names(challengers(shape, phase, num_tokens, H200)).count("quack-kernels")
-            assert found == (num if num_tokens >= 160 else 0)
+            assert found == (num if num_tokens >= 48 else 0)
 
 
 def test_a_layer_with_experts_is_tuned():
