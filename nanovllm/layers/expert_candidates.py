@@ -123,8 +123,8 @@ def _suits_torch(problem: ExpertsProblem, unit: int) -> bool:
 def _sorted_pairs(problem: ExpertsProblem) -> tuple[Tensor, Tensor, Tensor]:
     """int64 pairs in the order of their experts, int32 `[num_experts]` where each expert's end, and the router's
     weights."""
-    experts, weights = route(problem.logits, problem.top_k, problem.normalize, problem.context_lens, pdl=True)
-    order, starts = sort_by_expert(experts, len(problem.weight), pdl=True)
+    experts, weights = route(problem.logits, problem.top_k, problem.normalize, problem.context_lens)
+    order, starts = sort_by_expert(experts, len(problem.weight))
     return order.long(), starts[1:], weights
 
 
@@ -137,7 +137,7 @@ def _scaled_product(x: Quantized, weight: Fp8Weight, ends: Tensor) -> Tensor:
 def _add_sorted(y: Tensor, pairs: Tensor, weights: Tensor, problem: ExpertsProblem) -> Tensor:
     y *= weights.flatten()[pairs, None].to(y.dtype)
     y = torch.empty_like(y).index_copy_(0, pairs, y).view(*weights.shape, -1)
-    return add_pairs(y, problem.out, problem.add, problem.context_lens, pdl=True)
+    return add_pairs(y, problem.out, problem.add, problem.context_lens)
 
 
 @cache
