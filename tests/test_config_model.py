@@ -8,6 +8,7 @@ import huggingface_hub
 import pytest
 from checkpoints import edit_json
 from configs import TUNED, dummy, needs_transformers_5
+from huggingface_hub.utils import filter_repo_objects
 
 from nanovllm.config import Config
 from nanovllm.models.presets import preset_config
@@ -248,15 +249,16 @@ def test_a_model_that_may_not_be_looked_up(monkeypatch):
 
 @pytest.fixture
 def hub(model_dir, monkeypatch):
-    """What is asked of a hub whose every id is one model: [(id, revision, patterns)]."""
-    directory, asked = model_dir(name="snapshot"), []
+    """What is asked of a hub whose every id is one model: [(id, revision, patterns)]; and the patterns left out."""
+    directory, asked, ignored = model_dir(name="snapshot"), [], []
 
-    def snapshot_download(repo_id, *, revision, allow_patterns):
+    def snapshot_download(repo_id, *, revision, allow_patterns, ignore_patterns):
         asked.append((repo_id, revision, allow_patterns))
+        ignored.append(ignore_patterns)
         return directory
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    return SimpleNamespace(directory=directory, asked=asked)
+    return SimpleNamespace(directory=directory, asked=asked, ignored=ignored)
 
 
 def test_a_hub_id_is_downloaded(hub):
@@ -264,6 +266,14 @@ def test_a_hub_id_is_downloaded(hub):
     assert [(name, revision) for name, revision, _ in hub.asked] == [("someone/some-model", None)] * 2
     assert config.model == hub.directory
     assert config.hf_config.hidden_size == 64
+
+
+def test_weights_in_the_format_of_mistral_are_not_downloaded(hub):
+    """Its repositories have them beside those that are read."""
+    Config("someone/some-model")
+    files = ["model-00001-of-00003.safetensors", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors"]
+    assert "*.safetensors" in patterns_asked(hub)
+    assert list(filter_repo_objects(files, ignore_patterns=hub.ignored[-1])) == files[:1]
 
 
 def test_a_revision_is_downloaded(hub):

@@ -9,6 +9,7 @@ _LFS_POINTER = b"version https://git-lfs"
 _MAX_SHOWN = 100  # characters of a name in a message
 
 WEIGHT_FILES = ("*.safetensors",)
+_DUPLICATES = ["consolidated*.safetensors"]  # Mistral's repositories hold the weights twice.
 OTHER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # configurations and tokenizers
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model")
@@ -42,7 +43,7 @@ def download(name: str, option: str, patterns: tuple[str, ...], revision: str | 
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
         raise FileNotFoundError(f"{option}={_shorten(name)}: no such directory")
     try:
-        return snapshot_download(name, revision=revision, allow_patterns=list(patterns))
+        return snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=_DUPLICATES)
     except Exception as error:
         at = "" if revision is None else f" (revision {revision!r})"
         raise FileNotFoundError(
