@@ -173,6 +173,9 @@ def windows_of_layers(hf_config: Any) -> tuple[int | None, ...]:
     """Each layer's sliding window: the number of keys that a token sees, its own included; None for all."""
     window = getattr(hf_config, "sliding_window", None)
     is_off = getattr(hf_config, "use_sliding_window", True) is False
+    kinds = getattr(hf_config, "layer_types", None) or ()
+    if window is not None and is_off and "sliding_attention" in kinds:  # In transformers that depends on the back end.
+        raise ValueError("use_sliding_window=False: contradicts layer_types, which names layers with a sliding window")
     if window is None or is_off:
         return (None,) * hf_config.num_hidden_layers
     return tuple(window if is_local else None for is_local in local_layers(hf_config))

@@ -41,3 +41,10 @@ def test_layer_types_that_name_too_few_layers_are_refused():
     fields = {"num_hidden_layers": 3, "sliding_window": 8, "layer_types": ["full_attention"]}
     with pytest.raises(ValueError, match="layer_types"):
         windows_of_layers(SimpleNamespace(**fields))
+
+
+def test_a_window_that_is_both_used_and_not_used_is_refused():
+    kinds = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "sliding_window": 8}
+    assert windows_of_layers(SimpleNamespace(**kinds, use_sliding_window=True)) == (8,)
+    with pytest.raises(ValueError, match="use_sliding_window=False: contradicts layer_types"):
+        windows_of_layers(SimpleNamespace(**kinds, use_sliding_window=False))
