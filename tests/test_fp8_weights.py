@@ -143,6 +143,7 @@ def test_other_settings_are_refused(tmp_path, settings):
         "fp8",
         edited(BLOCKS, weight_block_size=128),
         edited(BLOCKS, modules_to_not_convert=5),
+        edited(CHANNELS, ignore="lm_head"),
         edited(CHANNELS, config_groups={"group_0": None}),
         with_group(weights="fp8"),
     ],
@@ -154,6 +155,16 @@ def test_settings_of_another_type_are_refused(tmp_path, settings):
         ValueError, match=r"config\.json: quantization_config: cannot be used: .*unquantised checkpoint"
     ):
         make_llm(path)
+
+
+def test_rotated_weights_are_refused(tmp_path):
+    path = make_checkpoint(tmp_path)
+    transforms = {"config_groups": {"u": {"type": "hadamard", "apply": []}}}
+    edit_json(path / "config.json", quantization_config=edited(CHANNELS, transform_config=transforms))
+    with pytest.raises(ValueError, match=r"config\.json: quantization_config: transform_config is not supported"):
+        make_llm(path)
+    edit_json(path / "config.json", quantization_config=edited(CHANNELS, transform_config={}))  # as many have it
+    assert Config(str(path), device="cpu", skip_tokenizer_init=True).weight_format
 
 
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}

@@ -339,6 +339,7 @@ def test_the_signature_names_every_field():
 def test_hints_for_the_engine_name_real_options():
     known = ["max_model_len", "kvcache_gib"]
     assert str(unknown_option("kv_cache_memory_bytes", known, HINTS["Config"])).endswith("use kvcache_gib")
+    assert str(unknown_option("calculate_kv_scales", known, HINTS["Config"])).endswith("'calibrated'")
     assert str(unknown_option("max_model_length", known, HINTS["Config"])).endswith("did you mean 'max_model_len'?")
     assert str(unknown_option("x", known, HINTS["Config"])).endswith("known: max_model_len, kvcache_gib")
 

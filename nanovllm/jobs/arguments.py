@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanovllm.config import Config
+from nanovllm.engine.runner.model_setup import choose_backend
 from nanovllm.jobs.inputs import Inputs
 from nanovllm.jobs.lines import SAMPLING_OPTIONS, LineFormat, Row
 from nanovllm.jobs.reader import ReadPlan
@@ -80,6 +81,11 @@ class Arguments:
         return ReadPlan(
             inputs.paths, self.line_format, self.tokenizer, revision, is_done, self.block_size, inputs.names
         )
+
+    def check_engine(self) -> None:
+        """Raises what `engine` would for a wrong option or model, without loading weights."""
+        if not isinstance(self.model, LLM):
+            choose_backend(Config(os.fspath(self.model), **self.engine_options))
 
     def engine(self) -> AbstractContextManager[LLM]:
         """The caller's, or a new one for the block."""

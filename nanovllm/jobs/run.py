@@ -156,6 +156,8 @@ class _Job:
             manifest = None
         if manifest is not None:
             self._check_same_job(manifest["job"], job)
+        elif self.cluster is None:  # On Ray other machines may have the model and the GPUs.
+            self.arguments.check_engine()
         files = self.inputs.fingerprints()
         if manifest is not None:
             self._check_same_files(manifest["input"], files)

@@ -52,6 +52,10 @@ def _read(settings: Mapping, where: str) -> Quantization:
             "activations or as compressed-tensors' FP8_DYNAMIC; use the unquantised checkpoint, perhaps with "
             "quantization='fp8'"
         )
+    if settings.get("transform_config"):  # Weights that were rotated: without the transforms the results are wrong.
+        raise ValueError(f"{where}: transform_config is not supported; use a checkpoint without transforms")
+    if isinstance(settings.get(ignored), str):
+        raise TypeError(f"{ignored} must be a list of names, not a text")
     left_out = map(str, settings.get(ignored) or ())
     others = [name for name in left_out if not _UNQUANTISED.search(name) and not _UNREAD.search(name)]
     if others:

@@ -233,6 +233,26 @@ def test_duplicate_ids_are_refused_and_leave_the_old_answers(job, answers):
     assert len(read_folder(answers)) == 3
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"quantization": "int4"}, ValueError),
+        ({"kv_cache_dtype": "int8"}, ValueError),
+        ({"attention_backend": "flash_attn", "device": "cpu"}, ValueError),
+        ({"model": "no/such/folder"}, FileNotFoundError),
+    ],
+    ids=str,
+)
+def test_wrong_options_of_the_engine_leave_the_old_answers_and_no_job(job, answers, path, tmp_path, options, error):
+    job(prompts(3))
+    before = read_folder(answers)
+    for folder_of_answers in (answers, tmp_path / "other"):
+        with pytest.raises(error, match=next(iter(options))):
+            job(prompts(2), folder_of_answers, **{"model": path} | options, overwrite=folder_of_answers == answers)
+    assert read_folder(answers) == before
+    assert not (tmp_path / "other" / "manifest.json").exists()
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_a_folder_that_cannot_be_written(job, answers):
     answers.mkdir(mode=0o500)
