@@ -1,7 +1,7 @@
 """What a caller of a job hands in beside the files: the model, and options of lines and of the engine."""
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -82,10 +82,19 @@ class Arguments:
             inputs.paths, self.line_format, self.tokenizer, revision, is_done, self.block_size, inputs.names
         )
 
-    def check_engine(self) -> None:
-        """Raises what `engine` would for a wrong option or model, without loading weights."""
-        if not isinstance(self.model, LLM):
-            choose_backend(Config(os.fspath(self.model), **self.engine_options))
+    def check_engine(self, is_elsewhere: bool) -> None:
+        """Raises what `engine` would for a wrong option or model, without loading weights. is_elsewhere: on other
+        machines, which alone may have the model and the GPUs."""
+        if isinstance(self.model, LLM):
+            return
+        model = os.fspath(self.model)
+        if not is_elsewhere:
+            choose_backend(Config(model, **self.engine_options))
+            return
+        with suppress(FileNotFoundError):  # With "dummy" no weights are downloaded here.
+            Config(
+                model, **{"tokenizer": self.tokenizer} | self.engine_options | {"device": "cpu", "load_format": "dummy"}
+            )
 
     def engine(self) -> AbstractContextManager[LLM]:
         """The caller's, or a new one for the block."""

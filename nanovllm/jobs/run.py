@@ -156,8 +156,8 @@ class _Job:
             manifest = None
         if manifest is not None:
             self._check_same_job(manifest["job"], job)
-        elif self.cluster is None:  # On Ray other machines may have the model and the GPUs.
-            self.arguments.check_engine()
+        else:
+            self.arguments.check_engine(is_elsewhere=self.cluster is not None)
         files = self.inputs.fingerprints()
         if manifest is not None:
             self._check_same_files(manifest["input"], files)

@@ -116,6 +116,20 @@ def test_wrong_calls(path, tmp_path, options, error, message):
     assert not (tmp_path / "answers").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"quantization": "int4"}, "quantization='int4'"), ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8'")],
+)
+def test_wrong_options_of_the_engines_leave_the_old_answers(path, tmp_path, options, message):
+    """Without Ray: they are refused before it starts."""
+    file, answers = write_lines(tmp_path / "prompts.jsonl", LINES[:3]), tmp_path / "answers"
+    run_batch(file, answers, path, temperature=0, max_tokens=2, **ENGINE)
+    before = read_folder(answers)
+    with pytest.raises(ValueError, match=message):
+        run_batch(file, answers, path, replicas=2, overwrite=True, **ENGINE, **options)
+    assert read_folder(answers) == before
+
+
 def test_replicas_make_their_own_engines(llm, tmp_path):
     with pytest.raises(TypeError, match="directory or a hub id"):
         run_batch(write_lines(tmp_path / "prompts.jsonl", LINES), tmp_path / "answers", llm, replicas=2)
