@@ -13,6 +13,8 @@ from nanovllm.models.qwen3_moe import count_experts, has_experts
 
 
 class Ceilings(NamedTuple):
+    """The rates of a machine."""
+
     bandwidth: float  # bytes a second of a large copy, read and written both counted
     flops: float  # of a large product of the model's dtype
     layer_flops: float  # of one in the format of the layers' weights

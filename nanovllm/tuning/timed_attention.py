@@ -19,7 +19,7 @@ class TimedAttention:
     """From q, k and v to the input of o, as in a decode step whose sequences have a full block of keys each."""
 
     def __init__(self, shape: AttentionShape, table: Table, max_tokens: int):
-        """table: has the constants of decode attention."""
+        """table: has the constants of decode attention. max_tokens: of a step; each has a block of keys and values."""
         self.shape = shape
         backend = select_backend("auto", shape.device.type, shape.dtype, shape.head_dim, shape.block_size)
         self._constants = DecodeConstants(table, shape.head_dim, shape.dtype, shape.dtype)
@@ -33,7 +33,7 @@ class TimedAttention:
         self._positions = torch.full((max_tokens,), shape.block_size - 1, device=shape.device)
 
     def context(self, num_tokens: int) -> Context:
-        """Of a step."""
+        """Of a decode step of so many tokens, on the shape's device."""
         size, device = self.shape.block_size, self.shape.device
         plan = np.zeros((self._constants.num_pieces(num_tokens, self.shape.num_kv_heads), PIECE_FIELDS), np.int32)
         plan_decode(np.full(num_tokens, size, np.int32), plan)
@@ -46,7 +46,8 @@ class TimedAttention:
         )
 
     def __call__(self, qkv: torch.Tensor, context: Context) -> torch.Tensor:
-        """qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`, overwritten. Returns the input of o."""
+        """qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`, overwritten.
+        Returns `[num_tokens, num_heads * head_dim]`."""
         num_heads, num_kv_heads, head_dim = self.shape[:3]
         attn, weight = self._attn, self._norm_weight
         qk_norm_rope_store(

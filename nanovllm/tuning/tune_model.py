@@ -29,7 +29,6 @@ from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Shape, Tuner
 from nanovllm.utils.optional_packages import installed_versions
 from nanovllm.utils.parallel import TensorParallel
 
-_BLOCK_SIZE = 256  # the engine's default
 _COUNTS = {"decode": DECODE_TOKENS, "prefill": PREFILL_TOKENS}
 _PACKAGES = ("torch", "triton", "quack-kernels", "flash-attn-4")
 # What a dry run lists.
@@ -118,9 +117,8 @@ def layer_shapes(layer: Any) -> list[Shape]:
 
 def _attention_shape(layer: Any, device: torch.device) -> AttentionShape:
     attention = layer.self_attn
-    return AttentionShape(
-        attention.num_heads, attention.num_kv_heads, attention.head_dim, _BLOCK_SIZE, torch.bfloat16, device
-    )
+    sizes = attention.num_heads, attention.num_kv_heads, attention.head_dim, Config.kvcache_block_size
+    return AttentionShape(*sizes, torch.bfloat16, device)
 
 
 def _shape(product: LayerProduct | ExpertsProduct) -> Shape:
