@@ -173,7 +173,9 @@ def expert_cases():
 @pytest.mark.parametrize(("name", "constants", "num_tokens"), expert_cases())
 def test_experts(name, constants, num_tokens, in_blocks):
     """Of fewer experts than a model has, in the sizes of Qwen3-30B-A3B. Candidates that read inputs as they are differ
-    by the rounding of these, which is 3 % of each product."""
+    by the rounding of these, which is 3 % of each product. The others differ where the tensor cores' sums, which may be
+    0.1 % off, are rounded the other way. If such a number is the largest of its row, it moves the row's scale and so
+    every number of the row: one token may differ by 3 %, and the mean of eight by 2 %."""
     if name == "scaled-grouped-mm" and in_blocks:
         pytest.skip("torch multiplies no blocks")
     num_experts, hidden_size, intermediate, top_k = 16, 2048, 768, 4
@@ -196,7 +198,8 @@ def test_experts(name, constants, num_tokens, in_blocks):
     found = candidate.launch(problem, constants)
     assert torch.equal(found[lens == 0], out[lens == 0])
     takes_inputs_as_they_are = name in ("experts-gemv", "expert-tiles")
-    assert distance((found - out)[lens > 0], total[lens > 0]) < (0.08 if takes_inputs_as_they_are else 0.02)
+    max_distance = 0.08 if takes_inputs_as_they_are else 0.04 if num_tokens < 8 else 0.02
+    assert distance((found - out)[lens > 0], total[lens > 0]) < max_distance
 
 
 def logprobs(llm, prompts, outputs) -> torch.Tensor:
