@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE
 from nanovllm.layers.quantization import FORMATS
 from nanovllm.tuning.table import Choice, Key, Row, Table
 
 CUBLAS = Choice("cublas")
-DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 1024)
 PREFILL_TOKENS = (2048, 4096, 8192, 16384)
 _MIN_GAIN = 0.02
 _NUM_FINALISTS = 4  # of each product
@@ -148,10 +149,10 @@ def _prefill_tiles(shape: Shape, num_tokens: int, num_multiprocessors: int) -> I
 
 
 def _fp8_tiles(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: int) -> Iterator[Choice]:
-    """For a decode step the three tiles with which the busiest multiprocessor has the least to do."""
+    """For a decode step with a graph, the three tiles with which the busiest multiprocessor has the least to do."""
     if num_tokens < 48 or FORMATS[shape.dtype].is_blocked:
         return
-    if phase == "prefill":
+    if phase == "prefill" or num_tokens > MAX_GRAPH_BATCH_SIZE:
         for columns in (128, 192):
             yield Choice("quack-kernels", (128, columns, (1, 2), True))
             yield Choice("quack-kernels", (256, columns, (2, 1), False))
@@ -318,7 +319,9 @@ class Tuner:
                     rows[shape.key(phase)] = _row(phase, choices)
             if phase == "decode":
                 gate_up = self.shapes[3 if self.shapes[3].operation == "experts" else 2]
-                rows[gate_up._replace(operation="padding").key(phase)] = _padding(results)
+                rows[gate_up._replace(operation="padding").key(phase)] = _padding(
+                    {n: result for n, result in results.items() if n <= MAX_GRAPH_BATCH_SIZE}
+                )
         return Table(rows)
 
 
@@ -336,15 +339,15 @@ def _ranked(pick: Choice, times: Mapping[Choice, float]) -> list[Choice]:
 
 
 def _row(phase: str, choices: Mapping[int, list[Choice]]) -> Row:
-    """cuBLAS computes decode steps of more tokens than were measured, which have no graph, and shorter prefills, where
-    the other candidates' launches would take the host too long."""
+    """cuBLAS computes decode steps of more tokens than were measured, and shorter prefills, where the other candidates'
+    launches would take the host too long."""
     unmeasured = max(choices) + 1 if phase == "decode" else min(choices) - 1
     return Row(_merged({**choices, unmeasured: []}))
 
 
 def _padding(results: Mapping[int, Result]) -> Row:
-    """A step is padded to a larger measured number of rows if that takes less time, and to the next one if a product is
-    computed in tiles."""
+    """results: of the numbers of tokens that have a graph. A step is padded to a larger one of them if that takes less
+    time, and to the next one if a product is computed in tiles."""
     buckets: dict[int, list[Choice]] = {}
     best = 0
     for num_tokens, result in sorted(results.items()):
