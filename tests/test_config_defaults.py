@@ -9,6 +9,7 @@ from configs import NEW_STYLE, OLD_STYLE, dummy
 
 from nanovllm.config import Config
 from nanovllm.engine.ranks.executor import _first_device
+from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.layers.rotary_embedding import rope_parameters
 
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -48,6 +49,19 @@ def test_rope_scaling_stretches_what_the_model_supports(model_dir, style):
     else:
         directory = model_dir(OLD_STYLE, rope_scaling=yarn)
     assert Config(directory, max_model_len=4096).max_model_len == 2048
+
+
+@pytest.mark.parametrize(("local_size", "expected"), [(100, 300), (0, 400)])
+def test_a_sequence_has_one_chunk_of_dual_chunk_attention(model_dir, local_size, expected):
+    """Longer ones would need attention that we do not have (Qwen2.5-7B-Instruct-1M: 262,144 - 8,192 tokens)."""
+    chunks = {"chunk_size": 400, "local_size": local_size, "original_max_position_embeddings": 400}
+    directory = model_dir(dual_chunk_attention_config=chunks)
+    assert Config(directory).max_model_len == expected
+    assert Config(directory, max_model_len=None).max_model_len == expected
+    assert Config(directory, max_model_len=200).max_model_len == 200
+    limit = LengthLimit(Config(directory), num_blocks=1000)
+    with pytest.raises(ValueError, match=f"longest sequence of {expected} tokens, .*dual_chunk_attention_config"):
+        limit.check(expected)
 
 
 @pytest.mark.parametrize(

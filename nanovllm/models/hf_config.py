@@ -28,7 +28,8 @@ _SIZES = ("head_dim", "sliding_window", "sliding_window_pattern")
 _POSITIVE_NUMBERS = ("query_pre_attn_scalar", "rope_local_base_freq")
 _LAYERS = ("max_window_layers", "mlp_only_layers", "no_rope_layers")
 _QUANTISATIONS = ("quantization_config", "compression_config")
-_OPTIONAL = ("eos_token_id", *_FLAGS, *_SIZES, *_POSITIVE_NUMBERS, *_LAYERS, *_QUANTISATIONS)
+_CHUNKS = "dual_chunk_attention_config"
+_OPTIONAL = ("eos_token_id", *_FLAGS, *_SIZES, *_POSITIVE_NUMBERS, *_LAYERS, *_QUANTISATIONS, _CHUNKS)
 _MAX_SIZE = 2**31 - 1
 # Keys that change what a decoder computes, with the value that changes nothing, as null does. A family reads some of
 # them (`DecoderForCausalLM.switches`); the others are refused.
@@ -126,13 +127,15 @@ def check_hf_config(hf_config: Any, where: str) -> None:
 
 def supported_length(hf_config: Any) -> int:
     """Tokens of the longest sequence that the model supports: max_position_embeddings, or the length that YaRN extends
-    the original one to."""
+    the original one to. Dual chunk attention (An et al. 2024) is ordinary attention for one chunk, and we have no
+    other."""
     limit = hf_config.max_position_embeddings
     scaling = rope_settings(hf_config)
     original = scaling.get("original_max_position_embeddings")
     if "yarn" in (scaling.get("rope_type"), scaling.get("type")) and original and scaling.get("factor"):
         limit = max(limit, int(original * scaling["factor"]))
-    return limit
+    chunks = getattr(hf_config, _CHUNKS, None)
+    return min(limit, chunks["chunk_size"] - chunks["local_size"]) if chunks else limit
 
 
 def check_switches(hf_config: Any, read: frozenset[str]) -> None:
@@ -244,6 +247,10 @@ def _check_values(fields: Mapping[str, Any], where: str) -> None:
             raise ValueError(f"{field}={value!r}: is not supported: all layers must have the same sizes and switches")
         elif name == "eos_token_id":
             check_token_ids(value, where, name)
+        elif name == _CHUNKS and value:
+            sizes = [value.get(key) for key in ("chunk_size", "local_size")] if isinstance(value, dict) else [None]
+            are_sizes = all(is_int(size, 0) for size in sizes) and sizes[0] > sizes[1]
+            require(field, value, are_sizes, "an object with a chunk_size and a smaller local_size")
         elif name == "quantization_config" and value:
             read_quantization(value, field)
         elif name == "compression_config" and value:

@@ -20,6 +20,7 @@ def make_scheduler(num_blocks: int = 100, mixed_step_rows: int = 0, **changes) -
         "max_num_batched_tokens": 64,
         "max_model_len": 1000,
         "supported_model_len": None,
+        "hf_config": SimpleNamespace(max_position_embeddings=0),
         "kvcache_block_size": SIZE,
         "eos": [EOS],
         "enable_prefix_caching": True,

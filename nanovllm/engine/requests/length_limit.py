@@ -30,6 +30,8 @@ class LengthLimit(NamedTuple):
                 "tokens): shorten the prompt, or raise num_kvcache_blocks, kvcache_gib or gpu_memory_utilization"
             )
         if config.max_model_len == supported:
-            return "which is all that the model supports (max_position_embeddings): shorten the prompt"
+            is_chunk = supported < config.hf_config.max_position_embeddings
+            source = "one chunk of dual_chunk_attention_config" if is_chunk else "max_position_embeddings"
+            return f"which is all that the model supports ({source}): shorten the prompt"
         most = f", to at most {supported}" if supported is not None else ""
         return f"which is max_model_len: shorten the prompt, or raise max_model_len{most}"
