@@ -81,7 +81,8 @@ class LayerTimer:
 
     @torch.inference_mode()
     def __call__(self, phase: str, num_tokens: int, picks: Picks) -> float | None:
-        """Microseconds for a layer with these choices, one for each product; None if one of them does not work."""
+        """Microseconds for a layer with these choices, one for each product; None if one of them does not work. phase:
+        "decode", "prefill", or "padding": a decode step's products with attention that has no keys."""
         with step_context(self._context(phase, num_tokens)):
             if not all(self._is_right(phase, num_tokens, i, choice) for i, choice in enumerate(picks)):
                 return None
@@ -90,8 +91,10 @@ class LayerTimer:
     def _context(self, phase: str, num_tokens: int) -> Context:
         key = phase, num_tokens
         if key not in self._contexts:
-            is_prefill = phase == "prefill"
-            self._contexts[key] = Context(is_prefill=True) if is_prefill else self.attention.context(num_tokens)
+            if phase == "prefill":
+                self._contexts[key] = Context(is_prefill=True)
+            else:
+                self._contexts[key] = self.attention.context(num_tokens, has_keys=phase != "padding")
         return self._contexts[key]
 
     def _time_layer(self, phase: str, num_tokens: int, picks: Picks) -> float:
@@ -102,7 +105,7 @@ class LayerTimer:
             for weights in self._layers:
                 self._run_layer(residual, weights, picks)
 
-        has_graph = phase == "decode" and num_tokens <= MAX_GRAPH_BATCH_SIZE
+        has_graph = phase != "prefill" and num_tokens <= MAX_GRAPH_BATCH_SIZE
         return _time(self._captured(run) if has_graph else run, len(self._layers))
 
     def _captured(self, run: Callable[[], None]) -> Callable[[], None]:

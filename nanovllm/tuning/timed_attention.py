@@ -35,15 +35,16 @@ class TimedAttention:
         self._cos_sin_cache = torch.rand(self._num_keys, shape.head_dim, device=shape.device)
         self._positions = torch.full((max_tokens,), self._num_keys - 1, device=shape.device)
 
-    def context(self, num_tokens: int) -> Context:
-        """Of a decode step of so many tokens, on the shape's device."""
+    def context(self, num_tokens: int, has_keys: bool) -> Context:
+        """Of a decode step of so many tokens, on the shape's device. Without keys they are rows of padding."""
         device = self.shape.device
+        num_keys = self._num_keys if has_keys else 0
         plan = np.zeros((self._constants.num_pieces(num_tokens, self.shape.num_kv_heads), PIECE_FIELDS), np.int32)
-        plan_decode(np.full(num_tokens, self._num_keys, np.int32), plan)
+        plan_decode(np.full(num_tokens, num_keys, np.int32), plan)
         seqs = torch.arange(num_tokens, dtype=torch.int32, device=device)
         return Context(
-            slot_mapping=(seqs + 1) * self._num_keys - 1,
-            context_lens=torch.full_like(seqs, self._num_keys),
+            slot_mapping=(seqs + 1) * num_keys - 1,
+            context_lens=torch.full_like(seqs, num_keys),
             block_tables=torch.arange(_NUM_BLOCKS * num_tokens, dtype=torch.int32, device=device).view(num_tokens, -1),
             decode_plans={None: torch.from_numpy(plan).to(device)},
         )

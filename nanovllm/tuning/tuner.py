@@ -40,6 +40,7 @@ class Shape(NamedTuple):
 
 Picks = tuple[Choice, ...]
 # (phase, number of tokens, a choice for each product) -> microseconds a layer, or None if one of them does not work.
+# The phase "padding" is that of a decode step whose tokens have no keys.
 TimeLayer = Callable[[str, int, Picks], float | None]
 
 
@@ -319,9 +320,8 @@ class Tuner:
                     rows[shape.key(phase)] = _row(phase, choices)
             if phase == "decode":
                 gate_up = self.shapes[3 if self.shapes[3].operation == "experts" else 2]
-                rows[gate_up._replace(operation="padding").key(phase)] = _padding(
-                    {n: result for n, result in results.items() if n <= MAX_GRAPH_BATCH_SIZE}
-                )
+                with_graph = {n: result for n, result in results.items() if n <= MAX_GRAPH_BATCH_SIZE}
+                rows[gate_up._replace(operation="padding").key(phase)] = _padding(with_graph, time_layer)
         return Table(rows)
 
 
@@ -345,16 +345,21 @@ def _row(phase: str, choices: Mapping[int, list[Choice]]) -> Row:
     return Row(_merged({**choices, unmeasured: []}))
 
 
-def _padding(results: Mapping[int, Result]) -> Row:
-    """results: of the numbers of tokens that have a graph. A step is padded to a larger one of them if that takes less
-    time, and to the next one if a product is computed in tiles."""
+def _padding(results: Mapping[int, Result], time_layer: TimeLayer) -> Row:
+    """results: of the numbers of tokens that have a graph. A step is padded to a larger one of them if its products
+    take less time there, and to the next one if a product is computed in tiles. Rows of padding have no keys to read.
+    """
+    micros: dict[int, float] = {}
+    for num_tokens, result in results.items():
+        picks = tuple(choices[0] if choices else CUBLAS for choices in result.choices)
+        micros[num_tokens] = time_layer("padding", num_tokens, picks) or math.inf
     buckets: dict[int, list[Choice]] = {}
     best = 0
-    for num_tokens, result in sorted(results.items()):
+    for num_tokens in sorted(results):
         is_passed = best >= num_tokens  # Fewer tokens are padded to more than these, so these are too.
         if not is_passed:
-            best = min((n for n in results if n >= num_tokens), key=lambda n: results[n].micros)
-            if results[best].micros > (1 - _MIN_GAIN) * result.micros:
+            best = min((n for n in results if n >= num_tokens), key=micros.__getitem__)
+            if micros[best] > (1 - _MIN_GAIN) * micros[num_tokens]:
                 best = num_tokens
         names = {choices[0].candidate for choices in results[best].choices if choices}
         buckets[num_tokens] = []

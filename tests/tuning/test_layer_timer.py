@@ -99,9 +99,17 @@ def test_layers_in_fp8(experts_timer, monkeypatch, dtype):
     assert timer("decode", 3, (CUBLAS,) * 4) == len(timer._layers) == 2
 
 
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_a_layer_is_computed_by_the_choices(timer, monkeypatch, phase):
-    launched = []
+@pytest.mark.parametrize(("phase", "num_keys"), [("decode", 32), ("padding", 0), ("prefill", None)])
+def test_a_layer_is_computed_by_the_choices(timer, monkeypatch, phase, num_keys):
+    """num_keys: of each of three sequences; None without attention."""
+    launched, keys = [], []
+    attend = TimedAttention.__call__
+
+    def record_keys(self, qkv, context):
+        keys.append(context.context_lens.tolist())
+        return attend(self, qkv, context)
+
+    monkeypatch.setattr(TimedAttention, "__call__", record_keys)
     for candidate in timer.candidates.values():
         launch = candidate.launch
 
@@ -114,6 +122,7 @@ def test_a_layer_is_computed_by_the_choices(timer, monkeypatch, phase):
     assert timer(phase, 3, picks) == len(timer._layers) == 2
     operations = ("linear", "linear_add", "linear_silu", "linear_add")
     assert launched[-8:] == [*zip(operations, ("gemv", "split-k", "gemv", "cublas"), strict=True)] * 2
+    assert keys == ([] if num_keys is None else [[num_keys] * 3] * 2)
 
 
 @pytest.mark.parametrize("timer", ["linear_add"], indirect=True)

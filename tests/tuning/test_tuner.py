@@ -159,6 +159,17 @@ def test_padding_never_falls(gains):
     assert padded == sorted(padded)
 
 
+def test_rows_of_padding_have_no_keys_to_read():
+    products = {128: 79.0, 160: 107.0, 256: 100.0}
+
+    def time_layer(phase, num_tokens, picks):
+        return products[num_tokens] + (0 if phase == "padding" else 0.25 * num_tokens)
+
+    table = tuner(available={"cublas"}).tune(time_layer, {"decode": tuple(products)}, lambda line: None)
+    row = table.rows[Key("padding", "decode", GATE_UP.N, GATE_UP.K, "bfloat16")]
+    assert [row[n] for n in (100, 150, 200)] == [(), (Choice("cublas", (256,)),), (Choice("cublas", (256,)),)]
+
+
 def test_steps_without_a_graph_are_not_padded():
     table = tuner().tune(by_candidate(quack_kernels=18), {"decode": (512, 1024)}, lambda line: None)
     padding = table.rows[Key("padding", "decode", GATE_UP.N, GATE_UP.K, "bfloat16")]
