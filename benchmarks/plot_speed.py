@@ -28,7 +28,7 @@ def collect_shares() -> dict[tuple[str, int], dict[str, dict[str, float]]]:
     runs = {
         (row["install"], row["model"], row["gpus"]): row["workloads"]
         for row in json.loads((DOCS / "data/speed.json").read_text())["rows"]
-        if "quantization" not in row
+        if "quantization" not in row and "kv_cache_dtype" not in row
     }
     shares: dict = {}
     for row in json.loads((DOCS / "data/peers.json").read_text())["rows"]:
