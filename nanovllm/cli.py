@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from nanovllm import __version__
 
-_FAILED, _WRONG_CALL, _SOME_FAILED, _INTERRUPTED = 1, 2, 3, 130
+_FAILED, _WRONG_CALL, _SOME_FAILED, _INTERRUPTED, _NO_READER = 1, 2, 3, 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     options = parser.parse_args(arguments)
     try:
-        return options.run(options)
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # A reader such as `head` has seen enough. Python would flush again and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NO_READER
     except (ValueError, OSError) as error:
         print(f"nanovllm {options.command}: {error}", file=sys.stderr)
         return _FAILED

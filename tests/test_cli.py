@@ -1,6 +1,7 @@
 """The command line: what it prints, what it writes, and its exit status."""
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -47,6 +48,15 @@ def test_a_dry_run_needs_no_gpu(capsys):
     )
     assert any("quack-kernels" in line for line in lines)
     assert "layers to measure" in lines[-1]
+
+
+def test_a_reader_may_stop_early():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "nanovllm", "tune", "Qwen3-0.6B", "--dry-run"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_dry_run_of_one_gpus_part(capsys):
