@@ -9,6 +9,9 @@ experts of a layer, none of which needs the host to know where the tokens went:
 4. `down`: down projection, times the router's weights, back in the order of the pairs.
 5. `add_pairs`: the sum of each token's pairs.
 
+Other grouped products may stand in place of 3 and 4 (`layers.expert_candidates`). Their results stay in the order of
+the experts, and `add_pairs` weights them.
+
 The grids of 3 and 4 are as large as the most tiles that this number of pairs may need. A program finds its tile from
 the experts' starts, and ends at once if there is none. Pairs of one expert that fill several tiles read its weights
 from L2.
@@ -47,7 +50,7 @@ from nanovllm.kernels.linear_checks import BLOCK
 _E4M3 = torch.float8_e4m3fn
 MAX_EXPERTS = 1024  # What one program sorts and compares at once.
 _ROUTE_ELEMENTS = 2048  # logits of a program of `route`
-_SORT_BLOCKS = (1024, 4096)  # experts of pairs that a program of `sort_by_expert` reads at once: of few pairs, of many
+_SORT_BLOCKS = (1024, 4096, 32768)  # pairs whose experts a program of `sort_by_expert` reads at once
 
 
 class TileConfig(NamedTuple):
@@ -140,7 +143,7 @@ def route(logits: Tensor, top_k: int, normalize: bool, context_lens: Tensor | No
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _sort_kernel(experts, order, starts, num_pairs, num_experts, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _sort_kernel(experts, order, starts, positions, num_pairs, num_experts, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A program for each expert, and one for no expert, reads all pairs twice: to count those of lower experts, and to
     list its own."""
     await_previous(PDL)
@@ -156,15 +159,20 @@ def _sort_kernel(experts, order, starts, num_pairs, num_experts, BLOCK: tl.const
         inside = first + pair < num_pairs
         expert = tl.load(experts + first + pair, mask=inside, other=num_experts)
         is_mine = (inside & (expert == mine)).to(tl.int32)
-        tl.store(order + end + tl.cumsum(is_mine) - 1, first + pair, mask=is_mine != 0)
+        position = end + tl.cumsum(is_mine) - 1
+        tl.store(order + position, first + pair, mask=is_mine != 0)
+        if positions is not None:
+            tl.store(positions + first + pair, position, mask=is_mine != 0)
         end += tl.sum(is_mine)
     tl.store(starts + mine, start)
 
 
-def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def sort_by_expert(experts: Tensor, num_experts: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The pairs in the order of their experts, those of one expert in their own order.
 
-    experts: int16 `[num_tokens, top_k]`, contiguous, from `route`.
+    Args:
+        experts: int16 `[num_tokens, top_k]`, contiguous, from `route`.
+        positions: int32 `[num_tokens * top_k]`, contiguous: becomes each pair's place in `order`; None if not needed.
 
     Returns:
         order: int32 `[num_tokens * top_k]`, the pairs; last those without an expert.
@@ -173,9 +181,9 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     num_pairs = experts.numel()
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
-    block = _SORT_BLOCKS[num_pairs > _SORT_BLOCKS[0]]
+    block = next((block for block in _SORT_BLOCKS if num_pairs <= block), _SORT_BLOCKS[-1])
     launcher(_sort_kernel, (num_experts + 1,), has_pdl(experts.device))(
-        experts, order, starts, num_pairs, num_experts, BLOCK=block, num_warps=block // 512
+        experts, order, starts, positions, num_pairs, num_experts, BLOCK=block, num_warps=min(block // 512, 32)
     )
     return order, starts
 
@@ -416,8 +424,8 @@ def _launch(
 
 @triton.jit
 def _add_pairs_kernel(
-    y, context_lens, out, out_stride, num_columns, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
-    PDL: tl.constexpr,
+    y, positions, weights, context_lens, out, out_stride, num_columns, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -429,19 +437,34 @@ def _add_pairs_kernel(
     out += token * out_stride + column
     if ADD:
         total += tl.load(out, mask=inside, other=0.0).to(tl.float32)
-    y += token * TOP_K * num_columns + column
     for slot in tl.static_range(TOP_K):
-        total += tl.load(y + slot * num_columns, mask=inside, other=0.0).to(tl.float32)
+        pair = token * TOP_K + slot
+        row = pair
+        if positions is not None:
+            row = tl.load(positions + pair).to(tl.int64)
+        value = tl.load(y + row * num_columns + column, mask=inside, other=0.0).to(tl.float32)
+        if weights is not None:
+            value *= tl.load(weights + pair)
+        total += value
     tl.store(out, total.to(out.dtype.element_ty), mask=inside)
 
 
-def add_pairs(y: Tensor, out: Tensor, add: bool, context_lens: Tensor | None = None) -> Tensor:
+def add_pairs(
+    y: Tensor,
+    out: Tensor,
+    add: bool,
+    context_lens: Tensor | None = None,
+    positions: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
     """The sum of each token's pairs in float32, rounded once: added to `out`, or into it.
 
     Args:
-        y: `[num_tokens, top_k, hidden_size]`, contiguous, from `down`.
+        y: `[num_tokens, top_k, hidden_size]`, contiguous: from `down`, or in the order of the experts and without the
+            router's weights.
         out: `[num_tokens, hidden_size]` of y's dtype, rows contiguous. Returned.
         context_lens: as in `route`. Rows of padding stay as they are.
+        positions, weights: of a y in the order of the experts: from `sort_by_expert` and `route`.
     """
     num_tokens, top_k, hidden_size = y.shape
     if out.shape != (num_tokens, hidden_size) or out.stride(1) != 1 or out.dtype != y.dtype:
@@ -452,6 +475,7 @@ def add_pairs(y: Tensor, out: Tensor, add: bool, context_lens: Tensor | None = N
     if num_tokens:
         block = min(1024, triton.next_power_of_2(hidden_size))
         launcher(_add_pairs_kernel, (num_tokens, triton.cdiv(hidden_size, block)), has_pdl(y.device))(
-            y, context_lens, out, out.stride(0), hidden_size, TOP_K=top_k, BLOCK=block, ADD=add, num_warps=4
-        )
+            y, positions, weights, context_lens, out, out.stride(0), hidden_size, TOP_K=top_k, BLOCK=block, ADD=add,
+            num_warps=4,
+        )  # fmt: skip
     return out

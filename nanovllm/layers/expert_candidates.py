@@ -11,6 +11,7 @@ from nanovllm.layers.activation import Gated, SiluAndMul
 from nanovllm.layers.expert_products import ExpertsProblem, compute_experts
 from nanovllm.layers.fp8_products import quantize_input
 from nanovllm.layers.matmul import Candidate
+from nanovllm.layers.quack import Quack, Tile
 from nanovllm.layers.quantization import Fp8Weight, Quantized, values_and_scale
 
 if HAS_TRITON:
@@ -80,11 +81,9 @@ class GroupedMm(Candidate):
         return hasattr(F, "grouped_mm") and is_bfloat16 and _suits_torch(problem, unit=8)
 
     def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
-        pairs, ends, weights = _sorted_pairs(problem)
-        tokens, weight, down = pairs // problem.top_k, problem.weight, problem.down
-        hidden = F.grouped_mm(problem.input[tokens], weight.transpose(1, 2), offs=ends)
-        y = F.grouped_mm(_silu_and_mul(hidden), down.transpose(1, 2), offs=ends)
-        return _add_sorted(y, pairs, weights, problem)
+        pairs = _SortedPairs(problem)
+        hidden = F.grouped_mm(problem.input[pairs.tokens], problem.weight.mT, offs=pairs.starts[1:])
+        return pairs.add(F.grouped_mm(_silu_and_mul(hidden), problem.down.mT, offs=pairs.starts[1:]))
 
 
 class ScaledGroupedMm(Candidate):
@@ -99,12 +98,32 @@ class ScaledGroupedMm(Candidate):
         return hasattr(torch, "_scaled_grouped_mm") and is_right and _suits_torch(problem, unit=16)
 
     def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
-        pairs, ends, weights = _sorted_pairs(problem)
-        tokens, weight, down = pairs // problem.top_k, problem.weight, problem.down
+        pairs, weight, down = _SortedPairs(problem), problem.weight, problem.down
         values, scale = quantize_input(problem.x, weight.format)
-        hidden = _scaled_product(Quantized(values[tokens], scale[tokens]), weight, ends)
-        y = _scaled_product(quantize_input(Gated(hidden), down.format), down, ends)
-        return _add_sorted(y, pairs, weights, problem)
+        hidden = _scaled_product(Quantized(values[pairs.tokens], scale[pairs.tokens]), weight, pairs.starts[1:])
+        return pairs.add(_scaled_product(quantize_input(Gated(hidden), down.format), down, pairs.starts[1:]))
+
+
+class QuackExperts(Candidate):
+    """quack-kernels' grouped products, with the precision and for the shapes that `Quack` says."""
+
+    name = "quack-experts"
+
+    def __init__(self, quack: Quack):
+        self._quack = quack
+
+    def supports(self, problem: ExpertsProblem) -> bool:
+        weight, down = problem.weight, problem.down
+        return len(weight) <= MAX_EXPERTS and all(self._quack.can_multiply(problem.x, each) for each in (weight, down))
+
+    def launch(self, problem: ExpertsProblem, constants: tuple) -> Tensor | None:
+        """constants: two `Tile`s, for gate_up and down."""
+        gate_up_tile, down_tile = (Tile(*each) for each in constants)
+        pairs, multiply = _SortedPairs(problem), self._quack.multiply
+        options = {"starts": pairs.starts, "rows": pairs.tokens}
+        hidden = multiply("linear_silu", problem.x, problem.weight, gate_up_tile, **options)
+        y = None if hidden is None else multiply("linear", hidden, problem.down, down_tile, starts=pairs.starts)
+        return None if y is None else pairs.add(y)
 
 
 def _suits_torch(problem: ExpertsProblem, unit: int) -> bool:
@@ -120,12 +139,26 @@ def _suits_torch(problem: ExpertsProblem, unit: int) -> bool:
     )
 
 
-def _sorted_pairs(problem: ExpertsProblem) -> tuple[Tensor, Tensor, Tensor]:
-    """int64 pairs in the order of their experts, int32 `[num_experts]` where each expert's end, and the router's
-    weights."""
-    experts, weights = route(problem.logits, problem.top_k, problem.normalize, problem.context_lens)
-    order, starts = sort_by_expert(experts, len(problem.weight))
-    return order.long(), starts[1:], weights
+class _SortedPairs:
+    """Tokens with their experts, in the order of the experts, for grouped products.
+
+    Attributes:
+        tokens: int32 `[num_tokens * top_k]`.
+        starts: int32 `[num_experts + 1]`, where each expert's begin, and where the last ones end.
+    """
+
+    def __init__(self, problem: ExpertsProblem):
+        self._problem = problem
+        experts, self._weights = route(problem.logits, problem.top_k, problem.normalize, problem.context_lens)
+        self._positions = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
+        order, self.starts = sort_by_expert(experts, len(problem.weight), self._positions)
+        self.tokens = order // problem.top_k
+
+    def add(self, y: Tensor) -> Tensor:
+        """problem.out, with the weighted sums of the experts' results y, `[num_tokens * top_k, hidden_size]`."""
+        out, add, context_lens = self._problem.out, self._problem.add, self._problem.context_lens
+        y = y.view(*self._weights.shape, -1)
+        return add_pairs(y, out, add, context_lens, self._positions, self._weights)
 
 
 def _scaled_product(x: Quantized, weight: Fp8Weight, ends: Tensor) -> Tensor:
@@ -134,18 +167,14 @@ def _scaled_product(x: Quantized, weight: Fp8Weight, ends: Tensor) -> Tensor:
     return torch._scaled_grouped_mm(x.values, weight.values.transpose(1, 2), *scales, **options)
 
 
-def _add_sorted(y: Tensor, pairs: Tensor, weights: Tensor, problem: ExpertsProblem) -> Tensor:
-    y *= weights.flatten()[pairs, None].to(y.dtype)
-    y = torch.empty_like(y).index_copy_(0, pairs, y).view(*weights.shape, -1)
-    return add_pairs(y, problem.out, problem.add, problem.context_lens)
-
-
 @cache
 def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
-def expert_candidates(device: torch.device) -> list[Candidate]:
+def expert_candidates(device: torch.device, quack: Quack | None) -> list[Candidate]:
+    """quack: None without quack-kernels."""
     if not HAS_TRITON or device.type != "cuda":
         return []
-    return [ExpertsGemv(), ExpertTiles(), Fp8ExpertTiles(), GroupedMm(), ScaledGroupedMm()]
+    ours = [ExpertsGemv(), ExpertTiles(), Fp8ExpertTiles(), GroupedMm(), ScaledGroupedMm()]
+    return ours if quack is None else [*ours, QuackExperts(quack)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm.kernels import HAS_TRITON
 from nanovllm.layers.fp8_products import quantize_input
 from nanovllm.layers.layernorm import Normed
-from nanovllm.layers.matmul import Candidate, Problem
+from nanovllm.layers.matmul import Candidate, Input, Problem
 from nanovllm.layers.quantization import E4M3, Fp8Format, Fp8Weight, Weight
 from nanovllm.utils.context import get_context
 from nanovllm.utils.light_imports import import_without_torch_compile
@@ -36,15 +36,16 @@ class Tile(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A product that a later step will launch: x `[num_tokens, K]` by a weight `[N, K]`."""
+    """A product that a later step will launch: x `[num_rows, K]` by a weight `[N, K]`."""
 
     operation: str
     tile: Tile
-    num_tokens: int
+    num_rows: int
     N: int
     K: int
     dtype: torch.dtype  # of x, and of the weight unless that is in fp8
     is_fp8: bool = False
+    num_experts: int = 0  # with such a weight each; 0: no experts
 
 
 class Quack(OptionalPackage, Candidate):
@@ -53,11 +54,11 @@ class Quack(OptionalPackage, Candidate):
 
     All launches are dependent ones (see `kernels.dependent_launch`). The first launch of a tile compiles it, which
     takes seconds, or loads it from the disk. The first error of the package is logged and ends its use: every later
-    `launch` returns None.
+    `multiply` returns None.
 
     Attributes:
         decodes: whether decode steps use it too. A launch takes the host long, so CUDA graphs have to capture it.
-        wanted: the products, one for each kernel, for which `launch` was called within `compile_ahead`. It launches
+        wanted: the products, one for each kernel, that `multiply` was asked for within `compile_ahead`. It launches
             nothing there.
     """
 
@@ -68,7 +69,7 @@ class Quack(OptionalPackage, Candidate):
     def __init__(self, gemm_act: Callable, make_config: Callable, decodes: bool = True):
         """gemm_act: `quack_early`'s. make_config: the package's GemmConfig."""
         self.decodes = decodes
-        self.wanted: dict[tuple[str, Tile, bool], Product] = {}
+        self.wanted: dict[tuple, Product] = {}
         self._gemm_act = gemm_act
         self._make_config = make_config
 
@@ -76,16 +77,19 @@ class Quack(OptionalPackage, Candidate):
         return self.works and self.decodes and self._takes(weight)
 
     def supports(self, problem: Problem) -> bool:
-        """16-bit floats, or fp8 with a scale for each channel; multiples of 64 rows and columns, no bias, and `out`
-        only for linear_add. An x that is not quantised first is packed and aligned likewise."""
+        """No bias, `out` only for linear_add, and what `can_multiply`."""
         operation, x, weight, bias, out = problem
-        is_here = self.works and (self.decodes or get_context().is_prefill)
-        if not is_here or bias is not None or (out is None) == (operation == "linear_add") or not self._takes(weight):
+        return bias is None and (out is not None) == (operation == "linear_add") and self.can_multiply(x, weight)
+
+    def can_multiply(self, x: Input, weight: Weight) -> bool:
+        """Whether it can in this step: 16-bit floats, or a weight in fp8 with a scale for each channel; multiples of 64
+        rows and columns. An x that is not quantised first is packed and aligned likewise."""
+        if not self.works or not (self.decodes or get_context().is_prefill) or not self._takes(weight):
             return False
         return isinstance(x, Normed) or isinstance(weight, Fp8Weight) or self._takes_rows(x, weight)
 
     def _takes(self, weight: Weight) -> bool:
-        shape_fits = not (weight.shape[0] % _ALIGNMENT or weight.shape[1] % _ALIGNMENT)
+        shape_fits = not (weight.shape[-2] % _ALIGNMENT or weight.shape[-1] % _ALIGNMENT)
         if isinstance(weight, Fp8Weight):
             return weight.is_cuda and not weight.format.is_blocked and shape_fits
         return weight.is_cuda and weight.dtype in self.DTYPES and shape_fits
@@ -94,44 +98,81 @@ class Quack(OptionalPackage, Candidate):
         return x.dtype == weight.dtype and x.stride(1) == 1 and not (x.stride(0) % _ALIGNMENT or x.data_ptr() % 16)
 
     def launch(self, problem: Problem, constants: tuple) -> Tensor | None:
-        """The result, or None if it failed; a residual is unchanged then. constants: a Tile's. Raises
-        torch.OutOfMemoryError only."""
-        tile = Tile(*constants)
-        operation, weight, out = problem.operation, problem.weight, problem.out
-        num_tokens, N = len(problem.x), len(weight)
-        options: dict[str, Any] = {"C": out} if operation == "linear_add" else {}
+        """`multiply`. constants: a Tile's."""
+        operation, x, weight, _, out = problem
+        return self.multiply(operation, x, weight, Tile(*constants), out)
+
+    def multiply(
+        self,
+        operation: str,
+        x: Input,
+        weight: Weight,
+        tile: Tile,
+        out: Tensor | None = None,
+        *,
+        starts: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor | None:
+        """The result, or None if it failed; a residual is unchanged then. Raises torch.OutOfMemoryError only.
+
+        Args:
+            operation: linear, linear_silu or linear_add, as in `matmul`.
+            out: linear_add's residual, else None.
+            starts: int32 `[num_experts + 1]`, of a weight `[num_experts, N, K]`: where each expert's rows begin, and
+                where the last ones end.
+            rows: int32 `[num_rows]`, those of x to multiply, in the order of their experts; None: all. Like starts, it
+                may be read while the launch before still runs, if that is a dependent one.
+        """
+        num_rows, N = len(x if rows is None else rows), weight.shape[-2]
+        options: dict[str, Any] = {} if starts is None else {"cu_seqlens_m": starts, "A_idx": rows}
         if operation == "linear":
-            out = weight.new_empty(num_tokens, N)
+            out = weight.new_empty(num_rows, N)
         elif operation == "linear_silu":
-            out = weight.new_empty(num_tokens, N // 2)
-            options = {"activation": "swiglu", "concat_layout": ("B",)}
+            out = weight.new_empty(num_rows, N // 2)
+            options |= {"activation": "swiglu", "concat_layout": ("B",)}
+        else:
+            options["C"] = out
+        is_traced = HAS_TRITON and is_compiling_ahead()
         is_fp8 = isinstance(weight, Fp8Weight)
         if is_fp8:
-            x, x_scale = quantize_input(problem.x, weight.format)
-            weight, options["scales"] = weight.values, (x_scale, weight.scale)
+            values, x_scale = quantize_input(x, weight.format)
+            if rows is not None and not is_traced:  # Within a trace they are any numbers.
+                x_scale = x_scale[rows]
+            factor, options["scales"] = weight.values, (x_scale, weight.scale)
         else:
-            x = problem.input
-        if HAS_TRITON and is_compiling_ahead():
-            product = Product(operation, tile, num_tokens, *weight.shape, out.dtype, is_fp8)
-            self.wanted.setdefault((operation, tile, is_fp8), product)
+            values, factor = x if isinstance(x, Tensor) else x.value(), weight
+        if is_traced:
+            num_experts = 0 if starts is None else len(weight)
+            product = Product(operation, tile, num_rows, *weight.shape[-2:], out.dtype, is_fp8, num_experts)
+            self.wanted.setdefault((operation, tile, is_fp8, num_experts > 0), product)
             return out
 
         def multiply() -> Tensor:
             config = _config(self._make_config, tile)
-            self._gemm_act(x, weight.t(), postact_out=out, store_preact=False, tuned=False, config=config, **options)
+            arguments = {"postact_out": out, "store_preact": False, "tuned": False, "config": config}
+            self._gemm_act(values, factor.mT, **arguments, **options)
             return out
 
         return self.attempt(multiply)
 
     def load(self, product: Product, device: torch.device) -> None:
         """Launch a product once, on arbitrary numbers, to load its kernel."""
-        x = torch.empty(product.num_tokens, product.K, dtype=product.dtype, device=device)
-        weight: Any = x.new_empty(product.N, product.K, dtype=E4M3 if product.is_fp8 else None)
-        if product.is_fp8:
-            scale = torch.empty(product.N, 1, dtype=torch.float32, device=device)
-            weight = Fp8Weight(weight, scale, Fp8Format(), product.dtype)
-        out = x.new_empty(product.num_tokens, product.N) if product.operation == "linear_add" else None
-        self.launch(Problem(product.operation, x, weight, out=out), product.tile)
+        operation, tile, num_rows, N, K, dtype, is_fp8, num_experts = product
+        x = torch.empty(num_rows, K, dtype=dtype, device=device)
+        lead = (num_experts,) if num_experts else ()
+        weight: Any = x.new_empty(*lead, N, K, dtype=E4M3 if is_fp8 else None)
+        if is_fp8:
+            scale = torch.empty(*lead, N, 1, dtype=torch.float32, device=device)
+            weight = Fp8Weight(weight, scale, Fp8Format(), dtype)
+        options: dict[str, Any] = {}
+        if operation == "linear_add":
+            options["out"] = x.new_empty(num_rows, N)
+        if num_experts:  # All rows are the last one's.
+            options["starts"] = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+            options["starts"][-1] = num_rows
+            if operation == "linear_silu":
+                options["rows"] = torch.arange(num_rows, dtype=torch.int32, device=device)
+        self.multiply(operation, x, weight, tile, **options)
 
 
 @cache

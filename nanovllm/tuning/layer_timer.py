@@ -50,7 +50,8 @@ class LayerTimer:
         quack: Any = load_quack(dtype, device, decodes=True) if is_alone else None
         if quack is not None:
             quack.attempt = lambda launch: launch()  # An error ends one trial here, not the use of the package.
-        found = [Cublas(), *our_candidates(device), *expert_candidates(device), *([] if quack is None else [quack])]
+        found = [Cublas(), *our_candidates(device), *expert_candidates(device, quack)]
+        found += [] if quack is None else [quack]
         self.candidates: dict[str, Candidate] = {candidate.name: candidate for candidate in found}
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         # Of experts a step reads one for each token at least.

@@ -143,7 +143,7 @@ def _all_trials(tuner: Tuner) -> Iterator[tuple[str, int, int, Choice]]:
 
 def _list(shapes: list[Shape]) -> None:
     is_alone = all(shape.operation != "linear_sum" for shape in shapes)
-    candidates = _DRY_CANDIDATES | ({"quack-kernels"} if is_alone else set())
+    candidates = _DRY_CANDIDATES | ({"quack-kernels", "quack-experts"} if is_alone else set())
     tuner = Tuner(shapes, package_table(_DRY_GPU), candidates, _DRY_MULTIPROCESSORS)
     trials = Counter((phase, n, shapes[i], choice.candidate) for phase, n, i, choice in _all_trials(tuner))
     for (phase, num_tokens, shape, candidate), count in trials.items():

@@ -56,7 +56,8 @@ def challengers(shape: Shape, phase: str, num_tokens: int, num_multiprocessors: 
     """All choices to try for a product besides the table's."""
     if shape.operation == "experts":
         tiles = _fp8_expert_tiles if shape.dtype in FORMATS else _expert_tiles
-        return [CUBLAS, *_experts_gemv(shape, num_tokens), *tiles(shape, num_tokens)]
+        quack = _quack_experts() if phase == "prefill" else ()
+        return [CUBLAS, *_experts_gemv(shape, num_tokens), *tiles(shape, num_tokens), *quack]
     if shape.dtype in FORMATS:
         return [CUBLAS, *_fp8(shape, phase, num_tokens, num_multiprocessors)]
     kinds = {"decode": (_gemv, _split_k, _decode_tiles), "prefill": (_fused_silu, _prefill_tiles)}[phase]
@@ -216,6 +217,11 @@ def _fp8_expert_tiles(shape: Shape, num_tokens: int) -> Iterator[Choice]:
                     yield Choice("expert-tiles", constants)
     if num_tokens >= 512:
         yield Choice("scaled-grouped-mm")
+
+
+def _quack_experts() -> Iterator[Choice]:
+    tiles = (128, 256, (1, 1), False), (128, 256, (2, 1), False), (128, 192, (2, 1), True)
+    return (Choice("quack-experts", pair) for pair in product(tiles, repeat=2))
 
 
 def _tokens_of_tiles(shape: Shape, num_tokens: int) -> Iterator[int]:

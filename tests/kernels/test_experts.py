@@ -91,15 +91,17 @@ def test_routing(device, num_tokens, num_experts, top_k, routing, normalize, has
     torch.testing.assert_close(experts, expected_experts)
     torch.testing.assert_close(weights, expected_weights)
 
-    order, starts = sort_by_expert(experts, num_experts)
+    positions = torch.full((num_tokens * top_k,), -1, dtype=torch.int32, device=device)
+    order, starts = sort_by_expert(experts, num_experts, positions)
     flat = experts.flatten().long()
     counts = flat.bincount(minlength=num_experts + 1)[:num_experts]
     torch.testing.assert_close(order.long(), flat.argsort(stable=True))
+    torch.testing.assert_close(positions.long(), order.long().argsort())
     torch.testing.assert_close(starts.long(), F.pad(counts.cumsum(0), (1, 0)))
 
 
 def test_more_pairs_than_a_program_sorts_at_once(device, monkeypatch):
-    monkeypatch.setattr(kernels, "_SORT_BLOCKS", (128, 512))
+    monkeypatch.setattr(kernels, "_SORT_BLOCKS", (128, 256, 512))
     order, starts = sort_by_expert(torch.zeros(60, 2, dtype=torch.int16, device=device), 2)
     assert order.tolist() == list(range(120))
     experts = torch.randint(0, 6, (300, 2), dtype=torch.int16, device=device)
@@ -142,7 +144,15 @@ def test_tiles(
     order, starts = sort_by_expert(experts, num_experts)
     hidden = gate_up(x, order, starts, weights[0], config)
     y = down(hidden, order, starts, shares, weights[1], config)
+    before = out.clone()
     assert add_pairs(y, out, add, context_lens) is out
+    check_result(out, expected, num_tokens)
+
+    # As other grouped products leave them: in the order of the experts, without their weights.
+    y = down(hidden, order, starts, torch.ones_like(shares), weights[1], config)
+    sorted_pairs = y.view(-1, hidden_size)[order.long()].view(y.shape)
+    out.copy_(before)
+    add_pairs(sorted_pairs, out, add, context_lens, order.argsort().int(), shares)
     check_result(out, expected, num_tokens)
 
 

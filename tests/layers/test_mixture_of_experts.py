@@ -7,13 +7,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import make_checkpoint
+from fake_quack import CpuQuack, Package, make_config
 
 pytest.importorskip("triton")
 
 from nanovllm.engine.runner.kernel_compilation import trace_products
 from nanovllm.layers import activation, expert_candidates, expert_products, fp8_products
+from nanovllm.layers import quack as quack_module
 from nanovllm.layers.attention_backend import TorchBackend
-from nanovllm.layers.expert_candidates import ExpertsGemv, ExpertTiles, Fp8ExpertTiles, GroupedMm, ScaledGroupedMm
+from nanovllm.layers.expert_candidates import (
+    ExpertsGemv,
+    ExpertTiles,
+    Fp8ExpertTiles,
+    GroupedMm,
+    QuackExperts,
+    ScaledGroupedMm,
+)
+from nanovllm.layers.expert_products import ExpertsProblem
 from nanovllm.layers.experts import MixtureOfExperts
 from nanovllm.layers.experts_torch import experts_torch, route_torch
 from nanovllm.layers.layernorm import Normed, RMSNorm
@@ -34,6 +44,7 @@ CHOICES = [
     Choice(ExpertTiles.name, (TILES, (32, 32, 64, 4, 2))),
     Choice(ExpertsGemv.name, ((4, 16, 1), (8, 64, 2))),
     Choice(GroupedMm.name),
+    Choice(QuackExperts.name, ((128, 256, (1, 1), False), (128, 192, (2, 1), True))),
 ]
 
 
@@ -92,7 +103,7 @@ def test_every_candidate_computes_the_same(kernels_everywhere, choice, num_token
     dtype = torch.bfloat16 if choice.candidate == GroupedMm.name else torch.float16
     layer, (residual, norm) = make_layer(dtype=dtype), make_input(num_tokens + 2, dtype)
     key = key_of(layer.experts.gate_up_proj.weight)
-    candidates = [ExpertTiles(), ExpertsGemv(), GroupedMm()]
+    candidates = [ExpertTiles(), ExpertsGemv(), GroupedMm(), QuackExperts(CpuQuack(Package(), make_config))]
     layer.matmul = Matmul(Table({key: Row({512: [choice]})}), candidates)
     expected = expected_result(layer, residual, norm)
     context_lens = torch.tensor([3] * num_tokens + [0] * 2, dtype=torch.int32)
@@ -101,7 +112,8 @@ def test_every_candidate_computes_the_same(kernels_everywhere, choice, num_token
     with step_context(Context(context_lens=context_lens)):
         result = layer.add(residual, Normed(residual, norm), norm)
     assert asked == [choice.candidate]
-    torch.testing.assert_close(residual, expected, rtol=3e-2, atol=3e-2)
+    atol = 3e-2 if dtype == torch.float16 else 1e-1  # of numbers of about 4; bfloat16 has three bits less
+    torch.testing.assert_close(residual, expected, rtol=3e-2, atol=atol)
     assert result.residual is residual
     torch.testing.assert_close(result.value(), norm(residual))
 
@@ -111,6 +123,7 @@ FP8_CHOICES = [
     Choice(Fp8ExpertTiles.name, (TILES, (32, 32, 64, 4, 2))),
     Choice(ExpertsGemv.name, ((16, 64, 1), (16, 64, 2))),
     Choice(ScaledGroupedMm.name),
+    CHOICES[-1],
     Choice(GroupedMm.name),  # which does not support such weights
 ]
 
@@ -144,16 +157,66 @@ def test_every_candidate_with_weights_in_fp8(kernels_everywhere, monkeypatch, ch
     routed = route_torch(F.linear(x, layer.gate.weight), TOP_K, True)
     total = experts_torch(x, *routed, experts.gate_up_proj.matrix, experts.down_proj.matrix)
     before = residual.clone()
-    candidates = [ExpertTiles(), Fp8ExpertTiles(), ExpertsGemv(), GroupedMm(), ScaledGroupedMm()]
+    candidates: list[Candidate] = [ExpertTiles(), Fp8ExpertTiles(), ExpertsGemv(), GroupedMm(), ScaledGroupedMm()]
+    candidates.append(QuackExperts(CpuQuack(Package(), make_config)))
     asked = record_launches(candidates)
     layer.matmul = Matmul(Table({key_of(experts.gate_up_proj.matrix): Row({512: [choice]})}), candidates)
     with step_context(Context(context_lens=torch.ones(7, dtype=torch.int32))):
         layer.add(residual, Normed(residual, norm), norm)
     found = residual.float() - before.float()
     assert asked == ([] if choice.candidate == GroupedMm.name else [choice.candidate])
-    # What takes inputs as they are differs by the rounding of these, which is 3 % of each product.
-    takes_them_as_they_are = choice.candidate in (ExpertTiles.name, ExpertsGemv.name)
-    assert (found - total).norm() < (0.08 if takes_them_as_they_are else 0.02) * total.norm()
+    # What takes inputs as they are differs by the rounding of these, which is 3 % of each product. Where results are
+    # bfloat16, their rounding moves the scale of a row that is quantised next.
+    distances = {ExpertTiles.name: 0.08, ExpertsGemv.name: 0.08, ScaledGroupedMm.name: 0.05}
+    assert (found - total).norm() < distances.get(choice.candidate, 1e-4) * total.norm()
+
+
+@pytest.mark.parametrize("failing_call", [1, 2])
+def test_experts_when_quack_kernels_fails(kernels_everywhere, failing_call):
+    """At the first product or at the second: the row's next candidate computes the layer, now and from then on."""
+
+    class FailingPackage(Package):
+        def __call__(self, *args, **options):
+            self.error = RuntimeError("launch failed") if len(self.calls) == failing_call - 1 else None
+            super().__call__(*args, **options)
+
+    layer, (residual, norm) = make_layer(), make_input(7)
+    package = FailingPackage()
+    candidates = [QuackExperts(CpuQuack(package, make_config)), ExpertTiles()]
+    key = key_of(layer.experts.gate_up_proj.weight, is_prefill=True)
+    layer.matmul = Matmul(Table({key: Row({512: [CHOICES[-1], CHOICES[0]]})}), candidates)
+    for _ in range(2):
+        expected = expected_result(layer, residual, norm)
+        with step_context(Context(is_prefill=True)):
+            layer.add(residual, Normed(residual, norm), norm)
+        torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
+    assert len(package.calls) == failing_call
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_grouped_products_of_quack_kernels_are_loaded_after_the_trace(monkeypatch, kernels_everywhere, in_fp8):
+    """A kernel for each product and format. A trace launches nothing: nothing has sorted the pairs."""
+    monkeypatch.setattr(fp8_products, "use_kernels", lambda x: False)
+    package = Package()
+    quack = CpuQuack(package, make_config)
+    with weight_format(Fp8Format() if in_fp8 else None):
+        layer = MixtureOfExperts(64, 32, NUM_EXPERTS, TOP_K, True, TensorParallel())
+    load_dummy(layer, seed=0)
+    gate_up, down = layer.experts.gate_up_proj.matrix, layer.experts.down_proj.matrix
+    garbage = torch.full((9 * TOP_K,), 2**30, dtype=torch.int32)
+    monkeypatch.setattr(expert_candidates, "sort_by_expert", lambda *args: (garbage, garbage[: NUM_EXPERTS + 1]))
+    monkeypatch.setattr(expert_candidates, "add_pairs", lambda y, out, *args: out)
+    x, logits = torch.randn(9, 64), torch.randn(9, NUM_EXPERTS)
+    with monkeypatch.context() as tracing:
+        tracing.setattr(quack_module, "is_compiling_ahead", lambda: True)
+        for _ in range(2):
+            problem = ExpertsProblem(x, logits, gate_up, down, TOP_K, True, x.clone(), True)
+            assert QuackExperts(quack).launch(problem, CHOICES[-1].constants) is problem.out
+    assert not package.calls
+    for product in quack.wanted.values():
+        quack.load(product, torch.device("cpu"))
+    assert [config.tile_n for config in package.calls] == [256, 192]
+    assert quack.works
 
 
 def test_kernels_without_a_row_of_the_table(kernels_everywhere):
@@ -300,7 +363,7 @@ def test_every_kernel_of_the_table_is_compiled_at_the_start():
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config, 64, TorchBackend(), TensorParallel()).bfloat16()
     compiled = set()
-    recorders = [Recorder(each.name, compiled) for each in (ExpertsGemv, ExpertTiles, GroupedMm)]
+    recorders = [Recorder(each.name, compiled) for each in (ExpertsGemv, ExpertTiles, GroupedMm, QuackExperts)]
     model.use_matmul(Matmul(package_table("NVIDIA H200"), recorders))
     trace_products(model, 512, 16384)
     layer, launched = model.model.layers[1].mlp, set()

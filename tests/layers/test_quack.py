@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm
-from fake_quack import Package, make_config, problem, tensors
+from fake_quack import CpuQuack, Package, make_config, problem, tensors
 
 from nanovllm.engine.runner import model_setup
 from nanovllm.engine.runner.model_setup import padded_batch
@@ -21,16 +21,6 @@ from nanovllm.tuning.table import Choice, Key, Row, Table, load_table
 from nanovllm.utils.context import Context, step_context
 
 PREFILL_TILE = Tile(128, 128, (1, 2), pingpong=True)
-
-
-class CpuQuack(Quack):
-    """Takes what a test has: float32, on a CPU, of any shape."""
-
-    def _takes(self, weight):
-        return True
-
-    def _takes_rows(self, x, weight):
-        return True
 
 
 def make_table(*shapes: tuple[int, int]) -> Table:

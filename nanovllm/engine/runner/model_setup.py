@@ -54,7 +54,7 @@ def build_model(runner: Any, backend: AttentionBackend, has_graphs: bool) -> tup
     runner.sampler = Sampler(tp, model.lm_head.first, model.lm_head.shard_size)
     # With two GPUs it gained nothing.
     quack = load_quack(config.dtype, device, decodes=has_graphs) if tp.size == 1 else None
-    candidates = our_candidates(device) + expert_candidates(device) + ([] if quack is None else [quack])
+    candidates = [*our_candidates(device), *expert_candidates(device, quack), *([] if quack is None else [quack])]
     what_to_tune = f"{config.model} --quantization {config.quantization}" if config.quantization else config.model
     model.use_matmul(Matmul(table, candidates, what_to_tune))
     runner.mixed_step_rows = choose_mixed_step_rows(config, has_graphs, gate_up_weight(model), table)
