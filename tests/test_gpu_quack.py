@@ -10,7 +10,11 @@ from fake_quack import problem
 from gpu_engines import REGRET, assert_replays_repeat, gpu_llm, keys_of, use_table
 
 from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.layers import expert_candidates
 from nanovllm.layers import quack as quack_module
+from nanovllm.layers.expert_candidates import QuackExperts
+from nanovllm.layers.expert_products import ExpertsProblem
+from nanovllm.layers.experts_torch import experts_torch, route_torch
 from nanovllm.layers.fp8_products import quantize_input
 from nanovllm.layers.kernel_matmul import our_candidates
 from nanovllm.layers.layernorm import Normed, RMSNorm
@@ -192,6 +196,86 @@ def test_launches_that_depend_on_each_other_give_the_bits_of_one_at_a_time(quack
             wait()
 
     run(torch.cuda.synchronize)
+    assert quack.works
+    assert_replays_repeat(run, residual, start, 100)
+
+
+EXPERTS = Shape("experts", 1536, 2048, "bfloat16", num_experts=16, top_k=4)
+EXPERT_CONSTANTS = [
+    choice.constants for choice in challengers(EXPERTS, "prefill", 4096, 132) if choice.candidate == QuackExperts.name
+]
+
+
+def make_experts(dtype: torch.dtype, in_fp8: bool) -> list[torch.Tensor | Fp8Weight]:
+    """Gate and up, and down, in the sizes of Qwen3-30B-A3B but fewer."""
+    weights: list[torch.Tensor | Fp8Weight] = []
+    for N, K in ((EXPERTS.N, EXPERTS.K), (EXPERTS.K, EXPERTS.N // 2)):
+        if in_fp8:
+            made = [make_fp8_weight(N, K) for _ in range(EXPERTS.num_experts)]
+            values, scale = torch.stack([each.values for each in made]), torch.stack([each.scale for each in made])
+            weights.append(Fp8Weight(values, scale, made[0].format, dtype))
+        else:
+            weights.append(torch.randn(EXPERTS.num_experts, N, K, device="cuda", dtype=dtype) * K**-0.5)
+    return weights
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("constants", EXPERT_CONSTANTS)
+@pytest.mark.parametrize("num_tokens", [1, 300, 5000])
+def test_experts(quack, num_tokens, constants, in_fp8):
+    """With experts that no token has, and rows of padding, which stay as they are."""
+    torch.manual_seed(num_tokens)
+    dtype = torch.bfloat16 if in_fp8 or num_tokens == 300 else torch.float16
+    gate_up, down = make_experts(dtype, in_fp8)
+    x = torch.randn(num_tokens, EXPERTS.K, device="cuda", dtype=dtype)
+    out = 0.1 * torch.randn_like(x)
+    logits = torch.randn(num_tokens, EXPERTS.num_experts, device="cuda", dtype=dtype)
+    logits[:, [0, 5, 6, 15]] -= 30
+    lens = (torch.arange(1, num_tokens + 1, device="cuda") % 9).int()
+    total = experts_torch(x, *route_torch(logits, EXPERTS.top_k, True, lens), gate_up, down)
+    problem = ExpertsProblem(x, logits, gate_up, down, EXPERTS.top_k, True, out.clone(), True, lens)
+    candidate = QuackExperts(quack)
+    assert candidate.supports(problem)
+    found = candidate.launch(problem, constants)
+    assert torch.equal(found[lens == 0], out[lens == 0])
+    differences = (found.float() - out.float() - total).norm(dim=1)[lens > 0]
+    # A bfloat16 has 8 bits, and the sum with `out` is rounded too. In fp8 a rounding may move the scale of a row.
+    assert (differences <= (0.04 if in_fp8 else 0.01) * total.norm(dim=1)[lens > 0]).all()
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("num_tokens", [64, 2048])
+def test_experts_that_depend_on_each_other_give_the_bits_of_one_at_a_time(quack, monkeypatch, num_tokens, in_fp8):
+    """Three layers, whose launches overlap."""
+    torch.manual_seed(num_tokens)
+    half = {"device": "cuda", "dtype": torch.bfloat16}
+    layers = [(torch.randn(16, 2048, **half) * 0.03, *make_experts(torch.bfloat16, in_fp8)) for _ in range(3)]
+    norm = RMSNorm(2048).to(**half)
+    start = torch.randn(num_tokens, 2048, **half)
+    residual = start.clone()
+    candidate = QuackExperts(quack)
+
+    def run() -> None:
+        for router, gate_up, down in layers:
+            logits = F.linear(norm(residual), router)
+            sizes = EXPERTS.top_k, True, residual, True
+            candidate.launch(ExpertsProblem(Normed(residual, norm), logits, gate_up, down, *sizes), EXPERT_CONSTANTS[0])
+
+    def alone(function):
+        def call(*args, **options):
+            result = function(*args, **options)
+            torch.cuda.synchronize()
+            return result
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for module, name in (
+            *((expert_candidates, name) for name in ("route", "sort_by_expert", "add_pairs")),
+            *((quack, "_gemm_act"), (quack_module, "quantize_input")),
+        ):
+            patched.setattr(module, name, alone(getattr(module, name)))
+        run()
     assert quack.works
     assert_replays_repeat(run, residual, start, 100)
 

@@ -276,7 +276,8 @@ def test_constants_of_the_table(is_prefill):
     from nanovllm.tuning.table import package_table
 
     device = torch.device("cuda")
-    candidates = {candidate.name: candidate for candidate in expert_candidates(device)}
+    # tests/test_gpu_quack.py has those of quack-kernels.
+    candidates = {candidate.name: candidate for candidate in expert_candidates(device, None)}
     for key, row in package_table("NVIDIA H200").rows.items():
         if (key.operation, key.dtype) != ("experts", "bfloat16") or (key.phase == "prefill") != is_prefill:
             continue
@@ -288,6 +289,8 @@ def test_constants_of_the_table(is_prefill):
             lens = None if is_prefill else make_context_lens(num_tokens, True, device)
             expected = expected_sum(x, logits, 8, True, weights, out, True, lens)
             for name, constants in choices:
+                if name == "quack-experts":
+                    continue
                 result = out._base.clone()[:, 8 : 8 + key.K]
                 problem = ExpertsProblem(x, logits, *weights, 8, True, result, True, lens)
                 assert candidates[name].supports(problem)

@@ -61,7 +61,7 @@ def experts_timer(monkeypatch, timer) -> LayerTimer:
     for module in (expert_candidates, expert_products):
         monkeypatch.setattr(module, "use_kernels", lambda x: True)
     monkeypatch.setattr(expert_candidates, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(layer_timer, "expert_candidates", lambda device: [ExpertsGemv(), ExpertTiles(), GroupedMm()])
+    monkeypatch.setattr(layer_timer, "expert_candidates", lambda *args: [ExpertsGemv(), ExpertTiles(), GroupedMm()])
     experts = Shape("experts", 2 * INTERMEDIATE, HIDDEN, "float16", num_experts=6, top_k=2)
     return LayerTimer([*timer.shapes[:2], Shape("linear", 6, HIDDEN, "float16"), experts], timer.attention)
 

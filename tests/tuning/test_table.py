@@ -160,7 +160,14 @@ def test_tables_of_the_package(path):
     from nanovllm.kernels.experts_gemv import ExpertsGemvConfig
     from nanovllm.kernels.gemv import GemvConfig
     from nanovllm.kernels.split_k import SplitKConfig
-    from nanovllm.layers.expert_candidates import ExpertsGemv, ExpertTiles, Fp8ExpertTiles, GroupedMm, ScaledGroupedMm
+    from nanovllm.layers.expert_candidates import (
+        ExpertsGemv,
+        ExpertTiles,
+        Fp8ExpertTiles,
+        GroupedMm,
+        QuackExperts,
+        ScaledGroupedMm,
+    )
     from nanovllm.layers.kernel_matmul import FusedSilu, Gemv, SplitK
     from nanovllm.layers.matmul import OPERATIONS, Cublas
     from nanovllm.layers.quack import Quack, Tile
@@ -168,7 +175,7 @@ def test_tables_of_the_package(path):
     constant_types = {Gemv.name: GemvConfig, SplitK.name: SplitKConfig, Quack.name: Tile}
     constant_types |= dict.fromkeys((Cublas.name, FusedSilu.name), tuple)
     pairs_of_types = {ExpertsGemv.name: ExpertsGemvConfig, ExpertTiles.name: TileConfig}
-    pairs_of_types |= {Fp8ExpertTiles.name: TileConfig}
+    pairs_of_types |= {Fp8ExpertTiles.name: TileConfig, QuackExperts.name: Tile}
     table = read_table(path)
     assert path == package_path(json.loads(path.read_text())["gpu"])
     for name in (*TUNED, "Qwen3-30B-A3B"):
