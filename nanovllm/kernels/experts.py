@@ -50,7 +50,8 @@ from nanovllm.kernels.linear_checks import BLOCK
 _E4M3 = torch.float8_e4m3fn
 MAX_EXPERTS = 1024  # What one program sorts and compares at once.
 _ROUTE_ELEMENTS = 2048  # logits of a program of `route`
-_SORT_BLOCKS = (1024, 4096, 32768)  # pairs whose experts a program of `sort_by_expert` reads at once
+_SORT_BLOCK = 4096  # pairs, the most whose experts a program of `sort_by_expert` reads at once
+_SORT_WARP = 512  # and those that a warp of it reads
 
 
 class TileConfig(NamedTuple):
@@ -181,9 +182,9 @@ def sort_by_expert(experts: Tensor, num_experts: int, positions: Tensor | None =
     num_pairs = experts.numel()
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
-    block = next((block for block in _SORT_BLOCKS if num_pairs <= block), _SORT_BLOCKS[-1])
+    block = min(max(triton.next_power_of_2(num_pairs), 1024), _SORT_BLOCK)
     launcher(_sort_kernel, (num_experts + 1,), has_pdl(experts.device))(
-        experts, order, starts, positions, num_pairs, num_experts, BLOCK=block, num_warps=min(block // 512, 32)
+        experts, order, starts, positions, num_pairs, num_experts, BLOCK=block, num_warps=min(block // _SORT_WARP, 32)
     )
     return order, starts
 
