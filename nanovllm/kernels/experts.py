@@ -50,8 +50,8 @@ from nanovllm.kernels.linear_checks import BLOCK
 _E4M3 = torch.float8_e4m3fn
 MAX_EXPERTS = 1024  # What one program sorts and compares at once.
 _ROUTE_ELEMENTS = 2048  # logits of a program of `route`
-_SORT_BLOCK = 4096  # pairs, the most whose experts a program of `sort_by_expert` reads at once
-_SORT_WARP = 512  # and those that a warp of it reads
+# Pairs of `sort_by_expert`: those that a program lists, those that it reads at once at most, those that a warp reads.
+_SORT_PART, _SORT_BLOCK, _SORT_WARP = 16384, 4096, 512
 
 
 class TileConfig(NamedTuple):
@@ -144,19 +144,23 @@ def route(logits: Tensor, top_k: int, normalize: bool, context_lens: Tensor | No
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _sort_kernel(experts, order, starts, positions, num_pairs, num_experts, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A program for each expert, and one for no expert, reads all pairs twice: to count those of lower experts, and to
-    list its own."""
+def _sort_kernel(
+    experts, order, starts, positions, num_pairs, num_experts, PART: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program lists the pairs of one expert, or of none, within one part of all. It reads all pairs, to count those
+    that are listed before its own."""
     await_previous(PDL)
     mine = tl.program_id(0)
+    part = tl.program_id(1) * PART
     pair = tl.arange(0, BLOCK)
-    lower = tl.zeros([BLOCK], tl.int32)
+    before = tl.zeros([BLOCK], tl.int32)
     for first in range(0, num_pairs, BLOCK):
-        expert = tl.load(experts + first + pair, mask=first + pair < num_pairs, other=num_experts)
-        lower += (expert < mine).to(tl.int32)
-    start = tl.sum(lower)
+        expert = tl.load(experts + first + pair, mask=first + pair < num_pairs, other=num_experts + 1)
+        before += ((expert < mine) | ((expert == mine) & (first < part))).to(tl.int32)
+    start = tl.sum(before)
     end = start
-    for first in range(0, num_pairs, BLOCK):
+    for first in range(part, min(part + PART, num_pairs), BLOCK):
         inside = first + pair < num_pairs
         expert = tl.load(experts + first + pair, mask=inside, other=num_experts)
         is_mine = (inside & (expert == mine)).to(tl.int32)
@@ -165,7 +169,8 @@ def _sort_kernel(experts, order, starts, positions, num_pairs, num_experts, BLOC
         if positions is not None:
             tl.store(positions + first + pair, position, mask=is_mine != 0)
         end += tl.sum(is_mine)
-    tl.store(starts + mine, start)
+    if part == 0:
+        tl.store(starts + mine, start)
 
 
 def sort_by_expert(experts: Tensor, num_experts: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -183,9 +188,11 @@ def sort_by_expert(experts: Tensor, num_experts: int, positions: Tensor | None =
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
     block = min(max(triton.next_power_of_2(num_pairs), 1024), _SORT_BLOCK)
-    launcher(_sort_kernel, (num_experts + 1,), has_pdl(experts.device))(
-        experts, order, starts, positions, num_pairs, num_experts, BLOCK=block, num_warps=min(block // _SORT_WARP, 32)
-    )
+    grid = num_experts + 1, max(1, triton.cdiv(num_pairs, _SORT_PART))
+    launcher(_sort_kernel, grid, has_pdl(experts.device))(
+        experts, order, starts, positions, num_pairs, num_experts, PART=_SORT_PART, BLOCK=block,
+        num_warps=min(block // _SORT_WARP, 32),
+    )  # fmt: skip
     return order, starts
 
 
