@@ -143,16 +143,17 @@ def route(logits: Tensor, top_k: int, normalize: bool, context_lens: Tensor | No
     return experts, weights
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _sort_kernel(
-    experts, order, starts, positions, num_pairs, num_experts, PART: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    experts, order, starts, positions, num_tokens, num_experts, TOP_K: tl.constexpr, PART: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program lists the pairs of one expert, or of none, within one part of all. It reads all pairs, to count those
     that are listed before its own."""
     await_previous(PDL)
     mine = tl.program_id(0)
     part = tl.program_id(1) * PART
+    num_pairs = num_tokens * TOP_K  # known to be a multiple of top_k, so that several are loaded at once
     pair = tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
     for first in range(0, num_pairs, BLOCK):
@@ -190,8 +191,8 @@ def sort_by_expert(experts: Tensor, num_experts: int, positions: Tensor | None =
     block = min(max(triton.next_power_of_2(num_pairs), 1024), _SORT_BLOCK)
     grid = num_experts + 1, max(1, triton.cdiv(num_pairs, _SORT_PART))
     launcher(_sort_kernel, grid, has_pdl(experts.device))(
-        experts, order, starts, positions, num_pairs, num_experts, PART=_SORT_PART, BLOCK=block,
-        num_warps=min(block // _SORT_WARP, 32),
+        experts, order, starts, positions, len(experts), num_experts, TOP_K=experts.shape[1], PART=_SORT_PART,
+        BLOCK=block, num_warps=min(block // _SORT_WARP, 32),
     )  # fmt: skip
     return order, starts
 

@@ -145,7 +145,12 @@ def _choice(items: list) -> Choice:
     if not isinstance(items, list) or not items or not isinstance(items[0], str):
         raise ValueError(f"a choice must be a list of a candidate's name and its constants, not {items!r}")
     name, *constants = items
-    return Choice(name, tuple(tuple(value) if isinstance(value, list) else value for value in constants))
+    return Choice(name, _tuple(constants))
+
+
+def _tuple(values: Iterable) -> tuple:
+    """Also of the lists within."""
+    return tuple(_tuple(value) if isinstance(value, list) else value for value in values)
 
 
 def write_table(path: Path, gpu: str, table: Table) -> None:

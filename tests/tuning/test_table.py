@@ -59,7 +59,8 @@ def test_both_16_bit_dtypes_share_rows():
 
 def test_a_file_holds_all_of_a_table(tmp_path):
     row = Row({1: [Choice("gemv", (4, 1024, 1))], 64: [Choice("quack-kernels", (64, 48, (2, 1), True))], 65: []})
-    table = Table({KEY: row, KEY._replace(N=1): Row({1: []})}, {"flash_attn4": {"rows": 256}}, {"torch": "2.11.0"})
+    pair = Choice("quack-experts", ((128, 256, (1, 1), False), (128, 192, (2, 1), True)))
+    table = Table({KEY: row, KEY._replace(N=1): Row({1: [pair]})}, {"flash_attn4": {"rows": 256}}, {"torch": "2.11.0"})
     path = tmp_path / "cache" / "table.json"
     write_table(path, "some GPU", table)
     again = read_table(path)
