@@ -147,13 +147,13 @@ class Quack(OptionalPackage, Candidate):
             self.wanted.setdefault((operation, tile, is_fp8, num_experts > 0), product)
             return out
 
-        def multiply() -> Tensor:
+        def run() -> Tensor:
             config = _config(self._make_config, tile)
             arguments = {"postact_out": out, "store_preact": False, "tuned": False, "config": config}
             self._gemm_act(values, factor.mT, **arguments, **options)
             return out
 
-        return self.attempt(multiply)
+        return self.attempt(run)
 
     def load(self, product: Product, device: torch.device) -> None:
         """Launch a product once, on arbitrary numbers, to load its kernel."""
