@@ -27,11 +27,16 @@ class Kind(NamedTuple):
 
 CHAT = Kind("/v1/chat/completions", "messages", "chatcmpl", "chat.completion")
 COMPLETION = Kind("/v1/completions", "prompt", "cmpl", "text_completion")
+_BESIDE_BODY = ("custom_id", "method", "url")
 
 
 def is_request(row: Row) -> bool:
-    """Whether a row is one of OpenAI's. A `body` that is a text is a column like any other."""
-    return isinstance(row.get("body"), Mapping)
+    """Whether a row is one of OpenAI's: it has a `body` with a prompt, or with OpenAI's other keys beside it. Any other
+    `body` is a column like the rest."""
+    body = row.get("body")
+    if not isinstance(body, Mapping):
+        return False
+    return any(kind.prompt in body for kind in (CHAT, COMPLETION)) or not row.keys().isdisjoint(_BESIDE_BODY)
 
 
 def read_request(row: Row) -> tuple[Kind, Any, Row, Row]:

@@ -86,6 +86,11 @@ def test_columns_that_are_called_as_openais():
     answer = answer_row(7, LineFormat().read(row, 7), output(), "m")
     assert answer["custom_id"] == "c"
     assert read_answer(answer) == (7, 4, 3)
+    row = {"id": 8, "subject": "s", "body": {"html": None}}  # an object without a prompt, and nothing else of OpenAI's
+    assert read_id(row) == 8
+    assert LineFormat(template="{subject}: {body}").read(row, 8).prompt == 's: {"html": null}'
+    with pytest.raises(ValueError, match="body: has no 'prompt'"):
+        LineFormat().read({"custom_id": "c", "body": {"html": None}}, "c")
 
 
 @given(st.binary())
