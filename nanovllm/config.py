@@ -56,7 +56,8 @@ class Config:
         FileNotFoundError: no such model, or no config.json in it.
     """
 
-    model: str  # a directory, hub id or published shape; after the checks the directory or the shape
+    # What the checks turn into another type is Any: they accept more types than the engine reads.
+    model: Any  # a directory, hub id or published shape; after the checks a str: the directory or the shape
     max_num_batched_tokens: int | None = None  # tokens of a prefill step; after the checks a number
     max_num_seqs: int = 512  # sequences of a step
     max_model_len: int | None = 4096  # tokens of the longest sequence; after the checks at most supported_model_len
@@ -79,10 +80,10 @@ class Config:
     seed: int | None = None  # of requests without one
     skip_tokenizer_init: bool = False  # token ids only
     use_tqdm: bool = True  # show the start's progress
-    tokenizer: str | None = None  # another model's; after the checks its directory, or None if there is none
+    tokenizer: Any = None  # another model's; after the checks its directory, or None if there is none
     revision: str | None = None  # of the hub id
     hf_config: Any = None  # the model's transformers configuration; None reads it
-    eos: tuple[int, ...] = ()  # end-of-sequence tokens; () reads the model's
+    eos: Any = ()  # end-of-sequence tokens, a tuple after the checks; () reads the model's
 
     def __post_init__(self) -> None:
         self._unwrap_numpy()

@@ -36,6 +36,11 @@ def test_options_and_their_defaults(after, cls):
     assert documented == {f.name: "" if f.default is MISSING else repr(f.default) for f in fields(cls)}
 
 
+def test_help_of_llm_has_the_options():
+    """Editors and help() take them from the signature."""
+    assert inspect.signature(LLM).parameters == inspect.signature(Config).parameters
+
+
 @pytest.mark.parametrize(
     ("after", "cls"),
     [

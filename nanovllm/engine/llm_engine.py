@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count, takewhile
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 from typing_extensions import Self
 
@@ -28,6 +28,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import require
 from nanovllm.utils.collector import old_objects_set_aside
 from nanovllm.utils.model_files import load_tokenizer
+from nanovllm.utils.option_hints import takes_options_of
 from nanovllm.utils.progress import check_use_tqdm, progress_bar
 
 logger = logging.getLogger(__name__)
@@ -61,18 +62,19 @@ class LLMEngine:
         scheduler, executor, model_runner: what a step goes through.
     """
 
+    @takes_options_of(Config)
     def __init__(self, model: str | os.PathLike[str], **options: Any):
         """
         Args:
             model: a directory, a hub id, or a published shape's name.
-            options: see Config.
+            options: see Config, whose fields they are.
 
         Raises:
             TypeError, ValueError, FileNotFoundError: a wrong option, or weights that do not fit the model.
             MemoryError: no room for a single KV cache block.
         """
         start = time.perf_counter()
-        self.config = config = Config(cast(str, model), **options)  # which turns a path into a str
+        self.config = config = Config(model, **options)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model, config.tokenizer)
         if self.tokenizer is not None and "eos" not in options and self.tokenizer.eos_token_id is not None:
             config.add_eos([self.tokenizer.eos_token_id], "tokenizer")

@@ -8,7 +8,10 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, TypeVar
 
+from typing_extensions import Concatenate, ParamSpec
+
 Function = TypeVar("Function", bound=Callable)
+Options = ParamSpec("Options")
 
 # {who has options: {an option that it does not have: what to do instead}}, for users of vLLM and transformers.
 HINTS = json.loads(Path(__file__).with_name("option_hints.json").read_text(encoding="utf-8"))
@@ -44,5 +47,20 @@ def explains_unknown_options(
             return function(*args, **options)
 
         return checked
+
+    return decorate
+
+
+def takes_options_of(
+    source: Callable[Options, object],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Options], None]]:
+    """A decorator of a method that passes all its arguments on to `source`: type checkers, editors and help() see the
+    arguments of `source`, which are declared only there."""
+
+    def decorate(method: Any) -> Any:
+        self = Parameter("self", Parameter.POSITIONAL_ONLY)
+        own = signature(source)
+        method.__signature__ = own.replace(parameters=[self, *own.parameters.values()], return_annotation=None)
+        return method
 
     return decorate
