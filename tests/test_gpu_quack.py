@@ -5,6 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, random_prompt
 from fake_quack import problem
 from gpu_engines import REGRET, assert_replays_repeat, gpu_llm, keys_of, use_table

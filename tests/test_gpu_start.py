@@ -5,6 +5,9 @@ import logging
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
 import triton
 from checkpoints import VOCAB_SIZE, Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
 from gpu_engines import REGRET, gpu_llm, needs_flash_attn

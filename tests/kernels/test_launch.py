@@ -5,6 +5,8 @@ import threading
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from nanovllm.kernels.launch import compile_ahead
 from nanovllm.kernels.qk_norm_rope import qk_norm_rope_store
 

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
 from decode_cases import H200, HAS_TMA, TOLERANCE, check, dense_decode, make_case, make_plan, needs_tma, paged_decode
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
 from decode_cases import H200, check, make_case, make_plan, needs_tma, paged_decode
 
 import nanovllm.kernels.paged_decode as paged_decode_module

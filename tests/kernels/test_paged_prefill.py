@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("triton")
+
 from nanovllm.kernels.paged_prefill import choose_tiles, paged_prefill
 from nanovllm.layers.attention_torch import prefill_attention_torch
 
