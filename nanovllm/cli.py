@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run_batch(commands, arguments)
     _add_status(commands)
+    _add_chat(commands)
     _add_tune(commands)
     commands.add_parser("bench", help="measure the speed on this machine", add_help=False)
     if arguments[:1] == ["bench"]:  # Its own parser needs torch, and reads what follows the command.
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # A reader such as `head` has seen enough. Python would flush again and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NO_READER
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         print(f"nanovllm {options.command}: {error}", file=sys.stderr)
         return _FAILED
     except KeyboardInterrupt:
@@ -181,6 +182,43 @@ def _status(options: argparse.Namespace) -> int:
         f"{num_prompt_tokens} prompt tokens, {num_completion_tokens} completion tokens, {status.seconds:.1f} s so far"
     )
     print(", ".join(f"{name}={value!r}" for name, value in status.job.items()))
+    return 0
+
+
+# -- chat --------------------------------------------------------------------------------------------------------------
+
+
+def _add_chat(commands: Any) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a model in the terminal",
+        description="Talk to a model: each line is a message. /clear forgets the conversation, /exit ends. Sampling is "
+        "what the model's generation_config.json recommends unless options say otherwise.",
+    )
+    parser.add_argument("model", help="a directory or a hub id")
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    kwargs_help = """variables of the chat template, such as '{"enable_thinking": false}'"""
+    parser.add_argument("--chat-template-kwargs", type=_json, metavar="JSON", help=kwargs_help)
+    sampling = parser.add_argument_group("sampling (docs/reference.md)")
+    sampling.add_argument("--max-tokens", type=int, metavar="N", help="default: no limit")
+    sampling.add_argument("--seed", type=int, metavar="N", help="makes the answers reproducible")
+    names = [name for name in _NUMBERS if name not in ("n", "logprobs")]
+    _add_all(sampling, {name: _NUMBERS[name] for name in names})
+    engine = parser.add_argument_group("engine (docs/reference.md)")
+    engine.add_argument("--enforce-eager", action="store_true", default=None, help="use no CUDA graphs")
+    _add_all(engine, _ENGINE)
+    parser.set_defaults(run=_chat, sampling_names=["max_tokens", "seed", *names])
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from nanovllm.terminal_chat import chat_in_terminal
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    sampling = {name: given.pop(name) for name in given.pop("sampling_names") if name in given}
+    for name in ("command", "run"):
+        given.pop(name)
+    chat_in_terminal(**given, sampling=sampling)
     return 0
 
 
