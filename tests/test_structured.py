@@ -244,6 +244,6 @@ def test_without_the_library_or_a_tokenizer(path, monkeypatch):
         llm.add_request([1], form(choice=["a"]))
     with make_llm(path, skip_tokenizer_init=False) as llm:
         monkeypatch.setitem(sys.modules, "llguidance", None)
-        with pytest.raises(ImportError, match=r"pip install nanovllm\[structured\]"):
+        with pytest.raises(ImportError, match=r"pip install llguidance"):
             llm.add_request([1], form(choice=["a"]))
         assert len(completions(run(llm, [[1]], greedy(2)))[0]) == 2

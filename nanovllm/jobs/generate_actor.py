@@ -92,7 +92,7 @@ class GenerateActor:
     A row is a line as run_batch reads it: a prompt, and perhaps parameters of its own. All columns are kept. These are
     added: text, finish_reason, num_prompt_tokens and num_completion_tokens; samples, logprobs and prompt_logprobs,
     which are JSON; and error, which says why a row has no answer and is null for all others. Columns of the input with
-    such a name become `input_text` and so on. Needs Ray: pip install 'nanovllm[ray]'.
+    such a name become `input_text` and so on. Needs Ray: pip install 'ray[data]' pyarrow.
     """
 
     def __init__(

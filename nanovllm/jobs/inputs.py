@@ -121,7 +121,7 @@ def require_pyarrow() -> None:
     try:
         import pyarrow  # noqa: F401
     except ImportError as error:
-        raise ImportError("pyarrow is not installed: pip install 'nanovllm[jobs]'") from error
+        raise ImportError("pyarrow is not installed: pip install pyarrow") from error
 
 
 def open_file(path: str) -> AbstractContextManager[IO[bytes]]:

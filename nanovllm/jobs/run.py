@@ -283,7 +283,7 @@ def _check_cluster(replicas: int | None, address: str | None, model: Model, orde
     if isinstance(model, LLM):
         raise TypeError("model: must be a directory or a hub id, of which every replica makes its own LLM")
     if find_spec("ray") is None:
-        raise ImportError("replicas and ray_address need Ray: pip install 'nanovllm[ray]'")
+        raise ImportError("replicas and ray_address need Ray: pip install 'ray[data]' pyarrow")
     return Cluster(replicas, address)
 
 

@@ -41,7 +41,7 @@ def _obstacle(
     if name == "triton":
         return None if head_dim <= 256 else f"head_dim {head_dim} is more than 256"
     if find_spec("flash_attn_2_cuda") is None:
-        return "the flash-attn package is not installed: pip install 'nanovllm[flash-attn]', or use triton"
+        return "the flash-attn package is not installed: pip install flash-attn, or use triton"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16, not {dtype}; use triton"
     if is_fp8_cache:

@@ -62,7 +62,7 @@ def test_files_are_found_once_and_in_order(tmp_path):
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"pyarrow is not installed: pip install 'nanovllm\[jobs\]'"):
+    with pytest.raises(ImportError, match=r"pyarrow is not installed: pip install pyarrow"):
         rows_of(tmp_path / "a.parquet")
 
 

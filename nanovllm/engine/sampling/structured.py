@@ -28,7 +28,7 @@ class Grammars:
             import llguidance.numpy
         except ImportError as error:
             raise ImportError(
-                f"structured_outputs need llguidance ({error}): pip install nanovllm[structured]"
+                f"structured_outputs need llguidance ({error}): pip install llguidance"
             ) from error
         eos = sorted(token for token in eos if token < vocab_size)
         if not eos:
