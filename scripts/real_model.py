@@ -89,7 +89,10 @@ def fetch(folder: Path) -> Path:
 
 def write_checkpoint(gguf_path: Path, folder: Path) -> None:
     """Write a GGUF file of Llama's architecture as transformers would save the model and its tokenizer."""
-    import gguf
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"the package gguf is missing: {COMMAND}") from error
     import torch
     from safetensors.torch import save_file
 

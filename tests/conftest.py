@@ -5,9 +5,12 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 # Of the processes that tests start as well: threads of several processes that wait busily keep each other from working.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -20,6 +23,7 @@ if not torch.cuda.is_available():
 import huggingface_hub
 import hypothesis
 import pytest
+import real_model
 from checkpoints import Reference, assert_idle, make_checkpoint, make_llm
 from configs import NEW_STYLE
 
@@ -38,12 +42,14 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    missing = {
+        "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
+        "real": None if real_model.is_complete(real_model.default_folder()) else f"needs {real_model.COMMAND}",
+    }
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        for mark, reason in missing.items():
+            if reason and mark in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session", autouse=True)
