@@ -27,9 +27,7 @@ class Grammars:
             import llguidance.hf
             import llguidance.numpy
         except ImportError as error:
-            raise ImportError(
-                f"structured_outputs need llguidance ({error}): pip install llguidance"
-            ) from error
+            raise ImportError(f"structured_outputs need llguidance ({error}): pip install llguidance") from error
         eos = sorted(token for token in eos if token < vocab_size)
         if not eos:
             raise ValueError("structured_outputs: the model has no end-of-sequence token that would end them: set eos")
