@@ -1,20 +1,26 @@
 """What a caller of a job hands in beside the files: the model, and options of lines and of the engine."""
 
+import logging
 import os
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.engine.runner.model_setup import choose_backend
 from nanovllm.jobs.inputs import Inputs
-from nanovllm.jobs.lines import SAMPLING_OPTIONS, LineFormat, Row
-from nanovllm.jobs.reader import ReadPlan
+from nanovllm.jobs.lines import LineFormat
+from nanovllm.jobs.openai_batch import Responder
+from nanovllm.jobs.reader import ReadPlan, find_tokenizer
+from nanovllm.jobs.request_names import SAMPLING_OPTIONS, Row
 from nanovllm.llm import LLM
 from nanovllm.utils.option_hints import HINTS, unknown_option
 from nanovllm.utils.progress import tqdm
+
+logger = logging.getLogger(__name__)
 
 Model = str | os.PathLike[str] | LLM
 
@@ -45,19 +51,10 @@ class Arguments:
         block_size: tokens of a KV cache block.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        prompt_column: str | None,
-        template: str | None,
-        system: str | None,
-        chat_template_kwargs: Row | None,
-        seed: int | None,
-        options: Row,
-    ):
-        """options: of SamplingParams and of the engine. Raises ValueError or TypeError."""
+    def __init__(self, model: Model, options: Row, **of_lines: Any):
+        """options: of SamplingParams and of the engine. of_lines: of LineFormat. Raises ValueError or TypeError."""
         sampling = {name: value for name, value in options.items() if name in SAMPLING_OPTIONS}
-        self.line_format = LineFormat(sampling, prompt_column, template, system, chat_template_kwargs or {}, seed)
+        self.line_format = LineFormat(sampling, **of_lines)
         self.model = model
         self.engine_options = {name: value for name, value in options.items() if name not in sampling}
         known = {field.name for field in fields(Config)} - _NOT_OF_JOBS
@@ -96,6 +93,20 @@ class Arguments:
                 model, **{"tokenizer": self.tokenizer} | self.engine_options | {"device": "cpu", "load_format": "dummy"}
             )
 
+    def tell_parameters(self, columns: list[str]) -> None:
+        """Say in the log which columns of the input are parameters of their lines."""
+        if names := self.line_format.parameter_columns(columns):
+            logger.warning(
+                "Columns that are parameters of their lines: %s (line_parameters=False, or --no-line-parameters, makes "
+                "them data)",
+                ", ".join(names),
+            )
+
+    def responder(self) -> Responder:
+        if isinstance(self.model, LLM):
+            return Responder(self.model_name, self.model.get_tokenizer)
+        return Responder(self.model_name, partial(find_tokenizer, self.tokenizer, self.engine_options.get("revision")))
+
     def engine(self) -> AbstractContextManager[LLM]:
         """The caller's, or a new one for the block."""
         return nullcontext(self.model) if isinstance(self.model, LLM) else LLM(self.model, **self.engine_options)
@@ -103,10 +114,8 @@ class Arguments:
     def describe(self) -> Row:
         """All that answers depend on."""
         path = os.path.expanduser(self.model_name)
-        form = self.line_format
         options: Row = {name: value for name, value in self.engine_options.items() if name not in _OF_SPEED}
-        options |= form.sampling | {"prompt_column": form.prompt_column, "template": form.template}
-        options |= {"system": form.system, "chat_template_kwargs": form.chat_template_kwargs or None, "seed": form.seed}
+        options |= self.line_format.sampling | self.line_format.given()
         return {"model": os.path.realpath(path) if os.path.isdir(path) else path} | options
 
 

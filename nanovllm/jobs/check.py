@@ -33,9 +33,12 @@ def check_batch(
     model: Model,
     *,
     prompt_column: str | None = None,
+    id_column: str = "id",
     template: str | None = None,
     system: str | None = None,
+    chat_template: str | None = None,
     chat_template_kwargs: Row | None = None,
+    line_parameters: bool = True,
     use_tqdm: bool = True,
     **options: Any,
 ) -> Check:
@@ -44,10 +47,21 @@ def check_batch(
 
     Arguments and errors are those of run_batch. A KV cache that is smaller than max_model_len is not known here.
     """
-    arguments = Arguments(model, prompt_column, template, system, chat_template_kwargs, None, options)
-    inputs = Inputs(find_files(input))
+    arguments = Arguments(
+        model,
+        options,
+        prompt_column=prompt_column,
+        id_column=id_column,
+        template=template,
+        system=system,
+        chat_template=chat_template,
+        chat_template_kwargs=chat_template_kwargs or {},
+        line_parameters=line_parameters,
+    )
+    inputs = Inputs(find_files(input), id_column=id_column)
     with line_bar("Checking ids", use_tqdm) as bar:
-        num_lines = scan(inputs, bar.update).num_lines
+        num_lines, columns = scan(inputs, bar.update)[:2]
+    arguments.tell_parameters(columns)
     checker, limit = _make_checker(arguments)
     num_failed = num_prompt_tokens = max_completion_tokens = 0
     errors: list[Row] = []

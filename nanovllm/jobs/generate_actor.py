@@ -14,8 +14,9 @@ import torch
 from nanovllm.engine.requests.streaming import NO_PROMPT
 from nanovllm.jobs.arguments import Arguments, Model
 from nanovllm.jobs.inputs import RawLine
-from nanovllm.jobs.lines import ANSWER_KEYS, OPTIONAL_KEYS, Line, Row, answer_row, column_name, read_id, to_json
+from nanovllm.jobs.lines import ANSWER_KEYS, OPTIONAL_KEYS, Line, Row, answer_row, column_name, read_id
 from nanovllm.jobs.reader import Prepared, Preparer
+from nanovllm.jobs.text_json import to_json
 from nanovllm.jobs.writer import Output, error_row
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
@@ -100,15 +101,30 @@ class GenerateActor:
         model: Model,
         *,
         prompt_column: str | None = None,
+        id_column: str = "id",
         template: str | None = None,
         system: str | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Row | None = None,
+        line_parameters: bool = True,
         seed: int | None = None,
         num_threads: int = 1,
         **options: Any,
     ):
         """num_threads: of torch, which Ray sets to one. The others are those of run_batch."""
-        self._arguments = Arguments(model, prompt_column, template, system, chat_template_kwargs, seed, options)
+        self._arguments = Arguments(
+            model,
+            options,
+            prompt_column=prompt_column,
+            id_column=id_column,
+            template=template,
+            system=system,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs or {},
+            line_parameters=line_parameters,
+            seed=seed,
+        )
+        self._responder = self._arguments.responder()
         self._engine = start_engine(self._arguments, num_threads)
         self._preparer = Preparer(self._engine.llm.get_tokenizer(), self._arguments.line_format)
 
@@ -133,7 +149,9 @@ class GenerateActor:
             if "error" in output:
                 answers.append({"error": error_row(each, output["error"])["error"]})
             else:
-                answers.append(answer_row(each.id, each.line._replace(columns={}, openai=None), output, ""))
+                answers.append(
+                    answer_row(each.id, each.line._replace(columns={}, openai=None), output, self._responder)
+                )
         table = batch.rename_columns([column_name(name, batch.column_names, _ADDED) for name in batch.column_names])
         for name in _ADDED:
             values = [answer.get(name) for answer in answers]

@@ -1,24 +1,55 @@
 """The files of a job: found, opened, read line by line, and looked through before work begins."""
 
+import codecs
 import glob
 import gzip
+import io
 import os
+import re
+import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from itertools import chain
+from contextlib import contextmanager
 from pathlib import PurePosixPath
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import fsspec
 import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
-from nanovllm.jobs.lines import LineId, Row, from_json, id_bytes, read_id
+from nanovllm.jobs.lines import LineId, NoObject, from_json, id_bytes, read_id
 from nanovllm.jobs.openai_batch import is_request
+from nanovllm.jobs.request_names import Row
+from nanovllm.jobs.text_json import parse_json
+from nanovllm.utils.model_files import one_line
 
 _JSON = (".jsonl", ".ndjson", ".json")
 _SUFFIXES = (*_JSON, *(f"{suffix}.gz" for suffix in _JSON), ".parquet")
+# What people have instead, by the end of its name: Python that makes a file which can be read, or a command.
+_CONVERSIONS = {
+    ".csv": "import pandas; pandas.read_csv({path!r}).to_json({lines!r}, orient='records', lines=True)",
+    ".tsv": "import pandas; pandas.read_csv({path!r}, sep='\\t').to_json({lines!r}, orient='records', lines=True)",
+    ".xlsx": "import pandas; pandas.read_excel({path!r}).to_json({lines!r}, orient='records', lines=True)",
+    ".txt": "import pandas; pandas.DataFrame({{'prompt': open({path!r}).read().splitlines()}})"
+    ".to_json({lines!r}, orient='records', lines=True)",
+    ".arrow": "import datasets; datasets.Dataset.from_file({path!r}).to_parquet({parquet!r})",
+    "dataset_info.json": "import datasets; datasets.load_from_disk({path!r}).to_parquet({parquet!r})",
+    "dataset_dict.json": "import datasets; datasets.load_from_disk({path!r})['train'].to_parquet({parquet!r})",
+}
+_COMMANDS = {".zst": "zstd -d", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zip": "unzip"}
+# The first bytes of files that are something else, whatever their name.
+_OTHER_CONTENTS = {
+    b"PAR1": "Parquet: give it a name that ends in .parquet",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it with zstd -d",
+    b"BZh": "compressed by bzip2: unpack it with bunzip2",
+    b"\xfd7zXZ\x00": "compressed by xz: unpack it with unxz",
+    b"PK\x03\x04": "a zip archive: unpack it with unzip",
+    b"ARROW1": "Arrow: write it as Parquet",
+}
+_GZIP = b"\x1f\x8b"
+_BOM = codecs.BOM_UTF8
+_UTF_16_AND_32 = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}  # They begin as those of UTF-16 do.
+_UTF_16_AND_32 |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _ROWS_AT_ONCE = 1024  # of Parquet
 _BYTES_AT_ONCE = 1 << 20
 _MAX_NAMED = 3  # duplicates in a message
@@ -33,6 +64,7 @@ class RawLine(NamedTuple):
     row: Row | None
     error: str | None
     size: int  # bytes, about
+    is_object: bool = True
 
 
 class Inputs:
@@ -41,9 +73,9 @@ class Inputs:
     A line's number in the whole job, from 0, is its place. Blank lines have none.
     """
 
-    def __init__(self, paths: list[str], names: list[str] | None = None):
+    def __init__(self, paths: list[str], names: list[str] | None = None, id_column: str = "id"):
         """paths: of `find_files`. names: None if these are all files of the job."""
-        self.paths = paths
+        self.paths, self.id_column = paths, id_column
         if names is None:
             names = [PurePosixPath(path).name for path in paths]
         self.names = names if len(set(names)) == len(names) else paths  # Lines without an id are named by them.
@@ -61,26 +93,25 @@ class Inputs:
                 if is_done is not None and place == len(is_done):
                     raise ValueError(f"input: {name}: has got more lines while the job worked")
                 if is_done is None or not is_done[place]:
-                    yield place, _read_line(content, name, number)
+                    yield place, self._read_line(content, name, number)
                 place += 1
         if is_done is not None and place < len(is_done):
             raise ValueError(f"input: {', '.join(self.names)}: has lost lines while the job worked")
 
+    def _read_line(self, content: bytes | Row, name: str, number: int) -> RawLine:
+        fallback = f"{name}:{number}"
+        texts = [content] if isinstance(content, bytes) else content.values()
+        size = sum(len(text) for text in texts if isinstance(text, bytes | str | list))
+        try:
+            row = from_json(content) if isinstance(content, bytes) else content
+            line_id = read_id(row, self.id_column)
+        except ValueError as error:
+            return RawLine(fallback, name, number, None, str(error), size, not isinstance(error, NoObject))
+        return RawLine(fallback if line_id is None else line_id, name, number, row, None, size)
+
     @property
     def are_parquet(self) -> bool:
         return all(path.endswith(".parquet") for path in self.paths)
-
-
-def _read_line(content: bytes | Row, name: str, number: int) -> RawLine:
-    fallback = f"{name}:{number}"
-    texts = [content] if isinstance(content, bytes) else content.values()
-    size = sum(len(text) for text in texts if isinstance(text, bytes | str | list))
-    try:
-        row = from_json(content) if isinstance(content, bytes) else content
-        line_id = read_id(row)
-    except ValueError as error:
-        return RawLine(fallback, name, number, None, str(error), size)
-    return RawLine(fallback if line_id is None else line_id, name, number, row, None, size)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -96,13 +127,14 @@ def find_files(patterns: str | os.PathLike | Iterable[str | os.PathLike]) -> lis
     for each in patterns:
         pattern = os.fspath(each)
         if "://" in pattern:
-            system, _, paths = fsspec.get_fs_token_paths(pattern, mode="rb")
-            files = sorted(system.unstrip_protocol(path) for path in paths if system.isfile(path))
+            files = _find_remote(pattern)
         else:
             pattern = os.path.expanduser(pattern)
             matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
             files = sorted(filter(os.path.isfile, matches))
         if not files:
+            if os.path.isdir(pattern):
+                _refuse_dataset(pattern)
             if os.path.exists(pattern):
                 raise ValueError(f"input={pattern!r}: must name files, as 'folder/*.jsonl' does, and no pipe")
             raise FileNotFoundError(f"input={pattern!r}: there is no such file")
@@ -112,8 +144,39 @@ def find_files(patterns: str | os.PathLike | Iterable[str | os.PathLike]) -> lis
         raise ValueError("input: must name one file at least")
     for path in found.values():
         if not path.endswith(_SUFFIXES):
-            raise ValueError(f"input={path!r}: must be a file of JSON lines or Parquet: {', '.join(_SUFFIXES)}")
+            kinds = f"must be a file of JSON lines or Parquet: {', '.join(_SUFFIXES)}"
+            raise ValueError(f"input={path!r}: {kinds}{_conversion(path, os.path.splitext(path)[1])}")
     return list(found.values())
+
+
+def _find_remote(pattern: str) -> list[str]:
+    try:
+        system, _, paths = fsspec.get_fs_token_paths(pattern, mode="rb")
+        return sorted(system.unstrip_protocol(path) for path in paths if system.isfile(path))
+    except FileNotFoundError:
+        return []
+    except (ImportError, ValueError) as error:  # A package is missing, which fsspec names; an unknown protocol.
+        raise type(error)(f"input={pattern!r}: {error}") from error
+    except Exception as error:  # Without a network. Each file system has classes of its own.
+        raise OSError(f"input={pattern!r}: cannot be reached: {one_line(error)}") from error
+
+
+def _refuse_dataset(folder: str) -> None:
+    """Raises ValueError for what save_to_disk of the package datasets has written."""
+    for name in ("dataset_info.json", "dataset_dict.json"):
+        if os.path.exists(os.path.join(folder, name)):
+            raise ValueError(f"input={folder!r}: is a saved dataset, not a file{_conversion(folder.rstrip('/'), name)}")
+
+
+def _conversion(path: str, kind: str) -> str:
+    """What to do with a file that is not read, for a message. kind: a key of _CONVERSIONS or _COMMANDS, or another."""
+    if kind in _COMMANDS:
+        return f"; unpack it: {_COMMANDS[kind]} {shlex.quote(path)}"
+    if kind not in _CONVERSIONS:
+        return ""
+    stem = path.removesuffix(kind)
+    code = _CONVERSIONS[kind].format(path=path, lines=f"{stem}.jsonl", parquet=f"{stem}.parquet")
+    return f"; to make one: {shlex.join(['python', '-c', code])}"
 
 
 def require_pyarrow() -> None:
@@ -124,8 +187,24 @@ def require_pyarrow() -> None:
         raise ImportError("pyarrow is not installed: pip install pyarrow") from error
 
 
-def open_file(path: str) -> AbstractContextManager[IO[bytes]]:
-    return fsspec.open(path, "rb") if "://" in path else open(path, "rb")
+class _WrongKind(ValueError):
+    """A file is of another kind than its name says."""
+
+
+@contextmanager
+def open_file(path: str) -> Iterator[IO[bytes]]:
+    """A file of `find_files`, for a block that reads it. Raises OSError, naming a remote one."""
+    if "://" not in path:
+        with open(path, "rb") as file:
+            yield file
+        return
+    try:
+        with fsspec.open(path, "rb") as file:
+            yield file
+    except (OSError, ValueError, ImportError, EOFError, zlib.error):
+        raise
+    except Exception as error:  # Each file system has classes of its own.
+        raise OSError(f"{path}: cannot be read: {one_line(error)}") from error
 
 
 def _fingerprint(path: str) -> Row:
@@ -146,25 +225,76 @@ def _rows(path: str) -> Iterator[tuple[int, bytes | Row]]:
                 for number, row in enumerate(_parquet_rows(file), 1):
                     yield number, row
                 return
-            for number, raw in enumerate(_text(path, file), 1):
-                if raw and not raw.isspace():  # Empty is a file of a byte order mark alone.
+            for number, raw in enumerate(_text_lines(path, file), 1):
+                raw = raw.removeprefix(_BOM)  # Files that were put together have one in the middle.
+                if raw and not raw.isspace():
                     yield number, raw
+        except _WrongKind as error:
+            raise ValueError(f"{path}: {error}") from None
         except (EOFError, OSError, ValueError, zlib.error) as error:
             raise ValueError(f"{path}: cannot be read after line {number}: {error}") from error
 
 
-def _text(path: str, file: IO[bytes]) -> Iterator[bytes]:
-    lines: Iterable[bytes] = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
-    lines = iter(lines)
-    first = next(lines, None)
-    return chain([] if first is None else [first.removeprefix(b"\xef\xbb\xbf")], lines)
+def _text_lines(path: str, file: Any) -> Iterator[bytes]:
+    """Lines of UTF-8 without their ends, which are those of Unix, Windows or old Macs."""
+    if not hasattr(file, "peek"):
+        file = io.BufferedReader(file)
+    if path.endswith(".gz") or file.peek(len(_GZIP)).startswith(_GZIP):
+        file = gzip.GzipFile(fileobj=file)
+    block = file.read(_BYTES_AT_ONCE)
+    decoder = _check_beginning(path, block)
+    pieces, end = list[bytes](), b""  # of a line that goes on; and of two bytes that end a line
+    while block:
+        more = file.read(_BYTES_AT_ONCE)
+        if decoder is not None:
+            block = decoder.decode(block, final=not more).encode("utf-8", "surrogatepass")
+        block = end + block
+        end = b"\r" if more and block.endswith(b"\r") else b""
+        block = block.removesuffix(end).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, last = block.split(b"\n")
+        for line in lines:
+            yield b"".join([*pieces, line]) if pieces else line
+            pieces.clear()
+        pieces.append(last)
+        block = more
+    yield b"".join(pieces)
+
+
+def _check_beginning(path: str, head: bytes) -> codecs.IncrementalDecoder | None:
+    """How to decode what is not UTF-8. head: the file's first bytes. Raises _WrongKind if these are no JSON lines."""
+    for start, kind in _OTHER_CONTENTS.items():
+        if head.startswith(start):
+            raise _WrongKind(f"is no file of JSON lines, but {kind}")
+    for bom, encoding in _UTF_16_AND_32.items():
+        if head.startswith(bom):
+            return codecs.getincrementaldecoder(encoding)()
+    if re.match(rb"\0*[\[{]\0", head):
+        raise _WrongKind("is UTF-16 or UTF-32 without a byte order mark: save it as UTF-8")
+    first_line = re.split(rb"[\r\n]", head.removeprefix(_BOM).lstrip(), maxsplit=1)[0]
+    if first_line.startswith(b"["):
+        try:
+            parse_json(first_line.decode())
+        except ValueError:  # A list that is whole is one wrong line, as far as one can see here.
+            raise _WrongKind(f"is a JSON array; {_one_a_line(path)}") from None
+    return None
+
+
+def _one_a_line(path: str) -> str:
+    """What to do with a file that is a JSON array."""
+    code = f"import json; [print(json.dumps(row)) for row in json.load(open({path!r}))]"
+    command = shlex.join(["python", "-c", code])
+    return f"one JSON object a line is needed, as this makes them: {command} > lines.jsonl"
 
 
 def _parquet_rows(file: IO[bytes]) -> Iterator[Row]:
     require_pyarrow()
     from pyarrow.parquet import ParquetFile
 
-    for batch in ParquetFile(file).iter_batches(_ROWS_AT_ONCE):
+    parquet = ParquetFile(file)
+    names = parquet.schema_arrow.names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise _WrongKind(f"several columns are called {twice[0]!r}; rename one")
+    for batch in parquet.iter_batches(_ROWS_AT_ONCE):
         yield from batch.to_pylist()
 
 
@@ -175,10 +305,10 @@ class Scan(NamedTuple):
     """What one look through all lines finds."""
 
     num_lines: int  # that are not blank
+    columns: list[str]  # names of all columns
     lines_per_file: list[int]
     ids: np.ndarray  # sorted, a hash of 16 bytes for each line: a million lines are 16 MB
     places: np.ndarray  # int64 [num_lines], the line of each of ids
-    columns: list[str]  # names of all columns
     ids_are_integers: bool  # of 64 bits, all of them
     first_openai: RawLine | None  # the first line in OpenAI's format
 
@@ -198,26 +328,41 @@ def hash_id(line_id: LineId) -> bytes:
 def scan(inputs: Inputs, tell: Callable[[], object] = lambda: None) -> Scan:
     """Look through all lines. tell: called after each.
 
-    Raises ValueError for a damaged file, and for two lines with one id.
+    Raises ValueError for a damaged file, one that has no JSON object, two lines with one id, or an id_column that no
+    line has.
     """
     hashes, columns, ids_are_integers, first_openai = bytearray(), dict[str, None](), True, None
     lines_per_file = dict.fromkeys(inputs.names, 0)
+    first_wrong: dict[str, RawLine] = {}  # of files without a JSON object so far
+    have_objects = set[str]()
     for _, line in inputs.lines():
         lines_per_file[line.file] += 1
         hashes += hash_id(line.id)
         ids_are_integers = ids_are_integers and isinstance(line.id, int) and abs(line.id) < 2**63
+        if line.is_object:
+            have_objects.add(line.file)
+        else:
+            first_wrong.setdefault(line.file, line)
         if line.row is not None:
             columns |= dict.fromkeys(line.row)
             if first_openai is None and is_request(line.row):
                 first_openai = line
         tell()
+    for line in first_wrong.values():
+        if line.file not in have_objects:
+            path = inputs.paths[inputs.names.index(line.file)]
+            raise ValueError(f"{path}: has no line that is a JSON object; its line {line.number} {line.error}")
+    if inputs.id_column not in {*columns, "id"} and columns:
+        names = ", ".join(map(repr, columns))
+        raise ValueError(f"id_column={inputs.id_column!r}: no line has this column; the columns are: {names}")
     ids = np.frombuffer(bytes(hashes), "S16")
     places = np.argsort(ids, kind="stable")
     ids = ids[places]
     (repeated,) = np.nonzero(ids[1:] == ids[:-1])
     if len(repeated):
         raise ValueError(_describe_duplicates(inputs, places, repeated))
-    return Scan(len(ids), list(lines_per_file.values()), ids, places, list(columns), ids_are_integers, first_openai)
+    num_per_file = list(lines_per_file.values())
+    return Scan(len(ids), list(columns), num_per_file, ids, places, ids_are_integers, first_openai)
 
 
 def _describe_duplicates(inputs: Inputs, places: np.ndarray, repeated: np.ndarray) -> str:

@@ -1,9 +1,8 @@
 """One line of a job: from a row of input to a request, and from an answer to a row of output. Knows no files."""
 
-import base64
-import json
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from string import Formatter
@@ -13,15 +12,30 @@ from xxhash import xxh3_64_intdigest
 
 from nanovllm.engine.requests.chat import Conversation, as_conversations
 from nanovllm.jobs import openai_batch
-from nanovllm.jobs.openai_batch import CHAT_OPTIONS, Row
+from nanovllm.jobs.request_names import (
+    CHAT_OPTIONS,
+    PARAMETERS,
+    PARAMETERS_OF_TABLES,
+    ChatOptions,
+    Row,
+    read_parameters,
+)
+from nanovllm.jobs.text_json import as_json, parse_json
 from nanovllm.sampling_params import MAX_SEED, SamplingParams, StructuredOutputsParams
-from nanovllm.utils.checks import is_int, refuse_constant, require
+from nanovllm.utils.checks import is_int, require
 
 LineId = str | int
 
-SAMPLING_OPTIONS = tuple(option.name for option in fields(SamplingParams))
 ANSWER_KEYS = ("id", "text", "finish_reason", "num_prompt_tokens", "num_completion_tokens")
+PROMPTS = ("prompt", "prompt_token_ids", "messages")
 OPTIONAL_KEYS = ("samples", "logprobs", "prompt_logprobs")  # with n > 1, and where a line asks for them
+
+
+_LARGEST_FLOAT = 2**53  # Above it floats are not exact.
+
+
+class NoObject(ValueError):
+    """A line is no JSON object."""
 
 
 class Line(NamedTuple):
@@ -30,12 +44,12 @@ class Line(NamedTuple):
     prompt: str | list[int] | Conversation  # a text, token ids, or messages for the chat template
     params: SamplingParams
     columns: Row  # what the answer repeats of the input
-    chat_options: Row  # variables of the chat template, and tools
+    chat_options: ChatOptions
     openai: openai_batch.Kind | None = None  # the kind of OpenAI's request, which is answered in OpenAI's format
 
     @property
     def is_chat(self) -> bool:
-        return isinstance(self.prompt, list) and isinstance(self.prompt[0], dict)
+        return _is_chat(self.prompt)
 
 
 @dataclass(frozen=True)
@@ -45,17 +59,31 @@ class LineFormat:
     sampling: Row = field(default_factory=dict)  # options of SamplingParams for lines without their own
     # The column that holds the prompt: a text, token ids or messages. None: `prompt`, `prompt_token_ids` or `messages`.
     prompt_column: str | None = None
+    id_column: str = "id"
     template: str | None = None  # makes the prompt of columns: "Summarise: {text}"
     system: str | None = None  # a system message; it makes a conversation of every prompt that is a text
-    chat_template_kwargs: Row = field(default_factory=dict)  # variables of the chat template
+    chat_template: str | None = None  # a Jinja template; None: the tokenizer's
+    chat_template_kwargs: Row = field(default_factory=dict)  # its variables
+    line_parameters: bool = True  # False: columns called as parameters are data
     seed: int | None = None  # makes the answers reproducible, however often the job is interrupted; None: drawn afresh
 
     def __post_init__(self) -> None:
         if self.template is not None and self.prompt_column is not None:
             raise ValueError("template: makes the prompt, so that prompt_column cannot be given as well")
-        _check_chat_template_kwargs(self.chat_template_kwargs)
+        is_object = isinstance(self.chat_template_kwargs, dict)
+        require("chat_template_kwargs", self.chat_template_kwargs, is_object, "a JSON object")
+        is_name = isinstance(self.id_column, str) and self.id_column != ""
+        require("id_column", self.id_column, is_name, "a column's name")
+        is_flag = isinstance(self.line_parameters, bool)
+        require("line_parameters", self.line_parameters, is_flag, "True or False")
         require("seed", self.seed, self.seed is None or is_int(self.seed, 0, MAX_SEED), "None or in 0..2**63 - 1")
         _ = self._base_params, self._template_parts
+
+    def given(self) -> Row:
+        """Those of the options, apart from `sampling`, that are not as by default."""
+        names = [option.name for option in fields(self) if option.name != "sampling"]
+        defaults = LineFormat()
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(defaults, name)}
 
     @cached_property
     def _base_params(self) -> SamplingParams:
@@ -77,67 +105,115 @@ class LineFormat:
     def read(self, row: Row, line_id: LineId) -> Line:
         """Raises ValueError or TypeError with what is wrong with the row."""
         if openai_batch.is_request(row):
-            kind, prompt, options, chat_options = openai_batch.read_request(row)
+            kind, prompt, given = openai_batch.read_request(row)
+            prompt = self._with_system(_read_prompt(kind.prompt, prompt))
+            options, chat_options = read_parameters(given, _is_chat(prompt))
             # As OpenAI and vLLM do, such a request ends with its answer unless it says otherwise.
             params = self._params({"max_tokens": None} | self.sampling | options, line_id)
-            return self._line(prompt, params, {}, chat_options, kind)
-        given = {name: row[name] for name in self._option_names if row.get(name) is not None}
-        chat_options = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
-        columns = {column_name(name, row): value for name, value in row.items() if self.copies(name)}
-        return self._line(self._prompt(row), self._params(self.sampling | given, line_id), columns, chat_options, None)
+            return Line(prompt, params, {}, self._with_kwargs(chat_options), kind)
+        prompt = self._with_system(self._prompt(row))
+        is_chat = _is_chat(prompt)
+        given = {name: value for name, value in row.items() if self._is_parameter(name, value, is_chat)}
+        options, chat_options = read_parameters(given, is_chat)
+        columns = {
+            column_name(name, row): value
+            for name, value in row.items()
+            if self.copies(name) and not (name in CHAT_OPTIONS and name in given)
+        }
+        return Line(prompt, self._params(self.sampling | options, line_id), columns, self._with_kwargs(chat_options))
 
     @cached_property
     def _prompt_names(self) -> tuple[str, ...]:
         """The columns of which a prompt is made."""
         if self.template is not None:
             return tuple(name for _, name in self._template_parts if name is not None)
-        return ("prompt", "prompt_token_ids", "messages") if self.prompt_column is None else (self.prompt_column,)
+        return PROMPTS if self.prompt_column is None else (self.prompt_column,)
 
     @cached_property
-    def _option_names(self) -> tuple[str, ...]:
-        return tuple(name for name in (*SAMPLING_OPTIONS, *CHAT_OPTIONS) if name not in self._prompt_names)
+    def _parameters(self) -> Container[str]:
+        if not self.line_parameters:
+            return ()
+        return PARAMETERS if self._prompt_names == PROMPTS else PARAMETERS_OF_TABLES
+
+    def _is_parameter(self, name: str, value: Any, is_chat: bool) -> bool:
+        if is_missing(value) or not self.copies(name):
+            return False
+        if name in CHAT_OPTIONS:
+            is_meant = self._parameters is PARAMETERS and isinstance(value, list | dict)
+            return is_chat or is_meant  # the latter to say that it needs a conversation
+        return name in self._parameters
+
+    def parameter_columns(self, columns: Iterable[str]) -> list[str]:
+        """Those of the input's columns that are parameters of their lines."""
+        return [name for name in columns if name in self._parameters and self.copies(name)]
 
     def copies(self, name: str) -> bool:
-        """Whether answers repeat this column of the input, as `column_name`."""
-        return name != "id" and name not in self._option_names and name not in self._prompt_names
+        """Whether answers repeat this column of the input, as `column_name`. They do not repeat a conversation's
+        CHAT_OPTIONS."""
+        return name != self.id_column and name not in self._prompt_names
 
-    def _prompt(self, row: Row) -> Any:
+    def _prompt(self, row: Row) -> str | list[int] | Conversation:
         if self.template is not None:
             return "".join(text if name is None else text + _text(row, name) for text, name in self._template_parts)
-        given = [name for name in self._prompt_names if row.get(name) is not None]
+        given = [name for name in self._prompt_names if not is_missing(row.get(name))]
         if len(given) == 1:
-            return row[given[0]]
+            return _read_prompt(given[0], row[given[0]])
         columns = ", ".join(map(repr, list(row)[:10])) or "none"
         if given:
             raise ValueError(f"has {' and '.join(map(repr, given))}: a line has one prompt")
         missing = " or ".join(map(repr, self._prompt_names))
         raise ValueError(f"has no prompt: {missing} is missing; its columns: {columns}")
 
-    def _line(
-        self, prompt: Any, params: SamplingParams, columns: Row, chat_options: Row, kind: openai_batch.Kind | None
-    ) -> Line:
-        if self.system is not None and isinstance(prompt, str):
+    def _with_system(self, prompt: str | list[int] | Conversation) -> str | list[int] | Conversation:
+        if self.system is None:
+            return prompt
+        if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            try:
-                (prompt,) = as_conversations([prompt])
-            except ValueError as error:
-                raise ValueError(str(error).removeprefix("conversation 0, ")) from None
-            if self.system is not None and prompt[0]["role"] != "system":
-                prompt = [{"role": "system", "content": self.system}, *prompt]
-        elif not isinstance(prompt, str | list) or not prompt:
-            raise ValueError(f"the prompt must be a text, token ids or messages, and not empty: {prompt!r:.50}")
-        elif isinstance(prompt, list) and set(map(type, prompt)) != {int}:
-            raise ValueError(f"the prompt's token ids must be integers: {prompt!r:.50}")
-        own = chat_options.get("chat_template_kwargs", {})
-        _check_chat_template_kwargs(own)
-        chat_options["chat_template_kwargs"] = self.chat_template_kwargs | own
-        return Line(prompt, params, columns, chat_options, kind)
+        if _is_chat(prompt) and prompt[0]["role"] != "system":  # type: ignore[index]
+            prompt = [{"role": "system", "content": self.system}, *prompt]  # type: ignore[list-item]
+        return prompt
+
+    def _with_kwargs(self, options: ChatOptions) -> ChatOptions:
+        return options._replace(kwargs=self.chat_template_kwargs | (options.kwargs or {}))
 
     def _params(self, options: Row, line_id: LineId) -> SamplingParams:
         if self.seed is not None and "seed" not in options:
             options = options | {"seed": xxh3_64_intdigest(id_bytes(line_id), self.seed) >> 1}
         return self._base_params if options == self.sampling else make_params(options)
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list) and isinstance(prompt[0], dict)
+
+
+def _read_prompt(name: str, value: Any) -> str | list[int] | Conversation:
+    """A prompt of a column. Under the two names that say what it is, JSON text is read too. Raises ValueError."""
+    given = value
+    if name in ("prompt_token_ids", "messages") and isinstance(value, str):
+        with suppress(ValueError):
+            value = parse_json(value)
+    if name not in ("prompt_token_ids", "messages") and isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value:
+        if name != "messages" and set(map(type, value)) == {int}:
+            return value
+        if name != "prompt_token_ids" and all(isinstance(message, dict) for message in value):
+            try:
+                (conversation,) = as_conversations([value])
+            except ValueError as error:
+                raise ValueError(str(error).removeprefix("conversation 0, ")) from None
+            return conversation
+    allowed = {
+        "prompt_token_ids": "a list of integers",
+        "messages": "a conversation, which is a list of objects with role and content",
+    }
+    form = allowed.get(name, "a text, token ids or messages, and not empty")
+    raise ValueError(f"{name}={given!r:.50}: must be {form}")
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a cell has no value: tables write null or NaN."""
+    return value is None or (isinstance(value, float) and value != value)
 
 
 def make_params(options: Row) -> SamplingParams:
@@ -158,25 +234,25 @@ def column_name(name: str, columns: Container[str], added: Container[str] = (*AN
     return name
 
 
-def _check_chat_template_kwargs(value: object) -> None:
-    require("chat_template_kwargs", value, isinstance(value, dict), "a JSON object")
-
-
 def _text(row: Row, name: str) -> str:
     value = row.get(name)
-    if value is None:
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError(f"has no {name!r}, which the template needs; its columns: {', '.join(map(repr, row))}")
-    return value if isinstance(value, str) else to_json(value)
+    return value if isinstance(value, str) else as_json(value)
 
 
 # -- ids ---------------------------------------------------------------------------------------------------------------
 
 
-def read_id(row: Row) -> LineId | None:
+def read_id(row: Row, id_column: str = "id") -> LineId | None:
     """The id of a row of input; None if it has none. Raises ValueError if it cannot be one."""
-    name = "custom_id" if openai_batch.is_request(row) else "id"
+    name = "custom_id" if openai_batch.is_request(row) else id_column
     line_id = row.get(name)
-    if line_id is None or (isinstance(line_id, int) and not isinstance(line_id, bool)) or _is_text(line_id):
+    if is_missing(line_id):
+        return None
+    if isinstance(line_id, float) and line_id.is_integer() and abs(line_id) < _LARGEST_FLOAT:
+        return int(line_id)  # Tables with a missing value have floats.
+    if (isinstance(line_id, int) and not isinstance(line_id, bool)) or _is_text(line_id):
         return line_id
     raise ValueError(f"{name}={line_id!r:.50}: must be a text or an integer")
 
@@ -197,12 +273,12 @@ def id_bytes(line_id: LineId) -> bytes:
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-def answer_row(line_id: LineId, line: Line, output: Mapping[str, Any], model: str) -> Row:
+def answer_row(line_id: LineId, line: Line, output: Mapping[str, Any], responder: openai_batch.Responder) -> Row:
     """A row of output. output: the RequestOutput."""
+    if line.openai is not None:
+        return responder.answer(line.openai, line_id, output, line.params.logprobs)
     samples = output.get("samples") or [output]
     num_tokens = output["num_prompt_tokens"], sum(len(sample["token_ids"]) for sample in samples)
-    if line.openai is not None:
-        return openai_batch.answer(line.openai, line_id, samples, num_tokens, model)
     row = dict(zip(ANSWER_KEYS, (line_id, output["text"], output["finish_reason"], *num_tokens), strict=True))
     if len(samples) > 1:
         row["samples"] = [{"text": each["text"], "finish_reason": each["finish_reason"]} for each in samples]
@@ -229,42 +305,14 @@ def read_answer(row: Row) -> Answered:
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
-_decoder = json.JSONDecoder(parse_constant=refuse_constant)
-
-
 def from_json(raw: bytes) -> Row:
-    """The JSON object of a line. Raises ValueError."""
+    """The JSON object of a line. Raises NoObject."""
     try:
-        row = _decoder.decode(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not JSON: {error}") from None
+        row = parse_json(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise NoObject(f"is not UTF-8: {error}") from None
+    except ValueError as error:
+        raise NoObject(str(error)) from None
     if not isinstance(row, dict):
-        raise ValueError(f"must be a JSON object, not {type(row).__name__}")
+        raise NoObject(f"must be a JSON object, not {type(row).__name__}")
     return row
-
-
-def to_json(value: Any) -> str:
-    """JSON of one line. NaN and infinity become null, and what JSON lacks becomes text."""
-    try:
-        text = json.dumps(value, ensure_ascii=False, default=_as_text, allow_nan=False)
-    except ValueError:
-        text = json.dumps(_finite(value), ensure_ascii=False, default=_as_text)
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:  # Half of a surrogate pair can only be escaped.
-        return json.dumps(_finite(value), default=_as_text)
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,19 +1,13 @@
 """OpenAI's batch format, which vLLM's run-batch reads too: a line to a request, an answer to a line."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-Row = dict[str, Any]
-
-# What a body may say without an effect on the answer: the account's, the service's, or about things that a file lacks.
-_WITHOUT_EFFECT = {
-    *("metadata", "model", "parallel_tool_calls", "priority", "prompt_cache_key", "request_id", "safety_identifier"),
-    *("service_tier", "store", "stream_options", "user"),
-}
-_DEFAULTS = {"best_of": (1,), "echo": (False,), "stream": (False,), "tool_choice": ("auto", "none")}
-CHAT_OPTIONS = ("tools", "chat_template_kwargs")
+from nanovllm.jobs.request_names import Row
 
 
 class Kind(NamedTuple):
@@ -27,6 +21,7 @@ class Kind(NamedTuple):
 
 CHAT = Kind("/v1/chat/completions", "messages", "chatcmpl", "chat.completion")
 COMPLETION = Kind("/v1/completions", "prompt", "cmpl", "text_completion")
+_LOWEST = -9999.0  # OpenAI's log-probability of what cannot be; JSON has no infinity
 _BESIDE_BODY = ("custom_id", "method", "url")
 
 
@@ -39,76 +34,123 @@ def is_request(row: Row) -> bool:
     return any(kind.prompt in body for kind in (CHAT, COMPLETION)) or not row.keys().isdisjoint(_BESIDE_BODY)
 
 
-def read_request(row: Row) -> tuple[Kind, Any, Row, Row]:
-    """The kind of request, its prompt, the options of SamplingParams, and those of the chat template.
+def read_request(row: Row) -> tuple[Kind, Any, Row]:
+    """The kind of request, its prompt, and its parameters.
 
     row: one that `is_request`. Raises ValueError with what cannot be served.
     """
     body, url = row["body"], row.get("url")
     if row.get("method") not in (None, "POST"):
-        raise ValueError(f"method={row['method']!r}: must be 'POST'")
+        raise ValueError(f"method={row['method']!r:.50}: must be 'POST'")
     if url not in (None, CHAT.url, COMPLETION.url):
-        raise ValueError(f"url={url!r}: must be {CHAT.url!r} or {COMPLETION.url!r}")
+        raise ValueError(f"url={url!r:.50}: must be {CHAT.url!r} or {COMPLETION.url!r}")
     kind = CHAT if url == CHAT.url or (url is None and "messages" in body) else COMPLETION
-    given = {name: value for name, value in body.items() if value is not None and name not in _WITHOUT_EFFECT}
+    given = {name: value for name, value in body.items() if value is not None}
     if kind.prompt not in given:
         raise ValueError(f"body: has no {kind.prompt!r}")
     prompt = given.pop(kind.prompt)
     if kind == COMPLETION and isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
         raise ValueError("body: 'prompt' must be one text or one list of token ids; give each prompt a line of its own")
-    chat_options = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
-    for name, harmless in _DEFAULTS.items():
-        if name in given and given.pop(name) not in harmless:
-            raise ValueError(f"body: {name}={body[name]!r}: cannot be served in a batch")
-    return kind, prompt, _sampling_options(kind, given), chat_options
+    return kind, prompt, given
 
 
-def _sampling_options(kind: Kind, given: Row) -> Row:
-    """OpenAI's names to those of SamplingParams; vLLM's further ones are the same."""
-    if "max_completion_tokens" in given:
-        given["max_tokens"] = given.pop("max_completion_tokens")
-    form = given.pop("response_format", {"type": "text"})
-    match form:
-        case {"type": "text"}:
-            pass
-        case {"type": "json_object"}:
-            given["structured_outputs"] = {"json": {"type": "object"}}
-        case {"type": "json_schema", "json_schema": {"schema": schema}}:
-            given["structured_outputs"] = {"json": schema}
-        case _:
-            types = "text, json_object, or json_schema with a schema"
-            raise ValueError(f"body: response_format={form!r}: must be of type {types}")
-    if given.get("logprobs") or given.get("top_logprobs"):
-        raise ValueError("body: logprobs are not written in OpenAI's format; lines with 'messages' have them")
-    given.pop("logprobs", None)
-    given.pop("top_logprobs", None)
-    return given
+class Responder:
+    """What answers in OpenAI's format need beside the outputs.
+
+    Attributes:
+        model: the name that they give.
+    """
+
+    def __init__(self, model: str, load_tokenizer: Callable[[], Any]):
+        """load_tokenizer: called with the first answer that has log-probabilities."""
+        self.model = model
+        self._load_tokenizer = load_tokenizer
+
+    def answer(self, kind: Kind, line_id: Any, output: Any, num_logprobs: int | None) -> Row:
+        """A line of output. output: the RequestOutput. num_logprobs: the request's `logprobs`."""
+        samples = output.get("samples") or [output]
+        num_tokens = output["num_prompt_tokens"], sum(len(sample["token_ids"]) for sample in samples)
+        body = {
+            "id": f"{kind.id_prefix}-{uuid4().hex}",
+            "object": kind.object,
+            "created": int(time.time()),
+            "model": self.model,
+            "choices": [self._choice(kind, index, sample, num_logprobs) for index, sample in enumerate(samples)],
+            "usage": {
+                "prompt_tokens": num_tokens[0],
+                "completion_tokens": num_tokens[1],
+                "total_tokens": sum(num_tokens),
+            },
+        }
+        if output["prompt_logprobs"] is not None:  # vLLM's: OpenAI has none.
+            body["prompt_logprobs"] = output["prompt_logprobs"]
+        return {
+            "id": f"batch_req_{uuid4().hex}",
+            "custom_id": line_id,
+            "response": {"status_code": 200, "request_id": body["id"], "body": body},
+            "error": None,
+        }
+
+    def _choice(self, kind: Kind, index: int, sample: Mapping[str, Any], num_logprobs: int | None) -> Row:
+        choice = {"index": index, "finish_reason": sample["finish_reason"], "logprobs": None}
+        if num_logprobs is not None:
+            pairs = zip(sample["token_ids"], sample["logprobs"], strict=True)
+            steps = [self._texts.step(token_id, logprobs, num_logprobs) for token_id, logprobs in pairs]
+            choice["logprobs"] = _chat_logprobs(steps) if kind == CHAT else _completion_logprobs(steps)
+        if kind == CHAT:
+            return choice | {"message": {"role": "assistant", "content": sample["text"]}}
+        return choice | {"text": sample["text"]}
+
+    @cached_property
+    def _texts(self) -> "_TokenTexts":
+        return _TokenTexts(self._load_tokenizer())
 
 
-def answer(kind: Kind, line_id: Any, samples: list[Any], num_tokens: tuple[int, int], model: str) -> Row:
-    """A line of output. samples: those of the RequestOutput. num_tokens: of the prompt, and of all samples."""
-    body = {
-        "id": f"{kind.id_prefix}-{uuid4().hex}",
-        "object": kind.object,
-        "created": int(time.time()),
-        "model": model,
-        "choices": [_choice(kind, index, sample) for index, sample in enumerate(samples)],
-        "usage": {
-            "prompt_tokens": num_tokens[0],
-            "completion_tokens": num_tokens[1],
-            "total_tokens": sum(num_tokens),
-        },
-    }
+class _Step(NamedTuple):
+    """A completion token, and the likeliest in its place: pairs of a text and a log-probability."""
+
+    token: tuple[str, float]
+    likeliest: list[tuple[str, float]]
+
+
+class _TokenTexts:
+    """Texts of single tokens. A decoder may strip a space at the beginning, so each is decoded behind another token."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._first: list[int] = tokenizer.encode("a", add_special_tokens=False)
+        self._start = len(self._decode(self._first))
+        self._texts: dict[int, str] = {}
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+
+    def step(self, token_id: int, logprobs: Mapping[int, float], num_likeliest: int) -> _Step:
+        """logprobs: of the token and of the likeliest ones, by token id."""
+        likeliest = sorted(logprobs.items(), key=lambda item: -item[1])[:num_likeliest]
+        pairs = [(self._text(each), max(logprob, _LOWEST)) for each, logprob in likeliest]
+        return _Step((self._text(token_id), max(logprobs[token_id], _LOWEST)), pairs)
+
+    def _text(self, token_id: int) -> str:
+        if token_id not in self._texts:
+            self._texts[token_id] = self._decode([*self._first, token_id])[self._start :]
+        return self._texts[token_id]
+
+
+def _chat_logprobs(steps: list[_Step]) -> Row:
+    def token(text: str, logprob: float) -> Row:
+        # A part of a character is no text of its own, so its bytes are not known here.
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+    tokens = [token(*step.token) | {"top_logprobs": [token(*each) for each in step.likeliest]} for step in steps]
+    return {"content": tokens, "refusal": None}
+
+
+def _completion_logprobs(steps: list[_Step]) -> Row:
+    texts = [step.token[0] for step in steps]
     return {
-        "id": f"batch_req_{uuid4().hex}",
-        "custom_id": line_id,
-        "response": {"status_code": 200, "request_id": body["id"], "body": body},
-        "error": None,
+        "tokens": texts,
+        "token_logprobs": [step.token[1] for step in steps],
+        "top_logprobs": [dict(step.likeliest) for step in steps],
+        "text_offset": [0, *accumulate(map(len, texts))][: len(texts)],
     }
-
-
-def _choice(kind: Kind, index: int, sample: Mapping[str, Any]) -> Row:
-    choice = {"index": index, "finish_reason": sample["finish_reason"], "logprobs": None}
-    if kind == CHAT:
-        return choice | {"message": {"role": "assistant", "content": sample["text"]}}
-    return choice | {"text": sample["text"]}

@@ -27,9 +27,9 @@ from ray.data.block import BlockMetadata
 from nanovllm.jobs.arguments import Arguments, Cluster
 from nanovllm.jobs.folder import ERRORS, AppendedFile, JobFolder, sync
 from nanovllm.jobs.generate_actor import actor_pool, start_engine
-from nanovllm.jobs.lines import to_json
 from nanovllm.jobs.parquet import ParquetFormat
 from nanovllm.jobs.reader import Prepared, ReadPlan, read
+from nanovllm.jobs.text_json import to_json
 from nanovllm.jobs.writer import make_rows
 
 # Each block costs the driver milliseconds, so blocks are large. The first ones are small, so that work begins at once.
@@ -132,12 +132,12 @@ def _read_blocks(plan: ReadPlan) -> Iterator[pa.Table]:
 
 class _AnswerLines:
     def __init__(self, arguments: Arguments, num_threads: int):
-        self._model_name = arguments.model_name
+        self._responder = arguments.responder()
         self._engine = start_engine(arguments, num_threads)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         lines: list[Prepared] = pickle.loads(batch["lines"][0].as_py())
-        rows = make_rows(self._engine.answer(lines), self._model_name)
+        rows = make_rows(self._engine.answer(lines), self._responder)
         return pa.table([[[to_json(row) for row in kind]] for kind in rows], schema=_ANSWERS)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from nanovllm.engine.requests.chat import render_chat
 from nanovllm.jobs.inputs import Inputs, RawLine
 from nanovllm.jobs.lines import Line, LineFormat, LineId
+from nanovllm.jobs.request_names import ChatOptions
 from nanovllm.utils.model_files import OTHER_FILES, download, find_directory, load_tokenizer
 
 Item = TypeVar("Item")
@@ -70,8 +71,10 @@ class Preparer:
             result: Line | Exception = line
             if isinstance(line, Line):
                 is_text = isinstance(line.prompt, str)
-                prompt = next(encoded) if is_text else self._render(line) if line.is_chat else line.prompt
-                result = prompt if isinstance(prompt, Exception) else line._replace(prompt=prompt)
+                prompt: Any = next(encoded) if is_text else self._render(line) if line.is_chat else line.prompt
+                # The engine's process gets no tools: many lines have the same thousands of characters.
+                is_wrong = isinstance(prompt, Exception)
+                result = prompt if is_wrong else line._replace(prompt=prompt, chat_options=ChatOptions())
             outcome = (result, None) if isinstance(result, Line) else (None, str(result))
             prepared.append(Prepared(position, raw.id, raw.file, raw.number, *outcome))
         return prepared
@@ -95,24 +98,30 @@ class Preparer:
             return [each for text in texts for each in self._encode([text])]
 
     def _render(self, line: Line) -> list[int] | Exception:
-        options = line.chat_options
-        variables, tools = options["chat_template_kwargs"], options.get("tools")
+        (tools, kwargs, needed), template = line.chat_options, self._format.chat_template
         try:
+            for name in needed:
+                if name not in self._tokenizer.get_chat_template(template, tools):
+                    raise ValueError(f"{name}: the chat template does not use it")
             (token_ids,) = render_chat(
-                self._tokenizer, [line.prompt], None, variables, tools, add_generation_prompt=True
+                self._tokenizer, [line.prompt], template, kwargs, tools, add_generation_prompt=True
             )
             return token_ids
         except Exception as error:  # Templates raise whatever they like.
             return ValueError(str(error).removeprefix("conversation 0: "))
 
 
+def find_tokenizer(name: str, revision: str | None) -> Any:
+    """name: a directory or a hub id. Raises FileNotFoundError or ValueError."""
+    directory = find_directory(name, "tokenizer") or download(name, "tokenizer", OTHER_FILES, revision)
+    return load_tokenizer(name, str(directory))
+
+
 def read(plan: ReadPlan) -> Iterator[list[Prepared]]:
     """Small batches of all lines. Raises ValueError for a damaged file."""
-    directory = find_directory(plan.tokenizer, "tokenizer") or download(
-        plan.tokenizer, "tokenizer", OTHER_FILES, plan.revision
-    )
-    preparer = Preparer(load_tokenizer(plan.tokenizer, str(directory)), plan.line_format)
-    raw_lines = enumerate(line for _, line in Inputs(plan.paths, plan.names).lines(plan.is_done))
+    preparer = Preparer(find_tokenizer(plan.tokenizer, plan.revision), plan.line_format)
+    inputs = Inputs(plan.paths, plan.names, plan.line_format.id_column)
+    raw_lines = enumerate(line for _, line in inputs.lines(plan.is_done))
     for window in _chunks(raw_lines, lambda item: item[1].size, _WINDOW, _WINDOW_BYTES):
         lines = grouped(preparer.prepare(window), plan.block_size)
         yield from _chunks(lines, lambda each: 4 * len(each.line.prompt) if each.line else 0, _BATCH, _BATCH_BYTES)

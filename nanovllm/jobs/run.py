@@ -21,9 +21,10 @@ from nanovllm import __version__
 from nanovllm.jobs.arguments import Arguments, Cluster, Model, line_bar
 from nanovllm.jobs.folder import Counts, JobFolder, PartWriter
 from nanovllm.jobs.inputs import Inputs, Scan, find_files, scan
-from nanovllm.jobs.lines import Row, from_json, to_json
+from nanovllm.jobs.lines import Row, from_json
 from nanovllm.jobs.parquet import ParquetFormat
 from nanovllm.jobs.reader import Prepared, ReadAhead, ReadPlan
+from nanovllm.jobs.text_json import to_json
 from nanovllm.jobs.writer import Writer
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import MAX_INT32, SamplingParams
@@ -52,9 +53,12 @@ def run_batch(
     *,
     format: str | None = None,
     prompt_column: str | None = None,
+    id_column: str = "id",
     template: str | None = None,
     system: str | None = None,
+    chat_template: str | None = None,
     chat_template_kwargs: Row | None = None,
+    line_parameters: bool = True,
     seed: int | None = None,
     ordered: bool = False,
     overwrite: bool = False,
@@ -73,7 +77,8 @@ def run_batch(
         output: the folder of the answers. It may exist if it is empty or holds the same job.
         model: as LLM takes it; or an LLM.
         format: of the parts, "jsonl" or "parquet"; None: Parquet for an input of Parquet.
-        prompt_column, template, system, chat_template_kwargs, seed: see LineFormat.
+        prompt_column, id_column, template, system, chat_template, chat_template_kwargs, line_parameters, seed: see
+            LineFormat.
         ordered: keep the order of the input.
         overwrite: delete the answers in the folder and start over.
         retry_errors: try the lines of errors.jsonl again.
@@ -95,9 +100,20 @@ def run_batch(
         raise ValueError("retry_errors: its answers would follow those of later lines, which ordered=True forbids")
     if "://" in str(output):
         raise ValueError(f"output={str(output)!r}: must be a local folder")
-    arguments = Arguments(model, prompt_column, template, system, chat_template_kwargs, seed, options)
+    arguments = Arguments(
+        model,
+        options,
+        prompt_column=prompt_column,
+        id_column=id_column,
+        template=template,
+        system=system,
+        chat_template=chat_template,
+        chat_template_kwargs=chat_template_kwargs or {},
+        line_parameters=line_parameters,
+        seed=seed,
+    )
     cluster = _check_cluster(replicas, ray_address, model, ordered)
-    inputs = Inputs(find_files(input))
+    inputs = Inputs(find_files(input), id_column=id_column)
     format = format or ("parquet" if inputs.are_parquet else "jsonl")
     with JobFolder(output) as folder, _sigterm_as_interrupt():
         return _Job(folder, inputs, arguments, format, ordered, cluster, use_tqdm).run(overwrite, retry_errors)
@@ -163,6 +179,7 @@ class _Job:
             self._check_same_files(manifest["input"], files)
         with line_bar("Checking", self.use_tqdm) as bar:
             found = scan(self.inputs, bar.update)
+        self.arguments.tell_parameters(found.columns)
         if self.format == "parquet":
             if found.first_openai is not None:
                 line = found.first_openai
@@ -233,7 +250,7 @@ class _Job:
             raise JobError(f"{self.folder.path}: the job has stopped: {reason}") from error
 
     def _answer(self, plan: ReadPlan, found: Scan) -> None:
-        writer = Writer(PartWriter(self.folder, self.parquet), self.arguments.model_name, self.ordered)
+        writer = Writer(PartWriter(self.folder, self.parquet), self.arguments.responder(), self.ordered)
         try:
             with ReadAhead(plan) as lines, self.arguments.engine() as llm, writer:
                 self.start = time.perf_counter()

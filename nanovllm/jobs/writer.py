@@ -10,8 +10,10 @@ from typing import Any
 from typing_extensions import Self
 
 from nanovllm.jobs.folder import Counts, PartWriter
-from nanovllm.jobs.lines import Row, answer_row, read_answer, to_json
+from nanovllm.jobs.lines import Row, answer_row, read_answer
+from nanovllm.jobs.openai_batch import Responder
 from nanovllm.jobs.reader import Prepared
+from nanovllm.jobs.text_json import to_json
 
 _PAUSE_SECONDS = 0.05  # Rows are written together: each time the thread wakes up, the engine's thread may have to wait.
 _MAX_WAITING = 1 << 15
@@ -28,11 +30,11 @@ class Writer:
         counts: of what has been written.
     """
 
-    def __init__(self, parts: PartWriter, model: str, ordered: bool):
-        """model: the name that answers in OpenAI's format give. ordered: keep the order of the positions."""
+    def __init__(self, parts: PartWriter, responder: Responder, ordered: bool):
+        """ordered: keep the order of the positions."""
         self.error: Exception | None = None
         self.counts = Counts()
-        self._parts, self._model, self._ordered = parts, model, ordered
+        self._parts, self._responder, self._ordered = parts, responder, ordered
         self._queue: queue.Queue[tuple[Prepared, Output]] = queue.Queue(_MAX_WAITING)
         self._early: dict[int, tuple[Prepared, Output]] = {}  # ordered: those that wait for one before them
         self._next = 0
@@ -75,21 +77,21 @@ class Writer:
             while self._next in self._early:
                 batch.append(self._early.pop(self._next))
                 self._next += 1
-        answers, errors = make_rows(batch, self._model)
+        answers, errors = make_rows(batch, self._responder)
         self._parts.write([to_json(row) for row in answers], [to_json(row) for row in errors])
         num_tokens = [read_answer(row)[1:] for row in answers]
         new = (len(answers), len(errors), *map(sum, zip((0, 0), *num_tokens, strict=True)))
         self.counts = Counts(*map(sum, zip(self.counts, new, strict=True)))
 
 
-def make_rows(batch: Iterable[tuple[Prepared, Output]], model: str) -> tuple[list[Row], list[Row]]:
+def make_rows(batch: Iterable[tuple[Prepared, Output]], responder: Responder) -> tuple[list[Row], list[Row]]:
     """Rows of parts, and of errors.jsonl."""
     answers, errors = [], []
     for prepared, output in batch:
         if "error" in output:
             errors.append(error_row(prepared, output["error"]))
         else:
-            answers.append(answer_row(prepared.id, prepared.line, output, model))
+            answers.append(answer_row(prepared.id, prepared.line, output, responder))
     return answers, errors
 
 
