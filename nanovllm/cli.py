@@ -78,9 +78,13 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     add("--model", required=True, help="a directory or a hub id")
     add("--format", choices=("jsonl", "parquet"), help="of the answers (default: Parquet for an input of Parquet)")
     add("--prompt-column", metavar="NAME", help="the column of the prompt (default: prompt or messages)")
+    add("--id-column", metavar="NAME", help="the column of the id (default: id)")
     add("--template", metavar="TEXT", help="makes the prompt of columns: 'Summarise: {text}'")
     add("--system", metavar="TEXT", help="a system message; prompts become user messages")
+    add("--chat-template", type=_file, metavar="FILE", help="a Jinja template instead of the tokenizer's")
     add("--chat-template-kwargs", type=_json, metavar="JSON", help="variables of the chat template")
+    help = "columns called as parameters, such as temperature or n, are data"
+    add("--no-line-parameters", dest="line_parameters", action="store_false", default=None, help=help)
     add("--ordered", action="store_true", help="keep the order of the input")
     add("--overwrite", action="store_true", help="delete the answers in the folder and start over")
     add("--retry-errors", action="store_true", help="try the lines of errors.jsonl again")
@@ -92,6 +96,14 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     sampling.add_argument("--seed", type=int, metavar="N", help="makes all answers reproducible")
     sampling.add_argument("--stop", **several, metavar="TEXT", help="texts that end an answer")
     sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end of an answer")
+    sampling.add_argument("--stop-token-ids", **several, type=int, metavar="N", help="tokens that end an answer")
+    sampling.add_argument("--bad-words", **several, metavar="TEXT", help="texts that an answer must not have")
+    help = "added to logits: '{\"1234\": -100}' (token id, number)"
+    sampling.add_argument("--logit-bias", type=_json, metavar="JSON", help=help)
+    form = sampling.add_mutually_exclusive_group()
+    form.add_argument("--json-schema", type=_schema, metavar="JSON", help="the form of all answers; or a file of it")
+    form.add_argument("--regex", metavar="TEXT", help="a regular expression that all answers match")
+    form.add_argument("--choice", **several, metavar="TEXT", help="texts of which each answer is one")
     _add_all(sampling, _NUMBERS)
     engine = parser.add_argument_group("engine (docs/reference.md)")
     engine.add_argument("--enforce-eager", action="store_true", default=None, help="use no CUDA graphs")
@@ -104,6 +116,18 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+
+
+def _file(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{path!r} cannot be read: {error}") from None
+
+
+def _schema(text: str) -> Any:
+    """JSON, or a file of it."""
+    return _json(text if text.lstrip().startswith("{") else _file(text))
 
 
 def _add_all(group: Any, kinds: dict[str, Any]) -> None:
@@ -120,6 +144,9 @@ def _run_batch(options: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(options).items() if value is not None}
     for name in ("command", "run", "parser", "arguments", "dry_run"):
         given.pop(name, None)
+    for name, key in (("json_schema", "json"), ("regex", "regex"), ("choice", "choice")):
+        if name in given:
+            given["structured_outputs"] = {key: given.pop(name)}
     try:
         if options.dry_run:
             for name in ("output", "format", "ordered", "overwrite", "retry_errors", "replicas", "ray_address", "seed"):

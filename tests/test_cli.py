@@ -227,6 +227,28 @@ def test_run_batch_passes_on_what_is_given(answered, capsys):
     assert capsys.readouterr().out == "3 of 3 lines answered in answers: 7 tokens; this call took 1.0 s\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--json-schema", '{"type": "object"}'], {"structured_outputs": {"json": {"type": "object"}}}),
+        (["--json-schema", "schema.json"], {"structured_outputs": {"json": {"type": "array"}}}),
+        (["--regex", "a+"], {"structured_outputs": {"regex": "a+"}}),
+        (["--choice", "yes", "no"], {"structured_outputs": {"choice": ["yes", "no"]}}),
+        (["--stop-token-ids", "5", "7"], {"stop_token_ids": [5, 7]}),
+        (["--bad-words", "x", "--logit-bias", '{"5": -100}'], {"bad_words": ["x"], "logit_bias": {"5": -100}}),
+        (["--chat-template", "schema.json"], {"chat_template": '{"type": "array"}'}),
+        (["--no-line-parameters", "--id-column", "key"], {"line_parameters": False, "id_column": "key"}),
+    ],
+    ids=str,
+)
+def test_run_batch_passes_on_what_is_for_all_lines(answered, tmp_path, monkeypatch, arguments, expected):
+    monkeypatch.chdir(tmp_path)
+    Path("schema.json").write_text('{"type": "array"}')
+    assert main([*BATCH, *arguments]) == 0
+    assert expected.items() <= answered["arguments"].items()
+    assert not {"json_schema", "regex", "choice"} & answered["arguments"].keys()
+
+
 def test_the_exit_status_of_run_batch(answered, capsys):
     from nanovllm.jobs import JobError, Summary
 
@@ -246,6 +268,10 @@ def test_the_exit_status_of_run_batch(answered, capsys):
         ([*BATCH, "--no-such-option"], "unrecognized arguments: --no-such-option"),
         ([*BATCH, "--overw"], "unrecognized arguments: --overw"),
         ([*BATCH, "--temperature", "warm"], "invalid float value: 'warm'"),
+        ([*BATCH, "--chat-template", "no/file"], "--chat-template: 'no/file' cannot be read: "),
+        ([*BATCH, "--json-schema", "no/file"], "--json-schema: 'no/file' cannot be read: "),
+        ([*BATCH, "--json-schema", "{"], "--json-schema: '{' is not JSON"),
+        ([*BATCH, "--regex", "a", "--choice", "b"], "not allowed with argument --regex"),
         ([*BATCH, "--chat-template-kwargs", "{"], "--chat-template-kwargs: '{' is not JSON"),
     ):
         with pytest.raises(SystemExit) as left:

@@ -139,8 +139,10 @@ class LineFormat:
         if is_missing(value) or not self.copies(name):
             return False
         if name in CHAT_OPTIONS:
-            is_meant = self._parameters is PARAMETERS and isinstance(value, list | dict)
-            return is_chat or is_meant  # the latter to say that it needs a conversation
+            # Beside a text they are taken to say that they need a conversation.
+            is_object = isinstance(value, list | dict) or (is_chat and str(value).lstrip()[:1] in ("[", "{"))
+            is_request = self._parameters is PARAMETERS
+            return (is_object or is_request) if is_chat else (is_object and is_request)
         return name in self._parameters
 
     def parameter_columns(self, columns: Iterable[str]) -> list[str]:

@@ -104,8 +104,9 @@ def read_parameters(given: Row, is_chat: bool) -> tuple[Row, ChatOptions]:
     choice = given.pop("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise ValueError(f"tool_choice={choice!r:.50}: must be 'auto' or 'none': a batch cannot force a call")
-    if not is_chat and (of_chat := [*(["tools"] if tools else []), *kwargs, *variables]):
-        raise ValueError(f"{of_chat[0]}: needs 'messages', because only a conversation has a chat template")
+    of_chat = {"tools": tools, "chat_template_kwargs": kwargs} | variables
+    if not is_chat and (named := [name for name, value in of_chat.items() if value]):
+        raise ValueError(f"{named[0]}: needs 'messages', because only a conversation has a chat template")
     _rename_logprobs(given)
     _rename(given, "max_completion_tokens", "max_tokens")
     _read_form(given)
@@ -140,7 +141,7 @@ def _rename(given: Row, name: str, to: str) -> None:
     if name in given:
         value = given.pop(name)
         if given.setdefault(to, value) != value:
-            raise ValueError(f"{name}={value!r:.50}: {to}={given[to]!r:.50} says the opposite")
+            raise ValueError(f"{name}={value!r:.50}: {to}={given[to]!r:.50} says otherwise")
 
 
 def _rename_logprobs(given: Row) -> None:
