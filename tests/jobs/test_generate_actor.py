@@ -75,6 +75,6 @@ def test_the_process_ends_with_its_engine(fresh_llm, monkeypatch):
 def test_replicas_need_ray(path, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "find_spec", lambda name: None)
     file = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "a"}])
-    with pytest.raises(ImportError, match=r"nanovllm\[ray\]"):
+    with pytest.raises(ImportError, match=r"ray\[data\]"):
         run_batch(file, tmp_path / "answers", path, replicas=2)
     assert not (tmp_path / "answers").exists()
