@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanovllm.utils.checks import is_int, refuse_constant, require
+from nanovllm.utils.checks import is_int, quoted, refuse_constant, require, shortened
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
 
 MAX_INT32 = 2**31 - 1  # token ids, and counts of tokens
@@ -16,6 +16,8 @@ MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
 MAX_N = 16384
 MAX_BIAS = 100
+MAX_CHOICES = 100_000
+MAX_CHOICE_BYTES, MAX_CHOICES_BYTES = 2**16, 2**24  # of one, and of all
 
 # The device computes in float32: beyond these a number would become infinity, or 0.
 MIN_FLOAT, MAX_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -48,15 +50,26 @@ class StructuredOutputsParams:
             _require_encodable("regex", self.regex)
         if self.choice is not None:
             texts = _as_tuple(self.choice)
-            ok = not isinstance(self.choice, str) and texts != () and _are_texts(texts)
+            ok = not isinstance(self.choice, str) and _are_texts(texts) and texts != ()
             require("choice", self.choice, ok, "a list of one or more texts, none of them empty")
             _require_encodable("choice", *texts)
+            _check_choice_size(texts)
             object.__setattr__(self, "choice", texts)
         pattern = self.whitespace_pattern
         if pattern is not None:
             require("whitespace_pattern", pattern, isinstance(pattern, str), "a regular expression, or None")
             require("whitespace_pattern", pattern, self.json is not None, "None where json is not given")
             _require_encodable("whitespace_pattern", pattern)
+
+
+def _check_choice_size(texts: tuple[str, ...]) -> None:
+    """Raises ValueError for a list that would take minutes to compile, or gigabytes."""
+    sizes = list(map(len, map(str.encode, texts)))
+    allowed = f"at most {MAX_CHOICES} texts"
+    require("choice", texts, len(texts) <= MAX_CHOICES, f"{allowed}; there are {len(texts)}")
+    allowed += f" of up to {MAX_CHOICE_BYTES} bytes, {MAX_CHOICES_BYTES} bytes together"
+    is_small = max(sizes) <= MAX_CHOICE_BYTES and sum(sizes) <= MAX_CHOICES_BYTES
+    require("choice", texts, is_small, f"{allowed}; the longest has {max(sizes)} bytes, and all have {sum(sizes)}")
 
 
 def _schema_text(schema: Any) -> str:
@@ -66,13 +79,13 @@ def _schema_text(schema: Any) -> str:
         try:
             schema = schema.model_json_schema()
         except Exception as error:  # pydantic's own classes, and pydantic is not imported here
-            raise ValueError(f"json={given!r}: has no JSON schema: {error}") from error
+            raise ValueError(f"json={quoted(given)}: has no JSON schema: {shortened(error)}") from error
     require("json", given, isinstance(schema, str | dict), "a JSON schema, as a dict, a string or a pydantic model")
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         content = json.loads(text, parse_constant=refuse_constant)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"json={given!r}: is not JSON: {error}") from None
+        raise ValueError(f"json={quoted(given)}: is not JSON: {error}") from None
     _require_encodable("json", json.dumps(content, ensure_ascii=False))
     return text
 
@@ -119,7 +132,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
             value = rule.convert(getattr(self, name))
-            require(name, value, rule.is_right(value), rule.allowed)
+            require(name, value, rule.is_right(value), rule.explain(value))
             object.__setattr__(self, name, value)
         if self.max_tokens is not None:
             ok = self.min_tokens <= self.max_tokens
@@ -166,12 +179,25 @@ class SamplingParams:
         return not (self.truncates or edits or reports)
 
 
+def misplaced_option(name: str, value: object) -> str:
+    """Where an option of SamplingParams belongs that was given to a method; "" for any other name."""
+    return f"pass sampling_params=SamplingParams({name}={quoted(value)})" if name in _RULES else ""
+
+
 class _Rule(NamedTuple):
     """What one option accepts."""
 
     convert: Callable[[Any], Any]  # to the one spelling that is kept; a value of a wrong kind stays, for the message
     is_right: Callable[[Any], bool]  # whether the converted value is accepted
     allowed: str  # for the message
+    is_right_entry: Callable[[Any], bool] | None = None  # of a collection: whether one of its entries is accepted
+
+    def explain(self, value: Any) -> str:
+        """What is allowed, and the first wrong entry of a collection, which may be too long to be shown."""
+        if self.is_right_entry is None or not isinstance(value, tuple) or len(value) < 2:
+            return self.allowed
+        wrong = next((entry for entry in enumerate(value) if not self.is_right_entry(entry[1])), None)
+        return self.allowed if wrong is None else f"{self.allowed}; entry {wrong[0]} is {quoted(wrong[1])}"
 
 
 def _integer(low: int, high: int, allowed: str, optional: bool = False) -> _Rule:
@@ -187,7 +213,7 @@ def _require_encodable(name: str, *texts: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{name}={text!r}: cannot be encoded: {error}") from None
+            raise ValueError(f"{name}={quoted(text)}: cannot be encoded: {error}") from None
 
 
 def _as_python(value: Any) -> Any:
@@ -228,22 +254,34 @@ def _as_pairs(biases: Any) -> Any:
         return biases
 
 
+def _collection(
+    convert: Callable[[Any], Any], is_right_entry: Callable[[Any], bool], allowed: str, optional: bool = False
+) -> _Rule:
+    """optional: None is accepted, and an empty collection is not."""
+
+    def is_right(values: Any) -> bool:
+        if optional and values is None:
+            return True
+        return isinstance(values, tuple) and all(map(is_right_entry, values)) and not (optional and values == ())
+
+    return _Rule(convert, is_right, allowed, is_right_entry)
+
+
 def _are_texts(values: Any) -> bool:
-    return isinstance(values, tuple) and all(isinstance(text, str) and text for text in values)
+    return isinstance(values, tuple) and all(map(_is_text, values))
 
 
-def _are_token_ids(values: Any) -> bool:
-    return isinstance(values, tuple) and all(is_int(value, 0, MAX_INT32) for value in values)
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
 
 
-def _are_biases(pairs: Any) -> bool:
-    return isinstance(pairs, tuple) and all(
-        isinstance(pair, tuple)
-        and len(pair) == 2
-        and is_int(pair[0], 0, MAX_INT32)
-        and _is_float32(pair[1], -MAX_BIAS, MAX_BIAS)
-        for pair in pairs
-    )
+def _is_token_id(value: Any) -> bool:
+    return is_int(value, 0, MAX_INT32)
+
+
+def _is_bias(pair: Any) -> bool:
+    is_pair = isinstance(pair, tuple) and len(pair) == 2
+    return is_pair and _is_token_id(pair[0]) and _is_float32(pair[1], -MAX_BIAS, MAX_BIAS)
 
 
 def _is_float32(value: Any, low: float, high: float) -> bool:
@@ -255,7 +293,7 @@ _LOW, _HIGH = f"{MIN_FLOAT:.2g}", f"{MAX_FLOAT:.2g}"
 _FLAG = _Rule(_as_python, lambda value: isinstance(value, bool), "True or False")
 _PENALTY = _number(-2, 2, "a number in -2..2 that float32 can hold")
 _LOGPROBS = _integer(0, MAX_LOGPROBS, f"None or an integer in 0..{MAX_LOGPROBS}", optional=True)
-_TEXTS = _Rule(_as_texts, _are_texts, "a text or a list of texts, none of them empty")
+_TEXTS = _collection(_as_texts, _is_text, "a text or a list of texts, none of them empty")
 
 _RULES = {
     "temperature": _number(0, MAX_FLOAT, f"0 (greedy), or a finite number in {_LOW}..{_HIGH}, as float32 can hold"),
@@ -270,7 +308,7 @@ _RULES = {
     "min_tokens": _integer(0, MAX_INT32, "an integer in 0..2**31 - 1"),
     "stop": _TEXTS,
     "include_stop_str_in_output": _FLAG,
-    "stop_token_ids": _Rule(_as_tuple, _are_token_ids, "a list of token ids >= 0"),
+    "stop_token_ids": _collection(_as_tuple, _is_token_id, "a list of token ids >= 0"),
     "n": _integer(1, MAX_N, f"an integer in 1..{MAX_N}"),
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
@@ -281,11 +319,12 @@ _RULES = {
     "structured_outputs": _Rule(
         _as_python, lambda form: form is None or isinstance(form, StructuredOutputsParams), "StructuredOutputsParams"
     ),
-    "logit_bias": _Rule(_as_pairs, _are_biases, f"a dict of token ids >= 0 to numbers in -{MAX_BIAS}..{MAX_BIAS}"),
-    "allowed_token_ids": _Rule(
+    "logit_bias": _collection(_as_pairs, _is_bias, f"a dict of token ids >= 0 to numbers in -{MAX_BIAS}..{MAX_BIAS}"),
+    "allowed_token_ids": _collection(
         lambda ids: None if ids is None else _as_tuple(ids),
-        lambda ids: ids is None or (ids != () and _are_token_ids(ids)),
+        _is_token_id,
         "a list of one or more token ids >= 0, or None",
+        optional=True,
     ),
     "bad_words": _TEXTS,
 }

@@ -125,7 +125,7 @@ WRONG = {
         [0, -2, 1.0, -1.0, "64", None, True, False, NAN, INF, 2**31 // 256 + 1, 10**9],
         r"1\.\.8388608 \(2147483648 tokens in blocks of 256\), or -1",
     ),
-    "kvcache_gib": ([0, 0.0, -1, NAN, INF, -INF, "2", True, [2], 65537, 1e300, 10**400], r"\(0, 65536\], or None"),
+    "kvcache_gib": ([0, 0.0, -1, NAN, INF, -INF, "2", True, [2], 65537, 1e300, 10**310], r"\(0, 65536\], or None"),
     "device": ([*CHOICE, "cuda:", "cuda:-1", "cuda:a", "cuda:1 ", "cuda1", "mps", 0], "auto, cuda, cpu, or cuda:N"),
     "dtype": ([*CHOICE, "bf16", "int8", torch.int8, torch.float64], "auto, bfloat16, float16, float32, half, float"),
     "quantization": (["int4", "awq", "", 8, True, ["fp8"]], "None or one of fp8"),

@@ -218,3 +218,18 @@ def test_damaged_weights(tmp_path, caplog, tensor, rows, value):
             llm.score([[1]], [[2]], use_tqdm=False)
         assert_idle(llm)
     assert len([record for record in caplog.records if "NaN" in record.getMessage()]) == 1
+
+
+def test_no_token_left_is_not_blamed_on_the_weights(llm):
+    everything = range(VOCAB_SIZE)
+    with pytest.raises(ValueError, match=r"^sampling_params\[0\]: min_tokens=5: no token is left to draw"):
+        llm.generate([[5, 6]], greedy(9, min_tokens=5, stop_token_ids=everything), use_tqdm=False)
+    assert_idle(llm)
+    # Two bad words of two tokens: after one of these tokens, neither may follow, and all others are ends.
+    a, b = (llm.tokenizer.encode(letter)[0] for letter in "ab")
+    ends = [token for token in everything if token not in (a, b)]
+    params = greedy(9, min_tokens=5, stop_token_ids=ends, bad_words=["aa", "ab", "ba", "bb"])
+    (output,) = llm.generate([[5, 6]], params, use_tqdm=False)
+    assert (output["finish_reason"], len(output["token_ids"])) == ("error", 1)
+    assert output["error"].startswith("no token is left to draw: bad_words and min_tokens")
+    assert_idle(llm)

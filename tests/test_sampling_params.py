@@ -123,7 +123,7 @@ WRONG = {
         NAN,
         INF,
         -INF,
-        10**400,
+        10**310,
         "0.5",
         None,
         True,

@@ -13,6 +13,7 @@ from draws import sample_torch
 from sampling_reference import completions, run
 
 from nanovllm import SamplingParams, StructuredOutputsParams
+from nanovllm.engine.sampling import structured
 from nanovllm.engine.sampling.structured import Grammars
 from nanovllm.layers.token_masks import num_mask_words
 
@@ -237,6 +238,67 @@ def test_a_bad_form_is_refused_before_any_work(llm, fields, says):
     with pytest.raises(ValueError, match=f"(?s){says}"):
         llm.generate([[1], [2]], [greedy(3), form(**fields)], use_tqdm=False)
     assert_idle(llm)
+
+
+NOWHERE = {"$ref": "#/$defs/loop", "$defs": {"loop": {"$ref": "#/$defs/loop"}}}
+
+
+@pytest.mark.parametrize("fields", [{"json": {"$ref": "#"}}, {"json": NOWHERE}, {"regex": r"[^\s\S]"}])
+def test_a_form_that_no_text_has_is_refused(llm, fields):
+    with pytest.raises(ValueError, match="cannot be enforced: no text has this form"):
+        llm.generate([[1]], form(**fields), use_tqdm=False)
+    assert_idle(llm)
+    # One that the empty text has is no such form.
+    assert llm.generate([[1]], form(regex="a?", temperature=0), use_tqdm=False)[0]["finish_reason"] == "stop"
+
+
+def test_a_form_that_leads_nowhere_ends_as_an_error(llm):
+    schema = {"type": "array", "items": NOWHERE["$defs"]["loop"], "minItems": 1, "$defs": NOWHERE["$defs"]}
+    (output,) = llm.generate([[1]], form(json=schema), use_tqdm=False)
+    assert (output["finish_reason"], output["text"]) == ("error", "[")
+    assert output["error"] == "structured_outputs: no text that begins like this one has the form"
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("kind", ["choice", "json"])
+def test_thousands_of_choices(llm, kind):
+    numbers = [f"{i:05}" for i in range(60_000)]
+    params = form(**{kind: numbers if kind == "choice" else {"enum": numbers}})
+    for output in llm.generate([[i] for i in range(1, 5)], params, use_tqdm=False):
+        assert output["finish_reason"] == "stop"
+        assert (output["text"] if kind == "choice" else json.loads(output["text"])) in numbers
+
+
+@pytest.mark.parametrize(
+    ("choice", "says"),
+    [
+        ([str(i) for i in range(100_001)], r"at most 100000 texts; there are 100001$"),
+        (["a", "é" * 40_000], r"of up to 65536 bytes, 16777216 bytes together; the longest has 80000 bytes"),
+        (["x" * 65_536 + str(i) for i in range(2)], r"the longest has 65537 bytes"),
+        ([f"{i:060000}" for i in range(300)], r"all have 18000000$"),
+    ],
+)
+def test_more_choices_than_can_be_compiled(choice, says):
+    with pytest.raises(ValueError, match=f"^choice=.*{says}"):
+        StructuredOutputsParams(choice=choice)
+
+
+def test_compiled_forms_are_bounded_by_their_size_and_use(llm, monkeypatch):
+    compiled = []
+    grammars = Grammars(llm.tokenizer, VOCAB_SIZE, llm.config.eos)
+    original = grammars._source
+    monkeypatch.setattr(grammars, "_source", lambda form: compiled.append(form.regex) or original(form))
+    large = [StructuredOutputsParams(regex="a" * 20_000 + letter) for letter in "bcd"]
+    monkeypatch.setattr(grammars._compiled, "_max_bytes", 2_500_000)
+    for each in (large[0], large[1], large[0], large[2], large[0], large[1]):
+        grammars.start(each)
+    assert [regex[-1] for regex in compiled] == ["b", "c", "d", "c"]
+    # What it remembers of the texts that it has read grows, so that it is made anew after a while.
+    monkeypatch.setattr(structured, "_MAX_TOKENS_READ", 10)
+    small = StructuredOutputsParams(regex="[ab]*")
+    for _ in range(5):
+        grammars.start(small).advance(llm.tokenizer.encode("abba"), 4)
+    assert compiled[4:] == ["[ab]*"] * 2
 
 
 def test_without_the_library_or_a_tokenizer(path, monkeypatch):

@@ -1,13 +1,55 @@
 """Checks of values that users give: one message for all of them."""
 
 import math
+import reprlib
 from typing import Any, NoReturn
+
+_MAX_TEXT = 100  # characters of a text that a message quotes
+_MAX_QUOTED = 400  # of any value
+_MAX_BITS = 1200  # of an integer: 362 digits
+_MAX_MESSAGE = 1000  # of another library's message
+
+
+class _Quoter(reprlib.Repr):
+    """Python's repr of a short value, and the beginning of a long or deep one, without looking at all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxtuple = self.maxlist = self.maxarray = self.maxdict = self.maxset = self.maxfrozenset = 10
+        self.maxother = _MAX_QUOTED
+
+    def repr_str(self, text: str, level: int) -> str:
+        return repr(text) if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]!r}... ({len(text)} characters)"
+
+    def repr_bytes(self, data: bytes, level: int) -> str:
+        return repr(data) if len(data) <= _MAX_TEXT else f"{data[:_MAX_TEXT]!r}... ({len(data)} bytes)"
+
+    def repr_int(self, number: int, level: int) -> str:
+        # Python refuses to write more than 4,300 digits.
+        return repr(number) if number.bit_length() <= _MAX_BITS else f"an integer of {number.bit_length()} bits"
+
+
+_quoter = _Quoter()
+
+
+def quoted(value: object) -> str:
+    """A value as an error message shows it: its repr, or the beginning of that if it is long. A collection may have any
+    size and depth."""
+    text = _quoter.repr(value)
+    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}..."
+
+
+def shortened(message: object) -> str:
+    """Another library's message for one of ours. Such messages may quote all of their input."""
+    text = str(message)
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}... ({len(text)} characters)"
 
 
 def require(name: str, value: object, ok: bool, allowed: str) -> None:
     """Raises ValueError, with the name, the value and what is allowed, unless ok."""
     if not ok:
-        raise ValueError(f"{name}={value!r}: must be {allowed}")
+        raise ValueError(f"{name}={quoted(value)}: must be {allowed}")
 
 
 def refuse_constant(name: str) -> NoReturn:

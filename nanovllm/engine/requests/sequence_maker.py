@@ -4,7 +4,6 @@ import secrets
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -18,8 +17,10 @@ from nanovllm.engine.sampling.structured import Grammars
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.token_masks import unpack_mask
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import quoted
+from nanovllm.utils.sized_cache import SizedCache
 
-_MAX_LOGIT_EDITS = 256  # kept for later requests, 20 KB each for 150,000 tokens
+_MAX_LOGIT_EDITS_BYTES = 2**26  # kept for later requests
 
 
 class SequenceMaker:
@@ -37,7 +38,9 @@ class SequenceMaker:
         self._seed = secrets.randbits(63) if config.seed is None else config.seed
         self._check_length = check_length
         self._grammars: Grammars | None = None
-        self._logit_edits = lru_cache(_MAX_LOGIT_EDITS)(self._make_logit_edits)
+        self._logit_edits: SizedCache[SamplingParams, LogitEdits] = SizedCache(
+            self._make_logit_edits, lambda params, edits: edits.num_bytes, _MAX_LOGIT_EDITS_BYTES
+        )
 
     def make_one(self, prompt: Prompt, params: SamplingParams) -> list[Sequence]:
         """The samples of one request. Raises as make_all."""
@@ -81,11 +84,15 @@ class SequenceMaker:
         if request_id is None:
             return
         if isinstance(request_id, bool) or not isinstance(request_id, int):
-            raise TypeError(f"request_id={request_id!r}: must be an id from add_request() or a StreamDelta, or None")
+            raise TypeError(
+                f"request_id={quoted(request_id)}: must be an id from add_request() or a StreamDelta, or None"
+            )
         if not 0 <= request_id < self.num_requests:
             known = sorted({seq.request_id for seq in unfinished})
             ids = ", ".join(map(str, known[:10])) + (", ..." if len(known) > 10 else "")
-            raise ValueError(f"request_id={request_id}: there is no such request; unfinished are: {ids or 'none'}")
+            raise ValueError(
+                f"request_id={quoted(request_id)}: there is no such request; unfinished are: {ids or 'none'}"
+            )
 
     def _make(
         self,
@@ -133,11 +140,13 @@ class SequenceMaker:
         if form is None and not (params.stop or params.stop_token_ids or params.edits_logits):
             return None, None  # Nearly all of them: thousands are checked while the device waits.
         if params.stop and self._tokenizer is None:
-            raise ValueError(f"stop={params.stop!r}: without a tokenizer there is no text to find it in")
+            raise ValueError(f"stop={quoted(params.stop)}: without a tokenizer there is no text to find it in")
         self._check_vocabulary("stop_token_ids", params.stop_token_ids)
+        self._check_ends(params)
         edits = None
         if params.edits_logits:
-            edits = self._logit_edits(replace(params, seed=None))  # Requests of a batch differ in little else.
+            # Requests of a batch differ in little else.
+            edits = self._logit_edits.get(params if params.seed is None else replace(params, seed=None))
         if form is None:
             return edits, None
         if self._tokenizer is None:
@@ -145,7 +154,7 @@ class SequenceMaker:
         if self._grammars is None:
             self._grammars = Grammars(self._tokenizer, self._vocab_size, self._eos)
         self._grammars.start(form)
-        if form.choice is not None:
+        if form.choice is not None and params.min_tokens > 0:
             longest = max(len(text.encode()) for text in form.choice)  # A token has one byte at least.
             if params.min_tokens > longest:
                 raise ValueError(
@@ -158,12 +167,20 @@ class SequenceMaker:
         if highest >= self._vocab_size:
             raise ValueError(f"{name}: token id {highest} is outside the vocabulary, 0..{self._vocab_size - 1}")
 
+    def _check_ends(self, params: SamplingParams) -> None:
+        """Raises ValueError if min_tokens keeps away all tokens."""
+        if params.min_tokens and len({*params.stop_token_ids, *self._eos}) >= self._vocab_size:
+            raise ValueError(
+                f"min_tokens={params.min_tokens}: no token is left to draw: all tokens of the vocabulary are in "
+                "stop_token_ids or end a sequence, and may not come so early"
+            )
+
     def _make_logit_edits(self, params: SamplingParams) -> LogitEdits:
         self._check_vocabulary("logit_bias", dict(params.logit_bias))
         self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
         if params.bad_words and self._tokenizer is None:
             raise ValueError(
-                f"bad_words={params.bad_words!r}: need the model's tokenizer, but skip_tokenizer_init is set; "
+                f"bad_words={quoted(params.bad_words)}: need the model's tokenizer, but skip_tokenizer_init is set; "
                 "logit_bias and allowed_token_ids take token ids"
             )
         words = tokenize_bad_words(self._tokenizer, params.bad_words)

@@ -9,6 +9,9 @@ import numpy as np
 
 from nanovllm.layers.token_masks import pack_mask
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import quoted
+
+_BYTES_PER_ENTRY = 250  # of Python's numbers and tuples
 
 
 class LogitEdits:
@@ -20,6 +23,7 @@ class LogitEdits:
         mask: int32 [num_mask_words]: the bit mask of allowed tokens, as far as it is the same at each step.
         needs_mask: whether the mask is a shorter description than the forbidden tokens.
         reads_completion: whether `completing` can find a token.
+        num_bytes: about what it takes, with the params.
     """
 
     def __init__(self, params: SamplingParams, bad_words: list[list[int]], vocab_size: int):
@@ -40,6 +44,8 @@ class LogitEdits:
             if beginning:
                 self._phrases[beginning[-1]].append((array("i", beginning), last))
         self.reads_completion = bool(self._phrases)
+        num_entries = len(biases) + len(allowed or ()) + len(bad_words)
+        self.num_bytes = self.mask.nbytes + _BYTES_PER_ENTRY * num_entries
 
     def completing(self, tokens: array, num_completion_tokens: int) -> list[int]:
         """The tokens that would complete a bad word of several tokens. The completion is at the end of `tokens`."""
@@ -57,7 +63,7 @@ def tokenize_bad_words(tokenizer: Any, bad_words: Iterable[str]) -> list[list[in
         bare = word.lstrip(" ") or word
         ids, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in (bare, f" {bare}"))
         if not ids:
-            raise ValueError(f"bad_words: {word!r} has no tokens")
+            raise ValueError(f"bad_words: {quoted(word)} has no tokens")
         found.append(ids)
         if spaced[-len(ids) :] != ids:  # Otherwise the space is a token of its own, and the first form suffices.
             found.append(spaced)

@@ -112,12 +112,15 @@ class SamplingPipeline:
             if seq.grammar is not None or (edits is not None and edits.needs_mask):
                 masked.append(row)
                 continue
+            forbidden = []
             if edits is not None:
-                flat["forbidden"].append(edits.banned + first)
-                completing = edits.completing(seq.tokens, seq.num_completion_tokens)
-                flat["forbidden"].append(np.array(completing, np.int64) + first)
+                forbidden.append(edits.banned)
+                forbidden.append(np.array(edits.completing(seq.tokens, seq.num_completion_tokens), np.int64))
             if _is_too_short(seq):
-                flat["forbidden"].append(np.array(self._ends(seq), np.int64) + first)
+                forbidden.append(np.array(self._ends(seq), np.int64))
+            flat["forbidden"] += [tokens + first for tokens in forbidden]
+            if sum(map(len, forbidden)) >= self.vocab_size and len(set(np.concatenate(forbidden))) == self.vocab_size:
+                seq.error = "no token is left to draw: bad_words and min_tokens, which keeps away the ends, exclude all"
         arrays = {name: np.concatenate(values) for name, values in flat.items() if values}
         if reported:
             arrays["reported"] = np.array(reported, np.int64)
@@ -169,6 +172,10 @@ class SamplingPipeline:
                     seq.error = f"structured_outputs: the form cannot be followed any further: {fault}"
         if grammars:
             grammars[0][0].grammars.fill_masks(grammars, bitmask)
+            for grammar, i in grammars:
+                if grammar.is_stuck(bitmask[i]):
+                    seq = seqs[rows[i]]
+                    seq.error = seq.error or "structured_outputs: no text that begins like this one has the form"
         for mask, row in zip(bitmask, rows, strict=True):
             self._narrow(mask, seqs[row])
             if seqs[row].error is not None:

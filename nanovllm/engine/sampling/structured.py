@@ -2,14 +2,39 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from nanovllm.layers.token_masks import pack_mask
 from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.utils.checks import quoted, shortened
+from nanovllm.utils.sized_cache import SizedCache
 
-_MAX_COMPILED = 256  # kept for later requests; a schema takes up to about 100 ms to compile
+# Compiled forms that are kept for later requests. A schema takes up to about 100 ms to compile, 100,000 choices some
+# seconds. Measured: 80 to 100 KB each, and 20 to 40 bytes for each byte of the library's source.
+_MAX_COMPILED_BYTES = 2**28
+_BYTES_EACH, _BYTES_PER_SOURCE_BYTE = 100_000, 40
+# A compiled form remembers the states in which it was, all copies together: up to 7 KB for a token of a long list of
+# choices. It is compiled again when its requests have read so many tokens.
+_MAX_TOKENS_READ = 50_000
+# What the library may spend on a form before its first token. Its own limit is the first number, which a list of 50,000
+# texts exceeds.
+_FUEL, _FUEL_PER_SOURCE_BYTE = 1_000_000, 16
+
+
+class _Compiled:
+    """A form's grammar before its first token, which the requests that follow it copy.
+
+    Attributes:
+        num_tokens_read: by all copies.
+    """
+
+    def __init__(self, matcher: Any, num_bytes: int):
+        self.matcher = matcher
+        self.num_bytes = num_bytes
+        self.num_tokens_read = 0
 
 
 class Grammars:
@@ -37,24 +62,46 @@ class Grammars:
             self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos)
         except Exception as error:
             raise ValueError(f"structured_outputs: llguidance cannot use this tokenizer: {error}") from error
-        self._compiled = lru_cache(_MAX_COMPILED)(self._compile)
+        is_end = np.zeros(vocab_size, bool)
+        is_end[eos] = True
+        self.without_ends = ~pack_mask(is_end)
+        self._compiled: SizedCache[StructuredOutputsParams, _Compiled] = SizedCache(
+            self._compile, lambda form, compiled: compiled.num_bytes, _MAX_COMPILED_BYTES
+        )
 
     def start(self, form: StructuredOutputsParams) -> "Grammar":
         """The form's grammar before its first token. Raises ValueError if it cannot be enforced."""
-        return Grammar(self, self._compiled(form))
+        compiled = self._compiled.get(form)
+        if compiled.num_tokens_read > _MAX_TOKENS_READ:
+            self._compiled.drop(form)
+            compiled = self._compiled.get(form)
+        return Grammar(self, compiled)
 
-    def _compile(self, form: StructuredOutputsParams) -> Any:
+    def _compile(self, form: StructuredOutputsParams) -> _Compiled:
         what = next(name for name in ("json", "regex", "choice") if getattr(form, name) is not None)
         fault: object = None
         try:
-            matcher = self._llguidance.LLMatcher(self._tokenizer, self._source(form), log_level=0)
+            source = self._source(form)
+            limits = self._llguidance.LLParserLimits(
+                initial_lexer_fuel=_FUEL + _FUEL_PER_SOURCE_BYTE * len(source), max_lexer_states=2**31
+            )
+            matcher = self._llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+            compiled = _Compiled(matcher, _BYTES_EACH + _BYTES_PER_SOURCE_BYTE * len(source))
             if matcher.is_error():
                 fault = matcher.get_error().strip()
+            elif self._is_stuck_at_start(compiled):
+                fault = "no text has this form"
         except ValueError as error:
             fault = error
         if fault is not None:
-            raise ValueError(f"{what}={getattr(form, what)!r}: cannot be enforced: {fault}")
-        return matcher
+            raise ValueError(f"{what}={quoted(getattr(form, what))}: cannot be enforced: {shortened(fault)}")
+        return compiled
+
+    def _is_stuck_at_start(self, compiled: _Compiled) -> bool:
+        grammar = Grammar(self, compiled)
+        bitmask = np.zeros((1, len(self.without_ends)), np.int32)
+        self.fill_masks([(grammar, 0)], bitmask)
+        return grammar.is_stuck(bitmask[0])
 
     def _source(self, form: StructuredOutputsParams) -> str:
         matcher_class: Any = self._llguidance.LLMatcher
@@ -66,9 +113,10 @@ class Grammars:
         if form.regex is not None:
             regex = self._llguidance.regex_to_lark(form.regex, use_ascii="d")
             return matcher_class.grammar_from_lark(f"start: /{regex}/")
-        # Lark writes strings as JSON does, except that DEL must be escaped.
+        # Lark writes strings as JSON does, except that DEL must be escaped. In capitals it is one terminal: the parser
+        # would follow 2,000 at most.
         texts = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in form.choice)
-        return matcher_class.grammar_from_lark(f"start: {' | '.join(texts)}")
+        return matcher_class.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
 
     def fill_masks(self, grammars: list[tuple["Grammar", int]], bitmask: np.ndarray) -> None:
         """Write the tokens that grammars allow next, in parallel: each into its row of the int32 bitmask
@@ -80,8 +128,7 @@ class Grammars:
 class Grammar:
     """A form that a completion follows, and its state."""
 
-    def __init__(self, grammars: Grammars, compiled: Any):
-        """compiled: llguidance's matcher before its first token, which several grammars copy."""
+    def __init__(self, grammars: Grammars, compiled: _Compiled):
         self.grammars = grammars
         self._compiled = compiled
         self._num_tokens = 0
@@ -89,7 +136,12 @@ class Grammar:
     @cached_property
     def matcher(self) -> Any:
         """Its own state, made when its sequence runs, because thousands may be waiting."""
-        return self._compiled.deep_copy()
+        return self._compiled.matcher.deep_copy()
+
+    def is_stuck(self, mask: np.ndarray) -> bool:
+        """Whether nothing can follow, and what there is does not have the form. mask: the row of `fill_masks`. The
+        library allows an end then."""
+        return not (mask & self.grammars.without_ends).any() and not self.matcher.is_accepting()
 
     def advance(self, token_ids: Sequence[int], num_tokens: int) -> str | None:
         """Read what is new in the completion, the last num_tokens of token_ids. Returns what went wrong, if anything:
@@ -97,5 +149,6 @@ class Grammar:
         new = num_tokens - self._num_tokens
         if new > 0:
             self._num_tokens = num_tokens
+            self._compiled.num_tokens_read += new
             self.matcher.consume_tokens(list(token_ids[-new:]))
         return self.matcher.get_error().splitlines()[0] if self.matcher.is_error() else None
