@@ -14,7 +14,7 @@ from nanovllm.layers.quantization import E4M3, QUANTIZATIONS, Fp8Format
 from nanovllm.models.hf_config import check_hf_config, check_token_ids, get_head_dim, read_hf_config, supported_length
 from nanovllm.models.presets import PRESET_NAMES, find_preset, preset_config
 from nanovllm.models.quantization_config import check_sizes, checkpoint_quantization
-from nanovllm.utils.checks import is_int, is_number, require
+from nanovllm.utils.checks import is_int, is_number, quoted, require
 from nanovllm.utils.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
 from nanovllm.utils.parallel import check_shardable
@@ -191,7 +191,7 @@ class Config:
             # Without the weights, which can take hours: first all else is checked.
             self._hub_id, self.model = self.model, self._download_config()
         if self._hub_id is None:
-            self._require("revision", self.revision is None, f"None: model={self.model!r} is not downloaded")
+            self._require("revision", self.revision is None, f"None: model={quoted(self.model)} is not downloaded")
         if self.hf_config is None:
             where, self.hf_config = str(Path(self.model, "config.json")), read_hf_config(self.model)
         check_hf_config(self.hf_config, where)

@@ -7,11 +7,11 @@ from typing import Any
 
 from nanovllm.engine.engine_lock import Call
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.requests.chat import Conversation, Tool, misplaced_option, render_chat
+from nanovllm.engine.requests.chat import Conversation, Tool, misplaced_chat_option, render_chat
 from nanovllm.engine.requests.outputs import RequestOutput, Score, StreamDelta
 from nanovllm.engine.requests.prompts import Prompt, as_prompts, pair_lazily, params_per_prompt
 from nanovllm.engine.requests.streaming import PromptFeed, new_deltas
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, misplaced_option
 from nanovllm.utils.checks import require
 from nanovllm.utils.collector import old_objects_set_aside
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
@@ -30,7 +30,7 @@ class LLM(LLMEngine):
     dropping it drops its requests.
     """
 
-    @explains_unknown_options(HINTS["chat"], misplaced_option)
+    @explains_unknown_options(HINTS["chat"], misplaced_chat_option)
     def chat(
         self,
         messages: Conversation | list[Conversation],
@@ -83,6 +83,7 @@ class LLM(LLMEngine):
         )
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    @explains_unknown_options(HINTS["generate"], misplaced_option)
     def stream(
         self, prompts: Prompt | Iterable[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None
     ) -> Iterator[StreamDelta]:
@@ -119,6 +120,7 @@ class LLM(LLMEngine):
                     deltas = list(new_deltas(step.seqs, finished))
                 yield from deltas
 
+    @explains_unknown_options(HINTS["generate"], misplaced_option)
     def generate_iter(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -181,6 +183,7 @@ class LLM(LLMEngine):
                     break  # All were wrong: yield their errors before taking more.
         return feed.num_taken > before
 
+    @explains_unknown_options(HINTS["generate"], misplaced_option)
     def score(
         self,
         prompts: Prompt | Iterable[Prompt],

@@ -24,11 +24,11 @@ from nanovllm.engine.sampling.logprobs import record_prompt_logprobs
 from nanovllm.engine.sampling.sampling_pipeline import Forward
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import require
+from nanovllm.sampling_params import SamplingParams, misplaced_option
+from nanovllm.utils.checks import quoted, require
 from nanovllm.utils.collector import old_objects_set_aside
 from nanovllm.utils.model_files import load_tokenizer
-from nanovllm.utils.option_hints import takes_options_of
+from nanovllm.utils.option_hints import HINTS, explains_unknown_options, takes_options_of
 from nanovllm.utils.progress import check_use_tqdm, progress_bar
 
 logger = logging.getLogger(__name__)
@@ -122,6 +122,7 @@ class LLMEngine:
 
     # -- whole batches -----------------------------------------------------------------------------------------------
 
+    @explains_unknown_options(HINTS["generate"], misplaced_option)
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -159,7 +160,7 @@ class LLMEngine:
             require("on_error", on_error, on_error in ("raise", "return"), "one of raise, return")
             check_use_tqdm(use_tqdm)
             if on_step is not None and not callable(on_step):
-                raise TypeError(f"on_step={on_step!r}: must be callable, or None")
+                raise TypeError(f"on_step={quoted(on_step)}: must be callable, or None")
             prompts = list(as_prompts(prompts, "prompts", self.tokenizer))
             params = params_per_prompt(sampling_params, len(prompts))
             results = Results()
@@ -278,6 +279,7 @@ class LLMEngine:
 
     # -- requests by hand --------------------------------------------------------------------------------------------
 
+    @explains_unknown_options(HINTS["generate"], misplaced_option)
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt, in any form that generate accepts, for `step`. Returns its request id.
 

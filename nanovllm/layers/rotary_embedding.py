@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.utils.checks import is_number, require
+from nanovllm.utils.checks import is_number, quoted, require
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class RopeParameters:
     def __post_init__(self) -> None:
         if self.type not in SUPPORTED_TYPES:
             supported = ", ".join(SUPPORTED_TYPES)
-            raise ValueError(f"rope_type={self.type!r} is not supported; supported: {supported}")
+            raise ValueError(f"rope_type={quoted(self.type)} is not supported; supported: {supported}")
         if self.factor <= 0:
             raise ValueError(f"rope factor must be positive, not {self.factor}")
         if not 0 < self.partial_rotary_factor <= 1:
@@ -57,7 +57,7 @@ class RopeParameters:
         }
         for name in needed.get(self.type, ()):
             if not getattr(self, name):
-                raise ValueError(f"rope_type={self.type!r} needs {name}")
+                raise ValueError(f"rope_type={quoted(self.type)} needs {name}")
         if self.type == "llama3" and not self.low_freq_factor < self.high_freq_factor:
             bounds = f"low_freq_factor={self.low_freq_factor}, high_freq_factor={self.high_freq_factor}"
             raise ValueError(f"{bounds}: the first must be less than the second")
@@ -185,7 +185,7 @@ def rope_parameters(hf_config: Any, layer_type: str | None = None) -> RopeParame
         settings["beta_fast"] = settings.get("beta_fast") or 32.0
         settings["beta_slow"] = settings.get("beta_slow") or 1.0
     elif "factor" not in settings:
-        raise ValueError(f"rope_type={rope_type!r} needs a factor")
+        raise ValueError(f"rope_type={quoted(rope_type)} needs a factor")
     for name in ("short_factor", "long_factor"):
         factors = settings.get(name, ())
         are_positive = isinstance(factors, list | tuple) and all(is_number(factor) and factor > 0 for factor in factors)

@@ -6,6 +6,7 @@ from nanovllm.layers.rotary_embedding import RopeParameters, rope_parameters, ro
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.hf_config import local_layers, windows_of_layers
 from nanovllm.models.spec import DecoderSpec
+from nanovllm.utils.checks import quoted
 
 
 class Gemma3ForCausalLM(DecoderForCausalLM):
@@ -22,7 +23,7 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
     @staticmethod
     def spec(config) -> DecoderSpec:
         if config.hidden_activation != "gelu_pytorch_tanh":
-            raise ValueError(f"hidden_activation={config.hidden_activation!r}: supported is gelu_pytorch_tanh")
+            raise ValueError(f"hidden_activation={quoted(config.hidden_activation)}: supported is gelu_pytorch_tanh")
         bias = bool(config.attention_bias)
         global_rope = rope_parameters(config, "full_attention")
         if "sliding_attention" in rope_settings(config):

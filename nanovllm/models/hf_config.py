@@ -9,7 +9,7 @@ from typing import Any
 from nanovllm.layers.rotary_embedding import RopeParameters, rope_parameters, rope_settings
 from nanovllm.models.quantization_config import read_quantization
 from nanovllm.models.registry import find_architecture, model_class
-from nanovllm.utils.checks import is_int, is_number, require
+from nanovllm.utils.checks import is_int, is_number, quoted, require
 from nanovllm.utils.light_imports import without_generated_docstrings
 from nanovllm.utils.model_files import one_line, read_json
 
@@ -66,7 +66,7 @@ def read_hf_config(directory: str) -> Any:
     """The transformers configuration of a model directory. Raises FileNotFoundError or ValueError, naming the file."""
     file = Path(directory, "config.json")
     if not os.path.lexists(file):
-        raise FileNotFoundError(f"model={directory!r}: holds no config.json")
+        raise FileNotFoundError(f"model={quoted(directory)}: holds no config.json")
     content = read_json(file)
     # Before transformers checks it: its messages name neither the file nor what is allowed, and differ by version.
     _check_architecture(content.get("architectures"), content.get("model_type"), str(file))
@@ -143,7 +143,7 @@ def check_switches(hf_config: Any, read: frozenset[str]) -> None:
     for name, neutral in _SWITCHES.items():
         value = rope_settings(hf_config).get(name, getattr(hf_config, name, None))
         if name not in read and value is not None and value != neutral:
-            raise ValueError(f"{name}={value!r}: is not supported for {hf_config.model_type}")
+            raise ValueError(f"{name}={quoted(value)}: is not supported for {hf_config.model_type}")
     kinds = set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}
     if "sliding_window" in read:
         kinds.discard("sliding_attention")
@@ -164,7 +164,7 @@ def _check_window_keys(hf_config: Any, read: frozenset[str]) -> None:
         value = getattr(hf_config, name, None)
         if name not in read and value is not None:
             remedy = "remove it or sliding_window"
-            raise ValueError(f"{name}={value!r}: is not supported for {hf_config.model_type}: {remedy}")
+            raise ValueError(f"{name}={quoted(value)}: is not supported for {hf_config.model_type}: {remedy}")
 
 
 def rope_of_layers(hf_config: Any) -> tuple[RopeParameters | None, ...]:
@@ -244,7 +244,9 @@ def _check_values(fields: Mapping[str, Any], where: str) -> None:
             are_layers = isinstance(value, list) and all(is_int(layer, 0) for layer in value)
             require(field, value, are_layers, "a list of layers, counted from 0")
         elif name == "per_layer_config" and value:
-            raise ValueError(f"{field}={value!r}: is not supported: all layers must have the same sizes and switches")
+            raise ValueError(
+                f"{field}={quoted(value)}: is not supported: all layers must have the same sizes and switches"
+            )
         elif name == "eos_token_id":
             check_token_ids(value, where, name)
         elif name == _CHUNKS and value:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nanovllm.layers.quantization import BLOCK, Fp8Format
+from nanovllm.utils.checks import quoted
 from nanovllm.utils.model_files import one_line
 
 # Parts of a model that are never quantised, and those of a vision tower, which is not read. Others that a checkpoint
@@ -38,7 +39,9 @@ def _read(settings: Mapping, where: str) -> Quantization:
     method = getattr(method, "value", method)  # transformers' own is an enumeration.
     scheme = settings.get("kv_cache_scheme")
     if scheme and not _is_e4m3(scheme):
-        raise ValueError(f"{where}: kv_cache_scheme={scheme!r}: must have type 'float' and num_bits 8, or be left out")
+        raise ValueError(
+            f"{where}: kv_cache_scheme={quoted(scheme)}: must have type 'float' and num_bits 8, or be left out"
+        )
     if method == "compressed-tensors" and scheme and not settings.get("config_groups"):
         return Quantization(None, True)
     if method == "fp8" and _are_fp8_blocks(settings):
@@ -47,9 +50,9 @@ def _read(settings: Mapping, where: str) -> Quantization:
         format, ignored = Fp8Format(scale_name="weight_scale"), "ignore"
     else:
         raise ValueError(
-            f"{where} with quant_method {method!r}: these settings are not supported. Checkpoints load in bfloat16, "
-            "float16 and float32, and in fp8 as quant_method 'fp8' with weight_block_size [128, 128] and dynamic "
-            "activations or as compressed-tensors' FP8_DYNAMIC; use the unquantised checkpoint, perhaps with "
+            f"{where} with quant_method {quoted(method)}: these settings are not supported. Checkpoints load in "
+            "bfloat16, float16 and float32, and in fp8 as quant_method 'fp8' with weight_block_size [128, 128] and "
+            "dynamic activations or as compressed-tensors' FP8_DYNAMIC; use the unquantised checkpoint, perhaps with "
             "quantization='fp8'"
         )
     if settings.get("transform_config"):  # Weights that were rotated: without the transforms the results are wrong.
@@ -60,7 +63,7 @@ def _read(settings: Mapping, where: str) -> Quantization:
     others = [name for name in left_out if not _UNQUANTISED.search(name) and not _UNREAD.search(name)]
     if others:
         raise ValueError(
-            f"{where}: {ignored} names {others[0]!r}: linear layers must all be quantised, except the head"
+            f"{where}: {ignored} names {quoted(others[0])}: linear layers must all be quantised, except the head"
         )
     return Quantization(format, bool(scheme))
 

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import Any
 
+from nanovllm.utils.checks import quoted
+
 # Name -> the module that has a class of this name. A family is imported when a model asks for it.
 ARCHITECTURES = {
     "Gemma3ForCausalLM": "nanovllm.models.gemma3",
@@ -25,7 +27,7 @@ def find_architecture(architectures: list[str] | None, model_type: str | None, w
         if name in ARCHITECTURES:
             return name
     raise ValueError(
-        f"{where}: architectures={architectures or None} (model_type {model_type!r}): "
+        f"{where}: architectures={architectures or None} (model_type {quoted(model_type)}): "
         f"supported are {', '.join(ARCHITECTURES)}; docs/adding-a-model.md says how to add one"
     )
 

@@ -5,8 +5,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from nanovllm.utils.checks import quoted, shortened
+
 _LFS_POINTER = b"version https://git-lfs"
-_MAX_SHOWN = 100  # characters of a name in a message
 
 WEIGHT_FILES = ("*.safetensors",)
 _DUPLICATES = ["consolidated*.safetensors"]  # Mistral's repositories hold the weights twice.
@@ -20,18 +21,19 @@ def find_directory(name: str, option: str) -> Path | None:
     """The directory of this name (~ expands), or None if nothing has this name. Raises ValueError, naming the option,
     for a file, and for a name that cannot be looked up."""
     if "\0" in name:
-        raise ValueError(f"{option}={_shorten(name)}: holds a NUL byte; must be a directory or a hub id")
+        raise ValueError(f"{option}={quoted(name)}: holds a NUL byte; must be a directory or a hub id")
     path = Path(os.path.expanduser(name))
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
+    except (OSError, UnicodeEncodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"{option}={_shorten(name)}: cannot be opened ({error.strerror}); must be a directory or a hub id"
+            f"{option}={quoted(name)}: cannot be opened ({reason}); must be a directory or a hub id"
         ) from error
     if not path.is_dir():
-        raise ValueError(f"{option}={name!r}: is a file; must be the directory that holds it")
+        raise ValueError(f"{option}={quoted(name)}: is a file; must be the directory that holds it")
     return path
 
 
@@ -41,13 +43,13 @@ def download(name: str, option: str, patterns: tuple[str, ...], revision: str | 
     from huggingface_hub import snapshot_download
 
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
-        raise FileNotFoundError(f"{option}={_shorten(name)}: no such directory")
+        raise FileNotFoundError(f"{option}={quoted(name)}: no such directory")
     try:
         return snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=_DUPLICATES)
     except Exception as error:
-        at = "" if revision is None else f" (revision {revision!r})"
+        at = "" if revision is None else f" (revision {quoted(revision)})"
         raise FileNotFoundError(
-            f"{option}={_shorten(name)}: no such directory, and as a hub id{at} it cannot be downloaded: "
+            f"{option}={quoted(name)}: no such directory, and as a hub id{at} it cannot be downloaded: "
             f"{one_line(error)}"
         ) from error
 
@@ -97,7 +99,7 @@ def load_tokenizer(model: str, directory: str | None) -> Any:
     from transformers import AutoTokenizer
 
     if directory is None:
-        raise ValueError(f"model={model!r}: a published shape has no tokenizer; {_OTHER_TOKENIZERS}")
+        raise ValueError(f"model={quoted(model)}: a published shape has no tokenizer; {_OTHER_TOKENIZERS}")
     files = [file for name in _TOKENIZER_FILES if os.path.lexists(file := Path(directory, name))]
     if not files:
         raise FileNotFoundError(f"{directory}: holds no {_TOKENIZER_FILES[0]}; {_OTHER_TOKENIZERS}")
@@ -119,8 +121,4 @@ def load_tokenizer(model: str, directory: str | None) -> Any:
 
 def one_line(error: BaseException) -> str:
     """Another library's error, for a message of ours."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _shorten(name: str) -> str:
-    return repr(name) if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]!r}... ({len(name)} characters)"
+    return f"{type(error).__name__}: {shortened(' '.join(str(error).split()))}"

@@ -10,6 +10,8 @@ from typing import Any, Concatenate, TypeVar
 
 from typing_extensions import ParamSpec
 
+from nanovllm.utils.checks import quoted
+
 Function = TypeVar("Function", bound=Callable)
 Options = ParamSpec("Options")
 
@@ -23,7 +25,7 @@ def unknown_option(name: str, known: Iterable[str], hints: Mapping[str, str], ot
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     nearest = f"did you mean {near[0]!r}?" if near else otherwise or f"known: {', '.join(known)}"
-    return TypeError(f"unknown option {name!r}: {hints.get(name, nearest)}")
+    return TypeError(f"unknown option {quoted(name)}: {hints.get(name, nearest)}")
 
 
 def explains_unknown_options(

@@ -16,6 +16,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
+from nanovllm.utils.checks import quoted
+
 _SILENT_SECONDS = 2.0
 _REFRESH_SECONDS = 0.2
 
@@ -63,7 +65,9 @@ class StartProgress:
 def check_use_tqdm(use_tqdm: object) -> None:
     """Raises TypeError."""
     if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
-        raise TypeError(f"use_tqdm={use_tqdm!r}: must be True, False, or a function that makes a bar, as tqdm does")
+        raise TypeError(
+            f"use_tqdm={quoted(use_tqdm)}: must be True, False, or a function that makes a bar, as tqdm does"
+        )
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 """Conversations to prompts, through the tokenizer's chat template."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any
 
 from jinja2 import TemplateError
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import misplaced_option
+from nanovllm.utils.checks import quoted, shortened
 
 Message = dict[str, Any]
 Conversation = list[Message]
@@ -47,7 +47,7 @@ def _check_message(message: Any, where: str) -> Message:
         raise ValueError(f"{where}: must be a dict with role and content, not {type(message).__name__}")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{where}: role={role!r}: must be a text such as 'user'")
+        raise ValueError(f"{where}: role={quoted(role)}: must be a text such as 'user'")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return dict(message)
     if not isinstance(content, list | tuple):
@@ -65,7 +65,9 @@ def _check_template_options(chat_template: Any, chat_template_kwargs: Any) -> No
     if chat_template_kwargs is None:
         return
     if not isinstance(chat_template_kwargs, Mapping) or not all(isinstance(name, str) for name in chat_template_kwargs):
-        raise TypeError(f"chat_template_kwargs={chat_template_kwargs!r}: must be a dict of the template's variables")
+        raise TypeError(
+            f"chat_template_kwargs={quoted(chat_template_kwargs)}: must be a dict of the template's variables"
+        )
     for name in chat_template_kwargs:
         if name in _OF_CHAT:
             raise ValueError(f"chat_template_kwargs: {name!r} is an argument of chat()")
@@ -106,14 +108,13 @@ def _as_schema(tool: Any, where: str) -> dict[str, Any]:
     try:
         return get_json_schema(tool)
     except Exception as error:  # transformers' own classes
-        raise ValueError(f"{where}: no schema can be made of {tool!r}: {error}") from error
+        raise ValueError(f"{where}: no schema can be made of {quoted(tool)}: {shortened(error)}") from error
 
 
-def misplaced_option(name: str, value: object) -> str:
+def misplaced_chat_option(name: str, value: object) -> str:
     """Where an option that chat() does not have probably belongs."""
-    if name in {field.name for field in fields(SamplingParams)}:
-        return f"pass sampling_params=SamplingParams({name}={value!r})"
-    return f'a variable of the chat template goes into chat_template_kwargs={{"{name}": {value!r}}}'
+    variable = f'a variable of the chat template goes into chat_template_kwargs={{"{name}": {quoted(value)}}}'
+    return misplaced_option(name, value) or variable
 
 
 def render_chat(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import quoted
 
 # A text, token ids, {"prompt": text}, {"prompt_token_ids": token ids}, or a tokenizer's output for one text.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -45,6 +46,8 @@ def as_prompts(prompts: Any, name: str = "prompts", tokenizer: Any = None) -> It
     if isinstance(prompts, set | frozenset):
         raise TypeError(f"{name}: a {_name(prompts)} has no order to give the results in; pass a list")
     values = _plain(prompts)
+    if isinstance(values, str):  # an array without a dimension
+        return [values]
     if isinstance(prompts, _BYTES) or not isinstance(values, Iterable):
         raise TypeError(f"{name}: must be {_FORMS}, or an iterable of these, not {_name(prompts)}")
     if getattr(prompts, "ndim", 1) == 2 and len(prompts) > 1:
@@ -86,7 +89,7 @@ def _read_mapping(prompt: Mapping[str, Any]) -> str | list[int]:
     given = {key: value for key, value in prompt.items() if value is not None}
     if _KEYS.isdisjoint(given):
         raise TypeError(_describe_keys(prompt))
-    unknown = ", ".join(sorted(map(repr, given.keys() - _KEYS)))
+    unknown = ", ".join(sorted(map(quoted, given.keys() - _KEYS))[:5])
     if unknown:
         raise ValueError(f"{unknown} cannot be used; a prompt has 'prompt' or 'prompt_token_ids' alone")
     if "prompt_token_ids" in given:
@@ -101,13 +104,13 @@ def _read_mapping(prompt: Mapping[str, Any]) -> str | list[int]:
 
 
 def _describe_keys(prompt: Mapping[str, Any]) -> str:
-    keys = ", ".join(repr(key) for key in list(prompt)[:5]) or "no key"
+    keys = ", ".join(quoted(key) for key in list(prompt)[:5]) or "no key"
     return f"a {_name(prompt)} must have 'prompt', 'prompt_token_ids' or a tokenizer's 'input_ids'; this has {keys}"
 
 
 def _encoded_rows(encoding: Mapping[str, Any], where: str = "") -> list[list[int]]:
     """Token ids of each text in a tokenizer's output, without the padding that its attention_mask marks."""
-    unknown = ", ".join(sorted(repr(key) for key in encoding if key not in _ENCODING_KEYS))
+    unknown = ", ".join(sorted(quoted(key) for key in encoding if key not in _ENCODING_KEYS)[:5])
     if unknown:
         raise ValueError(f"{where}{unknown} cannot be used with 'input_ids'; leave it out")
     rows, masks = (_plain(encoding.get(key)) for key in ("input_ids", "attention_mask"))
@@ -169,7 +172,7 @@ def as_array(token_ids: list[int], vocab_size: int) -> array:
         found = f"; this list holds a {odd[0]}" if odd else ""
         raise TypeError(f"must be a string or a list of integer token ids{found}")
     bad = min(ids) if min(ids) < 0 else max(ids)
-    raise ValueError(f"token id {bad} is outside the vocabulary, 0..{vocab_size - 1}")
+    raise ValueError(f"token id {quoted(bad)} is outside the vocabulary, 0..{vocab_size - 1}")
 
 
 def params_per_prompt(params: Any, num_prompts: int) -> list[SamplingParams]:
