@@ -3,7 +3,6 @@
 A process and not a thread: the engine's thread would wait for Python's lock, and the GPU with it.
 """
 
-import os
 import pickle
 import queue
 import signal
@@ -22,6 +21,7 @@ from nanovllm.jobs.inputs import Inputs, RawLine
 from nanovllm.jobs.lines import Line, LineFormat, LineId
 from nanovllm.jobs.request_names import ChatOptions
 from nanovllm.utils.model_files import OTHER_FILES, download, find_directory, load_tokenizer
+from nanovllm.utils.python_process import python_command
 
 Item = TypeVar("Item")
 
@@ -163,11 +163,10 @@ class ReadAhead:
 
     def __init__(self, plan: ReadPlan):
         ours, theirs = Pipe()
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         # No fork, which copies threads' locks, and no spawn, which runs the caller's script again.
-        command = [sys.executable, "-c", "from nanovllm.jobs.reader import main; main()", str(theirs.fileno())]
+        command = [*python_command("from nanovllm.jobs.reader import main; main()"), str(theirs.fileno())]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[theirs.fileno()], start_new_session=True
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
         )
         theirs.close()
         self._connection = ours

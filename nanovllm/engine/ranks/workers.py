@@ -21,6 +21,7 @@ from nanovllm.engine.ranks.process_group import abort_group, join_group, open_st
 from nanovllm.engine.ranks.worker import BLAME_SECONDS, MAIN_GUARD, WorkerSeat, check_may_spawn, worker_main
 from nanovllm.utils.interrupts import held_interrupt
 from nanovllm.utils.parallel import CollectiveError, TensorParallel
+from nanovllm.utils.python_process import processes_with_safe_path
 from nanovllm.utils.threads import threads_per_rank
 
 EXIT_SECONDS = 10.0  # for workers that have been told to exit; half as long for those that have been killed
@@ -53,12 +54,13 @@ class Workers:
         self._reports: dict[int, Connection] = {}
         self._group: TensorParallel | None = None
         self._has_ended = False
-        self._channel = CallWriter(self._size - 1, self.check)
+        with processes_with_safe_path():  # Shared memory may start multiprocessing's resource tracker.
+            self._channel = CallWriter(self._size - 1, self.check)
         parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
         self._store_folder = os.path.join(parent, f"nanovllm-{secrets.token_hex(8)}")
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
         try:
-            with held_interrupt():
+            with held_interrupt(), processes_with_safe_path():
                 self._start(config)
             self._watcher.start()
             self._wait_for("attached")

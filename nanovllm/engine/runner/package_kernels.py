@@ -23,6 +23,7 @@ from nanovllm.tuning.table import package_path, user_path
 from nanovllm.utils.light_imports import import_without_torch_compile
 from nanovllm.utils.optional_packages import installed_versions, keep_kernels, kernel_cache
 from nanovllm.utils.parallel import TensorParallel
+from nanovllm.utils.python_process import python_command
 
 _PACKAGES = ("quack-kernels", "flash-attn-4")
 _MODULES = ["nanovllm.layers.quack_early", "flash_attn.cute"]
@@ -117,13 +118,12 @@ class CompileProcesses:
     def __init__(self, modules: list[str]):
         """modules: what the tasks need; imported at once, before there is a task."""
         self._processes: list[subprocess.Popen[bytes]] = []
-        command = [sys.executable, "-c", f"from {__name__} import work; work()", *modules]
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [*python_command(f"from {__name__} import work; work()"), *modules]
         # A session of their own, or Ctrl-C would reach them. What they print is not the caller's.
         silent: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         with suppress(OSError):
             for _ in range(max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // 2))):
-                self._processes.append(subprocess.Popen(command, env=env, start_new_session=True, **silent))
+                self._processes.append(subprocess.Popen(command, start_new_session=True, **silent))
 
     def __enter__(self) -> "CompileProcesses":
         return self
