@@ -49,6 +49,7 @@ class Arguments:
         model_name: the model's directory or hub id.
         tokenizer: a directory or a hub id.
         block_size: tokens of a KV cache block.
+        max_len: tokens of the longest sequence, at most; None if only the model's files say it.
     """
 
     def __init__(self, model: Model, options: Row, **of_lines: Any):
@@ -67,16 +68,25 @@ class Arguments:
             model.get_tokenizer()  # Raises if there is none.
             self.model_name, self.tokenizer = model.config.model, model.config.tokenizer
             self.block_size = model.config.kvcache_block_size
+            self.max_len = model.scheduler.length_limit.max_seq_len
         else:
             self.model_name = os.fspath(model)
             self.tokenizer = os.fspath(self.engine_options.get("tokenizer") or model)
             self.block_size = self.engine_options.get("kvcache_block_size", Config.kvcache_block_size)
+            self.max_len = self.engine_options.get("max_model_len", Config.max_model_len)
 
     def read_plan(self, inputs: Inputs, is_done: np.ndarray | None = None) -> ReadPlan:
         """is_done: as in `Inputs.lines`."""
         revision = self.engine_options.get("revision")
         return ReadPlan(
-            inputs.paths, self.line_format, self.tokenizer, revision, is_done, self.block_size, inputs.names
+            inputs.paths,
+            self.line_format,
+            self.tokenizer,
+            revision,
+            is_done,
+            self.block_size,
+            self.max_len,
+            inputs.names,
         )
 
     def check_engine(self, is_elsewhere: bool) -> None:

@@ -126,7 +126,9 @@ class GenerateActor:
         )
         self._responder = self._arguments.responder()
         self._engine = start_engine(self._arguments, num_threads)
-        self._preparer = Preparer(self._engine.llm.get_tokenizer(), self._arguments.line_format)
+        self._preparer = Preparer(
+            self._engine.llm.get_tokenizer(), self._arguments.line_format, self._arguments.max_len
+        )
 
     @staticmethod
     def pool(model: str | os.PathLike[str], *, replicas: int = 1, **options: Any) -> Row:

@@ -25,6 +25,10 @@ from nanovllm.utils.python_process import python_command
 
 Item = TypeVar("Item")
 
+# A text with many characters for each token of the longest sequence is judged by its beginning first: to tokenize 50 MB
+# takes minutes and gigabytes. The beginning must have twice the tokens, because what follows may change its last ones.
+_LONG_CHARACTERS, _BEGINNING_CHARACTERS = 32, 16
+
 # Lines are grouped by their beginnings within a window.
 _WINDOW, _WINDOW_BYTES = 4096, 16 << 20
 # What is on its way to the engine: at most _QUEUE batches.
@@ -40,6 +44,7 @@ class ReadPlan(NamedTuple):
     revision: str | None
     is_done: np.ndarray | None  # bool [num_lines]: lines to leave out
     block_size: int  # tokens of a KV cache block: prompts share whole blocks
+    max_len: int | None  # tokens of the longest sequence, at most; None is unknown
     names: list[str] | None = None  # of the files, if they are not all of the job
 
 
@@ -57,9 +62,11 @@ class Prepared(NamedTuple):
 class Preparer:
     """Turns lines into requests: chat template and tokenizer, many lines at a time."""
 
-    def __init__(self, tokenizer: Any, line_format: LineFormat):
+    def __init__(self, tokenizer: Any, line_format: LineFormat, max_len: int | None):
+        """max_len: tokens of the longest sequence, at most. None is unknown."""
         self._tokenizer = tokenizer
         self._format = line_format
+        self._max_len = max_len
 
     def prepare(self, raw_lines: Iterable[tuple[int, RawLine]]) -> list[Prepared]:
         """Raises nothing: what is wrong with a line is its error."""
@@ -83,9 +90,26 @@ class Preparer:
         if raw.row is None:
             return ValueError(raw.error)
         try:
-            return self._format.read(raw.row, raw.id)
+            line = self._format.read(raw.row, raw.id)
+            if self._max_len is not None and raw.size > _LONG_CHARACTERS * self._max_len:
+                self._check_length(line, self._max_len)
+            return line
         except (TypeError, ValueError) as error:
             return error
+
+    def _check_length(self, line: Line, max_len: int) -> None:
+        """Raises ValueError for a text, or a message that every template repeats, whose beginning alone is too long."""
+        parts: Any = [line.prompt] if isinstance(line.prompt, str) else line.prompt if line.is_chat else []
+        for part in parts:
+            text = part if isinstance(part, str) else part["content"] if part["role"] != "assistant" else None
+            if isinstance(text, str) and len(text) > _LONG_CHARACTERS * max_len:
+                (encoded,) = self._encode([text[: _BEGINNING_CHARACTERS * max_len]])
+                if isinstance(encoded, list) and len(encoded) > 2 * max_len:
+                    raise ValueError(
+                        f"the prompt has {len(text)} characters, of which the first {_BEGINNING_CHARACTERS * max_len} "
+                        f"have {len(encoded)} tokens: the longest sequence has {max_len}; shorten it, or raise "
+                        "max_model_len"
+                    )
 
     def _encode(self, texts: list[str]) -> list[list[int] | Exception]:
         if not texts:
@@ -119,7 +143,7 @@ def find_tokenizer(name: str, revision: str | None) -> Any:
 
 def read(plan: ReadPlan) -> Iterator[list[Prepared]]:
     """Small batches of all lines. Raises ValueError for a damaged file."""
-    preparer = Preparer(find_tokenizer(plan.tokenizer, plan.revision), plan.line_format)
+    preparer = Preparer(find_tokenizer(plan.tokenizer, plan.revision), plan.line_format, plan.max_len)
     inputs = Inputs(plan.paths, plan.names, plan.line_format.id_column)
     raw_lines = enumerate(line for _, line in inputs.lines(plan.is_done))
     for window in _chunks(raw_lines, lambda item: item[1].size, _WINDOW, _WINDOW_BYTES):

@@ -212,3 +212,26 @@ def test_an_id_column(job, answers, tmp_path):
         job(rows, tmp_path / "other", id_column="kee")
     assert job(rows, tmp_path / "columns", id_column="key", format="parquet")[1] == 2
     assert pq.read_table(*(tmp_path / "columns").glob("*.parquet"))["input_id"].to_pylist() == ["5", "5"]
+
+
+def test_a_prompt_of_megabytes_is_not_tokenized(job, answers, monkeypatch):
+    """Neither as a text nor in a conversation."""
+    from nanovllm.jobs.reader import Preparer
+
+    encode, lengths = Preparer._encode, []
+
+    def count(self, texts):
+        lengths.extend(map(len, texts))
+        return encode(self, texts)
+
+    monkeypatch.setattr(Preparer, "_encode", count)
+    long = "a word " * 100_000
+    rows = [
+        {"id": 1, "prompt": long},
+        {"id": 2, "messages": [{"role": "user", "content": long}]},
+        {"id": 3, "prompt": "a"},
+    ]
+    assert job(rows, chat_template="{{ messages[0].content }}")[1:3] == (1, 2)
+    assert max(lengths) == 16 * 200
+    errors = [row["error"] for row in read_lines(*answers.glob("*errors.jsonl"))]
+    assert all(error.startswith("the prompt has 700000 characters, of which the first 3200 have ") for error in errors)
