@@ -27,9 +27,9 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams, misplaced_option
 from nanovllm.utils.checks import quoted, require
 from nanovllm.utils.collector import old_objects_set_aside
-from nanovllm.utils.model_files import load_tokenizer
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options, takes_options_of
 from nanovllm.utils.progress import check_use_tqdm, progress_bar
+from nanovllm.utils.tokenizer_files import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class LLMEngine:
 
         Raises:
             TypeError, ValueError, FileNotFoundError: a wrong option, or weights that do not fit the model.
-            MemoryError: no room for a single KV cache block.
+            MemoryError: no room for the weights, or for a single KV cache block.
         """
         start = time.perf_counter()
         self.config = config = Config(model, **options)

@@ -20,8 +20,9 @@ from nanovllm.engine.requests.chat import render_chat
 from nanovllm.jobs.inputs import Inputs, RawLine
 from nanovllm.jobs.lines import Line, LineFormat, LineId
 from nanovllm.jobs.request_names import ChatOptions
-from nanovllm.utils.model_files import OTHER_FILES, download, find_directory, load_tokenizer
+from nanovllm.utils.model_files import OTHER_FILES, download, find_directory
 from nanovllm.utils.python_process import python_command
+from nanovllm.utils.tokenizer_files import load_tokenizer
 
 Item = TypeVar("Item")
 

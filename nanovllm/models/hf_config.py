@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nanovllm.layers.rotary_embedding import RopeParameters, rope_parameters, rope_settings
 from nanovllm.models.quantization_config import read_quantization
 from nanovllm.models.registry import find_architecture, model_class
 from nanovllm.utils.checks import is_int, is_number, quoted, require
 from nanovllm.utils.light_imports import without_generated_docstrings
 from nanovllm.utils.model_files import one_line, read_json
+from nanovllm.utils.other_formats import other_format
 
 _REQUIRED = (
     "hidden_size",
@@ -31,6 +34,7 @@ _QUANTISATIONS = ("quantization_config", "compression_config")
 _CHUNKS = "dual_chunk_attention_config"
 _OPTIONAL = ("eos_token_id", *_FLAGS, *_SIZES, *_POSITIVE_NUMBERS, *_LAYERS, *_QUANTISATIONS, _CHUNKS)
 _MAX_SIZE = 2**31 - 1
+_MAX_LAYERS = 1024  # The deepest published model has 126.
 # Keys that change what a decoder computes, with the value that changes nothing, as null does. A family reads some of
 # them (`DecoderForCausalLM.switches`); the others are refused.
 _SWITCHES: dict[str, Any] = {
@@ -66,10 +70,13 @@ def read_hf_config(directory: str) -> Any:
     """The transformers configuration of a model directory. Raises FileNotFoundError or ValueError, naming the file."""
     file = Path(directory, "config.json")
     if not os.path.lexists(file):
-        raise FileNotFoundError(f"model={quoted(directory)}: holds no config.json")
+        raise FileNotFoundError(f"model={quoted(directory)}: holds no config.json{other_format(directory)}")
     content = read_json(file)
     # Before transformers checks it: its messages name neither the file nor what is allowed, and differ by version.
-    _check_architecture(content.get("architectures"), content.get("model_type"), str(file))
+    try:
+        _check_architecture(content.get("architectures"), content.get("model_type"), str(file))
+    except ValueError as error:
+        raise ValueError(f"{error}{other_format(directory)}") from None
     for part in (content, content.get("text_config")):
         if isinstance(part, dict):
             _check_values(part, str(file))
@@ -77,9 +84,17 @@ def read_hf_config(directory: str) -> Any:
         with without_generated_docstrings():
             from transformers import AutoConfig
 
-            return _text_config(AutoConfig.from_pretrained(directory))
+            # False, because None asks on standard input whether to run code of the checkpoint.
+            return _text_config(AutoConfig.from_pretrained(directory, trust_remote_code=False))
     except Exception as error:
-        raise ValueError(f"{file}: cannot be used: {one_line(error)}") from error
+        code, model_type = content.get("auto_map"), content.get("model_type")
+        reason = one_line(error)
+        if code:
+            reason = (
+                f"auto_map names code of the checkpoint, {quoted(code)}, which is never run, and transformers has no class "
+                f"of its own that reads model_type {quoted(model_type)} ({reason})"
+            )
+        raise ValueError(f"{file}: cannot be used: {reason}") from error
 
 
 def _text_config(config: Any) -> Any:
@@ -116,7 +131,8 @@ def check_hf_config(hf_config: Any, where: str) -> None:
         spec = family.checked_spec(hf_config)
         for rope in filter(None, dict.fromkeys(spec.ropes)):
             for length in (0, supported_length(hf_config)):  # LongRoPE has factors for each.
-                rope.inverse_frequencies(get_head_dim(hf_config), length)
+                with torch.device("meta"):  # A wrong head_dim may be of gigabytes.
+                    rope.inverse_frequencies(get_head_dim(hf_config), length)
             if not all(0 < number < math.inf for number in (rope.base, rope.factor, supported_length(hf_config))):
                 raise ValueError(f"rope_theta={rope.base}, factor={rope.factor}: must be finite numbers > 0")
     except ValueError as error:
@@ -228,6 +244,8 @@ def _check_values(fields: Mapping[str, Any], where: str) -> None:
             continue
         if name == "rms_norm_eps":
             require(field, value, is_number(value) and 0 <= value < math.inf, "a finite number >= 0")
+        elif name == "num_hidden_layers":
+            require(field, value, is_int(value, 1, _MAX_LAYERS), f"an integer in 1..{_MAX_LAYERS}")
         elif name in (*_REQUIRED, *_SIZES):
             require(field, value, is_int(value, 1, _MAX_SIZE), f"an integer in 1..{_MAX_SIZE}")
         elif name in _POSITIVE_NUMBERS:

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.utils.checks import quoted, shortened
+from nanovllm.utils.other_formats import describe_gguf
 
 _LFS_POINTER = b"version https://git-lfs"
 
 WEIGHT_FILES = ("*.safetensors",)
-_DUPLICATES = ["consolidated*.safetensors"]  # Mistral's repositories hold the weights twice.
+# Mistral's repositories hold the weights twice. What is in folders belongs to other parts or programs.
+_UNUSED = ["consolidated*.safetensors", "*/*.safetensors"]
 OTHER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # configurations and tokenizers
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model")
-_OTHER_TOKENIZERS = "tokenizer= takes another's, and skip_tokenizer_init=True does without"
 
 
 def find_directory(name: str, option: str) -> Path | None:
@@ -33,7 +32,9 @@ def find_directory(name: str, option: str) -> Path | None:
             f"{option}={quoted(name)}: cannot be opened ({reason}); must be a directory or a hub id"
         ) from error
     if not path.is_dir():
-        raise ValueError(f"{option}={quoted(name)}: is a file; must be the directory that holds it")
+        is_gguf = path.suffix.lower() == ".gguf"
+        what = describe_gguf(path.parent, path.name) if is_gguf else "is a file; must be the directory that holds it"
+        raise ValueError(f"{option}={quoted(name)}: {what}")
     return path
 
 
@@ -45,7 +46,7 @@ def download(name: str, option: str, patterns: tuple[str, ...], revision: str | 
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
         raise FileNotFoundError(f"{option}={quoted(name)}: no such directory")
     try:
-        return snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=_DUPLICATES)
+        return snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=_UNUSED)
     except Exception as error:
         at = "" if revision is None else f" (revision {quoted(revision)})"
         raise FileNotFoundError(
@@ -87,36 +88,6 @@ def check_readable(file: Path) -> None:
             f"{file}: is a Git LFS pointer, not the file itself: run `git lfs pull` in its directory, or download the "
             "model again"
         )
-
-
-def load_tokenizer(model: str, directory: str | None) -> Any:
-    """A transformers tokenizer. Raises FileNotFoundError or ValueError, naming the file and the alternatives.
-
-    Args:
-        model: the option, for messages.
-        directory: where its files are; None if it is a published shape, which has none.
-    """
-    from transformers import AutoTokenizer
-
-    if directory is None:
-        raise ValueError(f"model={quoted(model)}: a published shape has no tokenizer; {_OTHER_TOKENIZERS}")
-    files = [file for name in _TOKENIZER_FILES if os.path.lexists(file := Path(directory, name))]
-    if not files:
-        raise FileNotFoundError(f"{directory}: holds no {_TOKENIZER_FILES[0]}; {_OTHER_TOKENIZERS}")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, use_fast=True)
-        # Without a vocabulary transformers 5 makes up an empty one.
-        if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
-            raise ValueError("it has no vocabulary")
-        return tokenizer
-    except Exception as error:
-        for file in files:
-            if file.suffix == ".json":
-                read_json(file)  # Raises for the file at fault. Only now, because these files have megabytes.
-        names = ", ".join(file.name for file in files)
-        raise ValueError(
-            f"{directory}: its tokenizer ({names}) cannot be loaded: {one_line(error)}; {_OTHER_TOKENIZERS}"
-        ) from error
 
 
 def one_line(error: BaseException) -> str:
