@@ -8,8 +8,10 @@ from collections import Counter
 import pytest
 import torch
 from checkpoints import (
+    VOCAB_SIZE,
     Reference,
     complete,
+    edit_json,
     edit_tensors,
     greedy,
     make_checkpoint,
@@ -188,11 +190,21 @@ def test_tied_checkpoint_may_hold_its_head_twice(copy):
         assert complete(llm, [[1, 2, 3]], greedy(8)) == expected
 
 
-def test_a_tied_checkpoint_with_another_head_is_refused(copy):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_tied_checkpoint_with_another_head_runs_with_that_head(copy, caplog, num_ranks):
+    """Also if only the last row differs, as of a token that was added later."""
     path = copy("tied")
-    edit_tensors(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
-    with pytest.raises(ValueError, match=r"lm_head\.weight in model\.safetensors differs .* tie_word_embeddings"):
-        make_llm(path)
+    edit_tensors(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    edit_tensors(path, lambda t: t["lm_head.weight"][-1].fill_(4.0))
+    edit_json(path / "config.json", tie_word_embeddings=False)
+    reference = Reference(path)
+    prompts = reference.draw_prompts((20, 3), 10)
+    expected = reference.greedy(prompts, 10)
+    assert any(VOCAB_SIZE - 1 in tokens for tokens in expected)
+    edit_json(path / "config.json", tie_word_embeddings=True)
+    with make_llm(path, tensor_parallel_size=num_ranks) as llm:
+        assert complete(llm, prompts, greedy(10)) == expected
+    assert "lm_head.weight is another matrix" in caplog.text
 
 
 def test_frequencies_of_old_checkpoints_are_passed_over(copy):
@@ -201,11 +213,58 @@ def test_frequencies_of_old_checkpoints_are_passed_over(copy):
     load_model(poisoned_model(path), str(path))
 
 
-def test_only_the_files_of_the_index_are_read(copy):
+def test_only_the_files_of_the_index_are_read(copy, caplog):
     path = copy("sharded")
     # Some publishers put a second copy of all weights next to the shards.
     save_file({"lm_head.weight": torch.zeros(3, 3)}, path / "consolidated.safetensors")
-    load_model(poisoned_model(path), str(path))
+    with caplog.at_level("INFO"):
+        load_model(poisoned_model(path), str(path))
+    assert "model.safetensors.index.json; not read: consolidated.safetensors" in caplog.text
+
+
+def test_a_single_file_goes_before_the_index_as_in_transformers(copy, checkpoints, caplog):
+    """As after save_pretrained into the folder of the base model. The old shards may be gone."""
+    path = copy("sharded")
+    tensors = {name: tensor + 1 for name, tensor in stored_tensors(path).items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    next(path.glob("model-00001-of-*")).unlink()
+    model = poisoned_model(path)
+    with caplog.at_level("INFO"):
+        load_model(model, str(path))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.data, expected_parameter(name, tensors)), name
+    assert "weights: model.safetensors; not read: model.safetensors.index.json, model-00002" in caplog.text
+    theirs = Reference(path).model.state_dict()
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("name", ["other.safetensors", "other.safetensors.index.json"])
+def test_the_weights_that_config_json_names(copy, name):
+    path = copy("sharded")
+    tensors = stored_tensors(path)
+    if name.endswith(".json"):
+        (path / "model.safetensors.index.json").rename(path / name)
+    else:
+        save_file(tensors, path / name)
+    save_file({"lm_head.weight": torch.zeros(3, 3)}, path / "model.safetensors")
+    edit_json(path / "config.json", transformers_weights=name)
+    load_model(model := poisoned_model(path), str(path))
+    assert torch.equal(model.lm_head.weight.data, tensors["lm_head.weight"])
+    edit_json(path / "config.json", transformers_weights="../other.safetensors")
+    with pytest.raises(ValueError, match=r"transformers_weights='\.\./other\.safetensors': must be the name"):
+        load_model(poisoned_model(path), str(path))
+
+
+@pytest.mark.parametrize("checkpoint", ["plain", "sharded", "sharded, no index"])
+def test_what_is_not_the_models_is_ignored_with_a_line_in_the_log(copy, caplog, checkpoint):
+    path = copy(checkpoint.split(",")[0])
+    if checkpoint.endswith("no index"):
+        (path / "model.safetensors.index.json").unlink()
+    for name in ("adapter_model", "scheduler", "optimizer"):
+        save_file({"model.norm.weight": torch.zeros(3)}, path / f"{name}.safetensors")
+    with caplog.at_level("INFO"):
+        load_model(poisoned_model(path), str(path))
+    assert "not read: adapter_model.safetensors, optimizer.safetensors, scheduler.safetensors" in caplog.text
 
 
 def test_home_directory_expands(copy, monkeypatch):

@@ -16,6 +16,7 @@ from nanovllm.engine.runner.inputs import Batch, DecodeInputs, prefill_batch, se
 from nanovllm.engine.runner.kernel_compilation import warmup_kernels
 from nanovllm.engine.runner.kv_scales import choose_kv_scales
 from nanovllm.engine.runner.memory import allocate_kv_cache, free_memory, largest_prefill
+from nanovllm.engine.runner.model_check import check_model
 from nanovllm.engine.runner.model_setup import choose_backend, load_and_compile
 from nanovllm.engine.runner.package_kernels import PackageKernels
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
@@ -60,6 +61,10 @@ class ModelRunner:
         self.check_workers: Callable[[], None] | None = None
         self._threads = StepThreads(config.tensor_parallel_size)
         self._free_at_start = free_memory(device)  # From the meeting of the ranks on they share memory.
+
+    def check_model(self, rank: int = 0) -> None:
+        """`model_check.check_model`, before anything is allocated for the model."""
+        check_model(self.config, rank, self._free_at_start)
 
     def start(self, tp: TensorParallel, progress: StartProgress, check: Callable[[], None] | None = None) -> None:
         """Build everything, ready for `run`. All ranks do so at the same time. check: `Executor.check_workers`, on rank

@@ -231,8 +231,9 @@ class DecoderForCausalLM(nn.Module, ABC):
         "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
         "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
     }
-    # What the checkpoint's names of this model begin with. Others, of a vision tower say, are not loaded.
-    checkpoint_prefix: ClassVar[str] = ""
+    # For a text model that may be a part of a larger one: what the checkpoint's names of it then begin with, and what
+    # ours begin with. Where a name begins so, the others, of a vision tower say, are not loaded.
+    checkpoint_prefixes: ClassVar[dict[str, str]] = {}
     # Keys of the configuration, among those that change what a decoder computes, that this family's `spec` reads.
     switches: ClassVar[frozenset[str]] = frozenset()
 

@@ -1,5 +1,7 @@
 """Gemma 3 (arXiv:2503.19786): the text model."""
 
+from typing import ClassVar
+
 import torch
 
 from nanovllm.layers.rotary_embedding import RopeParameters, rope_parameters, rope_settings
@@ -18,6 +20,8 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
         "post_attention_layernorm": {"pre_feedforward_layernorm": None},
         "mlp_output_norm": {"post_feedforward_layernorm": None},
     }
+    # As transformers 5 and as 4 write the text part of a checkpoint with a vision tower.
+    checkpoint_prefixes: ClassVar = {"model.language_model.": "model.", "language_model.": ""}
     switches = frozenset({"attention_bias", "sliding_window", "sliding_window_pattern", "query_pre_attn_scalar"})
 
     @staticmethod
@@ -48,5 +52,3 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
     """The text part of a checkpoint that has a vision tower too."""
-
-    checkpoint_prefix = "language_model."

@@ -1,7 +1,9 @@
 """Weights: from safetensors files, or random ones, straight into the model's parameters."""
 
+import logging
 import math
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,17 +13,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from nanovllm.utils.checks import require
 from nanovllm.utils.interrupts import held_interrupt
 from nanovllm.utils.model_files import check_readable, read_json
+from nanovllm.utils.other_formats import other_format
 from nanovllm.utils.threads import torch_threads
+
+logger = logging.getLogger(__name__)
 
 # safetensors' names
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _E4M3 = ("F8_E4M3",)
-_INDEX = "model.safetensors.index.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_OF_OTHERS = ("adapter_", "consolidated", "scheduler", "optimizer", "training_")  # files beside a model's
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _HINT = "is config.json the same model's?"
 _MAX_NAMED = 5
-_NUM_COMPARED_ROWS = 64
+_ROWS_AT_ONCE = 4096
 _MAX_THREADS = 8
 
 
@@ -40,7 +48,7 @@ class _Wanted(NamedTuple):
     shape: tuple[int, ...]  # on all ranks together
 
 
-def load_model(model: nn.Module, directory: str) -> None:
+def load_model(model: Any, directory: str) -> None:
     """Fill every parameter from the safetensors files of a model directory.
 
     All names, shapes and dtypes are checked in the files' headers before the first byte is copied. A parameter's
@@ -48,20 +56,37 @@ def load_model(model: nn.Module, directory: str) -> None:
 
     Raises:
         FileNotFoundError: no safetensors, or a file that the index names is missing.
-        ValueError: a damaged file; or a missing or extra tensor, or one of a wrong shape or dtype, with its file; or a
-            head that differs from the embedding that it is tied to.
+        ValueError: a damaged file; or a missing or extra tensor, or one of a wrong shape or dtype, with its file.
     """
     with ExitStack() as stack:
-        prefix = getattr(model, "checkpoint_prefix", "")
-        opened = open_tensors(directory, stack).items()
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in opened if name.startswith(prefix)}
+        tensors = open_tensors(directory, stack, model.checkpoint_prefixes)
         wanted = _wanted_tensors(model)
         _check_all(wanted, tensors, directory)
-        if "lm_head.weight" not in wanted:
-            _check_tied_head(tensors, directory)
+        _log_unread_files(Path(directory))
         # The largest first, so that no thread is left alone with one in the end.
         names = sorted(wanted, key=lambda name: -math.prod(wanted[name].shape))
         _load_all([(name, tensors[name], wanted[name]) for name in names])
+
+
+def check_checkpoint(model: Any, directory: str) -> None:
+    """Raise what `load_model` would raise for the headers. The model may be on the meta device."""
+    with ExitStack() as stack:
+        _check_all(_wanted_tensors(model), open_tensors(directory, stack, model.checkpoint_prefixes), directory)
+
+
+def has_other_head(directory: str, prefixes: Mapping[str, str]) -> bool:
+    """Whether a checkpoint holds a head that is another matrix than its embedding, though it may say that they are
+    tied. Raises as load_model does for damaged files."""
+    with ExitStack() as stack:
+        tensors = open_tensors(directory, stack, prefixes)
+        if not {_HEAD, _EMBEDDING} <= set(tensors):
+            return False
+        head, embedding = tensors[_HEAD].content, tensors[_EMBEDDING].content
+        num_rows = head.get_shape()[0]
+        if head.get_shape() != embedding.get_shape():
+            return True
+        rows = (slice(i, i + _ROWS_AT_ONCE) for i in range(0, num_rows, _ROWS_AT_ONCE))
+        return not all(torch.equal(head[some].float(), embedding[some].float()) for some in rows)
 
 
 def _load_all(tasks: list[tuple[str, _Tensor, _Wanted]]) -> None:
@@ -125,8 +150,9 @@ def default_weight_loader(param: nn.Parameter, loaded: Any, shard_id: object) ->
     param.data.copy_(loaded[...])
 
 
-def open_tensors(directory: str, stack: ExitStack) -> dict[str, _Tensor]:
-    """{name: tensor} over all files of a checkpoint. Reads only headers."""
+def open_tensors(directory: str, stack: ExitStack, prefixes: Mapping[str, str]) -> dict[str, _Tensor]:
+    """{our name: tensor} over all files of a checkpoint. Reads only headers. prefixes: the model's
+    `checkpoint_prefixes`."""
     tensors: dict[str, _Tensor] = {}
     for path in _checkpoint_files(Path(directory)):
         check_readable(path)
@@ -138,20 +164,56 @@ def open_tensors(directory: str, stack: ExitStack) -> dict[str, _Tensor]:
             if name in tensors:
                 raise ValueError(f"{path}: tensor {name!r} is in {tensors[name].file.name} as well")
             tensors[name] = _Tensor(file.get_slice(name), path)
-    return tensors
+    if not any(name.startswith(tuple(prefixes)) for name in tensors):
+        return tensors
+    return {ours: tensor for name, tensor in tensors.items() if (ours := _our_name(name, prefixes))}
+
+
+def _our_name(name: str, prefixes: Mapping[str, str]) -> str | None:
+    """None for a tensor of another part of the model, such as a vision tower."""
+    for theirs, ours in prefixes.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name if name == _HEAD else None
 
 
 def _checkpoint_files(directory: Path) -> list[Path]:
-    """The files that the index lists, or all *.safetensors if there is no index."""
-    index = directory / _INDEX
-    if not index.is_file():
-        files = sorted(directory.glob("*.safetensors"))
-        if not files:
-            raise FileNotFoundError(f"{directory}: holds no *.safetensors file (load_format='dummy' needs none)")
-        return files
+    """Those that transformers loads; if it finds none, all *.safetensors that are not known to hold something else."""
+    source = _source(directory)
+    if source is not None:
+        return _indexed_files(source) if source.suffix == ".json" else [source]
+    files = [file for file in sorted(directory.glob("*.safetensors")) if not file.name.startswith(_OF_OTHERS)]
+    if not files:
+        hint = other_format(directory) or " (load_format='dummy' needs none)"
+        raise FileNotFoundError(f"{directory}: holds no *.safetensors file of a model{hint}")
+    return files
+
+
+def _log_unread_files(directory: Path) -> None:
+    source, files = _source(directory), _checkpoint_files(directory)
+    unread = [directory / _INDEX, *sorted(directory.glob("*.safetensors"))]
+    names = [file.name for file in unread if file not in (source, *files) and file.exists()]
+    if names:
+        logger.info("weights: %s; not read: %s", (source or directory).name, _some(names))
+
+
+def _source(directory: Path) -> Path | None:
+    """The file of weights, or the index of several, that transformers reads: the one that config.json names, or else
+    `model.safetensors`, or else the usual index. None if there is none of them."""
+    config = directory / "config.json"
+    name = read_json(config).get("transformers_weights") if os.path.lexists(config) else None
+    if name is not None:
+        is_name = isinstance(name, str) and name == os.path.basename(name)
+        is_name = is_name and name.endswith((".safetensors", ".safetensors.index.json"))
+        require(f"{config}: transformers_weights", name, is_name, "the name of a .safetensors file, or of an index")
+        return directory / name
+    return next((file for file in (directory / _SINGLE, directory / _INDEX) if os.path.lexists(file)), None)
+
+
+def _indexed_files(index: Path) -> list[Path]:
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
-        paths = [directory / name for name in names]
+        paths = [index.parent / name for name in names]
     except (KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{index}: not a safetensors index ({error!r}): download it again") from error
     for path in paths:
@@ -178,13 +240,13 @@ def _check_all(wanted: dict[str, _Wanted], tensors: dict[str, _Tensor], director
     files_of_extra = [f"{name!r} in {tensors[name].file.name}" for name in extra]
     missing = [name for name in wanted if name not in tensors]
     if missing:
-        index = Path(directory, _INDEX)
-        named = read_json(index)["weight_map"] if index.is_file() else {}
+        source = _source(Path(directory))
+        named = read_json(source)["weight_map"] if source and source.suffix == ".json" else {}
         places = [
             f"{name!r}, which the index places in {named[name]}" if name in named else repr(name) for name in missing
         ]
         more = f"; it has {_some(files_of_extra)}" if extra else ""
-        raise ValueError(f"{directory}: the checkpoint lacks {_some(places)}{more}; {_HINT}")
+        raise ValueError(f"{directory}: the checkpoint lacks {_some(places)}{more}; {_HINT}{other_format(directory)}")
     if extra:
         raise ValueError(
             f"{directory}: the checkpoint holds tensors that the model does not have: {_some(files_of_extra)}; {_HINT}"
@@ -195,20 +257,6 @@ def _check_all(wanted: dict[str, _Wanted], tensors: dict[str, _Tensor], director
             raise ValueError(
                 f"{tensors[name].file}: tensor {name!r} has shape {list(found)}, the model needs {list(shape)}; {_HINT}"
             )
-
-
-def _check_tied_head(tensors: dict[str, _Tensor], directory: str) -> None:
-    """Raises ValueError if a checkpoint with a tied embedding holds a head that is another matrix."""
-    head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
-    if head is None or embedding is None:
-        return
-    # A few rows are enough: a head that was trained on its own differs in all of them.
-    some_rows = [tensor.content[:_NUM_COMPARED_ROWS].float() for tensor in (head, embedding)]
-    if not torch.equal(*some_rows):
-        raise ValueError(
-            f"{directory}: lm_head.weight in {head.file.name} differs from model.embed_tokens.weight: set "
-            "tie_word_embeddings in config.json to false, or remove the tensor"
-        )
 
 
 def _remedy(needed: tuple[str, ...]) -> str:

@@ -120,28 +120,36 @@ def test_on_a_gpu(backend, dtype, most_regret, head_dim, tmp_path):
                     assert reference.regret(prompt, tokens) < most_regret
 
 
-def test_the_text_part_of_a_model_with_a_vision_tower(base, tmp_path):
+# What the names begin with in the text model, and in the larger one as transformers 4 and 5 write it.
+OLD_NAMES = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+NEW_NAMES = {"model.": "model.language_model."}
+
+
+@pytest.mark.parametrize("names", [OLD_NAMES, NEW_NAMES], ids=["transformers 4", "transformers 5"])
+def test_the_text_part_of_a_model_with_a_vision_tower(base, tmp_path, names):
     """As the larger checkpoints are: its names and its configuration are part of others'."""
     path, reference = base
     AutoModelForCausalLM.from_pretrained(path).save_pretrained(tmp_path)
 
     def nest(tensors):
         for name in list(tensors):
-            tensors[f"language_model.{name}"] = tensors.pop(name)
-        tensors["vision_tower.vision_model.post_layernorm.bias"] = torch.zeros(8)
-        tensors["multi_modal_projector.mm_soft_emb_norm.weight"] = torch.zeros(8)
+            beginning = next((beginning for beginning in names if name.startswith(beginning)), "")
+            tensors[names.get(beginning, "") + name.removeprefix(beginning)] = tensors.pop(name)
+        outer = "model." if names is NEW_NAMES else ""
+        tensors[f"{outer}vision_tower.vision_model.post_layernorm.bias"] = torch.zeros(8)
+        tensors[f"{outer}multi_modal_projector.mm_soft_emb_norm.weight"] = torch.zeros(8)
 
     edit_tensors(tmp_path, nest)
     text = AutoConfig.from_pretrained(path).to_dict()
     (tmp_path / "config.json").unlink()
     vision = {"model_type": "siglip_vision_model", "hidden_size": 8}
-    names = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
-    edit_json(tmp_path / "config.json", **names, eos_token_id=[1, 106], text_config=text, vision_config=vision)
+    larger = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
+    edit_json(tmp_path / "config.json", **larger, eos_token_id=[1, 106], text_config=text, vision_config=vision)
     prompts = reference.draw_prompts((1, 40), 8)
     with make_llm(tmp_path) as llm:
         assert llm.config.eos == (1, 106)
         assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
-    edit_tensors(tmp_path, lambda tensors: tensors.pop("language_model.model.norm.weight"))
+    edit_tensors(tmp_path, lambda tensors: tensors.pop(f"{names['model.']}norm.weight"))
     with pytest.raises(ValueError, match=r"lacks 'model\.norm\.weight'"):
         make_llm(tmp_path)
 

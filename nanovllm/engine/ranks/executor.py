@@ -30,6 +30,7 @@ class Executor:
         self._device = _first_device(config)
         self.model_runner = ModelRunner(config, self._device)
         try:
+            self.model_runner.check_model()
             with self._on_device(), StartProgress(config.use_tqdm) as progress:
                 tp = TensorParallel()
                 if config.tensor_parallel_size > 1:

@@ -91,6 +91,7 @@ def _start(seat: WorkerSeat) -> ModelRunner:
     else:
         torch.set_num_threads(seat.num_threads)
     runner = ModelRunner(seat.config, seat.device)
+    runner.check_model(seat.rank)
     tp = join_group(open_store(seat.store_folder), seat.rank, seat.config.tensor_parallel_size, seat.device)
     tp = share_memory(tp, seat.config, seat.device)
     with StartProgress(is_wanted=False) as progress:

@@ -63,15 +63,15 @@ def powers_of_two(scales: torch.Tensor) -> torch.Tensor:
 def checkpoint_scales(runner: Any) -> torch.Tensor | None:
     """Float32 `[layers, 2, this rank's kv_heads]`; None if the checkpoint has none. Raises ValueError, naming the
     tensor, if it has some of them only, or wrong ones."""
-    config, prefix = runner.config, runner.model.checkpoint_prefix
+    config = runner.config
     num_kv_heads = config.hf_config.num_key_value_heads
     first, count = runner.tp.shard_kv_heads(num_kv_heads)
     scales, missing = torch.ones(runner.kv_scales.shape), []
     with ExitStack() as stack:
-        tensors = open_tensors(config.model, stack)
+        tensors = open_tensors(config.model, stack, runner.model.checkpoint_prefixes)
         for layer in range(len(scales)):
             for i, part in enumerate("kv"):
-                names = [f"{prefix}model.layers.{layer}.{name.format(part)}" for name in _NAMES]
+                names = [f"model.layers.{layer}.{name.format(part)}" for name in _NAMES]
                 name = next((name for name in names if name in tensors), None)
                 if name is None:
                     missing.append(names[0])

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 from typing import NamedTuple
 
 import numpy as np
@@ -10,12 +9,12 @@ import torch
 
 from nanovllm.config import CPU_KVCACHE_GIB, MAX_SLOTS, Config
 from nanovllm.models.hf_config import get_head_dim
+from nanovllm.models.model_size import GIB
 from nanovllm.utils.context import Context
+from nanovllm.utils.host_memory import host_memory
 from nanovllm.utils.parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
-
-GIB = 2**30
 
 # Share of a GPU's memory that the KV cache leaves free for what is allocated after it: CUDA graphs, workspaces of
 # libraries, and logits if requests ask for more than a temperature.
@@ -119,7 +118,7 @@ def allocate_kv_cache(
     )
     shape = (2, num_layers, blocks, *block_shape)
     if device.type == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = host_memory().total
         if blocks * block_bytes > memory:
             raise MemoryError(
                 f"{blocks} KV cache blocks take {blocks * block_bytes / GIB:.1f} GiB, and this machine has "

@@ -1,0 +1,53 @@
+"""What a model takes of memory, from its shapes alone: nothing is allocated, and no file is read."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nanovllm.layers.attention_torch import TorchBackend
+from nanovllm.layers.quantization import weight_format
+from nanovllm.models import make_model
+from nanovllm.utils.parallel import TensorParallel
+
+GIB = 2**30
+
+
+class ModelBytes(NamedTuple):
+    """Bytes on one rank.
+
+    Attributes:
+        weights: all parameters and their scales, in the dtypes that they have in memory.
+        tables: RoPE's, for max_model_len positions.
+        kv_per_token: keys and values of one token, in all layers.
+    """
+
+    weights: int
+    tables: int
+    kv_per_token: int
+
+
+def meta_model(config: Any, rank: int = 0) -> nn.Module:
+    """The model of an engine with this `Config`, as a rank has it, on the meta device. Raises MemoryError
+    for a tensor of 2**63 bytes or more, which torch cannot describe."""
+    tp: Any = TensorParallel(rank, config.tensor_parallel_size)
+    shape = config.max_model_len, TorchBackend(), tp
+    try:
+        with weight_format(config.weight_format):
+            return make_model(config.hf_config, config.dtype, torch.device("meta"), *shape)
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        c = config.hf_config
+        raise MemoryError(
+            f"model={config.model!r}: one of its weights takes more than {2**63 // GIB} GiB: config.json has "
+            f"hidden_size={c.hidden_size}, intermediate_size={c.intermediate_size}, vocab_size={c.vocab_size}"
+        ) from error
+
+
+def model_bytes(config: Any, model: Any) -> ModelBytes:
+    """Of a rank's model, which may be a `meta_model`, in an engine with this `Config`."""
+    attentions = [layer.self_attn for layer in model.model.layers]
+    values = sum(2 * attention.num_kv_heads * attention.head_dim for attention in attentions)
+    weights, tables = (sum(tensor.nbytes for tensor in each) for each in (model.parameters(), model.buffers()))
+    return ModelBytes(weights, tables, values * config.kv_cache_dtype.itemsize)
