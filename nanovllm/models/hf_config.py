@@ -91,8 +91,8 @@ def read_hf_config(directory: str) -> Any:
         reason = one_line(error)
         if code:
             reason = (
-                f"auto_map names code of the checkpoint, {quoted(code)}, which is never run, and transformers has no class "
-                f"of its own that reads model_type {quoted(model_type)} ({reason})"
+                f"auto_map names code of the checkpoint, {quoted(code)}, which is never run, and transformers has no "
+                f"class of its own that reads model_type {quoted(model_type)} ({reason})"
             )
         raise ValueError(f"{file}: cannot be used: {reason}") from error
 
