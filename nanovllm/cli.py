@@ -104,6 +104,7 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     form.add_argument("--json-schema", type=_schema, metavar="JSON", help="the form of all answers; or a file of it")
     form.add_argument("--regex", metavar="TEXT", help="a regular expression that all answers match")
     form.add_argument("--choice", **several, metavar="TEXT", help="texts of which each answer is one")
+    form.add_argument("--grammar", type=_file, metavar="FILE", help="a grammar of all answers, in Lark's form or GBNF")
     _add_all(sampling, _NUMBERS)
     engine = parser.add_argument_group("engine (docs/reference.md)")
     engine.add_argument("--enforce-eager", action="store_true", default=None, help="use no CUDA graphs")
@@ -144,7 +145,7 @@ def _run_batch(options: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(options).items() if value is not None}
     for name in ("command", "run", "parser", "arguments", "dry_run"):
         given.pop(name, None)
-    for name, key in (("json_schema", "json"), ("regex", "regex"), ("choice", "choice")):
+    for name, key in (("json_schema", "json"), ("regex", "regex"), ("choice", "choice"), ("grammar", "grammar")):
         if name in given:
             given["structured_outputs"] = {key: given.pop(name)}
     try:

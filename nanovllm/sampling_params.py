@@ -19,6 +19,9 @@ MAX_BIAS = 100
 MAX_CHOICES = 100_000
 MAX_CHOICE_BYTES, MAX_CHOICES_BYTES = 2**16, 2**24  # of one, and of all
 
+FORMS = ("json", "regex", "choice", "grammar")  # the kinds of structured outputs
+MAX_GRAMMAR_CHARACTERS = 2**20
+
 # The device computes in float32: beyond these a number would become infinity, or 0.
 MIN_FLOAT, MAX_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
@@ -26,28 +29,35 @@ MIN_FLOAT, MAX_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float
 @explains_unknown_options(HINTS["StructuredOutputsParams"])
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """The form that a completion must have: exactly one of json, regex and choice.
+    """The form that a completion must have: exactly one of json, regex, choice and grammar.
 
     Raises:
-        ValueError: none or several of these, or a value of the wrong kind. Whether the schema or the expression can be
-            enforced is checked when the request is added.
+        ValueError: none or several of these, or a value of the wrong kind. Whether the schema, expression or grammar
+            can be enforced is checked when the request is added.
         TypeError: an unknown keyword; the message names the nearest known one.
     """
 
     json: str | dict[str, Any] | type | None = None  # a JSON schema: dict, text or pydantic model; kept as text
     regex: str | None = None  # that the whole completion matches; \d is 0-9, \w and \s are Unicode's
     choice: Collection[str] | None = None  # texts; the completion is one of them
+    grammar: str | None = None  # in Lark's form, whose start is `start`, or in GBNF, whose start is `root`
     whitespace_pattern: str | None = None  # with json: of the whitespace between its parts; bound its length
 
     def __post_init__(self) -> None:
-        given = [name for name in ("json", "regex", "choice") if getattr(self, name) is not None]
+        given = [name for name in FORMS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"structured_outputs: give exactly one of json, regex and choice, not {given or 'none'}")
+            kinds = f"{', '.join(FORMS[:-1])} and {FORMS[-1]}"
+            raise ValueError(f"structured_outputs: give exactly one of {kinds}, not {given or 'none'}")
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))  # Text, so that it can be hashed.
         if self.regex is not None:
             require("regex", self.regex, isinstance(self.regex, str) and self.regex != "", "a regular expression")
             _require_encodable("regex", self.regex)
+        if self.grammar is not None:
+            is_text = isinstance(self.grammar, str) and not self.grammar.isspace() and self.grammar != ""
+            allowed = f"the text of a grammar, at most {MAX_GRAMMAR_CHARACTERS} characters"
+            require("grammar", self.grammar, is_text and len(self.grammar) <= MAX_GRAMMAR_CHARACTERS, allowed)
+            _require_encodable("grammar", self.grammar)
         if self.choice is not None:
             texts = _as_tuple(self.choice)
             ok = not isinstance(self.choice, str) and _are_texts(texts) and texts != ()

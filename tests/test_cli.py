@@ -234,6 +234,7 @@ def test_run_batch_passes_on_what_is_given(answered, capsys):
         (["--json-schema", "schema.json"], {"structured_outputs": {"json": {"type": "array"}}}),
         (["--regex", "a+"], {"structured_outputs": {"regex": "a+"}}),
         (["--choice", "yes", "no"], {"structured_outputs": {"choice": ["yes", "no"]}}),
+        (["--grammar", "schema.json"], {"structured_outputs": {"grammar": '{"type": "array"}'}}),
         (["--stop-token-ids", "5", "7"], {"stop_token_ids": [5, 7]}),
         (["--bad-words", "x", "--logit-bias", '{"5": -100}'], {"bad_words": ["x"], "logit_bias": {"5": -100}}),
         (["--chat-template", "schema.json"], {"chat_template": '{"type": "array"}'}),
@@ -246,7 +247,7 @@ def test_run_batch_passes_on_what_is_for_all_lines(answered, tmp_path, monkeypat
     Path("schema.json").write_text('{"type": "array"}')
     assert main([*BATCH, *arguments]) == 0
     assert expected.items() <= answered["arguments"].items()
-    assert not {"json_schema", "regex", "choice"} & answered["arguments"].keys()
+    assert not {"json_schema", "regex", "choice", "grammar"} & answered["arguments"].keys()
 
 
 def test_the_exit_status_of_run_batch(answered, capsys):

@@ -9,6 +9,7 @@ from checkpoints import assert_idle, greedy
 
 from nanovllm import SamplingParams, StructuredOutputsParams
 from nanovllm.config import Config
+from nanovllm.sampling_params import FORMS
 from nanovllm.utils.checks import quoted
 
 
@@ -51,7 +52,7 @@ ODD = {
 CONFIG = {"model": "Qwen3-0.6B", "load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True}
 OPTIONS = [
     *[(SamplingParams, {}, field.name) for field in dataclasses.fields(SamplingParams)],
-    *[(StructuredOutputsParams, {}, name) for name in ("json", "regex", "choice")],
+    *[(StructuredOutputsParams, {}, name) for name in FORMS],
     (StructuredOutputsParams, {"json": "{}"}, "whitespace_pattern"),
     *[(Config, CONFIG, field.name) for field in dataclasses.fields(Config) if field.name != "hf_config"],
 ]

@@ -251,7 +251,7 @@ def test_a_lone_surrogate_is_refused(name):
 
 @pytest.mark.parametrize("options", [{}, {"json": {}, "regex": "a"}, {"regex": "a", "choice": ["a"]}])
 def test_a_form_is_exactly_one_thing(options):
-    with pytest.raises(ValueError, match="exactly one of json, regex and choice"):
+    with pytest.raises(ValueError, match="exactly one of json, regex, choice and grammar"):
         StructuredOutputsParams(**options)
 
 

@@ -130,6 +130,29 @@ def can_be(llm, text: str, **fields) -> bool:
     return grammar.matcher.consume_tokens(llm.tokenizer.encode(text)) and grammar.matcher.is_accepting()
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: sum\nsum: NUMBER | "(" sum "+" sum ")"\nNUMBER: /[0-9]/',
+        'root ::= sum\nsum ::= [0-9] | "(" sum "+" sum ")"',
+    ],
+    ids=["lark", "gbnf"],
+)
+def test_a_grammar_knows_what_no_regular_expression_does(llm, grammar):
+    assert can_be(llm, "((1+2)+(3+4))", grammar=grammar)
+    assert not can_be(llm, "((1+2)+(3+4)", grammar=grammar)
+    for seed in range(4):
+        (output,) = llm.generate(["a"], form(grammar=grammar, seed=seed, max_tokens=64))
+        if output["finish_reason"] == "stop":
+            assert can_be(llm, output["text"], grammar=grammar)
+
+
+@pytest.mark.parametrize("grammar", ["hello", "start: missing", "root ::= (", "start: " + "(" * 10_000])
+def test_what_is_no_grammar(llm, grammar):
+    with pytest.raises(ValueError, match=r"grammar='.*: cannot be enforced: "):
+        llm.generate(["a"], form(grammar=grammar))
+
+
 def test_json_is_compact_unless_whitespace_is_asked_for(llm):
     schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
     for seed in range(4):

@@ -171,7 +171,7 @@ def test_a_seed_gives_each_line_its_own():
         ({"messages": [{"role": "user"}]}, "^message 0: content must be"),
         ({"prompt": "a", "temperature": -1}, "temperature=-1"),
         ({"prompt": "a", "max_tokens": "x"}, "max_tokens='x'"),
-        ({"prompt": "a", "structured_outputs": {}}, "exactly one of json, regex and choice"),
+        ({"prompt": "a", "structured_outputs": {}}, "exactly one of json, regex, choice and grammar"),
         ({"prompt": [1, "a"]}, "prompt=.* must be a text, token ids or messages"),
         ({"messages": [USER], "chat_template_kwargs": "[1]"}, "chat_template_kwargs=.1.: must be a JSON object"),
         ({"custom_id": "a", "body": 7}, "has no prompt: .*; its columns: 'custom_id', 'body'"),

@@ -60,6 +60,7 @@ def test_names_that_are_served(row, options):
 def test_forms_of_an_answer(row):
     assert json.loads(form(**row).json) == SCHEMA
     assert form(guided_regex="a+").regex == "a+"
+    assert form(guided_grammar="start: A").grammar == "start: A"
     assert form(guided_choice=["x", "y"]).choice == ("x", "y")
 
 

@@ -1,4 +1,4 @@
-"""Structured outputs: which tokens a JSON schema, a regular expression or a list of choices allows next."""
+"""Structured outputs: which tokens a JSON schema, a regular expression, a list of choices or a grammar allows next."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.layers.token_masks import pack_mask
-from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.sampling_params import FORMS, StructuredOutputsParams
 from nanovllm.utils.checks import quoted, shortened
 from nanovllm.utils.sized_cache import SizedCache
 
@@ -78,7 +78,7 @@ class Grammars:
         return Grammar(self, compiled)
 
     def _compile(self, form: StructuredOutputsParams) -> _Compiled:
-        what = next(name for name in ("json", "regex", "choice") if getattr(form, name) is not None)
+        what = next(name for name in FORMS if getattr(form, name) is not None)
         fault: object = None
         try:
             source = self._source(form)
@@ -113,10 +113,20 @@ class Grammars:
         if form.regex is not None:
             regex = self._llguidance.regex_to_lark(form.regex, use_ascii="d")
             return matcher_class.grammar_from_lark(f"start: /{regex}/")
+        if form.grammar is not None:
+            return matcher_class.grammar_from_lark(self._as_lark(form.grammar))
         # Lark writes strings as JSON does, except that DEL must be escaped. In capitals it is one terminal: the parser
         # would follow 2,000 at most.
         texts = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in form.choice)
         return matcher_class.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
+
+    def _as_lark(self, grammar: str) -> str:
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            return any_to_lark(grammar)
+        except Exception as error:  # Its own classes, and Exception itself.
+            raise ValueError(f"is neither Lark nor GBNF: {error}") from error
 
     def fill_masks(self, grammars: list[tuple["Grammar", int]], bitmask: np.ndarray) -> None:
         """Write the tokens that grammars allow next, in parallel: each into its row of the int32 bitmask
