@@ -34,6 +34,7 @@ MAX_NUM_SEQS = 2**15
 MAX_NUM_BATCHED_TOKENS = 2**20  # Activations already take 12 GiB, even in the smallest published shape.
 MAX_MODEL_LEN = 2**24  # RoPE's table takes 8 GiB at a head_dim of 128. No published model is longer.
 MAX_KVCACHE_BLOCK_SIZE = 2**16  # One block takes 7 GiB, even in the smallest published shape.
+MAX_WATCHDOG_SECONDS = 86_400
 MAX_KVCACHE_GIB = 2**16  # more than one machine has
 MAX_SLOTS = 2**31  # Kernels count KV cache slots, and the keys of all sequences of a step, in int32.
 
@@ -63,6 +64,7 @@ class Config:
     max_model_len: int | None = 4096  # tokens of the longest sequence; after the checks at most supported_model_len
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for this engine
     tensor_parallel_size: int = 1  # ranks
+    watchdog_timeout: float | None = 300.0  # seconds that another rank's process may show no sign of life
     enforce_eager: bool = False  # no CUDA graphs
     kvcache_block_size: int = 256  # tokens
     num_kvcache_blocks: int = -1  # -1: as many as the memory holds
@@ -115,6 +117,9 @@ class Config:
         self._require_int("max_model_len", 2, MAX_MODEL_LEN, none="the model's own")
         self._require_int("max_num_batched_tokens", 1, MAX_NUM_BATCHED_TOKENS, none="one that suits the GPU")
         self._require_int("tensor_parallel_size", 1, 8)
+        seconds = self.watchdog_timeout
+        is_time = seconds is None or (is_number(seconds) and 1 <= seconds <= MAX_WATCHDOG_SECONDS)
+        self._require("watchdog_timeout", is_time, f"a number in 1..{MAX_WATCHDOG_SECONDS}, or None for no watchdog")
         share, size, num_blocks = self.gpu_memory_utilization, self.kvcache_block_size, self.num_kvcache_blocks
         gib, rows = self.kvcache_gib, self.mixed_step_rows
         self._require("gpu_memory_utilization", is_number(share) and 0 < share <= 1, "a number in (0, 1]")

@@ -115,6 +115,7 @@ WRONG = {
     "max_num_seqs": ([*COUNT, 32769], r"1\.\.32768"),
     "max_model_len": ([*SIZE, 1, 2**24 + 1], r"2\.\.16777216, or None"),
     "gpu_memory_utilization": ([0, 0.0, -0.1, 1.01, 90, NAN, INF, -INF, "0.9", None, True, [0.9]], r"\(0, 1\]"),
+    "watchdog_timeout": ([0, 0.5, -1, NAN, INF, "60", True, [60], 86401], r"1\.\.86400, or None"),
     "tensor_parallel_size": ([0, -1, 9, 10**9, 1.0, "2", None, True, NAN, [1]], r"1\.\.8"),
     "enforce_eager": (FLAG, "True or False"),
     "kvcache_block_size": (

@@ -28,7 +28,7 @@ Model = str | os.PathLike[str] | LLM
 _OF_SPEED = {
     *("attention_backend", "device", "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization"),
     *("kvcache_block_size", "kvcache_gib", "max_num_batched_tokens", "max_num_seqs", "mixed_step_rows"),
-    *("num_kvcache_blocks", "overlap_steps", "tensor_parallel_size", "use_tqdm"),
+    *("num_kvcache_blocks", "overlap_steps", "tensor_parallel_size", "use_tqdm", "watchdog_timeout"),
 }
 _NOT_OF_JOBS = {"model", "seed", "skip_tokenizer_init"}
 

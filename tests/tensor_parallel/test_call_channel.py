@@ -1,6 +1,9 @@
 """The segment of shared memory: messages of any size arrive whole, in order, and none is overwritten unread."""
 
+import errno
+import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +63,29 @@ def test_an_unread_message_is_not_overwritten(channel):
     with pytest.raises(DeadError):
         writer.write(b"second")
     assert readers[1].read() == b"first"
+
+
+def test_a_wait_for_a_worker_can_have_an_end(channel):
+    writer, _ = channel
+    writer.write(b"first")
+    with pytest.raises(TimeoutError, match="a worker does not read its calls"):
+        writer.write(b"second", deadline=time.monotonic())
+
+
+def test_the_memory_is_reserved_at_once(monkeypatch):
+    writer = CallWriter(1, lambda: None)
+    assert os.stat(Path("/dev/shm", writer.name)).st_blocks * 512 >= SEGMENT_BYTES
+    writer.close()
+
+    def refuse(descriptor, start, size):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr("secrets.token_hex", lambda size: writer.name.removeprefix("nanovllm-"))
+    message = r"/dev/shm has no room for the 1048576 bytes .*No space left on device.*\d+ of its \d+ bytes are free"
+    with pytest.raises(MemoryError, match=message):
+        CallWriter(1, lambda: None)
+    assert not Path("/dev/shm", writer.name).exists()
 
 
 def test_a_worker_that_has_gone_shows(channel):

@@ -199,6 +199,36 @@ if __name__ == "__main__":
     wait_until_gone(pids)
 
 
+HUNG = """
+if __name__ == "__main__":
+    llm = make_llm(2)
+    try:
+        print("running", flush=True)
+        while True:
+            run(llm, [4] * 40, 300)
+    except KeyboardInterrupt as error:
+        print("interrupted:", error, flush=True)
+    try:
+        run(llm, [1], 2)
+    except RuntimeError as error:
+        print(type(error).__name__, flush=True)
+"""
+
+
+def test_a_second_ctrl_c_ends_an_engine_whose_worker_hangs(start):
+    process = start(HUNG)
+    (pid,) = worker_pids(process)
+    assert process.stdout.readline() == "running\n"
+    os.kill(pid, signal.SIGSTOP)
+    for _ in range(2):
+        time.sleep(1.0)  # for rank 0 to wait in a collective; closer together they would count as one
+        os.kill(process.pid, signal.SIGINT)
+    said = "interrupted: Ctrl-C has ended the engine while it waited for its other ranks\nWorkerError\n"
+    assert rest(process) == (said, "")
+    assert process.returncode == 0
+    wait_until_gone([pid])
+
+
 def test_a_script_without_a_main_guard_is_told_so(start):
     process = start("make_llm(2)\n")
     out, err = rest(process)

@@ -143,6 +143,30 @@ def test_a_fault_of_the_checkpoint_is_found_before_a_worker_is_started(tmp_path,
     assert not started
 
 
+def test_a_worker_that_hangs_is_named_by_the_watchdog(path, started):
+    with make_llm(path, tensor_parallel_size=2) as llm:
+        started[0]._timeout = 2.0
+
+        def stop(stats):
+            if stats["steps"] == 20:
+                os.kill(started[0]._processes[1].pid, signal.SIGSTOP)
+
+        with pytest.raises(
+            WorkerError, match=r"rank 1 of 2 \(process \d+\) has not answered for 2 s.*watchdog_timeout"
+        ):
+            llm.generate(PROMPTS, greedy(900), use_tqdm=False, on_step=stop)
+        assert_gone(started[0])
+
+
+def test_exit_kills_a_worker_that_hangs(path, started, monkeypatch):
+    monkeypatch.setattr(workers_module, "EXIT_SECONDS", 2.0)
+    llm = make_llm(path, tensor_parallel_size=2)
+    complete(llm, PROMPTS, greedy(3))
+    os.kill(started[0]._processes[1].pid, signal.SIGSTOP)
+    llm.exit()
+    assert_gone(started[0])
+
+
 def test_an_engine_that_is_dropped_ends_its_workers(path, started):
     llm = make_llm(path, tensor_parallel_size=2)
     llm.add_request([1, 2, 3], greedy(8))

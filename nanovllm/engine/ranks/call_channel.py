@@ -5,27 +5,38 @@ multiprocessing.Event would leave named semaphores in /dev/shm if all processes 
 never learns that the other side has gone.
 """
 
+import os
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 SEGMENT_BYTES = 2**20
 _HEADER_BYTES = 4  # little endian: bytes of the message that are still to come, this part of it included
 _ROOM = SEGMENT_BYTES - _HEADER_BYTES
 _CHECK_SECONDS = 0.2
+_FOLDER = Path("/dev/shm")  # where Linux keeps segments
 
 
 class CallWriter:
     """Rank 0's end of the channel: makes the segment, under a random `name`."""
 
     def __init__(self, num_workers: int, check: Callable[[], None]):
-        """check: called while waiting for a worker; raises if one of them has gone."""
+        """check: called while waiting for a worker; raises if one of them has gone. Raises MemoryError if there is no
+        room for the segment."""
         self._check = check
         self._segment = SharedMemory(f"nanovllm-{secrets.token_hex(8)}", create=True, size=SEGMENT_BYTES)
         self.name = self._segment.name
+        try:
+            _reserve(self.name)
+        except BaseException:
+            self.unlink()
+            self._segment.close()
+            raise
         self._events, self._worker_events = zip(*(Pipe() for _ in range(num_workers)), strict=True)
         self._unread: list[Connection] = []
 
@@ -44,14 +55,16 @@ class CallWriter:
         with suppress(FileNotFoundError):  # if called again
             self._segment.unlink()
 
-    def write(self, message: bytes) -> None:
+    def write(self, message: bytes, deadline: float | None = None) -> None:
         """Send to all workers, in parts that fit the segment. Raises EOFError, OSError, or what check() raises, if a
-        worker has gone."""
+        worker has gone, and TimeoutError after `deadline`, a time.monotonic()."""
         for start in range(0, max(1, len(message)), _ROOM):
             part, left = message[start : start + _ROOM], len(message) - start
             while self._unread:
                 while not self._unread[-1].poll(_CHECK_SECONDS):
                     self._check()
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise TimeoutError("a worker does not read its calls")
                 self._unread.pop().recv_bytes()
             self._segment.buf[:_HEADER_BYTES] = left.to_bytes(_HEADER_BYTES, "little")
             self._segment.buf[_HEADER_BYTES : _HEADER_BYTES + len(part)] = part
@@ -64,6 +77,25 @@ class CallWriter:
         self._segment.close()
         for event in (*self._events, *self._worker_events):
             event.close()
+
+
+def _reserve(name: str) -> None:
+    """Have the segment's memory now: a write to a page for which there is no room later would end the process with
+    SIGBUS. Raises MemoryError."""
+    if not (_FOLDER / name).exists():  # Not Linux, where segments are no files.
+        return
+    descriptor = os.open(_FOLDER / name, os.O_RDWR)
+    try:
+        os.posix_fallocate(descriptor, 0, SEGMENT_BYTES)
+    except OSError as error:
+        room = os.statvfs(_FOLDER)
+        raise MemoryError(
+            f"{_FOLDER} has no room for the {SEGMENT_BYTES} bytes that the ranks share ({error.strerror}): "
+            f"{room.f_bavail * room.f_frsize} of its {room.f_blocks * room.f_frsize} bytes are free; remove files from "
+            "it, or make it larger (in a container: docker run --shm-size=1g)"
+        ) from error
+    finally:
+        os.close(descriptor)
 
 
 class CallReader:

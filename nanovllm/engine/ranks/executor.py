@@ -36,7 +36,8 @@ class Executor:
                 if config.tensor_parallel_size > 1:
                     self.workers = Workers(config, self._device)
                     tp = self.workers.meet()
-                self.model_runner.start(tp, progress, self.check_workers if self.workers else None)
+                with self._interruptible(1):
+                    self.model_runner.start(tp, progress, self.check_workers if self.workers else None)
                 if self.workers is not None:
                     self.workers.wait_ready()
         except BaseException as error:
@@ -45,6 +46,10 @@ class Executor:
     def _on_device(self) -> AbstractContextManager:
         """A block with the engine's GPU as the current one."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _interruptible(self, times: int) -> AbstractContextManager:
+        """`Workers.interruptible`, if there are any."""
+        return nullcontext() if self.workers is None else self.workers.interruptible(times)
 
     def run(self, seqs: list[Sequence], is_prefill: bool) -> SampledTokens | Forward:
         """`ModelRunner.run` on all ranks. The workers get the step's packed inputs."""
@@ -62,13 +67,13 @@ class Executor:
         for_workers: the workers' arguments, if they differ.
 
         With several ranks an exception ends the engine, because the ranks are out of step then. It is a WorkerError if
-        a worker caused it. Ctrl-C waits until rank 0 has done its part.
+        a worker caused it. Ctrl-C waits until rank 0 has done its part. A second Ctrl-C does not, and ends the engine.
         """
         with self._on_device():
             if self.workers is None:
                 return getattr(self.model_runner, method)(*args)
             try:
-                with held_interrupt():
+                with held_interrupt(), self.workers.interruptible(2):
                     self.write_shm(method, *(args if for_workers is None else for_workers))
                     return getattr(self.model_runner, method)(*args)
             except KeyboardInterrupt:
@@ -89,10 +94,13 @@ class Executor:
                 self._end_after(error)
 
     def exit(self) -> None:
-        """End all ranks and give all memory back. Harmless when called again."""
-        self.model_runner.synchronize()
-        if self.workers is not None:
-            self.workers.end(farewell=pickle.dumps(["exit"]))
+        """End all ranks and give all memory back. Harmless when called again. Ctrl-C kills ranks that do not end."""
+        if self.workers is None:
+            self.model_runner.synchronize()
+        else:
+            with held_interrupt(), self.workers.interruptible(1):
+                self.model_runner.synchronize()
+                self.workers.end(farewell=pickle.dumps(["exit"]))
         self.model_runner.exit()
 
     def _end_after(self, error: BaseException) -> NoReturn:

@@ -27,6 +27,7 @@ MAIN_GUARD = (
     'script does belongs under `if __name__ == "__main__":`'
 )
 PARENT_CHECK_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 BLAME_SECONDS = 2.0  # How long a failed collective waits for the failure that caused it to become known.
 
 
@@ -35,6 +36,7 @@ class WorkerSeat(NamedTuple):
 
     reports: where it tells rank 0 its stage and a text: ("attached", "") to the segment, ("ready", "") for calls, or
         ("failed", the traceback).
+    heartbeats: where a thread of its own sends a byte every HEARTBEAT_SECONDS, for as long as the process runs.
     """
 
     config: Config
@@ -45,6 +47,7 @@ class WorkerSeat(NamedTuple):
     segment: str
     event: Connection
     reports: Connection
+    heartbeats: Connection
 
 
 def check_may_spawn() -> None:
@@ -69,7 +72,11 @@ def worker_main(seat: WorkerSeat) -> None:
     Says nothing to the terminal: rank 0 answers Ctrl-C and reports failures.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(seat.store_folder,), name="nanovllm-parent", daemon=True).start()
+    for name, target, argument in (
+        ("nanovllm-parent", _end_with_parent, seat.store_folder),
+        ("nanovllm-heartbeat", _send_heartbeats, seat.heartbeats),
+    ):
+        threading.Thread(target=target, args=(argument,), name=name, daemon=True).start()
     try:
         calls = CallReader(seat.segment, seat.event)
         seat.reports.send(("attached", ""))
@@ -111,6 +118,14 @@ def loop(runner: ModelRunner, calls: CallReader) -> None:
 def read_shm(calls: CallReader) -> list:
     """Wait for the next call of rank 0: [method, *arguments]."""
     return pickle.loads(calls.read())
+
+
+def _send_heartbeats(heartbeats: Connection) -> None:
+    """Show rank 0 that this process runs, however long a step takes."""
+    with suppress(OSError):  # Rank 0 has gone.
+        while True:
+            heartbeats.send_bytes(b"1")
+            time.sleep(HEARTBEAT_SECONDS)
 
 
 def _end_with_parent(store_folder: str) -> None:

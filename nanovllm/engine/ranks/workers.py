@@ -7,7 +7,8 @@ import signal
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
@@ -18,13 +19,24 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.ranks.call_channel import CallWriter
 from nanovllm.engine.ranks.process_group import abort_group, join_group, open_store, remove_store, share_memory
-from nanovllm.engine.ranks.worker import BLAME_SECONDS, MAIN_GUARD, WorkerSeat, check_may_spawn, worker_main
-from nanovllm.utils.interrupts import held_interrupt
+from nanovllm.engine.ranks.worker import (
+    BLAME_SECONDS,
+    HEARTBEAT_SECONDS,
+    MAIN_GUARD,
+    WorkerSeat,
+    check_may_spawn,
+    worker_main,
+)
+from nanovllm.utils.interrupts import InterruptPipe, held_interrupt
 from nanovllm.utils.parallel import CollectiveError, TensorParallel
 from nanovllm.utils.python_process import processes_with_safe_path
 from nanovllm.utils.threads import threads_per_rank
 
 EXIT_SECONDS = 10.0  # for workers that have been told to exit; half as long for those that have been killed
+_POLL_SECONDS = 0.1
+_STORE_BYTES = 2**20  # far more than the ranks write into the store
+# Some programs that start others pass Ctrl-C on, although the terminal has sent it to them as well.
+_SAME_INTERRUPT_SECONDS = 0.5
 
 
 class WorkerError(RuntimeError):
@@ -34,11 +46,13 @@ class WorkerError(RuntimeError):
 class Workers:
     """The processes of ranks 1..N-1.
 
-    A thread sleeps until one of them reports or ends. The first that fails or ends unasked makes the `failure`; the
-    thread then ends the others and aborts the collectives, so that rank 0 waits for nobody who will not come.
+    A thread sleeps until one of them reports or ends. The first that fails or ends unasked, or shows no sign of life
+    for watchdog_timeout, makes the `failure`; the thread then ends the others and aborts the collectives, so that rank
+    0 waits for nobody who will not come. Repeated Ctrl-C does the same.
 
     Attributes:
         failure: once a worker has died or failed, which one, and how.
+        is_interrupted: whether Ctrl-C has ended them, and nobody has been told.
     """
 
     def __init__(self, config: Config, device: torch.device):
@@ -46,18 +60,23 @@ class Workers:
         process may start none."""
         check_may_spawn()
         self.failure: str | None = None
+        self.is_interrupted = False
         self._config, self._device, self._size = config, device, config.tensor_parallel_size
         self._owner = os.getpid()
         self._condition = threading.Condition()
         self._stages: dict[int, set[str]] = {rank: set() for rank in range(1, self._size)}
         self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
         self._reports: dict[int, Connection] = {}
+        self._heartbeats: dict[int, Connection] = {}
+        self._timeout = config.watchdog_timeout
+        self._interrupts_left = 0  # that rank 0 waits on; 0 while it does not wait for the others
+        self._last_interrupt = 0.0
         self._group: TensorParallel | None = None
         self._has_ended = False
         with processes_with_safe_path():  # Shared memory may start multiprocessing's resource tracker.
             self._channel = CallWriter(self._size - 1, self.check)
-        parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-        self._store_folder = os.path.join(parent, f"nanovllm-{secrets.token_hex(8)}")
+        self._interrupts = InterruptPipe()
+        self._store_folder = os.path.join(_store_parent(), f"nanovllm-{secrets.token_hex(8)}")
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
         try:
             with held_interrupt(), processes_with_safe_path():
@@ -79,6 +98,7 @@ class Workers:
         try:
             for rank in range(1, self._size):
                 self._reports[rank], reports = context.Pipe(duplex=False)
+                self._heartbeats[rank], heartbeats = context.Pipe(duplex=False)
                 is_cpu = self._device.type == "cpu"
                 seat = WorkerSeat(
                     config=config,
@@ -89,11 +109,13 @@ class Workers:
                     segment=self._channel.name,
                     event=self._channel.worker_event(rank - 1),
                     reports=reports,
+                    heartbeats=heartbeats,
                 )
                 process = context.Process(target=worker_main, args=(seat,), name=f"nanovllm-rank-{rank}", daemon=True)
                 process.start()
                 self._processes[rank] = process
                 reports.close()
+                heartbeats.close()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
             self._channel.close_worker_events()
@@ -134,6 +156,17 @@ class Workers:
             self._condition.wait_for(lambda: self.failure or all(stage in seen for seen in self._stages.values()))
         self.check()
 
+    @contextmanager
+    def interruptible(self, times: int) -> Iterator[None]:
+        """A block in which rank 0 waits for the others. Ctrl-C so many times ends them, and so the wait, wherever the
+        main thread hangs."""
+        self._interrupts_left = times
+        with self._interrupts.listening():
+            try:
+                yield
+            finally:
+                self._interrupts_left = 0
+
     def check(self) -> None:
         """Raises WorkerError if one of them has died or failed."""
         if self.failure is not None:
@@ -151,41 +184,49 @@ class Workers:
 
     def explain(self, error: BaseException) -> BaseException:
         """What to raise for an exception of rank 0's: the failure of the worker that caused it, or itself."""
-        if not isinstance(error, CollectiveError):
-            return error
-        with self._condition:
-            self._condition.wait_for(lambda: self.failure, BLAME_SECONDS + 1)
-        return error if self.failure is None else WorkerError(self.failure)
+        if isinstance(error, CollectiveError):
+            with self._condition:
+                self._condition.wait_for(lambda: self.failure, BLAME_SECONDS + 1)
+        if self.is_interrupted:
+            self.is_interrupted = False  # so that the next call raises WorkerError
+            return KeyboardInterrupt(self.failure)
+        return WorkerError(self.failure) if isinstance(error, CollectiveError) and self.failure else error
 
     def end(self, farewell: bytes | None = None) -> None:
         """End them, and give back all that they shared with rank 0. Harmless when called again.
 
-        farewell: a call after which they end by themselves; without it, or after a failure, they are killed.
+        farewell: a call after which they end by themselves; without it, or after a failure, they are killed. So are
+            those that do not answer it.
         """
         if self._has_ended or os.getpid() != self._owner:  # A fork of the caller's owns none of it.
             return
         with held_interrupt():
             self._has_ended = True
-            seconds = 0.0
-            if self.failure is None and farewell is not None:
-                with suppress(EOFError, OSError):
-                    self._channel.write(farewell)
-                    seconds = EXIT_SECONDS
-            deadline = time.monotonic() + seconds
-            for process in self._processes.values():
-                process.join(max(0.0, deadline - time.monotonic()))
+            deadline = time.monotonic()
+            is_asked = self.failure is None and farewell is not None
+            if is_asked:
+                deadline += EXIT_SECONDS
+                try:
+                    self._channel.write(farewell, deadline)
+                except (EOFError, OSError, WorkerError):
+                    is_asked, deadline = False, time.monotonic()
+            running = [process.sentinel for process in self._processes.values()]
+            while running and time.monotonic() < deadline and not self._interrupts.receive():
+                ended = wait(running, _POLL_SECONDS)
+                running = [sentinel for sentinel in running if sentinel not in ended]
             for process in self._processes.values():
                 process.kill()  # They hold nothing that would want an orderly end.
             for process in self._processes.values():
                 process.join(EXIT_SECONDS / 2)
             if self._watcher.is_alive() and threading.current_thread() is not self._watcher:
                 self._watcher.join(EXIT_SECONDS / 2)  # All that it waits for has ended.
-            if not seconds and self._group is not None:
+            if not is_asked and self._group is not None:
                 abort_group(self._group)
             self._channel.close()
             remove_store(self._store_folder)
-            for connection in self._reports.values():
+            for connection in (*self._reports.values(), *self._heartbeats.values()):
                 connection.close()
+            self._interrupts.close()
             self._group = None
 
     # -- the thread that watches them ------------------------------------------------------------------------------
@@ -193,12 +234,52 @@ class Workers:
     def _watch(self) -> None:
         """Until one of them fails, or they are to end."""
         ranks: dict[Any, int] = {connection: rank for rank, connection in self._reports.items()}
-        while not self._has_ended:
-            for connection in wait(list(ranks)):
-                failure = self._read_report(ranks[connection])
-                if failure is not None and not self._has_ended:
-                    self._fail(failure)
-                    return
+        beating: dict[Any, int] = {connection: rank for rank, connection in self._heartbeats.items()}
+        silence = dict.fromkeys(self._reports, 0.0)  # rank -> seconds since its last sign of life
+        before = time.monotonic()
+        while True:
+            failure = None
+            ready: list[Any] = wait([*ranks, *beating, self._interrupts.reader], HEARTBEAT_SECONDS)
+            if self._has_ended:  # `end` itself listens for Ctrl-C then.
+                return
+            # At most two beats at once: the time in which this process itself was stopped, as by Ctrl-Z, counts little.
+            passed = min(time.monotonic() - before, 2 * HEARTBEAT_SECONDS)
+            before = time.monotonic()
+            silence = {rank: seconds + passed for rank, seconds in silence.items()}
+            for connection in ready:
+                if connection in ranks:
+                    failure = failure or self._read_report(ranks[connection])
+                elif connection in beating:
+                    silence[beating[connection]] = 0.0
+                    if not _read_heartbeats(connection):
+                        del beating[connection]  # Its process ends, which shows in its reports.
+                elif self._interrupts.receive():
+                    failure = failure or self._read_interrupt()
+            if self._timeout is not None:
+                silent = [rank for rank, seconds in silence.items() if seconds > self._timeout]
+                failure = failure or (self._describe_silence(silent[0]) if silent else None)
+            if failure is not None and not self._has_ended:
+                self._fail(failure)
+                return
+
+    def _read_interrupt(self) -> str | None:
+        """What to say if this Ctrl-C ends the wait for the others."""
+        now = time.monotonic()
+        is_another = now - self._last_interrupt > _SAME_INTERRUPT_SECONDS
+        self._last_interrupt = now
+        if not is_another or self._interrupts_left == 0:
+            return None
+        self._interrupts_left -= 1
+        if self._interrupts_left:
+            return None
+        self.is_interrupted = True
+        return "Ctrl-C has ended the engine while it waited for its other ranks"
+
+    def _describe_silence(self, rank: int) -> str:
+        return (
+            f"{self._name(rank)} has not answered for {self._timeout:g} s, which is watchdog_timeout: its process is "
+            "stopped, or gets no time to run"
+        )
 
     def _read_report(self, rank: int) -> str | None:
         """What to say if the worker has failed or ended."""
@@ -231,6 +312,7 @@ class Workers:
         return f"rank {rank} of {self._size} (process {self._processes[rank].pid})"
 
     def _fail(self, text: str) -> None:
+        """End all, and make `failure` known."""
         with self._condition:
             self.failure = text
             self._condition.notify_all()
@@ -238,3 +320,23 @@ class Workers:
             process.kill()
         if self._group is not None:
             abort_group(self._group)
+
+
+def _store_parent() -> str:
+    """Where the store's folder goes: into memory, if that has room."""
+    memory = "/dev/shm"
+    if os.access(memory, os.W_OK):
+        room = os.statvfs(memory)
+        if room.f_bavail * room.f_frsize >= _STORE_BYTES:
+            return memory
+    return tempfile.gettempdir()
+
+
+def _read_heartbeats(connection: Connection) -> bool:
+    """Read all that have arrived. False if the other end is closed."""
+    try:
+        while connection.poll():
+            connection.recv_bytes()
+    except (EOFError, OSError):
+        return False
+    return True
