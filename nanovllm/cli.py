@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import __version__
+from nanovllm.utils.sigterm import sigterm_as_interrupt
 
 _FAILED, _WRONG_CALL, _SOME_FAILED, _INTERRUPTED, _NO_READER = 1, 2, 3, 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. arguments: those of the process by default."""
+    _open_standard_files()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(prog="nanovllm", description=__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
@@ -47,6 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
+def _open_standard_files() -> None:
+    """A shell may close them, as `>&-` does. Then the next file that is opened, such as one of answers, would be what
+    all that is printed goes to."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # It gets the lowest number that is free.
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w"))
+
+
 # -- run-batch ---------------------------------------------------------------------------------------------------------
 
 # Options of SamplingParams that a shell can give, in the order of the help; the others belong into lines.
@@ -58,8 +72,6 @@ _ENGINE |= {"max_num_batched_tokens": int, "gpu_memory_utilization": float, "kvc
 _ENGINE |= {"quantization": str, "kv_cache_dtype": str, "kv_cache_scales": str, "attention_backend": str}
 _ENGINE |= {"device": str, "load_format": str, "tokenizer": str, "revision": str}
 
-_ONCE = ("--overwrite", "--retry-errors")  # To go on with a job, the command is repeated without these.
-
 
 def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     parser = commands.add_parser(
@@ -68,13 +80,13 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
         description="Answer every line of files of prompts exactly once, and write the answers to a folder. The same "
         'command goes on where it was interrupted. Lines are {"prompt": ...}, {"messages": [...]} or requests of '
         "OpenAI's batch format. Exit status: 0 all lines are answered, 1 the job stopped half-way, 2 a wrong call, 3 "
-        "some lines cannot be answered (errors.jsonl says why), 130 interrupted.",
+        "some lines cannot be answered (_errors.jsonl says why), 130 interrupted.",
         allow_abbrev=False,  # so that --overwrite is known when the call is repeated
     )
     add = parser.add_argument
     several: Any = {"nargs": "+", "action": "extend"}
     add("-i", "--input", **several, required=True, metavar="FILE", help="JSON lines, also .gz, or Parquet; globs; URLs")
-    add("-o", "--output", metavar="FOLDER", help="where the answers go; needed unless --dry-run is given")
+    add("-o", "--output", metavar="FOLDER", help="where the answers go, or one file (answers.jsonl)")
     add("--model", required=True, help="a directory or a hub id")
     add("--format", choices=("jsonl", "parquet"), help="of the answers (default: Parquet for an input of Parquet)")
     add("--prompt-column", metavar="NAME", help="the column of the prompt (default: prompt or messages)")
@@ -87,9 +99,10 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     add("--no-line-parameters", dest="line_parameters", action="store_false", default=None, help=help)
     add("--ordered", action="store_true", help="keep the order of the input")
     add("--overwrite", action="store_true", help="delete the answers in the folder and start over")
-    add("--retry-errors", action="store_true", help="try the lines of errors.jsonl again")
+    retry = "try the lines of _errors.jsonl again, or take these corrected lines instead"
+    add("--retry-errors", nargs="?", const=True, default=False, metavar="FILE", help=retry)
     add("--dry-run", action="store_true", help="check the whole input and write nothing")
-    add("--replicas", type=int, metavar="N", help="run N engines by Ray Data, each on tensor_parallel_size GPUs")
+    add("--replicas", type=int, metavar="N", help="run N engines by Ray, each on tensor_parallel_size GPUs")
     add("--ray-address", metavar="ADDRESS", help="run on this Ray cluster, such as 'auto' (default: this machine)")
     sampling = parser.add_argument_group("sampling, for lines without their own (docs/reference.md)")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="default: 64; of OpenAI's requests: no limit")
@@ -139,9 +152,9 @@ def _add_all(group: Any, kinds: dict[str, Any]) -> None:
 def _run_batch(options: argparse.Namespace) -> int:
     if options.output is None and not options.dry_run:
         options.parser.error("the following arguments are required: -o/--output")
-    from nanovllm.jobs import check_batch, run_batch
-
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    # To go on with a job, the command is repeated without these.
+    once = {"--overwrite"} | ({"--retry-errors"} if options.retry_errors is True else set())
     given = {name: value for name, value in vars(options).items() if value is not None}
     for name in ("command", "run", "parser", "arguments", "dry_run"):
         given.pop(name, None)
@@ -149,22 +162,25 @@ def _run_batch(options: argparse.Namespace) -> int:
         if name in given:
             given["structured_outputs"] = {key: given.pop(name)}
     try:
+        with sigterm_as_interrupt():  # Imports take seconds.
+            from nanovllm.jobs import check_batch, run_batch
+
         if options.dry_run:
             for name in ("output", "format", "ordered", "overwrite", "retry_errors", "replicas", "ray_address", "seed"):
                 given.pop(name, None)
             return _print_check(check_batch(**given))
         summary = run_batch(**given)
     except KeyboardInterrupt:
-        again = [word for word in options.arguments if word not in _ONCE]
+        again = [word for word in options.arguments if word not in once]
         print(f"\nInterrupted. To go on: {shlex.join(['nanovllm', *again])}", file=sys.stderr)
         return _INTERRUPTED
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"nanovllm run-batch: {error}", file=sys.stderr)
         return _WRONG_CALL
     except (RuntimeError, MemoryError) as error:
-        without = " and ".join(word for word in options.arguments if word in _ONCE)
-        hint = f"The same command goes on with the job{without and f', without {without}'}."
-        print(f"nanovllm run-batch: {error}\n{hint}", file=sys.stderr)
+        without = " and ".join(word for word in options.arguments if word in once)
+        hint = f"\nThe same command goes on with the job{without and f', without {without}'}."
+        print(f"nanovllm run-batch: {error}{hint if getattr(error, 'goes_on', True) else ''}", file=sys.stderr)
         return _FAILED
     print(
         f"{summary.num_answered} of {summary.num_lines} lines answered in {options.output}: "
@@ -172,8 +188,14 @@ def _run_batch(options: argparse.Namespace) -> int:
     )
     if summary.num_failed:
         failed = f"{summary.num_failed} line{'s' * (summary.num_failed > 1)} failed"
-        print(f"{failed}: {Path(options.output, 'errors.jsonl')} says why", file=sys.stderr)
+        print(f"{failed}: {_errors_file(options.output)} says why", file=sys.stderr)
     return _SOME_FAILED if summary.num_failed else 0
+
+
+def _errors_file(output: str) -> Path:
+    from nanovllm.jobs.folder import ERRORS, JobFolder
+
+    return JobFolder(output).path / ERRORS
 
 
 def _print_check(check: Any) -> int:

@@ -254,7 +254,7 @@ def test_the_exit_status_of_run_batch(answered, capsys):
     from nanovllm.jobs import JobError, Summary
 
     for result, status, message in (
-        (Summary(3, 1, 2, 5, 7, 1.0), 3, f"2 lines failed: {Path('answers', 'errors.jsonl')} says why"),
+        (Summary(3, 1, 2, 5, 7, 1.0), 3, f"2 lines failed: {Path('answers', '_errors.jsonl')} says why"),
         (ValueError("format='x'"), 2, "nanovllm run-batch: format='x'"),
         (FileNotFoundError("no such file"), 2, "nanovllm run-batch: no such file"),
         (JobError("full"), 1, "full\nThe same command goes on with the job, without --overwrite and --retry-errors.\n"),
@@ -300,7 +300,7 @@ def test_a_job_in_fp8(tmp_path, capsys):
     assert main([*batch, *formats, "--dry-run"]) == 0
     output = ["-o", str(tmp_path / "answers"), "--max-tokens", "4"]
     assert main([*batch, *formats, *output]) == 0
-    job = json.loads((tmp_path / "answers" / "manifest.json").read_text())["job"]
+    job = json.loads((tmp_path / "answers" / "_manifest.json").read_text())["job"]
     assert (job["quantization"], job["kv_cache_dtype"], job["kv_cache_scales"]) == ("fp8", "fp8", "one")
     # Answers of another format are those of another job.
     capsys.readouterr()
@@ -311,8 +311,8 @@ def test_a_job_in_fp8(tmp_path, capsys):
 
 
 def test_the_status_of_a_job(tmp_path, capsys):
-    manifest = {"job": {"model": "m"}, "num_lines": 3, "progress": {"seconds": 2.0}}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    manifest = {"job": {"model": "m"}, "num_lines": 3, "progress": {"seconds": 2.0}, "input": []}
+    (tmp_path / "_manifest.json").write_text(json.dumps(manifest))
     row = {"id": 1, "text": "a", "finish_reason": "stop", "num_prompt_tokens": 4, "num_completion_tokens": 5}
     (tmp_path / "part-00000.jsonl").write_text(json.dumps(row) + "\n")
     assert main(["status", str(tmp_path)]) == 0

@@ -4,10 +4,9 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count, tee
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,51 +28,57 @@ logger = logging.getLogger(__name__)
 
 # Blocks that an actor works on. Together they should have a few times max_num_seqs lines, because a block is held until
 # its longest answer is complete.
-_BLOCKS_AT_ONCE = 8
+_BLOCKS_AT_ONCE, _BATCH = 8, 256
 _BLOCKS_AHEAD = 2  # at the actor, and not begun
 _ADDED = (*ANSWER_KEYS[1:], *OPTIONAL_KEYS, "error")  # columns of the answers
 
 
-class _Request(NamedTuple):
-    prompt: list[int]
-    params: SamplingParams
-    output: "Future[Any]"  # a RequestOutput
+Done = Callable[[tuple[Prepared, Output]], object]  # takes a line and its RequestOutput
 
 
 class SharedEngine:
-    """An engine that serves many threads. Requests join the batch as they come.
+    """An engine with a thread of its own. Requests of all threads join the batch as they come."""
 
-    If a step fails, the process ends, so that Ray starts a new actor. It would send retries to one that lives on.
-    """
-
-    def __init__(self, llm: LLM):
+    def __init__(self, llm: LLM, on_error: Callable[[], object] = lambda: None):
+        """on_error: called if a step fails, after which nothing is answered any more."""
         self.llm = llm
-        self._requests: queue.SimpleQueue[list[_Request]] = queue.SimpleQueue()
-        self._under_way: dict[int, _Request] = {}  # by the index of generate_iter
+        self._on_error = on_error
+        self._error: BaseException | None = None
+        self._requests: queue.SimpleQueue[list[tuple[Prepared, Done]]] = queue.SimpleQueue()
+        self._under_way: dict[int, tuple[Prepared, Done]] = {}  # by the index of generate_iter
         threading.Thread(target=self._run, name="nanovllm-engine", daemon=True).start()
 
-    def generate(self, lines: Iterable[Line]) -> list[Any]:
-        """Wait for a RequestOutput of each line, whose prompt is token ids. What cannot be served has an error."""
-        requests = [_Request(line.prompt, line.params, Future()) for line in lines]  # type: ignore[arg-type]
-        self._requests.put(requests)
-        return [request.output.result() for request in requests]
+    def submit(self, lines: Iterable[Prepared], done: Done) -> None:
+        """Lines that have no error, and whose prompts are token ids. What cannot be served gets an output with one."""
+        self._requests.put([(each, done) for each in lines])
 
     def answer(self, lines: list[Prepared]) -> list[tuple[Prepared, Output]]:
-        """The same with lines that are wrong among them."""
-        outputs = iter(self.generate(each.line for each in lines if each.line is not None))
-        return [(each, {"error": each.error} if each.line is None else next(outputs)) for each in lines]
+        """Wait for the outputs of lines, some of which may have an error."""
+        outputs: queue.SimpleQueue[tuple[Prepared, Output]] = queue.SimpleQueue()
+        good = [each for each in lines if each.line is not None]
+        self.submit(good, outputs.put)
+        found: list[tuple[Prepared, Output]] = [(each, {"error": each.error}) for each in lines if each.line is None]
+        found += [outputs.get() for _ in good]
+        return sorted(found, key=lambda pair: pair[0].position)
+
+    def check(self) -> None:
+        """Raises what has ended the engine, if something has."""
+        if self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
         try:
             pairs, same_pairs = tee(self._pairs())
             prompts, params = (prompt for prompt, _ in pairs), (params for _, params in same_pairs)
             for index, output in self.llm.generate_iter(prompts, params, on_error="return"):
-                self._under_way.pop(index).output.set_result(output)
-        except BaseException:
-            logger.exception("The engine has died, and its process ends")
-            os._exit(1)
+                prepared, done = self._under_way.pop(index)
+                done((prepared, output))
+        except BaseException as error:
+            logger.exception("The engine has died")
+            self._error = error
+            self._on_error()
 
-    def _pairs(self) -> Iterator[tuple[list[int], SamplingParams | None]]:
+    def _pairs(self) -> Iterator[tuple[Any, SamplingParams | None]]:
         """Prompts and parameters; NO_PROMPT where none waits and the engine has other work."""
         indices = count()
         while True:
@@ -84,7 +89,7 @@ class SharedEngine:
                 continue
             for request in requests:
                 self._under_way[next(indices)] = request
-                yield request.prompt, request.params
+                yield request[0].line.prompt, request[0].line.params
 
 
 class GenerateActor:
@@ -125,7 +130,7 @@ class GenerateActor:
             seed=seed,
         )
         self._responder = self._arguments.responder()
-        self._engine = start_engine(self._arguments, num_threads)
+        self._engine = start_engine(self._arguments, num_threads, _end_process)
         self._preparer = Preparer(
             self._engine.llm.get_tokenizer(), self._arguments.line_format, self._arguments.max_len
         )
@@ -139,7 +144,27 @@ class GenerateActor:
             replicas: engines. Each has tensor_parallel_size GPUs, if the cluster has any.
             options: of GenerateActor.
         """
-        return actor_pool(replicas, options, options | {"model": os.fspath(model)})
+        import ray
+        from ray.data import ActorPoolStrategy
+
+        use_gpus = options.get("device") != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+        compute = ActorPoolStrategy(
+            size=replicas,
+            max_concurrent_calls_per_actor=_BLOCKS_AT_ONCE,
+            max_tasks_in_flight_per_actor=_BLOCKS_AT_ONCE + _BLOCKS_AHEAD,
+            enable_true_multi_threading=True,
+        )
+        num_threads = max(1, available_cores() // replicas)
+        return {
+            "fn_constructor_kwargs": options | {"model": os.fspath(model), "num_threads": num_threads},
+            "compute": compute,
+            "num_gpus": options.get("tensor_parallel_size", 1) if use_gpus else 0,
+            # Reads, writes and the filter of a checkpoint want whole CPUs. If actors had any part of one, a machine of
+            # one or two CPUs would never start a pipeline.
+            "num_cpus": 0,
+            "batch_size": _BATCH,  # Ray refuses actors with GPUs without it.
+            "batch_format": "pyarrow",
+        }
 
     def __call__(self, batch: "pa.Table") -> "pa.Table":
         import pyarrow as pa
@@ -151,9 +176,8 @@ class GenerateActor:
             if "error" in output:
                 answers.append({"error": error_row(each, output["error"])["error"]})
             else:
-                answers.append(
-                    answer_row(each.id, each.line._replace(columns={}, openai=None), output, self._responder)
-                )
+                line: Line = each.line._replace(columns={}, openai=None)  # type: ignore[union-attr]
+                answers.append(answer_row(each.id, line, output, self._responder))
         table = batch.rename_columns([column_name(name, batch.column_names, _ADDED) for name in batch.column_names])
         for name in _ADDED:
             values = [answer.get(name) for answer in answers]
@@ -163,34 +187,14 @@ class GenerateActor:
         return table
 
 
-def actor_pool(replicas: int, engine_options: Row, constructor: Row) -> Row:
-    """Arguments of `map_batches` for actors with an engine each, which `start_engine` starts. constructor: the other
-    arguments that make an actor."""
-    import ray
-    from ray.data import ActorPoolStrategy
-
-    use_gpus = engine_options.get("device") != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
-    compute = ActorPoolStrategy(
-        size=replicas,
-        max_concurrent_calls_per_actor=_BLOCKS_AT_ONCE,
-        max_tasks_in_flight_per_actor=_BLOCKS_AT_ONCE + _BLOCKS_AHEAD,
-        enable_true_multi_threading=True,
-    )
-    return {
-        "fn_constructor_kwargs": constructor | {"num_threads": max(1, available_cores() // replicas)},
-        "compute": compute,
-        "num_gpus": engine_options.get("tensor_parallel_size", 1) if use_gpus else 0,
-        # Reads, writes and the filter of a checkpoint want whole CPUs. If actors had any part of one, a machine of one
-        # or two CPUs would never start a job.
-        "num_cpus": 0,
-        "batch_size": None,  # Whole blocks: the engine gets enough work at once.
-        "batch_format": "pyarrow",
-    }
-
-
-def start_engine(arguments: Arguments, num_threads: int) -> SharedEngine:
+def start_engine(arguments: Arguments, num_threads: int, on_error: Callable[[], object] = lambda: None) -> SharedEngine:
     torch.set_num_threads(num_threads)
-    return SharedEngine(LLM(arguments.model, **arguments.engine_options))  # type: ignore[arg-type]
+    return SharedEngine(LLM(arguments.model, **arguments.engine_options), on_error)  # type: ignore[arg-type]
+
+
+def _end_process() -> None:
+    """Ray then starts a new actor. To one that lives on it would send retries."""
+    os._exit(1)
 
 
 def _raw_line(number: int, row: Row) -> RawLine:

@@ -87,13 +87,26 @@ class Inputs:
     def lines(self, is_done: np.ndarray | None = None) -> Iterator[tuple[int, RawLine]]:
         """Places and lines. is_done: bool [num_lines], lines to leave out, which costs no parsing. Raises ValueError
         for a file that is damaged, or if there are not as many lines as in is_done."""
+        for place, name, number, content in self._contents(is_done):
+            yield place, self._read_line(content, name, number)
+
+    def texts(self, is_done: np.ndarray) -> Iterator[tuple[LineId, Row | str]]:
+        """Ids and rows, or the text of a line that is no row. The rest as in `lines`."""
+        for _, name, number, content in self._contents(is_done):
+            line = self._read_line(content, name, number)
+            if isinstance(content, bytes) and line.row is None:
+                yield line.id, content.decode("utf-8", "replace").strip()
+            else:
+                yield line.id, content if line.row is None else line.row  # type: ignore[misc]
+
+    def _contents(self, is_done: np.ndarray | None) -> Iterator[tuple[int, str, int, bytes | Row]]:
         place = 0
         for path, name in zip(self.paths, self.names, strict=True):
             for number, content in _rows(path):
                 if is_done is not None and place == len(is_done):
                     raise ValueError(f"input: {name}: has got more lines while the job worked")
                 if is_done is None or not is_done[place]:
-                    yield place, self._read_line(content, name, number)
+                    yield place, name, number, content
                 place += 1
         if is_done is not None and place < len(is_done):
             raise ValueError(f"input: {', '.join(self.names)}: has lost lines while the job worked")

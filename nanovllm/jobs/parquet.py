@@ -79,3 +79,14 @@ def read_parquet_answers(path: Path) -> Iterator[Answered]:
                 yield from (Answered(**row) for row in batch.to_pylist())
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: is damaged: {error}") from error
+
+
+def join_parquet(parts: list[Path], path: Path) -> None:
+    """Write the rows of all parts, which have one schema, to one file."""
+    from pyarrow.parquet import ParquetFile, ParquetWriter
+
+    with ParquetFile(parts[0]) as first, ParquetWriter(path, first.schema_arrow) as joined:
+        for part in parts:
+            with ParquetFile(part) as file:
+                for group in range(file.num_row_groups):
+                    joined.write_table(file.read_row_group(group))

@@ -1,183 +1,303 @@
-"""A job on several GPUs or machines: Ray Data reads, sends blocks of lines to actors with an engine each, and writes.
+"""A job on several GPUs or machines: Ray runs an engine in each of its actors, and this process hands out the lines.
 
-A part is complete once it has its final name, as on one machine (folder.py). Its file is made in a folder of this run,
-which the next run removes: workers may outlive their driver for a moment, and can complete no part any more.
+Reading and writing are those of a job with one engine: this process alone has the input and the folder. A line is done
+when its row is written. So whatever dies, the lines that were with it are handed out again.
 """
 
 import logging
-import os
 import pickle
-import shutil
+import queue
 import signal
-import socket
-import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from itertools import chain
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import ray
-from ray.data import DataContext, Datasink, Datasource, ReadTask, read_datasource
-from ray.data.block import BlockMetadata
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from typing_extensions import Self
 
+from nanovllm.config import Config
 from nanovllm.jobs.arguments import Arguments, Cluster
-from nanovllm.jobs.folder import ERRORS, AppendedFile, JobFolder, sync
-from nanovllm.jobs.generate_actor import actor_pool, start_engine
-from nanovllm.jobs.parquet import ParquetFormat
-from nanovllm.jobs.reader import Prepared, ReadPlan, read
-from nanovllm.jobs.text_json import to_json
-from nanovllm.jobs.writer import make_rows
+from nanovllm.jobs.fingerprint import Fingerprint
+from nanovllm.jobs.progress import Progress
+from nanovllm.jobs.ray_engine import RayEngine, Started, on_any_machine
+from nanovllm.jobs.reader import Prepared
+from nanovllm.jobs.writer import Writer, error_line
+from nanovllm.utils.model_files import one_line
+from nanovllm.utils.threads import available_cores
 
-# Each block costs the driver milliseconds, so blocks are large. The first ones are small, so that work begins at once.
-_FIRST_BLOCK, _BLOCK = 64, 256  # lines
-BLOCKS_PER_PART = 4  # at least, except in the last one. A killed driver loses those that wait for others.
-
-# A row of the dataset is a whole batch of lines, and a block is one row, which is never split. So a retry makes the
-# same blocks, also if its answers are longer, and no line gets lost or comes twice.
-_LINES = pa.schema([("lines", pa.binary())])  # a pickled list of Prepared
-_ANSWERS = pa.schema([("answers", pa.list_(pa.string())), ("errors", pa.list_(pa.string()))])  # rows of output, in JSON
-_BLOCK_BYTES = 1  # Ray ends a block behind the row with which it has as many.
-
-
-def answer_on_ray(
-    cluster: Cluster,
-    plan: ReadPlan,
-    lines_per_file: list[int],
-    arguments: Arguments,
-    folder: JobFolder,
-    parquet: ParquetFormat | None,
-    use_tqdm: bool,
-) -> None:
-    """Answer all lines of the plan. Raises RayError or OSError; what is complete by then stays."""
-    sink = _Parts(folder, parquet)
-    with _connected(cluster.address):
-        options = arguments.engine_options
-        num_engines = int(ray.cluster_resources().get("GPU", 0)) // options.get("tensor_parallel_size", 1)
-        pool = actor_pool(cluster.replicas or max(1, num_engines), options, {"arguments": arguments})
-        files = _Lines(_plans(plan, lines_per_file))
-        with _context(use_tqdm):
-            lines = read_datasource(files, override_num_blocks=len(plan.paths))
-            answers = lines.map_batches(_AnswerLines, **pool)
-            answers.write_datasink(sink)
+# An engine has this share of max_num_seqs beyond those, so that it does not run empty until it gets more.
+_AHEAD_SHARE, _MIN_AHEAD = 0.5, 64
+# An exchange with an engine waits so long for answers, unless there are enough. With many engines it waits longer,
+# because each exchange costs this process about a millisecond.
+_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 2.0
+_SECONDS_PER_ENGINE = 0.005
+_POLL_SECONDS = 0.1
+_LAST_SECONDS = 5.0  # After an interrupt, for what is finished.
+_MAX_STARTS = 3  # of an engine, if its process dies before it has started
+_MAX_DEATHS = 10  # of engines that had one and the same line
+_READ_BATCH, _READ_AHEAD = 64, 128  # lines, and batches of a reading process
 
 
-@contextmanager
-def _connected(address: str | None) -> Iterator[None]:
-    """A block that uses the caller's connection, or one of its own."""
-    if ray.is_initialized():
-        yield
-        return
+class EngineDied(RuntimeError):
+    """No engine can go on. Says why in one line."""
+
+
+class RayEngines:
+    """Engines on Ray. A context manager, which starts them and ends them, and Ray too if it was not running."""
+
+    def __init__(self, cluster: Cluster, arguments: Arguments, begin: Callable[[Fingerprint], None]):
+        """begin: called whenever an engine has started, with the fingerprint of its model. What it raises ends the
+        job."""
+        self._cluster, self._arguments, self._begin = cluster, arguments, begin
+        self._is_own = not ray.is_initialized()
+
+    def __enter__(self) -> Self:
+        """Raises ConnectionError without such a cluster, and ValueError for more engines than GPUs."""
+        if self._is_own:
+            _connect(self._cluster.address)
+        try:
+            options = self._arguments.engine_options
+            num_gpus, num_cards = _gpus_of_engine(options), int(ray.cluster_resources().get("GPU", 0))
+            num_engines = self._cluster.replicas or max(1, num_cards // max(1, num_gpus))
+            if self._cluster.address is None and num_engines * num_gpus > num_cards:
+                needed = f"{num_engines} engines need {num_engines * num_gpus} GPUs, and this machine has {num_cards}"
+                raise ValueError(f"replicas={num_engines}: {needed}")
+            engine = on_any_machine(self._arguments), max(1, available_cores() // num_engines)
+            actor = ray.remote(RayEngine).options(num_gpus=num_gpus, num_cpus=0, scheduling_strategy="SPREAD")
+            self._all = [_Engine(actor, engine) for _ in range(num_engines)]
+        except BaseException:
+            self.__exit__()
+            raise
+        limit = options.get("max_num_seqs", Config.max_num_seqs)
+        self._most_lines = limit + max(_MIN_AHEAD, int(_AHEAD_SHARE * limit))
+        self._pause = min(max(_PAUSE_SECONDS, num_engines * _SECONDS_PER_ENGINE), _MAX_PAUSE_SECONDS)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._is_own:
+            ray.shutdown()
+        else:
+            for engine in self._all:
+                ray.kill(engine.actor)
+
+    def answer(
+        self,
+        readers: list[Iterable[Prepared]],
+        num_lines: int,
+        writer: Writer,
+        progress: Progress,
+        max_ahead: int | None,
+    ) -> None:
+        """Answer all lines.
+
+        Args:
+            num_lines: of all readers.
+            writer: of rows, not of outputs.
+            max_ahead: in order, lines that are handed out beyond the last one that is written. None: in any order.
+
+        Raises EngineDied, ValueError for a damaged file, and ValueError or OSError for an engine that cannot start.
+        """
+        self._lines, self._num_left, self._writer, self._progress = _Lines(readers), num_lines, writer, progress
+        self._max_ahead = max_ahead
+        self._again = deque[_Given]()  # lines whose engine has died
+        try:
+            while self._num_left and writer.error is None:
+                self._hand_out()
+                self._receive(_POLL_SECONDS)
+        except KeyboardInterrupt:
+            self._receive_last()
+            raise
+
+    # -- handing out ---------------------------------------------------------------------------------------------------
+
+    def _hand_out(self) -> None:
+        """Give every engine that waits as many lines as it should have."""
+        # No engine gets more than its share of all lines that are left, so that all end at the same time.
+        most = min(self._most_lines, -(-self._num_left // len(self._all)))
+        for engine in self._all:
+            if engine.has_started and engine.call is None:
+                lines = list(self._take(most - len(engine.lines)))
+                if lines or engine.lines:
+                    engine.exchange(lines, self._pause)
+
+    def _take(self, num: int) -> Iterator["_Given"]:
+        while num > 0:
+            if self._again:
+                yield self._again.popleft()
+            elif (prepared := self._lines.take(self._last_position())) is None:
+                return
+            elif prepared.error is not None:
+                self._write([error_line(prepared, prepared.error)])
+                continue
+            else:
+                yield _Given(prepared)
+            num -= 1
+
+    def _last_position(self) -> float:
+        return float("inf") if self._max_ahead is None else self._writer.num_in_order + self._max_ahead
+
+    # -- receiving -----------------------------------------------------------------------------------------------------
+
+    def _receive(self, seconds: float) -> None:
+        """Wait for any engine, and take what has come of all."""
+        engines = {engine.call: engine for engine in self._all if engine.call is not None}
+        if not engines:
+            time.sleep(seconds)  # The readers are slow, or the order holds all engines up.
+            return
+        ray.wait(list(engines), timeout=seconds)
+        ready, _ = ray.wait(list(engines), num_returns=len(engines), timeout=0)
+        for call in ready:
+            engine = engines[call]
+            engine.call = None
+            try:
+                result = ray.get(call)
+            except RayError as error:
+                self._replace(engine, error)
+                continue
+            if isinstance(result, Started):
+                if result.error is not None:
+                    raise result.error
+                self._begin(result.fingerprint)
+                engine.has_started, engine.num_starts = True, 0
+            else:
+                rows = pickle.loads(result)
+                for row in rows:
+                    del engine.lines[row.position]
+                self._write(rows)
+
+    def _write(self, rows: list[Any]) -> None:
+        self._num_left -= len(rows)
+        for row in rows:
+            self._writer.put(row)
+        num_failed = sum(row.is_error for row in rows)
+        self._progress.add(sum(row.num_completion_tokens for row in rows), len(rows), num_failed)
+
+    def _replace(self, engine: "_Engine", error: RayError) -> None:
+        if not engine.has_started and (engine.num_starts >= _MAX_STARTS or not isinstance(error, RayActorError)):
+            raise EngineDied(f"an engine could not start: {_cause(error)}") from error
+        for given in engine.lines.values():
+            given.num_deaths += 1
+            if given.num_deaths >= _MAX_DEATHS:
+                line = f"{given.line.file}:{given.line.number}"
+                raise EngineDied(f"{_MAX_DEATHS} engines have died that had {line}: {_cause(error)}") from error
+        logging.getLogger(__name__).warning("An engine has died, and another one takes its place: %s", _cause(error))
+        self._again.extend(engine.lines.values())
+        engine.restart()
+
+    def _receive_last(self) -> None:
+        """What engines have finished, after an interrupt."""
+        deadline = time.monotonic() + _LAST_SECONDS
+        for engine in self._all:
+            engine.lines = {} if engine.call is None or not engine.has_started else engine.lines
+        with suppress(Exception):
+            while any(engine.lines and engine.call for engine in self._all) and time.monotonic() < deadline:
+                self._receive(_POLL_SECONDS)
+
+
+class _Given:
+    """A line that an engine has, or had."""
+
+    def __init__(self, line: Prepared):
+        self.line = line
+        self.num_deaths = 0  # of engines that had it
+
+
+class _Engine:
+    """An actor.
+
+    Attributes:
+        call: the result of the call under way; None if there is none.
+        lines: that it has, by their positions.
+        num_starts: since it has last started.
+    """
+
+    def __init__(self, actor: Any, arguments: tuple[Arguments, int]):
+        self._class, self._arguments = actor, arguments
+        self.lines: dict[int, _Given] = {}
+        self.num_starts = 0
+        self._start()
+
+    def _start(self) -> None:
+        self.has_started = False
+        self.num_starts += 1
+        self.actor = self._class.remote()
+        self.call = self.actor.start.remote(*self._arguments)
+
+    def restart(self) -> None:
+        ray.kill(self.actor)
+        self.lines = {}
+        self._start()
+
+    def exchange(self, lines: list[_Given], pause: float) -> None:
+        """Give it lines, and ask for what it has finished."""
+        self.lines |= {given.line.position: given for given in lines}
+        self.call = self.actor.exchange.remote(pickle.dumps([given.line for given in lines]), pause)
+
+
+class _Lines:
+    """The lines of several readers, with positions of their own if these are more than one. Never waits."""
+
+    def __init__(self, readers: list[Iterable[Prepared]]):
+        self._is_one = len(readers) == 1
+        self._num_taken = 0
+        self._batch = deque[Prepared]()
+        self._queue: queue.Queue[list[Prepared] | Exception] = queue.Queue(_READ_AHEAD)
+        for reader in readers:
+            threading.Thread(target=self._read, args=(reader,), name="nanovllm-jobs-lines", daemon=True).start()
+
+    def take(self, last_position: float) -> Prepared | None:
+        """The next line; None if there is none at the moment. Raises what a reader has raised."""
+        if not self._batch:
+            try:
+                batch = self._queue.get_nowait()
+            except queue.Empty:
+                return None
+            if isinstance(batch, Exception):
+                raise batch
+            self._batch.extend(batch)
+        if self._batch[0].position > last_position:
+            return None
+        line = self._batch.popleft()
+        self._num_taken += 1
+        return line if self._is_one else line._replace(position=self._num_taken - 1)
+
+    def _read(self, reader: Iterable[Prepared]) -> None:
+        batch = list[Prepared]()
+        try:
+            for line in reader:
+                batch.append(line)
+                if len(batch) == _READ_BATCH:
+                    self._queue.put(batch)
+                    batch = []
+            if batch:
+                self._queue.put(batch)
+        except Exception as error:
+            self._queue.put(error)
+
+
+def _connect(address: str | None) -> None:
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    quiet: Any = {"log_to_driver": False, "logging_level": logging.WARNING}
+    quiet: Any = {"log_to_driver": False, "logging_level": logging.ERROR}
     ray.init(address, **quiet) if address else ray.init("local", include_dashboard=False, **quiet)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has set one that aborts the process.
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
-@contextmanager
-def _context(use_tqdm: bool) -> Iterator[None]:
-    context = DataContext.get_current().copy()
-    context.target_max_block_size = _BLOCK_BYTES
-    context.enable_progress_bars = use_tqdm and sys.stderr.isatty()
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
-    with DataContext.current(context):
-        yield
+def _gpus_of_engine(options: dict[str, Any]) -> int:
+    has_gpus = options.get("device") != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+    return options.get("tensor_parallel_size", 1) if has_gpus else 0
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def _plans(plan: ReadPlan, lines_per_file: list[int]) -> list[ReadPlan]:
-    """One for each file with unfinished lines."""
-    is_done = np.split(plan.is_done, np.cumsum(lines_per_file)[:-1])
-    plans = zip(plan.paths, plan.names, is_done, strict=True)
-    return [plan._replace(paths=[path], names=[name], is_done=done) for path, name, done in plans if not np.all(done)]
-
-
-class _Lines(Datasource):
-    """Lines as requests, whose prompts are token ids. Lines with the same beginning are in the same block."""
-
-    def __init__(self, plans: list[ReadPlan]):
-        self._plans = plans
-
-    def estimate_inmemory_data_size(self) -> int | None:
-        return None
-
-    def get_read_tasks(self, parallelism: int, *args: Any, **options: Any) -> list[ReadTask]:
-        metadata = BlockMetadata(num_rows=None, size_bytes=None, exec_stats=None, input_files=None)
-        return [ReadTask(partial(_read_blocks, plan), metadata, _LINES) for plan in self._plans]
-
-
-def _read_blocks(plan: ReadPlan) -> Iterator[pa.Table]:
-    lines, limit = list[Prepared](), _FIRST_BLOCK
-    for batch in read(plan):
-        lines += batch
-        if len(lines) >= limit:
-            yield pa.table([[pickle.dumps(lines)]], schema=_LINES)
-            lines, limit = [], min(2 * limit, _BLOCK)
-    if lines:
-        yield pa.table([[pickle.dumps(lines)]], schema=_LINES)
-
-
-# -- answering ---------------------------------------------------------------------------------------------------------
-
-
-class _AnswerLines:
-    def __init__(self, arguments: Arguments, num_threads: int):
-        self._responder = arguments.responder()
-        self._engine = start_engine(arguments, num_threads)
-
-    def __call__(self, batch: pa.Table) -> pa.Table:
-        lines: list[Prepared] = pickle.loads(batch["lines"][0].as_py())
-        rows = make_rows(self._engine.answer(lines), self._responder)
-        return pa.table([[[to_json(row) for row in kind]] for kind in rows], schema=_ANSWERS)
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
-
-
-class _Parts(Datasink):
-    """Parts of a job's folder, one for each task, and errors.jsonl, which the driver writes in the end."""
-
-    def __init__(self, folder: JobFolder, parquet: ParquetFormat | None):
-        self._folder, self._parquet = folder.path.absolute(), parquet
-        self._staging = folder.new_staging()
-        self._first = folder.next_part()
-
-    @property
-    def min_rows_per_write(self) -> int:
-        return BLOCKS_PER_PART
-
-    def write(self, blocks: Iterable[pa.Table], ctx: Any) -> list[str]:
-        """Returns the rows of errors.jsonl."""
-        table = pa.concat_tables(blocks)
-        if answers := list(chain.from_iterable(table["answers"].to_pylist())):
-            self._write_part(answers, self._first + ctx.task_idx)
-        return list(chain.from_iterable(table["errors"].to_pylist()))
-
-    def _write_part(self, answers: list[str], number: int) -> None:
-        if not self._staging.is_dir():
-            where = f"{self._staging}: is not there on {socket.gethostname()}"
-            raise FileNotFoundError(f"{where}: all machines must share the folder of the answers")
-        staging = JobFolder(self._staging)
-        with open(staging.open_part(number), "w", encoding="utf-8") as file:
-            file.writelines(f"{answer}\n" for answer in answers)
-        staged = staging.complete(number, self._parquet)
-        os.replace(staged, self._folder / staged.name)
-        sync(self._folder)
-
-    def on_write_complete(self, write_result: Any) -> None:
-        if errors := list(chain.from_iterable(write_result.write_returns)):
-            file = AppendedFile(self._folder / ERRORS)
-            file.append(errors)
-            file.sync()
-            file.close()
-        shutil.rmtree(self._staging)
+def _cause(error: RayError) -> str:
+    """In one line, without Ray's report of where."""
+    if isinstance(error, RayTaskError) and error.cause is not None:
+        return one_line(error.cause)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, RayActorError):
+        reasons = [line for line in lines if line.startswith("The actor is dead because")]
+        return (reasons or lines[:1] or [type(error).__name__])[0].partition(" Some common causes")[0]
+    return one_line(error)

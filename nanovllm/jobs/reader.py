@@ -3,6 +3,7 @@
 A process and not a thread: the engine's thread would wait for Python's lock, and the GPU with it.
 """
 
+import os
 import pickle
 import queue
 import signal
@@ -240,6 +241,9 @@ class ReadAhead:
 def main() -> None:
     """The process: a plan comes in, batches go out, then None, or an exception."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends this process when it has finished its work.
+    # Tokenizers need no torch, and importing it takes longer than all else here. transformers does without.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     with Connection(int(sys.argv[1])) as connection:
         try:
             for batch in read(connection.recv()):

@@ -1,38 +1,57 @@
 """run_batch: a whole job, from files of prompts to a folder of answers."""
 
+import logging
 import os
 import platform
-import signal
-import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import count, tee
-from pathlib import Path
+from itertools import chain, count, tee
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from nanovllm import __version__
+from nanovllm.engine.requests.streaming import NO_PROMPT
 from nanovllm.jobs.arguments import Arguments, Cluster, Model, line_bar
-from nanovllm.jobs.folder import Counts, JobFolder, PartWriter
-from nanovllm.jobs.inputs import Inputs, Scan, find_files, scan
+from nanovllm.jobs.corrections import Corrections
+from nanovllm.jobs.fingerprint import Fingerprint, differences, engine_fingerprint, job_fingerprint
+from nanovllm.jobs.folder import FILE_FORMATS, Counts, FolderLost, JobFolder
+from nanovllm.jobs.inputs import Inputs, Scan, find_files, hash_id, scan
 from nanovllm.jobs.lines import Row, from_json
 from nanovllm.jobs.parquet import ParquetFormat
-from nanovllm.jobs.reader import Prepared, ReadAhead, ReadPlan
+from nanovllm.jobs.part_writer import PartWriter
+from nanovllm.jobs.progress import Progress
+from nanovllm.jobs.reader import Prepared
 from nanovllm.jobs.text_json import to_json
-from nanovllm.jobs.writer import Writer
+from nanovllm.jobs.work import Work
+from nanovllm.jobs.writer import Finished, Writer, make_rows
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import MAX_INT32, SamplingParams
 from nanovllm.utils.checks import is_int, require
+from nanovllm.utils.sigterm import sigterm_as_interrupt
+from nanovllm.utils.threads import available_cores
+
+# ordered: lines that are read beyond the first one whose answer is not written. Their answers wait in memory.
+_MAX_AHEAD = 16_384
+_PAUSE_SECONDS = 0.01
+
+logger = logging.getLogger(__name__)
 
 
 class JobError(RuntimeError):
-    """A job stopped half-way. The same call goes on with it."""
+    """A job stopped half-way.
+
+    Attributes:
+        goes_on: whether the same call goes on with it.
+    """
+
+    goes_on = True
 
 
 class Summary(NamedTuple):
@@ -40,7 +59,7 @@ class Summary(NamedTuple):
 
     num_lines: int  # of the input
     num_answered: int  # lines in the parts
-    num_failed: int  # lines in errors.jsonl
+    num_failed: int  # lines in _errors.jsonl
     num_prompt_tokens: int  # of the answers
     num_completion_tokens: int
     seconds: float  # that this call took to answer lines, without the start of the engine
@@ -62,7 +81,7 @@ def run_batch(
     seed: int | None = None,
     ordered: bool = False,
     overwrite: bool = False,
-    retry_errors: bool = False,
+    retry_errors: bool | str | os.PathLike[str] = False,
     replicas: int | None = None,
     ray_address: str | None = None,
     use_tqdm: bool = True,
@@ -74,25 +93,27 @@ def run_batch(
 
     Args:
         input: files, globs or fsspec URLs, of JSON lines (also gzipped) or Parquet.
-        output: the folder of the answers. It may exist if it is empty or holds the same job.
+        output: the folder of the answers, which may exist if it is empty or holds the same job. Or a file that ends in
+            .jsonl or .parquet, of which the folder is `answers.jsonl.job`.
         model: as LLM takes it; or an LLM.
-        format: of the parts, "jsonl" or "parquet"; None: Parquet for an input of Parquet.
+        format: of the parts, "jsonl" or "parquet"; None: that of a file, or Parquet for an input of Parquet.
         prompt_column, id_column, template, system, chat_template, chat_template_kwargs, line_parameters, seed: see
             LineFormat.
         ordered: keep the order of the input.
         overwrite: delete the answers in the folder and start over.
-        retry_errors: try the lines of errors.jsonl again.
-        replicas: engines, which Ray Data runs on this machine or a cluster. Each has tensor_parallel_size GPUs. None:
-            one engine in this process, or with ray_address as many as the cluster's GPUs allow.
-        ray_address: of a Ray cluster, such as "auto". All its machines must share the output's folder.
-        use_tqdm: show a progress bar in a terminal.
+        retry_errors: try the lines of _errors.jsonl again. Or a file of corrected lines, which are found by their ids:
+            a copy of _errors.jsonl whose rows have been changed, or lines with ids. Other errors stay.
+        replicas: engines, which Ray runs on this machine or a cluster. Each has tensor_parallel_size GPUs. None: one
+            engine in this process, or with ray_address as many as the cluster's GPUs allow.
+        ray_address: of a Ray cluster, such as "auto". All its machines must have the model.
+        use_tqdm: show progress: a bar in a terminal, and a line every half minute elsewhere.
         options: of SamplingParams, for lines without their own, and of LLM.
 
     Raises:
         ValueError, TypeError, OSError, ImportError: a wrong call, before any work. Among them: another model or other
             parameters than the folder's job has, a changed input, an id given twice, and a folder on which another
             process works.
-        JobError: the answers cannot be written any more, as on a full disk, or Ray has given up.
+        JobError: the answers cannot be written any more, as on a full disk, or no engine works any more.
         KeyboardInterrupt: also for SIGTERM. All answers so far are in complete parts.
     """
     require("format", format, format in (None, "jsonl", "parquet"), "'jsonl' or 'parquet'")
@@ -100,6 +121,10 @@ def run_batch(
         raise ValueError("retry_errors: its answers would follow those of later lines, which ordered=True forbids")
     if "://" in str(output):
         raise ValueError(f"output={str(output)!r}: must be a local folder")
+    folder = JobFolder(output)
+    if folder.file is not None:
+        format = format or FILE_FORMATS[folder.file.suffix]
+        require("format", format, format == FILE_FORMATS[folder.file.suffix], f"that of {folder.file.name}, or None")
     arguments = Arguments(
         model,
         options,
@@ -112,11 +137,22 @@ def run_batch(
         line_parameters=line_parameters,
         seed=seed,
     )
-    cluster = _check_cluster(replicas, ray_address, model, ordered)
-    inputs = Inputs(find_files(input), id_column=id_column)
+    cluster = _check_cluster(replicas, ray_address, model)
+    inputs = Inputs(_find_inputs(input, folder), id_column=id_column)
     format = format or ("parquet" if inputs.are_parquet else "jsonl")
-    with JobFolder(output) as folder, _sigterm_as_interrupt():
+    with folder, sigterm_as_interrupt():
         return _Job(folder, inputs, arguments, format, ordered, cluster, use_tqdm).run(overwrite, retry_errors)
+
+
+def _find_inputs(patterns: Any, folder: JobFolder) -> list[str]:
+    """All files, without the job's own, which a glob may cover. Raises ValueError if one of them is named itself."""
+    named = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
+    found = find_files(named)
+    paths = [path for path in found if not folder.owns(path)]
+    for path in found:
+        if path not in paths and (path in {os.fspath(each) for each in named} or not paths):
+            raise ValueError(f"input={path!r}: is a file of the job in {folder.path}; choose another output")
+    return paths
 
 
 @dataclass
@@ -132,51 +168,68 @@ class _Job:
     use_tqdm: bool
     parquet: ParquetFormat | None = None
 
-    def run(self, overwrite: bool, retry_errors: bool) -> Summary:
-        manifest, found = self._begin(overwrite)
+    def run(self, overwrite: bool, retry_errors: bool | str | os.PathLike[str]) -> Summary:
+        found = self._begin(overwrite)
         try:
             self.folder.recover(self.parquet)
         except OSError as error:
             raise self._unwritable(error) from error
-        if retry_errors:
+        corrections = Corrections(self.folder, self.inputs.id_column)
+        if retry_errors is True:
             self.folder.forget_errors()
+        elif retry_errors is not False:
+            corrections.add(retry_errors, found)
         is_done, self.counts = self._read_answers(found)
-        self.start = time.perf_counter()  # Without Ray the start of the engine will not count.
+        self.start = time.perf_counter()  # The start of the engines will not count.
         try:
             if not is_done.all():
-                answer = self._answer if self.cluster is None else self._answer_on_ray
-                answer(self.arguments.read_plan(self.inputs, is_done), found)
+                early, is_early = self._early_rows(found, is_done)
+                files = self.inputs, corrections.inputs()
+                self._answer(Work(self.arguments, *files, corrections.places(found), is_done, early, is_early))
         finally:
-            seconds = time.perf_counter() - self.start
-            if self.cluster is not None:
-                self.counts = self.folder.read()
-            manifest["progress"] = self.counts._asdict() | {"seconds": manifest["progress"]["seconds"] + seconds}
-            with suppress(OSError):  # On a full disk another error says so.
-                self.folder.write_manifest(manifest)
+            self._end(time.perf_counter() - self.start, found, corrections)
         if (missing := found.num_lines - self.counts.answered - self.counts.failed) > 0:
-            raise JobError(f"{self.folder.path}: {missing} lines are missing: do all machines share this folder?")
-        return Summary(found.num_lines, *self.counts, seconds)
+            raise JobError(f"{self.folder.path}: {missing} lines are missing")
+        try:
+            self.folder.check()
+            self.folder.finish()
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return Summary(found.num_lines, *self.counts, time.perf_counter() - self.start)
+
+    def _end(self, seconds: float, found: Scan, corrections: Corrections) -> None:
+        """Write what is for people alone. On a full disk another error says so."""
+        progress = self.counts._asdict() | {"seconds": self.manifest["progress"]["seconds"] + seconds}
+        self.manifest["progress"] = progress
+        with suppress(OSError):
+            self.folder.write_manifest(self.manifest)
+            corrections.repeat_rows(self.inputs, found)
 
     def _unwritable(self, error: Exception) -> JobError:
+        try:
+            self.folder.check()
+        except FolderLost as lost:  # Other errors may have come of that.
+            error = lost
+        if isinstance(error, FolderLost):
+            stopped = JobError(f"{self.folder.path}: {error.strerror}")
+            stopped.goes_on = False
+            return stopped
         return JobError(f"{self.folder.path}: cannot be written: {error}")
 
     # -- before work begins --------------------------------------------------------------------------------------------
 
-    def _begin(self, overwrite: bool) -> tuple[Row, Scan]:
-        """Check that the folder, the input and the call belong together. Returns the manifest."""
+    def _begin(self, overwrite: bool) -> Scan:
+        """Check that the folder, the input and the call belong together. Reads or writes the manifest."""
         job = self.arguments.describe() | {"ordered": self.ordered, "format": self.format}
         job = from_json(to_json({name: value for name, value in job.items() if value is not None}).encode())
-        manifest = self.folder.read_manifest()
-        if overwrite:
-            self._check_input_is_elsewhere()
-            manifest = None
-        if manifest is not None:
-            self._check_same_job(manifest["job"], job)
+        before = None if overwrite else self.folder.read_manifest()
+        if before is not None:
+            self._check_same_job(before["job"], job)
         else:
             self.arguments.check_engine(is_elsewhere=self.cluster is not None)
-        files = self.inputs.fingerprints()
-        if manifest is not None:
-            self._check_same_files(manifest["input"], files)
+        files, model_files = self.inputs.fingerprints(), job_fingerprint(self.arguments)
+        if before is not None:
+            self._check_same_files(before["input"], files)
         with line_bar("Checking", self.use_tqdm) as bar:
             found = scan(self.inputs, bar.update)
         self.arguments.tell_parameters(found.columns)
@@ -189,25 +242,25 @@ class _Job:
             self.parquet = ParquetFormat(self.inputs, self.arguments.line_format, found)
         if overwrite:
             self.folder.clear()
-        if manifest is None:
-            manifest = {"job": job, "hash": xxh3_128_hexdigest(to_json(job).encode()), "input": files}
-            manifest |= {"num_lines": found.num_lines, "versions": _versions(), "progress": {"seconds": 0.0}}
-            self.folder.write_manifest(manifest)
-        return manifest, found
-
-    def _check_input_is_elsewhere(self) -> None:
-        for path in self.inputs.paths:
-            if Path(path.removeprefix("file://")).resolve().parent == self.folder.path.resolve():
-                raise ValueError(f"input={path!r}: is in the folder that is to be overwritten; choose another folder")
+        if before is not None:
+            self.manifest = before
+            if model_files is not None:
+                self._check_same_model(model_files)
+            return found
+        self.manifest = {"job": job, "hash": xxh3_128_hexdigest(to_json(job).encode()), "input": files}
+        self.manifest |= {"num_lines": found.num_lines, "versions": _versions(), "progress": {"seconds": 0.0}}
+        self.manifest |= {} if model_files is None else {"model_files": model_files}
+        self.folder.write_manifest(self.manifest)
+        return found
 
     def _check_same_job(self, before: Row, now: Row) -> None:
-        differences = [
+        differing = [
             f"{name} was {before.get(name)!r} and is now {now.get(name)!r}"
             for name in [*before, *(name for name in now if name not in before)]
             if before.get(name) != now.get(name)
         ]
-        if differences:
-            self._refuse("; ".join(differences))
+        if differing:
+            self._refuse("; ".join(differing))
 
     def _check_same_files(self, before: list[Row], now: list[Row]) -> None:
         names, names_now = ([file["name"] for file in files] for files in (before, now))
@@ -218,10 +271,22 @@ class _Job:
                 sizes = f"it had {old['size']} bytes and now has {new['size']}"
                 self._refuse(f"the input {new['name']} has changed: {sizes}{', others' * (old['size'] == new['size'])}")
 
+    def _check_same_model(self, now: Fingerprint) -> None:
+        """Also of an engine that has just started, if its files could not be known before."""
+        before = self.manifest.get("model_files")
+        if before is None:
+            if any(self.manifest["progress"].get(name) for name in ("answered", "failed")):
+                logger.warning(
+                    "%s: was begun without a fingerprint of the model, so nobody can tell whether %s is still the same",
+                    *(self.folder.path, self.arguments.model_name),
+                )
+            self.manifest["model_files"] = now
+            self.folder.write_manifest(self.manifest)
+        elif what := differences(before, now):
+            self._refuse(f"its model was another one: {what}")
+
     def _refuse(self, reason: str) -> NoReturn:
-        raise ValueError(
-            f"output={str(self.folder.path)!r}: holds another job: {reason}; choose another folder, or overwrite it"
-        )
+        raise self.folder.refusal(f"holds another job: {reason}; choose another folder, or overwrite it")
 
     def _read_answers(self, found: Scan) -> tuple[np.ndarray, Counts]:
         """bool [num_lines]: which lines have a row in the folder."""
@@ -234,69 +299,94 @@ class _Job:
             raise ValueError(f"{self.folder.path}: holds rows that are no answers of this input, or one of them twice")
         return is_done, counts
 
+    def _early_rows(self, found: Scan, is_done: np.ndarray) -> tuple[list[Finished], np.ndarray]:
+        """Answers that wait for their turn, and bool [num_lines]: of which lines. Their positions are those among all
+        lines that are not done."""
+        positions, is_early, rows = np.cumsum(~is_done) - 1, np.zeros(found.num_lines, bool), list[Finished]()
+        for answered, text in self.folder.early_rows():
+            (place,) = found.find(hash_id(answered.id))
+            if place >= 0 and not is_done[place] and not is_early[place]:
+                is_early[place] = True
+                rows.append(Finished(int(positions[place]), False, text, *answered[1:]))
+        return rows, is_early
+
     # -- the work ------------------------------------------------------------------------------------------------------
 
-    def _answer_on_ray(self, plan: ReadPlan, found: Scan) -> None:
-        from ray.exceptions import RayError
-
-        from nanovllm.jobs.ray_job import answer_on_ray
-
+    def _answer(self, work: Work) -> None:
+        finish: Any = list if self.cluster else partial(make_rows, responder=self.arguments.responder())
+        writer = Writer(PartWriter(self.folder, self.parquet), finish, self.ordered, work.early)
+        before = self.counts
+        num_done = before.answered + before.failed + len(work.early)
+        progress = Progress(work.num_lines, num_done, before.failed, self.use_tqdm)
         try:
-            answer_on_ray(
-                self.cluster, plan, found.lines_per_file, self.arguments, self.folder, self.parquet, self.use_tqdm
-            )
-        except (OSError, RayError) as error:
-            reason = str(error).rstrip().rpartition("\n")[2]  # after the traceback of another process
-            raise JobError(f"{self.folder.path}: the job has stopped: {reason}") from error
-
-    def _answer(self, plan: ReadPlan, found: Scan) -> None:
-        writer = Writer(PartWriter(self.folder, self.parquet), self.arguments.responder(), self.ordered)
-        try:
-            with ReadAhead(plan) as lines, self.arguments.engine() as llm, writer:
-                self.start = time.perf_counter()
-                self._generate(llm, lines, writer, found.num_lines)
+            if self.cluster is None:
+                self._answer_here(work, writer, progress)
+            else:
+                self._answer_on_ray(self.cluster, work, writer, progress)
         finally:
-            self.counts = Counts(*map(sum, zip(self.counts, writer.counts, strict=True)))
+            self.counts = Counts(*map(sum, zip(before, writer.counts, strict=True)))
             if writer.error is not None:
                 raise self._unwritable(writer.error) from writer.error
 
-    def _generate(self, llm: LLM, lines: Iterable[Prepared], writer: Writer, num_lines: int) -> None:
+    def _answer_on_ray(self, cluster: Cluster, work: Work, writer: Writer, progress: Progress) -> None:
+        from nanovllm.jobs.ray_job import EngineDied, RayEngines
+
+        def begin(files: Fingerprint) -> None:
+            """An engine has started."""
+            self._check_same_model(files)
+            if not progress.has_begun:
+                self.start = progress.begin()
+
+        # Some seconds pass until Ray has started. Meanwhile the readers get ready.
+        num_readers = 1 if self.ordered else min(available_cores(), -(-(cluster.replicas or 8) // 4))
+        with work.read(num_readers) as readers, writer, progress:
+            try:
+                with RayEngines(cluster, self.arguments, begin) as engines:
+                    engines.answer(readers, work.num_left, writer, progress, _MAX_AHEAD if self.ordered else None)
+            except EngineDied as error:
+                raise JobError(f"{self.folder.path}: the job has stopped: {error}") from error
+
+    def _answer_here(self, work: Work, writer: Writer, progress: Progress) -> None:
+        with work.read(1) as readers, self.arguments.engine() as llm, writer, progress:
+            if not isinstance(self.arguments.model, LLM):
+                self._check_same_model(engine_fingerprint(llm))
+            self.start = progress.begin()
+            self._generate(llm, chain.from_iterable(readers), writer, progress)
+
+    def _generate(self, llm: LLM, lines: Iterable[Prepared], writer: Writer, progress: Progress) -> None:
         """Let the engine work on all lines. This loop shares Python's lock with the engine, so it does little."""
         under_way: dict[int, Prepared] = {}
-        before = self.counts
-        bar = line_bar("Answering", self.use_tqdm, num_lines, before.answered + before.failed)
 
-        def requests() -> Iterator[tuple[Any, SamplingParams]]:
+        def requests() -> Iterator[tuple[Any, SamplingParams | None]]:
             indices = count()
             for prepared in lines:
                 if prepared.line is None:
-                    writer.put(prepared, {"error": prepared.error})
-                    bar.update()
-                else:
-                    under_way[next(indices)] = prepared
-                    yield prepared.line.prompt, prepared.line.params
+                    writer.put((prepared, {"error": prepared.error}))
+                    progress.add(0, num_failed=1)
+                    continue
+                while self.ordered and prepared.position - writer.num_in_order > _MAX_AHEAD:
+                    if under_way:
+                        yield NO_PROMPT, None
+                    else:
+                        time.sleep(_PAUSE_SECONDS)  # The writer has all that it needs.
+                under_way[next(indices)] = prepared
+                yield prepared.line.prompt, prepared.line.params
 
         pairs, same_pairs = tee(requests())
         prompts, params = (prompt for prompt, _ in pairs), (params for _, params in same_pairs)
-        num_tokens = 0
-        outputs: Any = llm.generate_iter(prompts, params, self.ordered, on_error="return")
-        with bar, closing(outputs):
+        outputs: Any = llm.generate_iter(prompts, params, on_error="return")
+        with closing(outputs):
             for index, output in outputs:
-                writer.put(under_way.pop(index), output)
-                num_tokens += len(output["token_ids"])
-                rate = num_tokens / (time.perf_counter() - self.start)
-                bar.set_postfix_str(f"{before.failed + writer.counts.failed} errors, {rate:.0f} tok/s", refresh=False)
-                bar.update()
+                writer.put((under_way.pop(index), output))
+                progress.add(len(output["token_ids"]), num_failed="error" in output)
                 if writer.error is not None:
                     return
 
 
-def _check_cluster(replicas: int | None, address: str | None, model: Model, ordered: bool) -> Cluster | None:
+def _check_cluster(replicas: int | None, address: str | None, model: Model) -> Cluster | None:
     if replicas is None and address is None:
         return None
     require("replicas", replicas, replicas is None or is_int(replicas, 1, MAX_INT32), "a positive integer")
-    if ordered:
-        raise ValueError("ordered=True: several replicas finish out of order; sort the answers, or use one engine")
     if isinstance(model, LLM):
         raise TypeError("model: must be a directory or a hub id, of which every replica makes its own LLM")
     if find_spec("ray") is None:
@@ -307,21 +397,3 @@ def _check_cluster(replicas: int | None, address: str | None, model: Model, orde
 def _versions() -> dict[str, str]:
     names = ("torch", "transformers", "tokenizers")
     return {"nanovllm": __version__, **{name: version(name) for name in names}, "python": platform.python_version()}
-
-
-@contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """A block in which SIGTERM does what Ctrl-C does, unless the caller has a handler of its own."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

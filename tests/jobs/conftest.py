@@ -4,7 +4,7 @@ import pytest
 from checkpoints import make_ascii_checkpoint, make_llm
 from job_files import ReadHere, write_lines
 
-from nanovllm.jobs import run, run_batch
+from nanovllm.jobs import run_batch, work
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +26,7 @@ def answers(tmp_path):
 @pytest.fixture
 def job(llm, tmp_path, answers, monkeypatch):
     """job(lines, **options): run a job over these lines, by default into `answers`."""
-    monkeypatch.setattr(run, "ReadAhead", ReadHere)
+    monkeypatch.setattr(work, "ReadAhead", ReadHere)
 
     def start(lines=None, output=answers, model=llm, **options):
         if lines is not None:

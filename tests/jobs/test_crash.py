@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from job_files import ReadHere, by_id, prompts, read_folder, write_lines
 
-from nanovllm.jobs import run, run_batch
+from nanovllm.jobs import run_batch, work
 from nanovllm.jobs.lines import LineFormat
 from nanovllm.jobs.reader import ReadAhead, ReadPlan
 
@@ -45,7 +45,7 @@ def files(tmp_path_factory):
 def finish(file, folder) -> None:
     """Run the job to its end, in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "ReadAhead", ReadHere)
+        patch.setattr(work, "ReadAhead", ReadHere)
         assert run_batch(file, folder, DEMO_MODEL, **OPTIONS)[:3] == (NUM_LINES, NUM_LINES, 0)
 
 
@@ -60,7 +60,7 @@ def start(*args, **options) -> subprocess.Popen:
 
 
 def num_rows(folder: Path) -> int:
-    files = [*folder.glob("part-*.jsonl"), *folder.glob("part-*.tmp")]
+    files = [*folder.glob("part-*.jsonl"), *folder.glob("_part-*.tmp")]
     try:
         return sum(file.read_bytes().count(b"\n") for file in files)
     except FileNotFoundError:  # It has just been renamed.

@@ -6,17 +6,23 @@ import os
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from job_files import read_lines
 
 from nanovllm.jobs import folder as folder_module
-from nanovllm.jobs.folder import ERRORS, MANIFEST, JobFolder, PartWriter, read_answers
+from nanovllm.jobs import part_writer
+from nanovllm.jobs.folder import ERRORS, MANIFEST, FolderLost, JobFolder, job_status, read_answers
 from nanovllm.jobs.inputs import Inputs, hash_id, scan
 from nanovllm.jobs.lines import LineFormat
 from nanovllm.jobs.parquet import ParquetFormat
+from nanovllm.jobs.part_writer import PartWriter
 
 
 def answer(number: int) -> str:
     row = {"id": f"line-{number}", "text": "grün", "finish_reason": "stop"}
     return json.dumps(row | {"num_prompt_tokens": 1, "num_completion_tokens": 2}, ensure_ascii=False)
+
+
+A_MANIFEST = {"job": {}, "num_lines": 3, "input": [], "progress": {"seconds": 0.0}}
 
 
 def error(number: int) -> str:
@@ -25,7 +31,7 @@ def error(number: int) -> str:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(folder_module, "PART_LINES", 4)
+    monkeypatch.setattr(part_writer, "PART_LINES", 4)
 
 
 @pytest.fixture
@@ -67,7 +73,8 @@ def seen_of(folder) -> list[bytes]:
 
 
 def work(folder, parquet, numbers) -> None:
-    """What a job does: recover, then write what has no row yet, some of it as errors."""
+    """What a job does: recover, then write what has no row yet, some of it as errors. Each batch is early for a while,
+    as in a job that keeps the order."""
     folder.recover(parquet)
     done = set(seen_of(folder))
     left = [number for number in numbers if hash_id(f"line-{number}") not in done]
@@ -75,19 +82,26 @@ def work(folder, parquet, numbers) -> None:
     for start in range(0, len(left), 3):
         batch = left[start : start + 3]
         good = [answer(number) for number in batch if number % 5]
+        parts.keep_early(good)
+        parts.sync()
         parts.write(good, [error(number) for number in batch if number % 5 == 0])
         parts.sync()
+        parts.forget_early()
     parts.close()
+    folder.finish()
 
 
+@pytest.mark.parametrize("one_file", [False, True])
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_a_crash_at_any_moment_loses_and_doubles_nothing(tmp_path, form, parquet):
+def test_a_crash_at_any_moment_loses_and_doubles_nothing(tmp_path, form, parquet, one_file):
     parquet = parquet if form == "parquet" else None
     numbers, expected = range(12), {hash_id(f"line-{number}") for number in range(12)}
     num_allowed, ended = 0, False
     while not ended:
         path = tmp_path / f"answers-{num_allowed}"
-        path.mkdir()
+        path = path.with_name(f"{path.name}.{form}") if one_file else path
+        folder = JobFolder(path)
+        folder.path.mkdir()
         # Twice, so that a crash hits the recovery as well.
         for allowed in (num_allowed, num_allowed // 2):
             with pytest.MonkeyPatch.context() as patch:
@@ -101,7 +115,11 @@ def test_a_crash_at_any_moment_loses_and_doubles_nothing(tmp_path, form, parquet
         seen = seen_of(JobFolder(path))
         assert len(seen) == len(expected)
         assert set(seen) == expected
-        assert not [name for name in os.listdir(path) if name.endswith(".tmp")]
+        names = os.listdir(folder.path)
+        assert not [name for name in names if name.endswith(".tmp") or name.startswith(("_early", "_joined"))]
+        if one_file:
+            assert folder.parts() == [path]
+            assert len(list(read_answers(path))) == 9
         num_allowed += 1
     assert num_allowed > 20
 
@@ -136,10 +154,10 @@ def test_parts_have_a_bounded_number_of_lines(tmp_path):
     assert [path.name for path in folder.parts()] == ["part-00000.jsonl", "part-00001.jsonl"]
     assert folder.open_part(2).exists()
     assert folder.read().answered == 8
-    assert folder.read(with_open=True).answered == 10
+    assert folder.read_all().answered == 10
     with open(folder.open_part(2), "a") as file:
         file.write(answer(10)[:20])  # still being written
-    assert folder.read(with_open=True).answered == 10
+    assert folder.read_all().answered == 10
     os.truncate(folder.open_part(2), 2 * len(f"{answer(8)}\n".encode()))
     parts.close()
     assert [row.id for path in folder.parts() for row in read_answers(path)] == [f"line-{i}" for i in range(10)]
@@ -171,13 +189,125 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     folder = JobFolder(tmp_path)
     assert folder.read_manifest() is None
     (tmp_path / "thesis.tex").write_text("all my work")
-    with pytest.raises(ValueError, match=r"holds 'thesis.tex' and no manifest.json"):
+    with pytest.raises(ValueError, match=r"holds 'thesis.tex' and no _manifest.json"):
         folder.read_manifest()
-    folder.write_manifest({"job": {}})
-    assert folder.read_manifest() == {"job": {}}
+    folder.write_manifest(A_MANIFEST)
+    assert folder.read_manifest() == A_MANIFEST
     (tmp_path / "part-00000.jsonl").touch()
     folder.clear()
     assert sorted(os.listdir(tmp_path)) == [MANIFEST, "thesis.tex"]
     (tmp_path / MANIFEST).write_text("{")
     with pytest.raises(ValueError, match=r"manifest.json: is damaged"):
         folder.read_manifest()
+
+
+def test_an_old_folder_goes_on_under_the_new_names(tmp_path):
+    (tmp_path / "manifest.json").write_text(json.dumps(A_MANIFEST))
+    (tmp_path / "errors.jsonl").write_text(f"{error(1)}\n")
+    (tmp_path / "part-00000.jsonl").write_text(f"{answer(0)}\n")
+    (tmp_path / "part-00001.jsonl.tmp").write_text(f"{answer(2)}\n")
+    assert job_status(tmp_path).counts[:2] == (2, 1)
+    with JobFolder(tmp_path) as folder:
+        folder.recover(None)
+        assert folder.read()[:2] == (2, 1)
+    assert sorted(os.listdir(tmp_path)) == [".lock", ERRORS, MANIFEST, "part-00000.jsonl", "part-00001.jsonl"]
+    assert job_status(tmp_path).counts[:2] == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"job": []}, "job"),
+        ({"num_lines": "3"}, "num_lines"),
+        ({"input": [{"name": "a"}]}, "input"),
+        ({"progress": {}}, "progress"),
+        ({"progress": None}, "progress"),
+        ({"model_files": 1}, "model_files"),
+    ],
+    ids=str,
+)
+def test_a_strange_manifest_is_named(tmp_path, change, key):
+    (tmp_path / MANIFEST).write_text(json.dumps(A_MANIFEST | change))
+    with pytest.raises(ValueError, match=rf"_manifest.json: is damaged: '{key}' is missing or wrong"):
+        job_status(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[1]", "3", "null", '{"a": 1}', "[" * 100_000], ids=lambda text: text[:9])
+def test_a_manifest_of_something_else(tmp_path, content):
+    (tmp_path / MANIFEST).write_text(content)
+    with pytest.raises(ValueError, match=r"_manifest.json: (belongs to no job|is damaged)"):
+        job_status(tmp_path)
+
+
+def test_nothing_is_touched_in_a_folder_of_something_else(tmp_path):
+    photos = tmp_path / ".staging-photos"
+    photos.mkdir()
+    (photos / "photo").touch()
+    with pytest.raises(ValueError, match=r"holds '.staging-photos'"), JobFolder(tmp_path):
+        pass
+    assert os.listdir(tmp_path) == [".staging-photos"]
+    assert os.listdir(photos) == ["photo"]
+
+
+def open_and_recover(path):
+    with JobFolder(path) as folder:
+        folder.recover(None)
+        folder.write_manifest(A_MANIFEST)
+
+
+def test_links_are_not_followed_out_of_the_folder(tmp_path):
+    outside, path = tmp_path / "outside", tmp_path / "answers"
+    outside.write_text("all my work")
+    path.mkdir()
+    (path / MANIFEST).write_text(json.dumps(A_MANIFEST))
+    for name in (".lock", ERRORS, f"{MANIFEST}.tmp", "_part-00000.jsonl.tmp"):
+        (path / ".lock").unlink(missing_ok=True)
+        (path / name).symlink_to(outside)
+        with pytest.raises(OSError, match="Too many levels of symbolic links"):
+            open_and_recover(path)
+        assert outside.read_text() == "all my work"
+        (path / name).unlink()
+
+
+def test_a_refused_call_leaves_nothing(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "a" / "b" / "answers", tmp_path / "empty"):
+        with pytest.raises(KeyError), JobFolder(path):
+            raise KeyError
+    assert os.listdir(tmp_path) == ["empty"]
+    assert os.listdir(tmp_path / "empty") == []
+
+
+@pytest.mark.parametrize("name", [".lock", "_part-00000.jsonl.tmp"])
+def test_a_folder_that_is_deleted_or_replaced_is_noticed(tmp_path, name):
+    path = tmp_path / "answers"
+    with JobFolder(path) as folder:
+        folder.write_manifest(A_MANIFEST)
+        parts = PartWriter(folder, None)
+        parts.write([answer(0)], [])
+        parts.sync()
+        (path / name).rename(path / "away")
+        (path / name).touch()
+        with pytest.raises(FolderLost, match="deleted, moved or replaced"):
+            parts.sync()
+
+
+def test_an_output_that_is_one_file(tmp_path):
+    file = tmp_path / "answers.jsonl"
+    for name, message in (("a.csv", "looks like a file"), ("a.json", "must be a folder, or a file that ends in")):
+        with pytest.raises(ValueError, match=message):
+            JobFolder(tmp_path / name)
+    (tmp_path / "notes").touch()
+    with pytest.raises(ValueError, match="is a file"):
+        JobFolder(tmp_path / "notes")
+    file.touch()
+    with pytest.raises(ValueError, match="is there, and of no job"), JobFolder(file):
+        pass
+    assert sorted(os.listdir(tmp_path)) == ["answers.jsonl", "notes"]
+    file.unlink()
+    for numbers in (range(6), range(9)):
+        with JobFolder(file) as folder:
+            folder.write_manifest(A_MANIFEST)
+            work(folder, None, numbers)
+    assert sorted(row["id"] for row in read_lines(file)) == [f"line-{i}" for i in range(9) if i % 5]
+    assert sorted(os.listdir(f"{file}.job")) == [".lock", ERRORS, MANIFEST]

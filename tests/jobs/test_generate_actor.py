@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from checkpoints import greedy, make_llm, random_prompt
@@ -10,6 +11,7 @@ from job_files import write_lines
 from nanovllm.jobs import run, run_batch
 from nanovllm.jobs.generate_actor import SharedEngine
 from nanovllm.jobs.lines import Line
+from nanovllm.jobs.reader import Prepared
 
 
 @pytest.fixture
@@ -18,21 +20,31 @@ def fresh_llm(path):
     return make_llm(path, skip_tokenizer_init=False, max_model_len=200)
 
 
-def lines(start: int, num_lines: int) -> list[Line]:
-    return [
-        Line(random_prompt(3 + i % 11, seed=i), greedy(1 + 7 * i % 23), {}, {}) for i in range(start, start + num_lines)
-    ]
+def line(number: int, prompt: list[int], num_tokens: int) -> Prepared:
+    return Prepared(number, number, "a.jsonl", number, Line(prompt, greedy(num_tokens), {}, {}), None)
+
+
+def lines(start: int, num_lines: int) -> list[Prepared]:
+    return [line(i, random_prompt(3 + i % 11, seed=i), 1 + 7 * i % 23) for i in range(start, start + num_lines)]
+
+
+def answers(engine: SharedEngine, block: list[Prepared]) -> list:
+    pairs = engine.answer(block)
+    assert [prepared for prepared, _ in pairs] == block
+    return [output for _, output in pairs]
 
 
 def test_blocks_of_many_threads_share_the_batch(fresh_llm):
     blocks = [lines(20 * i, 20) for i in range(12)]
-    expected = [fresh_llm.generate([x.prompt for x in b], [x.params for x in b], use_tqdm=False) for b in blocks]
+    expected = [
+        fresh_llm.generate([x.line.prompt for x in b], [x.line.params for x in b], use_tqdm=False) for b in blocks
+    ]
     batch_sizes = []
     run = fresh_llm.executor.run
     fresh_llm.executor.run = lambda seqs, is_prefill: batch_sizes.append(len(seqs)) or run(seqs, is_prefill)
     engine = SharedEngine(fresh_llm)
     with ThreadPoolExecutor(12) as threads:
-        outputs = list(threads.map(engine.generate, blocks))
+        outputs = list(threads.map(partial(answers, engine), blocks))
     assert [[output["token_ids"] for output in block] for block in outputs] == [
         [output["token_ids"] for output in block] for block in expected
     ]
@@ -41,12 +53,12 @@ def test_blocks_of_many_threads_share_the_batch(fresh_llm):
 
 def test_a_request_joins_those_under_way(fresh_llm):
     engine = SharedEngine(fresh_llm)
-    long = [Line([1, 2, 3], greedy(150), {}, {})]
+    long = [line(0, [1, 2, 3], 150)]
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(engine.generate, long)
+        waiting = threads.submit(answers, engine, long)
         while fresh_llm.stats()["running"] == 0:
             assert not waiting.done()
-        (short,) = engine.generate([Line([4, 5], greedy(1), {}, {})])
+        (short,) = answers(engine, [line(1, [4, 5], 1)])
         assert len(short["token_ids"]) == 1
         assert not waiting.done()
         assert len(waiting.result()[0]["token_ids"]) == 150
@@ -54,22 +66,24 @@ def test_a_request_joins_those_under_way(fresh_llm):
 
 def test_a_request_that_cannot_be_served_fails_alone(fresh_llm):
     engine = SharedEngine(fresh_llm)
-    outputs = engine.generate([*lines(0, 3), Line([1] * 5000, greedy(3), {}, {}), *lines(3, 2)])
+    outputs = answers(engine, [*lines(0, 3), line(3, [1] * 5000, 3), *lines(4, 2)])
     assert ["error" in output for output in outputs] == [False, False, False, True, False, False]
     assert "5000 tokens" in outputs[3]["error"]
 
 
-def test_the_process_ends_with_its_engine(fresh_llm, monkeypatch):
+def test_an_engine_that_dies_says_why(fresh_llm):
     ended = threading.Event()
-    monkeypatch.setattr("os._exit", lambda status: ended.set())
 
     def fail(*args):
         raise RuntimeError("a step that fails")
 
     fresh_llm.executor.run = fail
-    engine = SharedEngine(fresh_llm)
-    threading.Thread(target=engine.generate, args=(lines(0, 1),), daemon=True).start()
+    engine = SharedEngine(fresh_llm, ended.set)
+    engine.check()
+    engine.submit(lines(0, 1), lambda pair: None)
     assert ended.wait(60)
+    with pytest.raises(RuntimeError, match="a step that fails"):
+        engine.check()
 
 
 def test_replicas_need_ray(path, tmp_path, monkeypatch):

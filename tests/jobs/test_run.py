@@ -3,16 +3,18 @@
 import json
 import os
 import random
+import shutil
 from contextlib import contextmanager
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from job_files import by_id, prompts, read_folder, read_lines
+from job_files import by_id, prompts, read_folder, read_lines, write_lines
+from pyarrow.dataset import dataset
 from test_lines import OPENAI_LINE, VLLM_LINE
 
 from nanovllm import SamplingParams
-from nanovllm.jobs import JobError, check_batch, folder, job_status
+from nanovllm.jobs import JobError, check_batch, folder, job_status, part_writer, writer
 from nanovllm.jobs.lines import LineFormat
 from nanovllm.jobs.reader import Prepared, grouped
 from nanovllm.jobs.writer import Writer
@@ -34,9 +36,9 @@ def interrupted_after(num_answers):
     """A block in which Ctrl-C comes with the answer of this number."""
     put, seen = Writer.put, []
 
-    def count(self, prepared, output):
-        put(self, prepared, output)
-        seen.append(prepared)
+    def count(self, item):
+        put(self, item)
+        seen.append(item)
         if len(seen) == num_answers:
             raise KeyboardInterrupt
 
@@ -67,7 +69,7 @@ def test_every_line_is_answered_as_generate_does(job, llm, answers):
     assert by_id(read_folder(answers)) == by_id(expected)
     assert summary[:3] == (40, 40, 0)
     assert summary.num_completion_tokens == sum(len(output["token_ids"]) for output in outputs)
-    manifest = json.loads((answers / "manifest.json").read_text())
+    manifest = json.loads((answers / "_manifest.json").read_text())
     job_of_it = {"model": llm.config.model, "temperature": 0, "max_tokens": 8, "ordered": False, "format": "jsonl"}
     assert manifest["job"] == job_of_it
     assert manifest["progress"]["answered"] == manifest["num_lines"] == 40
@@ -87,7 +89,7 @@ def test_wrong_lines_do_not_stop_the_others(job, answers):
     random.Random(0).shuffle(rows)
     assert job(rows)[:3] == (1006, 5, 1001)
     assert [(row["id"], row["topic"]) for row in by_id(read_folder(answers))] == [(r["id"], r["topic"]) for r in good]
-    errors = read_lines(answers / "errors.jsonl")
+    errors = read_lines(answers / "_errors.jsonl")
     assert {row["line"] for row in errors} == {i for i, row in enumerate(rows, 1) if isinstance(row, str)}
     assert {row["file"] for row in errors} == {"prompts.jsonl"}
     starts = ["is not JSON", "must be a JSON object", "id=[1]: must be a text", "has no prompt", "temperature=-1"]
@@ -97,19 +99,119 @@ def test_wrong_lines_do_not_stop_the_others(job, answers):
         assert any(row["error"].startswith(start) for row in errors), start
     # A second call has nothing to do, and a retry tries these alone.
     assert job(rows)[:3] == (1006, 5, 1001)
-    assert len(read_lines(answers / "errors.jsonl")) == 1001
+    assert len(read_lines(answers / "_errors.jsonl")) == 1001
     assert job(rows, retry_errors=True)[:3] == (1006, 5, 1001)
-    assert len(read_lines(answers / "errors.jsonl")) == 1001
+    assert len(read_lines(answers / "_errors.jsonl")) == 1001
 
 
-def test_a_retry_answers_what_can_be_answered_now(job, answers, chat, path):
-    rows = [{"id": 1, "messages": [{"role": "user", "content": "a"}]}, {"id": 2, "prompt": "a"}]
-    (path / "chat_template.jinja").rename(path / "away")
-    assert job(rows)[1:3] == (1, 1)
-    (path / "away").rename(path / "chat_template.jinja")
-    assert job(rows)[1:3] == (1, 1)
-    assert job(rows, retry_errors=True)[1:3] == (2, 0)
-    assert not (answers / "errors.jsonl").exists()
+def test_a_retry_answers_what_can_be_answered_now(job, answers, path):
+    rows = [{"id": 1, "prompt": "a " * 40}, {"id": 2, "prompt": "a"}]
+    engine = {"model": path, "device": "cpu", "max_model_len": 100, "kvcache_block_size": 16}
+    assert job(rows, num_kvcache_blocks=2, **engine)[1:3] == (1, 1)
+    assert job(rows, num_kvcache_blocks=9, **engine)[1:3] == (1, 1)
+    assert job(rows, num_kvcache_blocks=9, retry_errors=True, **engine)[1:3] == (2, 0)
+    assert not (answers / "_errors.jsonl").exists()
+
+
+def test_errors_repeat_their_lines_so_that_they_can_be_corrected(job, answers, tmp_path):
+    rows = [*prompts(3), '{"id": 7, "prompt"', {"id": "x", "prompt": 3, "topic": "t"}, {"prompt": "a", "n": 0}, "{}"]
+    assert job(rows)[1:3] == (3, 4)
+    errors = {row["line"]: row for row in read_lines(answers / "_errors.jsonl")}
+    assert [errors[i]["row"] for i in (4, 5, 6, 7)] == ['{"id": 7, "prompt"', *rows[4:6], {}]
+    # A copy of the errors with changed rows. Two stay as they were.
+    errors[4]["row"] = {"id": 7, "prompt": "a"}
+    errors[5]["row"]["prompt"] = "a block"
+    fixed = write_lines(tmp_path / "fixed.jsonl", list(errors.values()))
+    with interrupted_after(2), pytest.raises(KeyboardInterrupt):
+        job(retry_errors=fixed)
+    fixed.unlink()
+    assert job()[1:3] == (5, 2)  # The folder keeps them.
+    # Lines with ids do as well.
+    write_lines(fixed, [{"id": "prompts.jsonl:6", "prompt": "a"}])
+    assert job(retry_errors=fixed)[1:3] == (6, 1)
+    found = {row["id"]: row for row in read_folder(answers)}
+    assert [*found][3:] == ["prompts.jsonl:4", "x", "prompts.jsonl:6"]
+    assert found["x"]["topic"] == "t"
+    assert [row["row"] for row in read_lines(answers / "_errors.jsonl")] == [{"id": "prompts.jsonl:7"}]
+    for line, message in (({"id": "y"}, "line 1: no line of the job has the id 'y'"), ("{", "line 1: is not JSON")):
+        write_lines(fixed, [line])
+        with pytest.raises(ValueError, match=f"fixed.jsonl': {message}"):
+            job(retry_errors=fixed)
+    assert job()[1:3] == (6, 1)
+
+
+def test_another_model_in_the_same_folder_is_refused(job, answers, tmp_path, path, caplog):
+    model = shutil.copytree(path, tmp_path / "model")
+    options = {"model": model, "device": "cpu", "max_model_len": 100}
+    job(prompts(3), **options)
+    weights = model / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-100:] = bytes(100)  # of the last tensor
+    weights.write_bytes(content)
+    with pytest.raises(ValueError, match=r"another job: its model was another one: model.safetensors differs; choose"):
+        job(**options)
+    shutil.copy(path / "model.safetensors", weights)
+    (model / "chat_template.jinja").touch()
+    (model / "notes.txt").touch()
+    with pytest.raises(ValueError, match=r"another one: chat_template.jinja is new; choose"):
+        job(**options)
+    (model / "chat_template.jinja").unlink()
+    assert job(**options)[1] == 3
+    # A job of an earlier version goes on, with a warning.
+    manifest = json.loads((answers / "_manifest.json").read_text())
+    files = manifest.pop("model_files")
+    (answers / "_manifest.json").write_text(json.dumps(manifest))
+    assert job(**options)[1] == 3
+    assert "was begun without a fingerprint of the model" in caplog.text
+    assert json.loads((answers / "_manifest.json").read_text())["model_files"] == files
+
+
+def test_a_glob_that_covers_the_output(job, answers, tmp_path):
+    for output in (answers, tmp_path / "answers.jsonl"):
+        for _ in range(2):
+            assert job([*prompts(3), "{"], output=output, input=tmp_path / "**" / "*.jsonl")[:3] == (4, 3, 1)
+        shutil.rmtree(answers, ignore_errors=True)
+    with pytest.raises(ValueError, match=r"answers.jsonl': is a file of the job"):
+        job(output=tmp_path / "answers.jsonl", input=tmp_path / "answers.jsonl")
+
+
+def test_an_output_of_one_file(job, tmp_path):
+    file = tmp_path / "answers.jsonl"
+    with interrupted_after(2), pytest.raises(KeyboardInterrupt):
+        job(prompts(5), output=file)
+    assert not file.exists()
+    for _ in range(2):
+        assert job(output=file)[:3] == (5, 5, 0)
+        assert len(read_lines(file)) == job_status(file).counts.answered == 5
+        assert not list(tmp_path.glob("*/part-*"))
+    assert job(prompts(3), output=file, overwrite=True)[:3] == (3, 3, 0)
+    assert len(read_lines(file)) == 3
+    assert job(output=tmp_path / "answers.parquet")[:3] == (3, 3, 0)
+    assert len(pq.read_table(tmp_path / "answers.parquet")) == 3
+    with pytest.raises(ValueError, match=r"format='parquet': must be that of answers.jsonl"):
+        job(output=file, format="parquet")
+
+
+def test_others_skip_what_is_no_answer(job, answers):
+    job([*prompts(3), "{"])
+    job([*prompts(3)], output=answers.with_name("parquet"), format="parquet")
+    assert len(dataset(answers, format="json").to_table()) == 3
+    assert len(pq.read_table(answers.with_name("parquet"))) == 3
+
+
+def test_a_folder_that_is_deleted_under_a_job(job, answers, monkeypatch):
+    monkeypatch.setattr(writer, "SYNC_SECONDS", 0)
+    put = Writer.put
+
+    def delete(self, item):
+        put(self, item)
+        shutil.rmtree(answers, ignore_errors=True)
+
+    monkeypatch.setattr(Writer, "put", delete)
+    with pytest.raises(JobError, match=r"answers: .*deleted, moved or replaced while the job w") as raised:
+        job(prompts(60))
+    assert not raised.value.goes_on
+    assert not answers.exists()
 
 
 @pytest.mark.parametrize("options", [{}, {"ordered": True}, {"seed": 3, "temperature": 1.0}], ids=str)
@@ -121,14 +223,18 @@ def test_a_call_goes_on_where_the_last_one_stopped(job, answers, llm, options):
     num_before = len(read_folder(answers))
     assert 0 < num_before < 60
     assert not list(answers.glob("*.tmp"))
-    assert job_status(answers).counts.answered == num_before
+    num_finished = job_status(answers).counts.answered  # In order, some wait for others before them.
+    assert num_finished == 40 if "ordered" in options else num_before
+    finished = {row["id"] for row in read_lines(*answers.glob("part-*"), *answers.glob("_early.jsonl"))}
+    assert len(finished) == num_finished
     before = llm.stats()["prompt_tokens"]
     assert job(rows, **options)[:2] == (60, 60)
-    left = {row["id"] for row in rows} - {row["id"] for row in read_folder(answers)[:num_before]}
     expected = read_folder(undisturbed)
     # What had an answer was not computed again.
+    left = {row["id"] for row in rows} - finished
     num_tokens = sum(row["num_prompt_tokens"] for row in expected if row["id"] in left)
     assert llm.stats()["prompt_tokens"] - before == num_tokens
+    assert not (answers / "_early.jsonl").exists()
     assert by_id(read_folder(answers)) == by_id(expected)
     if "ordered" in options:
         assert read_folder(answers) == expected
@@ -136,7 +242,7 @@ def test_a_call_goes_on_where_the_last_one_stopped(job, answers, llm, options):
 
 
 def test_in_order_although_some_take_longer(job, answers, monkeypatch):
-    monkeypatch.setattr(folder, "PART_LINES", 7)
+    monkeypatch.setattr(part_writer, "PART_LINES", 7)
     rng = random.Random(1)
     rows = [{"prompt": f"a {i}", "max_tokens": rng.randint(1, 30), "ignore_eos": True} for i in range(50)]
     rows[13] = "{"
@@ -211,14 +317,14 @@ def test_a_folder_on_which_another_process_works_is_refused(job, answers):
 def test_only_answers_are_overwritten(job, answers, tmp_path):
     job(prompts(3))
     before = read_folder(answers)
-    with pytest.raises(ValueError, match=r"part-00000.jsonl': is in the folder that is to be overwritten"):
+    with pytest.raises(ValueError, match=r"part-00000.jsonl': is a file of the job in"):
         job(input=answers / "part-00000.jsonl", prompt_column="text", overwrite=True)
     assert read_folder(answers) == before
-    (answers / "manifest.json").unlink()
-    with pytest.raises(ValueError, match=r"holds 'part-00000.jsonl' and no manifest.json"):
+    (answers / "_manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"holds 'part-00000.jsonl' and no _manifest.json"):
         job(prompts(2), overwrite=True)
     assert read_folder(answers) == before
-    (answers / "manifest.json").write_text('{"name": "somebody else\'s"}')
+    (answers / "_manifest.json").write_text('{"name": "somebody else\'s"}')
     with pytest.raises(ValueError, match=r"manifest.json: belongs to no job"):
         job(prompts(2), overwrite=True)
     with pytest.raises(ValueError, match=r"manifest.json: belongs to no job"):
@@ -250,7 +356,7 @@ def test_wrong_options_of_the_engine_leave_the_old_answers_and_no_job(job, answe
         with pytest.raises(error, match=next(iter(options))):
             job(prompts(2), folder_of_answers, **{"model": path} | options, overwrite=folder_of_answers == answers)
     assert read_folder(answers) == before
-    assert not (tmp_path / "other" / "manifest.json").exists()
+    assert not (tmp_path / "other" / "_manifest.json").exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
@@ -291,7 +397,7 @@ def test_a_full_disk_stops_the_job_and_it_goes_on_later(job, answers, monkeypatc
 
 
 def test_parquet_in_and_out(job, answers, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "PART_LINES", 10)
+    monkeypatch.setattr(part_writer, "PART_LINES", 10)
     rows = prompts(25)
     extra = {"score": 0.5, "flag": True, "tags": ["a", "b"], "nothing": None, "text": "mine"}
     pq.write_table(pa.Table.from_pylist([row | extra for row in rows]), tmp_path / "in.parquet")
@@ -370,7 +476,8 @@ def test_a_dry_run_says_what_would_fail(job, llm, answers, tmp_path):
     for model, options in ((llm, {}), (llm.config.model, {"max_model_len": 200, "device": "cpu"})):
         check = check_batch(input, model, max_tokens=8, **options)
         assert [row["id"] for row in check.errors] == ["long", "bad"]
-        assert by_id(check.errors) == by_id(read_lines(answers / "errors.jsonl"))
+        errors = [{name: row[name] for name in row if name != "row"} for row in read_lines(answers / "_errors.jsonl")]
+        assert by_id(check.errors) == by_id(errors)
         counts = [sum(row["num_prompt_tokens"] for row in read_folder(answers)), 8 * 8 + 2 * 5]
         assert list(check[:4]) == [11, 2, *counts]
 

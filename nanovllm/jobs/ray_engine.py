@@ -1,0 +1,74 @@
+"""RayEngine: what runs in an actor of a job on Ray."""
+
+import os
+import pickle
+import queue
+import socket
+import time
+from copy import copy
+from typing import Any, NamedTuple
+
+from nanovllm.jobs.arguments import Arguments
+from nanovllm.jobs.fingerprint import Fingerprint, engine_fingerprint
+from nanovllm.jobs.generate_actor import SharedEngine, start_engine
+from nanovllm.jobs.openai_batch import Responder
+from nanovllm.jobs.reader import Prepared
+from nanovllm.jobs.writer import Output, make_rows
+from nanovllm.utils.model_files import one_line
+
+_ENOUGH = 64  # answers for which an exchange does not wait for more
+_TICK_SECONDS = 0.02
+
+
+class Started(NamedTuple):
+    """How the start of an engine has ended."""
+
+    fingerprint: Fingerprint  # of its model
+    error: Exception | None  # a wrong option or model, as this machine has it
+
+
+class RayEngine:
+    """An engine that works without a pause on the lines which it was given."""
+
+    _engine: SharedEngine
+    _responder: Responder
+    _num_lines = 0  # that it has
+
+    def start(self, arguments: Arguments, num_threads: int) -> Started:
+        try:
+            engine = start_engine(arguments, num_threads)
+        except (ValueError, TypeError, ImportError, OSError) as error:
+            kind = OSError if isinstance(error, OSError) else ValueError
+            return Started({}, kind(f"{error if str(error) else one_line(error)} (on {socket.gethostname()})"))
+        self._engine, self._responder = engine, arguments.responder()
+        self._finished: queue.SimpleQueue[tuple[Prepared, Output]] = queue.SimpleQueue()
+        return Started(engine_fingerprint(engine.llm), None)
+
+    def exchange(self, lines: bytes, pause: float) -> bytes:
+        """Take a pickled list of Prepared, and return one of Finished: what is complete after at most this many
+        seconds."""
+        new: list[Prepared] = pickle.loads(lines)
+        self._engine.submit(new, self._finished.put)
+        self._num_lines += len(new)
+        deadline = time.monotonic() + pause
+        while self._finished.qsize() < min(_ENOUGH, self._num_lines) and time.monotonic() < deadline:
+            self._engine.check()
+            time.sleep(_TICK_SECONDS)
+        outputs = [self._finished.get() for _ in range(self._finished.qsize())]
+        self._num_lines -= len(outputs)
+        return pickle.dumps(make_rows(outputs, self._responder))
+
+
+def on_any_machine(arguments: Arguments) -> Arguments:
+    """The same with absolute paths, since workers have another working directory."""
+    absolute: Any = copy(arguments)
+    absolute.model = _absolute(os.fspath(arguments.model))  # type: ignore[arg-type]
+    absolute.engine_options = dict(arguments.engine_options)
+    if (tokenizer := absolute.engine_options.get("tokenizer")) is not None:
+        absolute.engine_options["tokenizer"] = _absolute(os.fspath(tokenizer))
+    return absolute
+
+
+def _absolute(name: str) -> str:
+    path = os.path.expanduser(name)
+    return os.path.abspath(path) if os.path.isdir(path) else name
