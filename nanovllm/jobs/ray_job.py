@@ -54,6 +54,7 @@ class RayEngines:
         job."""
         self._cluster, self._arguments, self._begin = cluster, arguments, begin
         self._is_own = not ray.is_initialized()
+        self._all: list[_Engine] = []
 
     def __enter__(self) -> Self:
         """Raises ConnectionError without such a cluster, and ValueError for more engines than GPUs."""

@@ -2,9 +2,13 @@
 
 import json
 import random
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from nanovllm.jobs.reader import read
+from nanovllm.jobs.writer import Writer
 
 
 class ReadHere:
@@ -47,3 +51,28 @@ def read_folder(folder: Path) -> list[dict]:
 
 def by_id(rows: list[dict]) -> list[dict]:
     return sorted(rows, key=lambda row: str(row["id"]))
+
+
+@contextmanager
+def interrupted_after(num_answers):
+    """A block in which Ctrl-C comes with the answer of this number."""
+    put, seen = Writer.put, []
+
+    def count(self, item):
+        put(self, item)
+        seen.append(item)
+        if len(seen) == num_answers:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Writer, "put", count)
+        yield
+
+
+def num_rows(folder: Path) -> int:
+    """Of complete parts and the open one, while a job runs."""
+    files = [*folder.glob("part-*.jsonl"), *folder.glob("_part-*.tmp")]
+    try:
+        return sum(file.read_bytes().count(b"\n") for file in files)
+    except FileNotFoundError:  # It has just been renamed.
+        return 0

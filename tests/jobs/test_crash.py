@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from job_files import ReadHere, by_id, prompts, read_folder, write_lines
+from job_files import ReadHere, by_id, num_rows, prompts, read_folder, write_lines
 
 from nanovllm.jobs import run_batch, work
 from nanovllm.jobs.lines import LineFormat
@@ -42,11 +42,11 @@ def files(tmp_path_factory):
     return file, read_folder(root / "undisturbed"), time.monotonic() - start
 
 
-def finish(file, folder) -> None:
+def finish(file, folder, ordered=False) -> None:
     """Run the job to its end, in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work, "ReadAhead", ReadHere)
-        assert run_batch(file, folder, DEMO_MODEL, **OPTIONS)[:3] == (NUM_LINES, NUM_LINES, 0)
+        assert run_batch(file, folder, DEMO_MODEL, ordered=ordered, **OPTIONS)[:3] == (NUM_LINES, NUM_LINES, 0)
 
 
 def command(file, folder, *more) -> list[str]:
@@ -59,24 +59,17 @@ def start(*args, **options) -> subprocess.Popen:
     return subprocess.Popen(command(*args), stderr=subprocess.PIPE, text=True, **options)
 
 
-def num_rows(folder: Path) -> int:
-    files = [*folder.glob("part-*.jsonl"), *folder.glob("_part-*.tmp")]
-    try:
-        return sum(file.read_bytes().count(b"\n") for file in files)
-    except FileNotFoundError:  # It has just been renamed.
-        return 0
-
-
 def wait_for_rows(process, folder, num) -> None:
     while process.poll() is None and num_rows(folder) < num:
         time.sleep(0.01)
 
 
-def test_killed_at_random_moments(files, tmp_path):
+@pytest.mark.parametrize("ordered", [False, True])
+def test_killed_at_random_moments(files, tmp_path, ordered):
     file, expected, seconds = files
     answers, rng, num_killed = tmp_path / "answers", random.Random(), 0
     while num_killed < NUM_KILLS:
-        process = start(file, answers)
+        process = start(file, answers, *(["--ordered"] if ordered else []))
         if rng.random() < 0.3:  # at any moment, the start included
             time.sleep(rng.uniform(0, seconds))
         else:  # while it works
@@ -86,11 +79,13 @@ def test_killed_at_random_moments(files, tmp_path):
         process.communicate()
         num_killed += 1
         if num_rows(answers) == NUM_LINES:  # Begin another one.
-            finish(file, answers)
+            finish(file, answers, ordered)
             assert by_id(read_folder(answers)) == by_id(expected)
             answers = tmp_path / f"answers-{num_killed}"
-    finish(file, answers)
-    assert by_id(read_folder(answers)) == by_id(expected)
+    finish(file, answers, ordered)
+    found = read_folder(answers)
+    assert by_id(found) == by_id(expected)
+    assert not ordered or [row["id"] for row in found] == list(range(NUM_LINES))
 
 
 def test_interrupted_and_starved(files, tmp_path):
@@ -123,7 +118,7 @@ def test_interrupted_and_starved(files, tmp_path):
 def test_the_reading_process(tmp_path):
     """What it raises is raised here, as is its death, and it does not outlive the job."""
     file = write_lines(tmp_path / "prompts.jsonl", prompts(3))
-    plan = ReadPlan([str(file)], LineFormat(), str(tmp_path), None, None, 256)
+    plan = ReadPlan([str(file)], LineFormat(), str(tmp_path), None, None, 256, None)
     with ReadAhead(plan) as lines, pytest.raises(FileNotFoundError, match=r"holds no tokenizer\.json"):
         list(lines)
     with ReadAhead(plan) as lines:

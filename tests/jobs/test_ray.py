@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from job_files import ReadHere, by_id, prompts, read_folder, read_lines, write_lines
+from job_files import ReadHere, by_id, interrupted_after, prompts, read_folder, read_lines, write_lines
 
 ray = pytest.importorskip("ray")
 
@@ -15,18 +15,21 @@ from pyarrow import Table  # noqa: E402
 from pyarrow.parquet import read_table, write_table  # noqa: E402
 from ray.data.checkpoint import CheckpointConfig  # noqa: E402
 
-from nanovllm.jobs import GenerateActor, run_batch, work  # noqa: E402
+from nanovllm.jobs import GenerateActor, ray_job, run_batch, work  # noqa: E402
+from nanovllm.jobs.arguments import Arguments  # noqa: E402
+from nanovllm.jobs.ray_engine import RayEngine  # noqa: E402
 
-ENGINE = {"device": "cpu", "max_num_seqs": 8, "max_model_len": 200, "kvcache_block_size": 16, "num_kvcache_blocks": 128}
+ENGINE = {"max_num_seqs": 8, "max_model_len": 200, "kvcache_block_size": 16, "num_kvcache_blocks": 128}
 LINES = [*prompts(150), "not json", {"id": "no prompt"}, {"id": "long", "prompt": "a " * 500}]
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """One for all tests, since it takes seconds to start. Its workers find the package and the tests' modules."""
+    """One for all tests, since it takes seconds to start. Its workers find the package and the tests' modules. It
+    pretends to have two GPUs. Engines that are given one find none, and use the CPU."""
     paths = os.pathsep.join([os.getcwd(), str(Path(__file__).parents[1])])
     environment = {"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}}
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+    ray.init("local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False, runtime_env=environment)
     yield
     ray.shutdown()
 
@@ -68,6 +71,46 @@ def kill_an_engine(answers):
     titles = {int(file.parent.name): file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline")}
     engines = [pid for pid, title in titles.items() if title.startswith(b"ray::RayEngine")]
     os.kill(engines[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("num_engines", "num_gpus"), [(2, 1), (1, 2)])
+def test_each_engine_has_gpus_of_its_own(cluster, path, tmp_path, answers, monkeypatch, num_engines, num_gpus):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+
+    class Telling(RayEngine):
+        def start(self, *args):
+            (seen / os.environ["CUDA_VISIBLE_DEVICES"]).touch()
+            return super().start(*args)
+
+    monkeypatch.setattr(ray_job, "RayEngine", Telling)
+    monkeypatch.setattr(work, "ReadAhead", ReadHere)
+    file = write_lines(tmp_path / "prompts.jsonl", prompts(4))
+    options = ENGINE | {"tensor_parallel_size": num_gpus, "max_tokens": 2}
+    with pytest.raises(ValueError, match="3 engines need"):
+        run_batch(file, answers, path, replicas=3, **options)
+    assert run_batch(file, answers, path, replicas=num_engines, **options)[:2] == (4, 4)
+    assert sorted(os.listdir(seen)) == (["0", "1"] if num_gpus == 1 else ["0,1"])
+
+
+def test_an_interrupt_writes_what_is_finished(cluster, path, tmp_path, answers, monkeypatch):
+    monkeypatch.setattr(work, "ReadAhead", ReadHere)
+    file = write_lines(tmp_path / "prompts.jsonl", LINES)
+    options = {"replicas": 1, "temperature": 0, "max_tokens": 8} | ENGINE
+    with interrupted_after(40), pytest.raises(KeyboardInterrupt):
+        run_batch(file, answers, path, **options)
+    assert 36 < len(read_folder(answers)) < 150
+    assert not list(answers.glob("*.tmp"))
+    assert run_batch(file, answers, path, **options)[:3] == (153, 150, 3)
+    assert len(read_folder(answers)) == 150
+
+
+def test_an_engine_whose_machine_lacks_the_model(cluster, path, tmp_path, answers, monkeypatch):
+    monkeypatch.setattr(work, "ReadAhead", ReadHere)
+    monkeypatch.setattr(ray_job, "on_any_machine", lambda arguments: Arguments("nowhere/model", {}))
+    file = write_lines(tmp_path / "prompts.jsonl", prompts(4))
+    with pytest.raises(OSError, match=r"model='nowhere/model': no such directory.*\(on .*\)$"):
+        run_batch(file, answers, path, replicas=1, **ENGINE)
 
 
 def test_an_own_pipeline(cluster, path, tmp_path):

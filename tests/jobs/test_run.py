@@ -4,12 +4,11 @@ import json
 import os
 import random
 import shutil
-from contextlib import contextmanager
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from job_files import by_id, prompts, read_folder, read_lines, write_lines
+from job_files import by_id, interrupted_after, prompts, read_folder, read_lines, write_lines
 from pyarrow.dataset import dataset
 from test_lines import OPENAI_LINE, VLLM_LINE
 
@@ -29,22 +28,6 @@ def chat(llm, path):
     file.write_text(CHAT_TEMPLATE)
     yield
     file.unlink()
-
-
-@contextmanager
-def interrupted_after(num_answers):
-    """A block in which Ctrl-C comes with the answer of this number."""
-    put, seen = Writer.put, []
-
-    def count(self, item):
-        put(self, item)
-        seen.append(item)
-        if len(seen) == num_answers:
-            raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Writer, "put", count)
-        yield
 
 
 def completions(llm, texts, **options):
