@@ -1,5 +1,6 @@
 """Parameters of layers that are split over ranks: each knows how it is loaded, and in which format it is stored."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,6 +41,18 @@ def make_weight(shape: tuple[int, ...], shards: dict, weight_loader: Any) -> tup
     weight: Any = make_parameter(shape, shards, weight_loader, E4M3)
     weight.format, weight.scale, weight.input_dtype = format, scale, torch.get_default_dtype()
     return weight, scale
+
+
+def scale_while_loading(modules: Iterable[nn.Module], factor: float) -> None:
+    """Have the loader multiply what it loads into these modules by a factor, biases included, in float32 and rounded
+    once. Of a weight that is stored in fp8, its scales are multiplied."""
+    if factor == 1:
+        return
+    for module in modules:
+        for parameter in module.parameters():
+            format = getattr(parameter, "format", None)
+            if format is None or not format.is_stored:
+                parameter.loading_factor = factor  # type: ignore[attr-defined]
 
 
 def as_weight(parameter: Any) -> Weight:

@@ -16,6 +16,7 @@ from nanovllm.layers.experts import MixtureOfExperts
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.matmul import Matmul
+from nanovllm.layers.parameters import scale_while_loading
 from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.rank_sums import NormedParts, begin_sums
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -249,6 +250,13 @@ class DecoderForCausalLM(nn.Module, ABC):
         self.model = DecoderModel(config, spec, mlps, max_position, backend, tp)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
+        scale_while_loading([self.model.norm], spec.logit_scale)
+        scale_while_loading(self._last_projections(), spec.residual_scale)
+
+    def _last_projections(self) -> list[nn.Module]:
+        """Those whose outputs are added to the residual stream."""
+        names = ("self_attn.o_proj", "mlp.down_proj", "mlp.experts.down_proj")
+        return [module for name, module in self.named_modules() if name.endswith(names)]
 
     @staticmethod
     @abstractmethod

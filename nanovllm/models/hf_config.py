@@ -28,7 +28,8 @@ _REQUIRED = (
 )
 _FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "norm_topk_prob")
 _SIZES = ("head_dim", "sliding_window", "sliding_window_pattern")
-_POSITIVE_NUMBERS = ("query_pre_attn_scalar", "rope_local_base_freq")
+_FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+_POSITIVE_NUMBERS = ("query_pre_attn_scalar", "rope_local_base_freq", *_FACTORS)
 _LAYERS = ("max_window_layers", "mlp_only_layers", "no_rope_layers")
 _QUANTISATIONS = ("quantization_config", "compression_config")
 _CHUNKS = "dual_chunk_attention_config"

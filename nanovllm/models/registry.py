@@ -9,6 +9,7 @@ from nanovllm.utils.checks import quoted
 ARCHITECTURES = {
     "Gemma3ForCausalLM": "nanovllm.models.gemma3",
     "Gemma3ForConditionalGeneration": "nanovllm.models.gemma3",
+    "GraniteForCausalLM": "nanovllm.models.granite",
     "LlamaForCausalLM": "nanovllm.models.llama",
     "MistralForCausalLM": "nanovllm.models.mistral",
     "Olmo2ForCausalLM": "nanovllm.models.olmo2",

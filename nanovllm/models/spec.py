@@ -22,6 +22,10 @@ class DecoderSpec:
         activation: of the gate of the MLP.
         embedding_scale: what embeddings are multiplied by.
         attention_scale: what the products of q and k are multiplied by; None for head_dim ** -0.5.
+        residual_scale: what the outputs of attention and of the MLP are multiplied by. Their last projections are
+            multiplied by it while they are loaded, so it costs nothing. With norms "before" only, because a norm
+            between would undo it.
+        logit_scale: what logits are multiplied by, and in their place the final norm's weight while it is loaded.
     """
 
     ropes: tuple[RopeParameters | None, ...]
@@ -34,10 +38,16 @@ class DecoderSpec:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: float = 1.0
     attention_scale: float | None = None
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.norm_offset and self.norms == "before":
             raise ValueError(f"norm_offset={self.norm_offset}: needs norms='after' or 'both'")
+        if self.residual_scale != 1 and self.norms != "before":
+            raise ValueError(f"residual_scale={self.residual_scale}: needs norms='before'")
+        if self.logit_scale != 1 and self.norm_offset:
+            raise ValueError(f"logit_scale={self.logit_scale}: needs norm_offset=0")
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None

@@ -40,6 +40,16 @@ class _Tensor(NamedTuple):
     file: Path
 
 
+class _Scaled:
+    """A safetensors slice, multiplied when it is read."""
+
+    def __init__(self, content: Any, factor: float):
+        self._content, self._factor = content, factor
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._content[index].float() * self._factor
+
+
 class _Wanted(NamedTuple):
     """What one tensor of a checkpoint fills."""
 
@@ -111,7 +121,10 @@ def _load(name: str, tensor: _Tensor, wanted: _Wanted) -> None:
         scales = tensor.content[...]
         if not (scales.isfinite() & (scales >= 0)).all():
             raise ValueError(f"{tensor.file}: tensor {name!r} must hold finite scales >= 0: download the file again")
-    getattr(param, "weight_loader", default_weight_loader)(param, tensor.content, wanted.shard_id)
+    factor, content = getattr(param, "loading_factor", 1), tensor.content
+    if factor != 1:
+        content = _Scaled(content, factor)
+    getattr(param, "weight_loader", default_weight_loader)(param, content, wanted.shard_id)
 
 
 def num_checkpoint_params(model: nn.Module) -> int:

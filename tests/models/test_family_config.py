@@ -1,5 +1,6 @@
 """What each family's configuration may ask for, and the error that names what it may not."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from nanovllm.utils.loader import num_checkpoint_params
 from nanovllm.utils.parallel import TensorParallel
 
 ARCHITECTURES = {
+    "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
@@ -74,6 +76,10 @@ def family_dir(model_dir):
         ("qwen3_moe", {"mlp_only_layers": [-1]}, r"mlp_only_layers=\[-1\]: must be a list of layers"),
         ("qwen3_moe", {"num_experts_per_tok": 129}, r"num_experts_per_tok=129: must be an integer in 1\.\.128"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0: is not supported for olmo2"),
+        ("granite", {"mlp_bias": True}, "mlp_bias=True: is not supported for granite"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling=0: must be a finite number > 0"),
+        ("granite", {"residual_multiplier": "0.22"}, "residual_multiplier='0.22': must be a finite number > 0"),
+        ("llama", {"residual_multiplier": 0.22}, "residual_multiplier=0.22: is not supported for llama"),
         ("phi3", {"partial_rotary_factor": 0.1}, "1 of 16"),
         ("phi3", {"attention_bias": True}, "attention_bias=True"),
         ("qwen3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
@@ -157,6 +163,8 @@ PUBLISHED = {
     "Llama-3.1-70B": 70.6,
     "Mistral-7B-v0.3": 7.25,
     "Mistral-Nemo-Base-2407": 12.2,
+    "granite-3.3-2b-instruct": 2.53,
+    "granite-3.3-8b-instruct": 8.17,
     "SmolLM3-3B": 3.08,
     "phi-4": 14.7,
     "Phi-4-mini-instruct": 3.84,
@@ -202,6 +210,15 @@ def test_a_published_shape_of_another_family_needs_no_file(model, no_network):
 def test_a_published_shape_of_someone_else_is_another_model(no_network):
     with pytest.raises(FileNotFoundError, match=r"someone/Llama-3\.1-8B.*; published shapes are Qwen3-0\.6B, "):
         Config("someone/Llama-3.1-8B", load_format="dummy")
+
+
+def test_the_guide_names_files_and_functions_that_there_are():
+    root = Path(__file__).parents[2]
+    code = "\n".join(file.read_text() for file in [*root.glob("nanovllm/**/*.py"), *root.glob("tests/**/*.py")])
+    names = re.findall(r"`([\w/]+\.(?:py|json)|\w*_\w+)`", (root / "docs" / "adding-a-model.md").read_text())
+    for name in names:
+        is_file = "." in name
+        assert any(root.rglob(Path(name).name)) if is_file else name in code, name
 
 
 def test_the_guide_names_every_family():

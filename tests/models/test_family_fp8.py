@@ -3,7 +3,7 @@
 import pytest
 import torch
 from checkpoints import complete, edit_json, greedy, make_checkpoint, make_llm, needs_family, random_prompt
-from fp8_checkpoints import BLOCKS, quantise_checkpoint, reference_logprobs, scored
+from fp8_checkpoints import BLOCK_SIZES, BLOCKS, CHANNELS, quantise_checkpoint, reference_logprobs, scored
 
 from nanovllm.layers.quantization import Fp8Format
 
@@ -15,6 +15,12 @@ FAMILIES = {
     "phi3": {"partial_rotary_factor": 0.75, "head_dim": 16},
     "smollm3": {},
     "olmo2": {},
+    "granite": {
+        "embedding_multiplier": 8.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 3.0,
+    },
     "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16, "sliding_window_pattern": 2},
     "qwen2": {},
     "qwen3": {},
@@ -49,6 +55,23 @@ def test_two_ranks_with_an_fp8_cache(family, tmp_path):
             assert len(complete(llm, [PROMPT], greedy(4))[0]) == 4
     # Each rank has scales for its own columns, so the ranks round in other places, but no more.
     assert 0.5 * errors[0] < errors[1] < 1.5 * errors[0]
+
+
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["channels", "blocks"])
+def test_factors_of_weights_that_are_stored_in_fp8(tmp_path, in_blocks):
+    """Their scales have them, since e4m3 numbers cannot. The bias has it as ever."""
+    sizes = BLOCK_SIZES if in_blocks else {}
+    fields = SHAPE | FAMILIES["granite"] | sizes | {"attention_bias": True}
+    path = make_checkpoint(tmp_path, family="granite", **fields)
+    options = {"in_blocks": in_blocks}
+    expected, unrounded = (
+        reference_logprobs(path, PROMPT, COMPLETION, with_inputs=rounds, **options) for rounds in (True, False)
+    )
+    quantise_checkpoint(path, in_blocks)
+    edit_json(path / "config.json", quantization_config=BLOCKS if in_blocks else CHANNELS)
+    with make_llm(path) as llm:
+        found = scored(llm, PROMPT, COMPLETION)
+    assert (found - expected).norm() < 0.2 * (unrounded - expected).norm()
 
 
 def test_experts_in_blocks(tmp_path):

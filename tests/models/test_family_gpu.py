@@ -51,6 +51,12 @@ FAMILIES = {
     "phi3": {"partial_rotary_factor": 0.75},
     "smollm3": {},
     "olmo2": {},
+    "granite": {
+        "embedding_multiplier": 8.0,
+        "attention_multiplier": 0.15,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 3.0,
+    },
     "gemma3_text": {
         "hidden_size": 64,  # The embeddings' scale is 8, in both dtypes.
         "head_dim": 256,

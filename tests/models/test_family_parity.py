@@ -128,6 +128,16 @@ def phi3(draw):
     return fields
 
 
+def granite(draw):
+    factors = {
+        "embedding_multiplier": draw.choice((1.0, 6.0, 12)),
+        "attention_multiplier": draw.choice((0.015625, 0.1, 1.0)),
+        "residual_multiplier": draw.choice((1.0, 0.22, 1.5)),
+        "logits_scaling": draw.choice((1.0, 3.0, 8)),
+    }
+    return common(draw) | factors | {"attention_bias": draw.random() < 0.5}
+
+
 def olmo2(draw):
     return common(draw) | {"attention_bias": draw.random() < 0.5, "rope_scaling": None}
 
@@ -144,7 +154,7 @@ def gemma3_text(draw):
     return common(draw, head_dim_is_free=True) | switches
 
 
-FAMILIES = (llama, qwen2, qwen3, qwen3_moe, mistral, smollm3, phi3, olmo2, gemma3_text)
+FAMILIES = (llama, qwen2, qwen3, qwen3_moe, mistral, smollm3, phi3, olmo2, granite, gemma3_text)
 CASES = [
     pytest.param(family, seed, id=f"{family.__name__}-{seed}", marks=needs_family(family.__name__))
     for family in FAMILIES
@@ -207,6 +217,12 @@ TWO_RANKS = {
     ),
     # Both ranks have a copy of the KV head, whose norm is over the heads of all ranks.
     "olmo2": (olmo2, {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 128, "attention_bias": True}),
+    # Only one rank adds the bias of the attention's output, which has a factor too.
+    "granite": (
+        granite,
+        {"attention_bias": True, "residual_multiplier": 0.22, "logits_scaling": 3.0, "embedding_multiplier": 6.0}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128},
+    ),
     # Parts of the fused tensors.
     "phi3": (phi3, {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 192, "rope_scaling": None}),
 }

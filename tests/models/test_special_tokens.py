@@ -92,6 +92,19 @@ FAMILIES = {
         ("<eos>", "<end_of_turn>"),
         "<bos>",
     ),
+    "Granite-3.3": Family(
+        "granite",
+        ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"),
+        "{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}<|end_of_text|>\n"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}",
+        (
+            *("<|start_of_role|>", "user", "<|end_of_role|>", "Hi", "<|end_of_text|>", "\n"),
+            *("<|start_of_role|>", "assistant", "<|end_of_role|>"),
+        ),
+        "<|end_of_text|>",
+        ("<|end_of_text|>",),
+    ),
     "OLMo-2": Family(
         "olmo2",
         ("<|endoftext|>", "<|pad|>"),
