@@ -20,7 +20,7 @@ from xxhash import xxh3_128, xxh3_128_digest
 from nanovllm.jobs.lines import LineId, NoObject, from_json, id_bytes, read_id
 from nanovllm.jobs.openai_batch import is_request
 from nanovllm.jobs.request_names import Row
-from nanovllm.jobs.text_json import parse_json
+from nanovllm.jobs.text_json import MAX_DEPTH, check_depth, parse_json
 from nanovllm.utils.model_files import one_line
 
 _JSON = (".jsonl", ".ndjson", ".json")
@@ -115,11 +115,15 @@ class Inputs:
         fallback = f"{name}:{number}"
         texts = [content] if isinstance(content, bytes) else content.values()
         size = sum(len(text) for text in texts if isinstance(text, bytes | str | list))
+        line_id: LineId | None = None
         try:
             row = from_json(content) if isinstance(content, bytes) else content
             line_id = read_id(row, self.id_column)
+            if isinstance(content, bytes) and content.count(b"[") + content.count(b"{") > MAX_DEPTH:
+                check_depth(row)
         except ValueError as error:
-            return RawLine(fallback, name, number, None, str(error), size, not isinstance(error, NoObject))
+            is_object = not isinstance(error, NoObject)
+            return RawLine(fallback if line_id is None else line_id, name, number, None, str(error), size, is_object)
         return RawLine(fallback if line_id is None else line_id, name, number, row, None, size)
 
     @property

@@ -20,9 +20,9 @@ from nanovllm.jobs.request_names import (
     Row,
     read_parameters,
 )
-from nanovllm.jobs.text_json import as_json, parse_json
+from nanovllm.jobs.text_json import as_json, decode_json, parse_json
 from nanovllm.sampling_params import MAX_SEED, SamplingParams, StructuredOutputsParams
-from nanovllm.utils.checks import is_int, require
+from nanovllm.utils.checks import is_int, quoted, require
 
 LineId = str | int
 
@@ -210,7 +210,7 @@ def _read_prompt(name: str, value: Any) -> str | list[int] | Conversation:
         "messages": "a conversation, which is a list of objects with role and content",
     }
     form = allowed.get(name, "a text, token ids or messages, and not empty")
-    raise ValueError(f"{name}={given!r:.50}: must be {form}")
+    raise ValueError(f"{name}={quoted(given)}: must be {form}")
 
 
 def is_missing(value: Any) -> bool:
@@ -256,7 +256,7 @@ def read_id(row: Row, id_column: str = "id") -> LineId | None:
         return int(line_id)  # Tables with a missing value have floats.
     if (isinstance(line_id, int) and not isinstance(line_id, bool)) or _is_text(line_id):
         return line_id
-    raise ValueError(f"{name}={line_id!r:.50}: must be a text or an integer")
+    raise ValueError(f"{name}={quoted(line_id)}: must be a text or an integer")
 
 
 def _is_text(value: object) -> bool:
@@ -308,9 +308,9 @@ def read_answer(row: Row) -> Answered:
 
 
 def from_json(raw: bytes) -> Row:
-    """The JSON object of a line. Raises NoObject."""
+    """The JSON object of a line, of any depth. Raises NoObject."""
     try:
-        row = parse_json(raw.decode("utf-8"))
+        row = decode_json(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise NoObject(f"is not UTF-8: {error}") from None
     except ValueError as error:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from nanovllm.jobs.request_names import Row
+from nanovllm.utils.checks import quoted
 
 
 class Kind(NamedTuple):
@@ -41,9 +42,9 @@ def read_request(row: Row) -> tuple[Kind, Any, Row]:
     """
     body, url = row["body"], row.get("url")
     if row.get("method") not in (None, "POST"):
-        raise ValueError(f"method={row['method']!r:.50}: must be 'POST'")
+        raise ValueError(f"method={quoted(row['method'])}: must be 'POST'")
     if url not in (None, CHAT.url, COMPLETION.url):
-        raise ValueError(f"url={url!r:.50}: must be {CHAT.url!r} or {COMPLETION.url!r}")
+        raise ValueError(f"url={quoted(url)}: must be {CHAT.url!r} or {COMPLETION.url!r}")
     kind = CHAT if url == CHAT.url or (url is None and "messages" in body) else COMPLETION
     given = {name: value for name, value in body.items() if value is not None}
     if kind.prompt not in given:

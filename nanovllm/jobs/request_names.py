@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.jobs.text_json import parse_json
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import quoted
 from nanovllm.utils.option_hints import HINTS
 
 Row = dict[str, Any]
@@ -96,14 +97,14 @@ def read_parameters(given: Row, is_chat: bool) -> tuple[Row, ChatOptions]:
     for name in [name for name in given if name in _UNSERVED]:
         value, (harmless, remedy) = given.pop(name), _UNSERVED[name]
         if value not in harmless and (name != "add_special_tokens" or value is is_chat):
-            raise ValueError(f"{name}={value!r:.50}: cannot be served in a batch{remedy and f'; {remedy}'}")
+            raise ValueError(f"{name}={quoted(value)}: cannot be served in a batch{remedy and f'; {remedy}'}")
     tools, kwargs = given.pop("tools", None), given.pop("chat_template_kwargs", {})
     variables = {name: given.pop(name) for name in _TEMPLATE_VARIABLES if name in given}
     if not isinstance(kwargs, dict):
-        raise ValueError(f"chat_template_kwargs={kwargs!r:.50}: must be a JSON object")
+        raise ValueError(f"chat_template_kwargs={quoted(kwargs)}: must be a JSON object")
     choice = given.pop("tool_choice", "auto")
     if choice not in ("auto", "none"):
-        raise ValueError(f"tool_choice={choice!r:.50}: must be 'auto' or 'none': a batch cannot force a call")
+        raise ValueError(f"tool_choice={quoted(choice)}: must be 'auto' or 'none': a batch cannot force a call")
     of_chat = {"tools": tools, "chat_template_kwargs": kwargs} | variables
     if not is_chat and (named := [name for name, value in of_chat.items() if value]):
         raise ValueError(f"{named[0]}: needs 'messages', because only a conversation has a chat template")
@@ -121,10 +122,10 @@ def _flat(given: Row) -> Row:
             continue
         inner = _as_object(name, given[name])
         if not isinstance(inner, dict):
-            raise ValueError(f"{name}={inner!r:.50}: must be a JSON object")
+            raise ValueError(f"{name}={quoted(inner)}: must be a JSON object")
         for key, value in _flat({key: value for key, value in inner.items() if value is not None}).items():
             if flat.setdefault(key, value) != value:
-                raise ValueError(f"{key}: is given twice, as {flat[key]!r:.50} and in {name} as {value!r:.50}")
+                raise ValueError(f"{key}: is given twice, as {quoted(flat[key])} and in {name} as {quoted(value)}")
     return flat
 
 
@@ -134,14 +135,14 @@ def _as_object(name: str, value: Any) -> Any:
     try:
         return parse_json(value)
     except ValueError as error:
-        raise ValueError(f"{name}={value!r:.50}: {error}") from None
+        raise ValueError(f"{name}={quoted(value)}: {error}") from None
 
 
 def _rename(given: Row, name: str, to: str) -> None:
     if name in given:
         value = given.pop(name)
         if given.setdefault(to, value) != value:
-            raise ValueError(f"{name}={value!r:.50}: {to}={given[to]!r:.50} says otherwise")
+            raise ValueError(f"{name}={quoted(value)}: {to}={quoted(given[to])} says otherwise")
 
 
 def _rename_logprobs(given: Row) -> None:
@@ -151,9 +152,9 @@ def _rename_logprobs(given: Row) -> None:
         if given.pop("logprobs"):
             given["logprobs"] = top or 0
         elif top:
-            raise ValueError(f"top_logprobs={top!r:.50}: needs logprobs=true")
+            raise ValueError(f"top_logprobs={quoted(top)}: needs logprobs=true")
     elif top and given.setdefault("logprobs", None) != top:
-        raise ValueError(f"top_logprobs={top!r:.50}: needs logprobs=true")
+        raise ValueError(f"top_logprobs={quoted(top)}: needs logprobs=true")
 
 
 def _read_form(given: Row) -> None:
@@ -183,4 +184,4 @@ def _read_response_format(form: Any) -> Row | None:
         case {"type": "json_schema", "json_schema": {"schema": Mapping() | str() as schema}}:
             return {"json": schema}
     types = "text, json_object, or json_schema with a schema"
-    raise ValueError(f"response_format={form!r:.80}: must be of type {types}")
+    raise ValueError(f"response_format={quoted(form)}: must be of type {types}")

@@ -5,24 +5,40 @@ import json
 import math
 from typing import Any
 
+from nanovllm.utils.checks import quoted
+
 # A line is pickled, copied and written by functions that call themselves for each level, and Python has an end to that.
 MAX_DEPTH = 100
+_TOO_DEEP = f"is nested more than {MAX_DEPTH} deep"
 _ESCAPES = {chr(code): f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}  # line ends to some readers, not to JSON
 
 
 def parse_json(text: str) -> Any:
     """A value, in which NaN and Infinity are numbers. Raises ValueError."""
-    try:
-        value = _decoder.decode(text)
-    except (ValueError, RecursionError) as error:
-        reason = (
-            f"is nested more than {MAX_DEPTH} deep" if isinstance(error, RecursionError) else f"is not JSON: {error}"
-        )
-        raise ValueError(reason) from None
-    # Half of the brackets open.
-    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(value):
-        raise ValueError(f"is nested more than {MAX_DEPTH} deep")
+    value = decode_json(text)
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        check_depth(value)
     return value
+
+
+def decode_json(text: str) -> Any:
+    """The same of any depth that Python can read."""
+    try:
+        return _decoder.decode(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+
+
+def check_depth(value: Any) -> None:
+    """Raises ValueError for lists and objects that are nested too deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [each for item in level if isinstance(item, dict | list) for each in _items(item)]
+        if not level:
+            return
+    raise ValueError(_TOO_DEEP)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -30,20 +46,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r:.50} is there twice")
+        raise ValueError(f"{quoted(twice)} is there twice")
     return value
 
 
 _decoder = json.JSONDecoder(object_pairs_hook=_object)
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        level = [each for item in level if isinstance(item, dict | list) for each in _items(item)]
-        if not level:
-            return False
-    return True
 
 
 def _items(value: Any) -> Any:

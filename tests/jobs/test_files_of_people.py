@@ -154,6 +154,7 @@ def test_a_line_that_is_nested_too_deep_is_an_error_of_its_own(job, answers, opt
     assert job(rows, **options)[:3] == (4, 2, 2)
     errors = read_lines(*answers.glob("*errors.jsonl"))
     assert [row["error"] for row in errors] == ["is nested more than 100 deep"] * 2
+    assert [row["id"] for row in errors] == ["b", "prompts.jsonl:4"]
 
 
 def test_conversations_that_are_texts(job, answers, path):
