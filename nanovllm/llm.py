@@ -1,14 +1,16 @@
 """LLM: the class that users import; chat, stream, generate_iter and score."""
 
 import math
+import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 from nanovllm.engine.engine_lock import Call
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.requests.chat import Conversation, Tool, misplaced_chat_option, render_chat
-from nanovllm.engine.requests.outputs import RequestOutput, Score, StreamDelta
+from nanovllm.engine.requests.chat import ChatRenderer, Conversation, Tool, misplaced_chat_option
+from nanovllm.engine.requests.outputs import RequestOutput, Score, StreamDelta, as_result
 from nanovllm.engine.requests.prompts import Prompt, as_prompts, pair_lazily, params_per_prompt
 from nanovllm.engine.requests.streaming import PromptFeed, new_deltas
 from nanovllm.sampling_params import SamplingParams, misplaced_option
@@ -36,7 +38,7 @@ class LLM(LLMEngine):
         messages: Conversation | list[Conversation],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        chat_template: str | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -48,7 +50,7 @@ class LLM(LLMEngine):
             messages: a list of {"role": ..., "content": ...}, or a list of such lists. Content is a text, or a list of
                 {"type": "text", "text": ...}.
             sampling_params, use_tqdm: as in generate.
-            chat_template: a Jinja template instead of the tokenizer's own.
+            chat_template: a Jinja template instead of the tokenizer's own, or the file of one.
             chat_template_kwargs: variables of the template, such as {"enable_thinking": False}.
             add_generation_prompt: end the prompt with the beginning of an answer.
             continue_final_message: continue the last message instead of answering it; needs
@@ -72,8 +74,7 @@ class LLM(LLMEngine):
                 "continue_final_message=True: the last message is either continued or answered; pass "
                 "add_generation_prompt=False with it"
             )
-        prompts = render_chat(
-            self.tokenizer,
+        prompts = self._chat_renderer.render(
             messages,
             chat_template,
             chat_template_kwargs,
@@ -82,6 +83,10 @@ class LLM(LLMEngine):
             continue_final_message=continue_final_message,
         )
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    @cached_property
+    def _chat_renderer(self) -> ChatRenderer:
+        return ChatRenderer(self.tokenizer)
 
     @explains_unknown_options(HINTS["generate"], misplaced_option)
     def stream(
@@ -194,7 +199,8 @@ class LLM(LLMEngine):
 
         Args:
             prompts: in any form that generate accepts.
-            completions: likewise, one for each prompt. Prompt and completion are tokenized separately.
+            completions: likewise, one for each prompt. Prompt and completion are tokenized separately. A text is the
+                completion's as generate returns it, with the space at its beginning if it has one.
             use_tqdm: as in generate.
 
         Returns:
@@ -211,7 +217,7 @@ class LLM(LLMEngine):
             if len(prompts) != len(completions):
                 raise ValueError(f"completions: {len(completions)} of them for {len(prompts)} prompts; pass one each")
             beginnings = self._sequences.encode_all(prompts, "prompts")
-            endings = self._sequences.encode_all(completions, "completions", add_special_tokens=False)
+            endings = self._sequences.encode_completions(completions, beginnings)
             whole = [[*beginning, *ending] for beginning, ending in zip(beginnings, endings, strict=True)]
             limit = self.scheduler.max_seq_len - 1
             for i, token_ids in enumerate(whole):
@@ -233,4 +239,4 @@ def _score(index: int, token_ids: array, output: RequestOutput) -> Score:
     total = sum(own)
     if not math.isfinite(total):
         raise RuntimeError(f"prompts[{index}]: cannot be scored: some of the model's logits hold NaN or infinity")
-    return Score(token_ids=list(token_ids), logprobs=own, total=total)
+    return as_result(Score(token_ids=list(token_ids), logprobs=own, total=total))

@@ -6,7 +6,7 @@ import pytest
 from checkpoints import make_checkpoint, make_llm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.requests.chat import as_tools
+from nanovllm.engine.requests.chat import ChatRenderer, as_tools
 
 DEMO_MODEL = Path(__file__).parents[1] / "assets" / "demo-model"
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
@@ -108,7 +108,7 @@ def test_tools_are_the_templates(llm):
         ),
         ({"tools": [SEARCH, lambda x: x]}, ValueError, r"tools\[1\]: no schema can be made of .*docstring"),
         ({"tools": [SEARCH]}, ValueError, "tools: the chat template has no place for them"),
-        ({"chat_template": 5}, TypeError, "chat_template: must be the text of a Jinja template, not int"),
+        ({"chat_template": 5}, TypeError, "chat_template: must be the text of a Jinja template, or its file, not int"),
         ({"chat_template_kwargs": "x"}, TypeError, "chat_template_kwargs='x': must be a dict"),
         ({"chat_template_kwargs": {5: 1}}, TypeError, "chat_template_kwargs={5: 1}: must be a dict"),
         ({"chat_template_kwargs": {"tools": []}}, ValueError, "chat_template_kwargs: 'tools' is an argument of chat"),
@@ -204,3 +204,127 @@ def test_no_template_and_no_tokenizer(tmp_path):
         chat(llm, [HELLO])
     with make_llm(path) as llm, pytest.raises(ValueError, match="skip_tokenizer_init"):
         chat(llm, [HELLO])
+
+
+# -- what templates expect of a message --------------------------------------------------------------------------------
+
+TEXTS = "{% for m in messages %}<{{ m.role }}>{{ m['content'] }}{% endfor %}"
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }};{% endif %}{% endfor %}"
+    "{% endfor %}"
+)
+BOTH = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }};{% endfor %}{% endif %}{% endfor %}"
+)
+# As Llama 3.2 Vision's: the system's content is a text, the user's may be parts.
+MIXED = (
+    "{% if messages[0].role == 'system' %}[{{ messages[0].content|trim }}]{% set messages = messages[1:] %}{% endif %}"
+)
+MIXED += BOTH
+MACRO = "{% macro show(content) %}{% for part in content %}{{ part.text }};{% endfor %}{% endmacro %}"
+MACRO += "{% for m in messages %}<{{ m.role }}>{{ show(m.content) }}{% endfor %}"
+TWO_PARTS = [{"type": "text", "text": "introduce"}, {"type": "text", "text": "yourself"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "of_a_text", "of_parts"),
+    [
+        (TEXTS, "<user>hello", "<user>introduce\nyourself"),
+        (PARTS, "<user>hello;", "<user>introduce;yourself;"),
+        (MACRO, "<user>hello;", "<user>introduce;yourself;"),
+        (BOTH, "<user>hello", "<user>introduce;yourself;"),
+    ],
+    ids=["texts", "parts", "macro", "both"],
+)
+def test_content_comes_as_the_template_expects_it(llm, template, of_a_text, of_parts):
+    conversations = [[{"role": "user", "content": content}] for content in ("hello", TWO_PARTS)]
+    assert rendered(llm, conversations, chat_template=template) == [of_a_text, of_parts]
+
+
+def test_roles_may_expect_content_in_different_forms(llm):
+    messages = [{"role": role, "content": TWO_PARTS} for role in ("system", "user", "assistant")]
+    (text,) = rendered(llm, messages, chat_template=MIXED)
+    assert text == "[introduce\nyourself]<user>introduce;yourself;<assistant>introduce;yourself;"
+
+
+def rendered(llm, messages, **options) -> list[str]:
+    """The text of each prompt, special tokens and all."""
+    options = {"chat_template": None, "chat_template_kwargs": None, "tools": None} | options
+    return [llm.tokenizer.decode(ids) for ids in ChatRenderer(llm.tokenizer).render(messages, **options)]
+
+
+def a_call(arguments, **outer) -> list[dict]:
+    call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": arguments}}
+    return [HELLO, {"role": "assistant", "tool_calls": [call], **outer}]
+
+
+CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+WRITERS = {
+    "Qwen2.5": "{{ c.function.arguments | tojson }}",
+    "Qwen3": "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+    "{{ c.function.arguments | tojson }}{% endif %}",
+    "DeepSeek-R1": "{{ '' + c['function']['arguments'] + '' }}",
+    "printed": "{{ c.function.arguments }}",
+    "whole": "{{ c.function | tojson }}",
+    "Qwen3-Coder": "{% for name, value in c.function.arguments | items %}{{ name }}={{ value }};{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize("arguments", ['{"query": "größe", "limit": 3}', {"query": "größe", "limit": 3}], ids=type)
+def test_arguments_of_tool_calls_are_a_mapping_and_their_text(llm, writer, arguments):
+    (text,) = rendered(llm, a_call(arguments), chat_template=CALLS + writer + "{% endfor %}{% endfor %}")
+    if writer == WRITERS["Qwen3-Coder"]:
+        assert text == "query=größe;limit=3;"
+    elif writer == WRITERS["whole"]:
+        assert text == '{"name": "search", "arguments": {"query": "größe", "limit": 3}}'
+    else:
+        assert text == '{"query": "größe", "limit": 3}'
+
+
+def test_a_tool_call_without_arguments(llm):
+    template = CALLS + "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    assert rendered(llm, a_call(""), chat_template=template) == ["{}"]
+    flat = [HELLO, {"role": "assistant", "content": None, "tool_calls": [{"name": "search", "arguments": '{"a": 1}'}]}]
+    template = CALLS + "{{ c.arguments.a }}{% endfor %}{% endfor %}"
+    assert rendered(llm, flat, chat_template=template) == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("calls", "says"),
+    [
+        ("search", r"conversation 0, message 1: tool_calls must be a list, not str"),
+        ([5], r"message 1: tool_calls\[0\] must be \{"),
+        ([{"function": "f"}], r"message 1: tool_calls\[0\] must be \{"),
+        ([{"name": "f", "arguments": '{"a": '}], r"tool_calls\[0\]: arguments must be a JSON object.*Expecting value"),
+        ([{"name": "f", "arguments": "[1]"}], r"tool_calls\[0\]: arguments must be a JSON object.*'\[1\]' is none"),
+        ([{"name": "f", "arguments": 5}], r"tool_calls\[0\]: arguments must be a JSON object.*5 is none"),
+        ([{"name": "f", "arguments": '{"a": NaN}'}], r"tool_calls\[0\]: arguments must be a JSON object.*NaN"),
+    ],
+)
+def test_a_malformed_tool_call_is_named(llm, calls, says):
+    with pytest.raises(ValueError, match=says):
+        llm.chat([HELLO, {"role": "assistant", "content": "", "tool_calls": calls}], PARAMS, use_tqdm=False)
+
+
+def test_a_template_may_be_a_file(llm, tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text(TEXTS)
+    for name in (file, str(file)):
+        assert rendered(llm, [HELLO], chat_template=name) == ["<user>introduce yourself"]
+        assert chat(llm, [HELLO], chat_template=name) == generate(llm, ["<user>introduce yourself"])
+
+
+def test_what_is_no_template_is_refused(llm, tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text("hello")
+    for name, says in (
+        ("template.jinja", r"chat_template='template.jinja': is no Jinja template, .* and no file of one: .*No such"),
+        ("", "chat_template='': is no Jinja template"),
+        ("x" * 5000, "is no Jinja template"),
+        (str(file), "this file is no Jinja template"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            chat(llm, [HELLO], chat_template=name)

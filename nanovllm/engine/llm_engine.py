@@ -14,7 +14,6 @@ from typing_extensions import Self
 from nanovllm.config import Config
 from nanovllm.engine.engine_lock import Call, EngineLock
 from nanovllm.engine.ranks.executor import Executor
-from nanovllm.engine.requests.detokenizer import read_new_tokens, set_texts
 from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, engine_stats
 from nanovllm.engine.requests.prompts import Prompt, as_prompts, params_per_prompt
 from nanovllm.engine.requests.sequence_maker import SequenceMaker, longest_first
@@ -198,8 +197,10 @@ class LLMEngine:
         return len(seqs)
 
     def _set_texts(self, finished: list[Sequence]) -> None:
-        if finished and self.tokenizer is not None:
-            set_texts(self.tokenizer, finished)
+        detokenizer = self._sequences.detokenizer
+        if detokenizer is not None:
+            for seq in finished:
+                seq.text = detokenizer.text(seq) if seq.text_stream is None else seq.text_stream.finish(seq)
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -253,7 +254,7 @@ class LLMEngine:
 
     def _stop_at_texts(self, seqs: list[Sequence]) -> list[Sequence]:
         """End the sequences whose newest token completes a stop string. Returns those that had not ended anyway."""
-        stopped = [seq for seq in seqs if seq.text_stream is not None and read_new_tokens(seq)]
+        stopped = [seq for seq in seqs if seq.text_stream is not None and seq.text_stream.read(seq)]
         ended = [seq for seq in stopped if not seq.is_finished]
         self.scheduler.stop(ended)
         return ended

@@ -232,7 +232,10 @@ class Scheduler:
                     if not seq.is_finished:  # Its length may have ended it before.
                         self._end(seq, "stop")
                     seq.finish_reason = "stop"
-                    seq.stop_reason = token_id if seq.ignore_eos or token_id not in self.eos else None
+                    if token_id in seq.stop_tokens:
+                        seq.stop_reason = seq.stop_tokens[token_id]
+                    elif seq.ignore_eos or token_id not in self.eos:
+                        seq.stop_reason = token_id
             if seq.is_finished:
                 finished.append(seq)
         self._drop_finished()

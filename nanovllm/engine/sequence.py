@@ -48,6 +48,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # ids of its blocks, in order
     block_hashes: list[int] = field(default_factory=list)  # of its first full blocks, computed when needed
     end_token_ids: frozenset[int] = frozenset()  # tokens that end it, and NON_FINITE
+    stop_tokens: dict[int, str] = field(default_factory=dict)  # those that a stop string stands for, and the string
 
     # What its request asks for.
     request_id: int = field(init=False)  # shared by the samples of one prompt

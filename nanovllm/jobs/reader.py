@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from nanovllm.engine.requests.chat import render_chat
+from nanovllm.engine.requests.chat import ChatRenderer
+from nanovllm.engine.requests.prompts import BosCheck
 from nanovllm.jobs.inputs import Inputs, RawLine
 from nanovllm.jobs.lines import Line, LineFormat, LineId
 from nanovllm.jobs.request_names import ChatOptions
@@ -67,6 +68,8 @@ class Preparer:
     def __init__(self, tokenizer: Any, line_format: LineFormat, max_len: int | None):
         """max_len: tokens of the longest sequence, at most. None is unknown."""
         self._tokenizer = tokenizer
+        self._chat = ChatRenderer(tokenizer)
+        self._check_bos = BosCheck(tokenizer)
         self._format = line_format
         self._max_len = max_len
 
@@ -117,7 +120,9 @@ class Preparer:
         if not texts:
             return []
         try:
-            return self._tokenizer(texts, verbose=False)["input_ids"]
+            encoded = self._tokenizer(texts, verbose=False)["input_ids"]
+            self._check_bos(encoded)
+            return encoded
         except Exception as error:  # Of one of them, such as half of a surrogate pair. The library's own classes.
             if len(texts) == 1:
                 return [ValueError(f"the prompt cannot be tokenized: {error}")]
@@ -129,9 +134,7 @@ class Preparer:
             for name in needed:
                 if name not in self._tokenizer.get_chat_template(template, tools):
                     raise ValueError(f"{name}: the chat template does not use it")
-            (token_ids,) = render_chat(
-                self._tokenizer, [line.prompt], template, kwargs, tools, add_generation_prompt=True
-            )
+            (token_ids,) = self._chat.render([line.prompt], template, kwargs, tools, add_generation_prompt=True)
             return token_ids
         except Exception as error:  # Templates raise whatever they like.
             return ValueError(str(error).removeprefix("conversation 0: "))

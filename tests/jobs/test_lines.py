@@ -253,7 +253,7 @@ def test_requests_of_openais_format():
     assert [message["content"] for message in line.prompt] == ["Help.", "Hello!"]
     assert (line.params.temperature, line.params.max_tokens, line.params.top_k) == (0, 10, 5)
     line = LineFormat().read(OPENAI_LINE, "request-2")
-    assert line.prompt[0]["content"] == "Hello!"
+    assert line.prompt[0]["content"] == [{"type": "text", "text": "Hello!"}]
     assert (line.params.n, line.params.max_tokens, line.params.logit_bias) == (2, 20, ((5, -100.0),))
     assert json.loads(line.params.structured_outputs.json) == {"type": "object"}
     unlimited = {"body": {"prompt": "a", "echo": False}}

@@ -1,12 +1,16 @@
 """Conversations to prompts, through the tokenizer's chat template."""
 
+import json
+import os
 from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
 from nanovllm.sampling_params import misplaced_option
-from nanovllm.utils.checks import quoted, shortened
+from nanovllm.utils.checks import quoted, refuse_constant, shortened
 
 Message = dict[str, Any]
 Conversation = list[Message]
@@ -19,9 +23,12 @@ _OF_TRANSFORMERS = (
     *("tokenize", "tokenizer_kwargs", "truncation"),
 )
 
+_MAX_KNOWN = 64  # templates of which is kept what they expect
+_PROBES = ("first-probe", "second-probe")  # texts that no template has of its own
+
 
 def as_conversations(messages: Any) -> list[Conversation]:
-    """Checked conversations; the text parts of a message are joined by line feeds.
+    """Checked conversations; the arguments of tool calls are dicts, also where they came as JSON text.
 
     Args:
         messages: one conversation or a list of them. A message is {"role": ..., "content": ...}, where content is a
@@ -48,20 +55,76 @@ def _check_message(message: Any, where: str) -> Message:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise ValueError(f"{where}: role={quoted(role)}: must be a text such as 'user'")
-    if isinstance(content, str) or (content is None and message.get("tool_calls")):
-        return dict(message)
+    calls = message.get("tool_calls")
+    checked = dict(message) if calls is None else dict(message) | {"tool_calls": _check_tool_calls(calls, where)}
+    if isinstance(content, str) or (content is None and calls):
+        return checked
     if not isinstance(content, list | tuple):
         raise ValueError(f"{where}: content must be a text or a list of text parts, not {type(content).__name__}")
     for k, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f'{where}: content[{k}] must be {{"type": "text", "text": ...}}')
-    return dict(message) | {"content": "\n".join(part["text"] for part in content)}
+    return checked | {"content": [dict(part) for part in content]}
 
 
-def _check_template_options(chat_template: Any, chat_template_kwargs: Any) -> None:
+def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list | tuple):
+        raise ValueError(f"{where}: tool_calls must be a list, not {type(calls).__name__}")
+    checked = []
+    for k, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise ValueError(f'{where}: tool_calls[{k}] must be {{"function": {{"name": ..., "arguments": ...}}}}')
+        function = dict(function)
+        if function.get("arguments") is not None:
+            try:
+                function["arguments"] = _as_arguments(function["arguments"])
+            except (ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"{where}: tool_calls[{k}]: arguments must be a JSON object, or the text of one: {error}"
+                ) from error
+        checked.append(dict(call) | {"function": function} if "function" in call else function)
+    return checked
+
+
+def _as_arguments(value: Any) -> dict[str, Any]:
+    parsed = json.loads(value or "{}", parse_constant=refuse_constant) if isinstance(value, str) else value
+    if not isinstance(parsed, Mapping):
+        raise ValueError(f"{quoted(value)} is none")
+    return dict(parsed)
+
+
+def _read_template(chat_template: Any, names: Any) -> str | None:
+    """The template of an argument: its text, the file that it names, or one of the tokenizer's templates by its name.
+    Raises TypeError or ValueError, naming the argument."""
+    if chat_template is None or (isinstance(chat_template, str) and isinstance(names, dict) and chat_template in names):
+        return chat_template
+    if not isinstance(chat_template, str | os.PathLike):
+        raise TypeError(
+            f"chat_template: must be the text of a Jinja template, or its file, not {type(chat_template).__name__}"
+        )
+    if isinstance(chat_template, str) and _is_template(chat_template):
+        return chat_template
+    try:
+        text = Path(chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"chat_template={quoted(chat_template)}: is no Jinja template, which has {{{{ or {{%, and no file of one: "
+            f"{shortened(error)}"
+        ) from error
+    if not _is_template(text):
+        raise ValueError(
+            f"chat_template={quoted(chat_template)}: this file is no Jinja template: it has no {{{{ or {{%"
+        )
+    return text
+
+
+def _is_template(text: str) -> bool:
+    return "{{" in text or "{%" in text
+
+
+def _check_template_kwargs(chat_template_kwargs: Any) -> None:
     """Raises TypeError or ValueError, naming the argument."""
-    if chat_template is not None and not isinstance(chat_template, str):
-        raise TypeError(f"chat_template: must be the text of a Jinja template, not {type(chat_template).__name__}")
     if chat_template_kwargs is None:
         return
     if not isinstance(chat_template_kwargs, Mapping) or not all(isinstance(name, str) for name in chat_template_kwargs):
@@ -117,34 +180,104 @@ def misplaced_chat_option(name: str, value: object) -> str:
     return misplaced_option(name, value) or variable
 
 
-def render_chat(
-    tokenizer: Any,
-    messages: Any,
-    chat_template: str | None,
-    chat_template_kwargs: dict[str, Any] | None,
-    tools: Any,
-    **options: bool,
-) -> list[list[int]]:
-    """Token ids of each conversation. Raises ValueError or TypeError, naming the argument or the conversation.
+class ChatRenderer:
+    """Renders conversations with one tokenizer's chat template, or another."""
 
-    Args:
-        messages, tools: as in as_conversations and as_tools.
-        chat_template: a Jinja template; None uses the tokenizer's.
-        chat_template_kwargs: variables of the template.
-        options: other arguments of apply_chat_template.
-    """
-    _check_template_options(chat_template, chat_template_kwargs)
-    if chat_template is None and not getattr(tokenizer, "chat_template", None):
-        raise ValueError("chat_template: the model's tokenizer has none; pass one, or give generate() whole prompts")
-    conversations, tools = as_conversations(messages), as_tools(tools)
-    if tools and "tools" not in tokenizer.get_chat_template(chat_template, tools):
-        raise ValueError("tools: the chat template has no place for them; pass a chat_template that has")
-    options = {"chat_template": chat_template, "tools": tools} | options | (chat_template_kwargs or {})
-    token_ids = []
-    for i, conversation in enumerate(conversations):
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._expected_content = lru_cache(_MAX_KNOWN)(self._find_expected_content)
+        self._expects_json = lru_cache(_MAX_KNOWN)(self._find_whether_json_is_expected)
+
+    def render(
+        self,
+        messages: Any,
+        chat_template: Any,
+        chat_template_kwargs: dict[str, Any] | None,
+        tools: Any,
+        **options: bool,
+    ) -> list[list[int]]:
+        """Token ids of each conversation. Raises ValueError or TypeError, naming the argument or the conversation.
+
+        Args:
+            messages, tools: as in as_conversations and as_tools.
+            chat_template: a Jinja template or its file; None uses the tokenizer's.
+            chat_template_kwargs: variables of the template.
+            options: other arguments of apply_chat_template.
+        """
+        own = getattr(self._tokenizer, "chat_template", None)
+        template = _read_template(chat_template, own)
+        _check_template_kwargs(chat_template_kwargs)
+        if template is None and not own:
+            raise ValueError(
+                "chat_template: the model's tokenizer has none; pass one, or give generate() whole prompts"
+            )
+        conversations, tools = as_conversations(messages), as_tools(tools)
+        template = self._tokenizer.get_chat_template(template, tools)
+        if tools and "tools" not in template:
+            raise ValueError("tools: the chat template has no place for them; pass a chat_template that has")
+        options = {"chat_template": template, "tools": tools} | options | (chat_template_kwargs or {})
+        token_ids = []
+        for i, conversation in enumerate(conversations):
+            conversation = [self._as_expected(message, template) for message in conversation]
+            try:
+                encoded = self._tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=True, **options)
+            except (TemplateError, TypeError, ValueError) as error:
+                raise ValueError(f"conversation {i}: the chat template cannot render it: {error}") from error
+            token_ids.append(list(encoded["input_ids"]))
+        return token_ids
+
+    def _as_expected(self, message: Message, template: str) -> Message:
+        """The message as the template expects it: its content as a text or a list of parts, the arguments of tool calls
+        as mappings or as JSON text."""
+        if message.get("tool_calls") and self._expects_json(template):
+            message = message | {"tool_calls": [_with_json(call) for call in message["tool_calls"]]}
+        content = message.get("content")
+        if content is None:
+            return message
+        expected = self._expected_content(template, message["role"]) or self._expected_content(template, "user")
+        if isinstance(content, str):
+            is_right = "text" in expected or not expected
+            return message if is_right else message | {"content": [{"type": "text", "text": content}]}
+        return message if "parts" in expected else message | {"content": "\n".join(part["text"] for part in content)}
+
+    def _find_expected_content(self, template: str, role: str) -> tuple[str, ...]:
+        """What the template shows of a message's content: "text", "parts", both or none. Tried out, because templates
+        may pass it through macros."""
+        expected = []
+        parts = [{"type": "text", "text": probe} for probe in _PROBES]
+        forms: dict[str, Any] = {"text": " ".join(_PROBES), "parts": parts}
+        for name, content in forms.items():
+            other: Message = {"role": "user", "content": "x"}
+            message: Message = {"role": role, "content": content}
+            conversation = [message] if role == "user" else [message, other] if role == "system" else [other, message]
+            text = self._try_out(template, conversation)
+            # In quotes, it is the list as Python or JSON writes it.
+            if all(probe in text and f"'{probe}'" not in text and f'"{probe}"' not in text for probe in _PROBES):
+                expected.append(name)
+        return tuple(expected)
+
+    def _find_whether_json_is_expected(self, template: str) -> bool:
+        """Whether the template writes arguments of tool calls only if they are a text."""
+        name, value = _PROBES
+        shown = []
+        for arguments in ({name: value}, json.dumps({name: value})):
+            function = {"name": "f", "arguments": arguments}
+            call = {"id": "abcdefghi", "type": "function", "function": function, **function}
+            message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            text = self._try_out(template, [{"role": "user", "content": "x"}, message])
+            shown.append(name in text and f"'{name}': '{value}'" not in text)
+        return shown == [False, True]
+
+    def _try_out(self, template: str, conversation: Conversation) -> str:
+        """The rendered conversation, or nothing if the template refuses it."""
         try:
-            encoded = tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=True, **options)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise ValueError(f"conversation {i}: the chat template cannot render it: {error}") from error
-        token_ids.append(list(encoded["input_ids"]))
-    return token_ids
+            return self._tokenizer.apply_chat_template(conversation, chat_template=template, tokenize=False)
+        except Exception:  # Templates raise whatever they like, also of what they do not expect.
+            return ""
+
+
+def _with_json(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call with its arguments as text."""
+    function = call.get("function", call)
+    function = function | {"arguments": json.dumps(function.get("arguments") or {}, ensure_ascii=False)}
+    return call | {"function": function} if "function" in call else function

@@ -1,122 +1,164 @@
-"""Tokens to text, all at once or as they come, up to stop strings."""
+"""Detokenizer: tokens to text, where a completion's text is what it adds to the text of its prompt."""
 
+import json
+from collections.abc import Sequence as Tokens
+from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
-
 from nanovllm.engine.sequence import Sequence
-from nanovllm.sampling_params import SamplingParams
 
 REPLACEMENT = "\ufffd"  # UTF-8 decoders write it for bytes that are no character, or not yet one.
 
+# A context has at least this many tokens, and at least this many characters. UTF-8 writes a character in 4 bytes.
+_CONTEXT = 4
 
-def decode(tokenizer: Any, completions: list[list[int]], skip_special_tokens: bool) -> list[str]:
-    return tokenizer.batch_decode(
-        completions, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-    )
-
-
-def set_texts(tokenizer: Any, seqs: list[Sequence]) -> None:
-    """Give finished sequences their text."""
-    for skip_special_tokens in (True, False):
-        group = [s for s in seqs if s.text_stream is None and s.params.skip_special_tokens == skip_special_tokens]
-        texts = decode(tokenizer, [seq.completion_token_ids for seq in group], skip_special_tokens) if group else []
-        for seq, text in zip(group, texts, strict=True):
-            seq.text = text
-    for seq in seqs:
-        if seq.text_stream is not None:
-            read_new_tokens(seq)
-            seq.text = seq.text_stream.finish()
+# Decoders of the tokenizers library that look at one token at a time, or at one and whether it is the first.
+_DECODERS_OF_TOKENS = ("Replace", "ByteFallback", "Strip", "Metaspace", "WordPiece")
 
 
-class TextStream:
-    """The text of one completion as its tokens come: whole characters, and nothing of a stop string.
+class Detokenizer:
+    """Decodes with one tokenizer.
 
-    Text that may be the beginning of a stop string is held back until that is decided.
+    A completion's text is what decode(prompt + completion) adds to decode(prompt). Decoded alone it would lack a space
+    that some decoders take from the beginning of a text, or the beginning of a character in which the prompt ends. But
+    the end of the prompt is enough for that, see `context`.
 
     Attributes:
-        token_ids: read so far.
-        stop_reason: the stop string that ended the text, or None.
+        special_tokens: {text: token id} of the tokens that skip_special_tokens leaves out.
+        lookahead: how many tokens later a token's text is certain. 0 for decoders that are known to decode a token
+            without its successors, apart from bytes of a character. 4 for others, such as those written in Python.
     """
 
-    def __init__(self, tokenizer: Any, params: SamplingParams):
-        self.token_ids: list[int] = []
-        self.stop_reason: str | None = None
+    def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)  # None for a tokenizer written in Python
-        self._decoder = DecodeStream(skip_special_tokens=params.skip_special_tokens)
-        self._params = params
-        self._pieces: list[str] = []
-        self._held = ""
-        self._num_taken = 0
+        backend = getattr(tokenizer, "backend_tokenizer", None)  # None for a tokenizer written in Python
+        self._backend = backend if backend is not None and _decodes_by_backend(tokenizer) else None
+        self.lookahead = 0 if self._backend is not None and _is_local(self._backend.decoder) else _CONTEXT
+        self._num_tokens = len(tokenizer)
+        added = tokenizer.added_tokens_decoder
+        self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
+        ids = tokenizer.all_special_ids if self._backend is None else self.special_tokens.values()
+        self._special_ids = frozenset(ids)
 
-    def push(self, token_id: int) -> bool:
-        """Read the next token. True if it completes a stop string, which no token does within min_tokens."""
-        self.token_ids.append(token_id)
-        new = self._decode_next(token_id)
-        stop = self._params.stop
-        if not stop:
-            self._pieces.append(new)
-            return False
-        num_held = len(self._held)
-        self._held += new
-        if len(self.token_ids) > self._params.min_tokens:
-            # A match must end in the new text: what is held may contain a whole stop string from within min_tokens.
-            found = [
-                (start, len(s), s) for s in stop if (start := self._held.find(s, max(0, num_held - len(s) + 1))) >= 0
-            ]
-            if found:
-                start, length, self.stop_reason = min(found)
-                self._pieces.append(self._held[: start + length * self._params.include_stop_str_in_output])
-                self._held = ""
-                return True
-        end = len(self._held) - self._num_undecided()
-        self._pieces.append(self._held[:end])
-        self._held = self._held[end:]
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        """Ids that the tokenizer does not have stand for nothing."""
+        if self._backend is not None:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._tokenizer.decode(
+            [token_id for token_id in token_ids if token_id < self._num_tokens],
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+            spaces_between_special_tokens=False,
+        )
+
+    def added_text(self, prompt: Tokens[int], token_ids: list[int], skip_special_tokens: bool) -> str:
+        """The text that token_ids add to that of the prompt."""
+        context, base = self.context(prompt, len(prompt), skip_special_tokens)
+        return text_after(base, self.decode(context + token_ids, skip_special_tokens))
+
+    def text(self, seq: Sequence) -> str:
+        """The text of a completion, up to the token that ended it."""
+        context, base = self.context(seq.tokens, seq.num_prompt_tokens, seq.params.skip_special_tokens)
+        tokens = seq.tokens[seq.num_prompt_tokens : text_end(seq)].tolist()
+        text = text_after(base, self.decode(context + tokens, seq.params.skip_special_tokens))
+        return text + str(seq.stop_reason) if _ends_with_stop_token(seq) else text
+
+    def context(self, tokens: Tokens[int], end: int, skip_special_tokens: bool) -> tuple[list[int], str]:
+        """The last of tokens[:end], and their text, such that whatever follows adds the same to it as to the text of
+        all of them.
+
+        Why a few tokens suffice: the decoders of the tokenizers library decode each token alone, with three exceptions.
+        - At the beginning they drop a space (Strip, Metaspace) or add none (WordPiece). A context that has text is past
+          its beginning.
+        - UTF-8 needs up to 4 bytes for a character. A context may begin within one. But the first byte of a character
+          is unlike all others, and no character reaches beyond 4 bytes, so that after 4 characters or invalid bytes
+          both texts are divided alike.
+        - ByteFallback decodes adjacent byte tokens together, and gives all of them up if one is wrong. So a context
+          begins with another token. Special tokens that are left out do not separate bytes.
+        """
+        num = _CONTEXT
+        while True:
+            start = max(0, end - num)
+            while start > 0 and may_be_byte(self.piece(tokens[start], skip_special_tokens)):
+                start -= 1
+            context = list(tokens[start:end])
+            text = self.decode(context, skip_special_tokens)
+            if start == 0 or len(text) >= _CONTEXT:
+                return context, text
+            num = 2 * len(context)
+
+    def piece(self, token_id: int, skip_special_tokens: bool) -> str | None:
+        """The token as the vocabulary spells it; None if it is left out of texts."""
+        if skip_special_tokens and token_id in self._special_ids:
+            return None
+        if self._backend is not None:
+            return self._backend.id_to_token(token_id)
+        return self._tokenizer.convert_ids_to_tokens(token_id) if token_id < self._num_tokens else None
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text in the middle of another. Alone, many tokenizers would write a space before it."""
+        alone, before = self._tokenizer.encode(text, add_special_tokens=False), self._line_feed
+        if not before or self.added_text(before, alone, False) == text:
+            return alone
+        both = self._tokenizer.encode("\n" + text, add_special_tokens=False)
+        inside = both[len(before) :]
+        is_same = both[: len(before)] == before and self.added_text(before, inside, False) == text
+        return inside if is_same else alone
+
+    @cached_property
+    def _line_feed(self) -> list[int]:
+        return self._tokenizer.encode("\n", add_special_tokens=False)
+
+
+def may_be_byte(piece: str | None) -> bool:
+    """Whether the text of a token may depend on that of its neighbours: it is a byte, or none at all."""
+    return piece is None or (len(piece) == 6 and piece.startswith("<0x"))
+
+
+def text_after(base: str, whole: str) -> str:
+    """What `whole` has after the text that both begin with. Usually that is all of base; it is not where base ends
+    within a character."""
+    return whole[len(common_prefix(base, whole)) :]
+
+
+def common_prefix(first: str, second: str) -> str:
+    if second.startswith(first):
+        return first
+    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+def text_end(seq: Sequence) -> int:
+    """Where the tokens end that have text: before the token that ended the completion, unless it is asked for."""
+    is_left_out = _ended_by_token(seq) and not seq.params.include_stop_str_in_output
+    return seq.num_known_tokens - (is_left_out or _ends_with_stop_token(seq))
+
+
+def _ended_by_token(seq: Sequence) -> bool:
+    return seq.finish_reason == "stop" and (seq.text_stream is None or seq.text_stream.stop_reason is None)
+
+
+def _ends_with_stop_token(seq: Sequence) -> bool:
+    """Whether the text ends with a stop string that is a token. Decoded, special tokens may be left out."""
+    return _ended_by_token(seq) and isinstance(seq.stop_reason, str) and seq.params.include_stop_str_in_output
+
+
+def _decodes_by_backend(tokenizer: Any) -> bool:
+    """Whether its class leaves decoding to the tokenizers library."""
+    from transformers import PreTrainedTokenizerFast
+
+    names = ("decode", "_decode")
+    return all(getattr(type(tokenizer), name) is getattr(PreTrainedTokenizerFast, name) for name in names)
+
+
+def _is_local(decoder: Any) -> bool:
+    """Whether the text of tokens, once whole characters, stays the same whatever follows."""
+    try:
+        state: dict[str, Any] = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "Fuse"}
+    except Exception:  # a decoder written in Python
         return False
-
-    def _decode_next(self, token_id: int) -> str:
-        """The characters that this token completes."""
-        if self._backend is None:
-            whole = self._decode_all()
-            return "" if whole.endswith(REPLACEMENT) else whole[len("".join(self._pieces) + self._held) :]
-        try:
-            return self._decoder.step(self._backend, token_id) or ""
-        except Exception:  # A vocabulary with byte tokens takes characters back when a wrong byte follows.
-            self._decoder = DecodeStream(skip_special_tokens=self._params.skip_special_tokens)
-            return self._decoder.step(self._backend, token_id) or ""
-
-    def _decode_all(self) -> str:
-        return decode(self._tokenizer, [self.token_ids], self._params.skip_special_tokens)[0]
-
-    def _num_undecided(self) -> int:
-        """Characters at the end that may be the beginning of a stop string."""
-        for length in range(min(len(self._held), max(map(len, self._params.stop)) - 1), 0, -1):
-            end = self._held[-length:]
-            if any(len(stop) > length and stop.startswith(end) for stop in self._params.stop):
-                return length
-        return 0
-
-    def take(self) -> str:
-        """The text since the last call."""
-        new = "".join(self._pieces[self._num_taken :])
-        self._num_taken = len(self._pieces)
-        return new
-
-    def finish(self) -> str:
-        """The whole text, when no token will follow."""
-        if self.stop_reason is None:
-            self._pieces.append(self._decode_all()[len("".join(self._pieces)) :])
-        return "".join(self._pieces)
-
-
-def read_new_tokens(seq: Sequence) -> bool:
-    """Let a sequence's text stream read the new tokens. True if they complete a stop string, which becomes the
-    stop_reason whatever else has ended the sequence."""
-    stream = seq.text_stream
-    if stream.stop_reason is None:
-        for token_id in seq.tokens[seq.num_prompt_tokens + len(stream.token_ids) : seq.num_known_tokens]:
-            if stream.push(token_id):
-                seq.finish_reason, seq.stop_reason = "stop", stream.stop_reason
-                return True
-    return False
+    parts = state["decoders"] if state["type"] == "Sequence" else [state]
+    names = [part["type"] for part in parts]
+    joined = next((i for i, name in enumerate(names) if name in ("Fuse", "ByteLevel")), len(names))
+    rest = names[joined + 1 :]  # What they do with the whole text is known of Strip alone.
+    return set(names[:joined]) <= set(_DECODERS_OF_TOKENS) and set(rest) <= {"Fuse", "Strip"}

@@ -1,5 +1,7 @@
 """What callers get: results, deltas of a stream, counters of the engine. docs/reference.md describes them."""
 
+from typing import Any, NoReturn, TypeVar, cast
+
 from typing_extensions import NotRequired, TypedDict
 
 from nanovllm.engine.scheduler import Scheduler
@@ -77,6 +79,26 @@ class EngineStats(TypedDict):
     tokens_per_second: float  # generated_tokens / seconds
 
 
+class _Result(dict):
+    """A result, which is a dict, and says so to those who look for attributes, as vLLM's results have them."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        instead = f"result[{name!r}]" if name in self else "result['text']"
+        if name == "outputs" and "samples" in self:
+            instead = "result['samples'], a list of dicts with 'text'"
+        raise AttributeError(
+            f"a result is a dict and has no attribute {name!r}: use {instead}; keys: {', '.join(self)}"
+        )
+
+
+_Dict = TypeVar("_Dict")
+
+
+def as_result(values: _Dict) -> _Dict:
+    """The same dict, for callers."""
+    return cast(_Dict, _Result(cast(Any, values)))
+
+
 def request_output(samples: list[Sequence]) -> RequestOutput:
     first = samples[0]
     output = RequestOutput(
@@ -86,13 +108,13 @@ def request_output(samples: list[Sequence]) -> RequestOutput:
         prompt_logprobs=first.prompt_logprobs,
     )
     if len(samples) > 1:
-        output["samples"] = [_sample_output(seq) for seq in samples]
-    return output
+        output["samples"] = [as_result(_sample_output(seq)) for seq in samples]
+    return as_result(output)
 
 
 def error_output(error: Exception) -> RequestOutput:
     """The result of a request that was not served."""
-    return RequestOutput(
+    output = RequestOutput(
         text=None,
         token_ids=[],
         finish_reason="error",
@@ -104,6 +126,7 @@ def error_output(error: Exception) -> RequestOutput:
         prompt_logprobs=None,
         error=str(error),
     )
+    return as_result(output)
 
 
 def _sample_output(seq: Sequence) -> SampleOutput:

@@ -5,13 +5,14 @@ from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from xxhash import xxh64_intdigest
 
 from nanovllm.config import Config
-from nanovllm.engine.requests.detokenizer import TextStream
-from nanovllm.engine.requests.prompts import Prompt, as_array, read_prompt
+from nanovllm.engine.requests.detokenizer import Detokenizer
+from nanovllm.engine.requests.prompts import BosCheck, Prompt, as_array, read_prompt
+from nanovllm.engine.requests.text_stream import StopStrings, TextStream
 from nanovllm.engine.sampling.logit_edits import LogitEdits, tokenize_bad_words
 from nanovllm.engine.sampling.structured import Grammars
 from nanovllm.engine.sequence import Sequence
@@ -21,16 +22,24 @@ from nanovllm.utils.checks import quoted
 from nanovllm.utils.sized_cache import SizedCache
 
 _MAX_LOGIT_EDITS_BYTES = 2**26  # kept for later requests
+_MAX_STOP_CHARACTERS = 2**22  # likewise
 
 
 class SequenceMaker:
-    """Checks requests and makes their sequences. `num_requests` so far is the next request's id."""
+    """Checks requests and makes their sequences.
+
+    Attributes:
+        num_requests: so far; the next request's id.
+        detokenizer: None without a tokenizer.
+    """
 
     def __init__(self, config: Config, tokenizer: Any, check_length: Callable[[int], None]):
         """tokenizer: None accepts token ids only. check_length: raises ValueError for too many prompt tokens."""
         self.num_requests = 0
         self._seq_ids = count()
         self._tokenizer = tokenizer
+        self._check_bos = BosCheck(tokenizer)
+        self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._vocab_size = config.hf_config.vocab_size
         self._eos = config.eos
         self._block_size = config.kvcache_block_size
@@ -40,6 +49,9 @@ class SequenceMaker:
         self._grammars: Grammars | None = None
         self._logit_edits: SizedCache[SamplingParams, LogitEdits] = SizedCache(
             self._make_logit_edits, lambda params, edits: edits.num_bytes, _MAX_LOGIT_EDITS_BYTES
+        )
+        self._stop_strings: SizedCache[tuple[str, ...], StopStrings] = SizedCache(
+            StopStrings, lambda texts, _: sum(map(len, texts)), _MAX_STOP_CHARACTERS
         )
 
     def make_one(self, prompt: Prompt, params: SamplingParams) -> list[Sequence]:
@@ -112,6 +124,9 @@ class SequenceMaker:
             raise type(error)(f"{where}{error}") from error
         if not isinstance(params, SamplingParams):
             raise TypeError(f"{where_params}must be a SamplingParams, not {type(params).__name__}")
+        stop_tokens: dict[int, str] = {}
+        if params.stop and self.detokenizer is not None:
+            params, stop_tokens = self._take_stop_tokens(params, self.detokenizer.special_tokens)
         try:
             edits, grammars = self._read_params(params)
         except (ValueError, ImportError) as error:
@@ -127,12 +142,22 @@ class SequenceMaker:
             seq.request_id, seq.prompt_index, seq.sample = request_id, index, sample
             if sample:
                 seq.seed = _hash_seed(sample, seed)
-            if self._tokenizer is not None and (streams or params.stop):
-                seq.text_stream = TextStream(self._tokenizer, params)
+            seq.stop_tokens = stop_tokens
+            if self.detokenizer is not None and (streams or params.stop):
+                stops = self._stop_strings.get(cast(tuple[str, ...], params.stop)) if params.stop else None
+                seq.text_stream = TextStream(self.detokenizer, params, stops)
             seqs.append(seq)
             if params.prompt_logprobs is not None and params.n > 1:
                 params = replace(params, prompt_logprobs=None)  # The first sample's are all the others'.
         return seqs
+
+    def _take_stop_tokens(self, params: SamplingParams, known: dict[str, int]) -> tuple[SamplingParams, dict[int, str]]:
+        """Make those stop strings stop tokens that are one special token, because texts may lack special tokens."""
+        found = {known[s]: s for s in params.stop if s in known and known[s] < self._vocab_size}
+        if found:
+            stop = tuple(s for s in params.stop if s not in found.values())
+            params = replace(params, stop=stop, stop_token_ids=(*params.stop_token_ids, *found))
+        return params, found
 
     def _read_params(self, params: SamplingParams) -> tuple[LogitEdits | None, Grammars | None]:
         """What the options need beside the sampler. Raises ValueError or ImportError for what this model cannot do."""
@@ -183,7 +208,7 @@ class SequenceMaker:
                 f"bad_words={quoted(params.bad_words)}: need the model's tokenizer, but skip_tokenizer_init is set; "
                 "logit_bias and allowed_token_ids take token ids"
             )
-        words = tokenize_bad_words(self._tokenizer, params.bad_words)
+        words = tokenize_bad_words(self.detokenizer, params.bad_words)
         self._check_vocabulary("bad_words", (token for word in words for token in word))
         edits = LogitEdits(params, words, self._vocab_size)
         is_left = unpack_mask(edits.mask, self._vocab_size)
@@ -210,6 +235,16 @@ class SequenceMaker:
                 raise type(token_ids)(f"{name}[{i}]: {token_ids}") from token_ids
         return encoded
 
+    def encode_completions(self, completions: list[Prompt], prompts: list[array]) -> list[array]:
+        """Token ids of each completion, those of a text such that they add it to their prompt's text, if the tokenizer
+        can write it. Raises as encode_all."""
+        encoded = self.encode_all(completions, "completions", add_special_tokens=False)
+        for i, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
+            text = read_prompt(completion)
+            if isinstance(text, str) and self.detokenizer.added_text(prompt, encoded[i].tolist(), False) != text:
+                encoded[i] = array("i", self.detokenizer.encode(text))
+        return encoded
+
     def _encode(self, prompts: list[Prompt], **options: Any) -> list[Any]:
         """Token ids of each prompt, or the exception that says what is wrong with it. options: the tokenizer's."""
         found = [prompt if type(prompt) is list else _result_or_error(read_prompt, prompt) for prompt in prompts]
@@ -218,6 +253,7 @@ class SequenceMaker:
         if texts and self._tokenizer is not None:
             # Not verbose: a prompt that is too long gets an error of ours.
             encoded = self._tokenizer([found[i] for i in texts], verbose=False, **options)["input_ids"]
+            self._check_bos(encoded)
         for i, token_ids in zip(texts, encoded, strict=True):
             found[i] = token_ids
         return [

@@ -6,7 +6,7 @@ from itertools import islice, takewhile
 from operator import attrgetter
 from typing import Any
 
-from nanovllm.engine.requests.outputs import RequestOutput, StreamDelta, error_output, request_output
+from nanovllm.engine.requests.outputs import RequestOutput, StreamDelta, as_result, error_output, request_output
 from nanovllm.engine.requests.prompts import Prompt
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -37,7 +37,7 @@ def new_deltas(seqs: list[Sequence], finished: list[Sequence]) -> Iterator[Strea
         )
         if is_last and seq.error is not None:
             delta["error"] = seq.error
-        yield delta
+        yield as_result(delta)
 
 
 class Results:

@@ -3,10 +3,10 @@
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
+from nanovllm.engine.requests.detokenizer import Detokenizer
 from nanovllm.layers.token_masks import pack_mask
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import quoted
@@ -56,12 +56,12 @@ class LogitEdits:
         ]
 
 
-def tokenize_bad_words(tokenizer: Any, bad_words: Iterable[str]) -> list[list[int]]:
+def tokenize_bad_words(detokenizer: Detokenizer | None, bad_words: Iterable[str]) -> list[list[int]]:
     """The tokens of each word, as it is and after a space. Raises ValueError for a word without tokens."""
     found = []
     for word in bad_words:
         bare = word.lstrip(" ") or word
-        ids, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in (bare, f" {bare}"))
+        ids, spaced = detokenizer.encode(bare), detokenizer.encode(f" {bare}")
         if not ids:
             raise ValueError(f"bad_words: {quoted(word)} has no tokens")
         found.append(ids)
