@@ -90,10 +90,10 @@ def read_hf_config(directory: str) -> Any:
     except Exception as error:
         code, model_type = content.get("auto_map"), content.get("model_type")
         reason = one_line(error)
-        if code:
+        if code and "trust_remote_code" in reason:  # an option that we do not have
             reason = (
                 f"auto_map names code of the checkpoint, {quoted(code)}, which is never run, and transformers has no "
-                f"class of its own that reads model_type {quoted(model_type)} ({reason})"
+                f"class of its own that reads model_type {quoted(model_type)}"
             )
         raise ValueError(f"{file}: cannot be used: {reason}") from error
 

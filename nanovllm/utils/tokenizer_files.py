@@ -86,9 +86,11 @@ def _load(cls: Any, directory: str) -> Any:
 def _explain(directory: str, error: Exception) -> str | None:
     """What to do about a tokenizer that transformers cannot load, where its own message would mislead."""
     if code := _own_code(directory):
+        reason = one_line(error)
+        reason = "" if "trust_remote_code" in reason else f" ({reason})"  # an option that we do not have
         return (
             f"auto_map names code of the checkpoint, {code}, which is never run, and transformers has no class of its "
-            f"own that loads these files ({one_line(error)}). If you trust that code, run it elsewhere and save a "
+            f"own that loads these files{reason}. If you trust that code, run it elsewhere and save a "
             f"{_JSON}; {_ALTERNATIVES}"
         )
     file = Path(directory, _MODEL)
