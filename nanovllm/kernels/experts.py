@@ -46,6 +46,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.linear_checks import BLOCK
+from nanovllm.kernels.shared_memory import fitting_stages
 
 _E4M3 = torch.float8_e4m3fn
 MAX_EXPERTS = 1024  # What one program sorts and compares at once.
@@ -62,13 +63,23 @@ class TileConfig(NamedTuple):
     columns: int  # output columns of a tile, of `gate_up` as many of the gate and of the up projection; at least 16
     k: int  # input columns of a step, at least 16
     num_warps: int
-    # Of the load pipeline. A stage holds k columns of the tokens and of the weight's rows, of `gate_up` twice as many;
-    # all must fit in 227 KiB.
-    num_stages: int
+    num_stages: int  # of the load pipeline
+
+    def fitted(self, num_weights: int, x_bytes: int, weight_bytes: int, device: torch.device) -> "TileConfig | None":
+        """These constants, with as many stages as the card's shared memory holds; None if it does not hold two.
+
+        num_weights: rows of the weight for each output column: 2 of `gate_up`, 1 of `down`. x_bytes, weight_bytes: of
+        one number.
+        """
+        num_stages = fitting_stages(self.stage_bytes(num_weights, x_bytes, weight_bytes), self.num_stages, device)
+        return self._replace(num_stages=num_stages) if num_stages else None
+
+    def stage_bytes(self, num_weights: int, x_bytes: int, weight_bytes: int) -> int:
+        return self.k * (x_bytes * self.tokens + num_weights * weight_bytes * self.columns)
 
 
 def default_config(num_pairs: int, num_experts: int, itemsize: int) -> TileConfig:
-    """Launch constants that work for both products; those of the tuned table are faster."""
+    """Launch constants that work for both products on every card; those of the tuned table are faster."""
     tokens = 16
     while tokens < 128 and tokens * num_experts < num_pairs:
         tokens *= 2

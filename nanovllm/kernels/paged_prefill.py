@@ -12,6 +12,7 @@ import triton.language as tl
 
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.paged_cache import check_layout, key_slots, load_blocks
+from nanovllm.kernels.shared_memory import fits, reads_operands_there
 
 
 class PrefillTiles(NamedTuple):
@@ -22,13 +23,37 @@ class PrefillTiles(NamedTuple):
     num_warps: int
     num_stages: int  # of the load pipeline
 
+    def shared_bytes(self, padded_dim: int, itemsize: int, device: torch.device) -> int:
+        """What a program needs at most: the queries, and of each stage one tile of keys and one of values. Where
+        operands are copied to registers, one stage less, and the weights on their way from one product to the next."""
+        stages, row_bytes = self.num_stages, padded_dim * itemsize
+        if itemsize == 4 or reads_operands_there(device):
+            return (self.rows + 2 * self.keys * stages) * row_bytes
+        # Without a pipeline keys and values take turns.
+        tiles = 2 * (stages - 1) if stages > 1 else 1
+        return (self.rows + self.keys * tiles) * row_bytes + self.rows * self.keys * itemsize
 
-def choose_tiles(padded_dim: int, itemsize: int, max_rows: int, paged: bool) -> PrefillTiles:
-    """Tiles that fit Hopper's 227 KiB of shared memory and its 64-row tensor core instructions, measured on an H200.
+    def smaller(self) -> "PrefillTiles":
+        """With half as many keys, or, from 32 keys down, half as many rows."""
+        if self.keys > _FEW_KEYS or self.rows <= _FEW_ROWS:
+            return self._replace(keys=self.keys // 2)
+        return self._replace(rows=self.rows // 2, num_warps=max(4, self.num_warps // 2))
 
-    A pipeline stage holds one tile of keys and one of values: `2 * keys * padded_dim * itemsize` bytes. float32 needs
-    small tiles that fit the registers, because it does not run on tensor cores, which would round its products.
-    """
+
+_FEW_KEYS, _FEW_ROWS, _FEWEST_KEYS = 32, 64, 16
+
+
+def choose_tiles(padded_dim: int, itemsize: int, max_rows: int, paged: bool, device: torch.device) -> PrefillTiles:
+    """The tiles that were the fastest on an H200, made smaller until they fit the card's shared memory."""
+    tiles = _fastest_tiles(padded_dim, itemsize, max_rows, paged)
+    while tiles.keys > _FEWEST_KEYS and not fits(tiles.shared_bytes(padded_dim, itemsize, device), device):
+        tiles = tiles.smaller()
+    return tiles
+
+
+def _fastest_tiles(padded_dim: int, itemsize: int, max_rows: int, paged: bool) -> PrefillTiles:
+    """They suit Hopper's 64-row tensor core instructions. float32 needs small tiles that fit the registers, because it
+    does not run on tensor cores, which would round its products."""
     if itemsize == 4:
         return PrefillTiles(32 if padded_dim <= 128 else 16, 32, 8, 1)
     if 64 < padded_dim <= 128 and not paged:
@@ -198,7 +223,7 @@ def paged_prefill(
         return out
     group = num_heads // num_kv_heads
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    tiles = choose_tiles(padded_dim, q.element_size(), max_seqlen_q * group, paged)
+    tiles = choose_tiles(padded_dim, q.element_size(), max_seqlen_q * group, paged, q.device)
     grid = (num_kv_heads, cu_seqlens_q.numel() - 1, triton.cdiv(max_seqlen_q * group, tiles.rows))
     tables = block_tables if paged else cu_seqlens_k  # It is not read without a table.
     launcher(_paged_prefill_kernel, grid)(

@@ -21,6 +21,7 @@ from torch import Tensor
 from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents, gdc_wait, has_pdl, prefetch_lines
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.linear_checks import BLOCK, check_layer, check_result, check_scaled_layer
+from nanovllm.kernels.shared_memory import fitting_stages
 
 DTYPES = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # columns; other rows are read two bytes at a time
@@ -40,12 +41,19 @@ class SplitKConfig(NamedTuple):
     tile_rows: int  # weight rows of a program, at least 16; with `silu` two make one output column
     tile_k: int  # columns of a step, at least 16
     splits: int  # programs among which K is divided
-    # Of the load pipeline. A stage holds tile_k columns of tile_tokens of x and of tile_rows of the weight. All must
-    # fit in 227 KiB.
-    num_stages: int
+    num_stages: (
+        int  # of the load pipeline; each holds tile_k columns of tile_tokens of x and of tile_rows of the weight
+    )
     prefetch: int  # first columns of its split that a program prefetches into L2 while it waits; 0 for none
     tile_tokens: int = TILE_TOKENS  # at least 16
     num_warps: int = 4
+
+    def fitted(self, itemsize: int, device: torch.device) -> "SplitKConfig | None":
+        """These constants, with as many stages as the card's shared memory holds; None if it does not hold two.
+        itemsize: bytes of a number of x and of the weight."""
+        stage_bytes = itemsize * self.tile_k * (self.tile_rows + self.tile_tokens)
+        num_stages = fitting_stages(stage_bytes, self.num_stages, device)
+        return self._replace(num_stages=num_stages) if num_stages else None
 
 
 def make_arrivals(device: torch.device | str | None = None) -> Tensor:

@@ -12,11 +12,11 @@ from nanovllm.layers.expert_products import ExpertsProblem, compute_experts
 from nanovllm.layers.fp8_products import quantize_input
 from nanovllm.layers.matmul import Candidate
 from nanovllm.layers.quack import Quack, Tile
-from nanovllm.layers.quantization import Fp8Weight, Quantized, values_and_scale
+from nanovllm.layers.quantization import E4M3, Fp8Weight, Quantized, Weight, values_and_scale
 
 if HAS_TRITON:
     from nanovllm.kernels import experts_gemv
-    from nanovllm.kernels.experts import MAX_EXPERTS, add_pairs, route, sort_by_expert
+    from nanovllm.kernels.experts import MAX_EXPERTS, TileConfig, add_pairs, route, sort_by_expert
     from nanovllm.kernels.experts_gemv import ExpertsGemvConfig
     from nanovllm.kernels.launch import is_compiling_ahead
 
@@ -56,6 +56,9 @@ class ExpertTiles(Candidate):
         """constants: two `TileConfig`s, for gate_up and down."""
         return compute_experts(problem, constants, rounds_inputs=False)
 
+    def fitted(self, weight: Weight, constants: tuple) -> tuple | None:
+        return _fitted(weight, constants, weight.input_dtype if isinstance(weight, Fp8Weight) else weight.dtype)
+
 
 class Fp8ExpertTiles(Candidate):
     """The same with inputs that are quantised first, which tensor cores multiply by weights in fp8 twice as fast."""
@@ -69,6 +72,9 @@ class Fp8ExpertTiles(Candidate):
     def launch(self, problem: ExpertsProblem, constants: tuple) -> Tensor:
         """constants: two `TileConfig`s, for gate_up and down."""
         return compute_experts(problem, constants)
+
+    def fitted(self, weight: Weight, constants: tuple) -> tuple | None:
+        return _fitted(weight, constants, E4M3)
 
 
 class GroupedMm(Candidate):
@@ -124,6 +130,14 @@ class QuackExperts(Candidate):
         hidden = multiply("linear_silu", problem.x, problem.weight, gate_up_tile, **options)
         y = None if hidden is None else multiply("linear", hidden, problem.down, down_tile, starts=pairs.starts)
         return None if y is None else pairs.add(y)
+
+
+def _fitted(weight: Weight, constants: tuple, input_dtype: torch.dtype) -> tuple | None:
+    """Two `TileConfig`s, each with the stages that fit the GPU; None if one fits with none. input_dtype: of the
+    products' input as it is multiplied."""
+    sizes = input_dtype.itemsize, values_and_scale(weight)[0].itemsize, weight.device
+    configs = [TileConfig(*each).fitted(n, *sizes) for n, each in zip((2, 1), constants, strict=True)]
+    return None if None in configs else tuple(configs)
 
 
 def _suits_torch(problem: ExpertsProblem, unit: int) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 from nanovllm.kernels import HAS_TRITON, use_kernels
 from nanovllm.layers.fp8_products import quantize_input
 from nanovllm.layers.matmul import Candidate, Problem
-from nanovllm.layers.quantization import Fp8Weight, values_and_scale
+from nanovllm.layers.quantization import Fp8Weight, Weight, values_and_scale
 
 if HAS_TRITON:
     from nanovllm.kernels import gemv as gemv_kernels
@@ -65,6 +65,9 @@ class SplitK(Candidate):
             return weight.input_dtype in split_k_kernels.DTYPES
         is_small = len(weight) <= MAX_ROWS and len(problem.x) <= split_k_kernels.MAX_TOKENS
         return is_small and weight.dtype in split_k_kernels.DTYPES
+
+    def fitted(self, weight: Weight, constants: tuple) -> tuple | None:
+        return SplitKConfig(*constants).fitted(values_and_scale(weight)[0].itemsize, weight.device)
 
     def launch(self, problem: Problem, constants: tuple) -> Tensor:
         weight, y, options = problem.weight, _result(problem), _options(problem)

@@ -14,7 +14,7 @@ W is a tensor of x's dtype, or in fp8 with scales (`quantization`), which some c
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from nanovllm.layers.expert_products import ExpertsProblem, compute_experts
 from nanovllm.layers.fp8_products import compute_fp8
 from nanovllm.layers.layernorm import Normed
 from nanovllm.layers.quantization import Fp8Weight, Weight
-from nanovllm.tuning.table import Key, Row, Table
+from nanovllm.tuning.table import Choice, Key, Row, Table
 from nanovllm.utils.context import get_context
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,11 @@ class Candidate(ABC):
     def launch(self, problem: Any, constants: tuple) -> Tensor | Gated | None:
         """The result, of a linear_silu perhaps before its activation. None if it failed and another candidate must
         compute it. constants: from the table."""
+
+    def fitted(self, weight: Weight, constants: tuple) -> tuple | None:
+        """The table's constants, cut to the shared memory of the weight's GPU, which may not be the one that they were
+        measured on. None if they cannot be."""
+        return constants
 
     def serves(self, weight: Weight) -> bool:
         """Whether it computes this weight's products in decode steps, if these are padded for it."""
@@ -138,11 +143,12 @@ class Matmul:
         is_prefill = get_context().is_prefill
         short_key = operation, is_prefill, weight.shape, weight.dtype
         if short_key not in self._rows:
-            self._rows[short_key] = self._find(Key.of(operation, is_prefill, weight))
+            self._rows[short_key] = self._find(Key.of(operation, is_prefill, weight), weight)
         return self._rows[short_key]
 
-    def _find(self, key: Key) -> Row[tuple[Candidate, tuple]]:
-        """The table's row, with the installed candidates instead of their names."""
+    def _find(self, key: Key, weight: Weight) -> Row[tuple[Candidate, tuple]]:
+        """The table's row, with the installed candidates instead of their names, and of their constants what fits the
+        weight's GPU."""
         row, candidates = self._table.find(key), self._candidates
         if key not in self._table.rows and key.phase == "decode":  # Then the row, if any, is that of another shape.
             row = None if key.operation == "padding" else row
@@ -154,9 +160,12 @@ class Matmul:
                 text = "%s with a weight [%d, %d] was not measured on this GPU; to measure it: nanovllm tune %s"
                 logger.info(text, key.operation, key.N, key.K, self._model)
         buckets = zip(row.bounds, row.choices, strict=True) if row else [(1, ())]
-        return Row(
-            {
-                bound: [(candidates[name], constants) for name, constants in choices if name in candidates]
-                for bound, choices in buckets
-            }
-        )
+
+        def usable(choices: Sequence[Choice]) -> Iterator[tuple[Candidate, tuple]]:
+            for name, measured in choices:
+                candidate = candidates.get(name)
+                constants = None if candidate is None else candidate.fitted(weight, measured)
+                if constants is not None:
+                    yield candidate, constants
+
+        return Row({bound: usable(choices) for bound, choices in buckets})

@@ -97,7 +97,8 @@ def test_every_variant_of_prefill_attention_is_warmed_up(max_model_len, group, m
 
     def variants(lens):
         """Of our kernel, for (cached, new) tokens."""
-        return {(choose_tiles(128, 2, new * group, paged=cached > 0), cached > 0) for cached, new in lens}
+        cpu = torch.device("cpu")
+        return {(choose_tiles(128, 2, new * group, cached > 0, cpu), cached > 0) for cached, new in lens}
 
     limits = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
     config = SimpleNamespace(max_model_len=max_model_len, kvcache_block_size=16, **limits)

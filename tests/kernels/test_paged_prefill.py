@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from nanovllm.kernels import paged_prefill as kernel
+from nanovllm.kernels import shared_memory
 from nanovllm.kernels.paged_prefill import choose_tiles, paged_prefill
 from nanovllm.layers.attention_torch import prefill_attention_torch
 
@@ -200,14 +202,23 @@ def test_the_last_tokens_alone_see_their_windows(device):
         torch.testing.assert_close(function(**(every | some)), function(**every)[last], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("kibibytes", [99, 163, 227])
+@pytest.mark.parametrize("is_hopper", [False, True])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("padded_dim", [16, 32, 64, 128, 256])
-def test_tiles_fit_shared_memory(padded_dim, itemsize, paged):
-    """Queries, and in each stage of the pipeline keys and values: 227 KiB on Hopper."""
+def test_tiles_fit_shared_memory(monkeypatch, padded_dim, itemsize, is_hopper, kibibytes):
+    """Of every card, also of a Hopper that had as little as a GeForce card. Where there is room, the fastest stay."""
+    device = torch.device("cpu")
+    monkeypatch.setattr(shared_memory, "shared_bytes", lambda device: kibibytes * 1024)
+    monkeypatch.setattr(kernel, "reads_operands_there", lambda device: is_hopper)
     for max_rows in (1, 64, 65, 256, 257, 10000):
-        tiles = choose_tiles(padded_dim, itemsize, max_rows, paged)
-        assert (tiles.rows + tiles.num_stages * 2 * tiles.keys) * padded_dim * itemsize <= 227 * 1024
+        for paged in (False, True):
+            tiles = choose_tiles(padded_dim, itemsize, max_rows, paged, device)
+            assert shared_memory.fits(tiles.shared_bytes(padded_dim, itemsize, device), device)
+            assert tiles.keys >= 16
+            assert tiles.rows >= 16
+            if kibibytes == 227:
+                assert tiles == kernel._fastest_tiles(padded_dim, itemsize, max_rows, paged)
 
 
 def test_no_tokens(device):

@@ -1,0 +1,354 @@
+"""Compile the kernels that engines launch, for cards that this machine does not have, and check their shared memory.
+
+    python scripts/compile_for_cards.py                 what the tests compile: of each kernel, what needs the most
+    python scripts/compile_for_cards.py --all           every variant, which takes about a second each
+    python scripts/compile_for_cards.py --cards 89 --models gemma-3-4b --all
+
+For each card and each model family, an engine's own start runs on tensors without memory (torch's FakeTensorMode): it
+chooses its back end, tiles and table rows as on the card, and `kernel_compilation` goes through the launches of the
+start and of later steps. No list of kernels is kept here. Triton compiles for any card without having one.
+
+Needs no GPU. It prints a line for each card, and exits with 1 if a launch does not compile or does not fit.
+"""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nanovllm.config import Config
+from nanovllm.engine import model_runner
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.runner import kernel_compilation, model_setup
+from nanovllm.kernels import launch
+from nanovllm.kernels.experts import TileConfig
+from nanovllm.kernels.paged_prefill import PrefillTiles
+from nanovllm.kernels.shared_memory import fits, held_stages
+from nanovllm.layers.attention_gpu import GpuBackend
+from nanovllm.models.layer_facts import few_layers
+from nanovllm.models.presets import PRESET_NAMES, preset_config
+
+# Compute capability -> KiB of shared memory that a program may have (CUDA C++ programming guide, "Technical
+# Specifications per Compute Capability"). The device index of a pretended card is its place here.
+CARDS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+_SPARE_BYTES = 2 * 1024  # as in `kernels.shared_memory`
+_FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+_FP8_CARD = 89
+# Triton has one code for sm_80, 86 and 89, apart from fp8.
+_CODE_OF_OTHERS = (80, 86)
+# Cards for which kernels are compiled that multiply no tiles by tensor cores: their code differs by dependent launches,
+# from sm_90 on. Every test on a GPU runs that of sm_90.
+_ALL_KERNELS = (89, 120)
+
+
+class Launch(NamedTuple):
+    """One variant of a kernel."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return tuple(arg.dtype if isinstance(arg, _Pointer) else arg.base.dtype for arg in self.args if _is_data(arg))
+
+    def size(self) -> int:
+        """Numbers that the constants of the tile suggest, to find the launch with the largest one."""
+        names = ("TILE", "TOKENS", "ROWS", "COLUMNS", "KEYS", "BLOCK", "PADDED")
+        size = self.options.get("num_stages", 1)
+        for name, value in self.options.items():
+            if any(part in name for part in names) and name != "BLOCK_SIZE" and isinstance(value, int):
+                size *= max(1, value)
+        return size
+
+    def estimate(self, device: torch.device) -> int | None:
+        """Bytes of shared memory, as the choice of the constants estimates them. None if nothing depends on them."""
+        options = self.options
+        if self.name == "_paged_prefill_kernel":
+            tiles = PrefillTiles(*(options[name] for name in ("TILE_ROWS", "TILE_KEYS", "num_warps", "num_stages")))
+            return tiles.shared_bytes(options["PADDED_DIM"], self.dtypes[1].itemsize, device)
+        if self.name == "_experts_kernel":
+            config = TileConfig(*(options[name] for name in ("TOKENS", "COLUMNS", "K_TILE", "num_warps", "num_stages")))
+            x, weight = self.args[0].dtype, self.args[2]
+            weight = weight.dtype if isinstance(weight, _Pointer) else weight.base.dtype
+            stage = config.stage_bytes(2 if options["SILU"] else 1, x.itemsize, weight.itemsize)
+            return stage * held_stages(config.num_stages, device)
+        return None
+
+
+class _Pointer:
+    """A tensor, as Triton sees it when it chooses a variant."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.dtype, self._offset = tensor.dtype, tensor.storage_offset() * tensor.element_size()
+
+    def data_ptr(self) -> int:
+        return self._offset  # Storages begin at multiples of 512.
+
+    @staticmethod
+    def ptr_range() -> int:
+        return 0
+
+
+def _is_data(arg: Any) -> bool:
+    return isinstance(arg, _Pointer | TensorDescriptor)
+
+
+class _OnPretendedCards(TorchFunctionMode):
+    """What torch refuses to do with fake tensors of a GPU where it is built without CUDA: indexing, copies between
+    them and the host's real memory, and page-locked memory."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        is_fake = [isinstance(arg, FakeTensor) for arg in args if isinstance(arg, torch.Tensor)]
+        if kwargs.pop("pin_memory", False) or func is torch.from_numpy or (is_fake and not any(is_fake)):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func is torch.tensor:
+            device = kwargs.pop("device", None)
+            with unset_fake_temporarily():
+                values = func(*args, **kwargs, device="cpu")
+            on_card = device is not None and torch.device(device).type == "cuda"
+            return torch.empty(values.shape, dtype=values.dtype, device=device) if on_card else values
+        if func is torch.Tensor.copy_ and not all(is_fake):
+            return args[0]
+        if func is torch.Tensor.__setitem__:
+            return None  # The results mean nothing.
+        if func is torch.Tensor.__getitem__:
+            return _indexed(*args)
+        return func(*args, **kwargs)
+
+
+def _indexed(x: torch.Tensor, index: Any) -> torch.Tensor:
+    aten, dim = torch.ops.aten, 0
+    index = index if isinstance(index, tuple) else (index,)
+    for i, each in enumerate(index):
+        if each is None:
+            x, dim = x.unsqueeze(dim), dim + 1
+        elif each is Ellipsis:
+            dim = x.dim() - sum(later is not None for later in index[i + 1 :])
+        elif isinstance(each, slice):
+            x, dim = aten.slice(x, dim, each.start, each.stop, each.step or 1), dim + 1
+        elif isinstance(each, int):
+            x = aten.select(x, dim, each)
+        else:
+            x, dim = aten.index(x, [*[None] * dim, each]), dim + 1
+    return x
+
+
+class _Driver:
+    """Triton's driver of one pretended card: what compiling asks of it."""
+
+    launcher_cls = None
+
+    def __init__(self, index: int):
+        self._index = index
+
+    def get_current_device(self) -> int:
+        return self._index
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", list(CARDS)[self._index], 32)
+
+
+class _Event:
+    def record(self) -> None:
+        pass
+
+
+@contextmanager
+def pretended_card(capability: int) -> Iterator[torch.device]:
+    """A block in which torch and Triton have all cards, and this one is the current one."""
+    names = list(CARDS)
+    index = names.index(capability)
+
+    def properties(device: Any = None) -> SimpleNamespace:
+        i = device if isinstance(device, int) else index if device is None else device.index
+        shared = CARDS[names[i]] * 1024
+        sizes = {"multi_processor_count": 128, "total_memory": 192 * 2**30}
+        return SimpleNamespace(major=names[i] // 10, minor=names[i] % 10, shared_memory_per_block_optin=shared, **sizes)
+
+    def get_capability(device: Any = None) -> tuple[int, int]:
+        found = properties(device)
+        return found.major, found.minor
+
+    answers = {
+        "is_available": lambda: True,
+        "device_count": lambda: len(CARDS),
+        "current_device": lambda: index,
+        "get_device_properties": properties,
+        "get_device_capability": get_capability,
+        "get_device_name": lambda device=None: "pretended sm_{}{}".format(*get_capability(device)),
+        "Event": _Event,
+    }
+    before = driver._active
+    driver.set_active(_Driver(index))
+    try:
+        with ExitStack() as stack:
+            for name, answer in answers.items():
+                stack.enter_context(patch.object(torch.cuda, name, answer))
+            yield torch.device("cuda", index)
+    finally:
+        driver._active = before
+
+
+def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[tuple, Launch]:
+    """The variants that an engine launches on a pretended card, from its start on."""
+    found: dict[tuple, Launch] = {}
+
+    def record(kernel, grid, *args, **constants) -> None:
+        args = tuple(_Pointer(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
+        found.setdefault((kernel, *map(_kind, args), *constants.items()), Launch(kernel, grid, args, constants))
+
+    config = Config(model, load_format="dummy", skip_tokenizer_init=True, device=str(device), **options)
+    with ExitStack() as stack:
+        for target, name, value in (
+            (launch, "_compile", record),
+            (model_runner, "free_memory", lambda device: 0),
+            # Other packages' kernels are theirs to test.
+            (model_setup, "load_quack", lambda *args, **options: None),
+            (GpuBackend, "use_flash_attn4", lambda *args, **options: None),
+        ):
+            stack.enter_context(patch.object(target, name, value))
+        for block in (FakeTensorMode(allow_non_fake_inputs=True), _OnPretendedCards(), torch.inference_mode()):
+            stack.enter_context(block)
+        token = launch._variants.set(set())
+        try:
+            runner = ModelRunner(config, device)
+            model_setup.build_model(runner, *model_setup.choose_backend(config))
+            with few_layers(runner.model):
+                kernel_compilation._trace(runner)
+        finally:
+            launch._variants.reset(token)
+    return found
+
+
+def _kind(arg: Any) -> Any:
+    """What of an argument selects the variant."""
+    if isinstance(arg, _Pointer):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    if isinstance(arg, TensorDescriptor):
+        return arg.base.dtype, tuple(arg.block_shape)
+    return launch._kind(arg)
+
+
+def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(model, options): each model, and one of each kind of layer and head_dim in float32, and in fp8 where the card
+    has that."""
+    kinds = set()
+    for model in models:
+        yield model, {}
+        config = preset_config(model)
+        num_experts = getattr(config, "num_experts", 0)
+        kind = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads, num_experts > 0
+        if kind not in kinds:
+            kinds.add(kind)
+            yield model, {"dtype": "float32"}
+            if capability >= _FP8_CARD:
+                yield model, _FP8
+
+
+def family_models() -> list[str]:
+    """The first published size of each architecture."""
+    return list({preset_config(name).architectures[0]: name for name in reversed(PRESET_NAMES)}.values())[::-1]
+
+
+def largest(variants: list[Launch], device: torch.device, capability: int) -> list[Launch]:
+    """Of each kernel the launch that needs the most shared memory. Where constants depend on it, that of each set of
+    dtypes. Other kernels with fp8 and without, for some cards."""
+    found: dict[tuple, tuple[tuple[int, int], Launch]] = {}
+    for each in variants:
+        estimate = each.estimate(device)
+        kind: Any = None
+        if estimate is None:
+            if capability not in _ALL_KERNELS:
+                continue
+            kind = torch.float8_e4m3fn in each.dtypes
+        elif capability not in _CODE_OF_OTHERS:
+            kind = frozenset(each.dtypes)
+        size, key = (estimate or 0, each.size()), (each.name, kind)
+        if key not in found or size > found[key][0]:
+            found[key] = size, each
+    return [each for _, each in found.values()]
+
+
+def check(variants: list[Launch], device: torch.device, capability: int) -> tuple[int, list[str]]:
+    """Compile them. Returns the most bytes of shared memory, and the errors."""
+    most, errors = 0, []
+    for each in variants:
+        where = f"sm_{capability} {each.name} {each.dtypes} {each.options}"
+        try:
+            metadata = each.kernel.warmup(*each.args, grid=each.grid, **each.options).metadata
+        except Exception as error:
+            errors.append(f"{where}: {type(error).__name__}: {error}")
+            continue
+        most = max(most, metadata.shared)
+        if metadata.shared > CARDS[capability] * 1024:
+            errors.append(f"{where}: {metadata.shared} bytes of shared memory")
+        estimate = each.estimate(device)
+        if estimate is not None and metadata.shared > estimate + _SPARE_BYTES:
+            errors.append(f"{where}: {metadata.shared} bytes of shared memory, estimated as {estimate}")
+    return most, errors
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of the assemblers that it has run."""
+    return sum(os.times()[:4])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="compile kernels for cards that are not here")
+    parser.add_argument("--cards", type=int, nargs="+", default=list(CARDS), choices=list(CARDS))
+    parser.add_argument("--models", nargs="+", default=family_models(), choices=PRESET_NAMES)
+    parser.add_argument("--all", action="store_true", help="every variant, not the largest of each kind")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    all_errors = []
+    for capability in arguments.cards:
+        start, errors = _cpu_seconds(), []
+        with pretended_card(capability) as device:
+            found: dict[tuple, Launch] = {}
+            for model, options in engines(arguments.models, capability):
+                found |= launches(model, options, device)
+            for each in found.values():
+                estimate = each.estimate(device)
+                if estimate is not None and not fits(estimate, device):
+                    errors.append(f"sm_{capability} {each.name} {each.options}: estimated as {estimate} bytes")
+            traced = _cpu_seconds() - start
+            compiled = list(found.values()) if arguments.all else largest(list(found.values()), device, capability)
+            most, more = check(compiled, device, capability)
+        errors += more
+        all_errors += errors
+        kernels = len({each.name for each in found.values()})
+        print(
+            f"sm_{capability}: {kernels} kernels in {len(found)} variants, {len(compiled)} compiled, "
+            f"{most / 1024:.1f} of {CARDS[capability]} KiB, {len(errors)} errors, "
+            f"{traced:.1f} + {_cpu_seconds() - start - traced:.1f} s",
+            flush=True,
+        )
+    print(*all_errors, sep="\n", end="")
+    sys.exit(bool(all_errors))
+
+
+if __name__ == "__main__":
+    main()

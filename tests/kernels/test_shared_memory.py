@@ -1,0 +1,72 @@
+"""Constants that were measured on one card, on cards with less shared memory."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels import shared_memory
+from nanovllm.kernels.shared_memory import fitting_stages
+from nanovllm.layers.expert_candidates import ExpertTiles
+from nanovllm.layers.matmul import Cublas, Matmul
+from nanovllm.tuning.table import Choice, Key, Row, Table
+
+KIB = 1024
+SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_for_cards.py"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """card(KiB, is_hopper): the shared memory of every device from now on."""
+
+    def have(kibibytes: int, is_hopper: bool) -> None:
+        monkeypatch.setattr(shared_memory, "shared_bytes", lambda device: kibibytes * KIB)
+        monkeypatch.setattr(shared_memory, "reads_operands_there", lambda device: is_hopper)
+
+    return have
+
+
+@pytest.mark.parametrize(
+    ("kibibytes", "is_hopper", "stages"),
+    [(227, True, 4), (99, True, 2), (163, False, 4), (99, False, 3), (60, True, 0), (60, False, 2), (40, False, 0)],
+)
+def test_stages_are_as_many_as_fit(card, kibibytes, is_hopper, stages):
+    card(kibibytes, is_hopper)
+    assert fitting_stages(48 * KIB, 4, CPU) == stages
+
+
+@pytest.mark.parametrize(
+    ("kibibytes", "is_hopper", "stages"),
+    [(227, True, (4, 4)), (163, False, (4, 4)), (99, False, (3, 3)), (40, True, None)],
+)
+def test_a_table_offers_a_card_what_fits_it(card, kibibytes, is_hopper, stages):
+    """A step's choice is the measured one with fewer stages, or, where not even two fit, the next one."""
+    card(kibibytes, is_hopper)
+    tiles = (128, 128, 64, 8), (128, 256, 64, 8)  # 48 KiB a stage in bfloat16
+    key = Key("experts", "decode", 512, 256, "bfloat16", 4)
+    table = Table({key: Row({64: [Choice("expert-tiles", tuple((*each, 4) for each in tiles)), Choice("cublas")]})})
+    weight = torch.empty(4, 512, 256, dtype=torch.bfloat16, device="meta")
+    found = Matmul(table, [ExpertTiles()]).choices("experts", weight, 8)
+    if stages is None:
+        assert [type(candidate) for candidate, _ in found] == [Cublas]
+    else:
+        assert found[0][1] == tuple((*each, n) for each, n in zip(tiles, stages, strict=True))
+
+
+@pytest.mark.timeout(1800)  # Beside other tests, a card may take minutes.
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there are other GPUs")
+@pytest.mark.parametrize("cards", [("80", "86", "89"), ("90", "100", "120")], ids="-".join)
+def test_what_engines_launch_fits_every_card(cards):
+    """Of every family: see the script. Triton's interpreter must be off for it."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, SCRIPT, "--cards", *cards], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for card in cards:
+        assert re.search(rf"^sm_{card}: .* 0 errors", done.stdout, re.MULTILINE)
