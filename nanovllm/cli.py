@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"nanovllm {options.command}: {error}", file=sys.stderr)
         return _FAILED
     except KeyboardInterrupt:
-        print(f"nanovllm {options.command}: interrupted, nothing was written", file=sys.stderr)
+        outcome = getattr(options, "interrupted", "nothing was written")
+        print(f"nanovllm {options.command}: interrupted, {outcome}", file=sys.stderr)
         return _INTERRUPTED
 
 
@@ -280,7 +281,8 @@ def _add_tune(commands: Any) -> None:
         "tune",
         help="measure which kernels are the fastest for a model on this GPU",
         description="Measure which kernels are the fastest for a model's matrix products on this GPU. Engines of this "
-        "user take the result from the cache directory when they start. No weights are read.",
+        "user take the result from the cache directory when they start. No weights are read. A run that was "
+        "stopped goes on where it was.",
     )
     tune.add_argument("model", help="a directory, a hub id, or the name of a published shape such as Qwen3-8B")
     tune.add_argument("--device", default="cuda", help="the GPU to measure, cuda or cuda:N (default: %(default)s)")
@@ -291,7 +293,7 @@ def _add_tune(commands: Any) -> None:
     target.add_argument("--output", type=Path, metavar="FILE", help="write the table to this file instead")
     target.add_argument("--package", action="store_true", help="write the table into the package, to contribute it")
     tune.add_argument("--dry-run", action="store_true", help="list what would be measured; needs no GPU")
-    tune.set_defaults(run=_tune)
+    tune.set_defaults(run=_tune, interrupted="and the same command goes on from there")
 
 
 def _tune(options: argparse.Namespace) -> int:

@@ -112,6 +112,9 @@ class GemvWins:
     def __init__(self, shapes, attention):
         self.candidates = dict.fromkeys(("cublas", "gemv"))
 
+    def fitted(self, i, choice):
+        return choice
+
     def compile(self, trials, tell):
         assert {choice.candidate for *_, choice in trials} == {"cublas", "gemv"}
         tell(1, 1)
@@ -173,14 +176,47 @@ def test_a_gpu_that_is_not_there_is_named(gpu, capsys, device):
     assert f"--device {device}: must be cuda or cuda:N, with N less than 1" in capsys.readouterr().err
 
 
-def test_an_interruption_writes_nothing(gpu, monkeypatch, capsys):
-    def interrupt(self, *args):
-        raise KeyboardInterrupt
+def test_what_an_interruption_leaves_is_not_measured_again(gpu, monkeypatch, capsys, tmp_path):
+    """By Ctrl-C or, with half a line written, by a kill. The table is that of a run in one go, and no layer is timed
+    for a number of tokens that is known."""
+    assert main(["tune", "Qwen3-8B", "--output", str(tmp_path / "whole.json")]) == 0
+    time_layer, timed = GemvWins.__call__, []
 
-    monkeypatch.setattr(GemvWins, "__call__", interrupt)
-    assert main(["tune", "Qwen3-8B"]) == 130
-    assert capsys.readouterr().err.endswith("nanovllm tune: interrupted, nothing was written\n")
-    assert not user_path(GPU).exists()
+    def timed_until(most):
+        def time(self, phase, num_tokens, picks):
+            if len(timed) >= most:
+                raise KeyboardInterrupt
+            timed.append((phase, num_tokens))
+            return time_layer(self, phase, num_tokens, picks)
+
+        return time
+
+    path = tmp_path / "parts.json"
+    monkeypatch.setattr(GemvWins, "__call__", timed_until(400))
+    assert main(["tune", "Qwen3-8B", "--output", str(path)]) == 130
+    assert capsys.readouterr().err.endswith("interrupted, and the same command goes on from there\n")
+    assert not path.exists()
+    (journal,) = Path(tmp_path, "nanovllm", "tuning").iterdir()
+    with journal.open("a") as file:
+        file.write('\n{"phase": "decode", "tok')
+    known = set(timed) - {timed[-1]}
+    assert known
+    timed.clear()
+    monkeypatch.setattr(GemvWins, "__call__", timed_until(10**6))
+    assert main(["tune", "Qwen3-8B", "--output", str(path)]) == 0
+    assert f"{len(known)} of 25 numbers of tokens were measured by a run that was stopped" in capsys.readouterr().out
+    assert not known & {step for step in timed if step[0] != "padding"}
+    assert json.loads(path.read_text())["rows"] == json.loads((tmp_path / "whole.json").read_text())["rows"]
+    assert not journal.exists()
+
+
+def test_progress_in_a_file_is_lines(gpu, capsys):
+    """No bar, which would draw over itself."""
+    assert main(["tune", "Qwen3-8B"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "\r" not in out
+    assert sum(line.startswith(("decode", "prefill")) for line in out.splitlines()) == 25
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------

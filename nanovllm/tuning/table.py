@@ -7,6 +7,7 @@ that it is for; the last key is for all larger numbers too.
 
 import json
 import math
+import os
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from functools import cache, partial
@@ -133,7 +134,7 @@ def read_table(path: Path) -> Table:
         rows = {}
         for row in content["rows"]:
             key = Key(**{field: row[field] for field in Key._fields if field in row})
-            rows[key] = Row({int(bound): map(_choice, choices) for bound, choices in row["tokens"].items()})
+            rows[key] = Row({int(bound): map(choice_of, choices) for bound, choices in row["tokens"].items()})
             if not rows[key].bounds:
                 raise ValueError(f"no tokens in the row of {key}")
         return Table(rows, content.get("settings"), content.get("versions"))
@@ -141,7 +142,8 @@ def read_table(path: Path) -> Table:
         raise ValueError(f"{path} is no table of `nanovllm tune`: {type(error).__name__}: {error}") from error
 
 
-def _choice(items: list) -> Choice:
+def choice_of(items: list) -> Choice:
+    """From a JSON list of a name and constants. Raises ValueError."""
     if not isinstance(items, list) or not items or not isinstance(items[0], str):
         raise ValueError(f"a choice must be a list of a candidate's name and its constants, not {items!r}")
     name, *constants = items
@@ -153,13 +155,17 @@ def _tuple(values: Iterable) -> tuple:
     return tuple(_tuple(value) if isinstance(value, list) else value for value in values)
 
 
+def listed(choice: Choice) -> list:
+    """What `choice_of` reads."""
+    return [choice.candidate, *choice.constants]
+
+
 def write_table(path: Path, gpu: str, table: Table) -> None:
-    """Write one line for each row."""
+    """Write one line for each row. A reader, or a run that is killed, finds the old table or the new one."""
     rows = []
     for key, row in sorted(table.rows.items()):
         tokens = {
-            str(bound): [[name, *constants] for name, constants in choices]
-            for bound, choices in zip(row.bounds, row.choices, strict=True)
+            str(bound): list(map(listed, choices)) for bound, choices in zip(row.bounds, row.choices, strict=True)
         }
         fields = {name: value for name, value in key._asdict().items() if value != Key._field_defaults.get(name)}
         rows.append(json.dumps({**fields, "tokens": tokens}))
@@ -174,4 +180,6 @@ def write_table(path: Path, gpu: str, table: Table) -> None:
         "}",
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text("\n".join(lines) + "\n")
+    temporary.replace(path)

@@ -2,12 +2,12 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from nanovllm.config import Config
 from nanovllm.layers.attention_backend import TorchBackend
@@ -15,6 +15,8 @@ from nanovllm.layers.flash_attn4 import AttentionShape
 from nanovllm.layers.quantization import weight_format
 from nanovllm.models import make_model
 from nanovllm.models.layer_facts import ExpertsProduct, LayerProduct, layer_products
+from nanovllm.tuning.journal import Journal
+from nanovllm.tuning.progress import Progress
 from nanovllm.tuning.table import (
     Choice,
     Table,
@@ -25,7 +27,7 @@ from nanovllm.tuning.table import (
     user_path,
     write_table,
 )
-from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Shape, Tuner
+from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Picks, Result, Shape, Tuner
 from nanovllm.utils.optional_packages import installed_versions
 from nanovllm.utils.parallel import TensorParallel
 
@@ -47,8 +49,8 @@ def tune_model(
     into_package: bool,
     dry_run: bool,
 ) -> None:
-    """Measure a model's products on a GPU, with a progress bar, and write the table to `output`, into the package, or
-    to the user's cache. Raises ValueError with a message for the user."""
+    """Measure a model's products on a GPU, and write the table to `output`, into the package, or to the user's cache.
+    What a run that was stopped has measured is not measured again. Raises ValueError with a message for the user."""
     layer = meta_layer(model, num_gpus, quantization)
     shapes = layer_shapes(layer)
     if dry_run:
@@ -66,21 +68,36 @@ def tune_model(
         present = load_table(gpu_device)
         timer = LayerTimer(shapes, TimedAttention(_attention_shape(layer, gpu_device), present, max(DECODE_TOKENS)))
         num_multiprocessors = torch.cuda.get_device_properties(gpu_device).multi_processor_count
-        tuner = Tuner(shapes, present, set(timer.candidates), num_multiprocessors)
-        with tqdm(desc="compiling kernels", unit="kernel") as bar:
-            timer.compile(_all_trials(tuner), lambda done, total: _show(bar, done, total))
-        with tqdm(desc="measuring", unit="layer", total=sum(1 for _ in _all_trials(tuner))) as bar:
+        tuner = Tuner(shapes, present, set(timer.candidates), num_multiprocessors, timer.fitted)
+        versions = installed_versions(*_PACKAGES)
+        journal = Journal((gpu, shapes, versions, sorted(timer.candidates), _COUNTS))
+        known = journal.read()
+        steps = [(phase, n) for phase, counts in _COUNTS.items() for n in counts if (phase, n) not in known]
+        if known:
+            num_steps = len(known) + len(steps)
+            print(f"{len(known)} of {num_steps} numbers of tokens were measured by a run that was stopped.")
+            print(f"To measure them anew, remove {journal.path}", flush=True)
+        with Progress("compiling kernels", "kernel") as progress:
+            timer.compile(_trials(tuner, steps), progress.show)
+        # What a step needs less than the most counts as done when the next one begins.
+        ends = dict(zip(steps, accumulate(tuner.most_timings(*step) for step in steps), strict=True))
+        total = max(ends.values(), default=0)
+        with Progress("measuring", "layer", total) as progress:
 
-            def time_layer(*args) -> float | None:
-                bar.update()
-                return timer(*args)
+            def time_layer(phase: str, num_tokens: int, picks: Picks) -> float | None:
+                progress.step()
+                return timer(phase, num_tokens, picks)
 
-            found = tuner.tune(time_layer, _COUNTS, bar.write)
+            def keep(phase: str, num_tokens: int, result: Result) -> None:
+                journal.add(phase, num_tokens, result)
+                progress.show(ends[phase, num_tokens], total)
+
+            found = tuner.tune(time_layer, _COUNTS, progress.tell, known, keep)
     # An existing file keeps its rows of other models.
     settings = package_table(gpu).settings if into_package else None
     before = read_table(path) if path.is_file() else Table(settings=settings)
-    table = before.updated(Table(found.rows, versions=installed_versions(*_PACKAGES)))
-    write_table(path, gpu, table)
+    write_table(path, gpu, before.updated(Table(found.rows, versions=versions)))
+    journal.remove()
     print(f"{len(found.rows)} rows in {time.perf_counter() - start:.0f} s: {path}")
 
 
@@ -130,28 +147,22 @@ def _shape(product: LayerProduct | ExpertsProduct) -> Shape:
     return Shape(product.operation, N, K, dtype, has_norm=product.norm is not None)
 
 
-def _all_trials(tuner: Tuner) -> Iterator[tuple[str, int, int, Choice]]:
-    """(phase, number of tokens, which product, choice)."""
-    for phase, counts in _COUNTS.items():
-        for num_tokens in counts:
-            for i, (present, trials) in enumerate(
-                zip(tuner.present(phase, num_tokens), tuner.trials(phase, num_tokens), strict=True)
-            ):
-                for choice in dict.fromkeys((present, *trials)):
-                    yield phase, num_tokens, i, choice
+def _trials(tuner: Tuner, steps: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int, int, Choice]]:
+    """(phase, number of tokens, which product, choice). steps: (phase, number of tokens)."""
+    for phase, num_tokens in steps:
+        products = zip(tuner.present(phase, num_tokens), tuner.trials(phase, num_tokens), strict=True)
+        for i, (present, trials) in enumerate(products):
+            for choice in dict.fromkeys((present, *trials)):
+                yield phase, num_tokens, i, choice
 
 
 def _list(shapes: list[Shape]) -> None:
     is_alone = all(shape.operation != "linear_sum" for shape in shapes)
     candidates = _DRY_CANDIDATES | ({"quack-kernels", "quack-experts"} if is_alone else set())
     tuner = Tuner(shapes, package_table(_DRY_GPU), candidates, _DRY_MULTIPROCESSORS)
-    trials = Counter((phase, n, shapes[i], choice.candidate) for phase, n, i, choice in _all_trials(tuner))
+    steps = [(phase, n) for phase, counts in _COUNTS.items() for n in counts]
+    trials = Counter((phase, n, shapes[i], choice.candidate) for phase, n, i, choice in _trials(tuner, steps))
     for (phase, num_tokens, shape, candidate), count in trials.items():
         weight = f"[{shape.N}, {shape.K}]"
         print(f"{phase:7} {num_tokens:6} tokens  {shape.operation:11} {weight:14} {candidate} x {count}")
     print(f"{trials.total()} layers to measure on a GPU like the {_DRY_GPU}")
-
-
-def _show(bar: tqdm, done: int, total: int) -> None:
-    bar.total, bar.n = total, done
-    bar.refresh()

@@ -7,7 +7,7 @@ choices, in two runs.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -232,36 +232,50 @@ def _tokens_of_tiles(shape: Shape, num_tokens: int) -> Iterator[int]:
 class Tuner:
     """Measures one model's layer."""
 
-    def __init__(self, shapes: Sequence[Shape], table: Table, available: set[str], num_multiprocessors: int):
+    def __init__(
+        self,
+        shapes: Sequence[Shape],
+        table: Table,
+        available: set[str],
+        num_multiprocessors: int,
+        fitted: Callable[[int, Choice], Choice | None] = lambda i, choice: choice,
+    ):
         """shapes: of q, k, v; o; gate and up, or the router; down, or the experts. table: has the present choices.
-        available: candidates' names."""
+        available: candidates' names. fitted: of a product's index and a choice, the choice as the GPU's shared memory
+        allows it; None if it does not."""
         self.shapes, self.table, self.available = tuple(shapes), table, available
-        self.num_multiprocessors = num_multiprocessors
+        self.num_multiprocessors, self._fitted = num_multiprocessors, fitted
 
     def present(self, phase: str, num_tokens: int) -> Picks:
-        return tuple(self._present(shape.key(phase), num_tokens) for shape in self.shapes)
+        rows = (self.table.find(shape.key(phase)) for shape in self.shapes)
+        found = (self._usable(i, row[num_tokens] if row else ()) for i, row in enumerate(rows))
+        return tuple(next(iter(choices), CUBLAS) for choices in found)
 
-    def _present(self, key: Key, num_tokens: int) -> Choice:
-        row = self.table.find(key)
-        found = (choice for choice in (row[num_tokens] if row else ()) if choice.candidate in self.available)
-        return next(found, CUBLAS)
+    def _usable(self, i: int, choices: Iterable[Choice]) -> list[Choice]:
+        """Of a product's choices those that are installed, each once, as they fit the GPU."""
+        installed = (choice for choice in choices if choice.candidate in self.available)
+        fitted = (self._fitted(i, choice) for choice in installed)
+        return list(dict.fromkeys(choice for choice in fitted if choice is not None))
 
     def trials(self, phase: str, num_tokens: int) -> list[list[Choice]]:
         """The installed challengers for each product."""
         return [
-            [
-                choice
-                for choice in dict.fromkeys(challengers(shape, phase, num_tokens, self.num_multiprocessors))
-                if choice.candidate in self.available
-            ]
-            for shape in self.shapes
+            self._usable(i, challengers(shape, phase, num_tokens, self.num_multiprocessors))
+            for i, shape in enumerate(self.shapes)
         ]
 
     def measure(self, phase: str, num_tokens: int, time_layer: TimeLayer) -> Result:
         """The best choices for one number of tokens."""
 
-        def time(picks: Picks) -> float | None:
+        times_of: dict[Picks, float | None] = {}
+
+        def time_anew(picks: Picks) -> float | None:
             return time_layer(phase, num_tokens, picks)
+
+        def time(picks: Picks) -> float | None:
+            if picks not in times_of:
+                times_of[picks] = time_anew(picks)
+            return times_of[picks]
 
         present = self.present(phase, num_tokens)
         micros = time(present)
@@ -278,13 +292,20 @@ class Tuner:
         best = self._combined(times, time)
         is_new = best != present
         for _ in range(_NUM_RUNS if is_new else 0):
-            before, after = time(present), time(best)
+            before, after = time_anew(present), time_anew(best)
             if before is None or after is None or after > (1 - _MIN_GAIN) * before:
                 is_new = False
                 break
             micros = after
         picks = best if is_new else present
         return Result([_ranked(pick, each) for pick, each in zip(picks, times, strict=True)], micros, is_new)
+
+    def most_timings(self, phase: str, num_tokens: int) -> int:
+        """How often `tune` times a layer of so many tokens at most."""
+        trials = self.trials(phase, num_tokens)
+        alone = 2 + sum(map(len, trials))
+        together = 1 + len(self.available) + len(trials) * (_NUM_FINALISTS + 1)
+        return alone + together + 2 * _NUM_RUNS + _is_padded(phase, num_tokens)
 
     def _combined(self, times: Sequence[Mapping[Choice, float]], time: Callable[[Picks], float | None]) -> Picks:
         """The best choices together. times: for each product, microseconds of a layer with this choice for it."""
@@ -305,14 +326,31 @@ class Tuner:
                     best, micros = picks, found
         return best
 
-    def tune(self, time_layer: TimeLayer, counts: Mapping[str, Sequence[int]], tell: Callable[[str], None]) -> Table:
-        """Rows for these numbers of tokens in each phase. tell: called with a line of text for each."""
+    def tune(
+        self,
+        time_layer: TimeLayer,
+        counts: Mapping[str, Sequence[int]],
+        tell: Callable[[str], None],
+        known: Mapping[tuple[str, int], Result] | None = None,
+        keep: Callable[[str, int, Result], None] | None = None,
+    ) -> Table:
+        """Rows for these numbers of tokens in each phase.
+
+        tell: called with a line of text for each number of tokens. known: by phase and number of tokens, results that
+        need no measurement. keep: called with each further one.
+        """
         rows: dict[Key, Row] = {}
         experts: dict[int, list[Choice]] = {}
+        known = known or {}
         for phase, tokens in counts.items():
             results: dict[int, Result] = {}
             for num_tokens in sorted(tokens):
+                if (phase, num_tokens) in known:
+                    results[num_tokens] = known[phase, num_tokens]
+                    continue
                 results[num_tokens] = result = self.measure(phase, num_tokens, time_layer)
+                if keep is not None:
+                    keep(phase, num_tokens, result)
                 names = ", ".join((choices or [CUBLAS])[0].candidate for choices in result.choices)
                 new = "new" if result.is_new else "as before"
                 tell(f"{phase} {num_tokens:6} tokens {result.micros:9.1f} us a layer  {new:9}  {names}")
@@ -326,9 +364,14 @@ class Tuner:
                     rows[shape.key(phase)] = _row(phase, choices)
             if phase == "decode":
                 gate_up = self.shapes[3 if self.shapes[3].operation == "experts" else 2]
-                with_graph = {n: result for n, result in results.items() if n <= MAX_GRAPH_BATCH_SIZE}
+                with_graph = {n: result for n, result in results.items() if _is_padded(phase, n)}
                 rows[gate_up._replace(operation="padding").key(phase)] = _padding(with_graph, time_layer)
         return Table(rows)
+
+
+def _is_padded(phase: str, num_tokens: int) -> bool:
+    """Whether a step of so many tokens may be the larger one to which another is padded: it has a graph."""
+    return phase == "decode" and num_tokens <= MAX_GRAPH_BATCH_SIZE
 
 
 def _replaced(picks: Picks, i: int, choice: Choice) -> Picks:

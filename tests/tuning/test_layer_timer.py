@@ -47,7 +47,7 @@ def timer(request, monkeypatch) -> LayerTimer:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(layer_timer, "_MIN_WEIGHT_BYTES", 1)
     monkeypatch.setattr(LayerTimer, "_captured", lambda self, run: run)
-    monkeypatch.setattr(layer_timer, "_time", lambda run, num_layers: run() or float(num_layers))
+    monkeypatch.setattr(layer_timer, "_time", lambda run, num_layers, enough: run() or float(num_layers))
     monkeypatch.setattr(layer_timer, "our_candidates", lambda device: [Gemv(), SplitK(device), Wrong(device)])
     add = request.param
     shapes = [("linear", ATTENTION + 32, HIDDEN), (add, HIDDEN, ATTENTION), ("linear_silu", 2 * INTERMEDIATE, HIDDEN)]

@@ -170,6 +170,52 @@ def test_rows_of_padding_have_no_keys_to_read():
     assert [row[n] for n in (100, 150, 200)] == [(), (Choice("cublas", (256,)),), (Choice("cublas", (256,)),)]
 
 
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("num_tokens", [1, 64, 1024, 4096])
+def test_layers_are_timed_no_more_often_than_said(phase, num_tokens):
+    """By a timer that finds each choice better than the one before, and so has all tried. None is timed twice until the
+    best ones are compared with what was there."""
+    timed = []
+
+    def time_layer(phase, num_tokens, picks):
+        timed.append(picks)
+        return 1000.0 / len(timed)
+
+    tuner_ = tuner()
+    tuner_.measure(phase, num_tokens, time_layer)
+    assert len(timed) <= tuner_.most_timings(phase, num_tokens)
+    assert len(timed) - len(set(timed)) <= 4
+
+
+def test_what_is_known_is_not_measured():
+    counts = {"decode": (1, 64), "prefill": (2048,)}
+    time_layer, kept = by_candidate(gemv=20, split_k=22), {}
+    table = tuner().tune(time_layer, counts, print, keep=lambda phase, n, result: kept.update({(phase, n): result}))
+    assert list(kept) == [("decode", 1), ("decode", 64), ("prefill", 2048)]
+    phases = set()
+
+    def watch(phase, num_tokens, picks):
+        phases.add(phase)
+        return time_layer(phase, num_tokens, picks)
+
+    again = tuner().tune(watch, counts, print, known=kept)
+    assert phases == {"padding"}
+    assert {key: row.choices for key, row in again.rows.items()} == {
+        key: row.choices for key, row in table.rows.items()
+    }
+
+
+def test_choices_are_cut_to_what_fits_the_gpu():
+    def fitted(i, choice):
+        return choice if choice.candidate != "gemv" or i == 0 else None
+
+    found = Tuner(SHAPES, Table(), ALL, H200, fitted).trials("decode", 1)
+    assert ["gemv" in names(trials) for trials in found] == [True, False, False, False]
+    table = Table({shape.key("decode"): Row({1: [Choice("gemv", (1,)), Choice("split-k", (2,))]}) for shape in SHAPES})
+    present = Tuner(SHAPES, table, ALL, H200, fitted).present("decode", 1)
+    assert names(present) == ["gemv", "split-k", "split-k", "split-k"]
+
+
 def test_steps_without_a_graph_are_not_padded():
     table = tuner().tune(by_candidate(quack_kernels=18), {"decode": (512, 1024)}, lambda line: None)
     padding = table.rows[Key("padding", "decode", GATE_UP.N, GATE_UP.K, "bfloat16")]
