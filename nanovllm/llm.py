@@ -86,7 +86,7 @@ class LLM(LLMEngine):
 
     @cached_property
     def _chat_renderer(self) -> ChatRenderer:
-        return ChatRenderer(self.tokenizer)
+        return ChatRenderer(self.tokenizer, self._sequences.check_text)
 
     @explains_unknown_options(HINTS["generate"], misplaced_option)
     def stream(

@@ -328,3 +328,35 @@ def test_what_is_no_template_is_refused(llm, tmp_path):
     ):
         with pytest.raises(ValueError, match=says):
             chat(llm, [HELLO], chat_template=name)
+
+
+def nested(depth: int):
+    value = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ messages | tojson }}", "RecursionError"),
+        ("{{ messages[5]['content'] }}", "has no element 5"),
+        ("{{ [].pop() }}", "IndexError|pop"),
+        ("{{ raise_exception('x' * 10**6) }}", "x{1000}... "),
+        ("{{ 'half' + '\ud800' }}", "cannot be encoded: .*surrogates not allowed"),
+        ("{% for %}", "Expected|expected"),
+    ],
+)
+def test_whatever_a_template_raises_names_the_conversation(llm, template, says):
+    conversations = [[HELLO], [HELLO | {"deep": nested(5000)}]]
+    with pytest.raises(ValueError, match=rf"^conversation [01]: .*({says})") as raised:
+        llm.chat(conversations, PARAMS, use_tqdm=False, chat_template=template)
+    assert len(str(raised.value)) < 1500
+
+
+def test_half_of_a_surrogate_pair_in_a_message(llm):
+    with pytest.raises(ValueError, match=r"^conversation 0: cannot be encoded: .*surrogates not allowed"):
+        llm.chat([{"role": "user", "content": "\ud800"}], PARAMS, use_tqdm=False)

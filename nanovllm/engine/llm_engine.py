@@ -83,7 +83,7 @@ class LLMEngine:
         # Called once: by exit(), when the engine is collected, or when the interpreter ends.
         self._finalizer = weakref.finalize(self, self._lock.exit)
         self.scheduler = Scheduler(config, self.model_runner.num_kvcache_blocks, self.model_runner.mixed_step_rows)
-        self._sequences = SequenceMaker(config, self.tokenizer, self.scheduler.length_limit.check)
+        self._sequences = SequenceMaker(config, self.tokenizer, self.scheduler.length_limit)
         self._calls = count(1)
         self._num_steps = 0
         self._seconds = 0.0  # in _step

@@ -94,4 +94,4 @@ def _make_checker(arguments: Arguments) -> tuple[SequenceMaker, LengthLimit]:
         config = Config(os.fspath(model), **options)
         num_blocks = -(-config.max_model_len // config.kvcache_block_size)
         limit = LengthLimit(config, num_blocks)
-    return SequenceMaker(config, load_tokenizer(config.model, config.tokenizer), limit.check), limit
+    return SequenceMaker(config, load_tokenizer(config.model, config.tokenizer), limit), limit

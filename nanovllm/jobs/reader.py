@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from nanovllm.engine.requests.chat import ChatRenderer
+from nanovllm.engine.requests.long_texts import CHARACTERS_PER_TOKEN, check_text
 from nanovllm.engine.requests.prompts import BosCheck
 from nanovllm.jobs.inputs import Inputs, RawLine
 from nanovllm.jobs.lines import Line, LineFormat, LineId
@@ -27,10 +28,6 @@ from nanovllm.utils.python_process import python_command
 from nanovllm.utils.tokenizer_files import load_tokenizer
 
 Item = TypeVar("Item")
-
-# A text with many characters for each token of the longest sequence is judged by its beginning first: to tokenize 50 MB
-# takes minutes and gigabytes. The beginning must have twice the tokens, because what follows may change its last ones.
-_LONG_CHARACTERS, _BEGINNING_CHARACTERS = 32, 16
 
 # Lines are grouped by their beginnings within a window.
 _WINDOW, _WINDOW_BYTES = 4096, 16 << 20
@@ -68,7 +65,7 @@ class Preparer:
     def __init__(self, tokenizer: Any, line_format: LineFormat, max_len: int | None):
         """max_len: tokens of the longest sequence, at most. None is unknown."""
         self._tokenizer = tokenizer
-        self._chat = ChatRenderer(tokenizer)
+        self._chat = ChatRenderer(tokenizer, self._check_text)
         self._check_bos = BosCheck(tokenizer)
         self._format = line_format
         self._max_len = max_len
@@ -96,25 +93,27 @@ class Preparer:
             return ValueError(raw.error)
         try:
             line = self._format.read(raw.row, raw.id)
-            if self._max_len is not None and raw.size > _LONG_CHARACTERS * self._max_len:
-                self._check_length(line, self._max_len)
+            if self._max_len is not None and raw.size > CHARACTERS_PER_TOKEN * self._max_len:
+                self._check_length(line)
             return line
         except (TypeError, ValueError) as error:
             return error
 
-    def _check_length(self, line: Line, max_len: int) -> None:
+    def _check_length(self, line: Line) -> None:
         """Raises ValueError for a text, or a message that every template repeats, whose beginning alone is too long."""
         parts: Any = [line.prompt] if isinstance(line.prompt, str) else line.prompt if line.is_chat else []
         for part in parts:
             text = part if isinstance(part, str) else part["content"] if part["role"] != "assistant" else None
-            if isinstance(text, str) and len(text) > _LONG_CHARACTERS * max_len:
-                (encoded,) = self._encode([text[: _BEGINNING_CHARACTERS * max_len]])
-                if isinstance(encoded, list) and len(encoded) > 2 * max_len:
-                    raise ValueError(
-                        f"the prompt has {len(text)} characters, of which the first {_BEGINNING_CHARACTERS * max_len} "
-                        f"have {len(encoded)} tokens: the longest sequence has {max_len}; shorten it, or raise "
-                        "max_model_len"
-                    )
+            if isinstance(text, str):
+                self._check_text(text)
+
+    def _check_text(self, text: str) -> None:
+        if self._max_len is not None:
+            check_text(text, self._max_len, self._count_tokens, "shorten it, or raise max_model_len")
+
+    def _count_tokens(self, text: str) -> int:
+        (encoded,) = self._encode([text])
+        return len(encoded) if isinstance(encoded, list) else 0
 
     def _encode(self, texts: list[str]) -> list[list[int] | Exception]:
         if not texts:

@@ -37,7 +37,7 @@ def check_length(num_tokens: int) -> None:
 
 
 config = SimpleNamespace(hf_config=SimpleNamespace(vocab_size=VOCAB_SIZE), eos=(), kvcache_block_size=16, seed=0)
-maker = SequenceMaker(config, None, check_length)
+maker = SequenceMaker(config, None, SimpleNamespace(check=check_length, max_seq_len=LONGEST))
 
 
 def check(prompts: list, **options) -> list:

@@ -233,6 +233,6 @@ def test_a_prompt_of_megabytes_is_not_tokenized(job, answers, monkeypatch):
         {"id": 3, "prompt": "a"},
     ]
     assert job(rows, chat_template="{{ messages[0].content }}")[1:3] == (1, 2)
-    assert max(lengths) == 16 * 200
+    assert max(lengths) == 10 * 200
     errors = [row["error"] for row in read_lines(*answers.glob("*errors.jsonl"))]
-    assert all(error.startswith("the prompt has 700000 characters, of which the first 3200 have ") for error in errors)
+    assert all(error.startswith("the text has 700000 characters, of which the first 2000 have ") for error in errors)

@@ -5,12 +5,14 @@ import os
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import TemplateError
 
+from nanovllm.engine.requests.prompts import read_prompt
 from nanovllm.sampling_params import misplaced_option
 from nanovllm.utils.checks import quoted, refuse_constant, shortened
+from nanovllm.utils.model_files import one_line
 
 Message = dict[str, Any]
 Conversation = list[Message]
@@ -183,8 +185,9 @@ def misplaced_chat_option(name: str, value: object) -> str:
 class ChatRenderer:
     """Renders conversations with one tokenizer's chat template, or another."""
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, check_text: Callable[[str], None] = lambda text: None):
+        """check_text: raises ValueError for a rendered conversation that is too long to be tokenized."""
+        self._tokenizer, self._check_text = tokenizer, check_text
         self._expected_content = lru_cache(_MAX_KNOWN)(self._find_expected_content)
         self._expects_json = lru_cache(_MAX_KNOWN)(self._find_whether_json_is_expected)
 
@@ -216,15 +219,25 @@ class ChatRenderer:
         if tools and "tools" not in template:
             raise ValueError("tools: the chat template has no place for them; pass a chat_template that has")
         options = {"chat_template": template, "tools": tools} | options | (chat_template_kwargs or {})
-        token_ids = []
+        texts = []
         for i, conversation in enumerate(conversations):
-            conversation = [self._as_expected(message, template) for message in conversation]
             try:
-                encoded = self._tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=True, **options)
-            except (TemplateError, TypeError, ValueError) as error:
-                raise ValueError(f"conversation {i}: the chat template cannot render it: {error}") from error
-            token_ids.append(list(encoded["input_ids"]))
-        return token_ids
+                text = self._render([self._as_expected(message, template) for message in conversation], options)
+                self._check_text(text)
+            except ValueError as error:
+                raise ValueError(f"conversation {i}: {error}") from error
+            texts.append(text)
+        # As transformers' apply_chat_template does, and not verbose: what is too long gets an error of ours.
+        return self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+
+    def _render(self, conversation: Conversation, options: dict[str, Any]) -> str:
+        """Raises ValueError."""
+        try:
+            text = self._tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+        except Exception as error:  # Templates raise whatever they like: they divide by zero and call themselves.
+            reason = shortened(error) if isinstance(error, TemplateError) else one_line(error)
+            raise ValueError(f"the chat template cannot render it: {reason}") from error
+        return cast(str, read_prompt(text))  # which refuses half of a surrogate pair
 
     def _as_expected(self, message: Message, template: str) -> Message:
         """The message as the template expects it: its content as a text or a list of parts, the arguments of tool calls

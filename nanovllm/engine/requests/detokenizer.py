@@ -98,10 +98,10 @@ class Detokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text in the middle of another. Alone, many tokenizers would write a space before it."""
-        alone, before = self._tokenizer.encode(text, add_special_tokens=False), self._line_feed
+        alone, before = self._tokenizer.encode(text, add_special_tokens=False, verbose=False), self._line_feed
         if not before or self.added_text(before, alone, False) == text:
             return alone
-        both = self._tokenizer.encode("\n" + text, add_special_tokens=False)
+        both = self._tokenizer.encode("\n" + text, add_special_tokens=False, verbose=False)
         inside = both[len(before) :]
         is_same = both[: len(before)] == before and self.added_text(before, inside, False) == text
         return inside if is_same else alone

@@ -1,8 +1,10 @@
 """LengthLimit: the longest sequence of an engine, and what to do about a longer prompt."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from nanovllm.config import Config
+from nanovllm.engine.requests.long_texts import check_text
 
 
 class LengthLimit(NamedTuple):
@@ -21,6 +23,10 @@ class LengthLimit(NamedTuple):
                 f"the prompt has {num_prompt_tokens} tokens, and with one token of completion it is longer than the "
                 f"longest sequence of {self.max_seq_len} tokens, {self._explain()}"
             )
+
+    def check_text(self, text: str, count_tokens: Callable[[str], int]) -> None:
+        """Raises ValueError for a prompt that is too long by far, before all of it is tokenized."""
+        check_text(text, self.max_seq_len, count_tokens, self._explain())
 
     def _explain(self) -> str:
         config, supported = self.config, self.config.supported_model_len

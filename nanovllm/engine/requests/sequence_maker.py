@@ -11,6 +11,8 @@ from xxhash import xxh64_intdigest
 
 from nanovllm.config import Config
 from nanovllm.engine.requests.detokenizer import Detokenizer
+from nanovllm.engine.requests.length_limit import LengthLimit
+from nanovllm.engine.requests.long_texts import CHARACTERS_PER_TOKEN
 from nanovllm.engine.requests.prompts import BosCheck, Prompt, as_array, read_prompt
 from nanovllm.engine.requests.text_stream import StopStrings, TextStream
 from nanovllm.engine.sampling.logit_edits import LogitEdits, tokenize_bad_words
@@ -33,8 +35,8 @@ class SequenceMaker:
         detokenizer: None without a tokenizer.
     """
 
-    def __init__(self, config: Config, tokenizer: Any, check_length: Callable[[int], None]):
-        """tokenizer: None accepts token ids only. check_length: raises ValueError for too many prompt tokens."""
+    def __init__(self, config: Config, tokenizer: Any, length_limit: LengthLimit):
+        """tokenizer: None accepts token ids only."""
         self.num_requests = 0
         self._seq_ids = count()
         self._tokenizer = tokenizer
@@ -45,7 +47,8 @@ class SequenceMaker:
         self._block_size = config.kvcache_block_size
         # From it requests without a seed get one each.
         self._seed = secrets.randbits(63) if config.seed is None else config.seed
-        self._check_length = check_length
+        self._length_limit = length_limit
+        self._long_text = CHARACTERS_PER_TOKEN * length_limit.max_seq_len  # characters
         self._grammars: Grammars | None = None
         self._logit_edits: SizedCache[SamplingParams, LogitEdits] = SizedCache(
             self._make_logit_edits, lambda params, edits: edits.num_bytes, _MAX_LOGIT_EDITS_BYTES
@@ -119,7 +122,7 @@ class SequenceMaker:
         try:
             if isinstance(token_ids, Exception):
                 raise token_ids
-            self._check_length(len(token_ids))
+            self._length_limit.check(len(token_ids))
         except (TypeError, ValueError) as error:
             raise type(error)(f"{where}{error}") from error
         if not isinstance(params, SamplingParams):
@@ -245,9 +248,21 @@ class SequenceMaker:
                 encoded[i] = array("i", self.detokenizer.encode(text))
         return encoded
 
+    def _read(self, prompt: Prompt) -> str | list[int]:
+        """As `read_prompt`, for a text that may be short enough."""
+        text = read_prompt(prompt)
+        if isinstance(text, str) and len(text) > self._long_text:
+            self.check_text(text)
+        return text
+
+    def check_text(self, text: str) -> None:
+        """Raises ValueError for a text that is too long by far, before all of it is tokenized."""
+        if self._tokenizer is not None:
+            self._length_limit.check_text(text, lambda part: len(self._tokenizer(part, verbose=False)["input_ids"]))
+
     def _encode(self, prompts: list[Prompt], **options: Any) -> list[Any]:
         """Token ids of each prompt, or the exception that says what is wrong with it. options: the tokenizer's."""
-        found = [prompt if type(prompt) is list else _result_or_error(read_prompt, prompt) for prompt in prompts]
+        found = [prompt if type(prompt) is list else _result_or_error(self._read, prompt) for prompt in prompts]
         texts = [i for i, prompt in enumerate(found) if isinstance(prompt, str)]
         encoded = [ValueError("is a text, but skip_tokenizer_init is set: pass token ids")] * len(texts)
         if texts and self._tokenizer is not None:
