@@ -156,10 +156,10 @@ def test_code_of_a_configuration_is_not_run(own_code, model_type):
         with make_llm(own_code, skip_tokenizer_init=False) as llm:
             assert len(complete(llm, ["a table"], greedy(2))[0]) == 2
         return
-    with pytest.raises(
-        ValueError, match=r"config\.json: cannot be used: auto_map names code.*which is never run.*'own'"
-    ):
+    message = r"config\.json: cannot be used: auto_map names code.*which is never run.*'own'"
+    with pytest.raises(ValueError, match=message) as error:
         make_llm(own_code)
+    assert "trust_remote_code" not in str(error.value)  # an option that there is not
 
 
 def test_code_beside_another_tokenizer_is_not_run(own_code, path):
