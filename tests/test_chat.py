@@ -284,6 +284,14 @@ def test_arguments_of_tool_calls_are_a_mapping_and_their_text(llm, writer, argum
         assert text == '{"query": "größe", "limit": 3}'
 
 
+def test_tool_calls_alone_for_a_template_that_adds_content_to_a_text(llm):
+    expected = rendered(llm, a_call("{}", content=""))
+    assert rendered(llm, a_call("{}", content=None)) == rendered(llm, a_call("{}")) == expected
+    # Others see that there is none.
+    template = "{% for m in messages %}{{ 'none' if m.content is not defined or m.content is none }}{% endfor %}"
+    assert rendered(llm, a_call("{}", content=None), chat_template=template) == ["none"]
+
+
 def test_a_tool_call_without_arguments(llm):
     template = CALLS + "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
     assert rendered(llm, a_call(""), chat_template=template) == ["{}"]

@@ -235,6 +235,9 @@ class ChatRenderer:
         try:
             text = self._tokenizer.apply_chat_template(conversation, tokenize=False, **options)
         except Exception as error:  # Templates raise whatever they like: they divide by zero and call themselves.
+            # A message with tool calls alone has None for its content. Some templates add content to a text.
+            if any(m.get("content") is None for m in conversation):
+                return self._render([m | {"content": m.get("content") or ""} for m in conversation], options)
             reason = shortened(error) if isinstance(error, TemplateError) else one_line(error)
             raise ValueError(f"the chat template cannot render it: {reason}") from error
         return cast(str, read_prompt(text))  # which refuses half of a surrogate pair
