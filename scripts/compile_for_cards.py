@@ -13,21 +13,24 @@ Needs no GPU. It prints a line for each card, and exits with 1 if a launch does 
 
 import argparse
 import os
+import pkgutil
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+import nanovllm.kernels
 from nanovllm.config import Config
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
@@ -39,6 +42,9 @@ from nanovllm.kernels.shared_memory import fits, held_stages
 from nanovllm.layers.attention_gpu import GpuBackend
 from nanovllm.models.layer_facts import few_layers
 from nanovllm.models.presets import PRESET_NAMES, preset_config
+from nanovllm.utils import parallel, residual_reducer
+from nanovllm.utils.parallel import TensorParallel
+from nanovllm.utils.residual_reducer import make_reducer
 
 # Compute capability -> KiB of shared memory that a program may have (CUDA C++ programming guide, "Technical
 # Specifications per Compute Capability"). The device index of a pretended card is its place here.
@@ -51,6 +57,7 @@ _CODE_OF_OTHERS = (80, 86)
 # Cards for which kernels are compiled that multiply no tiles by tensor cores: their code differs by dependent launches,
 # from sm_90 on. Every test on a GPU runs that of sm_90.
 _ALL_KERNELS = (89, 120)
+_LAUNCHES_ALL = 90
 
 
 class Launch(NamedTuple):
@@ -171,9 +178,29 @@ class _Driver:
         return GPUTarget("cuda", list(CARDS)[self._index], 32)
 
 
-class _Event:
-    def record(self) -> None:
+class _Nothing:
+    """Of streams and events, what is called of them."""
+
+    def __init__(self, *args: Any):
         pass
+
+    def record(self, *args: Any) -> None:
+        pass
+
+    wait_event = wait_stream = record
+
+
+class _Peers:
+    """Other ranks' memory."""
+
+    def __init__(self, size: int, device: torch.device):
+        self.rank, self.size, self.device = 0, size, device
+        self.abort_flag = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def share(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> SimpleNamespace:
+        addresses = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        tensor = torch.zeros(shape, dtype=dtype, device=self.device)
+        return SimpleNamespace(tensor=tensor, address_table=addresses, addresses=[0] * self.size)
 
 
 @contextmanager
@@ -194,12 +221,15 @@ def pretended_card(capability: int) -> Iterator[torch.device]:
 
     answers = {
         "is_available": lambda: True,
-        "device_count": lambda: len(CARDS),
+        "device_count": lambda: len(CARDS) + 1,  # for a second rank
         "current_device": lambda: index,
         "get_device_properties": properties,
         "get_device_capability": get_capability,
         "get_device_name": lambda device=None: "pretended sm_{}{}".format(*get_capability(device)),
-        "Event": _Event,
+        "synchronize": lambda device=None: None,
+        "current_stream": _Nothing,
+        "Stream": _Nothing,
+        "Event": _Nothing,
     }
     before = driver._active
     driver.set_active(_Driver(index))
@@ -228,6 +258,8 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
             # Other packages' kernels are theirs to test.
             (model_setup, "load_quack", lambda *args, **options: None),
             (GpuBackend, "use_flash_attn4", lambda *args, **options: None),
+            (parallel, "_run", lambda *args: None),
+            (residual_reducer, "copy_bytes", lambda *args: None),
         ):
             stack.enter_context(patch.object(target, name, value))
         for block in (FakeTensorMode(allow_non_fake_inputs=True), _OnPretendedCards(), torch.inference_mode()):
@@ -235,6 +267,10 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
         token = launch._variants.set(set())
         try:
             runner = ModelRunner(config, device)
+            if config.tensor_parallel_size > 1:
+                sizes = config.max_num_batched_tokens, config.hf_config.hidden_size, config.dtype
+                reducer = make_reducer(_Peers(config.tensor_parallel_size, device), *sizes)
+                runner.tp = TensorParallel(size=config.tensor_parallel_size, group=MagicMock(), reducer=reducer)
             model_setup.build_model(runner, *model_setup.choose_backend(config))
             with few_layers(runner.model):
                 kernel_compilation._trace(runner)
@@ -253,8 +289,9 @@ def _kind(arg: Any) -> Any:
 
 
 def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(model, options): each model, and one of each kind of layer and head_dim in float32, and in fp8 where the card
-    has that."""
+    """(model, options): each model, one of them over two GPUs, and one of each kind of layer and head_dim in float32,
+    and in fp8 where the card has that."""
+    yield models[0], {"tensor_parallel_size": 2}
     kinds = set()
     for model in models:
         yield model, {}
@@ -311,6 +348,13 @@ def check(variants: list[Launch], device: torch.device, capability: int) -> tupl
     return most, errors
 
 
+def all_kernels() -> set[str]:
+    """The names of the kernels in `nanovllm.kernels`."""
+    names = (f"nanovllm.kernels.{module.name}" for module in pkgutil.iter_modules(nanovllm.kernels.__path__))
+    found = (value for name in names for value in vars(import_module(name)).values())
+    return {each.fn.__name__ for each in found if isinstance(each, JITFunction) and each.fn.__name__.endswith("kernel")}
+
+
 def _cpu_seconds() -> float:
     """Of this process and of the assemblers that it has run."""
     return sum(os.times()[:4])
@@ -323,7 +367,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every variant, not the largest of each kind")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    all_errors = []
+    all_errors, never_launched = [], all_kernels()
     for capability in arguments.cards:
         start, errors = _cpu_seconds(), []
         with pretended_card(capability) as device:
@@ -339,13 +383,16 @@ def main() -> None:
             most, more = check(compiled, device, capability)
         errors += more
         all_errors += errors
-        kernels = len({each.name for each in found.values()})
+        kernels = {each.name for each in found.values()}
+        never_launched -= kernels
         print(
-            f"sm_{capability}: {kernels} kernels in {len(found)} variants, {len(compiled)} compiled, "
+            f"sm_{capability}: {len(kernels)} kernels in {len(found)} variants, {len(compiled)} compiled, "
             f"{most / 1024:.1f} of {CARDS[capability]} KiB, {len(errors)} errors, "
             f"{traced:.1f} + {_cpu_seconds() - start - traced:.1f} s",
             flush=True,
         )
+    if _LAUNCHES_ALL in arguments.cards and arguments.models == family_models():
+        all_errors += [f"no engine launches {name}" for name in sorted(never_launched)]
     print(*all_errors, sep="\n", end="")
     sys.exit(bool(all_errors))
 
