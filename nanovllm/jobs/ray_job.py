@@ -8,17 +8,21 @@ import logging
 import pickle
 import queue
 import signal
+import sysconfig
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.job_config import JobConfig
 from typing_extensions import Self
 
+import nanovllm
 from nanovllm.config import Config
 from nanovllm.jobs.arguments import Arguments, Cluster
 from nanovllm.jobs.fingerprint import Fingerprint
@@ -280,10 +284,22 @@ class _Lines:
             self._queue.put(error)
 
 
+class _OwnPath(JobConfig):
+    """Workers that look for modules in their own packages, and for this one where it is here. Ray would put the current
+    directory and the script's first on their path, where a file may be called as a module of Python."""
+
+    def __init__(self) -> None:
+        root = str(Path(nanovllm.__file__).resolve().parents[1])
+        super().__init__(_py_driver_sys_path=[] if root in sysconfig.get_paths().values() else [root])
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        return True  # Then Ray adds neither.
+
+
 def _connect(address: str | None) -> None:
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    quiet: Any = {"log_to_driver": False, "logging_level": logging.ERROR}
-    ray.init(address, **quiet) if address else ray.init("local", include_dashboard=False, **quiet)
+    options: Any = {"log_to_driver": False, "logging_level": logging.ERROR, "job_config": _OwnPath()}
+    ray.init(address, **options) if address else ray.init("local", include_dashboard=False, **options)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has set one that aborts the process.
 

@@ -56,6 +56,17 @@ def test_the_reader_of_a_job(trap, tmp_path):
     assert list(trap.glob("answers/part-*"))
 
 
+def test_workers_of_ray(trap, tmp_path):
+    pytest.importorskip("ray")
+    model = make_checkpoint(tmp_path / "model", tokenizer=True)
+    (trap / "a.jsonl").write_text('{"prompt": "a block"}\n')
+    code = "from nanovllm.cli import main; sys.exit(main(sys.argv[1:]))"
+    batch = ["run-batch", "-i", "a.jsonl", "-o", "answers", "--model", str(model), "--device", "cpu"]
+    done = run_python(code, *batch, "--replicas", "1", "--max-tokens", "2")
+    assert done.returncode == 0, done.stderr
+    assert list(trap.glob("answers/part-*"))
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no safe path")
 def test_workers_of_other_ranks(trap, tmp_path):
     model = make_checkpoint(tmp_path / "model")
