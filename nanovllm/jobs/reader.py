@@ -101,11 +101,8 @@ class Preparer:
 
     def _check_length(self, line: Line) -> None:
         """Raises ValueError for a text, or a message that every template repeats, whose beginning alone is too long."""
-        parts: Any = [line.prompt] if isinstance(line.prompt, str) else line.prompt if line.is_chat else []
-        for part in parts:
-            text = part if isinstance(part, str) else part["content"] if part["role"] != "assistant" else None
-            if isinstance(text, str):
-                self._check_text(text)
+        for text in _certain_texts(line.prompt):
+            self._check_text(text)
 
     def _check_text(self, text: str) -> None:
         if self._max_len is not None:
@@ -137,6 +134,18 @@ class Preparer:
             return token_ids
         except Exception as error:  # Templates raise whatever they like.
             return ValueError(str(error).removeprefix("conversation 0: "))
+
+
+def _certain_texts(prompt: Any) -> Iterator[str]:
+    """Texts of which a prompt has all tokens: itself, or the messages that every template repeats."""
+    if isinstance(prompt, str):
+        yield prompt
+    for message in prompt if isinstance(prompt, list) and isinstance(prompt[0], dict) else ():
+        content = message.get("content") if message["role"] != "assistant" else None
+        if isinstance(content, str):
+            yield content
+        elif content:
+            yield from (part["text"] for part in content)
 
 
 def find_tokenizer(name: str, revision: str | None) -> Any:

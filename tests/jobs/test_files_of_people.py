@@ -236,3 +236,19 @@ def test_a_prompt_of_megabytes_is_not_tokenized(job, answers, monkeypatch):
     assert max(lengths) == 10 * 200
     errors = [row["error"] for row in read_lines(*answers.glob("*errors.jsonl"))]
     assert all(error.startswith("the text has 700000 characters, of which the first 2000 have ") for error in errors)
+
+
+def test_tool_calls_whose_arguments_are_texts(job, answers):
+    """OpenAI's. They give the same prompt as with a mapping."""
+
+    def row(line_id, arguments):
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        messages = [{"role": "user", "content": "2 + 1?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        return {"id": line_id, "messages": [*messages, {"role": "tool", "tool_call_id": "1", "content": "3"}]}
+
+    rows = [row("text", '{"a": 2, "b": 1}'), row("mapping", {"a": 2, "b": 1})]
+    job([*rows, row("wrong", "not json")], chat_template=CHAT_TEMPLATE)
+    text, mapping = (row | {"id": None} for row in read_folder(answers))
+    assert text == mapping
+    (error,) = read_lines(*answers.glob("*errors.jsonl"))
+    assert "arguments must be a JSON object" in error["error"]
