@@ -76,7 +76,7 @@ def test_wrong_lines_do_not_stop_the_others(job, answers):
     assert {row["line"] for row in errors} == {i for i, row in enumerate(rows, 1) if isinstance(row, str)}
     assert {row["file"] for row in errors} == {"prompts.jsonl"}
     starts = ["is not JSON", "must be a JSON object", "id=[1]: must be a text", "has no prompt", "temperature=-1"]
-    starts += ["stop_token_ids: token id 100000", "the prompt has 301 tokens", "the prompt has 1000000 char"]
+    starts += ["stop_token_ids: token id 100000", "the prompt has 301 tokens", "the text has 1000000 characters"]
     starts += ["the prompt cannot be tokenized", "token id 100000 is outside", "chat_template: the model's tokenizer"]
     for start in starts:
         assert any(row["error"].startswith(start) for row in errors), start
