@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import __version__
+from nanovllm.utils.checks import quoted
 from nanovllm.utils.sigterm import sigterm_as_interrupt
 
 _FAILED, _WRONG_CALL, _SOME_FAILED, _INTERRUPTED, _NO_READER = 1, 2, 3, 130, 141
@@ -130,7 +131,7 @@ def _json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not JSON: {error}") from None
 
 
 def _file(path: str) -> str:

@@ -7,7 +7,7 @@ about forty. LLVM and ptxas do most of the work and release the interpreter's lo
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
 
@@ -36,13 +36,18 @@ def is_compiling_ahead() -> bool:
 
 
 @contextmanager
-def compile_ahead(tell: Callable[[int, int], None] | None = None) -> Iterator[None]:
+def compile_ahead(
+    tell: Callable[[int, int], None] | None = None, waiting: Callable[[], AbstractContextManager] = nullcontext
+) -> Iterator[None]:
     """In this block and this thread, `launcher` compiles kernels instead of launching them; their outputs mean nothing.
 
     Other threads compile while the block runs. The block ends when all have finished, or, with an exception, when each
     has finished its current variant. A kernel that fails to compile raises at its first launch.
 
-    tell: called while the block waits, with the number of compiled variants and of all variants.
+    Args:
+        tell: called while the block waits, with the number of compiled variants and of all variants.
+        waiting: a block in which, after an exception, the threads are waited for. It should hold Ctrl-C: if the
+            interpreter ends while a thread compiles, Triton's bindings (nanobind) write what they have leaked.
     """
     token = _variants.set(set())
     pool = _CompilingPool(min(_MAX_THREADS, os.cpu_count() or 1))
@@ -54,7 +59,8 @@ def compile_ahead(tell: Callable[[int, int], None] | None = None) -> Iterator[No
                 # Triton would do it, but a Ctrl-C while it waits would leave it in this mode.
                 pool.shutdown()
             except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
+                with waiting():
+                    pool.shutdown(cancel_futures=True)
                 raise
     finally:
         _variants.reset(token)

@@ -23,6 +23,7 @@ from nanovllm.tuning.table import Choice
 from nanovllm.tuning.timed_attention import TimedAttention
 from nanovllm.tuning.tuner import CUBLAS, Picks, Shape
 from nanovllm.utils.context import Context, get_context, step_context
+from nanovllm.utils.interrupts import held_interrupt
 
 _MIN_WEIGHT_BYTES = 900 * 10**6  # many times the L2 cache of any GPU; with 400 MB, other constants win
 _RUN_MICROS = 6_000
@@ -74,7 +75,7 @@ class LayerTimer:
         quack: Any = self.candidates.get(Quack.name)
         with ExitStack() as stack:
             processes = stack.enter_context(CompileProcesses(["nanovllm.layers.quack_early"])) if quack else None
-            with torch.inference_mode(), compile_ahead(tell):
+            with torch.inference_mode(), compile_ahead(tell, held_interrupt):
                 for phase, num_tokens, i, choice in trials:
                     if choice != CUBLAS:
                         with suppress(Exception), step_context(self._context(phase, num_tokens)):

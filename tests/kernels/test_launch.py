@@ -1,12 +1,14 @@
 """Compiling ahead: what goes on in the block, and that it leaves nothing behind."""
 
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from nanovllm.kernels import launch
 from nanovllm.kernels.launch import compile_ahead
 from nanovllm.kernels.qk_norm_rope import qk_norm_rope_store
 
@@ -57,3 +59,23 @@ def test_the_blocks_exception_ends_it(rotate, error):
     assert rotate()
     with compile_ahead():  # once more: the first has left no mode behind
         assert not rotate()
+
+
+def test_after_an_exception_the_threads_are_waited_for_in_a_block_that_can_hold_ctrl_c(monkeypatch):
+    release, futures, ends = threading.Event(), [], []
+
+    class Pool(launch._CompilingPool):
+        def __init__(self, max_workers):
+            super().__init__(max_workers)
+            futures.append(self.submit(release.wait))
+
+    @contextmanager
+    def waiting():
+        release.set()
+        yield
+        ends.append(futures[0].done())
+
+    monkeypatch.setattr(launch, "_CompilingPool", Pool)
+    with pytest.raises(KeyboardInterrupt), compile_ahead(waiting=waiting):
+        raise KeyboardInterrupt
+    assert ends == [True]

@@ -15,6 +15,7 @@ from nanovllm.layers.sampling_thresholds import sampling_thresholds
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.layer_facts import few_layers, layer_products, one_of_each_kind
 from nanovllm.utils.context import Context, step_context
+from nanovllm.utils.interrupts import held_interrupt
 
 if HAS_TRITON:
     from nanovllm.kernels.launch import compile_ahead
@@ -34,7 +35,7 @@ def compiling_kernels(runner, tell: Callable[[int, int], None]) -> Iterator[None
     if not HAS_TRITON or runner.device.type != "cuda":
         yield
         return
-    with compile_ahead(tell):
+    with compile_ahead(tell, held_interrupt):
         with few_layers(runner.model):
             _trace(runner)
         yield
