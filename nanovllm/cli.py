@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_run_batch(commands, arguments)
     _add_status(commands)
     _add_chat(commands)
+    _add_fit(commands)
     _add_tune(commands)
     commands.add_parser("bench", help="measure the speed on this machine", add_help=False)
     if arguments[:1] == ["bench"]:  # Its own parser needs torch, and reads what follows the command.
@@ -272,6 +274,43 @@ def _chat(options: argparse.Namespace) -> int:
         given.pop(name)
     chat_in_terminal(**given, sampling=sampling)
     return 0
+
+
+# -- fit ---------------------------------------------------------------------------------------------------------------
+
+_FIT: dict[str, Any] = {"tensor_parallel_size": int, "max_model_len": int, "max_num_seqs": int}
+_FIT |= {"max_num_batched_tokens": int, "gpu_memory_utilization": float, "dtype": str, "quantization": str}
+_FIT |= {"kv_cache_dtype": str, "revision": str}
+
+
+def _add_fit(commands: Any) -> None:
+    parser = commands.add_parser(
+        "fit",
+        help="say whether a model fits a GPU",
+        description="Say what a model needs of a GPU's memory, and what is left for the KV cache. From its shapes: no "
+        "weights are downloaded or read, and no GPU is needed. Exit status: 0 it fits one, 1 it fits none.",
+    )
+    parser.add_argument("model", help="a directory, a hub id, or the name of a published shape such as Qwen3-8B")
+    memory_help = "GiB of each GPU (default: this machine's, and common sizes)"
+    parser.add_argument("--gpu-memory", dest="memory_gib", type=_gib, nargs="+", metavar="GIB", help=memory_help)
+    _add_all(parser.add_argument_group("engine (docs/reference.md)"), _FIT)
+    parser.set_defaults(run=_fit)
+
+
+def _gib(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) < 2**20:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no size of a GPU in GiB")
+
+
+def _fit(options: argparse.Namespace) -> int:
+    from nanovllm.fit import print_fit
+
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    for name in ("command", "run"):
+        given.pop(name)
+    return 0 if print_fit(**given) else _FAILED
 
 
 # -- tune --------------------------------------------------------------------------------------------------------------
