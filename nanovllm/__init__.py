@@ -1,4 +1,4 @@
-"""Offline batch inference for Qwen3: `from nanovllm import LLM, SamplingParams`."""
+"""Offline batch inference for language models: `from nanovllm import LLM, SamplingParams`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
