@@ -116,6 +116,8 @@ class RayEngines:
         except KeyboardInterrupt:
             self._receive_last()
             raise
+        finally:
+            self._lines.close()
 
     # -- handing out ---------------------------------------------------------------------------------------------------
 
@@ -248,6 +250,7 @@ class _Lines:
 
     def __init__(self, readers: list[Iterable[Prepared]]):
         self._is_one = len(readers) == 1
+        self._has_ended = threading.Event()
         self._num_taken = 0
         self._batch = deque[Prepared]()
         self._queue: queue.Queue[list[Prepared] | Exception] = queue.Queue(_READ_AHEAD)
@@ -264,7 +267,7 @@ class _Lines:
             if isinstance(batch, Exception):
                 raise batch
             self._batch.extend(batch)
-        if self._batch[0].position > last_position:
+        if not self._batch or self._batch[0].position > last_position:
             return None
         line = self._batch.popleft()
         self._num_taken += 1
@@ -276,12 +279,22 @@ class _Lines:
             for line in reader:
                 batch.append(line)
                 if len(batch) == _READ_BATCH:
-                    self._queue.put(batch)
+                    self._put(batch)
                     batch = []
-            if batch:
-                self._queue.put(batch)
+            self._put(batch)
         except Exception as error:
-            self._queue.put(error)
+            self._put(error)
+
+    def _put(self, batch: list[Prepared] | Exception) -> None:
+        while not self._has_ended.is_set():
+            try:
+                return self._queue.put(batch, timeout=_POLL_SECONDS)
+            except queue.Full:
+                continue
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._has_ended.set()
 
 
 class _OwnPath(JobConfig):

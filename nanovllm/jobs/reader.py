@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeVar
@@ -221,6 +222,8 @@ class ReadAhead:
         self._process.wait()
         self._thread.join()
         self._connection.close()
+        with suppress(queue.Full):
+            self._queue.put_nowait(None)  # A thread that waits for lines ends.
 
     def __iter__(self) -> Iterator[Prepared]:
         """Raises ValueError for a damaged file, and RuntimeError if the process has died."""
