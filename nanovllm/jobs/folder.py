@@ -39,6 +39,7 @@ _OWN = re.compile(
     r"_joined\.(jsonl|parquet)"
 )
 _DATA_SUFFIXES = (".json", ".ndjson", ".csv", ".tsv", ".txt", ".gz", ".zst", ".xlsx", ".arrow")
+REFUSALS = (ValueError, TypeError, ImportError, OSError)  # what a wrong call raises
 FILE_FORMATS = {".jsonl": "jsonl", ".parquet": "parquet"}  # of an output that is one file
 
 
@@ -94,14 +95,21 @@ class JobFolder:
             time.sleep(0.05)
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        if not self._had_manifest and not os.path.lexists(self.path / MANIFEST):  # The call was refused.
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        if not self._had_manifest:
             with suppress(OSError):
-                os.unlink(self.path / _LOCK)
-                for path in self._made:
-                    path.rmdir()
+                self._leave_nothing(is_refused=kind is not None and issubclass(kind, REFUSALS))
         os.close(self._lock)  # which gives the lock back, as the end of the process does
         self._lock = None
+
+    def _leave_nothing(self, is_refused: bool) -> None:
+        """Delete what a call has made that was refused, perhaps by an engine's start, before a line was answered."""
+        own = {_LOCK, f"{MANIFEST}.tmp"} | ({MANIFEST} if is_refused else set())
+        if (names := set(os.listdir(self.path))) <= own:
+            for name in names:
+                os.unlink(self.path / name)
+            for path in self._made:
+                path.rmdir()
 
     def check(self) -> None:
         """Raises FolderLost if the folder on the disk is no longer the one whose lock this process holds."""

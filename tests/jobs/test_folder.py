@@ -274,8 +274,16 @@ def test_a_refused_call_leaves_nothing(tmp_path):
     for path in (tmp_path / "a" / "b" / "answers", tmp_path / "empty"):
         with pytest.raises(KeyError), JobFolder(path):
             raise KeyError
+        with pytest.raises(ValueError, match="no memory"):
+            fail_to_start(path)
     assert os.listdir(tmp_path) == ["empty"]
     assert os.listdir(tmp_path / "empty") == []
+
+
+def fail_to_start(path):
+    with JobFolder(path) as folder:
+        folder.write_manifest(A_MANIFEST)
+        raise ValueError("no memory for an engine")
 
 
 @pytest.mark.parametrize("name", [".lock", "_part-00000.jsonl.tmp"])

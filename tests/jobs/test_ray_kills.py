@@ -82,7 +82,7 @@ def test_a_job_on_ray_survives_kills(path, tmp_path, kind):
             num_lines = num_rows(answers)
             found = victims(job, kind) if num_killed < NUM_KILLS else []
             # A driver that is always killed while it starts makes no progress.
-            if found and (kind != "driver" or num_lines > num_before or rng.random() < 0.1):
+            if found and (kind != "driver" or num_lines > num_before or rng.random() < 0.02):
                 os.kill(rng.choice(found), signal.SIGKILL)
                 num_killed += 1
                 if kind == "driver":
