@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -96,13 +97,20 @@ def timed(run: Callable[[], Any]) -> tuple[Seconds, Any]:
 
 
 def compare(model: Any, llm: LLM, workload: Workload, passes: int) -> tuple[dict[str, Seconds], int]:
-    """The median times of each, after one pass to warm up, and the number of prompts whose tokens are equal."""
-    runs = {"transformers": lambda: run_transformers(model, workload), "nanovllm": lambda: run_nanovllm(llm, workload)}
-    tokens = {name: run() for name, run in runs.items()}
+    """The median times of each, after a few tokens to warm up, and the number of prompts whose tokens are equal."""
+    runs = {
+        "transformers": lambda each: run_transformers(model, each),
+        "nanovllm": lambda each: run_nanovllm(llm, each),
+    }
     times: dict[str, list[Seconds]] = {name: [] for name in runs}
+    tokens: dict[str, list[list[int]]] = {}
+    short = Workload(workload.prompts[:8], [2] * len(workload.prompts[:8]), workload.at_once)
+    for run in runs.values():
+        run(short)
     for _ in range(passes):
         for name, run in runs.items():
-            times[name].append(timed(run)[0])
+            seconds, tokens[name] = timed(partial(run, workload))
+            times[name].append(seconds)
     medians = {name: Seconds(*map(median, zip(*seconds, strict=True))) for name, seconds in times.items()}
     return medians, sum(a == b for a, b in zip(*tokens.values(), strict=True))
 
@@ -115,7 +123,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--workload", choices=names, nargs="+", default=names)
     parser.add_argument("--new-tokens", type=int, default=64, help="of each prompt of batch-N (default: 64)")
-    parser.add_argument("--passes", type=int, default=3, help="of each engine, after one to warm up (default: 3)")
+    parser.add_argument("--passes", type=int, default=3, help="of each engine (default: 3)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as directory:
@@ -124,7 +132,9 @@ def main() -> None:
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(LlamaConfig(**SMOLLM2_135M)).save_pretrained(args.model)
         print(f"{args.model}, {args.threads} threads, medians of {args.passes} passes; seconds, then ratios")
-        print("| dtype | workload | transformers: wall | CPU | nanovllm: wall | CPU | ratio: wall | CPU | same tokens |")
+        print(
+            "| dtype | workload | transformers: wall | CPU | nanovllm: wall | CPU | ratio: wall | CPU | same tokens |"
+        )
         print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
         for dtype in args.dtype:
             model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
