@@ -102,6 +102,8 @@ class ModelRunner:
             load_dummy(self.model, self.config.seed or 0, self.tp.rank)
         else:
             load_model(self.model, self.config.model)
+        if self.device.type == "cpu":
+            self.model.pack_weights()
 
     def synchronize(self) -> None:
         """Wait for the steps in flight: they need every rank and the host's memory."""

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.layers.packed_weights import linear_packed, packed
 from nanovllm.layers.parameters import make_parameter
 from nanovllm.utils.parallel import TensorParallel
 
@@ -33,7 +34,8 @@ class ParallelLMHead(nn.Module):
     Attributes:
         first: this rank's first token.
         num_tokens: how many tokens this rank has. With a small vocabulary the last ranks may have none.
-        weight: [num_tokens, hidden_size]; with a tied embedding a view of this rank's rows of it.
+        weight: [num_tokens, hidden_size]; with a tied embedding a view of this rank's rows of it, or once packed a
+            copy, because the embedding looks tokens up in the plain one.
     """
 
     def __init__(
@@ -60,7 +62,13 @@ class ParallelLMHead(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [num_rows, hidden_size]."""
+        if self.weight.is_mkldnn:
+            return linear_packed(hidden_states, self.weight)
         return F.linear(hidden_states, self.weight)
+
+    def pack_weight(self) -> None:
+        """As `LinearBase.pack_weight`."""
+        self.weight = packed(self.weight)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of all tokens [num_rows, vocab_size], on every rank, from this rank's [num_rows, num_tokens].

@@ -9,7 +9,8 @@ Operations, of x `[num_tokens, K]` and a weight W `[N, K]`:
 - linear_sum: linear, as one rank's part of a sum over tensor-parallel ranks.
 - experts: a mixture of experts, of weights `[num_experts, N, K]`; see `expert_products`.
 
-W is a tensor of x's dtype, or in fp8 with scales (`quantization`), which some candidates do not support.
+W is a tensor of x's dtype, which may be packed for a CPU (`packed_weights`), or in fp8 with scales (`quantization`),
+which some candidates do not support.
 """
 
 import logging
@@ -25,6 +26,7 @@ from nanovllm.layers.activation import Gated
 from nanovllm.layers.expert_products import ExpertsProblem, compute_experts
 from nanovllm.layers.fp8_products import compute_fp8
 from nanovllm.layers.layernorm import Normed
+from nanovllm.layers.packed_weights import compute_packed
 from nanovllm.layers.quantization import Fp8Weight, Weight
 from nanovllm.tuning.table import Choice, Key, Row, Table
 from nanovllm.utils.context import get_context
@@ -95,6 +97,8 @@ class Cublas(Candidate):
             return compute_experts(problem)
         if isinstance(problem.weight, Fp8Weight):
             return compute_fp8(problem)
+        if problem.weight.is_mkldnn:
+            return compute_packed(problem)
         x, weight, bias, out = problem.input, problem.weight, problem.bias, problem.out
         if problem.operation == "linear_silu":
             return Gated(F.linear(x, weight)).value()
@@ -117,6 +121,11 @@ class Matmul:
         self._model = model
         self._rows: dict[tuple, Row] = {}
         self._has_told = False
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether there are candidates besides cuBLAS."""
+        return len(self._candidates) > 1
 
     def linear(self, x: Input, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """`x W^T + bias`: `out`, or a new `[num_tokens, N]`."""
@@ -155,7 +164,7 @@ class Matmul:
             candidates = {name: each for name, each in candidates.items() if not each.suits_one_shape}
             # A linear_add may be rank 0's part of a sum, measured as linear_sum. On one GPU a layer's others tell.
             tells = key.operation in OPERATIONS and key.operation != "linear_add"
-            if len(self._candidates) > 1 and tells and not self._has_told:
+            if self.has_choice and tells and not self._has_told:
                 self._has_told = True
                 text = "%s with a weight [%d, %d] was not measured on this GPU; to measure it: nanovllm tune %s"
                 logger.info(text, key.operation, key.N, key.K, self._model)

@@ -292,3 +292,10 @@ class DecoderForCausalLM(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, (LinearBase, MixtureOfExperts)):
                 module.matmul = matmul
+
+    def pack_weights(self) -> None:
+        """Once the weights are loaded: let a CPU's products read them faster (`layers.packed_weights`), if all products
+        are torch's."""
+        for module in [] if self.matmul.has_choice else self.modules():
+            if isinstance(module, (LinearBase, ParallelLMHead)):
+                module.pack_weight()
