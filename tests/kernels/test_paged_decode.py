@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace
-from nanovllm.layers.attention_torch import decode_attention_torch
+from nanovllm.layers import attention_torch
+from nanovllm.layers.attention_torch import DecodePlan, decode_attention_torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -106,6 +107,27 @@ def test_twin_gives_a_sequence_the_same_bits_in_any_batch(num_heads, num_kv_head
     for rows in ([0], [3], [4, 1], [3, 2, 0]):
         part = {name: case[name][rows] for name in ("q", "context_lens", "block_tables")}
         assert torch.equal(decode_attention_torch(**{**case, **part}), together[rows])
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_twin_computes_rows_of_like_lengths_together(monkeypatch, window):
+    lens = [1, 31, 32, 33, 64, 60, 0, 300, 290, 320, 64, 2]
+    case = make_case(lens, 6, 2, 64, 16, torch.float32, "cpu", seed=3, window=window)
+    rows = {name: case[name] for name in ("q", "context_lens", "block_tables")}
+
+    def plan():
+        return DecodePlan(case["context_lens"], case["block_tables"], case["k_cache"], torch.float32, window)
+
+    together = decode_attention_torch(**case)
+    num_groups = len(plan().groups)
+    assert num_groups < len(set(lens))
+    assert not together[6].any()
+    monkeypatch.setattr(attention_torch, "_BYTES_AT_ONCE", 100_000)  # 195 keys of two heads
+    assert len(plan().groups) > num_groups
+    assert torch.equal(decode_attention_torch(**case), together)
+    for i in range(len(lens)):
+        alone = {name: values[i : i + 1] for name, values in rows.items()}
+        assert torch.equal(decode_attention_torch(**{**case, **alone}), together[i : i + 1])
 
 
 def test_no_sequences(device):
