@@ -2,9 +2,10 @@
 
 import logging
 import math
+import mmap
+from contextlib import suppress
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from nanovllm.config import CPU_KVCACHE_GIB, MAX_SLOTS, Config
@@ -124,6 +125,19 @@ def allocate_kv_cache(
                 f"{blocks} KV cache blocks take {blocks * block_bytes / GIB:.1f} GiB, and this machine has "
                 f"{memory / GIB:.1f} GiB: lower num_kvcache_blocks or kvcache_gib"
             )
-        # A page of it becomes memory when it is written: to write gigabytes of zeros would take seconds.
-        return torch.from_numpy(np.zeros(blocks * block_bytes, np.uint8)).view(config.kv_cache_dtype).view(shape)
+        return _zeros_when_touched(blocks * block_bytes).view(config.kv_cache_dtype).view(shape)
     return torch.zeros(shape, dtype=config.kv_cache_dtype, device=device)
+
+
+def _zeros_when_touched(num_bytes: int) -> torch.Tensor:
+    """uint8 zeros on the host. A page becomes memory when it is written, because to write gigabytes of zeros would take
+    seconds.
+
+    The pages are small ones. With those of 2 MiB that numpy asks for, the first 38 tokens of 32 sequences cost a third
+    of the time that 16 steps of SmolLM2-135M take, since a sequence's part of a layer lies in a page of its own.
+    """
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # Linux, which may be set to use large pages unasked
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
