@@ -1,5 +1,6 @@
 """What happens to q, k and v between their projection and attention: norms, RoPE and the KV cache write."""
 
+import torch
 from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON, use_kernels
@@ -50,12 +51,16 @@ def qk_norm_rope_store_torch(
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    for part, weight in ((q, q_weight), (k, k_weight)):
-        # In float32 up to the end, so that half-precision values are rounded once.
-        value = part.float() if weight is None else rms_norm_torch(part.float(), weight, eps)
-        if cos_sin_cache is not None:
-            value = apply_rotary_emb(value, *cos_sin_cache[positions].chunk(2, dim=-1))
-        part.copy_(value)
+    qk = heads[:, : num_heads + num_kv_heads]
+    # In float32 up to the end, so that half-precision values are rounded once.
+    value = qk.float()
+    if q_weight is not None or k_weight is not None:
+        weights = zip(value.split((num_heads, num_kv_heads), dim=1), (q_weight, k_weight), strict=True)
+        parts = [part if weight is None else rms_norm_torch(part, weight, eps) for part, weight in weights]
+        value = torch.cat(parts, dim=1)
+    if cos_sin_cache is not None:
+        value = apply_rotary_emb(value, *cos_sin_cache[positions].chunk(2, dim=-1))
+    qk.copy_(value)
     if k_cache is not None:
         if kv_scales is not None:
             round_to_cache(k, kv_scales[0])
