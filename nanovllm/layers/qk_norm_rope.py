@@ -50,8 +50,8 @@ def qk_norm_rope_store_torch(
     """
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    qk = heads[:, : num_heads + num_kv_heads]
+    qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+    k = qk[:, num_heads:]
     # In float32 up to the end, so that half-precision values are rounded once.
     value = qk.float()
     if q_weight is not None or k_weight is not None:
