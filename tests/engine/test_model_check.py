@@ -41,6 +41,13 @@ def test_a_published_shape_that_is_too_large(nothing_is_built, monkeypatch, opti
         LLM("Qwen3-8B", **DUMMY, **options)
 
 
+def test_a_tied_head_is_counted_as_well(nothing_is_built, monkeypatch):
+    """The embedding of 151,936 x 1,024 numbers looks tokens up, and its packed copy is the head."""
+    set_memory(monkeypatch, int(2.5 * GIB))
+    with pytest.raises(MemoryError, match=r"Qwen3-0\.6B.*weights take 2\.8\d GiB in float32, and 2\.50 GiB are"):
+        LLM("Qwen3-0.6B", dtype="float32", **DUMMY)
+
+
 def test_a_checkpoint_that_is_too_large(nothing_is_built, monkeypatch, checkpoints):
     set_memory(monkeypatch, 1000)
     with pytest.raises(MemoryError, match=r"plain.*weights take 0\.00 GiB in float32, and 0\.00 GiB are"):
