@@ -109,11 +109,14 @@ def calibrated_scales(runner: Any) -> torch.Tensor:
                     torch.maximum(of_part, x.abs().amax((0, 2)).float(), out=of_part)
 
             hooks.enter_context(layer.register_forward_pre_hook(record))
-        for input_ids in _calibration_prompts(runner.config).to(runner.device):
-            length = len(input_ids)
-            cu_seqlens = torch.tensor([0, length], dtype=torch.int32, device=runner.device)
+        prompts = _calibration_prompts(runner.config).to(runner.device)
+        # A CPU dequantises a weight in fp8 for each product. A GPU's kernels for more tokens may not be compiled yet.
+        for together in prompts.split(len(prompts) if runner.device.type == "cpu" else 1):
+            num_prompts, length = together.shape
+            cu_seqlens = torch.arange(num_prompts + 1, dtype=torch.int32, device=runner.device) * length
+            positions = torch.arange(length, device=runner.device).repeat(num_prompts)
             with step_context(Context(True, cu_seqlens, cu_seqlens, length, length)):
-                runner.model(input_ids, torch.arange(length, device=runner.device))
+                runner.model(together.flatten(), positions)
     if not largest.isfinite().all():  # The cache would clamp infinity to a number, and the logits not show it.
         logger.warning(
             "KV cache scales: the calibration found keys or values that are NaN or infinite: the weights are damaged, "
