@@ -2,8 +2,7 @@
 
 import logging
 from copy import copy
-
-from torch import nn
+from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.models.model_size import GIB, meta_model, model_bytes
@@ -45,7 +44,7 @@ def _untie_other_head(config: Config) -> None:
         config.hf_config.tie_word_embeddings = False
 
 
-def _check_memory(config: Config, model: nn.Module, rank: int, free: int) -> None:
+def _check_memory(config: Config, model: Any, rank: int, free: int) -> None:
     sizes = model_bytes(config, model)
     needed = sizes.weights + sizes.tables
     if config.device == "cpu":
