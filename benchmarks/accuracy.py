@@ -1,37 +1,38 @@
-"""What 8 bits cost in accuracy: one table for all formats, of the demo model and the standard library that it knows.
+"""What 8 bits cost in accuracy: one table for all formats, of a model with real weights and of English prose.
 
-python benchmarks/accuracy.py                                      # assets/demo-model, in float32 on a CPU
+python scripts/real_model.py && python benchmarks/accuracy.py    # SmolLM2-135M-Instruct, in float32 on a CPU
 python benchmarks/accuracy.py --dtype bfloat16
-python benchmarks/accuracy.py --model Qwen/Qwen3-0.6B --device cuda
+python benchmarks/accuracy.py --model Qwen/Qwen3-0.6B --device cuda --pieces 100
 
-- Perplexity: of the modules that the demo model was not trained on, in pieces of 1,024 tokens.
-- Greedy agreement: the leading tokens, of 32, that a format shares with the first one, over 20 beginnings of code.
-- Needle: functions of those modules. Each stands in the prompt, other text follows, and its first line comes again. The
-  table shows how many nats per token the rest of the function costs then, and how many of its tokens greedy decoding
-  repeats: with the function 3,000 tokens back, right before, and not in the prompt at all.
+The text is Python's language reference as the running Python has it (`pydoc_data.topics`).
+
+- Perplexity: of 8 pieces of 1,024 tokens (`--pieces`), spread over the text. "More" is how much larger it is than that
+  of the first format, with the standard error of the tokens' differences.
+- Greedy agreement: the leading tokens, of 32, that a format shares with the first one, over 20 beginnings of topics.
+- Paragraphs: nats per token of six paragraphs, without their first words: when they are new; when each follows itself;
+  and when all of them stand 3,000 tokens back.
 """
 
 import argparse
-import ast
 import math
 import sys
-import sysconfig
 from dataclasses import fields
 from pathlib import Path
+from pydoc_data.topics import topics
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+import torch
 
-from demo_card import AGREEMENT_TOKENS, CODE_PROMPTS  # noqa: E402
-from demo_corpus import HELD_OUT_FILES  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
-from nanovllm import LLM, SamplingParams  # noqa: E402
-from nanovllm.config import Config  # noqa: E402
+from real_model import default_folder
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
 
 PIECE = 1024
-NUM_NEEDLES, DISTANCE = 8, 3000
-SHORTEST_NEEDLE, LONGEST_NEEDLE = 40, 250
-BREAK = "\n\n\n"
+NUM_PROMPTS, PROMPT_TOKENS, AGREEMENT_TOKENS = 20, 64, 32
+NUM_PARAGRAPHS, DISTANCE, NUM_FIRST_WORDS = 6, 3000, 8
+SHORTEST_PARAGRAPH, LONGEST_PARAGRAPH = 40, 80  # words
 
 
 def formats() -> dict[str, dict]:
@@ -44,21 +45,28 @@ def formats() -> dict[str, dict]:
     return found
 
 
-def held_out(stdlib: Path) -> dict[str, str]:
-    return {name: (stdlib / name).read_text(encoding="utf-8") for name in sorted(HELD_OUT_FILES)}
+def tokenize(llm: LLM, texts: list[str]) -> list[list[int]]:
+    return [llm.tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
-def perplexity(llm: LLM, text: str) -> float:
-    token_ids = llm.tokenizer.encode(text)
-    pieces = [token_ids[i : i + PIECE] for i in range(0, len(token_ids), PIECE)]
-    pieces = [piece for piece in pieces if len(piece) > 1]
+def prose() -> list[str]:
+    """The topics, in alphabetical order."""
+    return [topics[name].strip() + "\n\n" for name in sorted(topics)]
+
+
+def token_losses(llm: LLM, num_pieces: int) -> torch.Tensor:
+    """Nats of each token of the pieces."""
+    token_ids = [token for topic in tokenize(llm, prose()) for token in topic]
+    pieces = [token_ids[i : i + PIECE] for i in range(0, len(token_ids) - PIECE + 1, PIECE)]
+    pieces = pieces[:: max(1, len(pieces) // num_pieces)][:num_pieces]
     scores = llm.score([piece[:1] for piece in pieces], [piece[1:] for piece in pieces], use_tqdm=False)
-    return math.exp(-sum(s["total"] for s in scores) / sum(len(s["token_ids"]) for s in scores))
+    return -torch.tensor([logprob for score in scores for logprob in score["logprobs"]])
 
 
 def continuations(llm: LLM) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=AGREEMENT_TOKENS, ignore_eos=True)
-    return [output["token_ids"] for output in llm.generate(list(CODE_PROMPTS), params, use_tqdm=False)]
+    prompts = [token_ids[:PROMPT_TOKENS] for token_ids in tokenize(llm, prose()[:NUM_PROMPTS])]
+    return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
 def num_shared(first: list[int], second: list[int]) -> int:
@@ -67,66 +75,71 @@ def num_shared(first: list[int], second: list[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), len(first))
 
 
-def needles(llm: LLM, texts: dict[str, str]) -> list[tuple[list[int], list[int], list[int]]]:
-    """(first line, rest, haystack without the function's module) of some functions, as tokens."""
-    found = []
-    for name, text in texts.items():
-        others = "\n".join(other for other_name, other in texts.items() if other_name != name)
-        haystack = llm.tokenizer.encode(others)[:DISTANCE]
-        functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-        for source in (ast.get_source_segment(text, node) for node in functions):
-            line, rest = source.split("\n", 1)
-            tokens = llm.tokenizer.encode(line + "\n"), llm.tokenizer.encode(rest)
-            if SHORTEST_NEEDLE <= len(tokens[1]) <= LONGEST_NEEDLE:
-                found.append((*tokens, haystack))
-    return found[:NUM_NEEDLES]
+def paragraphs(llm: LLM) -> tuple[list[list[list[int]]], list[int]]:
+    """[first words, the rest] of paragraphs of different topics, and a text of other topics, as tokens."""
+    found, others = [], []
+    for topic in prose():
+        paragraph = next((text for text in topic.split("\n\n") if is_paragraph(text)), None)
+        if paragraph is None or len(found) == NUM_PARAGRAPHS:
+            others.append(topic)
+        else:
+            words = paragraph.split()
+            texts = [" ".join(words[:NUM_FIRST_WORDS]), " " + " ".join(words[NUM_FIRST_WORDS:]) + "\n\n"]
+            found.append(tokenize(llm, texts))
+    between = [token for topic in tokenize(llm, others) for token in topic]
+    return found, between[:DISTANCE]
 
 
-def needle_test(llm: LLM, texts: dict[str, str]) -> dict[str, tuple[float, float]]:
-    """{where the function is: (nats per token of its repetition, share of its tokens repeated)}."""
-    gap, result = llm.tokenizer.encode(BREAK), {}
-    found = needles(llm, texts)
-    for place in ("3,000 back", "right before", "nowhere"):
-        prompts, rests = [], []
-        for line, rest, haystack in found:
-            function = [*line, *rest, *gap]
-            before = {"3,000 back": function + haystack, "right before": haystack + gap + function, "nowhere": haystack}
-            prompts.append([*before[place], *gap, *line])
-            rests.append(rest)
-        scores = llm.score(prompts, rests, use_tqdm=False)
-        num_tokens = sum(map(len, rests))
-        params = [SamplingParams(temperature=0, max_tokens=len(rest), ignore_eos=True) for rest in rests]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        repeated = sum(num_shared(rest, output["token_ids"]) for rest, output in zip(rests, outputs, strict=True))
-        result[place] = -sum(s["total"] for s in scores) / num_tokens, repeated / num_tokens
-    return result
+def is_paragraph(text: str) -> bool:
+    is_prose = text[:1].isupper() and text.endswith(".")
+    return is_prose and SHORTEST_PARAGRAPH <= len(text.split()) <= LONGEST_PARAGRAPH
+
+
+def paragraph_losses(llm: LLM) -> dict[str, float]:
+    """{where a paragraph was before: nats per token of its rest}."""
+    found, between = paragraphs(llm)
+    each_twice = [paragraph for paragraph in found for _ in range(2)]
+    known = [token for paragraph in found for part in paragraph for token in part]
+    new_and_again = rest_losses(llm, between, each_twice)
+    again_later = rest_losses(llm, known + between, found)
+    losses = {"new": new_and_again[::2], "right before": new_and_again[1::2], "3,000 back": again_later}
+    return {place: torch.cat(parts).mean().item() for place, parts in losses.items()}
+
+
+def rest_losses(llm: LLM, prompt: list[int], found: list[list[list[int]]]) -> list[torch.Tensor]:
+    """Nats of each token after a paragraph's first words; one tensor for each paragraph, which follow each other."""
+    parts = [part for paragraph in found for part in paragraph]
+    (score,) = llm.score([prompt], [[token for part in parts for token in part]], use_tqdm=False)
+    losses = -torch.tensor(score["logprobs"])
+    return list(losses.split([len(part) for part in parts]))[1::2]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(ROOT / "assets" / "demo-model"))
+    parser.add_argument("--model", default=str(default_folder()), help="default: %(default)s")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument(
-        "--stdlib", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a Lib folder of CPython"
-    )
+    parser.add_argument("--pieces", type=int, default=8, help="of the text, for the perplexity")
     args = parser.parse_args()
-    texts = held_out(args.stdlib)
-    first: list[list[int]] = []
-    print("| format | perplexity | greedy tokens shared | needle 3,000 back | right before | nowhere |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    first_texts, first_losses = None, None
+    print(f"Python {sys.version.split()[0]}\n")
+    print("| format | perplexity | more | greedy tokens shared | new paragraphs | right before | 3,000 back |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, options in formats().items():
         with LLM(args.model, device=args.device, dtype=args.dtype, use_tqdm=False, **options) as llm:
-            completions = continuations(llm)
-            first = first or completions
-            shared = [num_shared(*pair) for pair in zip(first, completions, strict=True)]
+            texts, losses = continuations(llm), token_losses(llm, args.pieces)
+            if first_texts is None:
+                first_texts, first_losses = texts, losses
+            shared = [num_shared(*pair) for pair in zip(first_texts, texts, strict=True)]
+            more = losses - first_losses
             dtype = str(llm.config.dtype).removeprefix("torch.")
             num_equal = shared.count(AGREEMENT_TOKENS)
             cells = [
                 f"{name} ({dtype})",
-                f"{perplexity(llm, chr(10).join(texts.values())):.3f}",
+                f"{math.exp(losses.mean()):.3f}",
+                f"{math.expm1(more.mean()):+.2%} ± {more.std() / len(more) ** 0.5:.2%}",
                 f"{sum(shared) / len(shared):.1f} of {AGREEMENT_TOKENS}; all in {num_equal} of {len(shared)}",
-                *(f"{nats:.3f} nats, {share:.0%}" for nats, share in needle_test(llm, texts).values()),
+                *(f"{nats:.3f}" for nats in paragraph_losses(llm).values()),
             ]
             print("|", " | ".join(cells), "|", flush=True)
 
