@@ -68,7 +68,7 @@ FORMATS = {
     "cuda bfloat16": Format({"device": "cuda", "dtype": "bfloat16"}, regret=0.5, perplexity=0.01),
     "cuda fp8": Format(
         {"device": "cuda", "dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"},
-        regret=2.0,
+        regret=2.5,
         perplexity=0.1,
     ),
 }
