@@ -175,7 +175,7 @@ def test_every_line_of_a_structured_job_is_valid(format, tmp_path):
     ]
     file = tmp_path / "animals.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = {**format.options, "num_kvcache_blocks": 60, "temperature": 1, "seed": 0, "max_tokens": 60}
+    options = {**format.options, "kvcache_gib": 1, "temperature": 1, "seed": 0, "max_tokens": 60}
     arguments = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     command = ["run-batch", "-i", str(file), "-o", str(tmp_path / "answers"), "--model", str(default_folder())]
     assert main([*command, *arguments]) == 0
