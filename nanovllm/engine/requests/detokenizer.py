@@ -17,6 +17,41 @@ _CONTEXT = 4
 _DECODERS_OF_TOKENS = ("Replace", "ByteFallback", "Strip", "Metaspace", "WordPiece")
 
 
+class TokenTexts(dict[int, str | None]):
+    """{token id: the text that it adds to any text that has begun and ends with a whole character}, made when asked for.
+
+    None for tokens whose text depends on their neighbours: bytes, parts of characters, and those that are left out. All
+    are None for decoders of which it is not known.
+    """
+
+    def __init__(self, detokenizer: "Detokenizer", skip_special_tokens: bool):
+        super().__init__()
+        self._detokenizer = detokenizer
+        self._skip = skip_special_tokens
+
+    def __missing__(self, token_id: int) -> str | None:
+        self[token_id] = text = self._text(token_id)
+        return text
+
+    def _text(self, token_id: int) -> str | None:
+        if self._before is None or may_be_byte(self._detokenizer.piece(token_id, self._skip)):
+            return None
+        before, base = self._before
+        text = self._detokenizer.decode([before, token_id], self._skip)
+        return text[len(base) :] if text.startswith(base) and REPLACEMENT not in text else None
+
+    @cached_property
+    def _before(self) -> tuple[int, str] | None:
+        """Any token that has a text by itself, and that text."""
+        detokenizer = self._detokenizer
+        for token_id in range(0 if detokenizer.lookahead else detokenizer.num_tokens):
+            if not may_be_byte(detokenizer.piece(token_id, True)):
+                text = detokenizer.decode([token_id], True)
+                if text and REPLACEMENT not in text:
+                    return token_id, text
+        return None
+
+
 class Detokenizer:
     """Decodes with one tokenizer.
 
@@ -28,6 +63,7 @@ class Detokenizer:
         special_tokens: {text: token id} of the tokens that skip_special_tokens leaves out.
         lookahead: how many tokens later a token's text is certain. 0 for decoders that are known to decode a token
             without its successors, apart from bytes of a character. 4 for others, such as those written in Python.
+        token_texts: by skip_special_tokens.
     """
 
     def __init__(self, tokenizer: Any):
@@ -35,18 +71,19 @@ class Detokenizer:
         backend = getattr(tokenizer, "backend_tokenizer", None)  # None for a tokenizer written in Python
         self._backend = backend if backend is not None and _decodes_by_backend(tokenizer) else None
         self.lookahead = 0 if self._backend is not None and _is_local(self._backend.decoder) else _CONTEXT
-        self._num_tokens = len(tokenizer)
+        self.num_tokens = len(tokenizer)
         added = tokenizer.added_tokens_decoder
         self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
         ids = tokenizer.all_special_ids if self._backend is None else self.special_tokens.values()
         self._special_ids = frozenset(ids)
+        self.token_texts = (TokenTexts(self, False), TokenTexts(self, True))
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         """Ids that the tokenizer does not have stand for nothing."""
         if self._backend is not None:
             return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return self._tokenizer.decode(
-            [token_id for token_id in token_ids if token_id < self._num_tokens],
+            [token_id for token_id in token_ids if token_id < self.num_tokens],
             skip_special_tokens=skip_special_tokens,
             clean_up_tokenization_spaces=False,
             spaces_between_special_tokens=False,
@@ -94,7 +131,7 @@ class Detokenizer:
             return None
         if self._backend is not None:
             return self._backend.id_to_token(token_id)
-        return self._tokenizer.convert_ids_to_tokens(token_id) if token_id < self._num_tokens else None
+        return self._tokenizer.convert_ids_to_tokens(token_id) if token_id < self.num_tokens else None
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text in the middle of another. Alone, many tokenizers would write a space before it."""
@@ -160,5 +197,7 @@ def _is_local(decoder: Any) -> bool:
     parts = state["decoders"] if state["type"] == "Sequence" else [state]
     names = [part["type"] for part in parts]
     joined = next((i for i, name in enumerate(names) if name in ("Fuse", "ByteLevel")), len(names))
-    rest = names[joined + 1 :]  # What they do with the whole text is known of Strip alone.
-    return set(names[:joined]) <= set(_DECODERS_OF_TOKENS) and set(rest) <= {"Fuse", "Strip"}
+    # What they do with the whole text is known of Strip alone, at the beginning.
+    rest = [part for part in parts[joined + 1 :] if part["type"] != "Fuse"]
+    strips = all(part["type"] == "Strip" and not part["stop"] for part in rest)
+    return strips and set(names[:joined]) <= set(_DECODERS_OF_TOKENS)

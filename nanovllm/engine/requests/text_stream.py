@@ -42,6 +42,10 @@ class StopStrings:
                 return begin, piece
         return None
 
+    def begins_in(self, text: str) -> bool:
+        """Whether one of them may begin in the text. A quick look, because nearly always none does."""
+        return not self._beginnings.isdisjoint(text)
+
     def num_undecided(self, text: str) -> int:
         """Characters at the end of the text that may be the beginning of one."""
         for length in range(min(len(text), self._lengths[-1] - 1), 0, -1):
@@ -61,6 +65,9 @@ class TextStream:
     Stop strings are looked for in the text of the tokens so far, also where a later token may change it. Text that may
     be the beginning of one is held back until that is decided.
 
+    Most tokens add the same text wherever they stand, see `TokenTexts`. Others, such as parts of characters, are decoded
+    together with the tokens before them.
+
     Attributes:
         num_tokens: tokens of the completion that were read.
         stop_reason: the stop string that ended the text, or None.
@@ -74,7 +81,10 @@ class TextStream:
         self._stops = stops  # None if there are none
         self._pieces: list[str] = []
         self._num_taken = 0
-        # A context, and the tokens after it. They are decoded again with each new token, so they must be few.
+        self._token_texts = detokenizer.token_texts[params.skip_special_tokens]
+        self._is_whole: bool | None = None  # all text so far is settled, and there is some; None before the first token
+        # A context, and the tokens after it. They are decoded again with each new token, so they must be few. None if
+        # it is to be made anew from the tokens so far.
         self._window: list[int] | None = None
         self._base = ""  # the part of the window's text that is the prompt's, or settled
         self._held = ""  # settled, but may be the beginning of a stop string
@@ -86,21 +96,28 @@ class TextStream:
         if self.stop_reason is not None:
             return False
         first, end = seq.num_prompt_tokens, text_end(seq)
-        if self._window is None:  # Not before, because thousands of sequences may be waiting.
+        if self._is_whole is None:  # Not before, because thousands of sequences may be waiting.
             self._window, self._base = self._context(seq.tokens, first)
+            self._is_whole = _is_whole(self._base)
         for token_id in seq.tokens[first + self.num_tokens : seq.num_known_tokens].tolist():
             # A token that has ended the sequence is left out of its text, but may complete a stop string.
-            if self._push(token_id, is_shown=first + self.num_tokens < end):
+            if self._push(seq, token_id, is_shown=first + self.num_tokens < end):
                 seq.finish_reason, seq.stop_reason = "stop", self.stop_reason
                 return True
         return False
 
-    def _push(self, token_id: int, is_shown: bool) -> bool:
+    def _push(self, seq: Sequence, token_id: int, is_shown: bool) -> bool:
         """Read the next token. True if it completes a stop string, which no token does within min_tokens."""
         self.num_tokens += 1
+        if self._is_whole and is_shown and (text := self._token_texts[token_id]) is not None:
+            self._window = None
+            return self._add(text)
         piece = self._piece(token_id)
         if piece is None:
             return False
+        if self._window is None:
+            self._window, self._base = self._context(seq.tokens, seq.num_prompt_tokens + self.num_tokens - 1)
+        self._is_whole = False
         self._window.append(token_id)
         end = len(self._window)
         if self._detokenizer.lookahead:
@@ -110,14 +127,24 @@ class TextStream:
         if not is_settled and self._stops is None:
             return False
         whole = self._decode(self._window)
-        if self._stops is not None and self._stop(whole):
+        if self._stops is not None and self._stop(text_after(self._base, whole).rstrip(REPLACEMENT)):
             return True
         if is_settled:
             self._settle(whole, end)
         return False
 
-    def _stop(self, whole: str) -> bool:
-        text = self._held + text_after(self._base, whole).rstrip(REPLACEMENT)
+    def _add(self, text: str) -> bool:
+        """Take the text of a token that adds the same wherever it stands."""
+        if self._stops is None or not (self._held or self._stops.begins_in(text)):
+            self._pieces.append(text)
+            return False
+        if self._stop(text):
+            return True
+        self._release(text)
+        return False
+
+    def _stop(self, new: str) -> bool:
+        text = self._held + new
         # A match must end in what this token changed: there may be a whole stop string from within min_tokens.
         start = len(common_prefix(self._searched, text))
         self._searched = text
@@ -136,6 +163,7 @@ class TextStream:
         """
         first = self._decode(self._window[:end]) if end < len(self._window) else whole
         settled = common_prefix(first, whole).removesuffix(REPLACEMENT)
+        self._is_whole = settled == whole and _is_whole(settled)
         if self._base.startswith(settled):
             return
         self._release(text_after(self._base, settled))
@@ -179,3 +207,8 @@ class TextStream:
         text = self._detokenizer.text(seq)
         self._pieces.append(text[len(given) :])
         return text
+
+
+def _is_whole(text: str) -> bool:
+    """Whether the text has begun, and does not end within a character."""
+    return text != "" and not text.endswith(REPLACEMENT)
