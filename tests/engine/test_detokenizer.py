@@ -184,6 +184,24 @@ def test_few_tokens_of_a_long_prompt_are_decoded(make, monkeypatch):
     assert sorted(longest)[-2] <= 32, "all but the last, of the whole completion"
 
 
+@pytest.mark.parametrize(
+    ("make", "text"), [(byte_level, "the end "), (sentencepiece_like, "the no "), (gemma_like, "漢é")]
+)
+def test_streams_decode_few_tokens_again(make, text, monkeypatch):
+    tokenizer = make()
+    ids = tokenizer.encode(text * 200, add_special_tokens=False)
+    decoded = []
+    real = Detokenizer.decode
+
+    def spy(self, ids, skip_special_tokens):
+        decoded.append(len(ids))
+        return real(self, ids, skip_special_tokens)
+
+    monkeypatch.setattr(Detokenizer, "decode", spy)
+    assert read(tokenizer, ids, tokenizer.encode("x"), stop=("no such text",))[2] == len(ids)
+    assert sum(decoded[:-1]) < 100, "all but the whole completion at the end"
+
+
 def test_what_may_become_a_stop_string_is_held_back_until_it_did_not():
     ids = [i for char in "x\n\ny\n" for i in encode(char)]
     pieces, text, _, reason = read(byte_level(), ids, stop="\n\n\n")

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence as Tokens
 from functools import cached_property
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 from nanovllm.engine.sequence import Sequence
@@ -18,7 +18,7 @@ _DECODERS_OF_TOKENS = ("Replace", "ByteFallback", "Strip", "Metaspace", "WordPie
 
 
 class TokenTexts(dict[int, str | None]):
-    """{token id: the text that it adds to any text that has begun and ends with a whole character}, made when asked for.
+    """{token id: the text that it adds to any text that has begun and ends with a whole character}, filled when read.
 
     None for tokens whose text depends on their neighbours: bytes, parts of characters, and those that are left out. All
     are None for decoders of which it is not known.
@@ -64,19 +64,25 @@ class Detokenizer:
         lookahead: how many tokens later a token's text is certain. 0 for decoders that are known to decode a token
             without its successors, apart from bytes of a character. 4 for others, such as those written in Python.
         token_texts: by skip_special_tokens.
+        byte_tokens: {token id: byte} of those that ByteFallback decodes together. Empty for decoders without it.
     """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)  # None for a tokenizer written in Python
         self._backend = backend if backend is not None and _decodes_by_backend(tokenizer) else None
-        self.lookahead = 0 if self._backend is not None and _is_local(self._backend.decoder) else _CONTEXT
+        steps = [] if self._backend is None else _steps(self._backend.decoder)
+        self.lookahead = 0 if _is_local(steps) else _CONTEXT
         self.num_tokens = len(tokenizer)
         added = tokenizer.added_tokens_decoder
         self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
         ids = tokenizer.all_special_ids if self._backend is None else self.special_tokens.values()
         self._special_ids = frozenset(ids)
         self.token_texts = (TokenTexts(self, False), TokenTexts(self, True))
+        self.byte_tokens: dict[int, int] = {}
+        if self.lookahead == 0 and ("ByteFallback", "Fuse") in pairwise(steps):
+            found = {backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+            self.byte_tokens = {token_id: byte for token_id, byte in found.items() if token_id is not None}
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         """Ids that the tokenizer does not have stand for nothing."""
@@ -188,16 +194,18 @@ def _decodes_by_backend(tokenizer: Any) -> bool:
     return all(getattr(type(tokenizer), name) is getattr(PreTrainedTokenizerFast, name) for name in names)
 
 
-def _is_local(decoder: Any) -> bool:
-    """Whether the text of tokens, once whole characters, stays the same whatever follows."""
+def _steps(decoder: Any) -> list[str]:
+    """The decoders of the tokenizers library that a decoder applies in turn. Empty if it is written in Python."""
     try:
         state: dict[str, Any] = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "Fuse"}
-    except Exception:  # a decoder written in Python
-        return False
+    except Exception:
+        return []
     parts = state["decoders"] if state["type"] == "Sequence" else [state]
-    names = [part["type"] for part in parts]
-    joined = next((i for i, name in enumerate(names) if name in ("Fuse", "ByteLevel")), len(names))
-    # What they do with the whole text is known of Strip alone, at the beginning.
-    rest = [part for part in parts[joined + 1 :] if part["type"] != "Fuse"]
-    strips = all(part["type"] == "Strip" and not part["stop"] for part in rest)
-    return strips and set(names[:joined]) <= set(_DECODERS_OF_TOKENS)
+    return ["StripEnd" if part.get("stop") else part["type"] for part in parts]
+
+
+def _is_local(steps: list[str]) -> bool:
+    """Whether the text of tokens, once whole characters, stays the same whatever follows."""
+    joined = next((i for i, name in enumerate(steps) if name in ("Fuse", "ByteLevel")), len(steps))
+    rest = steps[joined + 1 :]  # What they do with the whole text is known of Strip alone.
+    return steps != [] and set(steps[:joined]) <= set(_DECODERS_OF_TOKENS) and set(rest) <= {"Fuse", "Strip"}

@@ -65,8 +65,8 @@ class TextStream:
     Stop strings are looked for in the text of the tokens so far, also where a later token may change it. Text that may
     be the beginning of one is held back until that is decided.
 
-    Most tokens add the same text wherever they stand, see `TokenTexts`. Others, such as parts of characters, are decoded
-    together with the tokens before them.
+    Most tokens add the same text wherever they stand, see `TokenTexts`. Others, such as parts of characters, are
+    decoded together with the tokens before them.
 
     Attributes:
         num_tokens: tokens of the completion that were read.
@@ -82,11 +82,14 @@ class TextStream:
         self._pieces: list[str] = []
         self._num_taken = 0
         self._token_texts = detokenizer.token_texts[params.skip_special_tokens]
-        self._is_whole: bool | None = None  # all text so far is settled, and there is some; None before the first token
+        self._is_whole: bool | None = None  # all text so far is settled; None before the first
         # A context, and the tokens after it. They are decoded again with each new token, so they must be few. None if
         # it is to be made anew from the tokens so far.
         self._window: list[int] | None = None
         self._base = ""  # the part of the window's text that is the prompt's, or settled
+        # The bytes after whole text, if only byte tokens follow it. There may be many, and stop strings are looked for
+        # in the text of all of them after each.
+        self._run: bytearray | None = None
         self._held = ""  # settled, but may be the beginning of a stop string
         self._searched = ""  # what stop strings were looked for in
 
@@ -98,7 +101,7 @@ class TextStream:
         first, end = seq.num_prompt_tokens, text_end(seq)
         if self._is_whole is None:  # Not before, because thousands of sequences may be waiting.
             self._window, self._base = self._context(seq.tokens, first)
-            self._is_whole = _is_whole(self._base)
+            self._is_whole = _is_whole(self._base) and not may_be_byte(self._piece(self._window[-1]))
         for token_id in seq.tokens[first + self.num_tokens : seq.num_known_tokens].tolist():
             # A token that has ended the sequence is left out of its text, but may complete a stop string.
             if self._push(seq, token_id, is_shown=first + self.num_tokens < end):
@@ -117,6 +120,13 @@ class TextStream:
             return False
         if self._window is None:
             self._window, self._base = self._context(seq.tokens, seq.num_prompt_tokens + self.num_tokens - 1)
+        byte = self._detokenizer.byte_tokens.get(token_id)
+        if byte is None:
+            self._run = None
+        elif self._is_whole:
+            self._run = bytearray([byte])
+        elif self._run is not None:
+            self._run.append(byte)
         self._is_whole = False
         self._window.append(token_id)
         end = len(self._window)
@@ -126,6 +136,8 @@ class TextStream:
         is_settled = is_shown and not may_be_byte(piece)
         if not is_settled and self._stops is None:
             return False
+        if self._run is not None:
+            return self._stop(_decode_run(self._run))
         whole = self._decode(self._window)
         if self._stops is not None and self._stop(text_after(self._base, whole).rstrip(REPLACEMENT)):
             return True
@@ -212,3 +224,11 @@ class TextStream:
 def _is_whole(text: str) -> bool:
     """Whether the text has begun, and does not end within a character."""
     return text != "" and not text.endswith(REPLACEMENT)
+
+
+def _decode_run(run: bytearray) -> str:
+    """As ByteFallback does, which gives all bytes up if one is wrong, apart from what is no character at the end."""
+    try:
+        return run.decode().rstrip(REPLACEMENT)
+    except UnicodeDecodeError:
+        return ""
