@@ -22,6 +22,7 @@ from nanovllm.engine.runner.kernel_compilation import (
 from nanovllm.engine.runner.memory import largest_prefill
 from nanovllm.engine.runner.model_setup import padded_batch
 from nanovllm.kernels.paged_prefill import choose_tiles
+from nanovllm.layers import packed_weights
 from nanovllm.layers.attention_backend import TorchBackend
 from nanovllm.layers.matmul import Matmul
 from nanovllm.layers.quack import Quack
@@ -139,9 +140,10 @@ def path(tmp_path_factory):
     ],
     ids=str,
 )
-def test_no_step_of_the_start_is_larger_than_a_later_one(path, options):
+def test_no_step_of_the_start_is_larger_than_a_later_one(path, options, monkeypatch):
     """What a GPU's start launches before the first request: the ranks share memory for no more tokens than these. None
     of it may be in the way of a request."""
+    monkeypatch.setattr(packed_weights, "can_pack", lambda weight: False)  # A GPU's weights are plain tensors.
     with make_llm(path, seed=0, **options) as llm:
         runner, config = llm.model_runner, llm.config
         prepare, launched = runner.prepare, []
