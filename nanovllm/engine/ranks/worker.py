@@ -88,6 +88,8 @@ def worker_main(seat: WorkerSeat) -> None:
             time.sleep(BLAME_SECONDS)
         with suppress(OSError):  # Rank 0 may have gone as well.
             seat.reports.send(("failed", "".join(traceback.format_exception(error))))
+        with suppress(OSError):  # Rank 0 removes it, unless it was killed: that may be why this rank failed.
+            remove_store(seat.store_folder)
         os._exit(1)  # An orderly end could wait for ranks that are gone.
     os._exit(0)  # Nothing is left to give back, and taking torch down takes half a second.
 
