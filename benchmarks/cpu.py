@@ -138,6 +138,7 @@ def main() -> None:
         print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
         for dtype in args.dtype:
             model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+            model.generation_config.eos_token_id = None  # It would stand in for a None of run_transformers.
             options: dict[str, Any] = {"device": "cpu", "dtype": dtype, "skip_tokenizer_init": True, "use_tqdm": False}
             with LLM(args.model, **options) as llm:
                 workloads = make_workloads(model.config.vocab_size, args.new_tokens)
