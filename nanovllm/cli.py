@@ -153,15 +153,20 @@ def _add_all(group: Any, kinds: dict[str, Any]) -> None:
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="TEXT" if kind is str else "N")
 
 
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given, without what the parsers set for themselves."""
+    own = ("command", "run", "parser", "arguments", "sampling_names")
+    return {name: value for name, value in vars(options).items() if value is not None and name not in own}
+
+
 def _run_batch(options: argparse.Namespace) -> int:
     if options.output is None and not options.dry_run:
         options.parser.error("the following arguments are required: -o/--output")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     # To go on with a job, the command is repeated without these.
     once = {"--overwrite"} | ({"--retry-errors"} if options.retry_errors is True else set())
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    for name in ("command", "run", "parser", "arguments", "dry_run"):
-        given.pop(name, None)
+    given = _given(options)
+    given.pop("dry_run")
     for name, key in (("json_schema", "json"), ("regex", "regex"), ("choice", "choice"), ("grammar", "grammar")):
         if name in given:
             given["structured_outputs"] = {key: given.pop(name)}
@@ -268,10 +273,8 @@ def _chat(options: argparse.Namespace) -> int:
     from nanovllm.terminal_chat import chat_in_terminal
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    sampling = {name: given.pop(name) for name in given.pop("sampling_names") if name in given}
-    for name in ("command", "run"):
-        given.pop(name)
+    given = _given(options)
+    sampling = {name: given.pop(name) for name in options.sampling_names if name in given}
     chat_in_terminal(**given, sampling=sampling)
     return 0
 
@@ -307,10 +310,7 @@ def _gib(text: str) -> float:
 def _fit(options: argparse.Namespace) -> int:
     from nanovllm.fit import print_fit
 
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    for name in ("command", "run"):
-        given.pop(name)
-    return 0 if print_fit(**given) else _FAILED
+    return 0 if print_fit(**_given(options)) else _FAILED
 
 
 # -- tune --------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ _FEW_KEYS, _FEW_ROWS, _FEWEST_KEYS = 32, 64, 16
 
 
 def choose_tiles(padded_dim: int, itemsize: int, max_rows: int, paged: bool, device: torch.device) -> PrefillTiles:
-    """The tiles that were the fastest on an H200, made smaller until they fit the card's shared memory."""
+    """The tiles that were measured to be the fastest, made smaller until they fit the card's shared memory."""
     tiles = _fastest_tiles(padded_dim, itemsize, max_rows, paged)
     while tiles.keys > _FEWEST_KEYS and not fits(tiles.shared_bytes(padded_dim, itemsize, device), device):
         tiles = tiles.smaller()

@@ -1,8 +1,7 @@
 """How much shared memory a card gives to a program, and how many stages of a load pipeline that holds.
 
-Cards of one generation differ: an H100 has 227 KiB, an A100 163, GeForce cards 99. Constants that were measured on one
-card are cut to what fits another. Estimates may be too large, but never too small (`tests/cards` compares them with
-what Triton allocates).
+Cards have from 99 to 227 KiB, also within one generation. Constants that were measured on one card are cut to what fits
+another. Estimates may be too large, but never too small.
 """
 
 from functools import cache

@@ -133,8 +133,8 @@ def _zeros_when_touched(num_bytes: int) -> torch.Tensor:
     """uint8 zeros on the host. A page becomes memory when it is written, because to write gigabytes of zeros would take
     seconds. Raises MemoryError if the system refuses.
 
-    The pages are small ones. With those of 2 MiB that numpy asks for, the first 38 tokens of 32 sequences cost a third
-    of the time that 16 steps of SmolLM2-135M take, since a sequence's part of a layer lies in a page of its own.
+    The pages are small ones (4 KiB). In one of 2 MiB a sequence's first tokens in one layer would cost the time to fill
+    all of it with zeros: docs/notebook.md, "On a CPU".
     """
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
