@@ -18,9 +18,9 @@ from graph_timing import time_graph
 
 from nanovllm.engine.ranks.process_group import abort_group, join_group, open_store
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.utils.parallel import TensorParallel
-from nanovllm.utils.peer_memory import make_peers
-from nanovllm.utils.residual_reducer import make_reducer
+from nanovllm.layers.parallel.peer_memory import make_peers
+from nanovllm.layers.parallel.residual_reducer import make_reducer
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 2048, 16384)
 EPS = 1e-6

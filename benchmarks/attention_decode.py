@@ -24,11 +24,11 @@ import torch
 from gpus import require_gpus
 from graph_timing import time_graph
 
-from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace, plan_decode
+from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace, plan_decode
+from nanovllm.kernels.attention.paged_decode import has_tma, paged_decode
 from nanovllm.kernels.launch import compile_ahead
-from nanovllm.kernels.paged_decode import has_tma, paged_decode
-from nanovllm.layers.decode_constants import DecodeConstants
-from nanovllm.tuning.table import load_table, speed_name
+from nanovllm.layers.attention.decode_constants import DecodeConstants
+from nanovllm.layers.matmul.table import load_table, speed_name
 
 BLOCK_SIZE = 256
 # Sequences -> the fewest and the most keys of one, for each batch.

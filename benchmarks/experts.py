@@ -18,16 +18,16 @@ import torch
 from gpus import require_gpus
 from graph_timing import time_graph
 
-from nanovllm.kernels import experts as tiles
-from nanovllm.kernels import experts_gemv as gemv
-from nanovllm.kernels.experts import TileConfig
-from nanovllm.kernels.experts_gemv import ExpertsGemvConfig
+from nanovllm.kernels.experts import experts as tiles
+from nanovllm.kernels.experts import experts_gemv as gemv
+from nanovllm.kernels.experts.experts import TileConfig
+from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
 from nanovllm.kernels.launch import compile_ahead
-from nanovllm.layers.expert_candidates import ExpertsGemv, ExpertTiles, GroupedMm
-from nanovllm.layers.expert_products import ExpertsProblem
+from nanovllm.layers.experts.expert_candidates import ExpertsGemv, ExpertTiles, GroupedMm
+from nanovllm.layers.experts.expert_products import ExpertsProblem
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul import Candidate
-from nanovllm.tuning.table import Choice, Key, Row, Table, write_table
+from nanovllm.layers.matmul.matmul import Candidate
+from nanovllm.layers.matmul.table import Choice, Key, Row, Table, write_table
 from nanovllm.utils.optional_packages import installed_versions
 
 DECODE_TOKENS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 192, 256, 384, 512)

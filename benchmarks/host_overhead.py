@@ -22,8 +22,8 @@ from nanovllm.config import Config
 from nanovllm.engine.runner.inputs import DecodeInputs
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.decode_constants import DecodeConstants
-from nanovllm.tuning.table import load_table
+from nanovllm.layers.attention.decode_constants import DecodeConstants
+from nanovllm.layers.matmul.table import load_table
 
 BLOCK_SIZE, PROMPT_TOKENS = 256, 500
 STEPS = 200

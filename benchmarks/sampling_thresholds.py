@@ -14,7 +14,7 @@ from statistics import median
 import torch
 from gpus import require_gpus
 
-from nanovllm.kernels.sampling_thresholds import sampling_thresholds
+from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds
 
 VOCAB_SIZE = 151_936
 BATCHES = (1, 16, 64, 256, 512)

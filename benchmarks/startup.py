@@ -66,9 +66,9 @@ def measure(phases: Phases, model: str, options: dict) -> float:
     with phases.phase("import nanovllm"):
         from nanovllm import LLM
         from nanovllm.engine import llm_engine, model_runner
-        from nanovllm.engine.runner import kernel_compilation, model_setup
-        from nanovllm.engine.runner.package_kernels import PackageKernels
-        from nanovllm.layers.attention_gpu import GpuBackend
+        from nanovllm.engine.runner.startup import kernel_compilation, model_setup
+        from nanovllm.engine.runner.startup.package_kernels import PackageKernels
+        from nanovllm.layers.attention.gpu_backends import GpuBackend
     imported = sum(phases.seconds.values())
 
     phases.time_calls(llm_engine, "Config", "config")

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.layers.quantization import E4M3, QUANTIZATIONS, Fp8Format
+from nanovllm.layers.formats.quantization import E4M3, QUANTIZATIONS, Fp8Format
+from nanovllm.layers.parallel.tensor_parallel import check_shardable
 from nanovllm.models.hf_config import check_hf_config, check_token_ids, get_head_dim, read_hf_config, supported_length
+from nanovllm.models.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
 from nanovllm.models.presets import PRESET_NAMES, find_preset, preset_config
 from nanovllm.models.quantization_config import check_sizes, checkpoint_quantization
 from nanovllm.utils.checks import is_int, is_number, quoted, require
-from nanovllm.utils.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
-from nanovllm.utils.parallel import check_shardable
 
 logger = logging.getLogger(__name__)
 

@@ -34,17 +34,18 @@ import nanovllm.kernels
 from nanovllm.config import Config
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.runner import kernel_compilation, model_setup
+from nanovllm.engine.runner.startup import kernel_compilation, model_setup
 from nanovllm.kernels import launch
-from nanovllm.kernels.experts import TileConfig
-from nanovllm.kernels.paged_prefill import PrefillTiles
+from nanovllm.kernels.attention.paged_prefill import PrefillTiles
+from nanovllm.kernels.experts.experts import TileConfig
 from nanovllm.kernels.shared_memory import fits, held_stages
-from nanovllm.layers.attention_gpu import GpuBackend
+from nanovllm.layers.attention.gpu_backends import GpuBackend
+from nanovllm.layers.parallel import residual_reducer
+from nanovllm.layers.parallel import tensor_parallel as parallel
+from nanovllm.layers.parallel.residual_reducer import make_reducer
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.layer_facts import few_layers
 from nanovllm.models.presets import PRESET_NAMES, preset_config
-from nanovllm.utils import parallel, residual_reducer
-from nanovllm.utils.parallel import TensorParallel
-from nanovllm.utils.residual_reducer import make_reducer
 
 # Compute capability -> KiB of shared memory that a program may have (CUDA C++ programming guide, "Technical
 # Specifications per Compute Capability"). The device index of a pretended card is its place here.
@@ -350,8 +351,8 @@ def check(variants: list[Launch], device: torch.device, capability: int) -> tupl
 
 def all_kernels() -> set[str]:
     """The names of the kernels in `nanovllm.kernels`."""
-    names = (f"nanovllm.kernels.{module.name}" for module in pkgutil.iter_modules(nanovllm.kernels.__path__))
-    found = (value for name in names for value in vars(import_module(name)).values())
+    modules = pkgutil.walk_packages(nanovllm.kernels.__path__, "nanovllm.kernels.")
+    found = (value for module in modules for value in vars(import_module(module.name)).values())
     return {each.fn.__name__ for each in found if isinstance(each, JITFunction) and each.fn.__name__.endswith("kernel")}
 
 

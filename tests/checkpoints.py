@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.layers.attention_backend import select_backend
+from nanovllm.layers.attention.backends import select_backend
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.registry import model_class
-from nanovllm.utils.parallel import TensorParallel
 
 # Models this small run ten times faster on one thread than on two that wait for each other.
 torch.set_num_threads(1)

@@ -27,7 +27,7 @@ import real_model
 from checkpoints import Reference, assert_idle, make_checkpoint, make_llm
 from configs import NEW_STYLE
 
-from nanovllm.tuning.table import package_table
+from nanovllm.layers.matmul.table import package_table
 from nanovllm.utils.threads import available_cores
 
 # By default an example of more than 200 ms is a failure, on whatever machine and beside whatever else it runs.

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.kernels import paged_decode as kernel
-from nanovllm.kernels.decode_plan import PIECE_FIELDS, SPLIT_UNIT, DecodeWorkspace, plan_decode
-from nanovllm.kernels.paged_decode import TensorDescriptor, has_tma
-from nanovllm.layers.attention_torch import decode_attention_torch
-from nanovllm.layers.decode_constants import DecodeConstants
-from nanovllm.tuning.table import package_table
+from nanovllm.kernels.attention import paged_decode as kernel
+from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, SPLIT_UNIT, DecodeWorkspace, plan_decode
+from nanovllm.kernels.attention.paged_decode import TensorDescriptor, has_tma
+from nanovllm.layers.attention.decode_constants import DecodeConstants
+from nanovllm.layers.attention.torch_backend import decode_attention_torch
+from nanovllm.layers.matmul.table import package_table
 
 
 def h200(head_dim=128, dtype=torch.bfloat16, cache_dtype=None):

@@ -1,10 +1,10 @@
 """Draws from the whole vocabulary by the sampler's kernels and by their twins."""
 
 from nanovllm.kernels import HAS_TRITON
-from nanovllm.layers.sampler import best_of_shard_torch, pick_best_torch
+from nanovllm.layers.sampling.sampler import best_of_shard_torch, pick_best_torch
 
 if HAS_TRITON:
-    from nanovllm.kernels.sampler import best_of_shard, pick_best
+    from nanovllm.kernels.sampling.sampler import best_of_shard, pick_best
 
 
 def sample(logits, temperatures, seeds, positions, thresholds=None):

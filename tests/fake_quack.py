@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from nanovllm.layers.matmul import Problem
-from nanovllm.layers.quack import Quack
+from nanovllm.layers.matmul.matmul import Problem
+from nanovllm.layers.matmul.quack import Quack
 
 
 class Package:

@@ -11,8 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
 
 from nanovllm import LLM
-from nanovllm.engine.runner import model_setup
-from nanovllm.tuning.table import Key, Table, load_table
+from nanovllm.engine.runner.startup import model_setup
+from nanovllm.layers.matmul.table import Key, Table, load_table
 
 HAS_FLASH_ATTN = find_spec("flash_attn_2_cuda") is not None
 DEMO_MODEL = Path(__file__).parents[1] / "assets" / "demo-model"

@@ -42,7 +42,7 @@ def round_to_e4m3_exactly(monkeypatch) -> None:
 
 
 def gemv_norm_linear(x, norm_weight, eps, weight, bias=None, *, config, pdl=False):
-    from nanovllm.kernels.gemv import gemv
+    from nanovllm.kernels.matmul.gemv import gemv
 
     y = empty_result(x, weight)
     gemv(x, weight, y, bias, config, norm_weight=norm_weight, eps=eps, pdl=pdl)
@@ -50,7 +50,7 @@ def gemv_norm_linear(x, norm_weight, eps, weight, bias=None, *, config, pdl=Fals
 
 
 def gemv_norm_linear_silu(x, norm_weight, eps, weight, *, config, pdl=False):
-    from nanovllm.kernels.gemv import gemv
+    from nanovllm.kernels.matmul.gemv import gemv
 
     y = empty_result(x, weight, silu=True)
     gemv(x, weight, y, None, config, norm_weight=norm_weight, eps=eps, silu=True, pdl=pdl)
@@ -58,14 +58,14 @@ def gemv_norm_linear_silu(x, norm_weight, eps, weight, *, config, pdl=False):
 
 
 def gemv_linear_add(x, weight, residual, bias=None, *, config, pdl=False):
-    from nanovllm.kernels.gemv import gemv
+    from nanovllm.kernels.matmul.gemv import gemv
 
     gemv(x, weight, residual, bias, config, add=True, pdl=pdl)
     return residual
 
 
 def split_k_linear(x, weight, bias=None, out=None, *, config, arrivals=None, pdl=False):
-    from nanovllm.kernels.split_k import make_arrivals, split_k
+    from nanovllm.kernels.matmul.split_k import make_arrivals, split_k
 
     y = empty_result(x, weight) if out is None else out
     split_k(x, weight, y, bias, config, make_arrivals(x.device) if arrivals is None else arrivals, pdl=pdl)
@@ -73,7 +73,7 @@ def split_k_linear(x, weight, bias=None, out=None, *, config, arrivals=None, pdl
 
 
 def split_k_linear_silu(x, weight, *, config, arrivals=None, pdl=False):
-    from nanovllm.kernels.split_k import make_arrivals, split_k
+    from nanovllm.kernels.matmul.split_k import make_arrivals, split_k
 
     y = empty_result(x, weight, silu=True)
     arrivals = make_arrivals(x.device) if arrivals is None else arrivals
@@ -82,7 +82,7 @@ def split_k_linear_silu(x, weight, *, config, arrivals=None, pdl=False):
 
 
 def split_k_linear_add(x, weight, residual, bias=None, *, config, arrivals=None, pdl=False):
-    from nanovllm.kernels.split_k import make_arrivals, split_k
+    from nanovllm.kernels.matmul.split_k import make_arrivals, split_k
 
     arrivals = make_arrivals(x.device) if arrivals is None else arrivals
     split_k(x, weight, residual, bias, config, arrivals, add=True, pdl=pdl)

@@ -13,7 +13,7 @@ import torch
 from checkpoints import make_checkpoint
 
 from nanovllm.cli import main
-from nanovllm.tuning.table import Key, load_table, user_path
+from nanovllm.layers.matmul.table import Key, load_table, user_path
 
 GPU = "NVIDIA Test GPU"
 

@@ -10,7 +10,7 @@ from configs import NEW_STYLE, OLD_STYLE, dummy
 from nanovllm.config import Config
 from nanovllm.engine.ranks.executor import _first_device
 from nanovllm.engine.requests.length_limit import LengthLimit
-from nanovllm.layers.rotary_embedding import rope_parameters
+from nanovllm.layers.attention.rotary_embedding import rope_parameters
 
 pytestmark = pytest.mark.usefixtures("no_network")
 

@@ -8,7 +8,7 @@ import transformers
 from checkpoints import edit_json, edit_tensors, make_llm, poisoned_model
 from safetensors.torch import load_file, save_file
 
-from nanovllm.utils.loader import load_model
+from nanovllm.models.loader import load_model
 
 LAYER = "model.layers.1"
 

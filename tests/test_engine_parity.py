@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.runner import model_setup
+from nanovllm.engine.runner.startup import model_setup
 
 
 @pytest.fixture(scope="module")

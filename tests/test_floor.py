@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.bench.floor import Ceilings, ModelSize, floor_seconds
-from nanovllm.layers.quantization import Fp8Format
+from nanovllm.layers.formats.quantization import Fp8Format
 from nanovllm.models.presets import preset_config
 
 CEILINGS = Ceilings(bandwidth=4e12, flops=8e14, layer_flops=8e14)

@@ -18,10 +18,10 @@ from checkpoints import (
 from safetensors.torch import load_file
 
 from nanovllm.config import Config
-from nanovllm.engine.runner.kv_scales import powers_of_two
-from nanovllm.layers import attention_backend
-from nanovllm.layers.attention_backend import select_backend
-from nanovllm.layers.kv_quantization import E4M3_MAX
+from nanovllm.engine.runner.startup.kv_scales import powers_of_two
+from nanovllm.layers.attention import backends as attention_backend
+from nanovllm.layers.attention.backends import select_backend
+from nanovllm.layers.attention.kv_quantization import E4M3_MAX
 
 NUM_TOKENS = 24
 # A prefix of several blocks for the last three.

@@ -11,25 +11,25 @@ from gpu_engines import assert_replays_repeat, gpu_llm
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import fp8 as fp8_kernels
-from nanovllm.kernels import split_k as split_k_kernels
+from nanovllm.kernels.matmul import fp8 as fp8_kernels
+from nanovllm.kernels.matmul import split_k as split_k_kernels
 from nanovllm.layers.activation import Gated, silu_and_mul_torch
-from nanovllm.layers.expert_candidates import expert_candidates
-from nanovllm.layers.expert_products import ExpertsProblem
-from nanovllm.layers.experts_torch import experts_torch, route_torch
-from nanovllm.layers.fp8_products import fp8_product
-from nanovllm.layers.kernel_matmul import SplitK, our_candidates
-from nanovllm.layers.layernorm import Normed, RMSNorm, rms_norm_torch
-from nanovllm.layers.matmul import Cublas, Problem
-from nanovllm.layers.quack import load_quack
-from nanovllm.layers.quantization import (
+from nanovllm.layers.experts.expert_candidates import expert_candidates
+from nanovllm.layers.experts.expert_products import ExpertsProblem
+from nanovllm.layers.experts.experts_torch import experts_torch, route_torch
+from nanovllm.layers.formats.quantization import (
     Fp8Format,
     Fp8Weight,
     fp8_product_torch,
     quantize_input_torch,
     weight_only_product_torch,
 )
-from nanovllm.tuning.table import package_table
+from nanovllm.layers.layernorm import Normed, RMSNorm, rms_norm_torch
+from nanovllm.layers.matmul.fp8_products import fp8_product
+from nanovllm.layers.matmul.kernel_matmul import SplitK, our_candidates
+from nanovllm.layers.matmul.matmul import Cublas, Problem
+from nanovllm.layers.matmul.quack import load_quack
+from nanovllm.layers.matmul.table import package_table
 from nanovllm.tuning.tuner import Shape, challengers
 
 pytestmark = pytest.mark.gpu

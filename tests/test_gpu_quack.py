@@ -13,18 +13,18 @@ from fake_quack import problem
 from gpu_engines import REGRET, assert_replays_repeat, gpu_llm, keys_of, use_table
 
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.layers import expert_candidates
-from nanovllm.layers import quack as quack_module
-from nanovllm.layers.expert_candidates import QuackExperts
-from nanovllm.layers.expert_products import ExpertsProblem
-from nanovllm.layers.experts_torch import experts_torch, route_torch
-from nanovllm.layers.fp8_products import quantize_input
-from nanovllm.layers.kernel_matmul import our_candidates
+from nanovllm.layers.experts import expert_candidates
+from nanovllm.layers.experts.expert_candidates import QuackExperts
+from nanovllm.layers.experts.expert_products import ExpertsProblem
+from nanovllm.layers.experts.experts_torch import experts_torch, route_torch
+from nanovllm.layers.formats.quantization import FORMATS, Fp8Format, Fp8Weight
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul import Matmul, Problem
-from nanovllm.layers.quack import Quack, Tile, load_quack
-from nanovllm.layers.quantization import FORMATS, Fp8Format, Fp8Weight
-from nanovllm.tuning.table import Choice, Key, Row, Table, package_table
+from nanovllm.layers.matmul import quack as quack_module
+from nanovllm.layers.matmul.fp8_products import quantize_input
+from nanovllm.layers.matmul.kernel_matmul import our_candidates
+from nanovllm.layers.matmul.matmul import Matmul, Problem
+from nanovllm.layers.matmul.quack import Quack, Tile, load_quack
+from nanovllm.layers.matmul.table import Choice, Key, Row, Table, package_table
 from nanovllm.tuning.tuner import Shape, challengers
 
 pytestmark = pytest.mark.gpu
@@ -285,7 +285,7 @@ def test_experts_that_depend_on_each_other_give_the_bits_of_one_at_a_time(quack,
 
 def test_products_let_the_next_kernel_in_early(quack):
     """The package is still extended as `quack_early` does it; otherwise nothing but a layer's time would tell."""
-    assert quack._gemm_act.__module__ == "nanovllm.layers.quack_early"
+    assert quack._gemm_act.__module__ == "nanovllm.layers.matmul.quack_early"
 
 
 def test_tensors_that_it_does_not_take(quack):

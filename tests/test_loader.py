@@ -21,7 +21,7 @@ from checkpoints import (
 )
 from safetensors.torch import load_file, save_file
 
-from nanovllm.utils.loader import load_model
+from nanovllm.models.loader import load_model
 
 
 def stored_tensors(path) -> dict[str, torch.Tensor]:

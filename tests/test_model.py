@@ -6,17 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.layers.attention_backend import TorchBackend
+from nanovllm.layers.attention.backends import TorchBackend
+from nanovllm.layers.attention.rotary_embedding import RopeParameters
 from nanovllm.layers.layernorm import rms_norm_torch
 from nanovllm.layers.linear import RowParallelLinear
-from nanovllm.layers.rotary_embedding import RopeParameters
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.layer_facts import few_layers, num_layer_params
+from nanovllm.models.loader import load_dummy
 from nanovllm.models.presets import preset_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.utils.context import Context, step_context
-from nanovllm.utils.loader import load_dummy
-from nanovllm.utils.parallel import TensorParallel
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from sampling_reference import completions, run
 from nanovllm import SamplingParams, StructuredOutputsParams
 from nanovllm.engine.sampling import structured
 from nanovllm.engine.sampling.structured import Grammars
-from nanovllm.layers.token_masks import num_mask_words
+from nanovllm.layers.sampling.token_masks import num_mask_words
 
 CHOICES = ("red", "green", "dark red", 'a "quoted"\n\\line', "größe", "red and green", "a DEL: \x7f")
 SCHEMA = {

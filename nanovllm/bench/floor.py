@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.layers.quantization import E4M3, Fp8Format
+from nanovllm.layers.formats.quantization import E4M3, Fp8Format
 from nanovllm.models.hf_config import get_head_dim, windows_of_layers
 from nanovllm.models.qwen3_moe import count_experts, has_experts
 

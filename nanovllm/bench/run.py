@@ -22,7 +22,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.bench.floor import Ceilings, ModelSize, floor_seconds, measure_ceilings
 from nanovllm.bench.workloads import TEMPERATURE, WORKLOADS
-from nanovllm.layers.quantization import QUANTIZATIONS, Fp8Format
+from nanovllm.layers.formats.quantization import QUANTIZATIONS, Fp8Format
 from nanovllm.models.presets import PRESET_NAMES
 from nanovllm.utils.optional_packages import installed_versions
 

@@ -13,23 +13,23 @@ from nanovllm.config import Config
 from nanovllm.engine.ranks.process_group import ABORT_SECONDS, abort_group
 from nanovllm.engine.runner.cuda_graphs import DecodeGraphs, graph_batch_sizes, mixed_batch_sizes
 from nanovllm.engine.runner.inputs import Batch, DecodeInputs, prefill_batch, send_prefill
-from nanovllm.engine.runner.kernel_compilation import warmup_kernels
-from nanovllm.engine.runner.kv_scales import choose_kv_scales
-from nanovllm.engine.runner.memory import allocate_kv_cache, free_memory, largest_prefill
-from nanovllm.engine.runner.model_check import check_model
-from nanovllm.engine.runner.model_setup import choose_backend, load_and_compile
-from nanovllm.engine.runner.package_kernels import PackageKernels
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
+from nanovllm.engine.runner.startup.kernel_compilation import warmup_kernels
+from nanovllm.engine.runner.startup.kv_scales import choose_kv_scales
+from nanovllm.engine.runner.startup.memory import allocate_kv_cache, free_memory, largest_prefill
+from nanovllm.engine.runner.startup.model_check import check_model
+from nanovllm.engine.runner.startup.model_setup import choose_backend, load_and_compile
+from nanovllm.engine.runner.startup.package_kernels import PackageKernels
 from nanovllm.engine.sampling.logit_steps import LogitSteps
 from nanovllm.engine.sampling.logprobs import prompt_rows
 from nanovllm.engine.sampling.sampling_pipeline import Forward
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.attention import Attention
-from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.attention.attention import Attention
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.layers.sampling.sampler import Sampler
 from nanovllm.models.layer_facts import few_layers
+from nanovllm.models.loader import load_dummy, load_model, num_checkpoint_params
 from nanovllm.utils.context import step_context
-from nanovllm.utils.loader import load_dummy, load_model, num_checkpoint_params
-from nanovllm.utils.parallel import TensorParallel
 from nanovllm.utils.progress import StartProgress
 from nanovllm.utils.threads import StepThreads
 

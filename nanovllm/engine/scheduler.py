@@ -11,7 +11,7 @@ from nanovllm.engine.admission import Admission, MixedAdmission
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.layers.sampler import NON_FINITE
+from nanovllm.layers.sampling.sampler import NON_FINITE
 
 logger = logging.getLogger(__name__)
 

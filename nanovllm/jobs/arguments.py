@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.engine.runner.model_setup import choose_backend
+from nanovllm.engine.runner.startup.model_setup import choose_backend
 from nanovllm.jobs.inputs import Inputs
 from nanovllm.jobs.lines import LineFormat
 from nanovllm.jobs.openai_batch import Responder

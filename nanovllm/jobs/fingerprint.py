@@ -13,7 +13,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from nanovllm.jobs.arguments import Arguments
 from nanovllm.llm import LLM
-from nanovllm.utils.model_files import WEIGHT_FILES, find_directory
+from nanovllm.models.model_files import WEIGHT_FILES, find_directory
 
 # Files on which answers depend, apart from weights. A directory may hold others, such as a training's records.
 _WHOLE_FILES = (

@@ -30,7 +30,7 @@ from nanovllm.jobs.progress import Progress
 from nanovllm.jobs.ray_engine import RayEngine, Started, on_any_machine
 from nanovllm.jobs.reader import Prepared
 from nanovllm.jobs.writer import Writer, error_line
-from nanovllm.utils.model_files import one_line
+from nanovllm.models.model_files import one_line
 from nanovllm.utils.threads import available_cores
 
 # An engine has this share of max_num_seqs beyond those, so that it does not run empty until it gets more.

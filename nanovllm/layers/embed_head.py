@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.packed_weights import linear_packed, packed
-from nanovllm.layers.parameters import make_parameter
-from nanovllm.utils.parallel import TensorParallel
+from nanovllm.layers.formats.parameters import make_parameter
+from nanovllm.layers.matmul.packed_weights import linear_packed, packed
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 
 # Shards of the head are multiples of this many tokens (except the last): whole groups for the sampler, whole tiles for
 # the product.

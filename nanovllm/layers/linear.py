@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from nanovllm.layers.activation import Gated
+from nanovllm.layers.formats.parameters import as_weight, load_rows, make_parameter, make_weight, store
+from nanovllm.layers.formats.quantization import Weight
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul import Matmul, Problem
-from nanovllm.layers.packed_weights import packed
-from nanovllm.layers.parameters import as_weight, load_rows, make_parameter, make_weight, store
-from nanovllm.layers.quantization import Weight
-from nanovllm.layers.rank_sums import NormedParts, add_over_ranks
-from nanovllm.utils.parallel import TensorParallel
+from nanovllm.layers.matmul.matmul import Matmul, Problem
+from nanovllm.layers.matmul.packed_weights import packed
+from nanovllm.layers.parallel.rank_sums import NormedParts, add_over_ranks
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 
 
 class LinearBase(nn.Module):

@@ -9,22 +9,22 @@ import torch
 from torch import nn
 
 from nanovllm.layers.activation import Gated, GeluTanhAndMul
-from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention_backend import AttentionBackend
+from nanovllm.layers.attention.attention import Attention
+from nanovllm.layers.attention.backends import AttentionBackend
+from nanovllm.layers.attention.qk_norm_rope import qk_norm_rope_store
+from nanovllm.layers.attention.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding
-from nanovllm.layers.experts import MixtureOfExperts
+from nanovllm.layers.experts.experts import MixtureOfExperts
+from nanovllm.layers.formats.parameters import scale_while_loading
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.matmul import Matmul
-from nanovllm.layers.parameters import scale_while_loading
-from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
-from nanovllm.layers.rank_sums import NormedParts, begin_sums
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.sharded_norm import ShardedRMSNorm, normalize_over_ranks
+from nanovllm.layers.matmul.matmul import Matmul
+from nanovllm.layers.parallel.rank_sums import NormedParts, begin_sums
+from nanovllm.layers.parallel.sharded_norm import ShardedRMSNorm, normalize_over_ranks
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.hf_config import check_switches, get_head_dim
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.utils.context import get_context
-from nanovllm.utils.parallel import TensorParallel
 
 Rows = torch.Tensor | slice  # of a flat batch of tokens
 

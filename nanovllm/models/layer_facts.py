@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers.expert_products import ExpertsProblem
-from nanovllm.layers.experts import MixtureOfExperts
+from nanovllm.layers.experts.expert_products import ExpertsProblem
+from nanovllm.layers.experts.experts import MixtureOfExperts
+from nanovllm.layers.formats.quantization import Weight
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul import Problem
-from nanovllm.layers.quantization import Weight
+from nanovllm.layers.matmul.matmul import Problem
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.utils.context import get_context
 

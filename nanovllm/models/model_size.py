@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.layers.attention_torch import TorchBackend
-from nanovllm.layers.quantization import weight_format
+from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.formats.quantization import weight_format
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models import make_model
-from nanovllm.utils.parallel import TensorParallel
 
 GIB = 2**30
 

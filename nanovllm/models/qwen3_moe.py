@@ -2,11 +2,11 @@
 
 from torch import nn
 
-from nanovllm.layers.experts import MixtureOfExperts
+from nanovllm.layers.experts.experts import MixtureOfExperts
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import DecoderMLP, DecoderSpec
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.checks import is_int, require
-from nanovllm.utils.parallel import TensorParallel
 
 _MAX_EXPERTS = 1024  # that the kernels take
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from nanovllm.layers.rotary_embedding import RopeParameters
+from nanovllm.layers.attention.rotary_embedding import RopeParameters
 
 
 @dataclass(frozen=True)

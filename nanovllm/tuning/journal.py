@@ -8,7 +8,7 @@ from typing import Any
 
 from xxhash import xxh64_hexdigest
 
-from nanovllm.tuning.table import choice_of, listed
+from nanovllm.layers.matmul.table import choice_of, listed
 from nanovllm.tuning.tuner import Result
 from nanovllm.utils.optional_packages import kernel_cache
 

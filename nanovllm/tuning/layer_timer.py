@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE
-from nanovllm.engine.runner.package_kernels import CompileProcesses
+from nanovllm.engine.runner.startup.package_kernels import CompileProcesses
 from nanovllm.kernels.launch import compile_ahead
 from nanovllm.layers.activation import Gated
-from nanovllm.layers.expert_candidates import expert_candidates
-from nanovllm.layers.expert_products import ExpertsProblem
-from nanovllm.layers.kernel_matmul import our_candidates
+from nanovllm.layers.experts.expert_candidates import expert_candidates
+from nanovllm.layers.experts.expert_products import ExpertsProblem
+from nanovllm.layers.formats.quantization import FORMATS, Fp8Format, Fp8Weight, Weight
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul import Candidate, Cublas, Problem
-from nanovllm.layers.quack import Quack, load_product, load_quack
-from nanovllm.layers.quantization import FORMATS, Fp8Format, Fp8Weight, Weight
-from nanovllm.tuning.table import Choice
+from nanovllm.layers.matmul.kernel_matmul import our_candidates
+from nanovllm.layers.matmul.matmul import Candidate, Cublas, Problem
+from nanovllm.layers.matmul.quack import Quack, load_product, load_quack
+from nanovllm.layers.matmul.table import Choice
 from nanovllm.tuning.timed_attention import TimedAttention
 from nanovllm.tuning.tuner import CUBLAS, Picks, Shape
 from nanovllm.utils.context import Context, get_context, step_context
@@ -74,7 +74,7 @@ class LayerTimer:
         """Compile the kernels of (phase, number of tokens, index of the product, choice) in parallel."""
         quack: Any = self.candidates.get(Quack.name)
         with ExitStack() as stack:
-            processes = stack.enter_context(CompileProcesses(["nanovllm.layers.quack_early"])) if quack else None
+            processes = stack.enter_context(CompileProcesses(["nanovllm.layers.matmul.quack_early"])) if quack else None
             with torch.inference_mode(), compile_ahead(tell, held_interrupt):
                 for phase, num_tokens, i, choice in trials:
                     if choice != CUBLAS:

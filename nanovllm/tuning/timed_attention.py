@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.kernels.decode_plan import PIECE_FIELDS, plan_decode
-from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention_backend import select_backend
-from nanovllm.layers.decode_constants import DecodeConstants
-from nanovllm.layers.flash_attn4 import AttentionShape
-from nanovllm.layers.qk_norm_rope import qk_norm_rope_store
-from nanovllm.tuning.table import Table
+from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, plan_decode
+from nanovllm.layers.attention.attention import Attention
+from nanovllm.layers.attention.backends import select_backend
+from nanovllm.layers.attention.decode_constants import DecodeConstants
+from nanovllm.layers.attention.flash_attn4 import AttentionShape
+from nanovllm.layers.attention.qk_norm_rope import qk_norm_rope_store
+from nanovllm.layers.matmul.table import Table
 from nanovllm.utils.context import Context
 
 _NUM_BLOCKS = 2  # of each sequence, about the mean of `bench` and `single`. With fewer keys, other constants win.

@@ -10,14 +10,10 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
-from nanovllm.layers.attention_backend import TorchBackend
-from nanovllm.layers.flash_attn4 import AttentionShape
-from nanovllm.layers.quantization import weight_format
-from nanovllm.models import make_model
-from nanovllm.models.layer_facts import ExpertsProduct, LayerProduct, layer_products
-from nanovllm.tuning.journal import Journal
-from nanovllm.tuning.progress import Progress
-from nanovllm.tuning.table import (
+from nanovllm.layers.attention.backends import TorchBackend
+from nanovllm.layers.attention.flash_attn4 import AttentionShape
+from nanovllm.layers.formats.quantization import weight_format
+from nanovllm.layers.matmul.table import (
     Choice,
     Table,
     load_table,
@@ -27,9 +23,13 @@ from nanovllm.tuning.table import (
     user_path,
     write_table,
 )
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.models import make_model
+from nanovllm.models.layer_facts import ExpertsProduct, LayerProduct, layer_products
+from nanovllm.tuning.journal import Journal
+from nanovllm.tuning.progress import Progress
 from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Picks, Result, Shape, Tuner
 from nanovllm.utils.optional_packages import installed_versions
-from nanovllm.utils.parallel import TensorParallel
 
 _COUNTS = {"decode": DECODE_TOKENS, "prefill": PREFILL_TOKENS}
 _PACKAGES = ("torch", "triton", "quack-kernels", "flash-attn-4")

@@ -12,8 +12,8 @@ from itertools import product
 from typing import NamedTuple
 
 from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE
-from nanovllm.layers.quantization import FORMATS
-from nanovllm.tuning.table import Choice, Key, Row, Table
+from nanovllm.layers.formats.quantization import FORMATS
+from nanovllm.layers.matmul.table import Choice, Key, Row, Table
 
 CUBLAS = Choice("cublas")
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 1024)

@@ -10,8 +10,8 @@ from json.decoder import scanstring
 from pathlib import Path
 from typing import Any
 
+from nanovllm.models.model_files import one_line, read_json
 from nanovllm.utils.checks import quoted
-from nanovllm.utils.model_files import one_line, read_json
 
 logger = logging.getLogger(__name__)
 

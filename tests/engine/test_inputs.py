@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from nanovllm import SamplingParams
 from nanovllm.engine.runner.inputs import DecodeInputs, prefill_batch, send_prefill
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels.decode_plan import DecodeWorkspace
-from nanovllm.layers.decode_constants import DecodeConstants
-from nanovllm.tuning.table import package_table
+from nanovllm.kernels.attention.decode_plan import DecodeWorkspace
+from nanovllm.layers.attention.decode_constants import DecodeConstants
+from nanovllm.layers.matmul.table import package_table
 from nanovllm.utils.context import Context
 
 CONSTANTS = DecodeConstants(package_table("NVIDIA H200"), 128, torch.bfloat16, torch.bfloat16)

@@ -12,26 +12,26 @@ pytest.importorskip("triton")
 from decode_cases import H200
 
 from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE, graph_batch_sizes
-from nanovllm.engine.runner.kernel_compilation import (
+from nanovllm.engine.runner.startup.kernel_compilation import (
     _trace,
     telling_batch_sizes,
     trace_products,
     warmup_batches,
     warmup_kernels,
 )
-from nanovllm.engine.runner.memory import largest_prefill
-from nanovllm.engine.runner.model_setup import padded_batch
-from nanovllm.kernels.paged_prefill import choose_tiles
-from nanovllm.layers import packed_weights
-from nanovllm.layers.attention_backend import TorchBackend
-from nanovllm.layers.matmul import Matmul
-from nanovllm.layers.quack import Quack
+from nanovllm.engine.runner.startup.memory import largest_prefill
+from nanovllm.engine.runner.startup.model_setup import padded_batch
+from nanovllm.kernels.attention.paged_prefill import choose_tiles
+from nanovllm.layers.attention.backends import TorchBackend
+from nanovllm.layers.matmul import packed_weights
+from nanovllm.layers.matmul.matmul import Matmul
+from nanovllm.layers.matmul.quack import Quack
+from nanovllm.layers.matmul.table import package_table
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.layer_facts import gate_up_weight, layer_products
 from nanovllm.models.presets import preset_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.tuning.table import package_table
 from nanovllm.utils.context import Context, step_context
-from nanovllm.utils.parallel import TensorParallel
 
 
 @pytest.mark.parametrize("tma", [False, True])

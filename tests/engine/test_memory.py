@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanovllm.engine.runner import memory
-from nanovllm.engine.runner.memory import (
+from nanovllm.engine.runner.startup import memory
+from nanovllm.engine.runner.startup.memory import (
     GIB,
     RESERVED_SHARE,
     allocate_kv_cache,
@@ -15,7 +15,7 @@ from nanovllm.engine.runner.memory import (
     kv_cache_budget,
     largest_prefill,
 )
-from nanovllm.utils.parallel import TensorParallel
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from nanovllm import LLM
 from nanovllm.config import Config
-from nanovllm.engine.runner import model_check, model_setup
+from nanovllm.engine.runner.startup import model_check, model_setup
 from nanovllm.models.model_size import GIB, meta_model, model_bytes
 from nanovllm.utils.host_memory import HostMemory
 

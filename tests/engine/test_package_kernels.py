@@ -11,14 +11,14 @@ from fake_quack import Package, make_config, problem, tensors
 
 pytest.importorskip("triton")
 
-from nanovllm.engine.runner import package_kernels
-from nanovllm.engine.runner.package_kernels import PackageKernels
+from nanovllm.engine.runner.startup import package_kernels
+from nanovllm.engine.runner.startup.package_kernels import PackageKernels
 from nanovllm.kernels.launch import compile_ahead
-from nanovllm.layers.flash_attn4 import AttentionShape, FlashAttn4, load_kernel
-from nanovllm.layers.quack import Quack, Tile, load_product
-from nanovllm.tuning.table import Table, user_path, write_table
+from nanovllm.layers.attention.flash_attn4 import AttentionShape, FlashAttn4, load_kernel
+from nanovllm.layers.matmul.quack import Quack, Tile, load_product
+from nanovllm.layers.matmul.table import Table, user_path, write_table
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.utils import optional_packages
-from nanovllm.utils.parallel import TensorParallel
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 16, 16, torch.float32, CPU)

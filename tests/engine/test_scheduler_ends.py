@@ -6,7 +6,7 @@ from schedulers import EOS, SIZE, add, make_scheduler, postprocess, step
 
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.layers.sampler import NON_FINITE
+from nanovllm.layers.sampling.sampler import NON_FINITE
 
 # The end of a sequence
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import paged_decode
-from nanovllm.kernels.decode_plan import (
+from nanovllm.kernels.attention import paged_decode
+from nanovllm.kernels.attention.decode_plan import (
     MAX_SPLITS,
     PIECE_FIELDS,
     SPLIT_UNIT,

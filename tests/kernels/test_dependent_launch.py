@@ -9,13 +9,13 @@ pytest.importorskip("triton")
 from decode_cases import make_plan
 from linear_inputs import gemv_linear_add, gemv_norm_linear
 
-from nanovllm.kernels.decode_plan import DecodeConfig, DecodeWorkspace
+from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodeWorkspace
+from nanovllm.kernels.attention.paged_decode import has_tma, paged_decode
+from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store
 from nanovllm.kernels.dependent_launch import has_pdl
-from nanovllm.kernels.gemv import GemvConfig
-from nanovllm.kernels.paged_decode import has_tma, paged_decode
-from nanovllm.kernels.qk_norm_rope import qk_norm_rope_store
+from nanovllm.kernels.matmul.gemv import GemvConfig
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding
+from nanovllm.layers.attention.rotary_embedding import RopeParameters, RotaryEmbedding
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, EPS = 512, 8, 4, 64, 64, 1e-6
 NUM_LAYERS = 8

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_inputs import make_rows
 
-from nanovllm.kernels import experts as kernels
-from nanovllm.kernels import experts_gemv
-from nanovllm.kernels.experts import TileConfig, add_pairs, down, gate_up, route, sort_by_expert
-from nanovllm.kernels.experts_gemv import ExpertsGemvConfig
-from nanovllm.layers.experts_torch import experts_torch, route_torch
+from nanovllm.kernels.experts import experts as kernels
+from nanovllm.kernels.experts import experts_gemv
+from nanovllm.kernels.experts.experts import TileConfig, add_pairs, down, gate_up, route, sort_by_expert
+from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
+from nanovllm.layers.experts.experts_torch import experts_torch, route_torch
 from nanovllm.layers.layernorm import rms_norm_torch
 
 EPS = 1e-6
@@ -268,9 +268,9 @@ def test_wrong_arguments(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_prefill", [False, True])
 def test_constants_of_the_table(is_prefill):
-    from nanovllm.layers.expert_candidates import expert_candidates
-    from nanovllm.layers.expert_products import ExpertsProblem
-    from nanovllm.tuning.table import package_table
+    from nanovllm.layers.experts.expert_candidates import expert_candidates
+    from nanovllm.layers.experts.expert_products import ExpertsProblem
+    from nanovllm.layers.matmul.table import package_table
 
     device = torch.device("cuda")
     # tests/test_gpu_quack.py has those of quack-kernels.

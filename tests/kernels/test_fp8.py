@@ -9,12 +9,11 @@ pytest.importorskip("triton")
 
 from linear_inputs import make_rows, round_to_e4m3_exactly
 
-from nanovllm.kernels import fp8
-from nanovllm.kernels.gemv import GemvConfig, gemv
-from nanovllm.kernels.split_k import SplitKConfig, make_arrivals, split_k
+from nanovllm.kernels.matmul import fp8
+from nanovllm.kernels.matmul.gemv import GemvConfig, gemv
+from nanovllm.kernels.matmul.split_k import SplitKConfig, make_arrivals, split_k
 from nanovllm.layers.activation import silu_and_mul_torch
-from nanovllm.layers.layernorm import rms_norm_torch
-from nanovllm.layers.quantization import (
+from nanovllm.layers.formats.quantization import (
     E4M3,
     Fp8Format,
     Fp8Weight,
@@ -23,6 +22,7 @@ from nanovllm.layers.quantization import (
     quantize_input_torch,
     weight_only_product_torch,
 )
+from nanovllm.layers.layernorm import rms_norm_torch
 
 EPS = 1e-6
 in_groups = pytest.mark.parametrize("in_groups", [False, True], ids=["tokens", "groups"])

@@ -13,14 +13,14 @@ from decode_cases import make_case as decode_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels import paged_decode as kernel
-from nanovllm.kernels.decode_plan import DecodeConfig
-from nanovllm.kernels.paged_prefill import paged_prefill
-from nanovllm.kernels.qk_norm_rope import qk_norm_rope_store
-from nanovllm.layers.attention_torch import decode_attention_torch, prefill_attention_torch
-from nanovllm.layers.kv_quantization import E4M3_MAX, KV_DTYPE, dequantize_kv, quantize_kv, round_to_cache
-from nanovllm.layers.qk_norm_rope import qk_norm_rope_store_torch
-from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding
+from nanovllm.kernels.attention import paged_decode as kernel
+from nanovllm.kernels.attention.decode_plan import DecodeConfig
+from nanovllm.kernels.attention.paged_prefill import paged_prefill
+from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store
+from nanovllm.layers.attention.kv_quantization import E4M3_MAX, KV_DTYPE, dequantize_kv, quantize_kv, round_to_cache
+from nanovllm.layers.attention.qk_norm_rope import qk_norm_rope_store_torch
+from nanovllm.layers.attention.rotary_embedding import RopeParameters, RotaryEmbedding
+from nanovllm.layers.attention.torch_backend import decode_attention_torch, prefill_attention_torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16 as if it were integers.

@@ -17,12 +17,12 @@ from linear_inputs import (
 )
 
 from nanovllm.kernels.dependent_launch import has_pdl
-from nanovllm.kernels.gemv import (
+from nanovllm.kernels.matmul.gemv import (
     MAX_NORM_SIZE,
     MAX_TOKENS,
     GemvConfig,
 )
-from nanovllm.tuning.table import package_table
+from nanovllm.layers.matmul.table import package_table
 
 EPS = 1e-6
 CONFIG = GemvConfig(4, 1024, 2)

@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.kernels import launch
+from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store
 from nanovllm.kernels.launch import compile_ahead
-from nanovllm.kernels.qk_norm_rope import qk_norm_rope_store
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton.tools.tensor_descriptor")
 
-from nanovllm.kernels.linear_silu import can_fuse, linear_silu
+from nanovllm.kernels.matmul.linear_silu import can_fuse, linear_silu
 from nanovllm.layers.activation import silu_and_mul_torch
 
 

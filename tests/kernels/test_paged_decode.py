@@ -9,9 +9,9 @@ from decode_cases import H200, HAS_TMA, TOLERANCE, check, dense_decode, make_cas
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace
-from nanovllm.layers import attention_torch
-from nanovllm.layers.attention_torch import DecodePlan, decode_attention_torch
+from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace
+from nanovllm.layers.attention import torch_backend as attention_torch
+from nanovllm.layers.attention.torch_backend import DecodePlan, decode_attention_torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

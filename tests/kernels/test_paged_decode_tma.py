@@ -7,13 +7,13 @@ pytest.importorskip("triton")
 
 from decode_cases import H200, check, make_case, make_plan, needs_tma, paged_decode
 
-import nanovllm.kernels.paged_decode as paged_decode_module
-from nanovllm.kernels.decode_plan import DecodeConfig, DecodeWorkspace
-from nanovllm.layers import attention_gpu
-from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention_gpu import TritonBackend
-from nanovllm.layers.attention_torch import decode_attention_torch
-from nanovllm.layers.flash_attn4 import AttentionShape
+import nanovllm.kernels.attention.paged_decode as paged_decode_module
+from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodeWorkspace
+from nanovllm.layers.attention import gpu_backends as attention_gpu
+from nanovllm.layers.attention.attention import Attention
+from nanovllm.layers.attention.flash_attn4 import AttentionShape
+from nanovllm.layers.attention.gpu_backends import TritonBackend
+from nanovllm.layers.attention.torch_backend import decode_attention_torch
 from nanovllm.utils.context import Context
 
 pytestmark = needs_tma

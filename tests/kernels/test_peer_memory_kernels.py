@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import all_reduce as kernels
+from nanovllm.kernels.parallel import all_reduce as kernels
 from nanovllm.layers.layernorm import rms_norm_torch
 
 EPS = 1e-6

@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 from linear_inputs import linear_torch
 
 from nanovllm.kernels.dependent_launch import has_pdl
-from nanovllm.kernels.gemv import GemvConfig, gemv
-from nanovllm.kernels.posted_sums import MAX_TOKENS, Inboxes, collect, push_add_norm
+from nanovllm.kernels.matmul.gemv import GemvConfig, gemv
+from nanovllm.kernels.parallel.posted_sums import MAX_TOKENS, Inboxes, collect, push_add_norm
 from nanovllm.layers.layernorm import rms_norm_torch
 
 EPS = 1e-6

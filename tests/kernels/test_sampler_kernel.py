@@ -8,9 +8,9 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from draws import sample, sample_torch  # noqa: E402
 
-from nanovllm.kernels import sampler as kernels  # noqa: E402
-from nanovllm.layers import exponential_race as twin  # noqa: E402
-from nanovllm.layers.sampler import NON_FINITE  # noqa: E402
+from nanovllm.kernels.sampling import sampler as kernels  # noqa: E402
+from nanovllm.layers.sampling import exponential_race as twin  # noqa: E402
+from nanovllm.layers.sampling.sampler import NON_FINITE  # noqa: E402
 
 INF = float("inf")
 SEEDS = torch.tensor([0, -1, 2**62 + 12345, -(2**63), 7, 7, 2**32, 99, 1234567890123])

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton")
 
-from nanovllm.kernels import sampling_thresholds as kernels  # noqa: E402
-from nanovllm.kernels.sampling_thresholds import sampling_thresholds  # noqa: E402
+from nanovllm.kernels.sampling import sampling_thresholds as kernels  # noqa: E402
+from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds  # noqa: E402
 
 INF = float("inf")
 # Small enough for short rows to have several candidates a lane, and more of them than there is room for.

@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 
 from nanovllm.kernels import shared_memory
 from nanovllm.kernels.shared_memory import fitting_stages
-from nanovllm.layers.expert_candidates import ExpertTiles
-from nanovllm.layers.matmul import Cublas, Matmul
-from nanovllm.tuning.table import Choice, Key, Row, Table
+from nanovllm.layers.experts.expert_candidates import ExpertTiles
+from nanovllm.layers.matmul.matmul import Cublas, Matmul
+from nanovllm.layers.matmul.table import Choice, Key, Row, Table
 
 KIB = 1024
 SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_for_cards.py"

@@ -13,8 +13,7 @@ from linear_inputs import split_k_linear_add as linear_add
 from linear_inputs import split_k_linear_silu as linear_silu
 
 from nanovllm.kernels.dependent_launch import has_pdl
-from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.kernels.split_k import (
+from nanovllm.kernels.matmul.split_k import (
     MAX_ROWS,
     MAX_TOKENS,
     TILE_TOKENS,
@@ -22,8 +21,9 @@ from nanovllm.kernels.split_k import (
     make_arrivals,
     split_k,
 )
-from nanovllm.layers.quantization import FORMATS
-from nanovllm.tuning.table import package_table
+from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.layers.formats.quantization import FORMATS
+from nanovllm.layers.matmul.table import package_table
 
 # Of results of order one; the activation's factors may come to lie one rounding apart.
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}

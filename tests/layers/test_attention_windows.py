@@ -12,10 +12,10 @@ pytest.importorskip("triton")
 from decode_cases import H200, make_plan
 from gpu_engines import HAS_FLASH_ATTN, flash_attn_has
 
-from nanovllm.layers.attention import Attention, AttentionBackend
-from nanovllm.layers.attention_gpu import FlashAttnBackend, TritonBackend
-from nanovllm.layers.attention_torch import TorchBackend
-from nanovllm.layers.flash_attn4 import AttentionShape, FlashAttn4
+from nanovllm.layers.attention.attention import Attention, AttentionBackend
+from nanovllm.layers.attention.flash_attn4 import AttentionShape, FlashAttn4
+from nanovllm.layers.attention.gpu_backends import FlashAttnBackend, TritonBackend
+from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.utils.context import Context
 
 HEADS, KV_HEADS, BLOCK_SIZE = 4, 2, 256

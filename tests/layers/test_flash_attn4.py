@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.layers import attention_gpu
-from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention_gpu import TritonBackend
-from nanovllm.layers.attention_torch import prefill_attention_torch
-from nanovllm.layers.flash_attn4 import MAX_SEQS, AttentionShape, FlashAttn4, load_flash_attn4
+from nanovllm.layers.attention import gpu_backends as attention_gpu
+from nanovllm.layers.attention.attention import Attention
+from nanovllm.layers.attention.flash_attn4 import MAX_SEQS, AttentionShape, FlashAttn4, load_flash_attn4
+from nanovllm.layers.attention.gpu_backends import TritonBackend
+from nanovllm.layers.attention.torch_backend import prefill_attention_torch
 from nanovllm.utils.context import Context
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 2, 1, 16, 16

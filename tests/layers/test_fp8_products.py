@@ -7,14 +7,20 @@ from linear_inputs import round_to_e4m3_exactly
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.split_k import split_k
-from nanovllm.layers import fp8_products, kernel_matmul
+from nanovllm.kernels.matmul.split_k import split_k
 from nanovllm.layers.activation import Gated, silu_and_mul_torch
-from nanovllm.layers.fp8_products import compute_fp8, fp8_product
-from nanovllm.layers.kernel_matmul import SplitK
+from nanovllm.layers.formats.quantization import (
+    Fp8Format,
+    Fp8Weight,
+    Quantized,
+    fp8_product_torch,
+    quantize_input_torch,
+)
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul import Problem
-from nanovllm.layers.quantization import Fp8Format, Fp8Weight, Quantized, fp8_product_torch, quantize_input_torch
+from nanovllm.layers.matmul import fp8_products, kernel_matmul
+from nanovllm.layers.matmul.fp8_products import compute_fp8, fp8_product
+from nanovllm.layers.matmul.kernel_matmul import SplitK
+from nanovllm.layers.matmul.matmul import Problem
 
 in_blocks = pytest.mark.parametrize("in_blocks", [False, True], ids=["channels", "blocks"])
 CONSTANTS = (64, 128, 2, 4, 0, 32, 4)

@@ -11,11 +11,11 @@ from fake_quack import CpuQuack, Package, make_config
 
 pytest.importorskip("triton")
 
-from nanovllm.engine.runner.kernel_compilation import trace_products
-from nanovllm.layers import activation, expert_candidates, expert_products, fp8_products
-from nanovllm.layers import quack as quack_module
-from nanovllm.layers.attention_backend import TorchBackend
-from nanovllm.layers.expert_candidates import (
+from nanovllm.engine.runner.startup.kernel_compilation import trace_products
+from nanovllm.layers import activation
+from nanovllm.layers.attention.backends import TorchBackend
+from nanovllm.layers.experts import expert_candidates, expert_products
+from nanovllm.layers.experts.expert_candidates import (
     ExpertsGemv,
     ExpertTiles,
     Fp8ExpertTiles,
@@ -23,20 +23,22 @@ from nanovllm.layers.expert_candidates import (
     QuackExperts,
     ScaledGroupedMm,
 )
-from nanovllm.layers.expert_products import ExpertsProblem
-from nanovllm.layers.experts import MixtureOfExperts
-from nanovllm.layers.experts_torch import experts_torch, route_torch
+from nanovllm.layers.experts.expert_products import ExpertsProblem
+from nanovllm.layers.experts.experts import MixtureOfExperts
+from nanovllm.layers.experts.experts_torch import experts_torch, route_torch
+from nanovllm.layers.formats.quantization import E4M3, Fp8Format, Fp8Weight, weight_format
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul import Candidate, Matmul
-from nanovllm.layers.quantization import E4M3, Fp8Format, Fp8Weight, weight_format
-from nanovllm.layers.rank_sums import NormedParts
+from nanovllm.layers.matmul import fp8_products
+from nanovllm.layers.matmul import quack as quack_module
+from nanovllm.layers.matmul.matmul import Candidate, Matmul
+from nanovllm.layers.matmul.table import Choice, Key, Row, Table, package_table
+from nanovllm.layers.parallel.rank_sums import NormedParts
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.layer_facts import num_layer_params
+from nanovllm.models.loader import load_dummy, load_model
 from nanovllm.models.presets import preset_config
 from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
-from nanovllm.tuning.table import Choice, Key, Row, Table, package_table
 from nanovllm.utils.context import Context, step_context
-from nanovllm.utils.loader import load_dummy, load_model
-from nanovllm.utils.parallel import TensorParallel
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K = 48, 40, 6, 2
 TILES = (16, 16, 16, 4, 2)

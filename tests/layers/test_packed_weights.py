@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from checkpoints import complete, greedy, make_checkpoint, make_llm, random_prompt
 from torch import nn
 
-from nanovllm.layers.matmul import Matmul, Problem
-from nanovllm.layers.packed_weights import can_pack, packed
+from nanovllm.layers.matmul.matmul import Matmul, Problem
+from nanovllm.layers.matmul.packed_weights import can_pack, packed
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.ones(1, 1)), reason="this torch has no oneDNN")
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.layers.penalties import IN_PROMPT, MAX_LOGIT, apply_penalties
+from nanovllm.layers.sampling.penalties import IN_PROMPT, MAX_LOGIT, apply_penalties
 
 
 def test_logits_of_tokens_that_nobody_holds_are_the_very_same(device):

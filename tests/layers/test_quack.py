@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm
 from fake_quack import CpuQuack, Package, make_config, problem, tensors
 
-from nanovllm.engine.runner import model_setup
-from nanovllm.engine.runner.model_setup import padded_batch
+from nanovllm.engine.runner.startup import model_setup
+from nanovllm.engine.runner.startup.model_setup import padded_batch
 from nanovllm.layers.activation import Gated, silu_and_mul_torch
+from nanovllm.layers.formats.quantization import Fp8Format, Fp8Weight, fp8_product_torch, quantize_input_torch
 from nanovllm.layers.layernorm import Normed, RMSNorm, rms_norm_torch
-from nanovllm.layers.matmul import Matmul, Problem
-from nanovllm.layers.quack import Product, Quack, Tile
-from nanovllm.layers.quantization import Fp8Format, Fp8Weight, fp8_product_torch, quantize_input_torch
+from nanovllm.layers.matmul.matmul import Matmul, Problem
+from nanovllm.layers.matmul.quack import Product, Quack, Tile
+from nanovllm.layers.matmul.table import Choice, Key, Row, Table, load_table
 from nanovllm.models.layer_facts import layer_products
-from nanovllm.tuning.table import Choice, Key, Row, Table, load_table
 from nanovllm.utils.context import Context, step_context
 
 PREFILL_TILE = Tile(128, 128, (1, 2), pingpong=True)

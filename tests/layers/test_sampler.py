@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from nanovllm.layers.exponential_race import log2_exponential, philox4x32
-from nanovllm.layers.sampler import NON_FINITE, Sampler
+from nanovllm.layers.sampling.exponential_race import log2_exponential, philox4x32
+from nanovllm.layers.sampling.sampler import NON_FINITE, Sampler
 
 VOCAB_SIZE = 24  # a group of tokens and a half
 NUM_DRAWS = 40_000

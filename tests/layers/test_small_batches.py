@@ -5,23 +5,23 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import gemv as gemv_kernels
-from nanovllm.kernels import split_k as split_k_kernels
-from nanovllm.kernels.gemv import GemvConfig
-from nanovllm.layers import kernel_matmul
-from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention_backend import TorchBackend
-from nanovllm.layers.kernel_matmul import Gemv, SplitK
+from nanovllm.kernels.matmul import gemv as gemv_kernels
+from nanovllm.kernels.matmul import split_k as split_k_kernels
+from nanovllm.kernels.matmul.gemv import GemvConfig
+from nanovllm.layers.attention.attention import Attention
+from nanovllm.layers.attention.backends import TorchBackend
 from nanovllm.layers.layernorm import Normed, RMSNorm, rms_norm_torch
-from nanovllm.layers.matmul import Matmul, Problem
-from nanovllm.layers.rank_sums import posted_constants
+from nanovllm.layers.matmul import kernel_matmul
+from nanovllm.layers.matmul.kernel_matmul import Gemv, SplitK
+from nanovllm.layers.matmul.matmul import Matmul, Problem
+from nanovllm.layers.matmul.table import Choice, Key, Row, Table
+from nanovllm.layers.parallel.rank_sums import posted_constants
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.layer_facts import layer_products
+from nanovllm.models.loader import load_dummy
 from nanovllm.models.presets import preset_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.tuning.table import Choice, Key, Row, Table
 from nanovllm.utils.context import Context, step_context
-from nanovllm.utils.loader import load_dummy
-from nanovllm.utils.parallel import TensorParallel
 
 BLOCK_SIZE, CONTEXT = 16, 5
 

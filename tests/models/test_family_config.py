@@ -10,13 +10,13 @@ from transformers import CONFIG_MAPPING
 
 from nanovllm.bench.floor import ModelSize
 from nanovllm.config import Config
-from nanovllm.layers.attention_torch import TorchBackend
+from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models import make_model, registry
 from nanovllm.models.hf_config import windows_of_layers
+from nanovllm.models.loader import num_checkpoint_params
 from nanovllm.models.presets import PRESET_NAMES, preset_config
 from nanovllm.models.registry import model_class
-from nanovllm.utils.loader import num_checkpoint_params
-from nanovllm.utils.parallel import TensorParallel
 
 ARCHITECTURES = {
     "granite": "GraniteForCausalLM",

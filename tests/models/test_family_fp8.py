@@ -5,7 +5,7 @@ import torch
 from checkpoints import complete, edit_json, greedy, make_checkpoint, make_llm, needs_family, random_prompt
 from fp8_checkpoints import BLOCK_SIZES, BLOCKS, CHANNELS, quantise_checkpoint, reference_logprobs, scored
 
-from nanovllm.layers.quantization import Fp8Format
+from nanovllm.layers.formats.quantization import Fp8Format
 
 # Sizes that two ranks may divide, in units of 16.
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}

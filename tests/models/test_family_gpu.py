@@ -280,7 +280,8 @@ def test_bfloat16_on_a_gpu_is_within_rounding(make_case, family):
 def test_a_gpu_with_little_shared_memory(make_case, monkeypatch, family):
     """99 KiB, as GeForce cards have: heads of 256 and experts need smaller tiles there. With CUDA graphs, so that the
     start goes through all launches."""
-    from nanovllm.kernels import paged_prefill, shared_memory
+    from nanovllm.kernels import shared_memory
+    from nanovllm.kernels.attention import paged_prefill
 
     tiles, choose_tiles = set(), paged_prefill.choose_tiles
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from nanovllm.engine.ranks.process_group import join_group, open_store
 from nanovllm.layers.embed_head import ParallelLMHead
+from nanovllm.layers.parallel.tensor_parallel import CollectiveError, TensorParallel
 from nanovllm.utils.context import Context, step_context
-from nanovllm.utils.parallel import CollectiveError, TensorParallel
 
 CPU = torch.device("cpu")
 

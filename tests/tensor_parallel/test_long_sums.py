@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.layers.layernorm import rms_norm_torch
-from nanovllm.utils import residual_reducer
-from nanovllm.utils.residual_reducer import LongSums
+from nanovllm.layers.parallel import residual_reducer
+from nanovllm.layers.parallel.residual_reducer import LongSums
 
 HIDDEN, EPS = 4, 1e-6
 # As a layer's sums go in `layers.rank_sums`: both parts of one sum, then of the next, each as soon as it can be.

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from nanovllm.utils.peer_memory import find_obstacle
+from nanovllm.layers.parallel.peer_memory import find_obstacle
 
 
 @pytest.mark.parametrize("failing", [[], [0], [1], [0, 2]])

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.utils.residual_reducer import ResidualReducer
+from nanovllm.layers.parallel.residual_reducer import ResidualReducer
 
 
 @pytest.mark.parametrize("max_tokens", [4, 600])  # fewer than are pushed, and more

@@ -7,10 +7,10 @@ import torch
 from draws import sample_torch
 
 from nanovllm.kernels import HAS_TRITON, use_kernels
-from nanovllm.layers.sampler import NON_FINITE, Sampler, best_of_shard_torch, pick_best_torch
+from nanovllm.layers.sampling.sampler import NON_FINITE, Sampler, best_of_shard_torch, pick_best_torch
 
 if HAS_TRITON:
-    from nanovllm.kernels.sampler import best_of_shard, pick_best
+    from nanovllm.kernels.sampling.sampler import best_of_shard, pick_best
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # in Triton's interpreter
 

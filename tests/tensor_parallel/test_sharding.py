@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from nanovllm.config import Config
-from nanovllm.layers.attention_backend import TorchBackend
+from nanovllm.layers.attention.backends import TorchBackend
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel, check_shardable
+from nanovllm.models import loader
 from nanovllm.models.presets import preset_config
 from nanovllm.models.registry import model_class
-from nanovllm.utils import loader
-from nanovllm.utils.parallel import TensorParallel, check_shardable
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, VOCAB_SIZE = 32, 8, 2, 307
 

@@ -5,15 +5,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.layers import expert_candidates, expert_products, kernel_matmul
-from nanovllm.layers.expert_candidates import ExpertsGemv, ExpertTiles, GroupedMm
-from nanovllm.layers.flash_attn4 import AttentionShape
-from nanovllm.layers.kernel_matmul import Gemv, SplitK
+from nanovllm.layers.attention.flash_attn4 import AttentionShape
+from nanovllm.layers.experts import expert_candidates, expert_products
+from nanovllm.layers.experts.expert_candidates import ExpertsGemv, ExpertTiles, GroupedMm
 from nanovllm.layers.layernorm import Normed
-from nanovllm.layers.matmul import Cublas
+from nanovllm.layers.matmul import kernel_matmul
+from nanovllm.layers.matmul.kernel_matmul import Gemv, SplitK
+from nanovllm.layers.matmul.matmul import Cublas
+from nanovllm.layers.matmul.table import Choice, package_table
 from nanovllm.tuning import layer_timer
 from nanovllm.tuning.layer_timer import LayerTimer
-from nanovllm.tuning.table import Choice, package_table
 from nanovllm.tuning.timed_attention import TimedAttention
 from nanovllm.tuning.tuner import CUBLAS, Shape
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 from configs import TUNED
 
-from nanovllm.kernels.decode_plan import SPLIT_UNIT
-from nanovllm.layers.decode_constants import DecodeConstants
-from nanovllm.models.presets import preset_config
-from nanovllm.tuning import table as table_module
-from nanovllm.tuning.table import (
+from nanovllm.kernels.attention.decode_plan import SPLIT_UNIT
+from nanovllm.layers.attention.decode_constants import DecodeConstants
+from nanovllm.layers.matmul import table as table_module
+from nanovllm.layers.matmul.table import (
     Choice,
     Key,
     Row,
@@ -23,6 +22,7 @@ from nanovllm.tuning.table import (
     user_path,
     write_table,
 )
+from nanovllm.models.presets import preset_config
 
 H200 = "NVIDIA H200"
 KEY = Key("linear", "decode", 4096, 1024, "bfloat16")
@@ -157,11 +157,11 @@ def decode_constants(table):
 def test_tables_of_the_package(path):
     """They have every size that is tuned on one GPU and on two, and their candidates take the constants."""
     pytest.importorskip("triton")
-    from nanovllm.kernels.experts import TileConfig
-    from nanovllm.kernels.experts_gemv import ExpertsGemvConfig
-    from nanovllm.kernels.gemv import GemvConfig
-    from nanovllm.kernels.split_k import SplitKConfig
-    from nanovllm.layers.expert_candidates import (
+    from nanovllm.kernels.experts.experts import TileConfig
+    from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
+    from nanovllm.kernels.matmul.gemv import GemvConfig
+    from nanovllm.kernels.matmul.split_k import SplitKConfig
+    from nanovllm.layers.experts.expert_candidates import (
         ExpertsGemv,
         ExpertTiles,
         Fp8ExpertTiles,
@@ -169,9 +169,9 @@ def test_tables_of_the_package(path):
         QuackExperts,
         ScaledGroupedMm,
     )
-    from nanovllm.layers.kernel_matmul import FusedSilu, Gemv, SplitK
-    from nanovllm.layers.matmul import OPERATIONS, Cublas
-    from nanovllm.layers.quack import Quack, Tile
+    from nanovllm.layers.matmul.kernel_matmul import FusedSilu, Gemv, SplitK
+    from nanovllm.layers.matmul.matmul import OPERATIONS, Cublas
+    from nanovllm.layers.matmul.quack import Quack, Tile
 
     constant_types = {Gemv.name: GemvConfig, SplitK.name: SplitKConfig, Quack.name: Tile}
     constant_types |= dict.fromkeys((Cublas.name, FusedSilu.name), tuple)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE
-from nanovllm.tuning.table import Choice, Key, Row, Table, package_table
+from nanovllm.layers.matmul.table import Choice, Key, Row, Table, package_table
 from nanovllm.tuning.tune_model import layer_shapes, meta_layer
 from nanovllm.tuning.tuner import CUBLAS, DECODE_TOKENS, PREFILL_TOKENS, Shape, Tuner, challengers
 
@@ -227,10 +227,10 @@ def test_steps_without_a_graph_are_not_padded():
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_challengers_are_few_and_launchable(phase):
     pytest.importorskip("triton")
-    from nanovllm.kernels.gemv import MAX_TOKENS, GemvConfig
-    from nanovllm.kernels.split_k import SplitKConfig
-    from nanovllm.layers.quack import Tile
-    from nanovllm.layers.quantization import FORMATS
+    from nanovllm.kernels.matmul.gemv import MAX_TOKENS, GemvConfig
+    from nanovllm.kernels.matmul.split_k import SplitKConfig
+    from nanovllm.layers.formats.quantization import FORMATS
+    from nanovllm.layers.matmul.quack import Tile
 
     for key in package_table("NVIDIA H200").rows:
         if key.operation == "experts":

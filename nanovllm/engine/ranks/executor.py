@@ -13,8 +13,8 @@ from nanovllm.engine.ranks.workers import WorkerError, Workers
 from nanovllm.engine.runner.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling.sampling_pipeline import Forward
 from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.utils.interrupts import held_interrupt
-from nanovllm.utils.parallel import TensorParallel
 from nanovllm.utils.progress import StartProgress
 
 logger = logging.getLogger(__name__)

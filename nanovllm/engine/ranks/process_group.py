@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.config import Config
-from nanovllm.utils.parallel import TensorParallel
-from nanovllm.utils.peer_memory import make_peers
-from nanovllm.utils.residual_reducer import make_reducer
+from nanovllm.layers.parallel.peer_memory import make_peers
+from nanovllm.layers.parallel.residual_reducer import make_reducer
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 
 MEET_TIMEOUT = timedelta(seconds=60)  # All ranks are up when they begin to meet.
 # A dead rank shows otherwise (see Workers); this must outlast the slowest compilation or load of weights on one rank.

@@ -19,7 +19,7 @@ from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.call_channel import CallReader
 from nanovllm.engine.ranks.process_group import join_group, open_store, remove_store, share_memory
-from nanovllm.utils.parallel import CollectiveError
+from nanovllm.layers.parallel.tensor_parallel import CollectiveError
 from nanovllm.utils.progress import StartProgress
 
 MAIN_GUARD = (

@@ -27,8 +27,8 @@ from nanovllm.engine.ranks.worker import (
     check_may_spawn,
     worker_main,
 )
+from nanovllm.layers.parallel.tensor_parallel import CollectiveError, TensorParallel
 from nanovllm.utils.interrupts import InterruptPipe, held_interrupt
-from nanovllm.utils.parallel import CollectiveError, TensorParallel
 from nanovllm.utils.python_process import processes_with_safe_path
 from nanovllm.utils.threads import threads_per_rank
 

@@ -18,7 +18,7 @@ from nanovllm.engine.requests.text_stream import StopStrings, TextStream
 from nanovllm.engine.sampling.logit_edits import LogitEdits, tokenize_bad_words
 from nanovllm.engine.sampling.structured import Grammars
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.token_masks import unpack_mask
+from nanovllm.layers.sampling.token_masks import unpack_mask
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import quoted
 from nanovllm.utils.sized_cache import SizedCache

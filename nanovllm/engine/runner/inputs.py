@@ -13,7 +13,7 @@ from nanovllm.engine.runner.block_tables import BlockTables
 from nanovllm.engine.runner.packed_arrays import Layout, PackedArrays, packed_size, send_arrays
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import HAS_TRITON, use_kernels
-from nanovllm.kernels.decode_plan import PIECE_FIELDS, plan_decode
+from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, plan_decode
 from nanovllm.utils.context import Context
 
 if HAS_TRITON:

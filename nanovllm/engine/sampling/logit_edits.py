@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from nanovllm.engine.requests.detokenizer import Detokenizer
-from nanovllm.layers.token_masks import pack_mask
+from nanovllm.layers.sampling.token_masks import pack_mask
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import quoted
 

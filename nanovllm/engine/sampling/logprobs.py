@@ -10,7 +10,7 @@ import torch
 from nanovllm.engine.runner.inputs import Batch
 from nanovllm.engine.runner.packed_arrays import send_arrays
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.logprobs import token_logprobs
+from nanovllm.layers.sampling.logprobs import token_logprobs
 
 # Positions for which logits are computed at a time: those of a whole prompt would take more memory than the model.
 _POSITIONS_AT_ONCE = 128

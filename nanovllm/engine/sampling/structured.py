@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.layers.token_masks import pack_mask
+from nanovllm.layers.sampling.token_masks import pack_mask
 from nanovllm.sampling_params import FORMS, StructuredOutputsParams
 from nanovllm.utils.checks import quoted, shortened
 from nanovllm.utils.sized_cache import SizedCache

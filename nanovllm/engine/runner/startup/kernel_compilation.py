@@ -1,0 +1,128 @@
+"""An engine's start: compiling its Triton kernels while the weights load, and launching each once at the end."""
+
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.runner.cuda_graphs import graph_batch_sizes
+from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels import HAS_TRITON
+from nanovllm.layers.sampling.sampler import Sampler
+from nanovllm.layers.sampling.sampling_thresholds import sampling_thresholds
+from nanovllm.models.hf_config import get_head_dim
+from nanovllm.models.layer_facts import few_layers, layer_products, one_of_each_kind
+from nanovllm.utils.context import Context, step_context
+from nanovllm.utils.interrupts import held_interrupt
+
+if HAS_TRITON:
+    from nanovllm.kernels.launch import compile_ahead
+
+_NUM_SLOTS = 1024  # of the KV cache for tracing; more than warmup_kernels needs
+_LONG_PREFILL = 2048  # tokens; longer prefills launch the same variants, except of the table's products
+
+
+@contextmanager
+def compiling_kernels(runner, tell: Callable[[int, int], None]) -> Iterator[None]:
+    """A block in which threads compile what a ModelRunner will launch. It ends when they have finished, and must launch
+    no kernel of ours. tell: as for `compile_ahead`.
+
+    The runner has a model, whose weights need not be loaded yet, and its decode_inputs, but no KV cache. On a CPU
+    nothing happens.
+    """
+    if not HAS_TRITON or runner.device.type != "cuda":
+        yield
+        return
+    with compile_ahead(tell, held_interrupt):
+        with few_layers(runner.model):
+            _trace(runner)
+        yield
+
+
+def telling_batch_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes whose decode steps launch every variant of our kernels, except of the table's products. Variants
+    depend on ranges of the batch size, and each range holds a power of two, the largest batch of all, or the largest
+    batch with a graph. (Without graphs the GEMV kernel has a variant for each number of tokens, which its first step
+    compiles.)"""
+    sizes = {1 << i for i in range(max_num_seqs.bit_length())}
+    return sorted(sizes | {max_num_seqs, graph_batch_sizes(max_num_seqs)[-1]})
+
+
+@torch.inference_mode()
+def _trace(runner) -> None:
+    """Run steps like those of the start and of later requests, on a small KV cache that all layers share. So no list of
+    kernels and shapes has to be kept up to date. The results mean nothing."""
+    config, block_size = runner.config, runner.block_size
+    num_tokens = min(_LONG_PREFILL, config.max_num_batched_tokens, config.max_model_len)
+    runner.run(runner.prepare([_sequence(num_tokens, block_size)], True))  # Without a cache, as warmup_model does.
+    trace_products(runner.model, runner.decode_inputs.max_rows, config.max_num_batched_tokens)
+    shape = (-(-_NUM_SLOTS // block_size), block_size, runner.num_kv_heads, get_head_dim(config.hf_config))
+    kv_cache = torch.zeros(2, 1, *shape, dtype=config.kv_cache_dtype, device=runner.device)
+    runner.use_kv_cache(kv_cache.expand(2, len(runner.model.model.layers), *shape))
+    seq = _decoding_sequence(block_size)
+    for size in telling_batch_sizes(config.max_num_seqs):
+        runner.run(runner.prepare([seq] * size, False))
+        _trace_truncation(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
+    num_tokens = min(runner.mixed_step_rows, config.max_model_len, _NUM_SLOTS) - 1
+    if num_tokens > 0:
+        runner.run(runner.prepare([seq, _sequence(num_tokens, block_size)], False))
+    warmup_kernels(runner)
+    runner.use_kv_cache(None)
+
+
+def trace_products(model, most_decode_tokens: int, most_prefill_tokens: int) -> None:
+    """Launch what the table names for the layers' products, at every number of tokens that a step may have."""
+    layers, row = model.model.layers, model.matmul.row
+    products = [product for i in one_of_each_kind(layers) for product in layer_products(layers[i])]
+    for is_prefill, most_tokens in ((False, most_decode_tokens), (True, most_prefill_tokens)):
+        with step_context(Context(is_prefill=is_prefill)):
+            for product in products:
+                # One in every bucket of the product's row.
+                bounds = row(product.operation, product.weight).bounds
+                for num_tokens in [*(bound for bound in bounds if bound < most_tokens), most_tokens]:
+                    model.matmul.run(product.problem(num_tokens))
+
+
+def _trace_truncation(logits: torch.Tensor) -> None:
+    """Top-k, top-p and min-p, which most model cards recommend. The kernels of other options are compiled by the first
+    request that has them."""
+    floats = torch.zeros(len(logits), device=logits.device)
+    numbers = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    thresholds = sampling_thresholds(logits, floats, numbers.int(), floats, floats)
+    Sampler()(logits, floats, numbers, numbers, thresholds)
+
+
+def warmup_kernels(runner) -> None:
+    """Launch every variant of the Triton kernels that a prefill may need, so that none is compiled or loaded in
+    mid-run: short and long, with a cached prefix and without. They write to the cache's first slots, which no sequence
+    has yet."""
+    for seqs in warmup_batches(runner.config, runner.num_kvcache_blocks):
+        runner.run(runner.prepare(seqs, True))
+    runner.run(runner.prepare([_decoding_sequence(runner.block_size)], False))
+
+
+def warmup_batches(config: Config, num_blocks: int) -> Iterator[list[Sequence]]:
+    """Prefills that need every variant of the kernels: of one sequence and of two, short and as long as any variant
+    asks and a step may be, with a cached prefix and without, in the cache's first blocks."""
+    longest = min(config.max_model_len, num_blocks * config.kvcache_block_size)
+    # 256 are the most that our kernel is given without a cached prefix where flash-attn-4 has the rest of a long step.
+    for num_cached, num_new in ((0, 1), (0, 17), (0, 256), (0, 512), (16, 1), (16, 17), (16, 512)):
+        for num_seqs in range(1, min(config.max_num_seqs, 2) + 1):
+            num_scheduled = min(num_new, longest - num_cached, config.max_num_batched_tokens // num_seqs)
+            if num_scheduled >= 1:
+                yield [_sequence(num_scheduled, config.kvcache_block_size, num_cached)] * num_seqs
+
+
+def _sequence(num_scheduled: int, block_size: int, num_cached: int = 0) -> Sequence:
+    seq = Sequence(0, array("i", [0]) * (num_cached + num_scheduled), block_size=block_size)
+    seq.block_table = list(range(seq.num_blocks))
+    seq.num_cached_tokens, seq.num_scheduled_tokens = num_cached, num_scheduled
+    return seq
+
+
+def _decoding_sequence(block_size: int) -> Sequence:
+    seq = _sequence(1, block_size)
+    seq.is_prefilling = False
+    return seq

@@ -1,0 +1,139 @@
+"""The scales of an fp8 KV cache: those of the checkpoint, calibrated ones, or 1.
+
+All are powers of two (see `layers.kv_quantization`). They are chosen before the first key is stored and before CUDA
+graphs are captured, and stay the same, so all blocks of a cache mean the same.
+"""
+
+import logging
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.config import Config
+from nanovllm.layers.attention.kv_quantization import E4M3_MAX
+from nanovllm.models.loader import open_tensors
+from nanovllm.utils.context import Context, step_context
+
+logger = logging.getLogger(__name__)
+
+# What checkpoints call the scales of a layer: llm-compressor and vLLM; ModelOpt; older compressed-tensors.
+_NAMES = (
+    "self_attn.{0}_scale",
+    "self_attn.attn.{0}_scale",
+    "self_attn.{0}_proj.{0}_scale",
+    "self_attn.{0}_proj.output_scale",
+)
+
+# A later value may be this many times as large as the largest of the calibration before it is clamped. (Rounding the
+# scale up to a power of two adds up to a factor of two.) e4m3 keeps full precision over 15 powers of two, so the margin
+# costs next to none.
+MARGIN = 4
+_CALIBRATION_PROMPTS, _CALIBRATION_LENGTH = 8, 256
+_SMALLEST_SCALE = 2.0**-14  # float16 then holds the smallest value of a cache exactly.
+
+
+def choose_kv_scales(runner: Any) -> None:
+    """Fill a ModelRunner's kv_scales, as its option kv_cache_scales says. All ranks do so at the same time."""
+    config, wanted = runner.config, runner.config.kv_cache_scales
+    found, source = None, "one"
+    if wanted in ("auto", "checkpoint") and config.load_format != "dummy":
+        found, source = checkpoint_scales(runner), "the checkpoint"
+    if found is None and wanted == "checkpoint":
+        raise ValueError(
+            f"kv_cache_scales='checkpoint': {config.model} has no scales, such as "
+            f"'model.layers.0.{_NAMES[0].format('k')}', or load_format='dummy' reads none; use 'calibrated'"
+        )
+    if found is None and wanted != "one":
+        found, source = calibrated_scales(runner), "calibration"
+    if found is not None:
+        runner.kv_scales.copy_(powers_of_two(found))
+    smallest, largest = runner.kv_scales.aminmax()
+    logger.info("KV cache scales: %s, %g to %g", source, smallest.item(), largest.item())
+
+
+def powers_of_two(scales: torch.Tensor) -> torch.Tensor:
+    """The next powers of two that are not smaller."""
+    mantissa, exponent = torch.frexp(scales)
+    exponent = exponent - (mantissa == 0.5).int()
+    return torch.ldexp(torch.ones_like(scales), exponent).clamp(min=_SMALLEST_SCALE)
+
+
+def checkpoint_scales(runner: Any) -> torch.Tensor | None:
+    """Float32 `[layers, 2, this rank's kv_heads]`; None if the checkpoint has none. Raises ValueError, naming the
+    tensor, if it has some of them only, or wrong ones."""
+    config = runner.config
+    num_kv_heads = config.hf_config.num_key_value_heads
+    first, count = runner.tp.shard_kv_heads(num_kv_heads)
+    scales, missing = torch.ones(runner.kv_scales.shape), []
+    with ExitStack() as stack:
+        tensors = open_tensors(config.model, stack, runner.model.checkpoint_prefixes)
+        for layer in range(len(scales)):
+            for i, part in enumerate("kv"):
+                names = [f"model.layers.{layer}.{name.format(part)}" for name in _NAMES]
+                name = next((name for name in names if name in tensors), None)
+                if name is None:
+                    missing.append(names[0])
+                    continue
+                values = tensors[name].content[...].float().flatten()
+                is_valid = values.numel() in (1, num_kv_heads) and (values > 0).all() and values.isfinite().all()
+                if not is_valid:
+                    raise ValueError(
+                        f"{tensors[name].file}: tensor {name!r} must hold one number above 0, or one for each of "
+                        f"{num_kv_heads} KV heads, not {values.tolist()[: num_kv_heads + 1]}"
+                    )
+                scales[layer, i] = values.expand(num_kv_heads)[first : first + count]
+    if len(missing) == 2 * len(scales):
+        return None
+    if missing:
+        raise ValueError(
+            f"{config.model}: {missing[0]!r} is missing, and so are {len(missing) - 1} other scales of the KV cache, "
+            "but not all; use kv_cache_scales='calibrated'"
+        )
+    return scales
+
+
+@torch.inference_mode()
+def calibrated_scales(runner: Any) -> torch.Tensor:
+    """From prefills of a few prompts, without a cache: the scales with which the largest key and value of each head are
+    a `MARGIN`-th of the largest e4m3 number. They depend on the model alone (and on max_model_len, if that is shorter
+    than a prompt), not on what the engine will be asked."""
+    layers = runner.attention_layers()
+    largest = torch.zeros_like(runner.kv_scales)
+    with ExitStack() as hooks:
+        for layer, of_layer in zip(layers, largest, strict=True):
+
+            def record(module, args, of_layer=of_layer) -> None:
+                for x, of_part in zip(args[1:3], of_layer, strict=True):
+                    torch.maximum(of_part, x.abs().amax((0, 2)).float(), out=of_part)
+
+            hooks.enter_context(layer.register_forward_pre_hook(record))
+        prompts = _calibration_prompts(runner.config).to(runner.device)
+        # A CPU dequantises a weight in fp8 for each product. A GPU's kernels for more tokens may not be compiled yet.
+        for together in prompts.split(len(prompts) if runner.device.type == "cpu" else 1):
+            num_prompts, length = together.shape
+            cu_seqlens = torch.arange(num_prompts + 1, dtype=torch.int32, device=runner.device) * length
+            positions = torch.arange(length, device=runner.device).repeat(num_prompts)
+            with step_context(Context(True, cu_seqlens, cu_seqlens, length, length)):
+                runner.model(together.flatten(), positions)
+    if not largest.isfinite().all():  # The cache would clamp infinity to a number, and the logits not show it.
+        logger.warning(
+            "KV cache scales: the calibration found keys or values that are NaN or infinite: the weights are damaged, "
+            "or overflow in dtype %s; try dtype='float32', or 'bfloat16' instead of float16",
+            str(runner.config.dtype).removeprefix("torch."),
+        )
+    # Of zeros alone, and of what is not finite, no scale follows.
+    largest[~largest.isfinite() | (largest == 0)] = E4M3_MAX / MARGIN
+    return largest * (MARGIN / E4M3_MAX)
+
+
+def _calibration_prompts(config: Config) -> torch.Tensor:
+    """Random tokens, the same at every start; every second prompt begins with the model's beginning of a text."""
+    # numpy's generator gives the same numbers on every device.
+    shape = _CALIBRATION_PROMPTS, min(_CALIBRATION_LENGTH, config.max_model_len)
+    prompts = np.random.default_rng(0).integers(config.hf_config.vocab_size, size=shape)
+    bos = getattr(config.hf_config, "bos_token_id", None)
+    if isinstance(bos, int) and 0 <= bos < config.hf_config.vocab_size:
+        prompts[::2, 0] = bos
+    return torch.from_numpy(prompts)

@@ -1,0 +1,66 @@
+"""Whether a model can be loaded, from its shapes and its files' headers, before anything is allocated for it."""
+
+import logging
+from copy import copy
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.models.loader import check_checkpoint, has_other_head
+from nanovllm.models.model_size import GIB, meta_model, model_bytes
+from nanovllm.models.registry import model_class
+from nanovllm.utils.host_memory import host_memory
+
+logger = logging.getLogger(__name__)
+
+
+def check_model(config: Config, rank: int, free: int) -> None:
+    """Raises FileNotFoundError or ValueError if the checkpoint is not the model's, and MemoryError, with the numbers,
+    if there is no room for the weights.
+
+    Rank 0 compares the headers of the files, before there are other ranks. Each rank checks the memory of its own GPU,
+    and rank 0 that of a CPU. Where the checkpoint has a head of its own, though the configuration ties it to the
+    embedding, the configuration is changed, as transformers does.
+
+    Args:
+        free: bytes of the rank's GPU; not read on a CPU.
+    """
+    has_files = rank == 0 and config.load_format != "dummy"
+    if has_files and config.hf_config.tie_word_embeddings:
+        _untie_other_head(config)
+    model = meta_model(config, rank)
+    if has_files:
+        check_checkpoint(model, config.model)
+    if rank == 0 or config.device == "cuda":
+        _check_memory(config, model, rank, free)
+
+
+def _untie_other_head(config: Config) -> None:
+    if has_other_head(config.model, model_class(config.hf_config).checkpoint_prefixes):
+        logger.warning(
+            "%s: config.json ties the head to the embedding, but lm_head.weight is another matrix: it is loaded",
+            config.model,
+        )
+        config.hf_config = copy(config.hf_config)
+        config.hf_config.tie_word_embeddings = False
+
+
+def _check_memory(config: Config, model: Any, rank: int, free: int) -> None:
+    sizes = model_bytes(config, model)
+    needed = sizes.weights + sizes.tables
+    if config.device == "cpu":
+        if config.hf_config.tie_word_embeddings:
+            needed += model.lm_head.weight.nbytes  # a packed copy, see `layers.packed_weights`
+        memory, needed = host_memory(), needed * config.tensor_parallel_size
+        free, where, remedy = memory.available, f"available in {memory.limit}", "a smaller model"
+    else:
+        where = "free on the GPU" + (f" of rank {rank}" if config.tensor_parallel_size > 1 else "")
+        remedy = "more GPUs (tensor_parallel_size), or a smaller model; end what else holds this GPU's memory"
+    if needed <= free:
+        return
+    dtype = str(config.dtype).removeprefix("torch.")
+    remedy += "; dtype='bfloat16'" if config.dtype.itemsize > 2 else ""
+    remedy += "; quantization='fp8'" if config.weight_format is None else ""
+    raise MemoryError(
+        f"model={config.model!r}: its weights take {needed / GIB:.2f} GiB in {dtype}, and {free / GIB:.2f} GiB are "
+        f"{where}. What helps: {remedy}"
+    )

@@ -1,0 +1,127 @@
+"""The first part of a ModelRunner's start: the model with its weights, and every kernel that it will launch."""
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.runner.inputs import DecodeInputs
+from nanovllm.engine.runner.startup.kernel_compilation import compiling_kernels
+from nanovllm.engine.runner.startup.package_kernels import PackageKernels
+from nanovllm.layers.attention.backends import AttentionBackend, select_backend
+from nanovllm.layers.attention.decode_constants import DecodeConstants
+from nanovllm.layers.attention.flash_attn4 import AttentionShape
+from nanovllm.layers.experts.expert_candidates import expert_candidates
+from nanovllm.layers.formats.quantization import Weight, weight_format
+from nanovllm.layers.matmul.kernel_matmul import our_candidates
+from nanovllm.layers.matmul.matmul import Matmul
+from nanovllm.layers.matmul.quack import Quack, load_quack
+from nanovllm.layers.matmul.table import Key, Table, load_table
+from nanovllm.layers.sampling.sampler import Sampler
+from nanovllm.models import make_model
+from nanovllm.models.hf_config import get_head_dim
+from nanovllm.models.layer_facts import gate_up_weight, num_layer_params
+from nanovllm.utils.progress import StartProgress
+
+logger = logging.getLogger(__name__)
+
+
+def choose_backend(config: Config) -> tuple[AttentionBackend, bool]:
+    """The attention back end, and whether steps are captured in CUDA graphs."""
+    head_dim, is_fp8_cache = get_head_dim(config.hf_config), config.kv_cache_dtype != config.dtype
+    options = config.device, config.dtype, head_dim, config.kvcache_block_size, is_fp8_cache
+    backend = select_backend(config.attention_backend, *options)
+    return backend, config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs
+
+
+def build_model(runner: Any, backend: AttentionBackend, has_graphs: bool) -> tuple[Quack | None, AttentionShape]:
+    """Give a ModelRunner its model, without weights, and what goes with it. Prepares the back end for the model too.
+    Returns quack-kernels, or None if that is not used, and the shape of the rank's attention."""
+    config, tp, device = runner.config, runner.tp, runner.device
+    # First, because a user's table may be broken.
+    table, head_dim = load_table(device), get_head_dim(config.hf_config)
+    with weight_format(config.weight_format):
+        model: Any = make_model(config.hf_config, config.dtype, device, config.max_model_len, backend, tp)
+    runner.model = model
+    if config.weight_format is not None:
+        logger.info("weights of linear layers: %s", config.weight_format.table_name)
+    _, num_kv_heads = tp.shard_kv_heads(config.hf_config.num_key_value_heads)
+    runner.num_kv_heads, runner.num_layer_params = num_kv_heads, num_layer_params(model)
+    if config.kv_cache_dtype != config.dtype:
+        runner.kv_scales = torch.ones(len(model.model.layers), 2, num_kv_heads, dtype=torch.float32, device=device)
+    runner.sampler = Sampler(tp, model.lm_head.first, model.lm_head.shard_size)
+    # With two GPUs it gained nothing.
+    quack = load_quack(config.dtype, device, decodes=has_graphs) if tp.size == 1 else None
+    candidates = [*our_candidates(device), *expert_candidates(device, quack), *([] if quack is None else [quack])]
+    what_to_tune = f"{config.model} --quantization {config.quantization}" if config.quantization else config.model
+    model.use_matmul(Matmul(table, candidates, what_to_tune))
+    runner.mixed_step_rows = choose_mixed_step_rows(config, has_graphs, gate_up_weight(model), table)
+    constants = DecodeConstants(table, head_dim, config.dtype, config.kv_cache_dtype)
+    windows = list(dict.fromkeys(layer.self_attn.attn.window for layer in model.model.layers))
+    runner.decode_inputs = DecodeInputs(
+        config.max_num_seqs,
+        -(-config.max_model_len // config.kvcache_block_size),
+        config.kvcache_block_size,
+        device,
+        partial(constants.num_pieces, num_kv_heads=num_kv_heads),
+        windows if backend.wants_plan else [],
+        padded_batches(model, config.max_num_seqs),
+        runner.mixed_step_rows,
+    )
+    num_heads = tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, config.kvcache_block_size, config.dtype, device)
+    backend.prepare(constants, runner.decode_inputs.max_rows, shape)
+    backend.use_flash_attn4(
+        config.dtype,
+        head_dim,
+        min_tokens=table.setting("flash_attn4", "min_layer_work") // runner.num_layer_params,
+        max_short_prompt=table.setting("flash_attn4", "max_short_prompt").get(backend.name, 0),
+        max_few_keys=table.setting("flash_attn4", "max_few_keys"),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+    )
+    return quack, shape
+
+
+def load_and_compile(
+    runner: Any, backend: AttentionBackend, has_graphs: bool, packages: PackageKernels, progress: StartProgress
+) -> None:
+    """`build_model`, then load the weights. Every kernel that the ModelRunner will launch compiles meanwhile."""
+    quack, shape = build_model(runner, backend, has_graphs)
+    progress.tell("compiling kernels")
+    with compiling_kernels(runner, progress.count("compiling kernels")):
+        packages.compile(quack, backend.flash_attn4, shape)
+        progress.tell("loading weights")
+        runner.load_weights()
+    packages.load(runner.tp, progress.count("compiling kernels of packages"))
+    if quack is not None and not quack.works:  # because steps were padded for it
+        runner.decode_inputs.padded = padded_batches(runner.model, runner.config.max_num_seqs)
+
+
+def choose_mixed_step_rows(config: Config, has_graphs: bool, gate_up: Weight, table: Table) -> int:
+    """config.mixed_step_rows; if that is None, the table's number for the model's shape. 0 for no mixed steps. A mixed
+    step has at least two sequences."""
+    num_rows = config.mixed_step_rows
+    if num_rows is None:
+        row = table.find(Key.of("mixed_steps", False, gate_up))
+        is_measured = row is not None and has_graphs and config.tensor_parallel_size == 1
+        num_rows = max((choice.constants[0] for choice in row[1]), default=0) if is_measured else 0
+        num_rows = min(num_rows, config.max_num_batched_tokens)
+    return num_rows if min(num_rows, config.max_num_seqs) > 1 else 0
+
+
+def padded_batch(matmul: Matmul, gate_up: Weight, num_seqs: int) -> int:
+    """The number of rows, padding included, at which a decode step of num_seqs is fastest. gate_up: `gate_up_weight` of
+    the model."""
+    for candidate, (num_rows,) in matmul.choices("padding", gate_up, num_seqs):
+        if candidate.serves(gate_up):
+            return max(num_rows, num_seqs)
+    return num_seqs
+
+
+def padded_batches(model: Any, max_num_seqs: int) -> list[int]:
+    """`padded_batch` for each number of sequences, 0 to max_num_seqs."""
+    gate_up = gate_up_weight(model)
+    return [padded_batch(model.matmul, gate_up, n) for n in range(max_num_seqs + 1)]

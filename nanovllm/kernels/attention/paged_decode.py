@@ -1,0 +1,374 @@
+"""Decode attention: one query token a row over the paged KV cache, with the keys split over programs in one launch.
+
+A program computes one piece of the plan (see `decode_plan`), which is a run of one row's keys, for one KV head and all
+query heads that share it. So every key and value is loaded once. The grid follows from shapes alone, and a program
+reads its piece from the plan: a launch can be captured in a CUDA graph.
+
+On Hopper the tensor memory accelerator loads whole tiles, and the keys are the left operand of the products, of which
+tensor cores then compute 8 columns (query heads) instead of 16 rows. That needs less than half of the instructions and
+a tenth less energy. Elsewhere, and for small batches, every key is loaded by its address.
+
+Keys and values of float8_e4m3fn are multiplied in float16, in which they are exact and to which the hardware converts
+two at a time. (It reaches bfloat16 only from there, one number after the other, which takes longer than loading them.)
+
+Flash-Decoding (Dao, Haziza, Massa, Sizov 2023) over the pages of PagedAttention (Kwon et al. 2023).
+"""
+
+import math
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, SPLIT_UNIT, DecodeConfig, DecodeWorkspace
+from nanovllm.kernels.attention.paged_cache import check_layout, key_slots, load_blocks
+from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents, gdc_wait, has_pdl, prefetch_lines
+from nanovllm.kernels.launch import launcher
+
+# Tensor cores compute at least this many query heads at once. A smaller group is padded.
+_MIN_GROUP, _MIN_GROUP_TMA = 16, 8
+_PIECE_FIELDS = tl.constexpr(PIECE_FIELDS)
+
+
+@triton.jit
+def _prefetch_keys(
+    k_ptr, v_ptr, table_ptr, first_key, end_key,
+    TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, LINE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Request the keys and values of one head into L2, in cache lines of LINE elements."""
+    dims = tl.arange(0, PADDED_DIM // LINE) * LINE
+    for start in range(first_key, end_key, TILE):
+        keys = start + tl.arange(0, TILE)
+        slots = key_slots(load_blocks(table_ptr, start, end_key, BLOCK_SIZE, TILE), start, BLOCK_SIZE, TILE)
+        inside = (keys < end_key)[:, None] & (dims < HEAD_DIM)[None, :]
+        # Past the end this requests the first line of the cache, which is harmless.
+        lines = tl.where(inside, slots[:, None] * TOKEN + dims[None, :], 0)
+        prefetch_lines(k_ptr + lines)
+        prefetch_lines(v_ptr + lines)
+
+
+@triton.jit
+def _combine(
+    out_ptr, partial_ptr, lse_ptr, num_splits, SPLIT_STRIDE: tl.constexpr,
+    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+):  # fmt: skip
+    """Weigh the partial outputs of the splits by their softmax sums, always in the order of the splits."""
+    heads = tl.arange(0, PADDED_GROUP)
+    dims = tl.arange(0, PADDED_DIM)
+    inside = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    tile = heads[:, None] * HEAD_DIM + dims[None, :]
+    acc = tl.zeros([PADDED_GROUP, PADDED_DIM], dtype=tl.float32)
+    total = tl.zeros([PADDED_GROUP], dtype=tl.float32)
+    highest = tl.full([PADDED_GROUP], float("-inf"), dtype=tl.float32)
+    for split in range(num_splits):
+        first = split * SPLIT_STRIDE
+        # ".cg" bypasses L1, which does not see what other multiprocessors wrote.
+        lse = tl.load(lse_ptr + first + heads, mask=heads < GROUP, other=0.0, cache_modifier=".cg")
+        partial = tl.load(partial_ptr + first * HEAD_DIM + tile, mask=inside, other=0.0, cache_modifier=".cg")
+        new_highest = tl.maximum(highest, lse)
+        weight, shrink = tl.exp2(lse - new_highest), tl.exp2(highest - new_highest)
+        acc = acc * shrink[:, None] + partial * weight[:, None]
+        total = total * shrink + weight
+        highest = new_highest
+    tl.store(out_ptr + tile, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _finish_piece(
+    out_ptr, partial_ptr, lse_ptr, arrivals_ptr,
+    acc, head_max, head_sum, row, kv_head, item, split, num_splits, NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+):  # fmt: skip
+    """Store the result of a piece. If its row has several, leave it in the workspace and count this split. The program
+    that counts last combines them, always in the same order, so equal launches give equal bits. (A second launch would
+    cost a small batch as much as attention.)
+
+    acc [PADDED_GROUP, PADDED_DIM]: of each head the sum over the piece's keys of exp2(score - head_max) * value;
+    head_sum [PADDED_GROUP]: the sum of these weights; head_max: the largest score. Scores are in units of log2.
+    """
+    heads = tl.arange(0, PADDED_GROUP)
+    dims = tl.arange(0, PADDED_DIM)
+    inside = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    tile = heads[:, None] * HEAD_DIM + dims[None, :]
+    # A padding row has no key, so acc and head_sum are zero. Dividing by one keeps the zeros.
+    acc = acc / tl.where(head_sum > 0, head_sum, 1.0)[:, None]
+    out_ptr += (row * NUM_KV_HEADS + kv_head) * GROUP * HEAD_DIM
+    if num_splits == 1:
+        tl.store(out_ptr + tile, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        # The pieces of a row are neighbours in the plan; all lie behind the place of the first one.
+        SPLIT_STRIDE: tl.constexpr = NUM_KV_HEADS * GROUP
+        first_head = (item - split) * SPLIT_STRIDE + kv_head * GROUP
+        partial_ptr += first_head * HEAD_DIM
+        lse_ptr += first_head
+        own = split * SPLIT_STRIDE
+        tl.store(partial_ptr + own * HEAD_DIM + tile, acc, mask=inside)
+        tl.store(lse_ptr + own + heads, head_max + tl.log2(head_sum), mask=heads < GROUP)
+        # One thread does the atomic. It must not release the others' stores before they are made.
+        tl.debug_barrier()
+        arrivals_ptr += row * NUM_KV_HEADS + kv_head
+        arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel")
+        if arrived == num_splits - 1:
+            tl.store(arrivals_ptr, 0)  # for the next launch
+            _combine(out_ptr, partial_ptr, lse_ptr, num_splits, SPLIT_STRIDE, GROUP, PADDED_GROUP, HEAD_DIM, PADDED_DIM)
+
+
+@triton.jit
+def _to_float16(q):
+    """(q times a power of two, in float16; the factor that undoes it). The largest number becomes less than 2**15, so
+    none overflows, and others are exact down to 2**-31 of it."""
+    q = q.to(tl.float32)
+    # The exponent in the bits of float32. It counts as 2**-60 at least: scores of -inf must meet no factor of 0.
+    exponent = tl.maximum(tl.max(tl.abs(q)).to(tl.int32, bitcast=True) >> 23, 127 - 60)
+    factor = ((127 + 14 + 127 - exponent) << 23).to(tl.float32, bitcast=True)
+    undo = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return (q * factor).to(tl.float16), undo
+
+
+@triton.jit
+def _split_pairs(pairs):
+    """Of pairs of float8_e4m3fn, int16 `[M, N]`, the first and the second numbers, float16 `[M, N, 2]`. Not in Triton's
+    interpreter."""
+    # A register holds two pairs. Its bytes are sorted before they are converted: Triton would move each one alone.
+    first, second = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 sorted;
+        .reg .b16 first, second;
+        prmt.b32 sorted, $2, 0, 0x3120;
+        mov.b32 {first, second}, sorted;
+        cvt.rn.f16x2.e4m3x2 $0, first;
+        cvt.rn.f16x2.e4m3x2 $1, second;
+        }""",
+        "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+    return tl.join(first, second)
+
+
+@triton.jit
+def _transpose_values(v, dtype, PAIRS: tl.constexpr):
+    """Values `[TILE, HEAD_DIM]` as `[HEAD_DIM, TILE]` of this dtype; with PAIRS of int16 `[TILE, HEAD_DIM // 2]`, and
+    then all even dims before all odd ones. Loads from shared memory transpose elements of 16 bits, but not of 8."""
+    if PAIRS:
+        pairs = tl.trans(v)
+        v = tl.reshape(tl.permute(_split_pairs(pairs), (2, 0, 1)), (2 * pairs.shape[0], pairs.shape[1])).to(dtype)
+    else:
+        v = tl.trans(v)
+    return v
+
+
+@triton.jit
+def _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK: tl.constexpr, PAIRS: tl.constexpr):
+    """Add one tile of keys with keys as the left operand: q [HEAD_DIM, PADDED_GROUP], k [TILE, HEAD_DIM], v as in
+    `_transpose_values`, acc [HEAD_DIM, PADDED_GROUP], head_max and head_sum [PADDED_GROUP]. With MASK only the keys of
+    is_key [TILE] count; the values of others must be finite."""
+    k, v = k.to(q.dtype), _transpose_values(v, q.dtype, PAIRS)
+    scores = tl.dot(k, q, input_precision="ieee")
+    if MASK:
+        scores = tl.where(is_key[:, None], scores, float("-inf"))
+    new_max = tl.maximum(head_max, tl.max(scores, 0) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - new_max[None, :])
+    shrink = tl.exp2(head_max - new_max)
+    head_sum = head_sum * shrink + tl.sum(weights, 0)
+    # In float16 a weight is off by 2**-25 at most if it is small, while all weights add up to one or more.
+    acc = tl.dot(v, weights.to(v.dtype), acc * shrink[None, :], input_precision="ieee")
+    return acc, new_max, head_sum
+
+
+# The table's width follows the longest context. Specialising on it would compile the kernel again in mid-run.
+@triton.jit(do_not_specialize=["table_stride"])
+def _paged_decode_kernel(
+    out_ptr, q_ptr, k_desc, v_desc, k_cache_ptr, v_cache_ptr, kv_scales_ptr, block_tables_ptr, plan_ptr,
+    partial_ptr, lse_ptr, arrivals_ptr, q_stride, table_stride, scale_log2,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    LINE: tl.constexpr, WINDOWED: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    # KV heads vary fastest: the heads of a token are neighbours in memory and are best read at the same time.
+    kv_head = tl.program_id(0)
+    item = tl.program_id(1).to(tl.int64)
+    piece_ptr = plan_ptr + item * _PIECE_FIELDS
+    row, split, num_splits = tl.load(piece_ptr).to(tl.int64), tl.load(piece_ptr + 1), tl.load(piece_ptr + 2)
+    first_key, end_key = tl.load(piece_ptr + 3), tl.load(piece_ptr + 4)
+    if row < 0:
+        return
+    TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM  # elements of the cache
+    table_ptr = block_tables_ptr + row * table_stride
+    # Then the values' cache is one of int16, of two numbers each.
+    PAIRS: tl.constexpr = TMA and kv_scales_ptr is not None
+    V_PACK: tl.constexpr = 2 if PAIRS else 1
+    k_ptr = k_cache_ptr + kv_head * HEAD_DIM
+    v_ptr = v_cache_ptr + kv_head * (HEAD_DIM // V_PACK)
+    if kv_scales_ptr is not None:
+        scale_log2 *= tl.load(kv_scales_ptr + kv_head)
+    start_key = first_key
+    if WINDOWED:
+        start_key = first_key // TILE * TILE  # Only the keys from first_key on count.
+    # The accelerator does not know where a sequence ends, so it loads no keys from `rest` on.
+    rest = start_key + (end_key - start_key) // TILE * TILE
+    # A tile's block is looked up a tile ahead. A load that waited for the look-up would cost a pipeline stage.
+    blocks = load_blocks(table_ptr, start_key, end_key, BLOCK_SIZE, TILE)
+    if TMA:
+        rest_blocks = load_blocks(table_ptr, rest, end_key, BLOCK_SIZE, TILE)
+    if PDL:
+        if PREFETCH:
+            _prefetch_keys(
+                k_ptr, v_ptr, table_ptr, start_key, end_key, TOKEN, HEAD_DIM, PADDED_DIM, LINE, BLOCK_SIZE, TILE
+            )
+        gdc_wait()
+
+    heads = tl.arange(0, PADDED_GROUP)
+    dims = tl.arange(0, PADDED_DIM)
+    inside_dims = dims < HEAD_DIM
+    IN_FLOAT16: tl.constexpr = kv_scales_ptr is not None and q_ptr.dtype.element_ty == tl.bfloat16
+    q_row = q_ptr + row * q_stride + kv_head * GROUP * HEAD_DIM
+    head_max = tl.full([PADDED_GROUP], float("-inf"), dtype=tl.float32)
+    head_sum = tl.zeros([PADDED_GROUP], dtype=tl.float32)
+    # Values are masked as well as keys: a slot past the end may hold NaN, and 0 * NaN is not 0.
+    if TMA:
+        q = tl.load(q_row + heads[None, :] * HEAD_DIM + dims[:, None], mask=(heads < GROUP)[None, :], other=0.0)
+        if IN_FLOAT16:
+            q, undo = _to_float16(q)
+            scale_log2 *= undo
+        keys = rest + tl.arange(0, TILE)
+        is_key = keys < end_key
+        if WINDOWED:
+            is_key &= keys >= first_key
+        slots = key_slots(rest_blocks, rest, BLOCK_SIZE, TILE)[:, None]
+        v_dims = tl.arange(0, PADDED_DIM // V_PACK)
+        k_rest = tl.load(k_ptr + (slots * TOKEN + dims[None, :]), mask=is_key[:, None], other=0.0)
+        v_rest = tl.load(v_ptr + (slots * (TOKEN // V_PACK) + v_dims[None, :]), mask=is_key[:, None], other=0.0)
+        acc = tl.zeros([PADDED_DIM, PADDED_GROUP], dtype=tl.float32)
+        for start in range(start_key, rest, TILE):
+            slot = blocks * BLOCK_SIZE + start % BLOCK_SIZE
+            blocks = load_blocks(table_ptr, start + TILE, end_key, BLOCK_SIZE, TILE)
+            k = k_desc.load([slot, kv_head * HEAD_DIM])
+            v = v_desc.load([slot, kv_head * (HEAD_DIM // V_PACK)])
+            in_window = start + tl.arange(0, TILE) >= first_key
+            acc, head_max, head_sum = _attend(
+                q, k, v, in_window, acc, head_max, head_sum, scale_log2, MASK=WINDOWED, PAIRS=PAIRS
+            )
+        if rest < end_key:
+            acc, head_max, head_sum = _attend(
+                q, k_rest, v_rest, is_key, acc, head_max, head_sum, scale_log2, MASK=True, PAIRS=PAIRS
+            )
+        acc = tl.trans(acc)
+        if PAIRS:
+            acc = tl.permute(tl.reshape(acc, (PADDED_GROUP, 2, PADDED_DIM // 2)), (0, 2, 1))
+            acc = tl.reshape(acc, (PADDED_GROUP, PADDED_DIM))
+    else:
+        inside_q = (heads < GROUP)[:, None] & inside_dims[None, :]
+        q = tl.load(q_row + heads[:, None] * HEAD_DIM + dims[None, :], mask=inside_q, other=0.0)
+        if IN_FLOAT16:
+            q, undo = _to_float16(q)
+            scale_log2 *= undo
+        acc = tl.zeros([PADDED_GROUP, PADDED_DIM], dtype=tl.float32)
+        for start in range(start_key, end_key, TILE):
+            keys = start + tl.arange(0, TILE)
+            owned = keys < end_key
+            if WINDOWED:
+                owned &= keys >= first_key
+            tile = key_slots(blocks, start, BLOCK_SIZE, TILE)[:, None] * TOKEN + dims[None, :]
+            blocks = load_blocks(table_ptr, start + TILE, end_key, BLOCK_SIZE, TILE)
+            inside = owned[:, None] & inside_dims[None, :]
+            k = tl.load(k_ptr + tile, mask=inside, other=0.0)
+            v = tl.load(v_ptr + tile, mask=inside, other=0.0)
+            k, v = k.to(q.dtype), v.to(q.dtype)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            scores = tl.where(owned[None, :], scores, float("-inf"))
+            new_max = tl.maximum(head_max, tl.max(scores, 1) * scale_log2)
+            weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+            shrink = tl.exp2(head_max - new_max)
+            head_sum = head_sum * shrink + tl.sum(weights, 1)
+            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            head_max = new_max
+
+    if kv_scales_ptr is not None:
+        acc *= tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
+    _finish_piece(
+        out_ptr, partial_ptr, lse_ptr, arrivals_ptr, acc, head_max, head_sum, row, kv_head, item, split, num_splits,
+        NUM_KV_HEADS, GROUP, PADDED_GROUP, HEAD_DIM, PADDED_DIM,
+    )  # fmt: skip
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    plan: torch.Tensor,
+    workspace: DecodeWorkspace,
+    config: DecodeConfig,
+    pdl: bool = False,
+    windowed: bool = False,
+    kv_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of each row's token to the keys of its plan. `paged_cache` describes the arguments that are not
+    described here.
+
+    A row is a sequence's newest token, or in a mixed step any token of a prompt. The result of a padding row is zeros.
+
+    Args:
+        plan: int32 `[num_pieces, PIECE_FIELDS]`, contiguous, made for the rows' context lengths (see `decode_plan`).
+        workspace: memory that the splits share.
+        config: launch constants; with `tma` only where `has_tma`.
+        pdl: programmatic dependent launch (see `dependent_launch`). The plan, block_tables and kv_scales are read
+            before the wait.
+        windowed: whether the plan was made for a window, whose pieces may begin inside a tile.
+
+    Raises ValueError also for too small a workspace, or another layout of the plan.
+    """
+    check_layout(q, k_cache, v_cache, True, kv_scales)
+    (batch_size, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
+    out = torch.empty((batch_size, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if batch_size == 0:
+        return out
+    if plan.dtype != torch.int32 or plan.shape[1:] != (PIECE_FIELDS,) or not plan.is_contiguous():
+        raise ValueError(
+            f"plan must be a contiguous int32 [num_pieces, {PIECE_FIELDS}], not {list(plan.shape)} {plan.dtype} with "
+            f"strides {plan.stride()}"
+        )
+    workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, len(plan))
+    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    if config.tma and kv_scales is not None:
+        v_cache = v_cache.view(torch.int16)
+    k_desc, v_desc = _descriptors(k_cache, v_cache, config.tile) if config.tma else (None, None)
+    group = num_heads // num_kv_heads
+    launcher(_paged_decode_kernel, (num_kv_heads, len(plan)), pdl and has_pdl(q.device))(
+        out, q, k_desc, v_desc, k_cache, v_cache, kv_scales, block_tables, plan,
+        workspace.partial, workspace.lse, workspace.arrivals,
+        q.stride(0), block_tables.stride(0), scale * math.log2(math.e),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group,
+        PADDED_GROUP=max(_MIN_GROUP_TMA if config.tma else _MIN_GROUP, triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=config.tile,
+        LINE=min(padded_dim, CACHE_LINE // k_cache.element_size()),
+        WINDOWED=windowed, PREFETCH=config.prefetch, TMA=config.tma,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out
+
+
+@cache
+def has_tma(head_dim: int, block_size: int, itemsize: int, device: torch.device) -> bool:
+    """Whether Hopper's tensor memory accelerator can be used: in half precision, for the head_dims that it was
+    measured with."""
+    fits = itemsize == 2 and head_dim in (64, 128) and block_size >= SPLIT_UNIT
+    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _descriptors(k_cache: torch.Tensor, v_cache: torch.Tensor, tile: int) -> tuple:
+    """What the tensor memory accelerator has to know of the caches: tiles of `tile` keys of one head. Raises ValueError
+    unless head_dim is a power of two and a tile a part of a block."""
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    if head_dim & (head_dim - 1) or tile > block_size:
+        raise ValueError(
+            f"the tensor memory accelerator reads heads of a power of two, not head_dim {head_dim}, in blocks of no "
+            f"less than a tile of {tile} keys, not {block_size}"
+        )
+    caches = k_cache.flatten(2).flatten(0, 1), v_cache.flatten(2).flatten(0, 1)
+    return tuple(TensorDescriptor.from_tensor(cache, [tile, cache.shape[1] // num_kv_heads]) for cache in caches)

@@ -1,0 +1,167 @@
+"""Everything between the QKV projection and attention in one launch: q/k norms, RoPE and the KV cache write."""
+
+import triton
+import triton.language as tl
+from torch import Tensor, float8_e4m3fn
+
+from nanovllm.kernels.attention.paged_cache import check_scales
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
+from nanovllm.kernels.launch import launcher
+
+
+@triton.jit
+def _to_e4m3(x, inverse_scale):
+    """`layers.kv_quantization.quantize_kv`."""
+    scaled = x.to(tl.float32) * inverse_scale
+    return tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@triton.jit
+def _qk_norm_rope_store_kernel(
+    qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, kv_scales, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, HEADS_BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = HEAD_DIM // 2
+    ROTARY_HALF: tl.constexpr = ROTARY_DIM // 2
+    IS_PARTIAL: tl.constexpr = (ROTARY_DIM > 0) & (ROTARY_DIM < HEAD_DIM)
+    Q_GROUPS: tl.constexpr = (NUM_HEADS + HEADS_BLOCK - 1) // HEADS_BLOCK
+    KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS_BLOCK - 1) // HEADS_BLOCK
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+    # A group's heads are all of q, all of k, or all of v.
+    is_q = group < Q_GROUPS
+    is_v = group >= Q_GROUPS + KV_GROUPS
+    first_group = tl.where(is_q, 0, tl.where(is_v, Q_GROUPS + KV_GROUPS, Q_GROUPS))
+    heads = ((group - first_group) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK))[:, None]
+    pair = tl.arange(0, HALF_BLOCK)[None, :]
+    mask = (heads < tl.where(is_q, NUM_HEADS, NUM_KV_HEADS)) & (pair < HALF)
+    # A pair is (dim, dim + shift). The dimensions that are not rotated make up the last pairs.
+    dim = pair
+    shift = HALF
+    rotated = mask
+    if IS_PARTIAL:
+        dim = tl.where(pair < ROTARY_HALF, pair, pair + ROTARY_HALF)
+        shift = tl.where(pair < ROTARY_HALF, ROTARY_HALF, HALF - ROTARY_HALF)
+        rotated = mask & (pair < ROTARY_HALF)
+    offsets = heads * HEAD_DIM + dim
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    heads_before = tl.where(is_q, 0, tl.where(is_v, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS))
+    first_at = qkv + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + heads_before * HEAD_DIM + offsets
+    if HAS_CACHE:
+        slot = tl.load(slot_mapping + token).to(tl.int64)
+        cached_at = slot * (NUM_KV_HEADS * HEAD_DIM) + offsets
+        if kv_scales is not None:
+            scales_at = kv_scales + tl.where(is_v, NUM_KV_HEADS, 0) + heads
+            scale = tl.load(scales_at, mask=heads < NUM_KV_HEADS, other=1.0)
+            inverse_scale = tl.div_rn(1.0, scale)  # exact, for the scale is a power of two
+
+    if is_v:
+        if HAS_CACHE:
+            if PDL:
+                gdc_wait()
+            first_values = tl.load(first_at, mask=mask)
+            second_values = tl.load(first_at + shift, mask=mask)
+            if kv_scales is not None:
+                first_values = _to_e4m3(first_values, inverse_scale)
+                second_values = _to_e4m3(second_values, inverse_scale)
+                tl.store(first_at, (first_values.to(tl.float32) * scale).to(dtype), mask=mask)
+                tl.store(first_at + shift, (second_values.to(tl.float32) * scale).to(dtype), mask=mask)
+            if slot >= 0:
+                tl.store(v_cache + cached_at, first_values, mask=mask)
+                tl.store(v_cache + cached_at + shift, second_values, mask=mask)
+    else:
+        # A table row is loaded once for each head, after the first one from the L1 cache. A row loaded once would have
+        # to be spread over the tile through shared memory, at two barriers a row.
+        if ROTARY_DIM > 0:
+            in_row = heads * 0 + pair
+            table_row = cos_sin_cache + tl.load(positions + token).to(tl.int64) * ROTARY_DIM
+            cos = tl.load(table_row + in_row, mask=rotated, other=1.0 if IS_PARTIAL else 0.0)
+            sin = tl.load(table_row + ROTARY_HALF + in_row, mask=rotated, other=0.0)
+        if HAS_NORM:
+            weight = q_weight
+            if not is_q:
+                weight = k_weight
+            in_head = heads * 0 + dim
+            first_scale = tl.load(weight + in_head, mask=mask, other=0.0).to(tl.float32)
+            second_scale = tl.load(weight + shift + in_head, mask=mask, other=0.0).to(tl.float32)
+        if PDL:
+            gdc_wait()
+        first = tl.load(first_at, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(first_at + shift, mask=mask, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            inverse_rms = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + eps)
+            first = first * inverse_rms[:, None] * first_scale
+            second = second * inverse_rms[:, None] * second_scale
+        if ROTARY_DIM > 0:
+            first, second = first * cos - second * sin, second * cos + first * sin
+        first, second = first.to(dtype), second.to(dtype)
+        first_key, second_key = first, second
+        if HAS_CACHE:  # noqa: SIM102 (no cache, no scales)
+            if kv_scales is not None:
+                first_key, second_key = _to_e4m3(first, inverse_scale), _to_e4m3(second, inverse_scale)
+                first = tl.where(is_q, first, (first_key.to(tl.float32) * scale).to(dtype))
+                second = tl.where(is_q, second, (second_key.to(tl.float32) * scale).to(dtype))
+        tl.store(first_at, first, mask=mask)
+        tl.store(first_at + shift, second, mask=mask)
+        if HAS_CACHE:  # noqa: SIM102 (no cache, no slot)
+            if (not is_q) & (slot >= 0):
+                tl.store(k_cache + cached_at, first_key, mask=mask)
+                tl.store(k_cache + cached_at + shift, second_key, mask=mask)
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin_cache: Tensor | None,
+    positions: Tensor,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    slot_mapping: Tensor | None,
+    kv_scales: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    pdl: bool = False,
+) -> None:
+    """`layers.qk_norm_rope.qk_norm_rope_store_torch`, which describes the arguments, in one launch: the norms,
+    `apply_rotary_emb` and `store_kvcache`.
+
+    pdl: programmatic dependent launch (see `dependent_launch`); all but qkv is read before the wait.
+
+    Raises ValueError if it would read or write outside qkv or the caches. Positions and slots are not checked.
+    """
+    (num_tokens, width), all_heads = qkv.shape, num_heads + 2 * num_kv_heads
+    head_dim = width // all_heads
+    if width % (2 * all_heads) or not qkv.is_contiguous():
+        raise ValueError(f"qkv must be contiguous, {all_heads} heads of an even size a row, not {list(qkv.shape)}")
+    rotary_dim = 0 if cos_sin_cache is None else cos_sin_cache.shape[1]
+    if rotary_dim > head_dim or rotary_dim % 2:
+        raise ValueError(f"cos_sin_cache must have an even number of columns up to {head_dim}, not {rotary_dim}")
+    for cache in () if k_cache is None else (k_cache, v_cache):
+        dtype = qkv.dtype if kv_scales is None else float8_e4m3fn
+        if cache.shape[2:] != (num_kv_heads, head_dim) or not cache.is_contiguous() or cache.dtype != dtype:
+            raise ValueError(
+                f"caches must be contiguous [num_blocks, block_size, {num_kv_heads}, {head_dim}] of {dtype}, "
+                f"not {list(cache.shape)} of {cache.dtype}"
+            )
+    check_scales(kv_scales, num_kv_heads, is_fp8=kv_scales is not None)
+    if num_tokens == 0:
+        return
+    # 8 heads of 128 are two warps, with one 16-byte load of each half a thread. That is small enough for a single token
+    # to spread over several multiprocessors, and large enough for 16,000 tokens to fill all of their threads.
+    heads_block = min(8, triton.next_power_of_2(num_heads))
+    half_block = triton.next_power_of_2(head_dim // 2)
+    has_cache = k_cache is not None
+    q_groups, kv_groups = triton.cdiv(num_heads, heads_block), triton.cdiv(num_kv_heads, heads_block)
+    grid = (num_tokens, q_groups + kv_groups * (2 if has_cache else 1))
+    launcher(_qk_norm_rope_store_kernel, grid, pdl and has_pdl(qkv.device))(
+        qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, kv_scales, eps,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
+        HALF_BLOCK=half_block, HEADS_BLOCK=heads_block, HAS_NORM=q_weight is not None, HAS_CACHE=has_cache,
+        num_warps=min(max(heads_block * half_block // 256, 1), 8),
+    )  # fmt: skip

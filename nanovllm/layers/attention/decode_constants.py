@@ -1,0 +1,48 @@
+"""The launch constants of decode attention."""
+
+import torch
+
+from nanovllm.kernels.attention.decode_plan import DecodeConfig
+from nanovllm.layers.matmul.table import Row, Table, speed_name
+
+_DEFAULT_GROUP, _DEFAULT_KEY_BYTES = "128 bfloat16", 256
+_SMALLEST_TILE = 16
+
+
+class DecodeConstants:
+    """Constants for keys of one kind on one GPU, by the number of rows x KV heads.
+
+    The table's setting "decode_attention" has a group of them for a head_dim and a dtype of the cache, measured with
+    models of 16 bits. Others share the group of head_dim 128 in bfloat16, with smaller tiles if the keys are larger as
+    they are multiplied. `benchmarks/attention_decode.py --sweep` measures a group.
+    """
+
+    def __init__(self, table: Table, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype):
+        """dtype: of the model; cache_dtype: the same, or float8_e4m3fn."""
+        groups = table.settings["decode_attention"]
+        group, shrink = groups.get(f"{head_dim} {speed_name(cache_dtype)}"), 1
+        if group is None or dtype == torch.float32:
+            group = groups[_DEFAULT_GROUP]
+            padded_dim = 1 << (head_dim - 1).bit_length()
+            shrink = max(1, padded_dim * dtype.itemsize // _DEFAULT_KEY_BYTES)
+        self._configs = Row({int(rows): [_config(x, shrink)] for rows, x in group["configs"].items()})
+        self._tma_configs = Row({int(rows): [DecodeConfig(*x)] for rows, x in group["tma_configs"].items()})
+        self._spare_programs = Row({int(rows): [spare] for rows, spare in group["spare_programs"].items()})
+
+    def config(self, num_rows: int, num_kv_heads: int, tma: bool) -> DecodeConfig:
+        """tma: whether the kernel may use the tensor memory accelerator."""
+        return (self._tma_configs if tma else self._configs)[num_rows * num_kv_heads][0]
+
+    def spare_programs(self, num_rows: int, num_kv_heads: int) -> int:
+        """Programs beyond one a row and KV head. More balance the load better, but each costs its start and a partial
+        result."""
+        return self._spare_programs[num_rows * num_kv_heads][0]
+
+    def num_pieces(self, num_rows: int, num_kv_heads: int) -> int:
+        """Pieces of a step's plan; never fewer for a larger batch."""
+        return num_rows + -(-self.spare_programs(num_rows, num_kv_heads) // num_kv_heads)
+
+
+def _config(constants: list, shrink: int) -> DecodeConfig:
+    config = DecodeConfig(*constants)
+    return config._replace(tile=max(_SMALLEST_TILE, config.tile // shrink))

@@ -1,0 +1,216 @@
+"""Attention over the paged KV cache in plain torch: the CPU's back end, and the twin that the kernels are held to."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.layers.attention.attention import AttentionBackend
+from nanovllm.layers.attention.kv_quantization import dequantize_kv, quantize_kv
+from nanovllm.utils.context import Context
+
+# Rows of a decode step are padded to a multiple of this many keys, and computed together if they are equally long then.
+_KEYS_UNIT = 32
+# Keys, and as many values, that are copied from the cache at once: few enough to stay in a CPU's L2 cache until they
+# are used, and not to be given back to the system after each use.
+_BYTES_AT_ONCE = 2**20
+
+
+class TorchBackend(AttentionBackend):
+    """Plain torch, on any device: the back end for CPUs, and the twin of the others."""
+
+    name = "torch"
+    supports_cuda_graphs = False  # It reads lengths on the host.
+
+    def __init__(self) -> None:
+        self._context: Context | None = None  # of the step that the plans are for
+        self._plans: dict[int | None, DecodePlan] = {}  # of each window
+
+    def prefill(self, layer, q, k, v, context):
+        lengths = context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q
+        options = context.block_tables, layer.scale, layer.window, layer.kv_scales
+        return prefill_attention_torch(q, k, v, layer.k_cache, layer.v_cache, *lengths, *options)
+
+    def decode(self, layer, q, context):
+        if context is not self._context:  # The first layer of a step plans for the others.
+            self._context, self._plans = context, {}
+        if layer.window not in self._plans:
+            rows = context.context_lens, context.block_tables
+            self._plans[layer.window] = DecodePlan(*rows, layer.k_cache, q.dtype, layer.window)
+        return self._plans[layer.window].attend(q, layer.k_cache, layer.v_cache, layer.scale, layer.kv_scales)
+
+
+def store_kvcache(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
+) -> None:
+    """Write keys and values to their slots of the cache. On a GPU `qk_norm_rope_store` contains this step.
+
+    k, v: `[num_tokens, num_kv_heads, head_dim]`. The other arguments are those of `qk_norm_rope_store_torch`.
+    """
+    if kv_scales is not None:
+        k, v = quantize_kv(k, kv_scales[0]), quantize_kv(v, kv_scales[1])
+    stored = slot_mapping >= 0
+    slots = slot_mapping[stored].long()
+    k_cache.view(-1, *k.shape[1:])[slots] = k[stored]
+    v_cache.view(-1, *v.shape[1:])[slots] = v[stored]
+
+
+def prefill_attention_torch(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    k_cache: torch.Tensor | None,
+    v_cache: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    block_tables: torch.Tensor | None,
+    scale: float,
+    window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of a flat batch of sequences, one at a time; arguments and result as in `paged_prefill`. Only
+    the kernel uses `max_seqlen_q`."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for seq in range(len(starts_q) - 1):
+        chunk = slice(starts_q[seq], starts_q[seq + 1])
+        len_q, len_k = chunk.stop - chunk.start, starts_k[seq + 1] - starts_k[seq]
+        if len_q == 0:
+            continue
+        num_cached = len_k - len_q
+        first_key = 0 if window is None else max(0, num_cached + 1 - window)
+        if block_tables is None:
+            keys, values = (x[starts_k[seq] + first_key : starts_k[seq + 1]] for x in (k, v))
+        else:
+            positions = torch.arange(first_key, len_k, device=q.device)
+            slots = block_tables[seq].long()[positions // k_cache.shape[1]] * k_cache.shape[1]
+            slots += positions % k_cache.shape[1]
+            keys = _gather(k_cache, slots, None if kv_scales is None else kv_scales[0], q.dtype)
+            values = _gather(v_cache, slots, None if kv_scales is None else kv_scales[1], q.dtype)
+        mask = None
+        if num_cached > 0 or (window is not None and window < len_k):
+            # is_causal aligns the triangle at the top left; queries after a prefix need it at the bottom right.
+            mask = torch.ones(len_q, len(keys), dtype=torch.bool, device=q.device).tril(num_cached - first_key)
+            if window is not None:
+                mask = mask.triu(num_cached - first_key + 1 - window)
+        attended = F.scaled_dot_product_attention(
+            *(x.transpose(0, 1).unsqueeze(0) for x in (q[chunk], keys, values)),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=True,
+        )
+        out[chunk] = attended.squeeze(0).transpose(0, 1)
+    return out
+
+
+def decode_attention_torch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of one query token a row to its context; arguments and result as in `paged_decode`. context_lens: int32
+    `[batch_size]`, keys of each row, its own included; 0 gives zeros. window, kv_scales: as in `Attention`.
+
+    The rest of the batch does not change a bit of a row's result, see `DecodePlan`.
+    """
+    plan = DecodePlan(context_lens, block_tables, k_cache, q.dtype, window)
+    return plan.attend(q, k_cache, v_cache, scale, kv_scales)
+
+
+class DecodeGroup(NamedTuple):
+    """Rows of a decode step that are computed together. Each has num_keys keys, padding included."""
+
+    rows: Tensor  # int64 [num_rows]
+    slots: Tensor  # int64 [num_rows * num_keys], of the keys; padding repeats the last one
+    mask: Tensor  # [num_rows, 1, 1, num_keys], added to the scores: 0, or -inf for padding
+
+
+class DecodePlan:
+    """How the attention of a decode step is computed in a few calls, for all layers with the same window.
+
+    Rows with about as many keys are computed together. The number of keys that a row is padded to depends on its own
+    length alone. So the sums of its scores and values have the same order in any batch.
+    """
+
+    def __init__(
+        self,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        k_cache: Tensor,
+        dtype: torch.dtype,
+        window: int | None,
+    ):
+        """context_lens, block_tables, window: those of `decode_attention_torch`. k_cache: a layer's; all have its shape
+        and dtype. dtype: of the queries."""
+        device, (_, block_size, *shape) = k_cache.device, k_cache.shape
+        lens, tables = context_lens.cpu().numpy().astype(np.int64), block_tables.cpu().numpy()
+        num_keys = lens if window is None else np.minimum(lens, window)
+        padded = np.array([_padded_keys(n) for n in num_keys.tolist()], np.int64)
+        bytes_per_key = k_cache[0, 0].numel() * k_cache.element_size()
+        self.groups: list[DecodeGroup] = []
+        for width in np.unique(padded[num_keys > 0]).tolist():
+            rows = np.flatnonzero(padded == width)
+            offsets = np.arange(width)
+            rows_at_once = max(1, _BYTES_AT_ONCE // (width * bytes_per_key))
+            for start in range(0, len(rows), rows_at_once):
+                part = rows[start : start + rows_at_once]
+                ends = num_keys[part, None]
+                positions = (lens[part, None] - ends) + np.minimum(offsets, ends - 1)
+                slots = tables[part[:, None], positions // block_size] * np.int64(block_size) + positions % block_size
+                mask = np.where(offsets < ends, np.float32(0), np.float32(-np.inf))[:, None, None]
+                arrays = (torch.from_numpy(array).to(device) for array in (part, slots.ravel(), mask))
+                group = DecodeGroup(*arrays)
+                self.groups.append(group._replace(mask=group.mask.to(dtype)))
+        self._covers_all = bool((num_keys > 0).all())
+        most = max((len(group.slots) for group in self.groups), default=0)
+        self._keys, self._values = torch.empty(2, most, *shape, dtype=k_cache.dtype, device=device)
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, kv_scales: Tensor | None) -> Tensor:
+        """`decode_attention_torch` of one layer."""
+        out = (torch.empty if self._covers_all else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
+        _, _, num_kv_heads, head_dim = k_cache.shape
+        for rows, slots, mask in self.groups:
+            num_rows = len(rows)
+            keys = _gather(k_cache, slots, None if kv_scales is None else kv_scales[0], q.dtype, self._keys)
+            values = _gather(v_cache, slots, None if kv_scales is None else kv_scales[1], q.dtype, self._values)
+            # The heads that share a KV head become its queries, which saves a copy of the keys for each of them.
+            attended = F.scaled_dot_product_attention(
+                q.index_select(0, rows).view(num_rows, num_kv_heads, -1, head_dim),
+                *(x.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2) for x in (keys, values)),
+                attn_mask=mask,
+                scale=scale,
+            )
+            out.index_copy_(0, rows, attended.reshape(num_rows, -1, head_dim))
+        return out
+
+
+def _padded_keys(num_keys: int) -> int:
+    """A multiple of _KEYS_UNIT, or of a quarter of the next lower power of two: for long rows, few different ones."""
+    unit = max(_KEYS_UNIT, 1 << max(0, num_keys.bit_length() - 3))
+    return -(-num_keys // unit) * unit
+
+
+def _gather(
+    cache: Tensor, slots: Tensor, scales: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """Keys or values in these slots, `[num_slots, num_kv_heads, head_dim]`: in `out`, which may be longer, or new."""
+    flat = cache.view(-1, *cache.shape[2:])
+    if scales is not None:  # torch selects from no float8 tensors.
+        flat = flat.view(torch.uint8)
+        out = None if out is None else out.view(torch.uint8)
+    found = torch.index_select(flat, 0, slots, out=None if out is None else out[: len(slots)])
+    return found if scales is None else dequantize_kv(found.view(cache.dtype), scales, dtype)

@@ -1,0 +1,123 @@
+"""A mixture of experts (Shazeer et al. 2017): a router gives each token to a few of many small MLPs.
+
+Over tensor-parallel ranks, every rank has some columns of each expert, and the router as a whole.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.layers.experts.expert_products import ExpertsProblem
+from nanovllm.layers.formats.parameters import as_weight, load_rows, make_weight, store
+from nanovllm.layers.formats.quantization import Weight, weight_format
+from nanovllm.layers.layernorm import Normed, RMSNorm
+from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.matmul.matmul import Matmul
+from nanovllm.layers.parallel.rank_sums import NormedParts, add_over_ranks
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.utils.context import get_context
+
+
+class ExpertsLinear(nn.Module):
+    """The same layer of all experts: `weight`, `[num_experts, N, K]`, and its scales if it is in fp8. Shard ids are
+    (expert, shard id of a layer without experts)."""
+
+    def __init__(self, num_experts: int, shape: tuple[int, int], shards: dict, tp: TensorParallel):
+        """shape: this rank's part of an expert's weight. shards: of one expert, as in `linear`."""
+        super().__init__()
+        self.tp = tp
+        all_shards = {(expert, key): full for expert in range(num_experts) for key, full in shards.items()}
+        self.weight, self.weight_scale = make_weight((num_experts, *shape), all_shards, self.weight_loader)
+        for parameter in self.parameters():
+            parameter.num_experts = num_experts
+
+    @property
+    def matrix(self) -> Weight:
+        """The weights, as products take them."""
+        return as_weight(self.weight)
+
+
+class ColumnParallelExperts(ExpertsLinear):
+    """Gate and up projection of each expert, whose rows are split over the ranks. Shard ids: (expert, 0 or 1)."""
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, tp: TensorParallel):
+        self.num_rows = tp.shard(intermediate_size, "moe_intermediate_size")
+        shards = dict.fromkeys(range(2), (intermediate_size, hidden_size))
+        super().__init__(num_experts, (2 * self.num_rows, hidden_size), shards, tp)
+
+    def weight_loader(self, param: Any, loaded, shard_id: tuple[int, int]) -> None:
+        expert, part = shard_id
+        load_rows(param, part * self.num_rows, loaded, self.tp.rank * self.num_rows, self.num_rows, expert)
+
+
+class RowParallelExperts(ExpertsLinear):
+    """Down projection of each expert, whose columns are split over the ranks. Shard ids: (expert, None)."""
+
+    def __init__(self, num_experts: int, intermediate_size: int, hidden_size: int, tp: TensorParallel):
+        shards = {None: (hidden_size, intermediate_size)}
+        shape = hidden_size, tp.shard(intermediate_size, "moe_intermediate_size")
+        super().__init__(num_experts, shape, shards, tp)
+
+    def weight_loader(self, param: Any, loaded, shard_id: tuple[int, None]) -> None:
+        num_columns = param.shape[2]
+        start = self.tp.rank * num_columns % param.shards[shard_id][1]  # 0 for the scales of whole rows
+        store(param, loaded[:, start : start + num_columns], expert=shard_id[0])
+
+
+class Experts(nn.Module):
+    """The weights of all experts, under their names in checkpoints."""
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, tp: TensorParallel):
+        super().__init__()
+        self.gate_up_proj = ColumnParallelExperts(num_experts, hidden_size, intermediate_size, tp)
+        self.down_proj = RowParallelExperts(num_experts, intermediate_size, hidden_size, tp)
+
+
+class MixtureOfExperts(nn.Module):
+    """Router and experts, in place of an MLP.
+
+    A token's experts are the top_k with the highest softmax of the router's logits, which is computed in float32. They
+    are weighted with it.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        normalize: bool,
+        tp: TensorParallel,
+    ):
+        """intermediate_size: of one expert. normalize: whether a token's weights are divided by their sum."""
+        super().__init__()
+        self.tp, self.top_k, self.normalize = tp, top_k, normalize
+        self.matmul = Matmul()  # before the model's `use_matmul`
+        with weight_format(None):
+            self.gate = ReplicatedLinear(hidden_size, num_experts, False, tp)
+        self.experts = Experts(num_experts, hidden_size, intermediate_size, tp)
+
+    def add(
+        self,
+        residual: torch.Tensor,
+        hidden: Normed | NormedParts,
+        norm: RMSNorm | None,
+        output_norm: RMSNorm | None = None,
+    ) -> Normed | NormedParts:
+        """norm(residual + y), overwriting residual with the sum, of the experts' output y of hidden; with an
+        output_norm norm(residual + output_norm(y)). residual: [num_tokens, hidden_size]."""
+        x = hidden.parts if isinstance(hidden, NormedParts) else hidden
+        return add_over_ranks(self, residual, x, norm, output_norm)
+
+    def part_of_sum(self, operation: str, x: torch.Tensor | Normed, out: torch.Tensor | None = None) -> torch.Tensor:
+        """As RowParallelLinear's."""
+        logits = self.gate(x)
+        if out is None:
+            out = logits.new_empty(len(x), self.gate.weight.shape[1])
+        context = get_context()
+        # Rows that pad a decode step get no expert, so that none is read for them.
+        context_lens = None if context.context_lens is None else context.context_lens[: len(x)]
+        gate_up, down = self.experts.gate_up_proj.matrix, self.experts.down_proj.matrix
+        options = self.top_k, self.normalize, out, operation == "linear_add", context_lens
+        return self.matmul.run(ExpertsProblem(x, logits, gate_up, down, *options))

@@ -1,0 +1,306 @@
+"""Weights: from safetensors files, or random ones, straight into the model's parameters."""
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from nanovllm.models.model_files import check_readable, read_json
+from nanovllm.models.other_formats import other_format
+from nanovllm.utils.checks import require
+from nanovllm.utils.interrupts import held_interrupt
+from nanovllm.utils.threads import torch_threads
+
+logger = logging.getLogger(__name__)
+
+# safetensors' names
+_FLOATS = ("BF16", "F16", "F32", "F64")
+_E4M3 = ("F8_E4M3",)
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_OF_OTHERS = ("adapter_", "consolidated", "scheduler", "optimizer", "training_")  # files beside a model's
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_HINT = "is config.json the same model's?"
+_MAX_NAMED = 5
+_ROWS_AT_ONCE = 4096
+_MAX_THREADS = 8
+
+
+class _Tensor(NamedTuple):
+    """One tensor of a checkpoint."""
+
+    content: Any  # a safetensors slice, not read yet
+    file: Path
+
+
+class _Scaled:
+    """A safetensors slice, multiplied when it is read."""
+
+    def __init__(self, content: Any, factor: float):
+        self._content, self._factor = content, factor
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._content[index].float() * self._factor
+
+
+class _Wanted(NamedTuple):
+    """What one tensor of a checkpoint fills."""
+
+    param: nn.Parameter
+    shard_id: object  # for the parameter's weight_loader
+    shape: tuple[int, ...]  # on all ranks together
+
+
+def load_model(model: Any, directory: str) -> None:
+    """Fill every parameter from the safetensors files of a model directory.
+
+    All names, shapes and dtypes are checked in the files' headers before the first byte is copied. A parameter's
+    weight_loader reads only what its rank needs from the memory-mapped file.
+
+    Raises:
+        FileNotFoundError: no safetensors, or a file that the index names is missing.
+        ValueError: a damaged file; or a missing or extra tensor, or one of a wrong shape or dtype, with its file.
+    """
+    with ExitStack() as stack:
+        tensors = open_tensors(directory, stack, model.checkpoint_prefixes)
+        wanted = _wanted_tensors(model)
+        _check_all(wanted, tensors, directory)
+        _log_unread_files(Path(directory))
+        # The largest first, so that no thread is left alone with one in the end.
+        names = sorted(wanted, key=lambda name: -math.prod(wanted[name].shape))
+        _load_all([(name, tensors[name], wanted[name]) for name in names])
+
+
+def check_checkpoint(model: Any, directory: str) -> None:
+    """Raise what `load_model` would raise for the headers. The model may be on the meta device."""
+    with ExitStack() as stack:
+        _check_all(_wanted_tensors(model), open_tensors(directory, stack, model.checkpoint_prefixes), directory)
+
+
+def has_other_head(directory: str, prefixes: Mapping[str, str]) -> bool:
+    """Whether a checkpoint holds a head that is another matrix than its embedding, though it may say that they are
+    tied. Raises as load_model does for damaged files."""
+    with ExitStack() as stack:
+        tensors = open_tensors(directory, stack, prefixes)
+        if not {_HEAD, _EMBEDDING} <= set(tensors):
+            return False
+        head, embedding = tensors[_HEAD].content, tensors[_EMBEDDING].content
+        num_rows = head.get_shape()[0]
+        if head.get_shape() != embedding.get_shape():
+            return True
+        rows = (slice(i, i + _ROWS_AT_ONCE) for i in range(0, num_rows, _ROWS_AT_ONCE))
+        return not all(torch.equal(head[some].float(), embedding[some].float()) for some in rows)
+
+
+def _load_all(tasks: list[tuple[str, _Tensor, _Wanted]]) -> None:
+    """Load every tensor in several threads, at most as many as torch computes with. Raises the first error, or
+    Ctrl-C's, when no thread is loading any more."""
+    num_threads = min(_MAX_THREADS, torch.get_num_threads())
+    # Several copies by one thread each are faster than one copy by several, as torch would make it.
+    with torch_threads(1), ThreadPoolExecutor(num_threads) as pool:
+        try:
+            with held_interrupt():  # The pool would forget a thread whose start is interrupted.
+                futures = [pool.submit(_load, *task) for task in tasks]
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _load(name: str, tensor: _Tensor, wanted: _Wanted) -> None:
+    param = wanted.param
+    if hasattr(param, "checkpoint_name"):  # A wrong scale of a weight in fp8 would show in the results alone.
+        scales = tensor.content[...]
+        if not (scales.isfinite() & (scales >= 0)).all():
+            raise ValueError(f"{tensor.file}: tensor {name!r} must hold finite scales >= 0: download the file again")
+    factor, content = getattr(param, "loading_factor", 1), tensor.content
+    if factor != 1:
+        content = _Scaled(content, factor)
+    getattr(param, "weight_loader", default_weight_loader)(param, content, wanted.shard_id)
+
+
+def num_checkpoint_params(model: nn.Module) -> int:
+    """Numbers in the whole model, on all ranks."""
+    return sum(math.prod(wanted.shape) for wanted in _wanted_tensors(model).values())
+
+
+def load_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
+    """Fill every parameter with random numbers of a usual scale: norms with ones, the rest N(0, 0.02^2).
+
+    A parameter that every rank holds whole is the same on all of them."""
+    device = next(model.parameters()).device
+    of_all, of_rank = (torch.Generator(device=device).manual_seed(s) for s in (seed, seed + 1 + rank))
+    for name, param in model.named_parameters():
+        if name.endswith("norm.weight"):
+            param.data.fill_(1.0)
+        elif not name.endswith("weight_scale"):  # Scales come with their weights.
+            is_whole = tuple(param.shape) == getattr(param, "shards", {None: tuple(param.shape)}).get(None)
+            _draw(param, of_all if is_whole else of_rank)
+
+
+def _draw(param: Any, generator: torch.Generator) -> None:
+    if getattr(param, "format", None) is None:
+        param.data.normal_(std=0.02, generator=generator)
+        return
+    # One expert at a time: all of them in float32 take much memory.
+    weights, scales = (x if x.dim() == 3 else x.unsqueeze(0) for x in (param.data, param.scale.data))
+    for weight, scale in zip(weights, scales, strict=True):
+        drawn = torch.empty(weight.shape, device=weight.device).normal_(std=0.02, generator=generator)
+        values, its_scale = param.format.quantize(drawn)
+        weight.copy_(values)
+        scale.copy_(its_scale)
+
+
+def default_weight_loader(param: nn.Parameter, loaded: Any, shard_id: object) -> None:
+    param.data.copy_(loaded[...])
+
+
+def open_tensors(directory: str, stack: ExitStack, prefixes: Mapping[str, str]) -> dict[str, _Tensor]:
+    """{our name: tensor} over all files of a checkpoint. Reads only headers. prefixes: the model's
+    `checkpoint_prefixes`."""
+    tensors: dict[str, _Tensor] = {}
+    for path in _checkpoint_files(Path(directory)):
+        check_readable(path)
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: damaged or truncated safetensors file ({error}): download it again") from error
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            if name in tensors:
+                raise ValueError(f"{path}: tensor {name!r} is in {tensors[name].file.name} as well")
+            tensors[name] = _Tensor(file.get_slice(name), path)
+    if not any(name.startswith(tuple(prefixes)) for name in tensors):
+        return tensors
+    return {ours: tensor for name, tensor in tensors.items() if (ours := _our_name(name, prefixes))}
+
+
+def _our_name(name: str, prefixes: Mapping[str, str]) -> str | None:
+    """None for a tensor of another part of the model, such as a vision tower."""
+    for theirs, ours in prefixes.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name if name == _HEAD else None
+
+
+def _checkpoint_files(directory: Path) -> list[Path]:
+    """Those that transformers loads; if it finds none, all *.safetensors that are not known to hold something else."""
+    source = _source(directory)
+    if source is not None:
+        return _indexed_files(source) if source.suffix == ".json" else [source]
+    files = [file for file in sorted(directory.glob("*.safetensors")) if not file.name.startswith(_OF_OTHERS)]
+    if not files:
+        hint = other_format(directory) or " (load_format='dummy' needs none)"
+        raise FileNotFoundError(f"{directory}: holds no *.safetensors file of a model{hint}")
+    return files
+
+
+def _log_unread_files(directory: Path) -> None:
+    source, files = _source(directory), _checkpoint_files(directory)
+    unread = [directory / _INDEX, *sorted(directory.glob("*.safetensors"))]
+    names = [file.name for file in unread if file not in (source, *files) and file.exists()]
+    if names:
+        logger.info("weights: %s; not read: %s", (source or directory).name, _some(names))
+
+
+def _source(directory: Path) -> Path | None:
+    """The file of weights, or the index of several, that transformers reads: the one that config.json names, or else
+    `model.safetensors`, or else the usual index. None if there is none of them."""
+    config = directory / "config.json"
+    name = read_json(config).get("transformers_weights") if os.path.lexists(config) else None
+    if name is not None:
+        is_name = isinstance(name, str) and name == os.path.basename(name)
+        is_name = is_name and name.endswith((".safetensors", ".safetensors.index.json"))
+        require(f"{config}: transformers_weights", name, is_name, "the name of a .safetensors file, or of an index")
+        return directory / name
+    return next((file for file in (directory / _SINGLE, directory / _INDEX) if os.path.lexists(file)), None)
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        paths = [index.parent / name for name in names]
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index}: not a safetensors index ({error!r}): download it again") from error
+    for path in paths:
+        if not os.path.lexists(path):
+            raise FileNotFoundError(f"{path}: named by {index.name}, but not there: download it")
+    return paths
+
+
+def _check_all(wanted: dict[str, _Wanted], tensors: dict[str, _Tensor], directory: str) -> None:
+    """Raises ValueError unless the checkpoint is complete, and has the right shapes and dtypes."""
+    # Checkpoints with a tied embedding may hold the head too, and older ones RoPE's frequencies. An fp8 KV cache reads
+    # the scales (`engine.runner.kv_scales`).
+    unused = (
+        *("rotary_emb.inv_freq", "lm_head.weight", ".q_scale", ".k_scale", ".v_scale"),
+        *(".k_proj.output_scale", ".v_proj.output_scale"),
+    )
+    extra = [name for name in tensors if name not in wanted and not name.endswith(unused)]
+    # The dtypes first, because quantised checkpoints also have other names.
+    for name in (*wanted, *extra):
+        format = getattr(wanted[name].param, "format", None) if name in wanted else None
+        needed = _E4M3 if format is not None and format.is_stored else _FLOATS
+        if name in tensors and (dtype := tensors[name].content.get_dtype()) not in needed:
+            raise ValueError(f"{tensors[name].file}: tensor {name!r} has dtype {dtype}: {_remedy(needed)}")
+    files_of_extra = [f"{name!r} in {tensors[name].file.name}" for name in extra]
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        source = _source(Path(directory))
+        named = read_json(source)["weight_map"] if source and source.suffix == ".json" else {}
+        places = [
+            f"{name!r}, which the index places in {named[name]}" if name in named else repr(name) for name in missing
+        ]
+        more = f"; it has {_some(files_of_extra)}" if extra else ""
+        raise ValueError(f"{directory}: the checkpoint lacks {_some(places)}{more}; {_HINT}{other_format(directory)}")
+    if extra:
+        raise ValueError(
+            f"{directory}: the checkpoint holds tensors that the model does not have: {_some(files_of_extra)}; {_HINT}"
+        )
+    for name, (_, _, shape) in wanted.items():
+        found = tuple(tensors[name].content.get_shape())
+        if found != shape:
+            raise ValueError(
+                f"{tensors[name].file}: tensor {name!r} has shape {list(found)}, the model needs {list(shape)}; {_HINT}"
+            )
+
+
+def _remedy(needed: tuple[str, ...]) -> str:
+    if needed == _E4M3:
+        return "config.json's quantization_config says F8_E4M3; is it the same model's?"
+    return (
+        "quantised checkpoints do not load unless config.json names their format, and then only linear layers are in "
+        f"it; all else must be {', '.join(needed)}; use the unquantised checkpoint"
+    )
+
+
+def _wanted_tensors(model: nn.Module) -> dict[str, _Wanted]:
+    """By their names in the checkpoint: everything that the model needs, once each."""
+    wanted = {}
+    for name, param in model.named_parameters():
+        shards = getattr(param, "shards", {None: tuple(param.shape)})
+        if not shards:  # computed while others are loaded
+            continue
+        *parents, module, kind = name.split(".")
+        kind = getattr(param, "checkpoint_name", kind)
+        part_names = getattr(model, "packed_modules_mapping", {}).get(module, {module: None})
+        for part_name, shard_id in part_names.items():
+            if not hasattr(param, "num_experts"):
+                wanted[".".join((*parents, part_name, kind))] = _Wanted(param, shard_id, shards[shard_id])
+                continue
+            for expert in range(param.num_experts):
+                key = expert, shard_id
+                wanted[".".join((*parents, str(expert), part_name, kind))] = _Wanted(param, key, shards[key])
+    return wanted
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more

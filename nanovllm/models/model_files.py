@@ -1,0 +1,95 @@
+"""A model's files: find, download and read them, and say what is wrong with one."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from nanovllm.models.other_formats import describe_gguf
+from nanovllm.utils.checks import quoted, shortened
+
+_LFS_POINTER = b"version https://git-lfs"
+
+WEIGHT_FILES = ("*.safetensors",)
+# Mistral's repositories hold the weights twice. What is in folders belongs to other parts or programs.
+_UNUSED = ["consolidated*.safetensors", "*/*.safetensors"]
+OTHER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # configurations and tokenizers
+
+
+def find_directory(name: str, option: str) -> Path | None:
+    """The directory of this name (~ expands), or None if nothing has this name. Raises ValueError, naming the option,
+    for a file, and for a name that cannot be looked up."""
+    if "\0" in name:
+        raise ValueError(f"{option}={quoted(name)}: holds a NUL byte; must be a directory or a hub id")
+    path = Path(os.path.expanduser(name))
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeEncodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"{option}={quoted(name)}: cannot be opened ({reason}); must be a directory or a hub id"
+        ) from error
+    if not path.is_dir():
+        is_gguf = path.suffix.lower() == ".gguf"
+        what = describe_gguf(path.parent, path.name) if is_gguf else "is a file; must be the directory that holds it"
+        raise ValueError(f"{option}={quoted(name)}: {what}")
+    return path
+
+
+def download(name: str, option: str, patterns: tuple[str, ...], revision: str | None = None) -> str:
+    """Download the files of a hub id that match the patterns; returns the local directory. Raises FileNotFoundError if
+    the hub has no such model."""
+    from huggingface_hub import snapshot_download
+
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
+        raise FileNotFoundError(f"{option}={quoted(name)}: no such directory")
+    try:
+        return snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=_UNUSED)
+    except Exception as error:
+        at = "" if revision is None else f" (revision {quoted(revision)})"
+        raise FileNotFoundError(
+            f"{option}={quoted(name)}: no such directory, and as a hub id{at} it cannot be downloaded: "
+            f"{one_line(error)}"
+        ) from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises FileNotFoundError or ValueError, naming the file."""
+    check_readable(file)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: is not valid JSON ({error}): download it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: must hold a JSON object, not a {type(content).__name__}: download it again")
+    return content
+
+
+def check_readable(file: Path) -> None:
+    """Raises FileNotFoundError or ValueError, with the remedy, unless this is a readable file with content."""
+    if not os.path.lexists(file):
+        raise FileNotFoundError(f"{file}: is not there")
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(len(_LFS_POINTER))
+    except FileNotFoundError as error:
+        target = os.readlink(file)
+        raise FileNotFoundError(
+            f"{file}: is a link to {target}, which is not there: download the model again"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
+    if not head:
+        raise ValueError(f"{file}: is empty: download it again")
+    if head == _LFS_POINTER:
+        raise ValueError(
+            f"{file}: is a Git LFS pointer, not the file itself: run `git lfs pull` in its directory, or download the "
+            "model again"
+        )
+
+
+def one_line(error: BaseException) -> str:
+    """Another library's error, for a message of ours."""
+    return f"{type(error).__name__}: {shortened(' '.join(str(error).split()))}"
