@@ -5,12 +5,9 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 # Of the processes that tests start as well: threads of several processes that wait busily keep each other from working.
 os.environ["OMP_NUM_THREADS"] = "1"

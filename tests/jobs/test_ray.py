@@ -27,7 +27,7 @@ LINES = [*prompts(150), "not json", {"id": "no prompt"}, {"id": "long", "prompt"
 def cluster():
     """One for all tests, since it takes seconds to start. Its workers find the package and the tests' modules. It
     pretends to have two GPUs. Engines that are given one find none, and use the CPU."""
-    paths = os.pathsep.join([os.getcwd(), str(Path(__file__).parents[1])])
+    paths = os.pathsep.join([os.getcwd(), str(Path(__file__).parents[1] / "helpers")])
     environment = {"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}}
     ray.init("local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False, runtime_env=environment)
     yield

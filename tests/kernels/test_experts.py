@@ -273,7 +273,7 @@ def test_constants_of_the_table(is_prefill):
     from nanovllm.layers.matmul.table import package_table
 
     device = torch.device("cuda")
-    # tests/test_gpu_quack.py has those of quack-kernels.
+    # tests/gpu/test_gpu_quack.py has those of quack-kernels.
     candidates = {candidate.name: candidate for candidate in expert_candidates(device, None)}
     for key, row in package_table("NVIDIA H200").rows.items():
         if (key.operation, key.dtype) != ("experts", "bfloat16") or (key.phase == "prefill") != is_prefill:

@@ -1,5 +1,5 @@
 """Which products go to quack-kernels, and what becomes of those that it cannot compute. The package is played by a
-function; its own results are a GPU's to test (tests/test_gpu_quack.py)."""
+function; its own results are a GPU's to test (tests/gpu/test_gpu_quack.py)."""
 
 import logging
 

@@ -31,7 +31,7 @@ SETTINGS = {
 }
 
 
-# transformers 4 reads these settings under other names; tests/test_parity.py holds us to whichever is installed.
+# transformers 4 reads these settings under other names; tests/models/test_parity.py holds us to whichever is installed.
 new_names = pytest.mark.skipif(int(transformers.__version__.split(".")[0]) < 5, reason="needs transformers 5")
 
 

@@ -10,7 +10,7 @@ from checkpoints import make_checkpoint
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
 
-DEMO = str(Path(__file__).parents[1] / "assets" / "demo-model")
+DEMO = str(Path(__file__).parents[2] / "assets" / "demo-model")
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
 
 

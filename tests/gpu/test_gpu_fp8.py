@@ -79,7 +79,7 @@ def table_cases():
         if key.dtype.startswith("float8") and key.operation.startswith("linear"):
             for bound, choices in zip(row.bounds, row.choices, strict=True):
                 for name, constants in choices:
-                    if name != "quack-kernels":  # tests/test_gpu_quack.py
+                    if name != "quack-kernels":  # tests/gpu/test_gpu_quack.py
                         yield key.operation, name, constants, bound, key.N, key.K
 
 

@@ -8,7 +8,7 @@ from checkpoints import make_checkpoint, make_llm
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.requests.chat import ChatRenderer, as_tools
 
-DEMO_MODEL = Path(__file__).parents[1] / "assets" / "demo-model"
+DEMO_MODEL = Path(__file__).parents[2] / "assets" / "demo-model"
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
 HELLO = {"role": "user", "content": "introduce yourself"}
 

@@ -15,7 +15,7 @@ from nanovllm.engine.runner.startup import model_setup
 from nanovllm.layers.matmul.table import Key, Table, load_table
 
 HAS_FLASH_ATTN = find_spec("flash_attn_2_cuda") is not None
-DEMO_MODEL = Path(__file__).parents[1] / "assets" / "demo-model"
+DEMO_MODEL = Path(__file__).parents[2] / "assets" / "demo-model"
 
 # Logits below the best that rounding may choose; they spread by 1.7. Measured likewise: 0, 0.05 and 0.
 REGRET = {"bfloat16": 0.2, "float16": 0.03}

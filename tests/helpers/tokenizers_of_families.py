@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, ByT5Tokenizer, CTRLTokenizer, PreTrainedTokenizerFast
 
-DEMO_MODEL = Path(__file__).parents[1] / "assets" / "demo-model"
+DEMO_MODEL = Path(__file__).parents[2] / "assets" / "demo-model"
 
 
 @cache

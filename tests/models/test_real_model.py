@@ -21,7 +21,7 @@ from nanovllm.cli import main
 pytestmark = pytest.mark.real
 
 NUM_TOKENS = 24
-PROSE = (Path(__file__).parents[1] / "assets" / "demo-model" / "LICENSE-PSF.txt").read_text(encoding="utf-8")
+PROSE = (Path(__file__).parents[2] / "assets" / "demo-model" / "LICENSE-PSF.txt").read_text(encoding="utf-8")
 QUESTIONS = [
     "What is the capital of France?",
     "Write a haiku about the sea.",
