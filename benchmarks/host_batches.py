@@ -11,13 +11,14 @@ import gc
 import json
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.bench.workloads import TEMPERATURE, VOCABULARY, WORKLOADS
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 
 SHAPE = {
     "model_type": "qwen3",
@@ -36,22 +37,18 @@ SHAPE = {
 class NoModel:
     """Stands in for Executor.run, and notes when it was first called and when the last tokens were asked for."""
 
-    logprobs = None
-
     def __init__(self, runner: ModelRunner):
         self.runner = runner
         self.first_launch = self.last_wait = 0.0
-        self.sizes: list[int] = []
 
-    def __call__(self, seqs: list[Sequence], is_prefill: bool) -> "NoModel":
-        self.runner.prepare(seqs, is_prefill)
+    def __call__(self, step: Step) -> None:
+        self.runner.prepare(step)
         self.first_launch = self.first_launch or time.perf_counter()
-        self.sizes.append(len(seqs))
-        return self
+        step.wait = partial(self.wait, len(step.seqs))
 
-    def wait(self) -> list[int]:
+    def wait(self, num_seqs: int, check_workers: object) -> list[int]:
         self.last_wait = time.perf_counter()
-        return [1] * self.sizes.pop(0)
+        return [1] * num_seqs
 
 
 def measure(llm: LLM, name: str, index: int) -> tuple[float, float]:

@@ -53,16 +53,16 @@ def measure(batch: int, waiting: int) -> dict:
     decoded = 0
     while decoded < STEPS:
         marks = [time.perf_counter()]
-        seqs, is_prefill = scheduler.schedule()
+        step = scheduler.schedule()
         marks.append(time.perf_counter())
-        if not is_prefill:
-            inputs.write(seqs, len(seqs))
+        if not step.is_prefill:
+            inputs.write(step, len(step.seqs))
         marks.append(time.perf_counter())
-        scheduler.advance(seqs)
+        scheduler.advance(step)
         marks.append(time.perf_counter())
-        scheduler.postprocess(seqs, tokens[: len(seqs)])
+        scheduler.postprocess(step, tokens[: len(step.seqs)])
         marks.append(time.perf_counter())
-        if not is_prefill:
+        if not step.is_prefill:
             decoded += 1
             for name, start, end in zip(parts, marks, marks[1:], strict=False):
                 parts[name].append(1e3 * (end - start))

@@ -6,8 +6,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, count, takewhile
-from typing import Any, NamedTuple, NoReturn
+from itertools import chain, count
+from typing import Any, NoReturn
 
 from typing_extensions import Self
 
@@ -18,11 +18,10 @@ from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, engine_
 from nanovllm.engine.requests.prompts import Prompt, as_prompts, params_per_prompt
 from nanovllm.engine.requests.sequence_maker import SequenceMaker, longest_first
 from nanovllm.engine.requests.streaming import Results
-from nanovllm.engine.runner.sampled_tokens import SampledTokens
 from nanovllm.engine.sampling.logprobs import record_prompt_logprobs
-from nanovllm.engine.sampling.sampling_pipeline import Forward
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.sampling_params import SamplingParams, misplaced_option
 from nanovllm.utils.checks import quoted, require
 from nanovllm.utils.collector import old_objects_set_aside
@@ -33,15 +32,6 @@ from nanovllm.utils.tokenizer_files import load_tokenizer
 logger = logging.getLogger(__name__)
 
 _BY_HAND = Call("add_request() or step()")
-
-
-class Step(NamedTuple):
-    """A step that has been launched."""
-
-    seqs: list[Sequence]
-    prefilled: list[Sequence]  # those of seqs that it prefills, in a mixed step the last ones
-    num_tokens: int  # as `LLMEngine.step` returns it
-    tokens: SampledTokens | Forward | None  # a Forward if they are not sampled yet; None if no step was launched
 
 
 class LLMEngine:
@@ -79,7 +69,8 @@ class LLMEngine:
             config.add_eos([self.tokenizer.eos_token_id], "tokenizer")
         self.executor = executor = Executor(config)
         self.model_runner = executor.model_runner
-        self._lock = EngineLock(executor.exit, self._is_busy, executor.check_workers if executor.workers else None)
+        self._check_workers = executor.check_workers if executor.workers else None
+        self._lock = EngineLock(executor.exit, self._is_busy, self._check_workers)
         # Called once: by exit(), when the engine is collected, or when the interpreter ends.
         self._finalizer = weakref.finalize(self, self._lock.exit)
         self.scheduler = Scheduler(config, self.model_runner.num_kvcache_blocks, self.model_runner.mixed_step_rows)
@@ -225,27 +216,24 @@ class LLMEngine:
         self._seconds += time.perf_counter() - start
         finished += self._aborted
         self._aborted = []
-        return finished, step or Step([], [], 0, None)
+        return finished, step or Step([], is_prefill=False)
 
     def _launch(self) -> Step:
-        seqs, is_prefill = self.scheduler.schedule()
-        prefilled = list(takewhile(lambda seq: seq.is_prefilling, reversed(seqs)))
-        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs) if is_prefill else len(prefilled) - len(seqs)
+        step = self.scheduler.schedule()
         self._num_steps += 1
-        return Step(seqs, prefilled, num_tokens, self.executor.run(seqs, is_prefill))
+        self.executor.run(step)
+        return step
 
     def _read(self, step: Step) -> list[Sequence]:
         """Wait for a step's tokens and record them. Returns the sequences that finished."""
-        tokens: Any = step.tokens
-        token_ids = tokens.wait()
-        if tokens.prompt_logprobs is not None:
-            record_prompt_logprobs(tokens.prompt_logprobs, step.seqs)
-        logprobs = tokens.logprobs and tokens.logprobs.by_row()
-        finished = self.scheduler.postprocess(step.seqs, token_ids, logprobs)
+        token_ids = step.wait(self._check_workers)
+        if step.prompt_logprobs is not None:
+            record_prompt_logprobs(step.prompt_logprobs, step.seqs)
+        finished = self.scheduler.postprocess(step, token_ids)
         if self._watches_text:
             finished += self._stop_at_texts(step.seqs)
         now = time.perf_counter()
-        for seq in step.prefilled:
+        for seq in step.seqs[len(step.seqs) - step.num_prefilled :]:
             if seq.first_token_time is None and seq.num_completion_tokens:
                 seq.first_token_time = now
         for seq in finished:
@@ -262,9 +250,9 @@ class LLMEngine:
     def _advance(self, step: Step) -> Step:
         """Record the launched step, so that another can be scheduled. A step that waited for the tokens of the step
         before, as with a grammar, is sampled here: they have been read by now."""
-        if isinstance(step.tokens, Forward):
-            step = step._replace(tokens=self.executor.sample(step.tokens))
-        self.scheduler.advance(step.seqs)
+        if step.waits_for_tokens:
+            self.executor.sample(step)
+        self.scheduler.advance(step)
         return step
 
     @contextmanager

@@ -12,8 +12,8 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.ranks.process_group import ABORT_SECONDS, abort_group
 from nanovllm.engine.runner.cuda_graphs import DecodeGraphs, graph_batch_sizes, mixed_batch_sizes
-from nanovllm.engine.runner.inputs import Batch, DecodeInputs, prefill_batch, send_prefill
-from nanovllm.engine.runner.sampled_tokens import SampledTokens
+from nanovllm.engine.runner.inputs import DecodeInputs, prefill_batch, send_prefill
+from nanovllm.engine.runner.sampled_tokens import send_tokens
 from nanovllm.engine.runner.startup.kernel_compilation import warmup_kernels
 from nanovllm.engine.runner.startup.kv_scales import choose_kv_scales
 from nanovllm.engine.runner.startup.memory import allocate_kv_cache, free_memory, largest_prefill
@@ -22,8 +22,7 @@ from nanovllm.engine.runner.startup.model_setup import choose_backend, load_and_
 from nanovllm.engine.runner.startup.package_kernels import PackageKernels
 from nanovllm.engine.sampling.logit_steps import LogitSteps
 from nanovllm.engine.sampling.logprobs import prompt_rows
-from nanovllm.engine.sampling.sampling_pipeline import Forward
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.layers.attention.attention import Attention
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.sampling.sampler import Sampler
@@ -58,7 +57,6 @@ class ModelRunner:
         self.mixed_graphs: DecodeGraphs | None = None
         self.logit_steps: LogitSteps | None = None
         self.tp = TensorParallel()
-        self.check_workers: Callable[[], None] | None = None
         self._threads = StepThreads(config.tensor_parallel_size)
         self._free_at_start = free_memory(device)  # From the meeting of the ranks on they share memory.
 
@@ -66,11 +64,9 @@ class ModelRunner:
         """`model_check.check_model`, before anything is allocated for the model."""
         check_model(self.config, rank, self._free_at_start)
 
-    def start(self, tp: TensorParallel, progress: StartProgress, check: Callable[[], None] | None = None) -> None:
-        """Build everything, ready for `run`. All ranks do so at the same time. check: `Executor.check_workers`, on rank
-        0 of several. A step would wait for ever for a rank that has died."""
-        self.tp, self.check_workers = tp, check
-        config = self.config
+    def start(self, tp: TensorParallel, progress: StartProgress) -> None:
+        """Build everything, ready for `run`. All ranks do so at the same time."""
+        self.tp, config = tp, self.config
         backend, has_graphs = choose_backend(config)
         with PackageKernels(config, tp.rank, self.device) as packages:
             load_and_compile(self, backend, has_graphs, packages, progress)
@@ -167,65 +163,71 @@ class ModelRunner:
 
     # -- one step ----------------------------------------------------------------------------------------------
 
-    def prepare(self, seqs: list[Sequence], is_prefill: bool) -> Batch:
-        """The step's inputs, on the host."""
-        batch = self.prepare_prefill(seqs) if is_prefill else self.prepare_decode(seqs)
-        if not all(map(_IS_PLAIN, seqs)):
-            batch.needs_logits = True
-            batch.waits_for_tokens = any(seq.is_constrained for seq in seqs)
-            batch.prompt_rows = prompt_rows(seqs) if is_prefill else []
-        return batch
+    def prepare(self, step: Step) -> Step:
+        """Give the step its inputs, on the host, and return it."""
+        if step.is_prefill:
+            self.prepare_prefill(step)
+        else:
+            self.prepare_decode(step)
+        if not all(map(_IS_PLAIN, step.seqs)):
+            step.needs_logits = True
+            step.waits_for_tokens = any(seq.is_constrained for seq in step.seqs)
+            step.prompt_rows = prompt_rows(step.seqs) if step.is_prefill else []
+        return step
 
-    def prepare_prefill(self, seqs: list[Sequence]) -> Batch:
+    def prepare_prefill(self, step: Step) -> None:
         """The flat batch of the sequences' scheduled tokens."""
-        return prefill_batch(seqs, self.block_size)
+        prefill_batch(step, self.block_size)
 
-    def prepare_decode(self, seqs: list[Sequence]) -> Batch:
+    def prepare_decode(self, step: Step) -> None:
         """A row for each sequence's last token. In a mixed step, the last sequences are prefilled and have more rows.
         Padded to the next batch size that has a CUDA graph."""
-        is_mixed, num_seqs = seqs[-1].is_prefilling, len(seqs)
-        graphs = self.mixed_graphs if is_mixed else self.graphs
-        graph_size = graphs.padded(num_seqs) if graphs is not None and num_seqs <= graphs.max_batch_size else 0
-        if is_mixed:
-            num_rows = self.mixed_step_rows if graph_size else sum(seq.num_scheduled_tokens for seq in seqs)
+        num_seqs = len(step.seqs)
+        graphs = self.mixed_graphs if step.is_mixed else self.graphs
+        if graphs is not None and num_seqs <= graphs.max_batch_size:
+            step.graph_size = graphs.padded(num_seqs)
+        if not step.is_mixed:
+            num_rows = self.decode_inputs.padded[step.graph_size or num_seqs]
+        elif step.graph_size:
+            num_rows = self.mixed_step_rows
         else:
-            num_rows = self.decode_inputs.padded[graph_size or num_seqs]
-        batch = self.decode_inputs.write(seqs, num_rows)
-        batch.graph_size = graph_size
-        return batch
+            num_rows = sum(seq.num_scheduled_tokens for seq in step.seqs)
+        self.decode_inputs.write(step, num_rows)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> SampledTokens | Forward | None:
+    def run(self, step: Step) -> Step:
         """Start a step, and do not wait for it. The next step may be started before this one's tokens are read.
 
-        Returns:
-            The future tokens, one for each sequence (meaningless if its prefill goes on). Or a Forward, for `sample`,
-            if the sampling needs the tokens of the step before. None on a worker if rank 0 samples.
+        Its tokens are on their way to the host then, or, if it waits_for_tokens, to be sampled by `sample`. A worker
+        keeps none.
         """
-        with self._cpu_threads(batch.num_rows):
-            if batch.needs_logits:
-                forward = self.logit_steps.forward(batch)
-                return forward if batch.waits_for_tokens else self.logit_steps.sample(forward)
-            if batch.is_prefill:
-                inputs, context = send_prefill(batch, self.device)
+        with self._cpu_threads(step.num_rows):
+            if step.needs_logits:
+                self.logit_steps.forward(step)
+                if not step.waits_for_tokens:
+                    self.logit_steps.sample(step)
+                return step
+            if step.is_prefill:
+                inputs, context = send_prefill(step, self.device)
                 with step_context(context):
                     self.run_model(*inputs)
             else:
-                self.decode_inputs.send(batch)
-                if batch.graph_size:
-                    graphs = self.mixed_graphs if batch.is_mixed else self.graphs
-                    graphs.replay(batch.graph_size)
+                self.decode_inputs.send(step)
+                if step.graph_size:
+                    graphs = self.mixed_graphs if step.is_mixed else self.graphs
+                    graphs.replay(step.graph_size)
                 else:
-                    self._decode(batch.num_seqs, batch.num_rows if batch.is_mixed else 0)
-            sampled = self.decode_inputs.sampled[: batch.num_seqs]
-            return SampledTokens(sampled, self.decode_inputs.tokens_on_host(batch.num_seqs), self.check_workers)
+                    self._decode(step.num_seqs, step.num_rows if step.is_mixed else 0)
+            sampled = self.decode_inputs.sampled[: step.num_seqs]
+            send_tokens(step, sampled, self.decode_inputs.tokens_on_host(step.num_seqs))
+            return step
 
     @torch.inference_mode()
-    def sample(self, forward: Forward | None = None) -> SampledTokens | None:
-        """Sample the tokens of a Forward. A worker receives them from rank 0."""
-        num_tokens = sum(seq.num_scheduled_tokens for seq in forward.seqs) if forward else 0
+    def sample(self, step: Step | None = None) -> None:
+        """Sample the tokens of a step that waited for those of the step before. A worker receives them from rank 0."""
+        num_tokens = 0 if step is None else sum(seq.num_scheduled_tokens for seq in step.seqs)
         with self._cpu_threads(num_tokens):
-            return self.logit_steps.sample(forward)
+            self.logit_steps.sample(step)
 
     def _cpu_threads(self, num_tokens: int) -> AbstractContextManager:
         """On a CPU, a block with the number of threads that suits a step of num_tokens. On a GPU, nothing."""

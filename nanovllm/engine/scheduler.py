@@ -11,6 +11,7 @@ from nanovllm.engine.admission import Admission, MixedAdmission
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step import Step
 from nanovllm.layers.sampling.sampler import NON_FINITE
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Scheduler:
         seq.end_token_ids = ends.union(stop) if stop else ends
         self.waiting.append(seq)
 
-    def schedule(self) -> tuple[list[Sequence], bool]:
+    def schedule(self) -> Step:
         """The next step's sequences, and whether they are prefilled; never empty while work is left.
 
         Each sequence's num_scheduled_tokens says how many tokens the step computes for it, and its block_table has
@@ -86,13 +87,14 @@ class Scheduler:
         if self.waiting and not is_mixed:
             seqs = self._schedule_prefill(self.max_num_batched_tokens)
             if seqs:
-                return seqs, True
+                return Step(seqs, True, len(seqs), sum(seq.num_scheduled_tokens for seq in seqs))
         num_preemptions = self.num_preemptions
         seqs = self._schedule_decode()
+        prompts: list[Sequence] = []
         # Nothing begins in the step that preempts: the cache is full, and the victim's last token may still be pending.
         if is_mixed and self.num_preemptions == num_preemptions:
-            seqs += self._schedule_prefill(self.mixed_step_rows - len(seqs), mixed)
-        return seqs, False
+            prompts = self._schedule_prefill(self.mixed_step_rows - len(seqs), mixed)
+        return Step(seqs + prompts, False, len(prompts), -len(seqs))
 
     def _schedule_prefill(self, budget: int, mixed: MixedAdmission | None = None) -> list[Sequence]:
         """Waiting sequences, of which up to `budget` tokens are computed. mixed: beside a decode step."""
@@ -176,14 +178,14 @@ class Scheduler:
 
     # -- after a step ----------------------------------------------------------------------------------------------
 
-    def advance(self, seqs: list[Sequence]) -> None:
+    def advance(self, step: Step) -> None:
         """Record a launched step before its tokens are known, so that the next one can be scheduled: register full
         blocks, append a placeholder for each new token, end what reaches its length.
 
         The step may still read blocks that are freed here. Their next owner writes to them in a later step, after it.
         """
         block_size, max_seq_len = self.block_manager.block_size, self.max_seq_len
-        for row, seq in enumerate(seqs):
+        for row, seq in enumerate(step.seqs):
             if seq.is_finished:
                 continue  # A token of the step before ended it after this step was launched.
             before = seq.num_cached_tokens
@@ -199,24 +201,22 @@ class Scheduler:
                 self._end(seq, "length")
         self._drop_finished()
 
-    def postprocess(
-        self, seqs: list[Sequence], token_ids: list[int], logprobs: dict[int, list[dict[int, float]]] | None = None
-    ) -> list[Sequence]:
+    def postprocess(self, step: Step, token_ids: list[int]) -> list[Sequence]:
         """Record the tokens of a step after `advance`: replace the placeholders, end sequences at stop tokens. A step
         that was launched meanwhile still computes a token for such a sequence, which is ignored later.
 
         Args:
-            seqs: what schedule() returned.
-            token_ids: one for each sequence. Those of unfinished prefills are ignored; NON_FINITE ends a sequence with
-                finish reason "error".
-            logprobs: {row: log-probabilities of its token}, if a sequence asks for them.
+            step: what schedule() returned. The log-probabilities of its tokens are on the host by now.
+            token_ids: one for each of its sequences. Those of unfinished prefills are ignored; NON_FINITE ends a
+                sequence with finish reason "error".
 
         Returns:
             The sequences that finished.
         """
         finished = []
         num_ignored = 0
-        for row, (seq, token_id) in enumerate(zip(seqs, token_ids, strict=True)):
+        logprobs = None if step.logprobs is None else step.logprobs.by_row()
+        for row, (seq, token_id) in enumerate(zip(step.seqs, token_ids, strict=True)):
             if seq.pending_row != row:  # Its prefill goes on, or it had ended before.
                 num_ignored += 1
                 continue
@@ -239,7 +239,7 @@ class Scheduler:
             if seq.is_finished:
                 finished.append(seq)
         self._drop_finished()
-        self.num_generated_tokens += len(seqs) - num_ignored
+        self.num_generated_tokens += len(token_ids) - num_ignored
         return finished
 
     def stop(self, seqs: list[Sequence]) -> None:

@@ -78,10 +78,10 @@ def test_the_engine_is_kept_full(llm):
     batch_sizes = []
     run = llm.executor.run
 
-    def spy(seqs, is_prefill):
-        if not is_prefill:
-            batch_sizes.append(len(seqs))
-        return run(seqs, is_prefill)
+    def spy(step):
+        if not step.is_prefill:
+            batch_sizes.append(len(step.seqs))
+        run(step)
 
     llm.executor.run = spy
     try:

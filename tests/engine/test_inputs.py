@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from nanovllm import SamplingParams
 from nanovllm.engine.runner.inputs import DecodeInputs, prefill_batch, send_prefill
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.kernels.attention.decode_plan import DecodeWorkspace
 from nanovllm.layers.attention.decode_constants import DecodeConstants
 from nanovllm.layers.matmul.table import package_table
@@ -43,10 +44,22 @@ def scheduled(draw):
     return seqs, block_size
 
 
+def prefill(seqs: list[Sequence], block_size: int) -> Step:
+    step = Step(seqs, True, len(seqs))
+    prefill_batch(step, block_size)
+    return step
+
+
+def decode(inputs: DecodeInputs, seqs: list[Sequence], num_rows: int) -> Step:
+    step = Step(seqs, False, sum(seq.is_prefilling for seq in seqs))
+    inputs.write(step, num_rows)
+    return step
+
+
 @given(scheduled())
 def test_prefill_inputs(drawn):
     seqs, block_size = drawn
-    inputs, context = send_prefill(prefill_batch(seqs, block_size), torch.device("cpu"))
+    inputs, context = send_prefill(prefill(seqs, block_size), torch.device("cpu"))
     input_ids, positions, temperatures, seeds, sample_positions = (tensor.tolist() for tensor in inputs)
     spans = [range(seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens) for seq in seqs]
     computed = [(seq, p) for seq, span in zip(seqs, spans, strict=True) for p in span]
@@ -73,11 +86,11 @@ def test_prefill_inputs(drawn):
 
 @given(scheduled())
 def test_a_worker_has_the_same_tensors_of_a_pickled_prefill(drawn):
-    batch = prefill_batch(*drawn)
-    received = pickle.loads(pickle.dumps(batch))
-    assert received.seqs is None
+    step = prefill(*drawn)
+    received = pickle.loads(pickle.dumps(step))
+    assert received.seqs == []
     for ours, theirs in zip(
-        *(_flat(*send_prefill(each, torch.device("cpu"))) for each in (batch, received)), strict=True
+        *(_flat(*send_prefill(each, torch.device("cpu"))) for each in (step, received)), strict=True
     ):
         assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
 
@@ -94,9 +107,9 @@ def test_a_worker_has_the_same_tensors_of_pickled_decode_steps(steps):
             seq.is_prefilling, seq.pending_row = False, (row - 1) % 3 - 1
             seq.block_table = [12 * row + i for i in range(12)]
         num_rows = min(len(seqs) + num_padding, 4)
-        batch = ours.write(seqs, num_rows)
-        ours.send(batch)
-        theirs.send(pickle.loads(pickle.dumps(batch)))
+        step = decode(ours, seqs, num_rows)
+        ours.send(step)
+        theirs.send(pickle.loads(pickle.dumps(step)))
         for one, other in zip(*(_flat(*inputs.for_layers(num_rows)) for inputs in (ours, theirs)), strict=True):
             assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
@@ -106,7 +119,7 @@ def test_what_a_worker_gets_of_a_decode_step_does_not_grow_with_the_tokens_of_it
     for num_tokens in (300, 30_000):
         seq = Sequence(0, [7] * num_tokens)
         seq.block_table, seq.is_prefilling = list(range(seq.num_blocks)), False
-        sizes.append(len(pickle.dumps(inputs.write([seq], 1), pickle.HIGHEST_PROTOCOL)))
+        sizes.append(len(pickle.dumps(decode(inputs, [seq], 1), pickle.HIGHEST_PROTOCOL)))
     assert sizes[0] == sizes[1] < 20_000
 
 
@@ -135,7 +148,7 @@ def test_mixed_inputs(steps, windows):
             seq.block_table = tables[row]
         spans = [range(seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens) for seq in seqs]
         num_tokens = sum(map(len, spans))
-        inputs.send(inputs.write(seqs, num_tokens + num_padding))
+        inputs.send(decode(inputs, seqs, num_tokens + num_padding))
         input_ids, positions, context = inputs.for_layers(num_tokens + num_padding, num_sampled=len(seqs))
         computed = list(zip(input_ids.tolist(), positions.tolist(), context.slot_mapping.tolist(), strict=True))
         # Tokens are drawn from the first rows, one a sequence.
@@ -186,7 +199,7 @@ def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
         seqs.append(seq)
     for batch_size in {1, (max_num_seqs + 1) // 2, max_num_seqs}:
         for num_seqs in {1, batch_size}:
-            inputs.send(inputs.write(seqs[:num_seqs], batch_size))
+            inputs.send(decode(inputs, seqs[:num_seqs], batch_size))
             plan = inputs.for_layers(batch_size)[2].decode_plans[None]
             workspace.check_room(batch_size, 16, num_kv_heads, 16, len(plan))
             row, _, _, first, end, *_ = plan[plan[:, 0] >= 0].T.numpy()
@@ -205,7 +218,7 @@ def test_padding_rows_read_and_write_nothing():
         seqs.append(seq)
     for num_seqs, batch_size, num_rows in ((5, 5, 8), (3, 5, 8), (3, 4, 4), (1, 1, 4)):
         assert inputs.padded[batch_size] == num_rows
-        inputs.send(inputs.write(seqs[:num_seqs], num_rows))
+        inputs.send(decode(inputs, seqs[:num_seqs], num_rows))
         input_ids, positions, context = inputs.for_layers(num_rows)
         assert len(input_ids) == len(positions) == len(context.block_tables) == num_rows
         assert input_ids[:num_seqs].tolist() == [10 * i for i in range(num_seqs)]
@@ -227,10 +240,10 @@ def test_rows_feed_what_the_last_step_drew_where_the_host_has_not_read_it():
         seq = Sequence(i, [10 + i, 20 + i], SamplingParams(), 256, seed=i)
         seq.block_table, seq.is_prefilling, seq.pending_row = [i], False, pending_row
         seqs.append(seq)
-    inputs.send(inputs.write(seqs, 6))
+    inputs.send(decode(inputs, seqs, 6))
     assert inputs.for_layers(6)[0][:5].tolist() == [103, 21, 100, 105, 24]
     seqs[3].pending_row = -1
-    inputs.send(inputs.write(seqs[2:4], 4))
+    inputs.send(decode(inputs, seqs[2:4], 4))
     assert inputs.for_layers(4)[0][:2].tolist() == [100, 23]
 
 
@@ -252,10 +265,10 @@ def test_a_capture_before_a_step_is_sent_leaves_its_host_buffer_alone():
     seqs = [Sequence(i, [10 + i], SamplingParams(), 256, seed=i) for i in range(2)]
     for seq in seqs:
         seq.block_table, seq.is_prefilling = [0], False
-    batch = inputs.write(seqs[:1], 1)
+    step = decode(inputs, seqs[:1], 1)
     inputs.pad(2)
     torch.cuda.synchronize()
     torch.cuda._sleep(10**8)  # The device is behind: the host writes the next step before this one is received.
-    inputs.send(batch)
-    inputs.write(seqs[1:], 1)
+    inputs.send(step)
+    decode(inputs, seqs[1:], 1)
     assert inputs.for_layers(1)[0].tolist() == [10]

@@ -148,11 +148,11 @@ def test_no_step_of_the_start_is_larger_than_a_later_one(path, options, monkeypa
         runner, config = llm.model_runner, llm.config
         prepare, launched = runner.prepare, []
 
-        def watch(seqs, is_prefill):
-            num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
-            kind = "prefill" if is_prefill else "mixed" if seqs[-1].is_prefilling else "decode"
-            launched.append((kind, len(seqs), num_tokens))
-            return prepare(seqs, is_prefill)
+        def watch(step):
+            num_tokens = sum(seq.num_scheduled_tokens for seq in step.seqs)
+            kind = "prefill" if step.is_prefill else "mixed" if step.is_mixed else "decode"
+            launched.append((kind, len(step.seqs), num_tokens))
+            return prepare(step)
 
         runner.prepare, kv_cache = watch, runner.kv_cache
         runner.use_kv_cache(None)

@@ -8,6 +8,7 @@ from schedulers import SIZE, add, make_scheduler, postprocess, step
 
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 
 
 def one_running(prompt: int = 4, max_tokens: int = 50, **options) -> tuple[Scheduler, Sequence]:
@@ -170,13 +171,13 @@ def test_nothing_begins_in_the_step_that_preempts(num_blocks):
     scheduler = make_scheduler(num_blocks=num_blocks, mixed_step_rows=8)
     prompt = list(range(500, 508))
     seqs = [add(scheduler, prompt, 30), add(scheduler, prompt, 10), add(scheduler, 4 * num_blocks - 6, 1)]
-    flying = []
+    flying = Step([], is_prefill=False)
     while not scheduler.is_finished():
-        scheduled, _ = scheduler.schedule()
-        assert all(seq.pending_row < 0 for seq in scheduled if seq.is_prefilling)
-        scheduler.postprocess(flying, [900] * len(flying))
-        scheduler.advance(scheduled)
-        flying = scheduled
+        launched = scheduler.schedule()
+        assert all(seq.pending_row < 0 for seq in launched.seqs if seq.is_prefilling)
+        scheduler.postprocess(flying, [900] * len(flying.seqs))
+        scheduler.advance(launched)
+        flying = launched
         check_scheduler(scheduler)
     assert scheduler.num_preemptions
     assert [seq.num_completion_tokens for seq in seqs] == [min(30, scheduler.max_seq_len - 8), 10, 1]

@@ -70,9 +70,9 @@ def num_steps(seqs: list[Sequence], num_blocks: int) -> int:
         scheduler.add(seq)
     count = 0
     while not scheduler.is_finished():
-        scheduled, _ = scheduler.schedule()
-        scheduler.advance(scheduled)
-        scheduler.postprocess(scheduled, [0] * len(scheduled))
+        step = scheduler.schedule()
+        scheduler.advance(step)
+        scheduler.postprocess(step, [0] * len(step.seqs))
         count += 1
     return count
 

@@ -207,7 +207,7 @@ def test_the_head_of_the_queue_never_waits():
     for _ in range(3):
         first = add(scheduler, [1] * 9, max_tokens=1)
         add(scheduler, [1] * 9, max_tokens=1)
-        assert scheduler.schedule()[0][0] is first
+        assert scheduler.schedule().seqs[0] is first
         scheduler.reset()
 
 

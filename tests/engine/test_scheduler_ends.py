@@ -6,6 +6,7 @@ from schedulers import EOS, SIZE, add, make_scheduler, postprocess, step
 
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step import Step
 from nanovllm.layers.sampling.sampler import NON_FINITE
 
 # The end of a sequence
@@ -115,9 +116,9 @@ def test_postprocess_wants_one_token_a_sequence():
 # Overlapped steps: the next one is scheduled and launched between advance() and collect()
 
 
-def launch_ahead(scheduler: Scheduler) -> list[Sequence]:
+def launch_ahead(scheduler: Scheduler) -> Step:
     """What LLMEngine does with a step ahead of the one in flight."""
-    return scheduler.schedule()[0]
+    return scheduler.schedule()
 
 
 def test_a_step_can_be_scheduled_before_the_tokens_of_the_last_one_are_read():
@@ -125,9 +126,9 @@ def test_a_step_can_be_scheduled_before_the_tokens_of_the_last_one_are_read():
     a, b = add(scheduler, 3), add(scheduler, 4)
     first = launch_ahead(scheduler)
     scheduler.advance(first)
-    second, is_prefill = scheduler.schedule()
-    assert (second, is_prefill) == ([a, b], False)
-    assert [seq.pending_row for seq in second] == [0, 1]
+    second = launch_ahead(scheduler)
+    assert (second.seqs, second.is_prefill) == ([a, b], False)
+    assert [seq.pending_row for seq in second.seqs] == [0, 1]
     assert scheduler.postprocess(first, [901, 902]) == []
     scheduler.advance(second)
     assert scheduler.postprocess(second, [903, 904]) == []
@@ -145,7 +146,7 @@ def test_the_surplus_token_after_an_end_of_sequence_is_dropped():
     assert a.block_table == []
     scheduler.advance(second)
     third = launch_ahead(scheduler)
-    assert third == [b]
+    assert third.seqs == [b]
     assert scheduler.postprocess(second, [999, 904]) == []
     assert (a.completion_token_ids, a.finish_reason) == ([EOS], "stop")
     assert b.completion_token_ids == [902, 904]
@@ -158,7 +159,7 @@ def test_an_end_by_length_is_known_before_the_token_is():
     second = launch_ahead(scheduler)
     scheduler.advance(second)
     assert a.block_table == []
-    assert launch_ahead(scheduler) == [b]
+    assert launch_ahead(scheduler).seqs == [b]
     assert scheduler.postprocess(second, [901, 902]) == [a]
     assert (a.completion_token_ids, a.finish_reason) == ([900, 901], "length")
 
@@ -166,10 +167,10 @@ def test_an_end_by_length_is_known_before_the_token_is():
 def test_an_end_of_sequence_at_the_last_token_is_a_stop_also_when_overlapped():
     scheduler = make_scheduler()
     seq = add(scheduler, 3, max_tokens=1)
-    seqs = launch_ahead(scheduler)
-    scheduler.advance(seqs)
+    last = launch_ahead(scheduler)
+    scheduler.advance(last)
     assert scheduler.is_finished()
-    assert scheduler.postprocess(seqs, [EOS]) == [seq]
+    assert scheduler.postprocess(last, [EOS]) == [seq]
     assert seq.finish_reason == "stop"
 
 
@@ -182,7 +183,7 @@ def test_a_sequence_preempted_while_its_token_is_sampled(token):
     scheduler.advance(second)
     # b's fifth token, which nobody knows yet, opens a block, and there is none.
     third = launch_ahead(scheduler)
-    assert (third, list(scheduler.waiting)) == ([a], [b])
+    assert (third.seqs, list(scheduler.waiting)) == ([a], [b])
     finished = scheduler.postprocess(second, [902, token])
     scheduler.advance(third)
     check_scheduler(scheduler)
@@ -207,8 +208,8 @@ def test_a_sequence_stopped_by_its_text_while_the_next_step_flies(preempted):
     assert (b.finish_reason, b.block_table, b.completion_token_ids) == ("stop", [], [901, 903])
     scheduler.advance(third)
     check_scheduler(scheduler)
-    assert launch_ahead(scheduler) == [a]
-    assert scheduler.postprocess(third, [904, 999][: len(third)]) == []
+    assert launch_ahead(scheduler).seqs == [a]
+    assert scheduler.postprocess(third, [904, 999][: len(third.seqs)]) == []
     assert b.completion_token_ids == [901, 903]
     assert a.completion_token_ids[:3] == [901, 902, 904]
 
@@ -225,7 +226,7 @@ def test_abort_drops_the_token_that_is_being_sampled():
     scheduler.postprocess(first, [901, 902])
     scheduler.advance(second)
     assert scheduler.abort([a.request_id]) == [a]
-    assert launch_ahead(scheduler) == [b]
+    assert launch_ahead(scheduler).seqs == [b]
     assert scheduler.postprocess(second, [EOS, 904]) == []
     assert (a.completion_token_ids, a.finish_reason) == ([901], "abort")
     assert b.completion_token_ids == [902, 904]
@@ -305,7 +306,7 @@ def test_an_error_that_comes_to_light_a_step_late():
     second = launch_ahead(scheduler)
     assert scheduler.postprocess(first, [NON_FINITE, 902]) == [a]
     scheduler.advance(second)
-    assert launch_ahead(scheduler) == [b]
+    assert launch_ahead(scheduler).seqs == [b]
     assert scheduler.postprocess(second, [NON_FINITE, 904]) == []
     assert_failed(a, [])
     assert b.completion_token_ids == [902, 904]

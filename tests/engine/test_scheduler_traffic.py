@@ -11,6 +11,7 @@ from schedulers import EOS, SIZE, make_scheduler, postprocess
 
 from nanovllm.engine.scheduler import MIN_CHUNK_SHARE, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB_SIZE = 5
@@ -36,7 +37,7 @@ def drive(
     # Every prefill step ends a chunk of some sequence, and every chunk's sequence gains a token in the end.
     num_completions = sum(min(seq.max_tokens, scheduler.max_seq_len) for _, seq in arrivals)
     bound = 10 + num_completions * (2 + scheduler.max_seq_len // scheduler.max_num_batched_tokens)
-    flying: tuple[list[Sequence], list[int]] | None = None
+    flying: tuple[Step, list[int]] | None = None
     now = 0
     while arrivals or flying or not scheduler.is_finished():
         now += 1
@@ -53,10 +54,10 @@ def drive(
             finished = scheduler.postprocess(*flying) if flying else []
             if launched:
                 scheduler.advance(launched[0])
-            ended, flying = flying[0] if flying else [], launched
+            ended, flying = flying[0].seqs if flying else [], launched
         elif launched:
-            finished = postprocess(scheduler, *launched)
-            ended = launched[0]
+            finished = postprocess(scheduler, launched[0].seqs, launched[1])
+            ended = launched[0].seqs
         else:
             finished = ended = []
         assert all(seq.is_finished and not seq.block_table and seq in ended for seq in finished)
@@ -69,9 +70,10 @@ def drive(
     seen["preempted"] += scheduler.num_preemptions
 
 
-def launch(scheduler: Scheduler, model: FakeModel, seen: Counter) -> tuple[list[Sequence], list[int]]:
+def launch(scheduler: Scheduler, model: FakeModel, seen: Counter) -> tuple[Step, list[int]]:
     goes_on = bool(scheduler.waiting and scheduler.waiting[0].block_table)
-    seqs, is_prefill = scheduler.schedule()
+    step = scheduler.schedule()
+    seqs, is_prefill = step
     assert seqs, "empty-handed while work is left"
     assert len({seq.seq_id for seq in seqs}) == len(seqs) <= scheduler.max_num_seqs
     scheduled = [seq.num_scheduled_tokens for seq in seqs]
@@ -85,7 +87,7 @@ def launch(scheduler: Scheduler, model: FakeModel, seen: Counter) -> tuple[list[
         assert scheduled[-1] >= scheduler.max_num_batched_tokens // MIN_CHUNK_SHARE
     seen["chunk"] += goes_on
     seen["decoded side by side"] += not is_prefill and len(seqs) > 1
-    return seqs, model.run(seqs, is_prefill)
+    return step, model.run(seqs, is_prefill)
 
 
 def check_outputs(scheduler: Scheduler, seqs: list[Sequence], seen: Counter) -> None:

@@ -10,8 +10,9 @@ from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoin
 from sampling_reference import complete_alone, completions, run
 
 from nanovllm import SamplingParams, StructuredOutputsParams
-from nanovllm.engine.sampling.sampling_pipeline import Forward, SamplingPipeline
+from nanovllm.engine.sampling.sampling_pipeline import SamplingPipeline
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 
 pytestmark = pytest.mark.gpu
 
@@ -61,7 +62,8 @@ def test_pipeline_equals_its_twin(vocab_size, dtype):
         drawn, reported = {}, {}
         for name, pipeline in pipelines.items():
             # The second half comes from the states that the device has kept: rows are not written anew.
-            forward = Forward(seqs, False, logits.to(name), *(row.to(name) for row in rows))
+            forward = Step(seqs, is_prefill=False, logits=logits.to(name))
+            forward.temperatures, forward.seeds, forward.positions, forward.fed_tokens = (row.to(name) for row in rows)
             tokens, reported[name] = pipeline.draw(forward)
             drawn[name] = tokens.tolist()
         # A choice in a thousand lies within rounding.

@@ -7,6 +7,7 @@ from invariants import check_scheduler
 
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.sampling_params import SamplingParams
 
 SIZE = 4
@@ -43,8 +44,9 @@ seq_ids = itertools.count(1)
 
 def postprocess(scheduler: Scheduler, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
     """Without a step in between: the sequences that finished."""
-    scheduler.advance(seqs)
-    return scheduler.postprocess(seqs, token_ids)
+    step = Step(seqs, is_prefill=False)
+    scheduler.advance(step)
+    return scheduler.postprocess(step, token_ids)
 
 
 def step(scheduler: Scheduler, token: int = 900) -> tuple[list[Sequence], bool, list[Sequence]]:

@@ -41,7 +41,7 @@ def test_blocks_of_many_threads_share_the_batch(fresh_llm):
     ]
     batch_sizes = []
     run = fresh_llm.executor.run
-    fresh_llm.executor.run = lambda seqs, is_prefill: batch_sizes.append(len(seqs)) or run(seqs, is_prefill)
+    fresh_llm.executor.run = lambda step: batch_sizes.append(len(step.seqs)) or run(step)
     engine = SharedEngine(fresh_llm)
     with ThreadPoolExecutor(12) as threads:
         outputs = list(threads.map(partial(answers, engine), blocks))

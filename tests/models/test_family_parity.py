@@ -174,10 +174,9 @@ def record_mixed_steps(llm) -> list[bool]:
     runner, is_mixed = llm.model_runner, []
     prepare = runner.prepare_decode
 
-    def prepare_and_record(seqs):
-        batch = prepare(seqs)
-        is_mixed.append(batch.is_mixed)
-        return batch
+    def prepare_and_record(step):
+        prepare(step)
+        is_mixed.append(step.is_mixed)
 
     runner.prepare_decode = prepare_and_record
     return is_mixed

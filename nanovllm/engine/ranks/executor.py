@@ -10,9 +10,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.workers import WorkerError, Workers
-from nanovllm.engine.runner.sampled_tokens import SampledTokens
-from nanovllm.engine.sampling.sampling_pipeline import Forward
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.utils.interrupts import held_interrupt
 from nanovllm.utils.progress import StartProgress
@@ -37,7 +35,7 @@ class Executor:
                     self.workers = Workers(config, self._device)
                     tp = self.workers.meet()
                 with self._interruptible(1):
-                    self.model_runner.start(tp, progress, self.check_workers if self.workers else None)
+                    self.model_runner.start(tp, progress)
                 if self.workers is not None:
                     self.workers.wait_ready()
         except BaseException as error:
@@ -51,15 +49,15 @@ class Executor:
         """`Workers.interruptible`, if there are any."""
         return nullcontext() if self.workers is None else self.workers.interruptible(times)
 
-    def run(self, seqs: list[Sequence], is_prefill: bool) -> SampledTokens | Forward:
+    def run(self, step: Step) -> None:
         """`ModelRunner.run` on all ranks. The workers get the step's packed inputs."""
         with self._on_device():
-            batch = self.model_runner.prepare(seqs, is_prefill)
-        return self.call("run", batch)
+            self.model_runner.prepare(step)
+        self.call("run", step)
 
-    def sample(self, forward: Forward) -> SampledTokens:
+    def sample(self, step: Step) -> None:
         """`ModelRunner.sample` on all ranks."""
-        return self.call("sample", forward, for_workers=())
+        self.call("sample", step, for_workers=())
 
     def call(self, method: str, *args, for_workers: tuple | None = None):
         """Run a method of the model runner on every rank; the result is rank 0's.

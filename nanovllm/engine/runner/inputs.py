@@ -2,7 +2,6 @@
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -12,37 +11,13 @@ import torch
 from nanovllm.engine.runner.block_tables import BlockTables
 from nanovllm.engine.runner.packed_arrays import Layout, PackedArrays, packed_size, send_arrays
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.kernels import HAS_TRITON, use_kernels
 from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, plan_decode
 from nanovllm.utils.context import Context
 
 if HAS_TRITON:
     from nanovllm.kernels.step_copies import receive_step
-
-
-@dataclass
-class Batch:
-    """All that a rank needs to compute a step. Workers get it pickled, without the sequences."""
-
-    seqs: list[Sequence] | None  # None on a worker
-    is_prefill: bool
-    num_seqs: int  # a token is sampled for each
-    num_rows: int  # rows that the layers compute, padding included
-    arrays: dict[str, np.ndarray]  # on the host, named as in `DecodeInputs` or `prefill_batch`
-    needs_logits: bool = False  # a request asks for more than a temperature: rank 0 samples from gathered logits
-    waits_for_tokens: bool = False  # a request's allowed tokens depend on the tokens of the step before
-    # Of a decode step:
-    graph_size: int = 0  # batch size of the CUDA graph that computes it; 0 for none
-    is_mixed: bool = False  # the last sequences are prefilled
-    buffer: int = 0  # rank 0: which host buffer of `DecodeInputs` holds the arrays
-    # Of a prefill:
-    max_seqlen_q: int = 0  # most new tokens of a sequence
-    max_seqlen_k: int = 0  # most keys of a sequence
-    reads_cache: bool = False  # a sequence has a cached prefix
-    prompt_rows: list[tuple[int, int, int]] = field(default_factory=list)  # for `prompt_logprobs`
-
-    def __getstate__(self) -> dict:
-        return vars(self) | {"seqs": None}
 
 
 class DecodeInputs:
@@ -127,19 +102,21 @@ class DecodeInputs:
         """Send a step of padding alone. The buffers' turns stay as they were: a capture may come between a real step's
         `write` and `send`, and the next `write` must not take that step's buffer."""
         last = self._last_buffer
-        self.send(self.write([], num_rows))
+        step = Step([], is_prefill=False)
+        self.write(step, num_rows)
+        self.send(step)
         self._last_buffer = last
 
-    def write(self, seqs: list[Sequence], num_rows: int) -> Batch:
-        """The arrays of a decode or mixed step, padded to num_rows."""
-        buffer = self._next_buffer()
-        host, tables, n = self._buffers[buffer].host, self._tables[buffer], len(seqs)
+    def write(self, step: Step, num_rows: int) -> None:
+        """Give a decode or mixed step its arrays, padded to num_rows."""
+        seqs, n = step.seqs, len(step.seqs)
+        step.buffer, step.num_seqs, step.num_rows = self._next_buffer(), n, num_rows
+        host, tables = self._buffers[step.buffer].host, self._tables[step.buffer]
         for row, seq in enumerate(seqs):
             tables.write(row, seq.block_table)
         lens = [seq.num_tokens for seq in seqs]
         tokens = [seq.last_token for seq in seqs]
-        is_mixed = n > 0 and seqs[-1].is_prefilling
-        if is_mixed:
+        if step.num_prefilled:
             owners = _append_prompts(seqs, lens, tokens)
             tables.repeat(slice(n, len(tokens)), owners)
         num_tokens = len(tokens)
@@ -159,7 +136,7 @@ class DecodeInputs:
         host["context_lens"][num_tokens:num_rows] = 0
         for window, plan in zip(self._windows, host["decode_plans"], strict=True):
             plan_decode(host["context_lens"][:num_rows], plan[: self._num_pieces(num_rows)], window)
-        return Batch(seqs, False, n, num_rows, self._used(host, num_rows), is_mixed=is_mixed, buffer=buffer)
+        step.arrays = self._used(host, num_rows)
 
     def _next_buffer(self) -> int:
         self._last_buffer = (self._last_buffer + 1) % len(self._buffers)
@@ -170,22 +147,22 @@ class DecodeInputs:
         arrays = {name: values[:num_rows] for name, values in host.items()}
         return arrays | {"decode_plans": host["decode_plans"][:, : self._num_pieces(num_rows)]}
 
-    def send(self, batch: Batch) -> None:
+    def send(self, step: Step) -> None:
         """Copy a step's arrays to the device, in stream order, and fill input_ids."""
-        buffer = batch.buffer
-        if batch.seqs is None:  # A worker's arrays come from rank 0.
+        buffer = step.buffer
+        if buffer < 0:  # A worker's arrays come from rank 0.
             buffer = self._next_buffer()
-            for name, values in self._used(self._buffers[buffer].host, batch.num_rows).items():
-                values[...] = batch.arrays[name]
-        input_ids = self.input_ids[: batch.num_rows]
+            for name, values in self._used(self._buffers[buffer].host, step.num_rows).items():
+                values[...] = step.arrays[name]
+        input_ids = self.input_ids[: step.num_rows]
         if use_kernels(input_ids):
             host_words, device_words, tokens, pending_rows = self._receive_arguments[buffer]
             receive_step(host_words, device_words, tokens, pending_rows, self.sampled, input_ids)
             return
         self._buffers[buffer].send()
-        pending = self.rows["pending_rows"][: batch.num_rows]
+        pending = self.rows["pending_rows"][: step.num_rows]
         sampled = self.sampled[pending.clamp(min=0)].clamp_(min=0)  # NON_FINITE must not reach the embedding.
-        torch.where(pending < 0, self._tokens[: batch.num_rows], sampled, out=input_ids)
+        torch.where(pending < 0, self._tokens[: step.num_rows], sampled, out=input_ids)
 
     def tokens_on_host(self, num_seqs: int) -> torch.Tensor:
         """Page-locked memory for a step's tokens. Two steps take turns, because the tokens of the one before may not
@@ -211,8 +188,9 @@ def _append_prompts(seqs: list[Sequence], context_lens: list[int], tokens: list[
     return np.repeat(owners, num_others)
 
 
-def prefill_batch(seqs: list[Sequence], block_size: int) -> Batch:
-    """A prefill step: the flat batch of the sequences' scheduled tokens."""
+def prefill_batch(step: Step, block_size: int) -> None:
+    """Give a prefill its arrays: the flat batch of the sequences' scheduled tokens."""
+    seqs = step.seqs
     cached = np.array([seq.num_cached_tokens for seq in seqs])
     num_new = np.array([seq.num_scheduled_tokens for seq in seqs])
     num_keys = cached + num_new
@@ -228,7 +206,10 @@ def prefill_batch(seqs: list[Sequence], block_size: int) -> Batch:
     first_blocks = np.repeat(np.arange(len(seqs)) * tables.shape[1], num_new)
     # block * block_size + positions % block_size
     slots = (tables.ravel().take(first_blocks + blocks) - blocks) * block_size + positions
-    arrays = {
+    step.num_seqs, step.num_rows = len(seqs), len(tokens)
+    step.max_seqlen_q, step.max_seqlen_k = int(num_new.max()), int(num_keys.max())
+    step.reads_cache = bool(cached.any())
+    step.arrays = {
         "input_ids": np.frombuffer(tokens, np.int32).astype(np.int64),
         "positions": positions,
         "seeds": np.array([seq.seed for seq in seqs]),
@@ -240,16 +221,6 @@ def prefill_batch(seqs: list[Sequence], block_size: int) -> Batch:
         "cu_seqlens_k": np.concatenate(([0], np.cumsum(num_keys))).astype(np.int32),
         "block_tables": tables,
     }
-    return Batch(
-        seqs,
-        True,
-        len(seqs),
-        len(tokens),
-        arrays,
-        max_seqlen_q=int(num_new.max()),
-        max_seqlen_k=int(num_keys.max()),
-        reads_cache=bool(cached.any()),
-    )
 
 
 def prepare_block_tables(seqs: list[Sequence]) -> np.ndarray:
@@ -260,18 +231,18 @@ def prepare_block_tables(seqs: list[Sequence]) -> np.ndarray:
     return tables
 
 
-def send_prefill(batch: Batch, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Context]:
+def send_prefill(step: Step, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Context]:
     """A prefill's (input_ids, positions, temperatures, seeds, sample positions) on the device, and its context."""
-    tensors = send_arrays(batch.arrays, device)
+    tensors = send_arrays(step.arrays, device)
     context = Context(
         is_prefill=True,
         cu_seqlens_q=tensors["cu_seqlens_q"],
         cu_seqlens_k=tensors["cu_seqlens_k"],
-        max_seqlen_q=batch.max_seqlen_q,
-        max_seqlen_k=batch.max_seqlen_k,
+        max_seqlen_q=step.max_seqlen_q,
+        max_seqlen_k=step.max_seqlen_k,
         slot_mapping=tensors["slot_mapping"],
         # Without a cached prefix, all keys and values are in the batch itself.
-        block_tables=tensors["block_tables"] if batch.reads_cache else None,
+        block_tables=tensors["block_tables"] if step.reads_cache else None,
         last_tokens=tensors["last_tokens"],
     )
     names = ("input_ids", "positions", "temperatures", "seeds", "sample_positions")

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.runner.cuda_graphs import DecodeGraphs
-from nanovllm.engine.runner.inputs import Batch, send_prefill
-from nanovllm.engine.runner.sampled_tokens import SampledTokens
+from nanovllm.engine.runner.inputs import send_prefill
+from nanovllm.engine.runner.sampled_tokens import send_tokens
 from nanovllm.engine.sampling.logprobs import prompt_logprobs
-from nanovllm.engine.sampling.sampling_pipeline import Forward, SamplingPipeline
+from nanovllm.engine.sampling.sampling_pipeline import SamplingPipeline
+from nanovllm.engine.step import Step
 from nanovllm.utils.context import Context, step_context
 
 
@@ -28,46 +29,47 @@ class LogitSteps:
         self.logits: Tensor | None = None  # rank 0's, [largest batch of a graph, vocab_size], where they end
         self._config, self._model, self._tp = runner.config, runner.model, runner.tp
         self._inputs, self._plain_graphs = runner.decode_inputs, runner.graphs
-        self._check_workers = runner.check_workers
         self._draws = runner.tp.rank == 0
         self._num_seqs = 0  # of the step whose tokens are to be drawn
 
     # -- the first half ------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch) -> Forward | None:
-        """Model and head, and the log-probabilities of prompts. None on a rank that does not sample."""
-        self._num_seqs = batch.num_seqs
-        return self._prefill(batch) if batch.is_prefill else self._decode(batch)
+    def forward(self, step: Step) -> None:
+        """Model and head, and the log-probabilities of prompts. Only a rank that samples keeps them in the step."""
+        self._num_seqs = step.num_seqs
+        if step.is_prefill:
+            self._prefill(step)
+        else:
+            self._decode(step)
 
-    def _prefill(self, batch: Batch) -> Forward | None:
-        inputs, context = send_prefill(batch, self._inputs.sampled.device)
-        input_ids, positions, temperatures, seeds, sample_positions = inputs
-        prompts = None
-        if batch.prompt_rows:
+    def _prefill(self, step: Step) -> None:
+        inputs, context = send_prefill(step, self._inputs.sampled.device)
+        input_ids, positions, *sampling = inputs
+        if step.prompt_rows:
             hidden_states = self._hidden_states(input_ids, positions, replace(context, last_tokens=None))
-            prompts = prompt_logprobs(batch, hidden_states, self._full_logits)
+            step.prompt_logprobs = prompt_logprobs(step, hidden_states, self._full_logits)
             hidden_states = hidden_states[context.last_tokens]
         else:
             hidden_states = self._hidden_states(input_ids, positions, context)
         logits = self._full_logits(hidden_states)
-        if not self._draws:
-            return None
-        return Forward(batch.seqs, True, logits, temperatures, seeds, sample_positions, prompts=prompts)
+        if self._draws:
+            step.logits = logits
+            step.temperatures, step.seeds, step.positions = sampling
 
-    def _decode(self, batch: Batch) -> Forward | None:
-        n, inputs = batch.num_seqs, self._inputs
-        if batch.graph_size:
-            self._capture(batch.graph_size)
-            inputs.send(batch)
-            self.graphs.replay(batch.graph_size)
+    def _decode(self, step: Step) -> None:
+        n, inputs = step.num_seqs, self._inputs
+        if step.graph_size:
+            self._capture(step.graph_size)
+            inputs.send(step)
+            self.graphs.replay(step.graph_size)
             logits = self.logits
         else:
-            inputs.send(batch)
+            inputs.send(step)
             logits = self._decode_logits(n)
-        if not self._draws:
-            return None
-        temperatures, seeds, positions = (inputs.rows[name][:n] for name in ("temperatures", "seeds", "positions"))
-        return Forward(batch.seqs, False, logits[:n], temperatures, seeds, positions, inputs.input_ids[:n])
+        if self._draws:
+            step.logits, step.fed_tokens = logits[:n], inputs.input_ids[:n]
+            names = ("temperatures", "seeds", "positions")
+            step.temperatures, step.seeds, step.positions = (inputs.rows[name][:n] for name in names)
 
     def _decode_logits(self, batch_size: int) -> Tensor:
         """Of the first rows of the inputs: [batch_size, vocab_size]."""
@@ -103,16 +105,16 @@ class LogitSteps:
 
     # -- the second half -----------------------------------------------------------------------------------------
 
-    def sample(self, forward: Forward | None) -> SampledTokens | None:
+    def sample(self, step: Step | None) -> None:
         """Draw the tokens of the last `forward`, or on another rank get them: into the inputs' `sampled` on all."""
         sampled = self._inputs.sampled[: self._num_seqs]
         if not self._draws:
             self._tp.broadcast(sampled)
-            return None
+            return
         if self.pipeline is None:
             self.pipeline = SamplingPipeline(self._config, sampled.device)
-        tokens, logprobs = self.pipeline.draw(forward)
+        tokens, logprobs = self.pipeline.draw(step)
         sampled.copy_(tokens)
         self._tp.broadcast(sampled)
-        host = self._inputs.tokens_on_host(self._num_seqs)
-        return SampledTokens(tokens, host, self._check_workers, logprobs, forward.prompts)
+        send_tokens(step, tokens, self._inputs.tokens_on_host(self._num_seqs), logprobs, step.prompt_logprobs)
+        step.logits = step.temperatures = step.seeds = step.positions = step.fed_tokens = None

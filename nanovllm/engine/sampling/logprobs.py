@@ -7,9 +7,9 @@ from itertools import islice
 import numpy as np
 import torch
 
-from nanovllm.engine.runner.inputs import Batch
 from nanovllm.engine.runner.packed_arrays import send_arrays
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.layers.sampling.logprobs import token_logprobs
 
 # Positions for which logits are computed at a time: those of a whole prompt would take more memory than the model.
@@ -61,24 +61,24 @@ def prompt_rows(seqs: list[Sequence]) -> list[tuple[int, int, int]]:
 
 
 def prompt_logprobs(
-    batch: Batch, hidden_states: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
+    step: Step, hidden_states: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
 ) -> LogprobRows | None:
-    """Log-probabilities of the prompt tokens that batch.prompt_rows predict. All ranks compute the logits; rank 0
+    """Log-probabilities of the prompt tokens that step.prompt_rows predict. All ranks compute the logits; rank 0
     has the sequences and gets the result.
 
     Args:
         hidden_states: [num_tokens, hidden_size] of all the prefill's tokens.
         compute_logits: hidden states -> logits [.., vocab_size], with every rank's part.
     """
-    wanted = torch.cat([hidden_states[start : start + count] for _, start, count in batch.prompt_rows])
+    wanted = torch.cat([hidden_states[start : start + count] for _, start, count in step.prompt_rows])
     logits = map(compute_logits, wanted.split(_POSITIONS_AT_ONCE))
-    if batch.seqs is None:
+    if not step.seqs:  # a worker
         for _ in logits:
             pass
         return None
     owners, targets = {}, []
-    for row, _, count in batch.prompt_rows:
-        seq = batch.seqs[row]
+    for row, _, count in step.prompt_rows:
+        seq = step.seqs[row]
         owners[row] = count, seq.params.prompt_logprobs
         first = seq.num_cached_tokens + 1
         targets.append(np.frombuffer(seq.tokens, np.int32)[first : first + count])

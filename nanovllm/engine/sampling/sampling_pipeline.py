@@ -1,7 +1,6 @@
 """SamplingPipeline: from a step's logits to its tokens, where a request asks for more than a temperature."""
 
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +9,7 @@ from nanovllm.config import Config
 from nanovllm.engine.runner.packed_arrays import send_arrays
 from nanovllm.engine.sampling.logprobs import LogprobRows
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.layers.sampling.logprobs import token_logprobs
 from nanovllm.layers.sampling.penalties import IN_PROMPT, apply_penalties
 from nanovllm.layers.sampling.sampler import Sampler
@@ -17,20 +17,6 @@ from nanovllm.layers.sampling.sampling_thresholds import sampling_thresholds
 from nanovllm.layers.sampling.token_masks import apply_bitmask, forbid, num_mask_words
 
 _FEWEST_ROWS = 8  # of TokenCounts
-
-
-class Forward(NamedTuple):
-    """A step whose logits are computed and whose tokens are not sampled yet. Tensors have one row for each sequence,
-    and are valid until the next step is launched."""
-
-    seqs: list[Sequence]
-    is_prefill: bool
-    logits: torch.Tensor  # [num_seqs, vocab_size], any float dtype
-    temperatures: torch.Tensor  # as for Sampler, with the next two
-    seeds: torch.Tensor
-    positions: torch.Tensor
-    fed_tokens: torch.Tensor | None = None  # int64, last tokens, which the host may not know yet; None in a prefill
-    prompts: LogprobRows | None = None  # log-probabilities of prompt tokens, if a sequence asks for them
 
 
 class SamplingPipeline:
@@ -48,28 +34,28 @@ class SamplingPipeline:
         self.device = device
         self._counts: TokenCounts | None = None
 
-    def draw(self, forward: Forward) -> tuple[torch.Tensor, LogprobRows | None]:
+    def draw(self, step: Step) -> tuple[torch.Tensor, LogprobRows | None]:
         """Sample the step's tokens, int64 [num_seqs] on the device, and the log-probabilities that were asked for.
         NON_FINITE is the token of a sequence for which none is left (its `error` says why). The host must know every
         token of a sequence with a grammar or bad words by now."""
-        arrays = self._host_arrays(forward)
+        arrays = self._host_arrays(step)
         device = send_arrays(arrays, self.device) if arrays else {}
-        logits, thresholds = self._edited(forward, device), None
+        logits, thresholds = self._edited(step, device), None
         if "top_k" in device:
             truncation = (device[name] for name in ("top_k", "top_p", "min_p"))
-            thresholds = sampling_thresholds(logits, forward.temperatures, *truncation)
-        tokens = self.sampler(logits, forward.temperatures, forward.seeds, forward.positions, thresholds)
+            thresholds = sampling_thresholds(logits, step.temperatures, *truncation)
+        tokens = self.sampler(logits, step.temperatures, step.seeds, step.positions, thresholds)
         if "reported" not in device:
             return tokens, None
         # Of the model's own distribution, not of the edited logits.
         rows, reported = device["reported"], arrays["reported"].tolist()
-        owners = {row: (1, forward.seqs[row].params.logprobs) for row in reported}
+        owners = {row: (1, step.seqs[row].params.logprobs) for row in reported}
         num_top = max(num_top for _, num_top in owners.values())
-        return tokens, LogprobRows(owners, *token_logprobs(forward.logits[rows], tokens[rows], num_top))
+        return tokens, LogprobRows(owners, *token_logprobs(step.logits[rows], tokens[rows], num_top))
 
-    def _edited(self, forward: Forward, device: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _edited(self, step: Step, device: dict[str, torch.Tensor]) -> torch.Tensor:
         """The logits after biases, penalties and masks; a float32 copy if there are any."""
-        logits = forward.logits
+        logits = step.logits
         if not device.keys() & {"biases", "penalized", "masked", "forbidden"}:
             return logits
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -79,7 +65,7 @@ class SamplingPipeline:
             if len(device["stale_rows"]):
                 self._counts.write(device["stale_rows"], device["prompt_tokens"], device["completion_tokens"])
             if len(device["advanced"]):
-                self._counts.advance(device["advanced_state_rows"], forward.fed_tokens[device["advanced"]])
+                self._counts.advance(device["advanced_state_rows"], step.fed_tokens[device["advanced"]])
             state_rows, strengths = device["state_rows"], device["strengths"]
             apply_penalties(logits, device["penalized"], self._counts.state, state_rows, *strengths)
         if "masked" in device:
@@ -90,9 +76,9 @@ class SamplingPipeline:
 
     # -- what the device needs to know, as arrays of the host ----------------------------------------------------
 
-    def _host_arrays(self, forward: Forward) -> dict[str, np.ndarray]:
+    def _host_arrays(self, step: Step) -> dict[str, np.ndarray]:
         """Rows are those of the step; biased and forbidden are places in the flat logits."""
-        seqs = forward.seqs
+        seqs = step.seqs
         truncated, penalized, masked, reported = (list[int]() for _ in range(4))
         flat: dict[str, list[np.ndarray]] = {"biased": [], "biases": [], "forbidden": []}
         for row, seq in enumerate(seqs):
@@ -130,7 +116,7 @@ class SamplingPipeline:
                 arrays[name] = np.full(len(seqs), off, dtype)
                 arrays[name][truncated] = list(map(attrgetter(name), truncations))
         if penalized:
-            arrays |= self._penalty_arrays(seqs, penalized, forward.is_prefill)
+            arrays |= self._penalty_arrays(seqs, penalized, step.is_prefill)
         if masked:
             arrays |= self._mask_arrays(seqs, masked)
         return arrays

@@ -9,6 +9,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.runner.cuda_graphs import graph_batch_sizes
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.kernels import HAS_TRITON
 from nanovllm.layers.sampling.sampler import Sampler
 from nanovllm.layers.sampling.sampling_thresholds import sampling_thresholds
@@ -56,18 +57,20 @@ def _trace(runner) -> None:
     kernels and shapes has to be kept up to date. The results mean nothing."""
     config, block_size = runner.config, runner.block_size
     num_tokens = min(_LONG_PREFILL, config.max_num_batched_tokens, config.max_model_len)
-    runner.run(runner.prepare([_sequence(num_tokens, block_size)], True))  # Without a cache, as warmup_model does.
+    runner.run(
+        runner.prepare(Step([_sequence(num_tokens, block_size)], True, 1))
+    )  # Without a cache, as warmup_model does.
     trace_products(runner.model, runner.decode_inputs.max_rows, config.max_num_batched_tokens)
     shape = (-(-_NUM_SLOTS // block_size), block_size, runner.num_kv_heads, get_head_dim(config.hf_config))
     kv_cache = torch.zeros(2, 1, *shape, dtype=config.kv_cache_dtype, device=runner.device)
     runner.use_kv_cache(kv_cache.expand(2, len(runner.model.model.layers), *shape))
     seq = _decoding_sequence(block_size)
     for size in telling_batch_sizes(config.max_num_seqs):
-        runner.run(runner.prepare([seq] * size, False))
+        runner.run(runner.prepare(Step([seq] * size, False)))
         _trace_truncation(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
     num_tokens = min(runner.mixed_step_rows, config.max_model_len, _NUM_SLOTS) - 1
     if num_tokens > 0:
-        runner.run(runner.prepare([seq, _sequence(num_tokens, block_size)], False))
+        runner.run(runner.prepare(Step([seq, _sequence(num_tokens, block_size)], False, 1)))
     warmup_kernels(runner)
     runner.use_kv_cache(None)
 
@@ -99,8 +102,8 @@ def warmup_kernels(runner) -> None:
     mid-run: short and long, with a cached prefix and without. They write to the cache's first slots, which no sequence
     has yet."""
     for seqs in warmup_batches(runner.config, runner.num_kvcache_blocks):
-        runner.run(runner.prepare(seqs, True))
-    runner.run(runner.prepare([_decoding_sequence(runner.block_size)], False))
+        runner.run(runner.prepare(Step(seqs, True, len(seqs))))
+    runner.run(runner.prepare(Step([_decoding_sequence(runner.block_size)], False)))
 
 
 def warmup_batches(config: Config, num_blocks: int) -> Iterator[list[Sequence]]:
