@@ -110,7 +110,7 @@ def flash_attn2() -> Callable[[Batch], torch.Tensor] | None:
 def flash_attn4() -> Callable[[Batch], torch.Tensor] | None:
     """flash-attn-4's prefill, None where it cannot be used. Prints what the import and the compiling took."""
     start = time.perf_counter()
-    package = load_flash_attn4(torch.bfloat16, HEAD_DIM)
+    package = load_flash_attn4(torch.bfloat16, HEAD_DIM, torch.device("cuda", torch.cuda.current_device()))
     if package is None:
         return None
     loaded = time.perf_counter()

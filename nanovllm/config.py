@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.formats.quantization import E4M3, QUANTIZATIONS, Fp8Format
 from nanovllm.layers.parallel.tensor_parallel import check_shardable
 from nanovllm.models.hf_config import check_hf_config, check_token_ids, get_head_dim, read_hf_config, supported_length
@@ -245,7 +246,7 @@ class Config:
             check_sizes(self.hf_config, get_head_dim(self.hf_config), self.weight_format, self.tensor_parallel_size)
             self._check_fp8_products(self.weight_format)
         if self.kv_cache_dtype != "auto":
-            found = self._gpu_capability()
+            found = self._gpu().capability
             allowed = "'auto' on a GPU of compute capability {}.{}: fp8 needs {}.{} or more"
             self._require("kv_cache_dtype", found >= FP8_CAPABILITY, allowed.format(*found, *FP8_CAPABILITY))
             self.kv_cache_dtype = E4M3
@@ -255,7 +256,7 @@ class Config:
             logger.info("%s: has a kv_cache_scheme, which kv_cache_dtype='fp8' uses", self.model)
 
     def _check_fp8_products(self, format: Fp8Format) -> None:
-        found = self._gpu_capability()
+        found = self._gpu().capability
         # cuBLAS has products of blocks on Hopper only.
         is_there = found[0] == 9 if format.is_blocked else found >= FP8_CAPABILITY
         if not is_there:
@@ -269,9 +270,9 @@ class Config:
         is_taken = self.device == "cpu" or name == "bfloat16"
         require("dtype", name, is_taken, "bfloat16 with weights in fp8")
 
-    def _gpu_capability(self) -> tuple[int, int]:
-        """Of the first GPU. A CPU computes all that Hopper does."""
-        return torch.cuda.get_device_capability(self.device_index) if self.device == "cuda" else (9, 0)
+    def _gpu(self) -> GpuFacts:
+        """The first GPU. A CPU computes all that Hopper does."""
+        return GpuFacts.of(torch.device(self.device, self.device_index or 0))
 
     def _resolve_limits(self) -> None:
         supported = self.supported_model_len = supported_length(self.hf_config)
@@ -295,7 +296,7 @@ class Config:
         num_heads = config.num_attention_heads + 2 * config.num_key_value_heads
         # The residual and what the norm makes of it; q, k and v; gate and up.
         values = 2 * config.hidden_size + num_heads * head_dim + 2 * config.intermediate_size
-        memory = torch.cuda.get_device_properties(self.device_index).total_memory
+        memory = self._gpu().total_memory
         return _LONG_STEP_TOKENS * values * self.dtype.itemsize <= _LONG_STEP_SHARE * memory
 
     def _resolve_eos(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.config import Config
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.model_size import GIB, meta_model, model_bytes
 
@@ -90,8 +91,8 @@ def print_fit(model: str, memory_gib: Sequence[float] = (), **options: Any) -> b
     print(f"\n{'GPU':>26}  {'fits':4}  {'tokens in the KV cache':>22}  {f'sequences of {length} tokens':>24}")
     cards = [(f"{gib:g} GiB", int(gib * GIB)) for gib in memory_gib or CARDS_GIB]
     if torch.cuda.is_available() and not memory_gib:
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        cards.insert(0, (properties.name, properties.total_memory))
+        gpu = GpuFacts.of(torch.device("cuda", torch.cuda.current_device()))
+        cards.insert(0, (gpu.name, gpu.total_memory))
     fits = [(name, needed.on(memory, config)) for name, memory in cards]
     for name, fit in fits:
         counts = f"{fit.num_tokens:>22,}  {fit.num_sequences:>24,}" if fit.num_tokens else ""

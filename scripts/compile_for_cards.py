@@ -38,6 +38,7 @@ from nanovllm.engine.runner.startup import kernel_compilation, model_setup
 from nanovllm.kernels import launch
 from nanovllm.kernels.attention.paged_prefill import PrefillTiles
 from nanovllm.kernels.experts.experts import TileConfig
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.shared_memory import fits, held_stages
 from nanovllm.layers.attention.gpu_backends import GpuBackend
 from nanovllm.layers.parallel import residual_reducer
@@ -207,26 +208,19 @@ class _Peers:
 @contextmanager
 def pretended_card(capability: int) -> Iterator[torch.device]:
     """A block in which torch and Triton have all cards, and this one is the current one."""
-    names = list(CARDS)
+    names, of = list(CARDS), GpuFacts.of
     index = names.index(capability)
 
-    def properties(device: Any = None) -> SimpleNamespace:
-        i = device if isinstance(device, int) else index if device is None else device.index
-        shared = CARDS[names[i]] * 1024
-        sizes = {"multi_processor_count": 128, "total_memory": 192 * 2**30}
-        return SimpleNamespace(major=names[i] // 10, minor=names[i] % 10, shared_memory_per_block_optin=shared, **sizes)
-
-    def get_capability(device: Any = None) -> tuple[int, int]:
-        found = properties(device)
-        return found.major, found.minor
+    def facts_of(device: torch.device) -> GpuFacts:
+        if device.type != "cuda":
+            return of(device)
+        name = names[index if device.index is None else device.index]
+        return GpuFacts(f"pretended sm_{name}", divmod(name, 10), CARDS[name] * 1024, 128, 192 * 2**30)
 
     answers = {
         "is_available": lambda: True,
         "device_count": lambda: len(CARDS) + 1,  # for a second rank
         "current_device": lambda: index,
-        "get_device_properties": properties,
-        "get_device_capability": get_capability,
-        "get_device_name": lambda device=None: "pretended sm_{}{}".format(*get_capability(device)),
         "synchronize": lambda device=None: None,
         "current_stream": _Nothing,
         "Stream": _Nothing,
@@ -236,6 +230,7 @@ def pretended_card(capability: int) -> Iterator[torch.device]:
     driver.set_active(_Driver(index))
     try:
         with ExitStack() as stack:
+            stack.enter_context(patch.object(GpuFacts, "of", facts_of))
             for name, answer in answers.items():
                 stack.enter_context(patch.object(torch.cuda, name, answer))
             yield torch.device("cuda", index)

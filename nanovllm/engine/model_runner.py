@@ -23,6 +23,7 @@ from nanovllm.engine.runner.startup.package_kernels import PackageKernels
 from nanovllm.engine.sampling.logit_steps import LogitSteps
 from nanovllm.engine.sampling.logprobs import prompt_rows
 from nanovllm.engine.step import Step
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.attention.attention import Attention
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.sampling.sampler import Sampler
@@ -90,7 +91,7 @@ class ModelRunner:
     @property
     def device_name(self) -> str:
         """The GPU's name, after the number of GPUs if there are several; or "CPU"."""
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        name = GpuFacts.of(self.device).name
         return name if self.tp.size == 1 else f"{self.tp.size} x {name}"
 
     def load_weights(self) -> None:

@@ -13,12 +13,13 @@ launch that came in between. It may also read messages that carry their own numb
 nothing early still saves one to two microseconds of launch time.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.kernels import HAS_TRITON
+from nanovllm.kernels.gpu import GpuFacts
 
 CACHE_LINE = 128  # bytes
 
@@ -39,11 +40,9 @@ def await_previous(PDL: tl.constexpr):
         gdc_wait()
 
 
-@cache
+_IS_COMPILED = HAS_TRITON and isinstance(await_previous, triton.JITFunction)
+
+
 def has_pdl(device: torch.device) -> bool:
     """Whether dependent launches are available: on Hopper or newer, not interpreted."""
-    return (
-        device.type == "cuda"
-        and isinstance(await_previous, triton.JITFunction)
-        and torch.cuda.get_device_capability(device) >= (9, 0)
-    )
+    return _IS_COMPILED and GpuFacts.of(device).has_pdl

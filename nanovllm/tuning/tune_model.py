@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.attention.backends import TorchBackend
 from nanovllm.layers.attention.flash_attn4 import AttentionShape
 from nanovllm.layers.formats.quantization import weight_format
@@ -61,14 +62,13 @@ def tune_model(
     from nanovllm.tuning.timed_attention import TimedAttention
 
     with torch.cuda.device(gpu_device):
-        gpu = torch.cuda.get_device_name(gpu_device)
+        gpu = GpuFacts.of(gpu_device).name
         path = output or (package_path(gpu) if into_package else user_path(gpu))
         print(f"{model} on {num_gpus} x {gpu}")
         start = time.perf_counter()
         present = load_table(gpu_device)
         timer = LayerTimer(shapes, TimedAttention(_attention_shape(layer, gpu_device), present, max(DECODE_TOKENS)))
-        num_multiprocessors = torch.cuda.get_device_properties(gpu_device).multi_processor_count
-        tuner = Tuner(shapes, present, set(timer.candidates), num_multiprocessors, timer.fitted)
+        tuner = Tuner(shapes, present, set(timer.candidates), GpuFacts.of(gpu_device).num_multiprocessors, timer.fitted)
         versions = installed_versions(*_PACKAGES)
         journal = Journal((gpu, shapes, versions, sorted(timer.candidates), _COUNTS))
         known = journal.read()

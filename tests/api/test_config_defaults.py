@@ -1,15 +1,17 @@
 """Config: what it takes from the model and the machine: lengths, end-of-sequence tokens, device and dtype."""
 
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from configs import NEW_STYLE, OLD_STYLE, dummy
+from gpus import HOPPER, pretend_gpu
 
 from nanovllm.config import Config
 from nanovllm.engine.ranks.executor import _first_device
 from nanovllm.engine.requests.length_limit import LengthLimit
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.attention.rotary_embedding import rope_parameters
 
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -26,11 +28,10 @@ def a_gpu(monkeypatch):
 
 
 def use_gpu(monkeypatch, memory_gib):
-    properties = SimpleNamespace(total_memory=memory_gib * 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    pretend_gpu(monkeypatch, total_memory=memory_gib * 2**30)
 
 
 # Limits
@@ -212,8 +213,8 @@ def test_the_current_gpu_is_the_first_unless_another_is_chosen(a_gpu, monkeypatc
 
 
 def test_the_chosen_gpus_memory_counts(a_gpu, monkeypatch):
-    sizes = [SimpleNamespace(total_memory=gib * 2**30) for gib in (24, 141)]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes[device])
+    facts = [replace(HOPPER, total_memory=gib * 2**30) for gib in (24, 141)]
+    monkeypatch.setattr(GpuFacts, "of", lambda device: facts[device.index])
     assert dummy(device="cuda:0").max_num_batched_tokens == 16384
     assert dummy(device="cuda:1").max_num_batched_tokens == 32768
 

@@ -11,6 +11,8 @@ from fake_quack import Package, make_config, problem, tensors
 
 pytest.importorskip("triton")
 
+from gpus import pretend_gpu
+
 from nanovllm.engine.runner.startup import package_kernels
 from nanovllm.engine.runner.startup.package_kernels import PackageKernels
 from nanovllm.kernels.launch import compile_ahead
@@ -49,8 +51,7 @@ def hopper(monkeypatch, tmp_path):
     monkeypatch.setattr(package_kernels, "CompileProcesses", Processes)
     monkeypatch.setattr(optional_packages, "version", lambda name: "1.0")
     monkeypatch.setattr(package_kernels, "keep_kernels", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    pretend_gpu(monkeypatch, name="a GPU")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
@@ -112,9 +113,9 @@ def test_none_where_the_packages_are_not_used(hopper, monkeypatch):
 
     assert PackageKernels(dummy(device="cpu", dtype="bfloat16"), 0, CPU).__enter__()._processes is None
     assert start(dtype="float32") is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    pretend_gpu(monkeypatch, capability=(8, 0))
     assert start() is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    pretend_gpu(monkeypatch)
     monkeypatch.setattr(optional_packages, "version", missing)
     assert start() is None
 

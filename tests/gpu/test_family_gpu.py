@@ -33,7 +33,9 @@ from checkpoints import (
     random_prompt,
 )
 from gpu_engines import gpu_llm
+from gpus import pretend_gpu
 
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.utils.context import get_context
 
 NUM_LAYERS = 4
@@ -280,7 +282,6 @@ def test_bfloat16_on_a_gpu_is_within_rounding(make_case, family):
 def test_a_gpu_with_little_shared_memory(make_case, monkeypatch, family):
     """99 KiB, as GeForce cards have: heads of 256 and experts need smaller tiles there. With CUDA graphs, so that the
     start goes through all launches."""
-    from nanovllm.kernels import shared_memory
     from nanovllm.kernels.attention import paged_prefill
 
     tiles, choose_tiles = set(), paged_prefill.choose_tiles
@@ -290,7 +291,7 @@ def test_a_gpu_with_little_shared_memory(make_case, monkeypatch, family):
         return choose_tiles(*args)
 
     monkeypatch.setattr(paged_prefill, "choose_tiles", choose)
-    monkeypatch.setattr(shared_memory, "shared_bytes", lambda device: 99 * 1024)
+    pretend_gpu(monkeypatch, GpuFacts.of(torch.device("cuda", torch.cuda.current_device())), shared_bytes=99 * 1024)
     case = make_case(family)
     options = {"attention_backend": "triton", "dtype": "bfloat16"}
     with gpu_llm(case.path, **OPTIONS | options) as llm:

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from gpus import pretend_gpu
+
 from nanovllm.kernels.attention import paged_decode
 from nanovllm.kernels.attention.decode_plan import (
     MAX_SPLITS,
@@ -59,13 +61,13 @@ def test_more_work_than_programs_makes_longer_splits():
 
 def test_memory_accelerator_is_for_hopper_and_half_precision(monkeypatch):
     gpu = torch.device("cuda", 0)
-    capability = [(9, 0)]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
-    has_tma = paged_decode.has_tma.__wrapped__
+    has_tma = paged_decode.has_tma
+    assert not has_tma(128, 256, 2, torch.device("cpu"))
+    pretend_gpu(monkeypatch)
     assert has_tma(128, 256, 2, gpu)
     assert has_tma(64, 64, 2, gpu)
     refused = [(128, 256, 4, gpu), (80, 256, 2, gpu), (256, 256, 2, gpu), (128, 32, 2, gpu)]
-    assert not any(has_tma(*case) for case in [*refused, (128, 256, 2, torch.device("cpu"))])
+    assert not any(has_tma(*case) for case in refused)
     for other in ((8, 0), (10, 0), (12, 0)):
-        capability[0] = other
+        pretend_gpu(monkeypatch, capability=other)
         assert not has_tma(128, 256, 2, gpu)

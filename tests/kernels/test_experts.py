@@ -6,14 +6,15 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from gpus import pretend_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_inputs import make_rows
 
-from nanovllm.kernels.experts import experts as kernels
 from nanovllm.kernels.experts import experts_gemv
 from nanovllm.kernels.experts.experts import TileConfig, add_pairs, down, gate_up, route, sort_by_expert
 from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.experts.experts_torch import experts_torch, route_torch
 from nanovllm.layers.layernorm import rms_norm_torch
 
@@ -154,7 +155,7 @@ def test_tiles(
 
 
 def test_without_the_tensor_memory_accelerator(device, monkeypatch):
-    monkeypatch.setattr(kernels, "_has_tma", lambda device: False)
+    pretend_gpu(monkeypatch, GpuFacts.of(torch.device(device)), capability=(8, 0))
     x, out = (make_rows(20, 64, HALF, device) for _ in range(2))
     logits, weights = make_logits(20, 6, "any", HALF, device), make_weights(6, 64, 40, HALF, device)
     expected = expected_sum(x, logits, 2, True, weights, out, True, None)

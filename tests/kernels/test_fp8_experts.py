@@ -5,12 +5,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from gpus import pretend_gpu
 from linear_inputs import make_rows
 
-from nanovllm.kernels.experts import experts as kernels
 from nanovllm.kernels.experts import experts_gemv
 from nanovllm.kernels.experts.experts import TileConfig, add_pairs, down, gate_up, route, sort_by_expert
 from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.experts.experts_torch import experts_torch, route_torch
 from nanovllm.layers.formats.quantization import E4M3, Fp8Format, Fp8Weight, quantize_input_torch
 from nanovllm.layers.layernorm import rms_norm_torch
@@ -67,7 +68,7 @@ class Case:
 @shapes
 def test_tiles(device, num_tokens, in_blocks, sizes, dtype, rounds_inputs, config, has_tma, monkeypatch):
     if not has_tma:
-        monkeypatch.setattr(kernels, "_has_tma", lambda device: False)
+        pretend_gpu(monkeypatch, GpuFacts.of(torch.device(device)), capability=(8, 0))
     case = Case(num_tokens, in_blocks, sizes, dtype, device)
 
     def operands(x, weight):

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton.tools.tensor_descriptor")
 
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.linear_silu import can_fuse, linear_silu
 from nanovllm.layers.activation import silu_and_mul_torch
 
@@ -43,5 +44,5 @@ def test_what_it_cannot_address_is_refused(device):
 @pytest.mark.parametrize(("K", "intermediate"), [(1024, 3072), (2048, 6144)])
 def test_shapes_of_the_published_models(num_tokens, K, intermediate):
     x, weight = random_case(num_tokens, K, intermediate, torch.bfloat16, "cuda")
-    assert can_fuse(weight) == (torch.cuda.get_device_capability()[0] == 9)
+    assert can_fuse(weight) == GpuFacts.of(weight.device).is_hopper
     check(x, weight)

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from gpus import pretend_gpu
+
 from nanovllm.kernels import shared_memory
 from nanovllm.kernels.attention import paged_prefill as kernel
 from nanovllm.kernels.attention.paged_prefill import choose_tiles, paged_prefill
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.attention.torch_backend import prefill_attention_torch
 
 # Largest error against float64 that a dtype's rounding of inputs, weights and outputs explains.
@@ -209,8 +212,7 @@ def test_the_last_tokens_alone_see_their_windows(device):
 def test_tiles_fit_shared_memory(monkeypatch, padded_dim, itemsize, is_hopper, kibibytes):
     """Of every card, also of a Hopper that had as little as a GeForce card. Where there is room, the fastest stay."""
     device = torch.device("cpu")
-    monkeypatch.setattr(shared_memory, "shared_bytes", lambda device: kibibytes * 1024)
-    monkeypatch.setattr(kernel, "reads_operands_there", lambda device: is_hopper)
+    pretend_gpu(monkeypatch, GpuFacts.of(device), shared_bytes=kibibytes * 1024, capability=(9 if is_hopper else 8, 0))
     for max_rows in (1, 64, 65, 256, 257, 10000):
         for paged in (False, True):
             tiles = choose_tiles(padded_dim, itemsize, max_rows, paged, device)

@@ -11,7 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import shared_memory
+from gpus import CPU as CPU_FACTS
+from gpus import pretend_gpu
+
 from nanovllm.kernels.shared_memory import fitting_stages
 from nanovllm.layers.experts.expert_candidates import ExpertTiles
 from nanovllm.layers.matmul.matmul import Cublas, Matmul
@@ -27,8 +29,7 @@ def card(monkeypatch):
     """card(KiB, is_hopper): the shared memory of every device from now on."""
 
     def have(kibibytes: int, is_hopper: bool) -> None:
-        monkeypatch.setattr(shared_memory, "shared_bytes", lambda device: kibibytes * KIB)
-        monkeypatch.setattr(shared_memory, "reads_operands_there", lambda device: is_hopper)
+        pretend_gpu(monkeypatch, CPU_FACTS, shared_bytes=kibibytes * KIB, capability=(9 if is_hopper else 8, 0))
 
     return have
 

@@ -10,6 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from gpus import pretend_gpu
+
 from nanovllm.layers.attention import gpu_backends as attention_gpu
 from nanovllm.layers.attention.attention import Attention
 from nanovllm.layers.attention.flash_attn4 import MAX_SEQS, AttentionShape, FlashAttn4, load_flash_attn4
@@ -19,6 +21,7 @@ from nanovllm.utils.context import Context
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 2, 1, 16, 16
 SCALE = HEAD_DIM**-0.5
+CPU = torch.device("cpu")
 MAX_SHORT = 256
 SIZES = {"min_tokens": 300, "max_short_prompt": MAX_SHORT, "max_few_keys": 4096}
 
@@ -135,9 +138,9 @@ def test_an_fp8_cache_is_our_kernels(device):
 def test_few_tokens_are_our_kernels(monkeypatch, device):
     """Of all new tokens of the step, also where only the last ones are asked for."""
     package = Package()
-    monkeypatch.setattr(attention_gpu, "load_flash_attn4", lambda dtype, head_dim: FlashAttn4(package))
+    monkeypatch.setattr(attention_gpu, "load_flash_attn4", lambda dtype, head_dim, device: FlashAttn4(package))
     backend = TritonBackend()
-    backend.use_flash_attn4(torch.float32, HEAD_DIM, **SIZES, max_num_batched_tokens=300, max_model_len=300)
+    backend.use_flash_attn4(torch.float32, HEAD_DIM, CPU, **SIZES, max_num_batched_tokens=300, max_model_len=300)
     out, expected = prefill(backend, [(0, 299)], device)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert package.calls == []
@@ -159,10 +162,10 @@ def test_few_tokens_are_our_kernels(monkeypatch, device):
 )
 def test_where_no_step_is_large_enough_it_is_not_loaded(max_num_tokens, max_model_len, is_loaded, monkeypatch):
     package = Package()
-    monkeypatch.setattr(attention_gpu, "load_flash_attn4", lambda dtype, head_dim: FlashAttn4(package))
+    monkeypatch.setattr(attention_gpu, "load_flash_attn4", lambda dtype, head_dim, device: FlashAttn4(package))
     backend = TritonBackend()
     limits = {"max_num_batched_tokens": max_num_tokens, "max_model_len": max_model_len}
-    backend.use_flash_attn4(torch.float32, HEAD_DIM, **SIZES, **limits)
+    backend.use_flash_attn4(torch.float32, HEAD_DIM, CPU, **SIZES, **limits)
     assert (backend.flash_attn4 is not None) == is_loaded
 
 
@@ -236,9 +239,9 @@ def test_tiles_are_asked_for_where_the_package_takes_them(forward, capability, h
         monkeypatch.setitem(sys.modules, module.__name__, module)
     if forward == "no module":
         monkeypatch.setitem(sys.modules, interface.__name__, None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    pretend_gpu(monkeypatch, capability=(capability, 0))
     backend = TritonBackend()
-    backend.flash_attn4 = load_flash_attn4(torch.bfloat16, head_dim)
+    backend.flash_attn4 = load_flash_attn4(torch.bfloat16, head_dim, torch.device("cuda"))
     for lens in ([(0, MAX_SHORT + 4)] * 2, [(0, 3), (0, MAX_SHORT + 1)], [(BLOCK_SIZE, 5), (0, 2)]):
         assert is_the_packages(prefill(backend, lens, "cpu")[0])
     assert len(public.calls) == (1 if in_tiles else 3)

@@ -15,6 +15,7 @@ from checkpoints import (
     make_llm,
     random_prompt,
 )
+from gpus import pretend_gpu
 from safetensors.torch import load_file
 
 from nanovllm.config import Config
@@ -299,7 +300,7 @@ def test_gpus_without_fp8(path, monkeypatch, capability, is_taken):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    pretend_gpu(monkeypatch, capability=capability)
     options = {"device": "cuda", "max_num_batched_tokens": 64}
     if is_taken:
         assert Config(path, kv_cache_dtype="fp8", **options).kv_cache_dtype == torch.float8_e4m3fn

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_quack import Package, make_config, problem, tensors
+from gpus import pretend_gpu
 
 from nanovllm.layers.matmul import quack as quack_module
 from nanovllm.layers.matmul.quack import Tile, load_quack
@@ -17,15 +18,13 @@ CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def hopper(monkeypatch, tmp_path) -> SimpleNamespace:
-    """The properties of a GPU on a machine that has the package, as far as can be seen without importing it."""
-    properties = SimpleNamespace(major=9)
+def hopper(monkeypatch, tmp_path) -> None:
+    """A Hopper GPU on a machine that has the package, as far as can be seen without importing it."""
     monkeypatch.setattr(quack_module, "version", {"quack-kernels": "0.6.5"}.__getitem__)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    pretend_gpu(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("QUACK_CACHE_DIR", "")  # so that it is put back
     monkeypatch.delenv("QUACK_CACHE_DIR")
-    return properties
 
 
 def import_instead(monkeypatch, modules: dict) -> None:
@@ -55,9 +54,9 @@ def test_loading(hopper, monkeypatch, tmp_path):
     assert len(own.calls) == 2
     assert load_quack(torch.float32, CUDA, decodes=True) is None
     assert load_quack(torch.bfloat16, torch.device("cpu"), decodes=True) is None
-    hopper.major = 10
+    pretend_gpu(monkeypatch, capability=(10, 0))
     assert load_quack(torch.bfloat16, CUDA, decodes=True) is None
-    hopper.major = 9
+    pretend_gpu(monkeypatch)
     monkeypatch.setattr(quack_module, "version", version)  # where it is not installed
     assert load_quack(torch.bfloat16, CUDA, decodes=True) is None
 

@@ -16,6 +16,7 @@ from fp8_checkpoints import (
     reference_logprobs,
     scored,
 )
+from gpus import pretend_gpu
 
 from nanovllm import SamplingParams
 from nanovllm.config import FP8_CAPABILITY, Config
@@ -312,8 +313,7 @@ def test_gpus_without_the_products_are_refused(monkeypatch, settings, capability
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: torch.Size())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    pretend_gpu(monkeypatch, capability=capability)
     options = {"hf_config": config, "max_num_batched_tokens": 1024, "quantization": None if settings else "fp8"}
     if allowed:
         assert dummy(**options).weight_format.is_blocked == bool(settings)

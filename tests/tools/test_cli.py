@@ -6,11 +6,11 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from gpus import pretend_gpu
 
 from nanovllm.cli import main
 from nanovllm.layers.matmul.table import Key, load_table, user_path
@@ -136,9 +136,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    pretend_gpu(monkeypatch, name=GPU)
     return torch.device("cuda", 0)
 
 

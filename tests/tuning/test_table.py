@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 from configs import TUNED
+from gpus import pretend_gpu
 
 from nanovllm.kernels.attention.decode_plan import SPLIT_UNIT
 from nanovllm.layers.attention.decode_constants import DecodeConstants
@@ -94,7 +95,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def become(name: str) -> torch.device:
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        pretend_gpu(monkeypatch, name=name)
         return torch.device("cuda", 0)
 
     return become

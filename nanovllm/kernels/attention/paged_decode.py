@@ -15,7 +15,6 @@ Flash-Decoding (Dao, Haziza, Massa, Sizov 2023) over the pages of PagedAttention
 """
 
 import math
-from functools import cache
 
 import torch
 import triton
@@ -25,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, SPLIT_UNIT, DecodeConfig, DecodeWorkspace
 from nanovllm.kernels.attention.paged_cache import check_layout, key_slots, load_blocks
 from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents, gdc_wait, has_pdl, prefetch_lines
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 
 # Tensor cores compute at least this many query heads at once. A smaller group is padded.
@@ -353,12 +353,11 @@ def paged_decode(
     return out
 
 
-@cache
 def has_tma(head_dim: int, block_size: int, itemsize: int, device: torch.device) -> bool:
     """Whether Hopper's tensor memory accelerator can be used: in half precision, for the head_dims that it was
     measured with."""
     fits = itemsize == 2 and head_dim in (64, 128) and block_size >= SPLIT_UNIT
-    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return fits and GpuFacts.of(device).is_hopper
 
 
 def _descriptors(k_cache: torch.Tensor, v_cache: torch.Tensor, tile: int) -> tuple:

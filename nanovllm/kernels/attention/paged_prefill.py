@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.attention.paged_cache import check_layout, key_slots, load_blocks
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.shared_memory import fits, reads_operands_there
+from nanovllm.kernels.shared_memory import fits
 
 
 class PrefillTiles(NamedTuple):
@@ -27,7 +28,7 @@ class PrefillTiles(NamedTuple):
         """What a program needs at most: the queries, and of each stage one tile of keys and one of values. Where
         operands are copied to registers, one stage less, and the weights on their way from one product to the next."""
         stages, row_bytes = self.num_stages, padded_dim * itemsize
-        if itemsize == 4 or reads_operands_there(device):
+        if itemsize == 4 or GpuFacts.of(device).reads_shared_operands:
             return (self.rows + 2 * self.keys * stages) * row_bytes
         # Without a pipeline keys and values take turns.
         tiles = 2 * (stages - 1) if stages > 1 else 1

@@ -34,7 +34,6 @@ All five are dependent launches (see `dependent_launch`). Arguments of both prod
     dtype: of the result; None: x's.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -44,6 +43,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.linear_checks import BLOCK
 from nanovllm.kernels.shared_memory import fitting_stages
@@ -397,11 +397,6 @@ def check_scales(x: Tensor, weight: Tensor, weight_scale: Tensor | None, x_scale
         raise ValueError(f"x_scale must be {list(needed)} for an x in e4m3, else None; x is in {x.dtype}")
 
 
-@cache
-def _has_tma(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def _launch(
     x: Tensor,
     order: Tensor,
@@ -430,7 +425,7 @@ def _launch(
     if block and k_tile > block:
         raise ValueError(f"config must have a k of at most {block} for a weight in blocks, not {k_tile}")
     x_scale_strides = (0, 0) if x_scale is None else x_scale.stride()
-    has_tma = _has_tma(x.device) and K * weight.element_size() % 16 == 0
+    has_tma = GpuFacts.of(x.device).has_tma and K * weight.element_size() % 16 == 0
     if has_tma:
         rows = weight.view(num_experts * num_rows, K)
         weight = TensorDescriptor.from_tensor(rows, [columns, k_tile])

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 
 # Three stages of three tiles and the results fill an H200's shared memory.
@@ -53,7 +54,7 @@ def can_fuse(weight: Tensor) -> bool:
         and weight.dtype in (torch.bfloat16, torch.float16)
         and K % TILE_K == 0
         and rows % (2 * TILE_COLUMNS) == 0
-        and torch.cuda.get_device_capability(weight.device)[0] == 9
+        and GpuFacts.of(weight.device).is_hopper
     )
 
 
@@ -74,8 +75,7 @@ def linear_silu(x: Tensor, weight: Tensor) -> Tensor:
     if num_tokens == 0:
         return y
     tiles = triton.cdiv(num_tokens, TILE_TOKENS) * (intermediate // TILE_COLUMNS)
-    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
-    num_programs = min(multiprocessors, tiles)
+    num_programs = min(GpuFacts.of(x.device).num_multiprocessors, tiles)
     launcher(_linear_silu_kernel, (num_programs,))(
         TensorDescriptor.from_tensor(x, [TILE_TOKENS, TILE_K]),
         TensorDescriptor.from_tensor(weight, [TILE_COLUMNS, TILE_K]),

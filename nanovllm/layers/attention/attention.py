@@ -34,7 +34,7 @@ class AttentionBackend(ABC):
         constants: the GPU's."""
         return None
 
-    def use_flash_attn4(self, dtype: torch.dtype, head_dim: int, **sizes: int) -> None:
+    def use_flash_attn4(self, dtype: torch.dtype, head_dim: int, device: torch.device, **sizes: int) -> None:
         """Give prefills to flash-attn-4 where it is faster (see `GpuBackend`)."""
         return None
 

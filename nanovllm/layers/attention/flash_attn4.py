@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels import HAS_TRITON
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.utils.context import Context
 from nanovllm.utils.light_imports import import_without_torch_compile
 from nanovllm.utils.optional_packages import OptionalPackage, keep_kernels
@@ -96,17 +97,17 @@ class FlashAttn4(OptionalPackage):
 def load_kernel(shape: AttentionShape, kernel: int) -> None:
     """`FlashAttn4.load` in a process of its own."""
     with torch.cuda.device(shape.device):
-        flash_attn4 = load_flash_attn4(shape.dtype, shape.head_dim)
+        flash_attn4 = load_flash_attn4(shape.dtype, shape.head_dim, shape.device)
         if flash_attn4 is not None:
             flash_attn4.load(shape, kernel)
             torch.cuda.synchronize()
 
 
-def load_flash_attn4(dtype: torch.dtype, head_dim: int) -> FlashAttn4 | None:
-    """flash-attn-4, if it is installed and supports this model on the current CUDA device; else None. The import takes
-    seconds. Logs a warning if the package is installed but cannot be imported."""
+def load_flash_attn4(dtype: torch.dtype, head_dim: int, device: torch.device) -> FlashAttn4 | None:
+    """flash-attn-4, if it is installed and supports this model on this GPU; else None. The import takes seconds. Logs a
+    warning if the package is installed but cannot be imported."""
     # Compute capability 9 and 10 are Hopper and data-centre Blackwell. Others have no paged kernel.
-    capability = torch.cuda.get_device_capability()[0]
+    capability = GpuFacts.of(device).capability[0]
     if capability not in (9, 10) or dtype not in (torch.bfloat16, torch.float16):
         return None
     if head_dim > 128 or head_dim % 8:

@@ -36,14 +36,23 @@ class GpuBackend(AttentionBackend):
         return f"{self.name} (prefill: flash-attn-4, in steps of {self.flash_attn4_min_tokens} tokens or more)"
 
     def use_flash_attn4(
-        self, dtype, head_dim, *, min_tokens, max_short_prompt, max_few_keys, max_num_batched_tokens, max_model_len
+        self,
+        dtype,
+        head_dim,
+        device,
+        *,
+        min_tokens,
+        max_short_prompt,
+        max_few_keys,
+        max_num_batched_tokens,
+        max_model_len,
     ):
         """Use it from now on, if it is installed and supports this model. It is not imported, which takes seconds, if
         no step can be long enough for it. The first three sizes become attributes."""
         self.flash_attn4_min_tokens, self.max_short_prompt = min_tokens, max_short_prompt
         self.max_few_keys = max_few_keys
         if max_num_batched_tokens >= min_tokens or max_model_len > max_few_keys:
-            self.flash_attn4 = load_flash_attn4(dtype, head_dim)
+            self.flash_attn4 = load_flash_attn4(dtype, head_dim, device)
 
     def prefill(self, layer, q, k, v, context):
         longest = context.max_seqlen_k

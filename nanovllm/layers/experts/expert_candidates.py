@@ -1,12 +1,11 @@
 """The candidates of `matmul` for a layer's experts."""
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON, use_kernels
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.activation import Gated, SiluAndMul
 from nanovllm.layers.experts.expert_products import ExpertsProblem, compute_experts
 from nanovllm.layers.formats.quantization import E4M3, Fp8Weight, Quantized, Weight, values_and_scale
@@ -149,7 +148,7 @@ def _suits_torch(problem: ExpertsProblem, unit: int) -> bool:
         and not is_compiling_ahead()
         and len(weight) <= MAX_EXPERTS
         and not any(size % unit for size in (*weight.shape[1:], problem.down.shape[2]))
-        and _is_hopper(weight.device)
+        and GpuFacts.of(weight.device).is_hopper
     )
 
 
@@ -179,11 +178,6 @@ def _scaled_product(x: Quantized, weight: Fp8Weight, ends: Tensor) -> Tensor:
     options = {"offs": ends, "out_dtype": weight.input_dtype, "use_fast_accum": True}
     scales = x.scale.flatten(), weight.scale.flatten(1)
     return torch._scaled_grouped_mm(x.values, weight.values.transpose(1, 2), *scales, **options)
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def expert_candidates(device: torch.device, quack: Quack | None) -> list[Candidate]:

@@ -1,12 +1,12 @@
 """Our own kernels as candidates of `matmul`."""
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON, use_kernels
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.formats.quantization import Fp8Weight, Weight, values_and_scale
 from nanovllm.layers.matmul.fp8_products import quantize_input
 from nanovllm.layers.matmul.matmul import Candidate, Problem
@@ -59,7 +59,9 @@ class SplitK(Candidate):
 
     def supports(self, problem: Problem) -> bool:
         weight = problem.weight
-        if not use_kernels(weight) or weight.shape[1] % split_k_kernels.ALIGNMENT or not _is_hopper(weight.device):
+        if not use_kernels(weight) or weight.shape[1] % split_k_kernels.ALIGNMENT:
+            return False
+        if not (has_pdl(weight.device) and GpuFacts.of(weight.device).is_hopper):
             return False
         if isinstance(weight, Fp8Weight):
             return weight.input_dtype in split_k_kernels.DTYPES
@@ -104,11 +106,6 @@ def _result(problem: Problem) -> Tensor:
 def _options(problem: Problem) -> dict[str, Any]:
     """Of both decode kernels."""
     return {"silu": problem.operation == "linear_silu", "add": problem.operation == "linear_add", "pdl": True}
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return has_pdl(device) and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def our_candidates(device: torch.device) -> list[Candidate]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.formats.quantization import E4M3, Fp8Format, Fp8Weight, Weight
 from nanovllm.layers.layernorm import Normed
 from nanovllm.layers.matmul.fp8_products import quantize_input
@@ -192,7 +193,7 @@ def _config(make_config: Callable, tile: Tile):
 def load_quack(dtype: torch.dtype, device: torch.device, decodes: bool) -> Quack | None:
     """None unless the package is installed, supports this dtype and the device is a Hopper GPU. The import takes
     seconds. If it fails, that is logged as a warning."""
-    if device.type != "cuda" or dtype not in Quack.DTYPES or torch.cuda.get_device_properties(device).major != 9:
+    if dtype not in Quack.DTYPES or not GpuFacts.of(device).is_hopper:
         return None
     try:
         installed = version("quack-kernels")

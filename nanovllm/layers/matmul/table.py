@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.utils.optional_packages import kernel_cache
 
 _TABLES = Path(__file__).parent / "tables"
@@ -106,7 +107,7 @@ def load_table(device: torch.device) -> Table:
     """The package's table for this GPU, updated with the user's own from `nanovllm tune`. A CPU has no rows."""
     if device.type != "cuda":
         return Table(settings=package_table(_DEFAULT_GPU).settings)
-    gpu = torch.cuda.get_device_name(device)
+    gpu = GpuFacts.of(device).name
     table = package_table(gpu)
     path = user_path(gpu)
     return table.updated(read_table(path)) if path.is_file() else table
@@ -114,7 +115,7 @@ def load_table(device: torch.device) -> Table:
 
 @cache
 def package_table(gpu: str) -> Table:
-    """gpu: as `torch.cuda.get_device_name` gives it. The default GPU's table if there is none of this name."""
+    """gpu: `GpuFacts.name`. The default GPU's table if there is none of this name."""
     path = package_path(gpu)
     return read_table(path) if path.is_file() else package_table(_DEFAULT_GPU)
 

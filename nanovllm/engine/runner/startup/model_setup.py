@@ -76,6 +76,7 @@ def build_model(runner: Any, backend: AttentionBackend, has_graphs: bool) -> tup
     backend.use_flash_attn4(
         config.dtype,
         head_dim,
+        device,
         min_tokens=table.setting("flash_attn4", "min_layer_work") // runner.num_layer_params,
         max_short_prompt=table.setting("flash_attn4", "max_short_prompt").get(backend.name, 0),
         max_few_keys=table.setting("flash_attn4", "max_few_keys"),

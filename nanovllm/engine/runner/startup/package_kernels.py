@@ -17,6 +17,7 @@ import torch
 from xxhash import xxh64_hexdigest
 
 from nanovllm.config import Config
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.attention.flash_attn4 import AttentionShape, FlashAttn4, load_kernel
 from nanovllm.layers.matmul.quack import Quack, load_product
 from nanovllm.layers.matmul.table import package_path, user_path
@@ -58,11 +59,11 @@ class PackageKernels:
         if rank or device.type != "cuda" or versions.keys().isdisjoint(_PACKAGES):
             return
         # Neither package is used for other dtypes, or on older GPUs.
-        if config.dtype not in Quack.DTYPES or torch.cuda.get_device_capability(device)[0] < 9:
+        if config.dtype not in Quack.DTYPES or GpuFacts.of(device).capability[0] < 9:
             return
         shape = [getattr(config.hf_config, name, None) for name in _SHAPE]
         options = [getattr(config, name) for name in _OPTIONS]
-        gpu = torch.cuda.get_device_name(device)
+        gpu = GpuFacts.of(device).name
         tables = [path.read_bytes() for path in (package_path(gpu), user_path(gpu)) if path.is_file()]
         facts = repr((shape, options, versions, gpu, tables))
         note = Path(kernel_cache("starts"), xxh64_hexdigest(facts.encode()))
