@@ -67,6 +67,23 @@ def test_a_room_imports_only_what_it_may(room, allowed):
             assert not others, f"{module} imports {others}"
 
 
+def test_every_file_is_imported_without_triton():
+    """As on macOS, which has none. Only what runs inside another package's kernels needs that package."""
+    names = [name for name in FILES if not name.endswith(("__main__", ".quack_early"))]
+    script = f"import importlib, sys; sys.modules['triton'] = None; [importlib.import_module(x) for x in {names}]"
+    done = subprocess.run([sys.executable, "-c", script], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_kernel_without_triton_says_what_is_missing():
+    script = (
+        "import sys; sys.modules['triton'] = None; from nanovllm.kernels.step_copies import _return_kernel; "
+        "_return_kernel[(1,)]"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert "this kernel needs Triton, which is not installed" in done.stderr
+
+
 def test_the_tests_are_collected_without_triton():
     """As on macOS, which has none: tests of kernels are skipped, and no file fails."""
     collect = (

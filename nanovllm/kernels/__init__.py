@@ -1,7 +1,6 @@
-"""Triton kernels. Each has a plain-torch twin in `nanovllm.layers`, and a test that compares the two.
+"""Triton kernels and their plain-torch twins: tensors in, tensors out. A test compares the two.
 
-The modules import Triton, so they may be imported only if `HAS_TRITON` is true. This file and
-`decode_plan` do not import it.
+A file imports Triton from `triton_stub`, so it can be imported where Triton is not installed.
 """
 
 from importlib.util import find_spec
@@ -12,5 +11,5 @@ HAS_TRITON: bool = find_spec("triton") is not None
 
 
 def use_kernels(x: Tensor) -> bool:
-    """Whether an operation on `x` runs its Triton kernel (on CUDA) or its plain-torch twin (elsewhere)."""
+    """True if an operation on `x` runs its Triton kernel (on CUDA), False for its plain-torch twin (elsewhere)."""
     return HAS_TRITON and x.is_cuda

@@ -14,12 +14,10 @@ nothing early still saves one to two microseconds of launch time.
 """
 
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels import HAS_TRITON
 from nanovllm.kernels.gpu import GpuFacts
+from nanovllm.kernels.triton_stub import gdc_launch_dependents, gdc_wait, tl, triton
 
 CACHE_LINE = 128  # bytes
 

@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from contextvars import ContextVar
 from functools import partial
 
-import triton
 from torch import Tensor
-from triton.runtime import driver
+
+from nanovllm.kernels.triton_stub import driver, triton
 
 _MAX_THREADS = 16
 

@@ -1,12 +1,11 @@
 """RMS normalization over the last dimension."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.triton_stub import tl, triton
 
 
 @triton.jit

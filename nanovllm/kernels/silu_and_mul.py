@@ -1,12 +1,11 @@
 """The activations over a fused gate-and-up projection: SwiGLU, and GEGLU with the approximation by tanh."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.triton_stub import tl, triton
 
 # 4 warps, where each thread loads 16 bytes of gate and 16 bytes of up, in half precision.
 _BLOCK = 1024

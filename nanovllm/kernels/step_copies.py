@@ -4,11 +4,10 @@ A copy engine costs about ten microseconds between two kernels, and a step has a
 writes the host's page-locked memory directly.
 """
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.triton_stub import tl, triton
 
 _BLOCK = 256  # words of 8 bytes; two a thread
 

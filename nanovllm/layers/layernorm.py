@@ -5,10 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.kernels import HAS_TRITON, use_kernels
-
-if HAS_TRITON:
-    from nanovllm.kernels.rms_norm import rms_norm, rms_norm_add
+from nanovllm.kernels import use_kernels
+from nanovllm.kernels.rms_norm import rms_norm, rms_norm_add
 
 
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:

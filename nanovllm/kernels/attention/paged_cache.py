@@ -21,8 +21,8 @@ They return a contiguous tensor like q, computed in float32, and raise ValueErro
 """
 
 import torch
-import triton
-import triton.language as tl
+
+from nanovllm.kernels.triton_stub import tl, triton
 
 SMALLEST_BLOCK = 16
 

@@ -17,15 +17,13 @@ Flash-Decoding (Dao, Haziza, Massa, Sizov 2023) over the pages of PagedAttention
 import math
 
 import torch
-import triton
-import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, SPLIT_UNIT, DecodeConfig, DecodeWorkspace
 from nanovllm.kernels.attention.paged_cache import check_layout, key_slots, load_blocks
 from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents, gdc_wait, has_pdl, prefetch_lines
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.triton_stub import TensorDescriptor, tl, triton
 
 # Tensor cores compute at least this many query heads at once. A smaller group is padded.
 _MIN_GROUP, _MIN_GROUP_TMA = 16, 8

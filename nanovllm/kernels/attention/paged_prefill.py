@@ -7,13 +7,12 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from nanovllm.kernels.attention.paged_cache import check_layout, key_slots, load_blocks
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.shared_memory import fits
+from nanovllm.kernels.triton_stub import tl, triton
 
 
 class PrefillTiles(NamedTuple):

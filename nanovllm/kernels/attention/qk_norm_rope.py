@@ -1,12 +1,11 @@
 """Everything between the QKV projection and attention in one launch: q/k norms, RoPE and the KV cache write."""
 
-import triton
-import triton.language as tl
 from torch import Tensor, float8_e4m3fn
 
 from nanovllm.kernels.attention.paged_cache import check_scales
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.triton_stub import tl, triton
 
 
 @triton.jit

@@ -37,16 +37,14 @@ All five are dependent launches (see `dependent_launch`). Arguments of both prod
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.linear_checks import BLOCK
 from nanovllm.kernels.shared_memory import fitting_stages
+from nanovllm.kernels.triton_stub import TensorDescriptor, tl, triton
 
 _E4M3 = torch.float8_e4m3fn
 MAX_EXPERTS = 1024  # What one program sorts and compares at once.

@@ -20,8 +20,6 @@ the logits, and the weights of their experts, before it waits for `gate_up`. It 
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
@@ -29,6 +27,7 @@ from nanovllm.kernels.experts.experts import check_scales
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.gemv import unroll_factor
 from nanovllm.kernels.matmul.linear_checks import BLOCK
+from nanovllm.kernels.triton_stub import tl, triton
 
 MAX_TOKENS = 16
 MAX_NORM_SIZE = 8192

@@ -5,12 +5,11 @@ rounded to the input's dtype in between, so that the numbers are those of two ke
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.triton_stub import tl, triton
 
 GROUP = 128
 _E4M3 = torch.float8_e4m3fn

@@ -7,13 +7,11 @@ loaded by the tensor memory accelerator.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.triton_stub import TensorDescriptor, tl, triton
 
 # Three stages of three tiles and the results fill an H200's shared memory.
 TILE_TOKENS, TILE_COLUMNS, TILE_K = 128, 128, 64

@@ -14,14 +14,13 @@ last one adds all sums, always in the order of the splits, so equal calls give e
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents, gdc_wait, has_pdl, prefetch_lines
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.linear_checks import BLOCK, check_layer, check_result, check_scaled_layer
 from nanovllm.kernels.shared_memory import fitting_stages
+from nanovllm.kernels.triton_stub import tl, triton
 
 DTYPES = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # columns; other rows are read two bytes at a time

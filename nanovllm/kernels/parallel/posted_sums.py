@@ -13,12 +13,11 @@ rank's part, adds all parts up, and computes the norm.
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.triton_stub import tl, triton
 
 MAX_TOKENS = 64  # of a sum; a message is twice as large as its content
 _MAX_TOKENS = tl.constexpr(MAX_TOKENS)

@@ -1,13 +1,11 @@
 """Samples tokens from softmax(logits / temperature) in one pass, with noise that belongs to the request."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.triton_stub import libdevice, tl, triton
 
 MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
 _LOG2_E = tl.constexpr(1.4426950408889634)

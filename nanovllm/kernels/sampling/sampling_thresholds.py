@@ -11,13 +11,12 @@ lanes then hold all candidates. These are copied, and the search reads only them
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.sampling.sampler import MAX_FLOAT, scale_of
+from nanovllm.kernels.triton_stub import tl, triton
 
 LANES = 4096
 CAPACITY = 16384  # logits of a row's candidates

@@ -4,15 +4,12 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels import HAS_TRITON
+from nanovllm.kernels.matmul.gemv import GemvConfig, gemv
+from nanovllm.kernels.parallel import all_reduce as kernels
+from nanovllm.kernels.parallel import posted_sums
+from nanovllm.kernels.parallel.all_reduce import add_norm_arrived
+from nanovllm.kernels.parallel.posted_sums import Inboxes, collect, push_add_norm
 from nanovllm.layers.parallel.peer_memory import Peers, copy_bytes
-
-if HAS_TRITON:
-    from nanovllm.kernels.matmul.gemv import GemvConfig, gemv
-    from nanovllm.kernels.parallel import all_reduce as kernels
-    from nanovllm.kernels.parallel import posted_sums
-    from nanovllm.kernels.parallel.all_reduce import add_norm_arrived
-    from nanovllm.kernels.parallel.posted_sums import Inboxes, collect, push_add_norm
 
 # With more than two ranks a one-shot sum moves more bytes than NCCL does, so it pays only for few tokens.
 _MAX_TOKENS_OF_MANY_RANKS = 512

@@ -6,12 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.kernels import HAS_TRITON, use_kernels
+from nanovllm.kernels import use_kernels
+from nanovllm.kernels.sampling.sampler import best_of_shard, pick_best
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.sampling.exponential_race import GROUP, MAX_FLOAT, group_scores, in_groups, race_scores
-
-if HAS_TRITON:
-    from nanovllm.kernels.sampling.sampler import best_of_shard, pick_best
 
 # The "token" of a row without one: its logits hold a NaN or +inf, or are all -inf.
 NON_FINITE = -1

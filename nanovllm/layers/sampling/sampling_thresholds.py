@@ -4,10 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import HAS_TRITON, use_kernels
-
-if HAS_TRITON:
-    from nanovllm.kernels.sampling import sampling_thresholds as kernels
+from nanovllm.kernels import use_kernels
+from nanovllm.kernels.sampling import sampling_thresholds as kernels
 
 
 def sampling_thresholds(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
