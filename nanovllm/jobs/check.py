@@ -13,7 +13,7 @@ from nanovllm.jobs.lines import Row
 from nanovllm.jobs.reader import read
 from nanovllm.jobs.writer import error_row
 from nanovllm.llm import LLM
-from nanovllm.utils.tokenizer_files import load_tokenizer
+from nanovllm.models.tokenizer_files import load_tokenizer
 
 _MAX_ERRORS = 1000
 

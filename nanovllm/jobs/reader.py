@@ -25,8 +25,8 @@ from nanovllm.jobs.inputs import Inputs, RawLine
 from nanovllm.jobs.lines import Line, LineFormat, LineId
 from nanovllm.jobs.request_names import ChatOptions
 from nanovllm.models.model_files import OTHER_FILES, download, find_directory
+from nanovllm.models.tokenizer_files import load_tokenizer
 from nanovllm.utils.python_process import python_command
-from nanovllm.utils.tokenizer_files import load_tokenizer
 
 Item = TypeVar("Item")
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
-from nanovllm.utils.tokenizer_files import load_tokenizer
+from nanovllm.models.tokenizer_files import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -237,7 +237,7 @@ def test_a_sentencepiece_model_alone_names_the_packages(directory, monkeypatch):
     """transformers' message speaks of tiktoken."""
     (directory / "tokenizer.json").unlink()
     (directory / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
-    monkeypatch.setattr("nanovllm.utils.tokenizer_files.find_spec", lambda name: None)
+    monkeypatch.setattr("nanovllm.models.tokenizer_files.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"a SentencePiece model.*pip install sentencepiece protobuf.*tokenizer\.json"):
         make_llm(directory, skip_tokenizer_init=False)
 
