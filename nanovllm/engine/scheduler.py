@@ -12,7 +12,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import Step
-from nanovllm.layers.sampling.sampler import NON_FINITE
+from nanovllm.kernels.sampling.sampler import NON_FINITE
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from nanovllm.kernels import use_kernels
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.triton_stub import tl, triton
@@ -34,16 +35,36 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     """`x / sqrt(mean(x^2) + eps) * weight` for each row, in float32, rounded once (Zhang & Sennrich 2019).
 
     x: `[num_tokens, hidden]`, any float dtype and row stride, contiguous in its last dimension. weight: `[hidden]`.
-    Returns `out`, a tensor like x which may be x itself, or a new contiguous one. Raises ValueError for other strides
-    or another weight.
+    Returns `out`, a tensor like x which may be x itself, or a new contiguous one. The kernel raises ValueError for
+    other strides or another weight.
     """
+    return (rms_norm_triton if use_kernels(x) else rms_norm_torch)(x, weight, eps, out)
+
+
+def rms_norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`residual += rms_norm(x)`, in float32, rounded once. Arguments and errors are those of `rms_norm`; residual is
+    like x. Returns residual."""
+    return (rms_norm_add_triton if use_kernels(x) else rms_norm_add_torch)(residual, x, weight, eps)
+
+
+def rms_norm_torch(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """The twin. x may have any number of leading dimensions."""
+    value = x.float()
+    inverse_rms = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
+    normed = (value * inverse_rms * weight.float()).to(x.dtype)
+    return normed if out is None else out.copy_(normed)
+
+
+def rms_norm_add_torch(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return residual.copy_(residual.float() + rms_norm_torch(x.float(), weight, eps))
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     return _launch(x, weight, eps, y, add=False)
 
 
-def rms_norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`residual += rms_norm(x)`, in float32, rounded once. Arguments and errors as in `rms_norm`; residual like x.
-    Returns residual."""
+def rms_norm_add_triton(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _launch(x, weight, eps, residual, add=True)
 
 

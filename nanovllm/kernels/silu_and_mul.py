@@ -1,8 +1,10 @@
 """The activations over a fused gate-and-up projection: SwiGLU, and GEGLU with the approximation by tanh."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels import use_kernels
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.triton_stub import tl, triton
@@ -34,13 +36,32 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """`silu(gate) * up` where x holds gate and up side by side (Shazeer 2020); float32 inside, rounded once.
 
     x: `[num_tokens, 2 * intermediate]`, any float dtype and row stride, contiguous in its last dimension. Returns
-    `[num_tokens, intermediate]`, contiguous, of x's dtype. Raises ValueError if the last dimension is odd or strided.
+    `[num_tokens, intermediate]`, contiguous, of x's dtype. The kernel raises ValueError if the last dimension is odd or
+    strided.
     """
-    return _launch(x, gelu=False)
+    return silu_and_mul_triton(x) if use_kernels(x) else silu_and_mul_torch(x)
 
 
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     """`gelu(gate) * up`, the gelu by tanh (Hendrycks & Gimpel 2016); otherwise like `silu_and_mul`."""
+    return gelu_tanh_and_mul_triton(x) if use_kernels(x) else gelu_tanh_and_mul_torch(x)
+
+
+def silu_and_mul_torch(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def gelu_tanh_and_mul_torch(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
+
+
+def silu_and_mul_triton(x: Tensor) -> Tensor:
+    return _launch(x, gelu=False)
+
+
+def gelu_tanh_and_mul_triton(x: Tensor) -> Tensor:
     return _launch(x, gelu=True)
 
 

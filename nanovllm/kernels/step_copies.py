@@ -4,8 +4,10 @@ A copy engine costs about ten microseconds between two kernels, and a step has a
 writes the host's page-locked memory directly.
 """
 
+import torch
 from torch import Tensor
 
+from nanovllm.kernels import use_kernels
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.triton_stub import tl, triton
 
@@ -20,7 +22,7 @@ def _receive_kernel(
     words = tl.load(host_words + at, mask=at < num_words)
     token = tl.load(tokens + at, mask=at < num_rows)
     pending = tl.load(pending_rows + at, mask=at < num_rows, other=-1)
-    # layers.sampler.NON_FINITE must not reach the embedding. Its sequence ends before this step is read.
+    # NON_FINITE of the sampler must not reach the embedding. Its sequence ends before this step is read.
     last = tl.maximum(tl.load(sampled + pending, mask=pending >= 0), 0)
     tl.store(device_words + at, words, mask=at < num_words)
     tl.store(input_ids + at, tl.where(pending >= 0, last, token), mask=at < num_rows)
@@ -35,24 +37,49 @@ def _return_kernel(source, target, num_words, BLOCK: tl.constexpr):
 def receive_step(
     host_words: Tensor, device_words: Tensor, tokens: Tensor, pending_rows: Tensor, sampled: Tensor, input_ids: Tensor
 ) -> None:
-    """Copy the inputs, and find the token that each row feeds. The twin is the copy and the `where` of `DecodeInputs`.
-    The tensors on the host must be page-locked, and must not change until the stream has executed this.
+    """Copy the inputs, and find the token that each row feeds. The tensors on the host must not change until the stream
+    has executed this, and beside a GPU they must be page-locked.
 
     Args:
-        host_words: int64 `[num_words]`, on the host.
+        host_words: int64 `[num_words]`, on the host. On a CPU it may be device_words itself.
         device_words: int64 `[num_words]`: becomes a copy of host_words.
         tokens: int64 `[num_rows or more]`, on the host.
         pending_rows: int32, like tokens: the row of `sampled` that a row feeds, or -1 if it feeds its token.
         sampled: int64: the tokens that the last step sampled; 0 replaces a negative one.
         input_ids: int64 `[num_rows]`: becomes the token of each row.
     """
+    receive = receive_step_triton if use_kernels(input_ids) else receive_step_torch
+    receive(host_words, device_words, tokens, pending_rows, sampled, input_ids)
+
+
+def return_tokens(tokens: Tensor, host: Tensor) -> None:
+    """Copy int64 `tokens` to memory of the host, in stream order. Beside a GPU it must be page-locked."""
+    if use_kernels(tokens):
+        return_tokens_triton(tokens, host)
+    else:
+        host.copy_(tokens, non_blocking=True)
+
+
+def receive_step_torch(
+    host_words: Tensor, device_words: Tensor, tokens: Tensor, pending_rows: Tensor, sampled: Tensor, input_ids: Tensor
+) -> None:
+    if host_words.data_ptr() != device_words.data_ptr():
+        device_words.copy_(host_words, non_blocking=True)
+    num_rows, device = len(input_ids), input_ids.device
+    token, pending = (x[:num_rows].to(device, non_blocking=True) for x in (tokens, pending_rows))
+    last = sampled[pending.clamp(min=0)].clamp_(min=0)
+    torch.where(pending < 0, token, last, out=input_ids)
+
+
+def receive_step_triton(
+    host_words: Tensor, device_words: Tensor, tokens: Tensor, pending_rows: Tensor, sampled: Tensor, input_ids: Tensor
+) -> None:
     num_words, num_rows = len(host_words), len(input_ids)
     grid = (triton.cdiv(max(num_words, num_rows), _BLOCK),)
     arrays = (host_words, device_words, tokens, pending_rows, sampled, input_ids)
     launcher(_receive_kernel, grid)(*arrays, num_words, num_rows, BLOCK=_BLOCK, num_warps=4)
 
 
-def return_tokens(tokens: Tensor, host: Tensor) -> None:
-    """Copy int64 `tokens` to page-locked memory of the host, in stream order."""
+def return_tokens_triton(tokens: Tensor, host: Tensor) -> None:
     grid = (triton.cdiv(len(tokens), _BLOCK),)
     launcher(_return_kernel, grid)(tokens, host, len(tokens), BLOCK=_BLOCK, num_warps=4)

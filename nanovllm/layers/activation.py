@@ -1,24 +1,8 @@
 """The gated activations of the MLPs (Shazeer 2020): SwiGLU, and GEGLU with the approximation by tanh."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.kernels import HAS_TRITON, use_kernels
-
-if HAS_TRITON:
-    from nanovllm.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
-
-
-def silu_and_mul_torch(x: Tensor) -> Tensor:
-    """Twin of `kernels.silu_and_mul.silu_and_mul`."""
-    gate, up = x.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(x.dtype)
-
-
-def gelu_tanh_and_mul_torch(x: Tensor) -> Tensor:
-    """Twin of `kernels.silu_and_mul.gelu_tanh_and_mul`."""
-    gate, up = x.float().chunk(2, dim=-1)
-    return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
+from nanovllm.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 
 
 class SiluAndMul(nn.Module):
@@ -26,7 +10,7 @@ class SiluAndMul(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[num_tokens, 2 * intermediate]` (gate, up) to `[num_tokens, intermediate]`, same dtype."""
-        return silu_and_mul(x) if use_kernels(x) else silu_and_mul_torch(x)
+        return silu_and_mul(x)
 
 
 class Gated:
@@ -44,7 +28,7 @@ class Gated:
 
     def value(self) -> Tensor:
         """`[num_tokens, intermediate]`, as `SiluAndMul`."""
-        return _silu_and_mul(self.gate_up)
+        return silu_and_mul(self.gate_up)
 
 
 class GeluTanhAndMul(nn.Module):
@@ -52,7 +36,4 @@ class GeluTanhAndMul(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """As `SiluAndMul.forward`."""
-        return gelu_tanh_and_mul(x) if use_kernels(x) else gelu_tanh_and_mul_torch(x)
-
-
-_silu_and_mul = SiluAndMul()
+        return gelu_tanh_and_mul(x)

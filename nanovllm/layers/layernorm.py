@@ -5,21 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.kernels import use_kernels
 from nanovllm.kernels.rms_norm import rms_norm, rms_norm_add
-
-
-def rms_norm_torch(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """Twin of `kernels.rms_norm.rms_norm`; x may have any number of leading dimensions."""
-    value = x.float()
-    inverse_rms = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
-    normed = (value * inverse_rms * weight.float()).to(x.dtype)
-    return normed if out is None else out.copy_(normed)
-
-
-def rms_norm_add_torch(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Twin of `kernels.rms_norm.rms_norm_add`."""
-    return residual.copy_(residual.float() + rms_norm_torch(x.float(), weight, eps))
 
 
 class RMSNorm(nn.Module):
@@ -48,13 +34,11 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """`[num_tokens, hidden_size]`, any float dtype, to the same shape and dtype: `out`, which may be x, or a new
         tensor."""
-        norm = rms_norm if use_kernels(x) else rms_norm_torch
-        return norm(x, self.weight, self.eps, out)
+        return rms_norm(x, self.weight, self.eps, out)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + norm(x), overwriting residual; both `[num_tokens, hidden_size]`."""
-        norm = rms_norm_add if use_kernels(x) else rms_norm_add_torch
-        return norm(residual, x, self.weight, self.eps)
+        return rms_norm_add(residual, x, self.weight, self.eps)
 
 
 class Normed:

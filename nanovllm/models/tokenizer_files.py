@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
-from json.decoder import scanstring
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +197,7 @@ def _members(text: str, start: int = 0, until: str = "") -> Iterator[tuple[str, 
     """The keys of the JSON object that begins at `start`, each with the place of its value, up to the key `until`."""
     place = _skip_space(text, start) + 1
     while text[place := _skip_space(text, place)] == '"':
-        key, place = scanstring(text, place + 1)
+        key, place = _DECODER.raw_decode(text, place)
         value = _skip_space(text, _skip_space(text, place) + 1)  # after the colon
         if key == until:
             return

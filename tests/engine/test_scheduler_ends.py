@@ -7,7 +7,7 @@ from schedulers import EOS, SIZE, add, make_scheduler, postprocess, step
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import Step
-from nanovllm.layers.sampling.sampler import NON_FINITE
+from nanovllm.kernels.sampling.sampler import NON_FINITE
 
 # The end of a sequence
 

@@ -13,7 +13,9 @@ pytest.importorskip("triton")
 
 from nanovllm.kernels.matmul import fp8 as fp8_kernels
 from nanovllm.kernels.matmul import split_k as split_k_kernels
-from nanovllm.layers.activation import Gated, silu_and_mul_torch
+from nanovllm.kernels.rms_norm import rms_norm_torch
+from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
+from nanovllm.layers.activation import Gated
 from nanovllm.layers.experts.expert_candidates import expert_candidates
 from nanovllm.layers.experts.expert_products import ExpertsProblem
 from nanovllm.layers.experts.experts_torch import experts_torch, route_torch
@@ -24,7 +26,7 @@ from nanovllm.layers.formats.quantization import (
     quantize_input_torch,
     weight_only_product_torch,
 )
-from nanovllm.layers.layernorm import Normed, RMSNorm, rms_norm_torch
+from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.fp8_products import fp8_product
 from nanovllm.layers.matmul.kernel_matmul import SplitK, our_candidates
 from nanovllm.layers.matmul.matmul import Cublas, Problem

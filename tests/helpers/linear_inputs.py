@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.layers.activation import silu_and_mul_torch
-from nanovllm.layers.layernorm import rms_norm_torch
+from nanovllm.kernels.rms_norm import rms_norm_torch
+from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
 
 
 def make_linear(N: int, K: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,8 +15,8 @@ from nanovllm.kernels.experts import experts_gemv
 from nanovllm.kernels.experts.experts import TileConfig, add_pairs, down, gate_up, route, sort_by_expert
 from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
 from nanovllm.kernels.gpu import GpuFacts
+from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.layers.experts.experts_torch import experts_torch, route_torch
-from nanovllm.layers.layernorm import rms_norm_torch
 
 EPS = 1e-6
 # Of results of order one.

@@ -12,7 +12,8 @@ from linear_inputs import make_rows, round_to_e4m3_exactly
 from nanovllm.kernels.matmul import fp8
 from nanovllm.kernels.matmul.gemv import GemvConfig, gemv
 from nanovllm.kernels.matmul.split_k import SplitKConfig, make_arrivals, split_k
-from nanovllm.layers.activation import silu_and_mul_torch
+from nanovllm.kernels.rms_norm import rms_norm_torch
+from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
 from nanovllm.layers.formats.quantization import (
     E4M3,
     Fp8Format,
@@ -22,7 +23,6 @@ from nanovllm.layers.formats.quantization import (
     quantize_input_torch,
     weight_only_product_torch,
 )
-from nanovllm.layers.layernorm import rms_norm_torch
 
 EPS = 1e-6
 in_groups = pytest.mark.parametrize("in_groups", [False, True], ids=["tokens", "groups"])

@@ -12,9 +12,9 @@ from nanovllm.kernels.experts import experts_gemv
 from nanovllm.kernels.experts.experts import TileConfig, add_pairs, down, gate_up, route, sort_by_expert
 from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
 from nanovllm.kernels.gpu import GpuFacts
+from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.layers.experts.experts_torch import experts_torch, route_torch
 from nanovllm.layers.formats.quantization import E4M3, Fp8Format, Fp8Weight, quantize_input_torch
-from nanovllm.layers.layernorm import rms_norm_torch
 
 NUM_EXPERTS, TOP_K, EPS = 6, 3, 1e-6
 # Triton's interpreter multiplies bfloat16 wrongly.

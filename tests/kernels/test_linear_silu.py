@@ -8,7 +8,7 @@ pytest.importorskip("triton.tools.tensor_descriptor")
 
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.linear_silu import can_fuse, linear_silu
-from nanovllm.layers.activation import silu_and_mul_torch
+from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
 
 
 def random_case(num_tokens, K, intermediate, dtype, device):

@@ -9,8 +9,14 @@ from linear_inputs import linear_torch
 
 from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.matmul.gemv import GemvConfig, gemv
-from nanovllm.kernels.parallel.posted_sums import MAX_TOKENS, Inboxes, collect, push_add_norm
-from nanovllm.layers.layernorm import rms_norm_torch
+from nanovllm.kernels.parallel.posted_sums import (
+    MAX_TOKENS,
+    Inboxes,
+    collect,
+    collect_torch,
+    push_add_norm,
+    push_add_norm_torch,
+)
 
 EPS = 1e-6
 CONFIG = GemvConfig(4, 64, 2)
@@ -56,7 +62,7 @@ def test_posted_sums(size, num_tokens, hidden, K, dtype, config, has_bias, devic
                 gemv(xs[rank], weights[rank], None, own_bias, config, inboxes=inboxes[rank], index=index)
                 parts.append(linear_torch(xs[rank], weights[rank], own_bias))
             results = [collect(inboxes[rank], index, residual.clone()) for rank in range(size)]
-            expected = residual.float() + sum(part.float() for part in parts)
+            expected = collect_torch(parts, residual.clone()).float()
             tolerance = 2.0**-7 if dtype == FLOAT16 else 2.0**-5
             torch.testing.assert_close(results[0].float(), expected, rtol=tolerance, atol=tolerance)
             assert all(torch.equal(result, results[0]) for result in results), "the ranks' residuals differ"
@@ -77,7 +83,8 @@ def test_pushed_sums(dtype, num_tokens, hidden, device):
         partials = [random(num_tokens, hidden, dtype=dtype, device=device) for _ in range(2)]
         residual = random(num_tokens, hidden, dtype=dtype, device=device)
         weight = (1 + 0.3 * torch.randn(hidden, device=device)).to(dtype)
-        total = (residual.float() + (partials[0].float() + partials[1].float())).to(dtype)
+        total = residual.clone()
+        norm = push_add_norm_torch(partials, total, weight, EPS)
         put(partials[1], number, inboxes[0].own, sender=1)
         results = [residual.clone(), residual.clone()]
         for rank in range(2):
@@ -86,7 +93,7 @@ def test_pushed_sums(dtype, num_tokens, hidden, device):
             loose = device == "cpu" and dtype == torch.bfloat16
             torch.testing.assert_close(results[rank], total, rtol=2.0**-7 if loose else 0, atol=1e-6 if loose else 0)
             rtol = 2.0**-9 if dtype == torch.float16 else 2.0**-6
-            torch.testing.assert_close(y, rms_norm_torch(total, weight, EPS), rtol=rtol, atol=1e-3)
+            torch.testing.assert_close(y, norm, rtol=rtol, atol=1e-3)
         assert torch.equal(*results)
         sent = inboxes[1].own[number % 2, 0] >> 32
         assert sent[:num_tokens].eq(number).all()

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.rms_norm import rms_norm, rms_norm_add
-from nanovllm.layers.layernorm import RMSNorm, rms_norm_add_torch, rms_norm_torch
+from nanovllm.kernels.rms_norm import rms_norm_add_torch, rms_norm_add_triton, rms_norm_torch, rms_norm_triton
+from nanovllm.layers.layernorm import RMSNorm
 
 # One unit in the last place, and for float32 the few that a sum in another order costs.
 RTOL = {torch.float32: 4e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -26,7 +26,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize(("num_tokens", "hidden"), [(3, 1), (5, 7), (2, 100), (3, 1024), (2, 5120), (0, 64)])
 def test_kernels_equal_twins(num_tokens, hidden, dtype, device):
     x, weight = random_case(num_tokens, hidden, dtype, device)
-    assert_close(rms_norm(x, weight, EPS), rms_norm_torch(x, weight, EPS))
+    assert_close(rms_norm_triton(x, weight, EPS), rms_norm_torch(x, weight, EPS))
 
 
 @pytest.mark.parametrize("dtype", RTOL)
@@ -36,7 +36,7 @@ def test_sums_equal_twins(num_tokens, hidden, dtype, device):
     residual = torch.randn_like(x)
     expected, found = residual.clone(), residual.clone()
     assert rms_norm_add_torch(expected, x, weight, EPS) is expected
-    assert rms_norm_add(found, x, weight, EPS) is found
+    assert rms_norm_add_triton(found, x, weight, EPS) is found
     # A sum near zero is a difference of larger numbers.
     torch.testing.assert_close(found, expected, rtol=RTOL[dtype], atol=1e-5)
     assert_close(expected, (residual.float() + rms_norm_torch(x.float(), weight, EPS)).to(dtype))
@@ -46,9 +46,9 @@ def test_strided_rows(device):
     wide, weight = random_case(4, 96, torch.float32, device)
     x, weight = wide[:, 16:80], weight[:64]
     expected = rms_norm_torch(x, weight, EPS)
-    assert_close(rms_norm(x, weight, EPS), expected)
+    assert_close(rms_norm_triton(x, weight, EPS), expected)
     # In place, without a change of what is beside it.
-    for norm in (rms_norm, rms_norm_torch):
+    for norm in (rms_norm_triton, rms_norm_torch):
         changed = wide.clone()
         part = changed[:, 16:80]
         assert norm(part, weight, EPS, part) is part
@@ -60,13 +60,13 @@ def test_strided_rows(device):
 def test_wrong_layouts_are_refused(device):
     x, weight = random_case(8, 8, torch.float32, device)
     with pytest.raises(ValueError, match="contiguous in its last dimension"):
-        rms_norm(x.t(), weight, EPS)
+        rms_norm_triton(x.t(), weight, EPS)
     with pytest.raises(ValueError, match="weight must be"):
-        rms_norm(x, weight[:4], EPS)
+        rms_norm_triton(x, weight[:4], EPS)
     with pytest.raises(ValueError, match="the output must be"):
-        rms_norm(x, weight, EPS, x.t())
+        rms_norm_triton(x, weight, EPS, x.t())
     with pytest.raises(ValueError, match="the output must be"):
-        rms_norm_add(x[:3], x, weight, EPS)
+        rms_norm_add_triton(x[:3], x, weight, EPS)
 
 
 @pytest.mark.parametrize("dtype", RTOL)

@@ -6,11 +6,10 @@ import torch
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from draws import sample, sample_torch  # noqa: E402
+from draws import sample_torch, sample_triton  # noqa: E402
 
 from nanovllm.kernels.sampling import sampler as kernels  # noqa: E402
-from nanovllm.layers.sampling import exponential_race as twin  # noqa: E402
-from nanovllm.layers.sampling.sampler import NON_FINITE  # noqa: E402
+from nanovllm.kernels.sampling.sampler import NON_FINITE  # noqa: E402
 
 INF = float("inf")
 SEEDS = torch.tensor([0, -1, 2**62 + 12345, -(2**63), 7, 7, 2**32, 99, 1234567890123])
@@ -44,7 +43,7 @@ def test_philox_words_equal_the_twins(device):
     words[0], words[1] = 0, 2**32 - 1
     out = torch.empty(61, 4, dtype=torch.int64, device=device)
     _philox_kernel[(1,)](words, out, 61, BLOCK=64)
-    assert torch.equal(out, torch.stack(twin.philox4x32(*words.unbind(1)), dim=1))
+    assert torch.equal(out, torch.stack(kernels.philox4x32_torch(*words.unbind(1)), dim=1))
 
 
 def test_exponentials_equal_the_twins(device):
@@ -54,12 +53,12 @@ def test_exponentials_equal_the_twins(device):
     bits[1536:2048] = 2**27 - 256 + torch.arange(512)
     out = torch.empty(4096, device=device)
     _log2_exponential_kernel[(1,)](bits, out, FAST=isinstance(_philox_kernel, triton.JITFunction), BLOCK=4096)
-    torch.testing.assert_close(out, twin.log2_exponential(bits), rtol=1e-6, atol=2e-5)
+    torch.testing.assert_close(out, kernels.log2_exponential_torch(bits), rtol=1e-6, atol=2e-5)
 
 
 def assert_same_draws(logits, temperatures, seeds, positions, thresholds=None):
     """Equal tokens, or, where two columns' scores are equal to rounding, a token that could as well have won."""
-    tokens = sample(logits, temperatures, seeds, positions, thresholds)
+    tokens = sample_triton(logits, temperatures, seeds, positions, thresholds)
     expected = sample_torch(logits, temperatures, seeds, positions, thresholds)
     if thresholds is not None:
         assert (logits.gather(1, tokens[:, None]).squeeze(1).float() >= thresholds).all()
@@ -71,15 +70,15 @@ def assert_same_draws(logits, temperatures, seeds, positions, thresholds=None):
     if thresholds is not None:
         logits = logits.masked_fill(logits.float() < thresholds[:, None], -INF)
     draw = temperatures[rows], seeds[rows], positions[rows]
-    scores = twin.group_scores(logits[rows], *draw)
-    got, best = (scores.gather(1, x[rows, None] // twin.GROUP) for x in (tokens, expected))
+    scores = kernels.group_scores(logits[rows], *draw)
+    got, best = (scores.gather(1, x[rows, None] // kernels.GROUP) for x in (tokens, expected))
     torch.testing.assert_close(got, best, rtol=2e-6, atol=5e-5)
     # Where another group won there is no telling who of it has to win: so its own race is asked.
-    columns = tokens[rows, None] // twin.GROUP * twin.GROUP + torch.arange(twin.GROUP, device=logits.device)
+    columns = tokens[rows, None] // kernels.GROUP * kernels.GROUP + torch.arange(kernels.GROUP, device=logits.device)
     is_column = columns < logits.shape[1]
     members = logits[rows].gather(1, columns.clamp(max=logits.shape[1] - 1)).masked_fill(~is_column, -INF)
-    within = twin.race_scores(members, *draw, columns[:, 0])
-    got = within.gather(1, tokens[rows, None] % twin.GROUP).squeeze(1)
+    within = kernels.race_scores(members, *draw, columns[:, 0])
+    got = within.gather(1, tokens[rows, None] % kernels.GROUP).squeeze(1)
     torch.testing.assert_close(got, within.amax(dim=1), rtol=2e-6, atol=5e-5)
     assert (tokens == expected).float().mean() >= 0.9 or len(tokens) < 10
 
@@ -131,8 +130,10 @@ def test_the_batch_does_not_matter(device):
     logits = torch.randn(5, 2500, device=device)
     temperatures = torch.full((5,), 0.8, device=device)
     seeds, positions = torch.arange(5, device=device), torch.arange(5, device=device) * 100
-    together = sample(logits, temperatures, seeds, positions)
-    alone = [sample(logits[i : i + 1], temperatures[:1], seeds[i : i + 1], positions[i : i + 1]) for i in range(5)]
+    together = sample_triton(logits, temperatures, seeds, positions)
+    alone = [
+        sample_triton(logits[i : i + 1], temperatures[:1], seeds[i : i + 1], positions[i : i + 1]) for i in range(5)
+    ]
     assert torch.equal(together, torch.cat(alone))
 
 
@@ -160,7 +161,7 @@ def test_a_row_without_a_token(temperature, truncated, device):
     # Truncation looks at what is finite, as sampling_thresholds does.
     best = logits.nan_to_num(nan=-INF, posinf=0.0, neginf=-INF).amax(dim=1)
     thresholds = best - 0.5 if truncated else None
-    tokens = sample(logits, temperatures, zeros, zeros, thresholds)
+    tokens = sample_triton(logits, temperatures, zeros, zeros, thresholds)
     assert tokens[:9].tolist() == [NON_FINITE] * 8 + [1055]
     assert tokens[9] == 700
     assert 0 <= tokens[10] < vocab_size
@@ -175,11 +176,11 @@ def test_no_row_is_spoilt_by_its_neighbour(temperature, dtype, device):
     logits = (torch.randn(9, 1500, device=device) * 3).to(dtype)
     temperatures = torch.full((9,), temperature, device=device)
     arguments = SEEDS.to(device), torch.arange(9, device=device)
-    expected = sample(logits, temperatures, *arguments)
+    expected = sample_triton(logits, temperatures, *arguments)
     spoilt = logits.clone()
     spoilt[1::2, 777] = float("nan")
     spoilt[5, 777] = INF
-    tokens = sample(spoilt, temperatures, *arguments)
+    tokens = sample_triton(spoilt, temperatures, *arguments)
     assert (tokens[1::2] == NON_FINITE).all()
     assert torch.equal(tokens[::2], expected[::2])
 
@@ -192,7 +193,7 @@ def test_the_smallest_temperatures_are_greedy(device):
     logits[2, 30] = -4.0
     temperatures = torch.tensor([4e-39, 1e-40, 1e-38], device=device)
     zeros = torch.zeros(3, dtype=torch.int64, device=device)
-    for draw in (sample, sample_torch):
+    for draw in (sample_triton, sample_torch):
         best, tied, negative = draw(logits, temperatures, zeros, zeros).tolist()
         assert best % 4 == 2
         assert 0 <= tied < 40
@@ -206,7 +207,7 @@ def test_the_highest_temperatures_draw_what_is_not_masked(device):
     logits[0, 40:43], logits[1, 99], logits[2, 17:] = -1e8, 1e8, 3.0
     draw = torch.full((3,), highest, device=device), SEEDS[:3].to(device), torch.arange(3, device=device)
     assert_same_draws(logits, *draw)
-    assert logits.gather(1, sample(logits, *draw).unsqueeze(1)).isfinite().all()
+    assert logits.gather(1, sample_triton(logits, *draw).unsqueeze(1)).isfinite().all()
 
 
 def test_greedy_takes_the_lowest_of_equals(device):
@@ -215,7 +216,7 @@ def test_greedy_takes_the_lowest_of_equals(device):
     for columns in ([5000, 8999], [3, 4], [1023, 1024], [700, 8000, 8001]):
         tied = logits.clone()
         tied[0, columns] = 1.0
-        assert sample(tied, zero.float(), zero, zero).item() == columns[0]
+        assert sample_triton(tied, zero.float(), zero, zero).item() == columns[0]
 
 
 @pytest.mark.gpu
@@ -223,11 +224,11 @@ def test_captured_in_a_cuda_graph():
     logits = torch.randn(5, 151_936, device="cuda", dtype=torch.bfloat16)
     temperatures = torch.full((5,), 0.6, device="cuda")
     seeds, positions = torch.arange(5, device="cuda"), torch.arange(5, device="cuda")
-    sample(logits, temperatures, seeds, positions)
+    sample_triton(logits, temperatures, seeds, positions)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens = sample(logits, temperatures, seeds, positions)
+        tokens = sample_triton(logits, temperatures, seeds, positions)
     for step in range(3):
         positions.fill_(step)
         graph.replay()
-        assert torch.equal(tokens, sample(logits, temperatures, seeds, positions))
+        assert torch.equal(tokens, sample_triton(logits, temperatures, seeds, positions))

@@ -1,11 +1,15 @@
-"""The kernels that carry a step's inputs and tokens between host and device, against what torch does."""
+"""The kernels that carry a step's inputs and tokens between host and device, and the twin."""
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 
-from nanovllm.kernels.step_copies import receive_step, return_tokens  # noqa: E402
+from nanovllm.kernels.step_copies import (  # noqa: E402
+    receive_step_torch,
+    receive_step_triton,
+    return_tokens_triton,
+)
 
 
 def on_host(tensor: torch.Tensor, device: str) -> torch.Tensor:
@@ -13,8 +17,9 @@ def on_host(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return tensor.pin_memory() if device == "cuda" else tensor
 
 
+@pytest.mark.parametrize("receive_step", [receive_step_triton, receive_step_torch])
 @pytest.mark.parametrize(("num_words", "num_rows"), [(2, 1), (256, 256), (258, 3), (1030, 513), (4, 300)])
-def test_a_step_arrives(device, num_words, num_rows):
+def test_a_step_arrives(device, num_words, num_rows, receive_step):
     generator = torch.Generator().manual_seed(num_words)
     words = torch.randint(2**62, (num_words,), generator=generator)
     tokens = torch.randint(2**31, (num_rows + 3,), generator=generator)  # of more rows than the step has
@@ -38,7 +43,7 @@ def test_a_step_arrives(device, num_words, num_rows):
 def test_tokens_arrive(device, num_tokens):
     tokens = torch.arange(num_tokens, device=device) * 2**40
     host = on_host(torch.full((num_tokens + 4,), -1), device)
-    return_tokens(tokens, host[:num_tokens])
+    return_tokens_triton(tokens, host[:num_tokens])
     if device == "cuda":
         torch.cuda.synchronize()
     assert host.tolist() == tokens.tolist() + [-1] * 4

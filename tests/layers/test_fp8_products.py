@@ -8,7 +8,8 @@ from linear_inputs import round_to_e4m3_exactly
 pytest.importorskip("triton")
 
 from nanovllm.kernels.matmul.split_k import split_k
-from nanovllm.layers.activation import Gated, silu_and_mul_torch
+from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
+from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.quantization import (
     Fp8Format,
     Fp8Weight,

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanovllm.engine.sampling.sampling_pipeline import TokenCounts
+from nanovllm.kernels.sampling.sampler import NON_FINITE
+from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds_torch
 from nanovllm.layers.sampling import logprobs
 from nanovllm.layers.sampling.logprobs import token_logprobs
 from nanovllm.layers.sampling.penalties import IN_PROMPT, apply_penalties
-from nanovllm.layers.sampling.sampler import NON_FINITE
-from nanovllm.layers.sampling.sampling_thresholds import sampling_thresholds_torch
 from nanovllm.layers.sampling.token_masks import apply_bitmask, forbid, num_mask_words, pack_mask, unpack_mask
 
 VOCAB = 23

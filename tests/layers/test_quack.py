@@ -11,9 +11,11 @@ from fake_quack import CpuQuack, Package, make_config, problem, tensors
 
 from nanovllm.engine.runner.startup import model_setup
 from nanovllm.engine.runner.startup.model_setup import padded_batch
-from nanovllm.layers.activation import Gated, silu_and_mul_torch
+from nanovllm.kernels.rms_norm import rms_norm_torch
+from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
+from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.quantization import Fp8Format, Fp8Weight, fp8_product_torch, quantize_input_torch
-from nanovllm.layers.layernorm import Normed, RMSNorm, rms_norm_torch
+from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.matmul import Matmul, Problem
 from nanovllm.layers.matmul.quack import Product, Quack, Tile
 from nanovllm.layers.matmul.table import Choice, Key, Row, Table, load_table

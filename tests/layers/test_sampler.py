@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from nanovllm.layers.sampling.exponential_race import log2_exponential, philox4x32
-from nanovllm.layers.sampling.sampler import NON_FINITE, Sampler
+from nanovllm.kernels.sampling.sampler import NON_FINITE, log2_exponential_torch, philox4x32_torch
+from nanovllm.layers.sampling.sampler import Sampler
 
 VOCAB_SIZE = 24  # a group of tokens and a half
 NUM_DRAWS = 40_000
@@ -163,7 +163,7 @@ def test_tokens_below_the_threshold_are_never_drawn(device):
     ],
 )
 def test_philox_known_answers(counter, key, expected):
-    words = philox4x32(*(torch.tensor(word) for word in (*counter, *key)))
+    words = philox4x32_torch(*(torch.tensor(word) for word in (*counter, *key)))
     assert [word.item() for word in words] == expected
 
 
@@ -178,7 +178,7 @@ def test_exponentials_are_precise_and_finite():
             torch.randint(end, (100_000,)),
         )
     )
-    actual = log2_exponential(bits)
+    actual = log2_exponential_torch(bits)
     u = ((bits.double() + 0.5) / end).clamp(max=1 - 2.0**-24)
     expected = torch.log2(-torch.log1p(-u))
     # Towards u = 1 the spacing of float32 shows in 1 - u: draws that large lose every race that has a choice.
@@ -186,5 +186,5 @@ def test_exponentials_are_precise_and_finite():
     torch.testing.assert_close(actual[~near_one].double(), expected[~near_one], rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(actual[near_one].double(), expected[near_one], rtol=0, atol=0.15)
     assert actual.isfinite().all()
-    small = log2_exponential(torch.arange(2**16))
+    small = log2_exponential_torch(torch.arange(2**16))
     assert (small[1:] > small[:-1]).all()

@@ -8,9 +8,10 @@ pytest.importorskip("triton")
 from nanovllm.kernels.matmul import gemv as gemv_kernels
 from nanovllm.kernels.matmul import split_k as split_k_kernels
 from nanovllm.kernels.matmul.gemv import GemvConfig
+from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.layers.attention.attention import Attention
 from nanovllm.layers.attention.backends import TorchBackend
-from nanovllm.layers.layernorm import Normed, RMSNorm, rms_norm_torch
+from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul import kernel_matmul
 from nanovllm.layers.matmul.kernel_matmul import Gemv, SplitK
 from nanovllm.layers.matmul.matmul import Matmul, Problem

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from nanovllm.layers.sampling.sampling_thresholds import sampling_thresholds, sampling_thresholds_torch
+from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds, sampling_thresholds_torch
 
 INF = math.inf
 SETTINGS = st.tuples(

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.layers.attention.backends import TorchBackend
 from nanovllm.layers.attention.rotary_embedding import RopeParameters
-from nanovllm.layers.layernorm import rms_norm_torch
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.layer_facts import few_layers, num_layer_params

@@ -6,11 +6,16 @@ import pytest
 import torch
 from draws import sample_torch
 
-from nanovllm.kernels import HAS_TRITON, use_kernels
-from nanovllm.layers.sampling.sampler import NON_FINITE, Sampler, best_of_shard_torch, pick_best_torch
-
-if HAS_TRITON:
-    from nanovllm.kernels.sampling.sampler import best_of_shard, pick_best
+from nanovllm.kernels import HAS_TRITON
+from nanovllm.kernels.sampling.sampler import (
+    NON_FINITE,
+    best_of_shard,
+    best_of_shard_torch,
+    best_of_shard_triton,
+    pick_best_torch,
+    pick_best_triton,
+)
+from nanovllm.layers.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # in Triton's interpreter
 
@@ -35,7 +40,7 @@ def inputs(device):
 def use(name):
     if name == "kernels" and not HAS_TRITON:
         pytest.skip("needs triton")
-    return (best_of_shard, pick_best) if name == "kernels" else (best_of_shard_torch, pick_best_torch)
+    return (best_of_shard_triton, pick_best_triton) if name == "kernels" else (best_of_shard_torch, pick_best_torch)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +95,7 @@ def test_a_rank_without_columns_never_wins(inputs):
         size = 2
 
         def all_gather(self, best):
-            reduce = best_of_shard if use_kernels(logits) else best_of_shard_torch
-            return torch.stack([reduce(logits, *sampling), best])
+            return torch.stack([best_of_shard(logits, *sampling), best])
 
     for thresholds in (None, torch.full((BATCH,), -100.0, device=logits.device)):
         tokens = Sampler(Pair(), first_column=1024, shard_size=1024)(logits[:, :0], *sampling, thresholds)

@@ -12,12 +12,9 @@ from nanovllm.engine.runner.block_tables import BlockTables
 from nanovllm.engine.runner.packed_arrays import Layout, PackedArrays, packed_size, send_arrays
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.kernels import HAS_TRITON, use_kernels
 from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, plan_decode
+from nanovllm.kernels.step_copies import receive_step
 from nanovllm.utils.context import Context
-
-if HAS_TRITON:
-    from nanovllm.kernels.step_copies import receive_step
 
 
 class DecodeInputs:
@@ -76,13 +73,15 @@ class DecodeInputs:
         self._tables = [BlockTables(buffer.host["block_tables"]) for buffer in self._buffers]
         self._last_buffer = 0
         self.rows = dict(self._buffers[0].device)
-        self._tokens, self._plans = (self.rows.pop(name) for name in ("tokens", "decode_plans"))
+        self._plans = self.rows.pop("decode_plans")
+        del self.rows["tokens"]  # `receive_step` makes input_ids of them.
         self.input_ids, self.sampled = torch.zeros(2, n, dtype=torch.int64, device=device)
-        self._receive_arguments: list[Any] = [
+        self._receive_arguments = [
             (
                 buffer.host_bytes.view(torch.int64),
                 buffer.device_bytes.view(torch.int64),
-                *(torch.from_numpy(buffer.host[name]) for name in ("tokens", "pending_rows")),
+                torch.from_numpy(buffer.host["tokens"]),
+                torch.from_numpy(buffer.host["pending_rows"]),
             )
             for buffer in self._buffers
         ]
@@ -154,15 +153,7 @@ class DecodeInputs:
             buffer = self._next_buffer()
             for name, values in self._used(self._buffers[buffer].host, step.num_rows).items():
                 values[...] = step.arrays[name]
-        input_ids = self.input_ids[: step.num_rows]
-        if use_kernels(input_ids):
-            host_words, device_words, tokens, pending_rows = self._receive_arguments[buffer]
-            receive_step(host_words, device_words, tokens, pending_rows, self.sampled, input_ids)
-            return
-        self._buffers[buffer].send()
-        pending = self.rows["pending_rows"][: step.num_rows]
-        sampled = self.sampled[pending.clamp(min=0)].clamp_(min=0)  # NON_FINITE must not reach the embedding.
-        torch.where(pending < 0, self._tokens[: step.num_rows], sampled, out=input_ids)
+        receive_step(*self._receive_arguments[buffer], self.sampled, self.input_ids[: step.num_rows])
 
     def tokens_on_host(self, num_seqs: int) -> torch.Tensor:
         """Page-locked memory for a step's tokens. Two steps take turns, because the tokens of the one before may not

@@ -4,10 +4,7 @@ import torch
 
 from nanovllm.engine.sampling.logprobs import LogprobRows
 from nanovllm.engine.step import Step
-from nanovllm.kernels import HAS_TRITON, use_kernels
-
-if HAS_TRITON:
-    from nanovllm.kernels.step_copies import return_tokens
+from nanovllm.kernels.step_copies import return_tokens
 
 
 def send_tokens(
@@ -24,10 +21,7 @@ def send_tokens(
         host: page-locked memory for them, which nobody else uses until they have been read.
     """
     step.tokens = host
-    if use_kernels(tokens):
-        return_tokens(tokens, host)
-    else:
-        host.copy_(tokens, non_blocking=True)
+    return_tokens(tokens, host)
     step.logprobs = logprobs and logprobs.map(_start_copy)
     step.prompt_logprobs = prompt_logprobs and prompt_logprobs.map(_start_copy)
     if tokens.device.type == "cuda":

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.kernels.triton_stub import tl, triton
 
 # The most programs of a pull. Each one waits for its peers once, and fewer do not use all of NVLink.
@@ -150,3 +151,11 @@ def add_norm_arrived(
         HIDDEN=hidden, BLOCK=block, num_warps=min(max(block // 256, 1), 16),
     )  # fmt: skip
     return y
+
+
+def add_norm_torch(residual: Tensor, partials: list[Tensor], weight: Tensor, eps: float) -> Tensor:
+    """The twin of both functions, for partial sums in this process."""
+    total = residual.float()
+    for partial in partials:
+        total = total + partial.float()
+    return rms_norm_torch(residual.copy_(total), weight, eps)

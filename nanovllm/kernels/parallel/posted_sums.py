@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.kernels.triton_stub import tl, triton
 
 MAX_TOKENS = 64  # of a sum; a message is twice as large as its content
@@ -169,6 +170,19 @@ def push_add_norm(
     y = torch.empty_like(residual)
     _launch(inboxes, index, residual, True, partial, weight, y, eps)
     return y
+
+
+def collect_torch(partials: list[Tensor], residual: Tensor) -> Tensor:
+    """The twin of `collect`, for partial sums in this process."""
+    total = torch.zeros_like(residual, dtype=torch.float32)
+    for partial in partials:
+        total = total + partial.float()
+    return residual.copy_(residual.float() + total)
+
+
+def push_add_norm_torch(partials: list[Tensor], residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The twin of `push_add_norm`."""
+    return rms_norm_torch(collect_torch(partials, residual), weight, eps)
 
 
 def _launch(

@@ -1,18 +1,36 @@
-"""Samples tokens from softmax(logits / temperature) in one pass, with noise that belongs to the request."""
+"""Samples tokens from softmax(logits / temperature) in one pass, with noise that belongs to the request.
+
+It is an exponential race of groups of columns, and then of the columns of the best group. The class Sampler in
+`layers.sampling` explains it.
+"""
+
+import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels import use_kernels
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.triton_stub import libdevice, tl, triton
 
-MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
+# The "token" of a row without one: its logits hold a NaN or +inf, or are all -inf.
+NON_FINITE = -1
+# Neighbouring columns race as a group first, and then among themselves. Shards of the vocabulary are whole groups.
+GROUP = 16
+_COLUMNS_AT_ONCE = 2**19  # logits of all rows together, of the twin on a CPU
+
+_WORD = 0xFFFFFFFF
+MAX_FLOAT = torch.finfo(torch.float32).max
+_MIN_SCALE, _MAX_SCALE = 1e-30, 1e30
+
+_MAX_FLOAT = tl.constexpr(MAX_FLOAT)
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_LN_2 = tl.constexpr(math.log(2))
 _NO_COLUMN = tl.constexpr(2**31 - 1)
-_GROUP = tl.constexpr(16)  # layers.exponential_race.GROUP
-_NON_FINITE = tl.constexpr(-1)  # layers.sampler.NON_FINITE
+_GROUP = tl.constexpr(GROUP)
+_NON_FINITE = tl.constexpr(NON_FINITE)
 
 
 @triton.jit
@@ -47,7 +65,7 @@ def _log2(x, FAST: tl.constexpr):
 
 @triton.jit
 def log2_exponential(bits, FAST: tl.constexpr):
-    """log2 of the Exponential(1) draw that belongs to uint32 bits; see `layers.exponential_race.log2_exponential`."""
+    """log2 of the Exponential(1) draw that belongs to uint32 bits; see `log2_exponential_torch`."""
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
     return _log2(tl.where(u < 0.03125, series, _log2(1.0 - u, FAST) * -_LN_2), FAST)
@@ -113,7 +131,7 @@ def _race_kernel(
         score = tl.maximum(tl.max(left, axis=1), tl.max(right, axis=1))  # This may drop a NaN or keep it.
         highest_logit = tl.maximum(highest_logit, score)
         # Finite, so that no infinity is subtracted from another.
-        highest = tl.minimum(tl.maximum(score * scale, -MAX_FLOAT), MAX_FLOAT)
+        highest = tl.minimum(tl.maximum(score * scale, -_MAX_FLOAT), _MAX_FLOAT)
         weights = tl.exp2(left * scale - highest[:, None]) + tl.exp2(right * scale - highest[:, None])
         weight = tl.sum(weights, axis=1)
         has_nan |= weight != weight  # only if a logit is NaN
@@ -124,7 +142,7 @@ def _race_kernel(
         best = tl.where(take, score, best)
         best_group = tl.where(take, group, best_group)
     # A tiny temperature makes scores infinite where the logits are finite.
-    best = tl.minimum(tl.maximum(best, -MAX_FLOAT), MAX_FLOAT)
+    best = tl.minimum(tl.maximum(best, -_MAX_FLOAT), _MAX_FLOAT)
     best = tl.where(highest_logit > float("-inf"), best, float("-inf"))
     best = tl.where(has_nan | (highest_logit == float("inf")), float("inf"), best)
     score = tl.max(best, axis=0)
@@ -167,12 +185,12 @@ def best_of_shard(
     first_column: int = 0,
     shard_size: int | None = None,
 ) -> Tensor:
-    """The best of each split of some columns of the vocabulary: the first half of `layers.sampler.Sampler`, which
-    describes the arguments that are not described here. The draw does not depend on how the vocabulary is split.
+    """The best of each split of some columns of the vocabulary: the first half of `layers.sampling.sampler.Sampler`,
+    which describes the arguments that are not described here. The draw does not depend on how the vocabulary is split.
 
     Args:
         logits: `[batch, num_columns]`, any float dtype, rows contiguous; there may be no columns.
-        first_column: the first of the columns in the whole vocabulary, a multiple of `layers.exponential_race.GROUP`.
+        first_column: the first of the columns in the whole vocabulary, a multiple of GROUP.
         shard_size: the most columns that a rank has; None for num_columns.
 
     Returns:
@@ -180,6 +198,29 @@ def best_of_shard(
         score, and the winner's column in the whole vocabulary. The score is +inf for a split with a NaN or +inf, and
         -inf for one of nothing else; the column then means nothing.
     """
+    run = best_of_shard_triton if use_kernels(logits) else best_of_shard_torch
+    return run(logits, temperatures, seeds, positions, thresholds, first_column, shard_size)
+
+
+def pick_best(candidates: Tensor, out: Tensor | None = None) -> Tensor:
+    """The second half: each row's winner, int64 `[batch]` (or `out`). On a tie it is the lowest column. A row without a
+    token has NON_FINITE.
+
+    candidates: int32 `[num_shards, batch, num_splits, 2]`, contiguous: what `best_of_shard` returned for each shard of
+    the vocabulary.
+    """
+    return pick_best_triton(candidates, out) if use_kernels(candidates) else pick_best_torch(candidates, out)
+
+
+def best_of_shard_triton(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    thresholds: Tensor | None = None,
+    first_column: int = 0,
+    shard_size: int | None = None,
+) -> Tensor:
     batch, num_columns = logits.shape
     # Few rows: small splits, so that they reach every multiprocessor. Many: larger ones, which reduce less often.
     tiles, groups = (1, 64) if batch <= 8 else (4, 128)
@@ -196,10 +237,7 @@ def best_of_shard(
     return candidates
 
 
-def pick_best(candidates: Tensor, out: Tensor | None = None) -> Tensor:
-    """The second half: each row's winner, int64 `[batch]` (or `out`); the lowest column on a tie;
-    `layers.sampler.NON_FINITE` for a row that has no token. candidates: int32 `[num_shards, batch, num_splits, 2]`,
-    contiguous: what `best_of_shard` returned for each shard of the vocabulary."""
+def pick_best_triton(candidates: Tensor, out: Tensor | None = None) -> Tensor:
     num_shards, batch, num_splits, _ = candidates.shape
     tokens = torch.empty(batch, dtype=torch.int64, device=candidates.device) if out is None else out
     if batch == 0:
@@ -211,3 +249,118 @@ def pick_best(candidates: Tensor, out: Tensor | None = None) -> Tensor:
         candidates, tokens, batch, num_splits, num_candidates, BLOCK=block, num_warps=1
     )
     return tokens
+
+
+def best_of_shard_torch(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    thresholds: Tensor | None = None,
+    first_column: int = 0,
+    shard_size: int | None = None,
+) -> Tensor:
+    """The twin. The kernel cuts the columns into splits; here there is one."""
+    if shard_size is not None and logits.shape[1] < shard_size:  # There may be none.
+        logits = F.pad(logits, (0, shard_size - logits.shape[1]), value=-math.inf)
+    if thresholds is not None:
+        logits = logits.masked_fill(logits.float() < thresholds.unsqueeze(1), -math.inf)  # A NaN stays.
+    highest, columns = logits.max(dim=1)  # NaN, if any is.
+    highest = highest.float()
+    best = highest.clone()
+    # A few rows at a time, so that intermediate results stay in a CPU's cache.
+    rows_at_once = max(1, _COLUMNS_AT_ONCE // logits.shape[1])
+    for rows in (temperatures > 0).nonzero().squeeze(1).split(rows_at_once):
+        chosen = logits[rows]
+        draw = temperatures[rows], seeds[rows], positions[rows]
+        best[rows], groups = group_scores(chosen, *draw, first_column).max(dim=1)
+        members = in_groups(chosen)[torch.arange(len(rows), device=logits.device), groups]
+        within = race_scores(members, *draw, first_column + groups * GROUP).argmax(dim=1)
+        columns[rows] = groups * GROUP + within
+    # A tiny temperature makes scores infinite where the logits are finite.
+    best = best.clamp(-MAX_FLOAT, MAX_FLOAT).where(highest > -math.inf, -math.inf)
+    best = best.where(highest < math.inf, math.inf)
+    return torch.stack((best.view(torch.int32), (first_column + columns).int()), dim=-1).unsqueeze(1)
+
+
+def pick_best_torch(candidates: Tensor, out: Tensor | None = None) -> Tensor:
+    bits, columns = candidates.transpose(0, 1).flatten(1, 2).unbind(-1)
+    scores, winner = bits.contiguous().view(torch.float32).max(dim=1)  # The first of equals: the lowest column.
+    tokens = columns.gather(1, winner.unsqueeze(1)).squeeze(1).where(scores.isfinite(), NON_FINITE).long()
+    return tokens if out is None else out.copy_(tokens)
+
+
+def philox4x32_torch(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, ...]:
+    """Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): four words for the counter
+    c0..c3 under the key k0, k1. A word is an int64 that holds an unsigned 32-bit number; all broadcast."""
+    for _ in range(10):
+        # The product of two words may set int64's sign bit, but its bits are right. c1 and c3 keep their high halves,
+        # because the mask after the next xor removes them. This saves a third of the passes.
+        product0, product2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = ((product2 >> 32) ^ c1 ^ k0) & _WORD, product2
+        c2, c3 = ((product0 >> 32) ^ c3 ^ k1) & _WORD, product0
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return c0, c1 & _WORD, c2, c3 & _WORD
+
+
+def log2_exponential_torch(bits: Tensor) -> Tensor:
+    """log2(E) of the Exponential(1) draw E = -log(1 - u), u = (bits + 0.5) / 2^32, in float32, for 32-bit words.
+
+    Among 150,000 tokens the winner's E is near 1e-5, where 1 - u has lost most of u's digits. So below 1/32 this uses
+    the logarithm's series in u (whose fifth term is under 2e-7 of the sum there). u stays below 1, so E is finite.
+    """
+    u = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1.0 - 2.0**-24)
+    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * 0.25)))
+    return torch.where(u < 0.03125, series, torch.log2(1.0 - u).mul_(-math.log(2.0))).log2_()
+
+
+def race_scores(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_column: int | Tensor = 0
+) -> Tensor:
+    """The scores of columns: (logit / T - log E) / log 2, each with an E of its own. float32 `[batch, num_columns]`;
+    NaN for a NaN logit. Word 0 of E's Philox counter is column // 4, and column % 4 selects one of the outputs.
+
+    logits: `[batch, num_columns]`, any float dtype. temperatures: float32 `[batch]`, positive. seeds, positions: int64
+    `[batch]`. first_column: of all rows or of each, int64 `[batch]`; in the whole vocabulary, a multiple of 4.
+    """
+    num_columns = logits.shape[1]
+    first = torch.as_tensor(first_column, device=logits.device).reshape(-1, 1)
+    quads = first // 4 + torch.arange((num_columns + 3) // 4, device=logits.device)
+    bits = torch.stack(_random_words(quads, 0, seeds, positions), dim=-1).flatten(1)[:, :num_columns]
+    return logits.float() * _scale(temperatures) - log2_exponential_torch(bits)
+
+
+def group_scores(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_column: int = 0
+) -> Tensor:
+    """The scores of groups of GROUP columns: log2 of the sum of their weights 2^(logit / T * log2 e), less log2 E.
+    float32 `[batch, num_groups]`; -inf for a group whose logits are all -inf, NaN for one that holds a NaN.
+
+    The arguments are those of `race_scores`, with first_column a multiple of GROUP. E comes from the first output of
+    the Philox block whose counter has the group's number in word 0.
+    """
+    exponents = in_groups(logits.float()) * _scale(temperatures).unsqueeze(2)
+    # Finite, so that no infinity is subtracted from another.
+    highest = exponents.amax(dim=2).clamp_(-MAX_FLOAT, MAX_FLOAT)
+    scores = (exponents - highest.unsqueeze(2)).exp2_().sum(dim=2).log2_() + highest
+    groups = first_column // GROUP + torch.arange(exponents.shape[1], device=logits.device).unsqueeze(0)
+    return scores - log2_exponential_torch(_random_words(groups, 1, seeds, positions)[0])
+
+
+def _random_words(index: Tensor, purpose: int, seeds: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    """The Philox blocks whose counters begin with `index` `[1 or batch, n]` and `purpose`: four words `[batch, n]`."""
+    seeds, positions = seeds.unsqueeze(1), positions.unsqueeze(1)
+    counter = (index, torch.full_like(index, purpose), positions & _WORD, positions >> 32 & _WORD)
+    return philox4x32_torch(*counter, seeds & _WORD, seeds >> 32 & _WORD)
+
+
+def _scale(temperatures: Tensor) -> Tensor:
+    # Neither infinite nor 0, because 0 * inf is NaN.
+    return (math.log2(math.e) / temperatures).clamp(_MIN_SCALE, _MAX_SCALE).unsqueeze(1)
+
+
+def in_groups(logits: Tensor) -> Tensor:
+    """`[batch, num_groups, GROUP]`, padded with -inf."""
+    missing = -logits.shape[1] % GROUP
+    whole = F.pad(logits, (0, missing), value=-math.inf) if missing else logits  # A pad of nothing would copy.
+    return whole.unflatten(1, (-1, GROUP))

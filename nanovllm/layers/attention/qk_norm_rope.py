@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON, use_kernels
+from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.layers.attention.kv_quantization import round_to_cache
 from nanovllm.layers.attention.rotary_embedding import apply_rotary_emb
 from nanovllm.layers.attention.torch_backend import store_kvcache
-from nanovllm.layers.layernorm import rms_norm_torch
 
 if HAS_TRITON:
     from nanovllm.kernels.attention import qk_norm_rope as kernels

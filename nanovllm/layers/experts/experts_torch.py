@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.layers.activation import silu_and_mul_torch
+from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
 from nanovllm.layers.formats.quantization import Weight, fp8_product_torch, quantize_input_torch
 
 

@@ -17,7 +17,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor
 
     Args:
         logits: `[batch, vocab_size]`, any float dtype.
-        tokens: int64 `[batch]`; the value of a negative one (`layers.sampler.NON_FINITE`) means nothing.
+        tokens: int64 `[batch]`; the value of a negative one (`kernels.sampling.sampler.NON_FINITE`) means nothing.
         num_top: likeliest tokens of a row; at most the vocabulary.
 
     Returns:

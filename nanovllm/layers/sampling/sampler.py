@@ -1,20 +1,9 @@
 """Sampler: an exact draw from softmax(logits / temperature), with noise that belongs to the request, not the batch."""
 
-import math
-
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.kernels import use_kernels
 from nanovllm.kernels.sampling.sampler import best_of_shard, pick_best
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.layers.sampling.exponential_race import GROUP, MAX_FLOAT, group_scores, in_groups, race_scores
-
-# The "token" of a row without one: its logits hold a NaN or +inf, or are all -inf.
-NON_FINITE = -1
-
-_COLUMNS_AT_ONCE = 2**19  # logits of all rows together, of the twin on a CPU
 
 
 class Sampler(nn.Module):
@@ -73,46 +62,5 @@ class Sampler(nn.Module):
         Returns:
             int64 `[batch]`, on the logits' device; `out`, if that is given. NON_FINITE for a row that has no token.
         """
-        reduce, pick = (best_of_shard, pick_best) if use_kernels(logits) else (best_of_shard_torch, pick_best_torch)
-        best = reduce(logits, temperatures, seeds, positions, thresholds, self.first_column, self.shard_size)
-        return pick(best.unsqueeze(0) if self.tp.size == 1 else self.tp.all_gather(best), out)
-
-
-def best_of_shard_torch(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    thresholds: Tensor | None = None,
-    first_column: int = 0,
-    shard_size: int | None = None,
-) -> Tensor:
-    """Twin of `kernels.sampler.best_of_shard`, which cuts the columns into splits. Here there is one."""
-    if shard_size is not None and logits.shape[1] < shard_size:  # There may be none.
-        logits = F.pad(logits, (0, shard_size - logits.shape[1]), value=-math.inf)
-    if thresholds is not None:
-        logits = logits.masked_fill(logits.float() < thresholds.unsqueeze(1), -math.inf)  # A NaN stays.
-    highest, columns = logits.max(dim=1)  # NaN, if any is.
-    highest = highest.float()
-    best = highest.clone()
-    # A few rows at a time, so that intermediate results stay in a CPU's cache.
-    rows_at_once = max(1, _COLUMNS_AT_ONCE // logits.shape[1])
-    for rows in (temperatures > 0).nonzero().squeeze(1).split(rows_at_once):
-        chosen = logits[rows]
-        draw = temperatures[rows], seeds[rows], positions[rows]
-        best[rows], groups = group_scores(chosen, *draw, first_column).max(dim=1)
-        members = in_groups(chosen)[torch.arange(len(rows), device=logits.device), groups]
-        within = race_scores(members, *draw, first_column + groups * GROUP).argmax(dim=1)
-        columns[rows] = groups * GROUP + within
-    # A tiny temperature makes scores infinite where the logits are finite.
-    best = best.clamp(-MAX_FLOAT, MAX_FLOAT).where(highest > -math.inf, -math.inf)
-    best = best.where(highest < math.inf, math.inf)
-    return torch.stack((best.view(torch.int32), (first_column + columns).int()), dim=-1).unsqueeze(1)
-
-
-def pick_best_torch(candidates: Tensor, out: Tensor | None = None) -> Tensor:
-    """Twin of `kernels.sampler.pick_best`."""
-    bits, columns = candidates.transpose(0, 1).flatten(1, 2).unbind(-1)
-    scores, winner = bits.contiguous().view(torch.float32).max(dim=1)  # The first of equals: the lowest column.
-    tokens = columns.gather(1, winner.unsqueeze(1)).squeeze(1).where(scores.isfinite(), NON_FINITE).long()
-    return tokens if out is None else out.copy_(tokens)
+        best = best_of_shard(logits, temperatures, seeds, positions, thresholds, self.first_column, self.shard_size)
+        return pick_best(best.unsqueeze(0) if self.tp.size == 1 else self.tp.all_gather(best), out)

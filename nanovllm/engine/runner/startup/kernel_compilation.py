@@ -11,8 +11,8 @@ from nanovllm.engine.runner.cuda_graphs import graph_batch_sizes
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.kernels import HAS_TRITON
+from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds
 from nanovllm.layers.sampling.sampler import Sampler
-from nanovllm.layers.sampling.sampling_thresholds import sampling_thresholds
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.layer_facts import few_layers, layer_products, one_of_each_kind
 from nanovllm.utils.context import Context, step_context
