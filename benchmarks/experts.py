@@ -4,7 +4,7 @@
 
 For each number of tokens it times our kernels for any number of tokens ("expert-tiles") with many constants, gate_up
 and down by themselves; then our kernels for a few tokens ("experts-gemv") likewise; then whole layers, with the best
-constants and by torch's grouped products ("grouped-mm"). Everything is captured in CUDA graphs over several layers,
+constants. Everything is captured in CUDA graphs over several layers,
 whose weights together are larger than the L2 cache. The table's rows are written to a file, as `nanovllm tune` does.
 """
 
@@ -23,7 +23,7 @@ from nanovllm.kernels.experts import experts_gemv as gemv
 from nanovllm.kernels.experts.experts import TileConfig
 from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
 from nanovllm.kernels.launch import compile_ahead
-from nanovllm.layers.experts.expert_candidates import ExpertsGemv, ExpertTiles, GroupedMm
+from nanovllm.layers.experts.expert_candidates import ExpertsGemv, ExpertTiles
 from nanovllm.layers.experts.expert_products import ExpertsProblem
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.matmul import Candidate
@@ -197,21 +197,13 @@ class Sweep:
             names = "gate_up_gemv", "down_gemv"
             parts = [self.best(steps, part, c) for part, c in zip(names, self.gemv_configs, strict=True)]
             choices.append((ExpertsGemv(), tuple(constants for _, constants in parts)))
-        if GroupedMm().supports(steps[0].problem()):
-            choices.append((GroupedMm(), ()))
         times = {}
         for candidate, constants in choices:
-            try:
-                micros = self._run(steps, lambda step, c=candidate, k=constants: c.launch(step.problem(), k))
-            except Exception as error:  # Of torch's grouped products, if a graph cannot capture them.
-                print(f"  {candidate.name}: {type(error).__name__}: {error}")
-                continue
+            micros = self._run(steps, lambda step, c=candidate, k=constants: c.launch(step.problem(), k))
             times[candidate.name, constants] = micros
             share = 1e6 * floor / micros
             print(f"  {candidate.name:14} {micros:9.1f} us a layer, {share:.2f} of the floor", flush=True)
-        ranked = [Choice(*each) for each in sorted(times, key=times.get)]
-        # Where the first one is not to be had, because torch is older, the next one serves.
-        return ranked[: 2 if ranked[0].candidate == GroupedMm.name else 1]
+        return [Choice(*min(times, key=times.get))]
 
     def _run(self, steps: list[Step], launch: Callable[[Step], Any]) -> float:
         rounds = 4 if len(steps[0].x) <= 512 else 1

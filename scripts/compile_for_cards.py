@@ -95,9 +95,7 @@ class Launch(NamedTuple):
             return tiles.shared_bytes(options["PADDED_DIM"], self.dtypes[1].itemsize, device)
         if self.name == "_experts_kernel":
             config = TileConfig(*(options[name] for name in ("TOKENS", "COLUMNS", "K_TILE", "num_warps", "num_stages")))
-            x, weight = self.args[0].dtype, self.args[2]
-            weight = weight.dtype if isinstance(weight, _Pointer) else weight.base.dtype
-            stage = config.stage_bytes(2 if options["SILU"] else 1, x.itemsize, weight.itemsize)
+            stage = config.stage_bytes(2 if options["SILU"] else 1, self.args[0].dtype.itemsize)
             return stage * held_stages(config.num_stages, device)
         return None
 

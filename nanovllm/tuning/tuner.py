@@ -198,12 +198,10 @@ def _expert_tiles(shape: Shape, num_tokens: int) -> Iterator[Choice]:
         for gate_up in gate_ups:
             for down in downs:
                 yield Choice("expert-tiles", ((tokens, *gate_up), (tokens, *down)))
-    if num_tokens >= 512:
-        yield Choice("grouped-mm")
 
 
 def _fp8_expert_tiles(shape: Shape, num_tokens: int) -> Iterator[Choice]:
-    """With inputs that are quantised, and for few tokens, of which weights take most of the time, as they are."""
+    """With inputs in fp8 too."""
     for tokens in _tokens_of_tiles(shape, num_tokens):
         gate_ups = ((64, 128, 4, 4), (64, 128, 4, 3)) if tokens < 128 else ((128, 128, 8, 3), (64, 128, 4, 4))
         downs: tuple = (128, 128, 4, 4), (64, 128, 4, 4)
@@ -211,12 +209,7 @@ def _fp8_expert_tiles(shape: Shape, num_tokens: int) -> Iterator[Choice]:
             downs = (128, 128, 4, 4), (128, 128, 8, 4), (256, 128, 8, 3)
         for gate_up in gate_ups:
             for down in downs:
-                constants = (tokens, *gate_up), (tokens, *down)
-                yield Choice("fp8-expert-tiles", constants)
-                if tokens < 128:
-                    yield Choice("expert-tiles", constants)
-    if num_tokens >= 512:
-        yield Choice("scaled-grouped-mm")
+                yield Choice("expert-tiles", ((tokens, *gate_up), (tokens, *down)))
 
 
 def _quack_experts() -> Iterator[Choice]:

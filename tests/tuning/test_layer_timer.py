@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from nanovllm.layers.attention.flash_attn4 import AttentionShape
 from nanovllm.layers.experts import expert_candidates, expert_products
-from nanovllm.layers.experts.expert_candidates import ExpertsGemv, ExpertTiles, GroupedMm
+from nanovllm.layers.experts.expert_candidates import ExpertsGemv, ExpertTiles
 from nanovllm.layers.layernorm import Normed
 from nanovllm.layers.matmul import kernel_matmul
 from nanovllm.layers.matmul.kernel_matmul import Gemv, SplitK
@@ -61,8 +61,7 @@ def experts_timer(monkeypatch, timer) -> LayerTimer:
     """Of a layer with experts."""
     for module in (expert_candidates, expert_products):
         monkeypatch.setattr(module, "use_kernels", lambda x: True)
-    monkeypatch.setattr(expert_candidates, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(layer_timer, "expert_candidates", lambda *args: [ExpertsGemv(), ExpertTiles(), GroupedMm()])
+    monkeypatch.setattr(layer_timer, "expert_candidates", lambda *args: [ExpertsGemv(), ExpertTiles()])
     experts = Shape("experts", 2 * INTERMEDIATE, HIDDEN, "float16", num_experts=6, top_k=2)
     return LayerTimer([*timer.shapes[:2], Shape("linear", 6, HIDDEN, "float16"), experts], timer.attention)
 
@@ -73,11 +72,10 @@ EXPERT_TILES = Choice("expert-tiles", ((16, 64, 64, 4, 2), (16, 64, 64, 4, 2)))
 
 @pytest.mark.parametrize("timer", ["linear_add"], indirect=True)
 def test_a_layer_with_experts(experts_timer):
-    """What does not work: grouped products of float16, and constants that no tile has."""
+    """What does not work: constants that no tile has."""
     timer, three = experts_timer, (CUBLAS, CUBLAS, CUBLAS)
     for choice in (CUBLAS, EXPERTS_GEMV, EXPERT_TILES):
         assert timer("decode", 3, (*three, choice)) == len(timer._layers) == 2
-    assert timer("decode", 3, (*three, Choice("grouped-mm"))) is None
     assert timer("decode", 3, (*three, Choice("expert-tiles", ((16, 64, 48, 4, 2),) * 2))) is None
 
 

@@ -165,10 +165,7 @@ def test_tables_of_the_package(path):
     from nanovllm.layers.experts.expert_candidates import (
         ExpertsGemv,
         ExpertTiles,
-        Fp8ExpertTiles,
-        GroupedMm,
         QuackExperts,
-        ScaledGroupedMm,
     )
     from nanovllm.layers.matmul.kernel_matmul import FusedSilu, Gemv, SplitK
     from nanovllm.layers.matmul.matmul import OPERATIONS, Cublas
@@ -176,8 +173,7 @@ def test_tables_of_the_package(path):
 
     constant_types = {Gemv.name: GemvConfig, SplitK.name: SplitKConfig, Quack.name: Tile}
     constant_types |= dict.fromkeys((Cublas.name, FusedSilu.name), tuple)
-    pairs_of_types = {ExpertsGemv.name: ExpertsGemvConfig, ExpertTiles.name: TileConfig}
-    pairs_of_types |= {Fp8ExpertTiles.name: TileConfig, QuackExperts.name: Tile}
+    pairs_of_types = {ExpertsGemv.name: ExpertsGemvConfig, ExpertTiles.name: TileConfig, QuackExperts.name: Tile}
     table = read_table(path)
     assert path == package_path(json.loads(path.read_text())["gpu"])
     for name in (*TUNED, "Qwen3-30B-A3B"):
@@ -194,7 +190,7 @@ def test_tables_of_the_package(path):
                     assert constants[0] >= bound
                     assert row[constants[0]] == listed or not row[constants[0]], "padding is padded again"
                 elif key.operation == "experts":
-                    assert (name in (GroupedMm.name, ScaledGroupedMm.name) and not constants) or len(constants) == 2
+                    assert len(constants) == 2
                     assert all(pairs_of_types[name](*each) for each in constants)
                 else:
                     constant_types[name](*constants)

@@ -275,13 +275,12 @@ def test_challengers_for_experts_are_few_and_launchable(sizes):
             assert 1 < len(found) < 30
             for name, constants in found[1:]:
                 assert name != "experts-gemv" or num_tokens <= 16
-                if name in ("expert-tiles", "fp8-expert-tiles"):
-                    weight_bytes = 2 if sizes[2] == "bfloat16" else 1
-                    x_bytes = 2 if name == "expert-tiles" else 1
+                if name == "expert-tiles":
+                    itemsize = 2 if sizes[2] == "bfloat16" else 1
                     for num_weights, (tokens, columns, k, _, num_stages) in zip((2, 1), constants, strict=True):
-                        stage = k * (x_bytes * tokens + num_weights * weight_bytes * columns)
+                        stage = k * itemsize * (tokens + num_weights * columns)
                         assert num_stages * stage <= 227 * 1024
-                        assert weight_bytes == 2 or k <= 128
+                        assert itemsize == 2 or k <= 128
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float8_e4m3fn", (6, 4)), ("float8_e4m3fn-128x128", (0, 0))])

@@ -20,17 +20,15 @@ A tile of results is [columns, tokens]: the weights are the first operand of the
 nothing, while tensor cores take 64 rows of a first operand at a time. The weights come by the tensor memory accelerator
 where there is one.
 
-Weights may be in e4m3. An input in e4m3 is multiplied with them as it is. For any other input they are converted to its
-dtype on their way to the tensor cores.
+Weights may be in e4m3, and the inputs of their products then are too.
 
 All five are dependent launches (see `dependent_launch`). Arguments of both products:
     order, starts: from `sort_by_expert`.
-    weight: `[num_experts, rows, columns]`, contiguous, of x's dtype, or with a scale of e4m3.
+    weight: `[num_experts, rows, columns]`, contiguous, of x's dtype.
     config: launch constants; None for some that work.
-    weight_scale: of a weight in e4m3: float32, contiguous, `[num_experts, rows, 1]`, or of blocks
-        `[num_experts, rows / 128, columns / 128]`; else None.
-    x_scale: of an x in e4m3: float32, any strides, a number for each row of x, `[len(x), 1]`, or with a weight in
-        blocks `[len(x), columns / 128]`; else None.
+    weight_scale, x_scale: of a weight and an x in e4m3, else None. The weight's: float32, contiguous, `[num_experts,
+        rows, 1]`, or of blocks `[num_experts, rows / 128, columns / 128]`. x's: float32, any strides, a number for each
+        row of x, `[len(x), 1]`, or with a weight in blocks `[len(x), columns / 128]`.
     dtype: of the result; None: x's.
 """
 
@@ -63,17 +61,17 @@ class TileConfig(NamedTuple):
     num_warps: int
     num_stages: int  # of the load pipeline
 
-    def fitted(self, num_weights: int, x_bytes: int, weight_bytes: int, device: torch.device) -> "TileConfig | None":
+    def fitted(self, num_weights: int, itemsize: int, device: torch.device) -> "TileConfig | None":
         """These constants, with as many stages as the card's shared memory holds; None if it does not hold two.
 
-        num_weights: rows of the weight for each output column: 2 of `gate_up`, 1 of `down`. x_bytes, weight_bytes: of
-        one number.
+        num_weights: rows of the weight for each output column: 2 of `gate_up`, 1 of `down`. itemsize: bytes of a number
+        of x and of the weight.
         """
-        num_stages = fitting_stages(self.stage_bytes(num_weights, x_bytes, weight_bytes), self.num_stages, device)
+        num_stages = fitting_stages(self.stage_bytes(num_weights, itemsize), self.num_stages, device)
         return self._replace(num_stages=num_stages) if num_stages else None
 
-    def stage_bytes(self, num_weights: int, x_bytes: int, weight_bytes: int) -> int:
-        return self.k * (x_bytes * self.tokens + num_weights * weight_bytes * self.columns)
+    def stage_bytes(self, num_weights: int, itemsize: int) -> int:
+        return self.k * itemsize * (self.tokens + num_weights * self.columns)
 
 
 def default_config(num_pairs: int, num_experts: int, itemsize: int) -> TileConfig:
@@ -209,17 +207,14 @@ def sort_by_expert(experts: Tensor, num_experts: int, positions: Tensor | None =
 
 @triton.jit
 def _add_product(acc, tile_weights, values, scales, x_scales, is_column, start_k, group_stride, BLOCK: tl.constexpr):
-    """acc + tile_weights values; with BLOCK the product times the scales of its weights, and of x if there are any."""
-    tile_weights = tile_weights.to(values.dtype)
+    """acc + tile_weights values; with BLOCK the product times the scales of its weights and of x."""
     if BLOCK == 0:
         acc = tl.dot(tile_weights, values, acc, input_precision="ieee")
     else:
         group = start_k // BLOCK
         product = tl.dot(tile_weights, values, input_precision="ieee")
         product *= tl.load(scales + group, mask=is_column, other=0.0)[:, None]
-        if x_scales is not None:
-            product *= tl.load(x_scales + group * group_stride)[None, :]
-        acc += product
+        acc += product * tl.load(x_scales + group * group_stride)[None, :]
     return acc
 
 
@@ -302,11 +297,10 @@ def _experts_kernel(
         acc *= tl.load(scales, mask=is_column, other=0.0)[:, None]
         if SILU:
             up *= tl.load(scales + num_columns, mask=is_column, other=0.0)[:, None]
-        if x_scale is not None:
-            factor = tl.load(x_scales)[None, :]
-            acc *= factor
-            if SILU:
-                up *= factor
+        factor = tl.load(x_scales)[None, :]
+        acc *= factor
+        if SILU:
+            up *= factor
     if SILU:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     else:
@@ -409,6 +403,8 @@ def _launch(
 ) -> Tensor:
     """y. weights: None for `gate_up`."""
     check_scales(x, weight, weight_scale, x_scale)
+    if weight_scale is not None and x_scale is None:
+        raise ValueError(f"x must be in e4m3 with an x_scale for a weight in e4m3, not in {x.dtype}")
     num_experts, num_rows, K = weight.shape
     if not weight.is_contiguous():
         raise ValueError(f"weight must be contiguous, not {list(weight.shape)} with strides {weight.stride()}")

@@ -1,15 +1,11 @@
 """The candidates of `matmul` for a layer's experts."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON, use_kernels
-from nanovllm.kernels.gpu import GpuFacts
-from nanovllm.layers.activation import Gated, SiluAndMul
 from nanovllm.layers.experts.expert_products import ExpertsProblem, compute_experts
-from nanovllm.layers.formats.quantization import E4M3, Fp8Weight, Quantized, Weight, values_and_scale
-from nanovllm.layers.matmul.fp8_products import quantize_input
+from nanovllm.layers.formats.quantization import Weight, values_and_scale
 from nanovllm.layers.matmul.matmul import Candidate
 from nanovllm.layers.matmul.quack import Quack, Tile
 
@@ -17,9 +13,6 @@ if HAS_TRITON:
     from nanovllm.kernels.experts import experts_gemv
     from nanovllm.kernels.experts.experts import MAX_EXPERTS, TileConfig, add_pairs, route, sort_by_expert
     from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
-    from nanovllm.kernels.launch import is_compiling_ahead
-
-_silu_and_mul = SiluAndMul()
 
 
 class ExpertsGemv(Candidate):
@@ -44,7 +37,8 @@ class ExpertsGemv(Candidate):
 
 
 class ExpertTiles(Candidate):
-    """Our kernels for any number of tokens. Weights in fp8 become numbers of the inputs' dtype."""
+    """Our kernels for any number of tokens. With weights in fp8 the inputs of both products are quantised first,
+    because tensor cores multiply such numbers twice as fast."""
 
     name = "expert-tiles"
 
@@ -53,60 +47,15 @@ class ExpertTiles(Candidate):
 
     def launch(self, problem: ExpertsProblem, constants: tuple) -> Tensor:
         """constants: two `TileConfig`s, for gate_up and down."""
-        return compute_experts(problem, constants, rounds_inputs=False)
-
-    def fitted(self, weight: Weight, constants: tuple) -> tuple | None:
-        return _fitted(weight, constants, weight.input_dtype if isinstance(weight, Fp8Weight) else weight.dtype)
-
-
-class Fp8ExpertTiles(Candidate):
-    """The same with inputs that are quantised first, which tensor cores multiply by weights in fp8 twice as fast."""
-
-    name = "fp8-expert-tiles"
-
-    def supports(self, problem: ExpertsProblem) -> bool:
-        weight = problem.weight
-        return isinstance(weight, Fp8Weight) and use_kernels(weight) and len(weight) <= MAX_EXPERTS
-
-    def launch(self, problem: ExpertsProblem, constants: tuple) -> Tensor:
-        """constants: two `TileConfig`s, for gate_up and down."""
         return compute_experts(problem, constants)
 
     def fitted(self, weight: Weight, constants: tuple) -> tuple | None:
-        return _fitted(weight, constants, E4M3)
-
-
-class GroupedMm(Candidate):
-    """torch's grouped products: bfloat16 on Hopper, since torch 2.10."""
-
-    name = "grouped-mm"
-
-    def supports(self, problem: ExpertsProblem) -> bool:
-        is_bfloat16 = problem.weight.dtype == torch.bfloat16
-        return hasattr(F, "grouped_mm") and is_bfloat16 and _suits_torch(problem, unit=8)
-
-    def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
-        pairs = _SortedPairs(problem)
-        hidden = F.grouped_mm(problem.input[pairs.tokens], problem.weight.mT, offs=pairs.starts[1:])
-        return pairs.add(F.grouped_mm(_silu_and_mul(hidden), problem.down.mT, offs=pairs.starts[1:]))
-
-
-class ScaledGroupedMm(Candidate):
-    """torch's grouped products of fp8, with scales of channels: on Hopper."""
-
-    name = "scaled-grouped-mm"
-
-    def supports(self, problem: ExpertsProblem) -> bool:
-        weight = problem.weight
-        is_right = isinstance(weight, Fp8Weight) and not weight.format.is_blocked
-        is_right = is_right and weight.input_dtype == torch.bfloat16
-        return hasattr(torch, "_scaled_grouped_mm") and is_right and _suits_torch(problem, unit=16)
-
-    def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
-        pairs, weight, down = _SortedPairs(problem), problem.weight, problem.down
-        values, scale = quantize_input(problem.x, weight.format)
-        hidden = _scaled_product(Quantized(values[pairs.tokens], scale[pairs.tokens]), weight, pairs.starts[1:])
-        return pairs.add(_scaled_product(quantize_input(Gated(hidden), down.format), down, pairs.starts[1:]))
+        """Two `TileConfig`s, each with the stages that fit the GPU; None if one fits with none."""
+        itemsize = values_and_scale(weight)[0].itemsize  # of the inputs too, as they are multiplied
+        configs = [
+            TileConfig(*each).fitted(n, itemsize, weight.device) for n, each in zip((2, 1), constants, strict=True)
+        ]
+        return None if None in configs else tuple(configs)
 
 
 class QuackExperts(Candidate):
@@ -131,27 +80,6 @@ class QuackExperts(Candidate):
         return None if y is None else pairs.add(y)
 
 
-def _fitted(weight: Weight, constants: tuple, input_dtype: torch.dtype) -> tuple | None:
-    """Two `TileConfig`s, each with the stages that fit the GPU; None if one fits with none. input_dtype: of the
-    products' input as it is multiplied."""
-    sizes = input_dtype.itemsize, values_and_scale(weight)[0].itemsize, weight.device
-    configs = [TileConfig(*each).fitted(n, *sizes) for n, each in zip((2, 1), constants, strict=True)]
-    return None if None in configs else tuple(configs)
-
-
-def _suits_torch(problem: ExpertsProblem, unit: int) -> bool:
-    """Whether torch's grouped products, which need sizes that are multiples of a unit, can be launched now. They can't
-    while kernels only compile: then nothing sorts the pairs, and torch would index by anything."""
-    weight = problem.weight
-    return (
-        use_kernels(weight)
-        and not is_compiling_ahead()
-        and len(weight) <= MAX_EXPERTS
-        and not any(size % unit for size in (*weight.shape[1:], problem.down.shape[2]))
-        and GpuFacts.of(weight.device).is_hopper
-    )
-
-
 class _SortedPairs:
     """Tokens with their experts, in the order of the experts, for grouped products.
 
@@ -174,15 +102,9 @@ class _SortedPairs:
         return add_pairs(y, out, add, context_lens, self._positions, self._weights)
 
 
-def _scaled_product(x: Quantized, weight: Fp8Weight, ends: Tensor) -> Tensor:
-    options = {"offs": ends, "out_dtype": weight.input_dtype, "use_fast_accum": True}
-    scales = x.scale.flatten(), weight.scale.flatten(1)
-    return torch._scaled_grouped_mm(x.values, weight.values.transpose(1, 2), *scales, **options)
-
-
 def expert_candidates(device: torch.device, quack: Quack | None) -> list[Candidate]:
     """quack: None without quack-kernels."""
     if not HAS_TRITON or device.type != "cuda":
         return []
-    ours = [ExpertsGemv(), ExpertTiles(), Fp8ExpertTiles(), GroupedMm(), ScaledGroupedMm()]
+    ours = [ExpertsGemv(), ExpertTiles()]
     return ours if quack is None else [*ours, QuackExperts(quack)]

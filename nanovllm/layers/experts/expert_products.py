@@ -41,12 +41,9 @@ class ExpertsProblem(NamedTuple):
         return self.x.value() if isinstance(self.x, Normed) else self.x
 
 
-def compute_experts(problem: ExpertsProblem, constants: tuple = (), rounds_inputs: bool = True) -> Tensor:
-    """`problem.out`, by our kernels for any number of tokens, or by their twins.
-
-    constants: two `TileConfig`s, for gate_up and down; none for some that work. rounds_inputs: whether the inputs of
-    products with weights in fp8 are quantised.
-    """
+def compute_experts(problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
+    """`problem.out`, by our kernels for any number of tokens, or by their twins. The inputs of products with weights in
+    fp8 are quantised. constants: two `TileConfig`s, for gate_up and down; none for some that work."""
     x, logits, weight, down_weight, top_k, normalize, out, add, context_lens = problem
     if not use_kernels(logits):
         total = experts_torch(problem.input, *route_torch(logits, top_k, normalize, context_lens), weight, down_weight)
@@ -54,18 +51,16 @@ def compute_experts(problem: ExpertsProblem, constants: tuple = (), rounds_input
     gate_up_config, down_config = (TileConfig(*each) for each in constants) if constants else (None, None)
     experts, weights = route(logits, top_k, normalize, context_lens)
     order, starts = sort_by_expert(experts, len(weight))
-    x, values, options = _operands(x, weight, rounds_inputs)
+    x, values, options = _operands(x, weight)
     hidden = gate_up(x, order, starts, values, gate_up_config, **options)
-    hidden, values, options = _operands(hidden, down_weight, rounds_inputs)
+    hidden, values, options = _operands(hidden, down_weight)
     y = down(hidden, order, starts, weights, values, down_config, **options)
     return add_pairs(y, out, add, context_lens)
 
 
-def _operands(x: Tensor | Normed, weight: Weight, rounds_inputs: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def _operands(x: Tensor | Normed, weight: Weight) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """A product's input, its weight and further arguments, as the kernels take them."""
-    if rounds_inputs and not isinstance(weight, Tensor):
-        values, scale = quantize_input(x, weight.format)
-        options = {"x_scale": scale, "weight_scale": weight.scale, "dtype": weight.input_dtype}
-        return values, weight.values, options
-    x = x.value() if isinstance(x, Normed) else x
-    return (x, weight, {}) if isinstance(weight, Tensor) else (x, weight.values, {"weight_scale": weight.scale})
+    if isinstance(weight, Tensor):
+        return x.value() if isinstance(x, Normed) else x, weight, {}
+    values, scale = quantize_input(x, weight.format)
+    return values, weight.values, {"x_scale": scale, "weight_scale": weight.scale, "dtype": weight.input_dtype}

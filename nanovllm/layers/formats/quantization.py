@@ -4,8 +4,8 @@ A value is an e4m3 number (Micikevicius et al. 2022, arXiv:2209.05433) times a s
 magnitude of its group divided by 448, the largest e4m3 number, so nothing saturates. Numbers are rounded to nearest,
 ties to even.
 
-Products have one of two roundings. `fp8_product` quantises its input as well, as the tensor cores' fp8 products need
-it. The GEMV kernel reads the input as it is: `weight_only_product`. Both sum in float32 and round once.
+`fp8_product` quantises its input as well, as the tensor cores' fp8 products need it. The GEMV kernel reads the input
+as it is. Both sum in float32 and round once.
 """
 
 from collections.abc import Iterator
@@ -178,8 +178,3 @@ def quantize_input_torch(x: Tensor, format: Fp8Format) -> Quantized:
 def fp8_product_torch(x: Quantized, weight: Fp8Weight) -> Tensor:
     """`x W^T`, `[num_tokens, N]` of the weight's input_dtype. Twin of `torch._scaled_mm` and the split-K kernel."""
     return (x.dequantized() @ weight.dequantized().t()).to(weight.input_dtype)
-
-
-def weight_only_product_torch(x: Tensor, weight: Fp8Weight) -> Tensor:
-    """`x W^T` of an input that is not quantised, in float32. Twin of what the GEMV kernel computes."""
-    return x.float() @ weight.dequantized().t()
