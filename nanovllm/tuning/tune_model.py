@@ -95,7 +95,7 @@ def tune_model(
     # An existing file keeps its rows of other models.
     settings = package_table(gpu).settings if into_package else None
     before = read_table(path) if path.is_file() else Table(settings=settings)
-    write_table(path, gpu, before.updated(Table(found.rows, versions=versions)))
+    write_table(path, gpu, before.updated(Table(found.rows, found.settings, versions)))
     journal.remove()
     print(f"{len(found.rows)} rows in {time.perf_counter() - start:.0f} s: {path}")
 

@@ -34,6 +34,12 @@ class Shape(NamedTuple):
     top_k: int = 1  # of them for a token
     has_norm: bool = True  # whether its input, if it is the residual stream, is normalised first
 
+    @property
+    def name(self) -> str:
+        """As `step_rows` calls it."""
+        experts = f"{self.num_experts}x" if self.num_experts > 1 else ""
+        return f"{experts}{self.N}x{self.K} {self.dtype}"
+
     def key(self, phase: str) -> Key:
         return Key(self.operation, phase, self.N, self.K, self.dtype, self.num_experts)
 
@@ -327,12 +333,13 @@ class Tuner:
         known: Mapping[tuple[str, int], Result] | None = None,
         keep: Callable[[str, int, Result], None] | None = None,
     ) -> Table:
-        """Rows for these numbers of tokens in each phase.
+        """Rows for these numbers of tokens in each phase, and the setting "padding" (`step_rows`).
 
         tell: called with a line of text for each number of tokens. known: by phase and number of tokens, results that
         need no measurement. keep: called with each further one.
         """
         rows: dict[Key, Row] = {}
+        settings: dict[str, dict] = {}
         experts: dict[int, list[Choice]] = {}
         known = known or {}
         for phase, tokens in counts.items():
@@ -358,8 +365,8 @@ class Tuner:
             if phase == "decode":
                 gate_up = self.shapes[3 if self.shapes[3].operation == "experts" else 2]
                 with_graph = {n: result for n, result in results.items() if _is_padded(phase, n)}
-                rows[gate_up._replace(operation="padding").key(phase)] = _padding(with_graph, time_layer)
-        return Table(rows)
+                settings["padding"] = {gate_up.name: _padding(with_graph, time_layer)}
+        return Table(rows, settings)
 
 
 def _is_padded(phase: str, num_tokens: int) -> bool:
@@ -387,7 +394,7 @@ def _row(phase: str, choices: Mapping[int, list[Choice]]) -> Row:
     return Row(_merged({**choices, unmeasured: []}))
 
 
-def _padding(results: Mapping[int, Result], time_layer: TimeLayer) -> Row:
+def _padding(results: Mapping[int, Result], time_layer: TimeLayer) -> dict[int, list]:
     """results: of the numbers of tokens that have a graph. A step is padded to a larger one of them if its products
     take less time there, and to the next one if a product is computed in tiles. Rows of padding have no keys to read.
     """
@@ -395,7 +402,7 @@ def _padding(results: Mapping[int, Result], time_layer: TimeLayer) -> Row:
     for num_tokens, result in results.items():
         picks = tuple(choices[0] if choices else CUBLAS for choices in result.choices)
         micros[num_tokens] = time_layer("padding", num_tokens, picks) or math.inf
-    buckets: dict[int, list[Choice]] = {}
+    buckets: dict[int, list] = {}
     best = 0
     for num_tokens in sorted(results):
         is_passed = best >= num_tokens  # Fewer tokens are padded to more than these, so these are too.
@@ -406,14 +413,14 @@ def _padding(results: Mapping[int, Result], time_layer: TimeLayer) -> Row:
         names = {choices[0].candidate for choices in results[best].choices if choices}
         buckets[num_tokens] = []
         if "quack-kernels" in names:
-            buckets[num_tokens] = [Choice("quack-kernels", (best,))]
+            buckets[num_tokens] = [best, "quack-kernels"]
         elif is_passed or best > num_tokens:
-            buckets[num_tokens] = [Choice("cublas", (best,))]
+            buckets[num_tokens] = [best, "cublas"]
     buckets[max(results) + 1] = []
-    return Row(_merged(buckets))
+    return _merged(buckets)
 
 
-def _merged(buckets: Mapping[int, list[Choice]]) -> dict[int, list[Choice]]:
+def _merged(buckets: Mapping[int, list]) -> dict[int, list]:
     """Without buckets that are equal to the next one."""
     bounds = sorted(buckets)
     return {

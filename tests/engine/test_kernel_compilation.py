@@ -20,7 +20,7 @@ from nanovllm.engine.runner.startup.kernel_compilation import (
     warmup_kernels,
 )
 from nanovllm.engine.runner.startup.memory import largest_prefill
-from nanovllm.engine.runner.startup.model_setup import padded_batch
+from nanovllm.engine.runner.startup.model_setup import padded_batches
 from nanovllm.kernels.attention.paged_prefill import choose_tiles
 from nanovllm.layers.attention.backends import TorchBackend
 from nanovllm.layers.matmul import packed_weights
@@ -28,7 +28,7 @@ from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.quack import Quack
 from nanovllm.layers.matmul.table import package_table
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.models.layer_facts import gate_up_weight, layer_products
+from nanovllm.models.layer_facts import layer_products
 from nanovllm.models.presets import preset_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, step_context
@@ -74,8 +74,8 @@ def test_every_tile_of_quack_kernels_is_compiled_at_the_start(max_num_seqs, name
     config.update({"num_hidden_layers": 1, "vocab_size": 64, "dtype": "bfloat16"})
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config, 64, TorchBackend(), TensorParallel()).bfloat16()
-    model.use_matmul(matmul := Matmul(package_table("NVIDIA H200"), [quack]))
-    padded = [padded_batch(matmul, gate_up_weight(model), n) for n in range(max_num_seqs + 1)]
+    model.use_matmul(matmul := Matmul(table := package_table("NVIDIA H200"), [quack]))
+    padded = padded_batches(model, table, max_num_seqs)
     trace_products(model, padded[-1], 16384)
     compiled, quack.asked = quack.asked, set()
     # The table's "prefill" rows begin at 2,048 tokens.

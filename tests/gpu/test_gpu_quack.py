@@ -45,7 +45,7 @@ def tiles() -> list[tuple[str, int, tuple[int, int], Tile]]:
     end: then at 9,001 tokens and at 16,384."""
     found: dict[tuple[str, Tile], list[tuple[int, tuple[int, int]]]] = {}
     for key, row in package_table(H200).rows.items():
-        if key.operation == "padding" or key.dtype in FORMATS:
+        if key.dtype in FORMATS:
             continue
         for first, last, choices in zip([0, *row.bounds], row.bounds, row.choices, strict=False):
             for name, constants in choices:
@@ -104,7 +104,7 @@ def fp8_tiles() -> list[tuple[str, int, tuple[int, int], Tile]]:
             choices = challengers(Shape(operation, N, K, "float8_e4m3fn"), phase, num_tokens, 132)
             found |= {(operation, num_tokens, (N, K), choice): None for choice in choices}
     for key, row in package_table(H200).rows.items():
-        if key.dtype in FORMATS and key.operation != "padding":
+        if key.dtype in FORMATS:
             for bound, choices in zip(row.bounds, row.choices, strict=True):
                 found |= {(key.operation, bound, (key.N, key.K), choice): None for choice in choices}
     return [(*case, Tile(*choice.constants)) for *case, choice in found if choice.candidate == Quack.name]
@@ -333,8 +333,6 @@ def make_table(path) -> Table:
     prefills of 2,048 and more."""
 
     def row(key: Key) -> Row:
-        if key.operation == "padding":
-            return Row({16: [], 64: [Choice(Quack.name, (64,))], 128: [Choice(Quack.name, (128,))], 129: []})
         if key.phase == "prefill":
             tile = Tile(128, 128, (1, 2), pingpong=True)
             return Row({2047: [], 2048: [] if key.operation == "linear_add" else [Choice(Quack.name, tuple(tile))]})
@@ -342,7 +340,10 @@ def make_table(path) -> Table:
         decode = {n: [Choice(Quack.name, (n if columns > 32 else 64, columns))] for n in (64, 128)}
         return Row({63: [], 127: [], 129: [], **decode})
 
-    return Table({key: row(key) for key in keys_of(path)})
+    keys = keys_of(path)
+    (gate_up,) = {f"{key.N}x{key.K} {key.dtype}" for key in keys if key.operation == "linear_silu"}
+    padding = {"16": [], "64": [64, Quack.name], "128": [128, Quack.name], "129": []}
+    return Table({key: row(key) for key in keys}, {"padding": {gate_up: padding}})
 
 
 @pytest.mark.parametrize("eager", [False, True])

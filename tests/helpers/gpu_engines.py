@@ -79,9 +79,8 @@ def keys_of(path) -> list[Key]:
     config = AutoConfig.from_pretrained(path)
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-    gate_up = (2 * intermediate, hidden)
     shapes = [("linear", q + 2 * kv, hidden), ("linear_add", hidden, q), ("linear_add", hidden, intermediate)]
-    shapes += [("linear_silu", *gate_up), ("padding", *gate_up)]
+    shapes.append(("linear_silu", 2 * intermediate, hidden))
     return [Key(name, phase, N, K, "bfloat16") for name, N, K in shapes for phase in ("decode", "prefill")]
 
 

@@ -10,7 +10,6 @@ from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoin
 from fake_quack import CpuQuack, Package, make_config, problem, tensors
 
 from nanovllm.engine.runner.startup import model_setup
-from nanovllm.engine.runner.startup.model_setup import padded_batch
 from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
 from nanovllm.layers.activation import Gated
@@ -18,6 +17,7 @@ from nanovllm.layers.formats.quantization import Fp8Format, Fp8Weight, fp8_produ
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.matmul import Matmul, Problem
 from nanovllm.layers.matmul.quack import Product, Quack, Tile
+from nanovllm.layers.matmul.step_rows import padded_rows
 from nanovllm.layers.matmul.table import Choice, Key, Row, Table, load_table
 from nanovllm.models.layer_facts import layer_products
 from nanovllm.utils.context import Context, step_context
@@ -32,16 +32,20 @@ def make_table(*shapes: tuple[int, int]) -> Table:
     def choices(tile: Tile) -> list[Choice]:
         return [Choice("quack-kernels", tuple(tile))]
 
-    rows = {}
+    rows, padding = {}, {}
     for N, K in shapes:
         for operation in ("linear", "linear_silu", "linear_add"):
             decode = {63: [], 64: choices(Tile(64, 32)), 127: [], 128: choices(Tile(128, 32)), 129: []}
             rows[Key(operation, "decode", N, K, "float32")] = Row(decode)
             prefill = {2047: [], 2048: choices(PREFILL_TILE)}
             rows[Key(operation, "prefill", N, K, "float32")] = Row({1: []} if operation == "linear_add" else prefill)
-        padding = {32: [], 64: [Choice("quack-kernels", (64,))], 128: [Choice("quack-kernels", (128,))], 129: []}
-        rows[Key("padding", "decode", N, K, "float32")] = Row(padding)
-    return Table(rows)
+        sizes = {"32": [], "64": [64, "quack-kernels"], "128": [128, "quack-kernels"], "129": []}
+        padding[f"{N}x{K} float32"] = sizes
+    return Table(rows, {"padding": padding})
+
+
+def padded(matmul: Matmul, weight, num_seqs: int) -> int:
+    return padded_rows(matmul._table, weight, num_seqs, matmul.serves)
 
 
 @pytest.fixture
@@ -102,7 +106,7 @@ def test_steps_without_graphs_prefill_alone(quack, matmul, package):
         matmul.linear_silu(x, weight)
         matmul.run(problem("linear_add", x, weight, residual))
     assert not package.calls
-    assert padded_batch(matmul, weight, 100) == 100
+    assert padded(matmul, weight, 100) == 100
     with step_context(PREFILL):
         matmul.linear(*tensors(2048, 128, 32)[:2])
     assert len(package.calls) == 1
@@ -278,8 +282,8 @@ def test_what_is_traced_is_loaded_later_a_launch_a_kernel(quack, package, fp8_we
 
 def test_no_padding_without_the_package(matmul):
     weight = torch.zeros(128, 32)
-    assert padded_batch(Matmul(make_table((128, 32))), weight, 100) == 100
-    assert padded_batch(matmul, weight, 100) == 128
+    assert padded(Matmul(make_table((128, 32))), weight, 100) == 100
+    assert padded(matmul, weight, 100) == 128
 
 
 def test_its_decode_tiles_are_for_their_own_shape(matmul, package, caplog):
@@ -291,7 +295,7 @@ def test_its_decode_tiles_are_for_their_own_shape(matmul, package, caplog):
                 with step_context(context):
                     torch.testing.assert_close(matmul.linear(x, weight), F.linear(x, weight), rtol=1e-4, atol=1e-4)
     assert {config.tile_m for config in package.calls} == {PREFILL_TILE.tokens}
-    assert padded_batch(matmul, weight, 100) == 100
+    assert padded(matmul, weight, 100) == 100
     (record,) = caplog.records
     assert record.getMessage() == (
         "linear with a weight [112, 32] was not measured on this GPU; to measure it: nanovllm tune MODEL"

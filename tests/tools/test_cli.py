@@ -13,7 +13,7 @@ from checkpoints import make_checkpoint
 from gpus import pretend_gpu
 
 from nanovllm.cli import main
-from nanovllm.layers.matmul.table import Key, load_table, user_path
+from nanovllm.layers.matmul.table import Key, Table, load_table, user_path
 
 GPU = "NVIDIA Test GPU"
 
@@ -150,7 +150,10 @@ def test_engines_find_what_was_measured(gpu, tmp_path, capsys):
     assert table.rows.keys() >= before.rows.keys()
     other = Key("linear", "decode", 6144, 4096, "bfloat16")
     assert table.rows[other].choices == before.rows[other].choices
-    assert table.settings == before.settings
+    measured = ("6144x1024 bfloat16", "12288x2048 bfloat16")
+    assert [table.settings["padding"][name] for name in measured] == [{"513": []}] * 2
+    changed = {name: {"513": []} for name in measured}
+    assert table.settings == before.updated(Table(settings={"padding": changed})).settings
 
 
 def test_a_table_goes_where_it_is_wanted(gpu, tmp_path):

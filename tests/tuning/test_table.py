@@ -2,6 +2,8 @@
 
 import json
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from gpus import pretend_gpu
 from nanovllm.kernels.attention.decode_plan import SPLIT_UNIT
 from nanovllm.layers.attention.decode_constants import DecodeConstants
 from nanovllm.layers.matmul import table as table_module
+from nanovllm.layers.matmul.step_rows import mixed_step_rows, padded_rows, shape_name
 from nanovllm.layers.matmul.table import (
     Choice,
     Key,
@@ -71,6 +74,12 @@ def test_a_file_holds_all_of_a_table(tmp_path):
     assert (again.settings, again.versions) == (table.settings, table.versions)
     assert json.loads(path.read_text())["gpu"] == "some GPU"
     assert sum("operation" in line for line in path.read_text().splitlines()) == 2, "a line a row"
+
+
+def test_settings_are_updated_key_by_key():
+    table = Table(settings={"padding": {"a": {"1": []}, "b": {"1": []}}})
+    updated = table.updated(Table(settings={"padding": {"b": {"2": []}}, "other": {"x": 1}}))
+    assert updated.settings == {"padding": {"a": {"1": []}, "b": {"2": []}}, "other": {"x": 1}}
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": [{"operation": "linear"}]}'])
@@ -147,6 +156,31 @@ each_table = pytest.mark.parametrize(
 )
 
 
+def weight_of(name: str) -> Any:
+    """One with the shape and the format of this name."""
+    shape, format = name.split()
+    return SimpleNamespace(shape=tuple(map(int, shape.split("x"))), dtype=format)
+
+
+def test_mixed_steps_of_a_shape_have_the_rows_of_the_nearest():
+    table = Table(settings={"mixed_step_rows": {"64x64 bfloat16": 8, "1024x64 bfloat16": 16, "4x64x64 bfloat16": 0}})
+    assert mixed_step_rows(table, weight_of("80x64 bfloat16")) == 8
+    assert mixed_step_rows(table, weight_of("900x70 float16")) == 16
+    assert mixed_step_rows(table, weight_of("8x64x64 bfloat16")) == 0
+    assert mixed_step_rows(table, weight_of("64x64 float32")) == 0
+    assert mixed_step_rows(Table(), weight_of("64x64 bfloat16")) == 0
+
+
+def test_steps_of_a_shape_without_a_setting_are_not_padded():
+    table = Table(settings={"padding": {"64x64 bfloat16": {"2": [], "8": [8, "quack-kernels"], "9": []}}})
+    padded = [
+        padded_rows(table, weight_of("64x64 bfloat16"), n, lambda name, weight: name == "quack-kernels")
+        for n in range(12)
+    ]
+    assert padded == [0, 1, 2, *[8] * 6, 9, 10, 11]
+    assert padded_rows(table, weight_of("64x65 bfloat16"), 3, lambda *args: True) == 3
+
+
 def decode_constants(table):
     """One for each group of the table."""
     for group in table.settings["decode_attention"]:
@@ -180,20 +214,24 @@ def test_tables_of_the_package(path):
         for size in (1, 2):
             assert set(published_keys(name, size)) <= table.rows.keys()
     for key, row in table.rows.items():
-        assert key.operation in (*OPERATIONS, "padding", "mixed_steps")
-        for bound, listed in zip(row.bounds, row.choices, strict=True):
+        assert key.operation in OPERATIONS
+        for listed in row.choices:
             for name, constants in listed:
-                if key.operation == "mixed_steps":
-                    assert (name, bound) == ("rows", 1)
-                    assert constants[0] > 1
-                elif key.operation == "padding":
-                    assert constants[0] >= bound
-                    assert row[constants[0]] == listed or not row[constants[0]], "padding is padded again"
-                elif key.operation == "experts":
+                if key.operation == "experts":
                     assert len(constants) == 2
                     assert all(pairs_of_types[name](*each) for each in constants)
                 else:
                     constant_types[name](*constants)
+    for shape, buckets in table.settings["padding"].items():
+        weight = weight_of(shape)
+        assert shape_name(weight) == shape
+        padded = [padded_rows(table, weight, n, lambda *args: True) for n in range(600)]
+        assert padded == [padded_rows(table, weight, n, lambda *args: True) for n in padded], "padding is padded again"
+        assert padded == sorted(padded)
+        assert [n for n in range(600) if padded_rows(table, weight, n, lambda *args: False) != n] == []
+        assert all(padding == [] or padding[1] in constant_types for padding in buckets.values())
+    for shape, num_rows in table.settings["mixed_step_rows"].items():
+        assert mixed_step_rows(table, weight_of(shape)) == num_rows != 1
     for constants in decode_constants(table):
         for num_kv_heads in (1, 2, 3, 4, 8, 16):
             num_pieces = [constants.num_pieces(n, num_kv_heads) for n in range(1, 3000)]

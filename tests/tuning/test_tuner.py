@@ -123,6 +123,12 @@ def test_a_prefill_takes_what_was_measured_and_a_short_one_cublas():
     assert [names(row[n]) for n in (1, 2047, 2048, 16384, 99999)] == [[], [], *[["fused-silu"]] * 3]
 
 
+def paddings(table: Table, *counts: int) -> list[list]:
+    buckets = table.settings["padding"][GATE_UP.name]
+    row = Row({bound: [padding] for bound, padding in buckets.items()})
+    return [row[n][0] for n in counts]
+
+
 def test_batches_are_padded_to_what_takes_less_time():
     times = {16: 100, 32: 101, 64: 99, 96: 110, 128: 105, 256: 120, 512: 400}
 
@@ -136,17 +142,11 @@ def test_batches_are_padded_to_what_takes_less_time():
         return micros
 
     table = tuner().tune(quack_wins, {"decode": tuple(times)}, lambda line: None)
-    row = table.rows[Key("padding", "decode", GATE_UP.N, GATE_UP.K, "bfloat16")]
-    assert [(row[n] or [None])[0] for n in (16, 200, 256, 257, 512, 600)] == [
-        *[Choice("quack-kernels", (256,))] * 3,
-        None,
-        None,
-        None,
-    ]
+    to_256 = [256, "quack-kernels"]
+    assert paddings(table, 16, 200, 256, 257, 512, 600) == [to_256, to_256, to_256, [], [], []]
     table = tuner(available={"cublas"}).tune(time_layer, {"decode": tuple(times)}, lambda line: None)
-    row = table.rows[Key("padding", "decode", GATE_UP.N, GATE_UP.K, "bfloat16")]
-    to_128 = Choice("cublas", (128,))
-    assert [(row[n] or [None])[0] for n in (16, 17, 64, 96, 128, 129)] == [None, None, None, to_128, to_128, None]
+    to_128 = [128, "cublas"]
+    assert paddings(table, 16, 17, 64, 96, 128, 129) == [[], [], [], to_128, to_128, []]
 
 
 @pytest.mark.parametrize("gains", [[1.0, 0.99, 0.97], [1.0, 0.985, 0.975, 0.96], [1.0, 0.97, 0.99, 0.9]])
@@ -154,8 +154,7 @@ def test_padding_never_falls(gains):
     counts = (16, 32, 48, 64)[: len(gains)]
     times = dict(zip(counts, gains, strict=True))
     table = tuner(available={"cublas"}).tune(lambda phase, n, picks: times[n], {"decode": counts}, lambda line: None)
-    row = table.rows[Key("padding", "decode", GATE_UP.N, GATE_UP.K, "bfloat16")]
-    padded = [max([n, *(choice.constants[0] for choice in row[n])]) for n in range(1, 70)]
+    padded = [max(n, *padding[:1]) if padding else n for n, padding in enumerate(paddings(table, *range(70)))]
     assert padded == sorted(padded)
 
 
@@ -166,8 +165,7 @@ def test_rows_of_padding_have_no_keys_to_read():
         return products[num_tokens] + (0 if phase == "padding" else 0.25 * num_tokens)
 
     table = tuner(available={"cublas"}).tune(time_layer, {"decode": tuple(products)}, lambda line: None)
-    row = table.rows[Key("padding", "decode", GATE_UP.N, GATE_UP.K, "bfloat16")]
-    assert [row[n] for n in (100, 150, 200)] == [(), (Choice("cublas", (256,)),), (Choice("cublas", (256,)),)]
+    assert paddings(table, 100, 150, 200) == [[], [256, "cublas"], [256, "cublas"]]
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -218,9 +216,7 @@ def test_choices_are_cut_to_what_fits_the_gpu():
 
 def test_steps_without_a_graph_are_not_padded():
     table = tuner().tune(by_candidate(quack_kernels=18), {"decode": (512, 1024)}, lambda line: None)
-    padding = table.rows[Key("padding", "decode", GATE_UP.N, GATE_UP.K, "bfloat16")]
-    assert padding[400] == (Choice("quack-kernels", (512,)),)
-    assert padding[600] == ()
+    assert paddings(table, 400, 600) == [[512, "quack-kernels"], []]
     assert names(list(table.rows[QKV.key("decode")][600])) == ["quack-kernels"]
 
 
@@ -240,7 +236,7 @@ def test_challengers_are_few_and_launchable(phase):
             found = challengers(shape, phase, num_tokens, H200)
             assert found[0] == CUBLAS
             assert len(found) < 60
-            if phase == "decode" and key.dtype in FORMATS and key.operation != "padding":
+            if phase == "decode" and key.dtype in FORMATS:
                 assert 3 <= [name for name, _ in found].count("split-k") <= 14
             for name, constants in found[1:]:
                 if name == "gemv":
@@ -304,27 +300,26 @@ def test_a_layer_with_experts_is_tuned():
     def time_layer(phase, num_tokens, picks):
         return 100.0 - 20 * (picks[3].candidate == ("experts-gemv" if num_tokens <= 4 else "expert-tiles"))
 
-    rows = tuner.tune(time_layer, {"decode": (1, 4, 64), "prefill": (2048,)}, print).rows
+    table = tuner.tune(time_layer, {"decode": (1, 4, 64), "prefill": (2048,)}, print)
     for phase in ("decode", "prefill"):  # Short prefills are computed as decode steps of as many tokens.
-        row = rows[Key("experts", phase, 1536, 2048, "bfloat16", 128)]
+        row = table.rows[Key("experts", phase, 1536, 2048, "bfloat16", 128)]
         assert [row[n][0].candidate for n in (1, 4, 5, 64, 2048)] == ["experts-gemv"] * 2 + ["expert-tiles"] * 3
-    assert Key("padding", "decode", 1536, 2048, "bfloat16", 128) in rows
+    assert table.settings["padding"].keys() == {"128x1536x2048 bfloat16"}
 
 
 @pytest.mark.parametrize(
     ("model", "gate_up"),
     [
-        ("Llama-3.2-1B", (16384, 2048)),
-        ("Phi-4-mini-instruct", (16384, 3072)),
-        ("OLMo-2-1124-7B", (22016, 4096)),  # norms after the blocks
-        ("gemma-3-4b", (20480, 2560)),  # and GELU
-        ("Qwen3-30B-A3B", (1536, 2048, 128)),
+        ("Llama-3.2-1B", "16384x2048"),
+        ("Phi-4-mini-instruct", "16384x3072"),
+        ("OLMo-2-1124-7B", "22016x4096"),  # norms after the blocks
+        ("gemma-3-4b", "20480x2560"),  # and GELU
+        ("Qwen3-30B-A3B", "128x1536x2048"),
     ],
 )
 def test_rows_of_every_kind_of_layer(model, gate_up):
     shapes = layer_shapes(meta_layer(model))
     tuner = Tuner(shapes, Table(), ALL | {"expert-tiles", "experts-gemv"}, H200)
-    N, K, *experts = gate_up
-    rows = tuner.tune(lambda phase, num_tokens, picks: 100.0, {"decode": (1, 64), "prefill": (2048,)}, print).rows
-    padding = Key("padding", "decode", N, K, "bfloat16", *experts)
-    assert set(rows) == {padding} | {shape.key(phase) for shape in shapes for phase in ("decode", "prefill")}
+    table = tuner.tune(lambda phase, num_tokens, picks: 100.0, {"decode": (1, 64), "prefill": (2048,)}, print)
+    assert set(table.rows) == {shape.key(phase) for shape in shapes for phase in ("decode", "prefill")}
+    assert table.settings["padding"].keys() == {f"{gate_up} bfloat16"}

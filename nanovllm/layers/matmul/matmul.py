@@ -143,6 +143,10 @@ class Matmul:
                     return y
         return self._cublas.launch(problem)
 
+    def serves(self, name: str, weight: Weight) -> bool:
+        """Whether there is a candidate of this name, and it computes this weight's products in decode steps."""
+        return name in self._candidates and self._candidates[name].serves(weight)
+
     def choices(self, operation: str, weight: Weight, num_tokens: int) -> tuple[tuple[Candidate, tuple], ...]:
         """The table's candidates for a product in this step's phase, the best first, with their constants."""
         return self.row(operation, weight)[num_tokens]
@@ -160,11 +164,9 @@ class Matmul:
         weight's GPU."""
         row, candidates = self._table.find(key), self._candidates
         if key not in self._table.rows and key.phase == "decode":  # Then the row, if any, is that of another shape.
-            row = None if key.operation == "padding" else row
             candidates = {name: each for name, each in candidates.items() if not each.suits_one_shape}
             # A linear_add may be rank 0's part of a sum, measured as linear_sum. On one GPU a layer's others tell.
-            tells = key.operation in OPERATIONS and key.operation != "linear_add"
-            if self.has_choice and tells and not self._has_told:
+            if self.has_choice and key.operation != "linear_add" and not self._has_told:
                 self._has_told = True
                 text = "%s with a weight [%d, %d] was not measured on this GPU; to measure it: nanovllm tune %s"
                 logger.info(text, key.operation, key.N, key.K, self._model)

@@ -2,7 +2,8 @@
 
 A table is a JSON file for one GPU. A row belongs to an operation, a phase and a weight `[N, K]` of a dtype. It maps
 numbers of tokens to candidates in order of preference, each with its constants. A key of `tokens` is the largest number
-that it is for; the last key is for all larger numbers too.
+that it is for; the last key is for all larger numbers too. Other numbers are settings, each of which the code that
+reads it explains.
 """
 
 import json
@@ -21,6 +22,7 @@ from nanovllm.utils.optional_packages import kernel_cache
 
 _TABLES = Path(__file__).parent / "tables"
 _DEFAULT_GPU = "NVIDIA H200"  # Its table also serves GPUs that have none.
+_SETTINGS_ON_CPUS = ("flash_attn4", "decode_attention")  # The others are about products.
 _SAME_SPEED = {"float16": "bfloat16"}
 
 T = TypeVar("T")
@@ -33,8 +35,7 @@ def speed_name(dtype: torch.dtype | str) -> str:
 
 
 class Key(NamedTuple):
-    """What a row is for: an operation of `layers.matmul`, "decode" or "prefill", and a weight. "padding" and
-    "mixed_steps" are about the rows of whole steps; their weight is a layer's gate and up projection."""
+    """What a row is for: an operation of `layers.matmul`, "decode" or "prefill", and a weight."""
 
     operation: str
     phase: str
@@ -94,8 +95,12 @@ class Table:
         return self.settings[name][key]
 
     def updated(self, other: "Table") -> "Table":
-        """This table with the other's rows and settings, which take precedence."""
-        return Table(self.rows | other.rows, self.settings | other.settings, self.versions | other.versions)
+        """This table with the other's rows and the keys of its settings, which take precedence."""
+        settings = {
+            name: {**self.settings.get(name, {}), **other.settings.get(name, {})}
+            for name in self.settings | other.settings
+        }
+        return Table(self.rows | other.rows, settings, self.versions | other.versions)
 
 
 def _distance(key: Key, other: Key) -> float:
@@ -106,7 +111,7 @@ def _distance(key: Key, other: Key) -> float:
 def load_table(device: torch.device) -> Table:
     """The package's table for this GPU, updated with the user's own from `nanovllm tune`. A CPU has no rows."""
     if device.type != "cuda":
-        return Table(settings=package_table(_DEFAULT_GPU).settings)
+        return Table(settings={name: package_table(_DEFAULT_GPU).settings[name] for name in _SETTINGS_ON_CPUS})
     gpu = GpuFacts.of(device).name
     table = package_table(gpu)
     path = user_path(gpu)
@@ -162,7 +167,8 @@ def listed(choice: Choice) -> list:
 
 
 def write_table(path: Path, gpu: str, table: Table) -> None:
-    """Write one line for each row. A reader, or a run that is killed, finds the old table or the new one."""
+    """Write one line for each row, and for each key of a setting. A reader, or a run that is killed, finds the old
+    table or the new one."""
     rows = []
     for key, row in sorted(table.rows.items()):
         tokens = {
@@ -170,11 +176,17 @@ def write_table(path: Path, gpu: str, table: Table) -> None:
         }
         fields = {name: value for name, value in key._asdict().items() if value != Key._field_defaults.get(name)}
         rows.append(json.dumps({**fields, "tokens": tokens}))
+    settings = []
+    for name, values in table.settings.items():
+        entries = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
+        settings.append(f"{json.dumps(name)}: {{\n{entries}}}")
     lines = [
         "{",
         f'"gpu": {json.dumps(gpu)},',
         f'"versions": {json.dumps(table.versions)},',
-        f'"settings": {json.dumps(table.settings)},',
+        '"settings": {',
+        ",\n".join(settings),
+        "},",
         '"rows": [',
         ",\n".join(rows),
         "]",

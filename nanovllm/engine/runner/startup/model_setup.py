@@ -18,7 +18,8 @@ from nanovllm.layers.formats.quantization import Weight, weight_format
 from nanovllm.layers.matmul.kernel_matmul import our_candidates
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.quack import Quack, load_quack
-from nanovllm.layers.matmul.table import Key, Table, load_table
+from nanovllm.layers.matmul.step_rows import mixed_step_rows, padded_rows
+from nanovllm.layers.matmul.table import Table, load_table
 from nanovllm.layers.sampling.sampler import Sampler
 from nanovllm.models import make_model
 from nanovllm.models.hf_config import get_head_dim
@@ -67,7 +68,7 @@ def build_model(runner: Any, backend: AttentionBackend, has_graphs: bool) -> tup
         device,
         partial(constants.num_pieces, num_kv_heads=num_kv_heads),
         windows if backend.wants_plan else [],
-        padded_batches(model, config.max_num_seqs),
+        padded_batches(model, table, config.max_num_seqs),
         runner.mixed_step_rows,
     )
     num_heads = tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
@@ -98,7 +99,8 @@ def load_and_compile(
         runner.load_weights()
     packages.load(runner.tp, progress.count("compiling kernels of packages"))
     if quack is not None and not quack.works:  # because steps were padded for it
-        runner.decode_inputs.padded = padded_batches(runner.model, runner.config.max_num_seqs)
+        table = load_table(runner.device)
+        runner.decode_inputs.padded = padded_batches(runner.model, table, runner.config.max_num_seqs)
 
 
 def choose_mixed_step_rows(config: Config, has_graphs: bool, gate_up: Weight, table: Table) -> int:
@@ -106,23 +108,12 @@ def choose_mixed_step_rows(config: Config, has_graphs: bool, gate_up: Weight, ta
     step has at least two sequences."""
     num_rows = config.mixed_step_rows
     if num_rows is None:
-        row = table.find(Key.of("mixed_steps", False, gate_up))
-        is_measured = row is not None and has_graphs and config.tensor_parallel_size == 1
-        num_rows = max((choice.constants[0] for choice in row[1]), default=0) if is_measured else 0
-        num_rows = min(num_rows, config.max_num_batched_tokens)
+        is_measured = has_graphs and config.tensor_parallel_size == 1
+        num_rows = min(mixed_step_rows(table, gate_up) if is_measured else 0, config.max_num_batched_tokens)
     return num_rows if min(num_rows, config.max_num_seqs) > 1 else 0
 
 
-def padded_batch(matmul: Matmul, gate_up: Weight, num_seqs: int) -> int:
-    """The number of rows, padding included, at which a decode step of num_seqs is fastest. gate_up: `gate_up_weight` of
-    the model."""
-    for candidate, (num_rows,) in matmul.choices("padding", gate_up, num_seqs):
-        if candidate.serves(gate_up):
-            return max(num_rows, num_seqs)
-    return num_seqs
-
-
-def padded_batches(model: Any, max_num_seqs: int) -> list[int]:
-    """`padded_batch` for each number of sequences, 0 to max_num_seqs."""
+def padded_batches(model: Any, table: Table, max_num_seqs: int) -> list[int]:
+    """The rows of a decode step, padding included, for each number of sequences, 0 to max_num_seqs."""
     gate_up = gate_up_weight(model)
-    return [padded_batch(model.matmul, gate_up, n) for n in range(max_num_seqs + 1)]
+    return [padded_rows(table, gate_up, n, model.matmul.serves) for n in range(max_num_seqs + 1)]
