@@ -7,6 +7,7 @@ from linear_inputs import round_to_e4m3_exactly
 
 pytest.importorskip("triton")
 
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.split_k import split_k
 from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
 from nanovllm.layers.activation import Gated
@@ -34,7 +35,7 @@ def kernels_everywhere(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("the kernels would be compiled for a GPU")
     monkeypatch.setattr(kernel_matmul, "use_kernels", lambda x: True)
-    monkeypatch.setattr(kernel_matmul, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(GpuFacts, "is_hopper", True)
     monkeypatch.setattr(fp8_products, "use_kernels", lambda x: True)
     monkeypatch.setattr(Fp8Weight, "is_cuda", True)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)

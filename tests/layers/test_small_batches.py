@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul import gemv as gemv_kernels
 from nanovllm.kernels.matmul import split_k as split_k_kernels
 from nanovllm.kernels.matmul.gemv import GemvConfig
@@ -33,7 +34,7 @@ def kernels_everywhere(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("the kernels would be compiled for a GPU")
     monkeypatch.setattr(kernel_matmul, "use_kernels", lambda x: True)
-    monkeypatch.setattr(kernel_matmul, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(GpuFacts, "is_hopper", True)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.attention.flash_attn4 import AttentionShape
 from nanovllm.layers.experts import expert_candidates, expert_products
 from nanovllm.layers.experts.expert_candidates import ExpertsGemv, ExpertTiles
@@ -43,7 +44,7 @@ def timer(request, monkeypatch) -> LayerTimer:
     if torch.cuda.is_available():
         pytest.skip("the kernels would be compiled for a GPU")
     monkeypatch.setattr(kernel_matmul, "use_kernels", lambda x: True)
-    monkeypatch.setattr(kernel_matmul, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(GpuFacts, "is_hopper", True)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(layer_timer, "_MIN_WEIGHT_BYTES", 1)
