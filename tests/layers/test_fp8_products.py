@@ -36,6 +36,7 @@ def kernels_everywhere(monkeypatch):
         pytest.skip("the kernels would be compiled for a GPU")
     monkeypatch.setattr(kernel_matmul, "use_kernels", lambda x: True)
     monkeypatch.setattr(GpuFacts, "is_hopper", True)
+    monkeypatch.setattr(kernel_matmul, "has_pdl", lambda device: True)
     monkeypatch.setattr(fp8_products, "use_kernels", lambda x: True)
     monkeypatch.setattr(Fp8Weight, "is_cuda", True)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)

@@ -9,7 +9,7 @@ from fake_quack import CpuQuack, Package, make_config
 pytest.importorskip("triton")
 
 from nanovllm.engine.runner.startup.kernel_compilation import trace_products
-from nanovllm.layers import activation
+from nanovllm.kernels import silu_and_mul
 from nanovllm.layers.attention.backends import TorchBackend
 from nanovllm.layers.experts import expert_candidates, expert_products
 from nanovllm.layers.experts.expert_candidates import (
@@ -70,7 +70,7 @@ def kernels_everywhere(monkeypatch):
     """CPU tensors count as a Hopper's: Triton's interpreter runs the kernels."""
     if torch.cuda.is_available():
         pytest.skip("the kernels would be compiled for a GPU")
-    for module in (activation, expert_candidates, expert_products):
+    for module in (silu_and_mul, expert_candidates, expert_products):
         monkeypatch.setattr(module, "use_kernels", lambda x: True)
 
 

@@ -35,6 +35,7 @@ def kernels_everywhere(monkeypatch):
         pytest.skip("the kernels would be compiled for a GPU")
     monkeypatch.setattr(kernel_matmul, "use_kernels", lambda x: True)
     monkeypatch.setattr(GpuFacts, "is_hopper", True)
+    monkeypatch.setattr(kernel_matmul, "has_pdl", lambda device: True)
 
 
 @pytest.mark.parametrize(

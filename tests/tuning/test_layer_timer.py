@@ -45,6 +45,7 @@ def timer(request, monkeypatch) -> LayerTimer:
         pytest.skip("the kernels would be compiled for a GPU")
     monkeypatch.setattr(kernel_matmul, "use_kernels", lambda x: True)
     monkeypatch.setattr(GpuFacts, "is_hopper", True)
+    monkeypatch.setattr(kernel_matmul, "has_pdl", lambda device: True)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(layer_timer, "_MIN_WEIGHT_BYTES", 1)
