@@ -65,7 +65,7 @@ class LLM(LLMEngine):
             ValueError: no template, or a malformed message, which is named. Also as generate.
             TypeError: an argument of a wrong type, or an unknown one, with a hint where it belongs.
         """
-        with self._lock.turn(self._new_call("chat()")):
+        with self._lock.turn(Call("chat()")):
             pass  # Raises at once if generate would.
         if self.tokenizer is None:
             raise ValueError("chat() needs the model's tokenizer, but skip_tokenizer_init is set")
@@ -90,7 +90,9 @@ class LLM(LLMEngine):
 
     @explains_unknown_options(HINTS["generate"], misplaced_option)
     def stream(
-        self, prompts: Prompt | Iterable[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
     ) -> Iterator[StreamDelta]:
         """Complete prompts, and yield what each step adds to each completion.
 
@@ -109,7 +111,7 @@ class LLM(LLMEngine):
         Raises:
             ValueError, TypeError, RuntimeError: as generate.
         """
-        with self._lock.turn(call := self._new_call("stream()")):
+        with self._lock.turn(call := Call("stream()")):
             prompts = list(as_prompts(prompts, "prompts", self.tokenizer))
             params = params_per_prompt(sampling_params, len(prompts))
             return self._stream(call, self._sequences.make_all(prompts, params, streams=True))
@@ -118,7 +120,7 @@ class LLM(LLMEngine):
         with self._driving(call), old_objects_set_aside():
             with self._lock.turn(call):
                 self._queue(call, requests)
-            while self._has_work(call):
+            while call is self._lock.owner and self._is_busy():
                 with self._lock.turn(call):  # for one step only, so that another thread may read on
                     finished, step = self._step()
                     self._set_texts(finished)
@@ -154,7 +156,7 @@ class LLM(LLMEngine):
             ValueError, TypeError: a wrong argument, at once; a wrong prompt, when it is taken, naming its index.
             RuntimeError: as generate.
         """
-        with self._lock.turn(call := self._new_call("generate_iter()")):
+        with self._lock.turn(call := Call("generate_iter()")):
             require("on_error", on_error, on_error in ("raise", "return"), "one of raise, return")
             pairs = pair_lazily(as_prompts(prompts, "prompts", self.tokenizer), sampling_params)
             max_ahead = BATCHES_AHEAD * self.config.max_num_seqs if ordered else None
@@ -163,7 +165,7 @@ class LLM(LLMEngine):
     def _generate_iter(self, call: Call, feed: PromptFeed, on_error: str) -> Iterator[tuple[int, RequestOutput]]:
         with self._driving(call), old_objects_set_aside():
             while self._refill(call, feed, on_error):
-                while self._has_work(call):
+                while call is self._lock.owner and self._is_busy():
                     with self._lock.turn(call):
                         finished, _ = self._step()
                         self._set_texts(finished)
@@ -183,7 +185,9 @@ class LLM(LLMEngine):
             with self._lock.turn(call):
                 start = feed.num_taken - len(batch)
                 requests = self._sequences.make_all(list(prompts), params, on_error, start)
-                feed.refuse(requests, start)
+                for index, request in enumerate(requests, start):
+                    if isinstance(request, Exception):
+                        feed.refuse(index, request)
                 if not self._queue(call, requests):
                     break  # All were wrong: yield their errors before taking more.
         return feed.num_taken > before
@@ -211,7 +215,7 @@ class LLM(LLMEngine):
                 long as the engine's longest sequence.
             RuntimeError: the model's logits for a pair are NaN or infinite; or as generate.
         """
-        with self._lock.turn(self._new_call("score()")):
+        with self._lock.turn(Call("score()")):
             prompts = list(as_prompts(prompts, "prompts", self.tokenizer))
             completions = list(as_prompts(completions, "completions", self.tokenizer))
             if len(prompts) != len(completions):

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -101,7 +102,7 @@ def _schema_text(schema: Any) -> str:
 
 
 @explains_unknown_options(HINTS["SamplingParams"])
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled and when it ends. Names and meanings are vLLM's; docs/reference.md describes each.
 
@@ -166,22 +167,22 @@ class SamplingParams:
         except ValueError as error:
             raise ValueError(f"generation_config.json: {error}") from None
 
-    @property
+    @cached_property
     def truncates(self) -> bool:
         """True if top_k, top_p or min_p can exclude tokens. Greedy sampling is the same with and without them."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
-    @property
+    @cached_property
     def penalizes(self) -> bool:
         """True if logits depend on the tokens so far."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
-    @property
+    @cached_property
     def edits_logits(self) -> bool:
         """True if single tokens are made likelier or forbidden."""
         return bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """True if sampling needs only the logits, the temperature and the seed."""
         reports = self.logprobs is not None or self.prompt_logprobs is not None

@@ -49,17 +49,18 @@ class Admission:
         """
         if not self._is_open:
             return "stop"
-        if self._manager.is_worth_waiting(seq, self._scheduled):
+        if self._scheduled and self._manager.is_worth_waiting(seq, self._scheduled):
             return "defer" if num_deferred < MAX_DEFERRED else "stop"
         # The first one has the whole budget, and passes. Most others need no look at the prefix cache.
-        may_be_cut = budget < min(self._min_chunk, seq.num_tokens)
-        if may_be_cut and budget < seq.num_tokens - self._manager.num_findable_tokens(seq):
+        may_be_cut = budget < min(self._min_chunk, len(seq.tokens))
+        if may_be_cut and budget < len(seq.tokens) - self._manager.num_findable_tokens(seq):
             return "stop"
         return "begin" if self._manager.can_allocate(seq, self._num_reserved) else "stop"
 
     def add_running(self, seq: Sequence) -> None:
         """Count a sequence whose prompt this step computes to its end."""
-        self._scheduled.update(self._manager.hashes_scheduled(seq))
+        if len(seq.tokens) >= seq.block_size:  # A shorter prompt fills no block that others could share.
+            self._scheduled.update(self._manager.hashes_scheduled(seq))
         self._reserve(seq)
 
     def _reserve(self, seq: Sequence) -> None:
@@ -92,13 +93,13 @@ class MixedAdmission:
     def add_running(self, seq: Sequence) -> None:
         self._num_running += 1
         self._longest = max(self._longest, self._num_tokens_left(seq))
-        self._is_open &= seq.is_plain  # Other requests sample from logits, which mixed steps do not give.
+        self._is_open &= seq.params.is_plain  # Other requests sample from logits, which mixed steps do not give.
 
     def admits(self, seq: Sequence) -> bool:
         num_free = self._num_rows - self._num_running
         if not self._is_open or not self._num_running or num_free <= 0:
             return False
-        if not seq.is_plain or seq.num_tokens > _MAX_MIXED_PROMPT_TOKENS:
+        if not seq.params.is_plain or seq.num_tokens > _MAX_MIXED_PROMPT_TOKENS:
             return False
         num_steps = -(-(seq.num_tokens - seq.num_cached_tokens) // num_free)
         return num_steps + self._num_tokens_left(seq) <= self._longest

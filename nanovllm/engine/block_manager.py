@@ -68,20 +68,20 @@ class BlockManager:
 
     def can_allocate(self, seq: Sequence, reserve: int = 0) -> bool:
         """Whether there are blocks for all of the sequence's tokens, with `reserve` blocks left over."""
-        num_free = len(self.free_block_ids) - reserve
+        num_free, num_blocks = len(self.free_block_ids) - reserve, seq.num_blocks
         # Most answers do not depend on how many blocks are shared, and need no look at the prefix cache.
-        if seq.num_blocks <= num_free:
+        if num_blocks <= num_free:
             return True
-        if seq.num_blocks - self._max_shared_blocks(seq) > num_free:
+        if num_blocks - self._max_shared_blocks(seq) > num_free:
             return False
         shared = self._find_shared_blocks(seq)
         num_shared_free = sum(self.blocks[i].ref_count == 0 for i in shared)  # They count as free until then.
-        return seq.num_blocks - len(shared) + num_shared_free <= num_free
+        return num_blocks - len(shared) + num_shared_free <= num_free
 
     def allocate(self, seq: Sequence) -> None:
         """Fill the sequence's block table, and set num_cached_tokens to what the prefix cache gave: never all tokens,
         because the logits of the last one are needed. Call can_allocate first."""
-        shared = self._find_shared_blocks(seq)
+        shared = self._find_shared_blocks(seq) if len(seq.tokens) > self.block_size else []
         # Shared blocks first: the next free block may be one of them.
         for block_id in shared:
             block = self.blocks[block_id]
@@ -155,8 +155,6 @@ class BlockManager:
     def is_worth_waiting(self, seq: Sequence, scheduled: Container[int]) -> bool:
         """Whether the first block that the prefix cache lacks is among `scheduled`, hashes of blocks that this step
         computes for others. After this step the sequence can share it instead of computing it again."""
-        if not scheduled:
-            return False
         num_shared = len(self._find_shared_blocks(seq))
         return num_shared < self._max_shared_blocks(seq) and seq.block_hashes[num_shared] in scheduled
 

@@ -3,15 +3,17 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
 from weakref import WeakMethod
 
+_EXITED = "this engine has exited: make a new LLM"
 
-class Call(NamedTuple):
+
+@dataclass(eq=False)
+class Call:
     """A call of the public interface, which owns the requests that it queues."""
 
     name: str  # of the method, for messages
-    number: int = 0  # tells two calls of a method apart
 
 
 class EngineLock:
@@ -49,9 +51,10 @@ class EngineLock:
             with self._step_lock:
                 if self._is_in_step:
                     raise RuntimeError("a signal handler can exit() an engine in the middle of a step, but not use it")
+                if self._is_exiting:
+                    raise RuntimeError(_EXITED)
                 try:
                     self._is_in_step = True
-                    self._check_open()
                     yield
                 finally:
                     self._is_in_step = False
@@ -67,19 +70,14 @@ class EngineLock:
                 self._has_ended = True
                 self._end()
 
-    def _check_open(self) -> None:
-        if self._is_exiting:
-            raise RuntimeError("this engine has exited: make a new LLM")
-
     # -- calls -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def turn(self, call: Call) -> Iterator[None]:
         """A block in which `call` alone queues requests and computes steps. Raises RuntimeError after exit and if
         that is another call's turn, and WorkerError if a worker has died."""
-        self._check_open()
-        self._check_thread(call.name)
-        if self._check_workers is not None:
+        if self._check_workers is not None and not self._is_exiting:
+            self.check_thread(call.name)
             with self.step():  # because a dead worker ends the engine
                 self._check_workers()
         turn = threading.get_ident(), call.name
@@ -93,27 +91,13 @@ class EngineLock:
             if self._turn is turn:
                 self._turn = None
 
-    @contextmanager
-    def no_other_thread(self, name: str) -> Iterator[None]:
-        """A block in which no other thread can begin a turn. Raises RuntimeError if another thread has one."""
-        with self._lock:
-            self._check_thread(name)
-            yield
-
-    def _check_thread(self, name: str) -> None:
-        turn = self._turn
-        if turn is not None and turn[0] != threading.get_ident():
-            raise RuntimeError(
-                f"{name} is called while another thread is inside {turn[1]}: an LLM serves one thread at a time; "
-                "queue the prompts in one call, or make one LLM per process"
-            )
-
     def own(self, call: Call) -> None:
         """Make the call the owner of what is queued from now on. Raises RuntimeError as `turn` does."""
-        self._check_open()
+        if self._is_exiting:
+            raise RuntimeError(_EXITED)
         with self._lock:
-            self._check_thread(call.name)
-            if call == self.owner:
+            self.check_thread(call.name)
+            if call is self.owner:
                 return
             if self._is_busy()():
                 raise RuntimeError(
@@ -123,7 +107,23 @@ class EngineLock:
             self.owner = call
 
     @contextmanager
+    def no_other_thread(self, name: str) -> Iterator[None]:
+        """A block in which no other thread can begin a turn. Raises RuntimeError if another thread has one."""
+        with self._lock:
+            self.check_thread(name)
+            yield
+
+    def check_thread(self, name: str) -> None:
+        """Raises RuntimeError if another thread has a turn."""
+        turn = self._turn
+        if turn is not None and turn[0] != threading.get_ident():
+            raise RuntimeError(
+                f"{name} is called while another thread is inside {turn[1]}: an LLM serves one thread at a time; "
+                "queue the prompts in one call, or make one LLM per process"
+            )
+
+    @contextmanager
     def if_owner(self, call: Call) -> Iterator[bool]:
         """A block in which the owner stays the same. Yields whether it is this call."""
         with self._lock:
-            yield call == self.owner
+            yield call is self.owner

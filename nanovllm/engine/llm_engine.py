@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import chain
 from typing import Any, NoReturn
 
 from typing_extensions import Self
@@ -14,20 +14,19 @@ from typing_extensions import Self
 from nanovllm.config import Config
 from nanovllm.engine.engine_lock import Call, EngineLock
 from nanovllm.engine.ranks.executor import Executor
-from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, engine_stats
+from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, Results, engine_stats
 from nanovllm.engine.requests.prompts import Prompt, as_prompts, params_per_prompt
 from nanovllm.engine.requests.sequence_maker import SequenceMaker, longest_first
-from nanovllm.engine.requests.streaming import Results
 from nanovllm.engine.sampling.logprobs import record_prompt_logprobs
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.models.tokenizer_files import load_tokenizer
 from nanovllm.sampling_params import SamplingParams, misplaced_option
-from nanovllm.utils.checks import quoted, require
+from nanovllm.utils.checks import quoted
 from nanovllm.utils.collector import old_objects_set_aside
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options, takes_options_of
-from nanovllm.utils.progress import check_use_tqdm, progress_bar
+from nanovllm.utils.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,6 @@ class LLMEngine:
         self._finalizer = weakref.finalize(self, self._lock.exit)
         self.scheduler = Scheduler(config, self.model_runner.num_kvcache_blocks, self.model_runner.mixed_step_rows)
         self._sequences = SequenceMaker(config, self.tokenizer, self.scheduler.length_limit)
-        self._calls = count(1)
         self._num_steps = 0
         self._seconds = 0.0  # in _step
         self._in_flight: Step | None = None  # launched, its tokens not read yet
@@ -146,28 +144,30 @@ class LLMEngine:
 
         After an exception or Ctrl-C, the requests are dropped and the engine is usable.
         """
-        with self._lock.turn(call := self._new_call("generate()")):
-            require("on_error", on_error, on_error in ("raise", "return"), "one of raise, return")
-            check_use_tqdm(use_tqdm)
+        with self._lock.turn(call := Call("generate()")):
+            if on_error not in ("raise", "return"):
+                raise ValueError(f"on_error={quoted(on_error)}: must be one of raise, return")
             if on_step is not None and not callable(on_step):
                 raise TypeError(f"on_step={quoted(on_step)}: must be callable, or None")
+            if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+                raise TypeError(f"use_tqdm={quoted(use_tqdm)}: must be True, False, or a function that makes a bar")
             prompts = list(as_prompts(prompts, "prompts", self.tokenizer))
             params = params_per_prompt(sampling_params, len(prompts))
-            results = Results()
             with old_objects_set_aside():  # Thousands of new objects would make the collector look at all old ones.
                 requests = self._sequences.make_all(prompts, params, on_error)
-            results.refuse(requests)
+            results = Results(requests)
             with self._driving(call), old_objects_set_aside():
                 num_seqs = self._queue(call, requests, reorder=True)
                 del requests  # so that each sequence is freed with its result, not all after the last step
                 with progress_bar(use_tqdm, num_seqs) as show:
-                    while self._has_work(call):
+                    while call is self._lock.owner and self._is_busy():
                         finished, step = self._step()
                         self._set_texts(finished)  # while the device computes the next step
                         results.record(finished)
                         if on_step is not None:
                             on_step(self.stats())
-                        show(len(finished), step.num_tokens)
+                        if show is not None:
+                            show(len(finished), step.num_tokens)
             return [results.ready[i] for i in range(len(prompts))]
 
     def _queue(self, call: Call, requests: list[list[Sequence] | Exception], reorder: bool = False) -> int:
@@ -203,16 +203,20 @@ class LLMEngine:
         sequence, and drops the surplus token that step N+1 computes for it.
         """
         start = time.perf_counter()
-        if self._in_flight is None and not self.scheduler.is_finished():  # nothing to read yet
+        scheduler = self.scheduler
+        if self._in_flight is None and not scheduler.is_finished():  # nothing to read yet
             with self._computing():
-                self._in_flight = self._advance(self._launch())
+                self._advance(self._launch())
         with self._computing():
-            self.executor.check_workers()
+            if self._check_workers is not None:
+                self._check_workers()
             step, following = self._in_flight, None
-            if self.config.overlap_steps and not self.scheduler.is_finished():
+            if self.config.overlap_steps and not scheduler.is_finished():
                 following = self._launch()
-            finished = self._read(step) if step else []
-            self._in_flight = self._advance(following) if following else None
+            finished = [] if step is None else self._read(step)
+            self._in_flight = None
+            if following is not None:
+                self._advance(following)
         self._seconds += time.perf_counter() - start
         finished += self._aborted
         self._aborted = []
@@ -234,7 +238,7 @@ class LLMEngine:
             finished += self._stop_at_texts(step.seqs)
         now = time.perf_counter()
         for seq in step.seqs[len(step.seqs) - step.num_prefilled :]:
-            if seq.first_token_time is None and seq.num_completion_tokens:
+            if seq.first_token_time is None and len(seq.tokens) > seq.num_prompt_tokens:
                 seq.first_token_time = now
         for seq in finished:
             seq.finish_time = now
@@ -247,13 +251,13 @@ class LLMEngine:
         self.scheduler.stop(ended)
         return ended
 
-    def _advance(self, step: Step) -> Step:
+    def _advance(self, step: Step) -> None:
         """Record the launched step, so that another can be scheduled. A step that waited for the tokens of the step
         before, as with a grammar, is sampled here: they have been read by now."""
         if step.waits_for_tokens:
             self.executor.sample(step)
         self.scheduler.advance(step)
-        return step
+        self._in_flight = step
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -316,7 +320,7 @@ class LLMEngine:
             now = time.perf_counter()
             for seq in aborted:
                 seq.finish_time = now
-            if self._lock.owner != _BY_HAND:
+            if self._lock.owner is not _BY_HAND:
                 self._aborted += aborted
 
     def reset_prefix_cache(self) -> None:
@@ -335,9 +339,6 @@ class LLMEngine:
 
     # -- who may use the engine, and for how long --------------------------------------------------------------------
 
-    def _new_call(self, name: str) -> Call:
-        return Call(name, next(self._calls))
-
     @contextmanager
     def _driving(self, call: Call) -> Iterator[None]:
         """A block that computes steps for a call. If it raises, all requests are dropped."""
@@ -351,13 +352,9 @@ class LLMEngine:
             self._drop(call, self.scheduler.reset)
             raise
 
-    def _has_work(self, call: Call) -> bool:
-        """Whether `_step` has something to return to this call. Another call begins only when nothing is left."""
-        return call == self._lock.owner and self._is_busy()
-
     def _is_busy(self) -> bool:
         """Whether requests are unfinished, or finished ones not returned."""
-        return bool(self._in_flight or self._aborted) or not self.scheduler.is_finished()
+        return bool(self._in_flight or self._aborted or self.scheduler.waiting or self.scheduler.running)
 
     def _drop(self, call: Call, drop: Callable[[], object]) -> None:
         """Drop all sequences, unless another call has begun: a stream may be closed late, and in any thread."""

@@ -35,7 +35,7 @@ from nanovllm.utils.threads import StepThreads
 
 logger = logging.getLogger(__name__)
 
-_IS_PLAIN = attrgetter("is_plain")
+_IS_PLAIN = attrgetter("params.is_plain")
 
 
 class ModelRunner:

@@ -70,9 +70,11 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Raises ValueError if it is too long."""
-        self.length_limit.check(seq.num_tokens)
+        if len(seq.tokens) >= self.max_seq_len:
+            self.length_limit.check(len(seq.tokens))
         stop = seq.params.stop_token_ids
-        ends = _NO_TOKEN if seq.ignore_eos else self._ends
+        # A complete form is followed by nothing else.
+        ends = _NO_TOKEN if seq.params.ignore_eos and seq.params.structured_outputs is None else self._ends
         seq.end_token_ids = ends.union(stop) if stop else ends
         self.waiting.append(seq)
 
@@ -82,9 +84,12 @@ class Scheduler:
         Each sequence's num_scheduled_tokens says how many tokens the step computes for it, and its block_table has
         slots for them. In a mixed step, which counts as a decode step, the last sequences are prefilled.
         """
-        mixed = MixedAdmission(self.running, self.waiting, self.mixed_step_rows, self.max_num_seqs, self.max_seq_len)
-        is_mixed = bool(self.waiting) and mixed.admits(self.waiting[0])
-        if self.waiting and not is_mixed:
+        mixed = None
+        if self.waiting and self.running and self.mixed_step_rows:
+            limits = self.mixed_step_rows, self.max_num_seqs, self.max_seq_len
+            mixed = MixedAdmission(self.running, self.waiting, *limits)
+            mixed = mixed if mixed.admits(self.waiting[0]) else None
+        if self.waiting and mixed is None:
             seqs = self._schedule_prefill(self.max_num_batched_tokens)
             if seqs:
                 return Step(seqs, True, len(seqs), sum(seq.num_scheduled_tokens for seq in seqs))
@@ -92,7 +97,7 @@ class Scheduler:
         seqs = self._schedule_decode()
         prompts: list[Sequence] = []
         # Nothing begins in the step that preempts: the cache is full, and the victim's last token may still be pending.
-        if is_mixed and self.num_preemptions == num_preemptions:
+        if mixed is not None and self.num_preemptions == num_preemptions:
             prompts = self._schedule_prefill(self.mixed_step_rows - len(seqs), mixed)
         return Step(seqs + prompts, False, len(prompts), -len(seqs))
 
@@ -113,11 +118,15 @@ class Scheduler:
                 if decision == "defer":
                     deferred.append(self.waiting.popleft())
                     continue
-                self._allocate(seq)
+                is_new = seq.num_shared_tokens < 0
+                self.block_manager.allocate(seq)
+                if is_new:
+                    self._count_prompt(seq)
             seqs.append(self.waiting.popleft())
-            seq.num_scheduled_tokens = min(seq.num_tokens - seq.num_cached_tokens, budget)
+            num_left = len(seq.tokens) - seq.num_cached_tokens
+            seq.num_scheduled_tokens = min(num_left, budget)
             budget -= seq.num_scheduled_tokens
-            if seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens:
+            if seq.num_scheduled_tokens < num_left:
                 # A chunk, which ends the budget. The sequence keeps its blocks, so it goes to the very head of the
                 # queue: behind a sequence that finds no free block it would wait for ever.
                 deferred.insert(0, seq)
@@ -130,15 +139,13 @@ class Scheduler:
         self.waiting.extendleft(reversed(deferred))
         return seqs
 
-    def _allocate(self, seq: Sequence) -> None:
-        is_new = seq.num_shared_tokens < 0
-        self.block_manager.allocate(seq)
-        if is_new:
-            seq.scheduled_time = time.perf_counter()
-            self.num_prompt_tokens += seq.num_prompt_tokens
-            if self.block_manager.enable_prefix_caching and not seq.needs_prompt_logits:
-                self.num_prefix_queries += seq.num_prompt_tokens
-                self.num_prefix_hits += seq.num_shared_tokens
+    def _count_prompt(self, seq: Sequence) -> None:
+        """Note that a sequence has begun."""
+        seq.scheduled_time = time.perf_counter()
+        self.num_prompt_tokens += seq.num_prompt_tokens
+        if self.block_manager.enable_prefix_caching and not seq.needs_prompt_logits:
+            self.num_prefix_queries += seq.num_prompt_tokens
+            self.num_prefix_hits += seq.num_shared_tokens
 
     def _schedule_decode(self) -> list[Sequence]:
         seqs: list[Sequence] = []
@@ -146,7 +153,7 @@ class Scheduler:
         while self.running and len(seqs) < self.max_num_seqs:
             seq = self.running.popleft()
             # The common case needs no call: between two steps, this loop runs over up to 512 sequences.
-            if seq.num_tokens > len(seq.block_table) * block_size and not self._make_room(seq):
+            if len(seq.tokens) > len(seq.block_table) * block_size and not self._make_room(seq):
                 continue
             seq.num_scheduled_tokens = 1
             seqs.append(seq)
@@ -186,20 +193,22 @@ class Scheduler:
         """
         block_size, max_seq_len = self.block_manager.block_size, self.max_seq_len
         for row, seq in enumerate(step.seqs):
-            if seq.is_finished:
+            if seq.status is SequenceStatus.FINISHED:
                 continue  # A token of the step before ended it after this step was launched.
             before = seq.num_cached_tokens
             seq.num_cached_tokens = after = before + seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
             if before // block_size != after // block_size:
                 self.block_manager.hash_blocks(seq, before)
-            if after < seq.num_tokens:
+            num_tokens = len(seq.tokens)
+            if after < num_tokens:
                 continue
             seq.is_prefilling = False
             seq.append_pending(row)
-            if seq.num_completion_tokens >= seq.max_tokens or seq.num_tokens >= max_seq_len:
+            if num_tokens >= min(seq.num_prompt_tokens + seq.max_tokens, max_seq_len) - 1:
                 self._end(seq, "length")
-        self._drop_finished()
+        if self._has_finished:
+            self._drop_finished()
 
     def postprocess(self, step: Step, token_ids: list[int]) -> list[Sequence]:
         """Record the tokens of a step after `advance`: replace the placeholders, end sequences at stop tokens. A step
@@ -229,16 +238,11 @@ class Scheduler:
                 if logprobs is not None and row in logprobs:
                     seq.logprobs += logprobs[row]
                 if is_end:
-                    if not seq.is_finished:  # Its length may have ended it before.
-                        self._end(seq, "stop")
-                    seq.finish_reason = "stop"
-                    if token_id in seq.stop_tokens:
-                        seq.stop_reason = seq.stop_tokens[token_id]
-                    elif seq.ignore_eos or token_id not in self.eos:
-                        seq.stop_reason = token_id
-            if seq.is_finished:
+                    self._end_at(seq, token_id)
+            if seq.status is SequenceStatus.FINISHED:
                 finished.append(seq)
-        self._drop_finished()
+        if self._has_finished:
+            self._drop_finished()
         self.num_generated_tokens += len(token_ids) - num_ignored
         return finished
 
@@ -275,6 +279,17 @@ class Scheduler:
             self._has_warned = True
             logger.warning("request %d: %s (results say so; this is logged once)", seq.request_id, seq.error)
 
+    def _end_at(self, seq: Sequence, token_id: int) -> None:
+        """End a sequence at one of its end_token_ids."""
+        is_eos = token_id in self.eos and (not seq.params.ignore_eos or seq.params.structured_outputs is not None)
+        if not seq.is_finished:  # Its length may have ended it before.
+            self._end(seq, "stop")
+        seq.finish_reason = "stop"
+        if token_id in seq.stop_tokens:
+            seq.stop_reason = seq.stop_tokens[token_id]
+        elif not is_eos:
+            seq.stop_reason = token_id
+
     def _end(self, seq: Sequence, finish_reason: str) -> None:
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
@@ -286,6 +301,5 @@ class Scheduler:
 
     def _drop_finished(self) -> None:
         """Remove the finished sequences from `running`, all at once: one by one would take quadratic time."""
-        if self._has_finished:
-            self.running = deque(seq for seq in self.running if seq.status is not SequenceStatus.FINISHED)
-            self._has_finished = False
+        self.running = deque(seq for seq in self.running if seq.status is not SequenceStatus.FINISHED)
+        self._has_finished = False

@@ -38,8 +38,6 @@ class Sequence:
     # Its state, which the scheduler and the block manager keep.
     status: SequenceStatus = SequenceStatus.WAITING
     is_prefilling: bool = True  # also after preemption, when prompt and completion are prefilled again
-    last_token: int = field(init=False)  # the input of its next decode step
-    num_tokens: int = field(init=False)  # prompt and completion, with the placeholder if there is one
     num_prompt_tokens: int = field(init=False)
     num_cached_tokens: int = 0  # the first tokens, whose keys and values are in the KV cache
     num_shared_tokens: int = -1  # tokens that the prefix cache gave at the first allocation; -1 before
@@ -54,10 +52,7 @@ class Sequence:
     request_id: int = field(init=False)  # shared by the samples of one prompt
     prompt_index: int = 0  # in its call
     sample: int = 0  # index of the completion
-    temperature: float = field(init=False)
-    max_tokens: int = field(init=False)
-    ignore_eos: bool = field(init=False)
-    is_plain: bool = field(init=False)  # sampling needs only temperature and seed; see `LogitSteps`
+    max_tokens: int = field(init=False)  # without a limit, sys.maxsize
     is_constrained: bool = field(init=False)  # the allowed tokens depend on the completion so far
     needs_prompt_logits: bool = field(init=False)  # for prompt_logprobs, so no part of the prompt may be shared
 
@@ -78,21 +73,17 @@ class Sequence:
     def __post_init__(self) -> None:
         params, edits = self.params, self.logit_edits
         self.tokens = array("i", self.tokens)
-        self.last_token = self.tokens[-1]
-        self.num_tokens = self.num_prompt_tokens = len(self.tokens)
+        self.num_prompt_tokens = len(self.tokens)
         self.request_id = self.seq_id
-        self.temperature = float(params.temperature)
         self.max_tokens = sys.maxsize if params.max_tokens is None else params.max_tokens
         self.seed = self.seed if params.seed is None else params.seed
-        self.ignore_eos = params.ignore_eos and self.grammar is None  # A complete form is followed by nothing else.
-        self.is_plain = params.is_plain
         self.is_constrained = self.grammar is not None or (edits is not None and edits.reads_completion)
         self.logprobs = None if params.logprobs is None else []
         self.prompt_logprobs = None if params.prompt_logprobs is None else [None]
         self.needs_prompt_logits = self.prompt_logprobs is not None and self.num_prompt_tokens > 1
 
     def __len__(self) -> int:
-        return self.num_tokens
+        return len(self.tokens)
 
     def __repr__(self) -> str:
         return (
@@ -104,6 +95,16 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and completion, with the placeholder if there is one."""
+        return len(self.tokens)
+
+    @property
+    def last_token(self) -> int:
+        """The input of its next decode step."""
+        return self.tokens[-1]
 
     @property
     def token_ids(self) -> list[int]:
@@ -119,17 +120,17 @@ class Sequence:
 
     @property
     def num_completion_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
+        return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def num_known_tokens(self) -> int:
         """num_tokens without a placeholder."""
-        return self.num_tokens - (self.pending_row >= 0)
+        return len(self.tokens) - (self.pending_row >= 0)
 
     @property
     def num_blocks(self) -> int:
         """Blocks that its tokens need. The block table may still lack the last one."""
-        return -(-self.num_tokens // self.block_size)
+        return -(-len(self.tokens) // self.block_size)
 
     @property
     def last_block_num_tokens(self) -> int:
@@ -143,23 +144,19 @@ class Sequence:
 
     def append_token(self, token_id: int) -> None:
         self.tokens.append(token_id)
-        self.last_token = token_id
-        self.num_tokens += 1
 
     def append_pending(self, row: int) -> None:
         """Append a placeholder for the token that the step in flight samples in this row."""
-        self.append_token(PLACEHOLDER)
+        self.tokens.append(PLACEHOLDER)
         self.pending_row = row
 
     def resolve_pending(self, token_id: int) -> None:
         """Replace the placeholder by the sampled token."""
-        self.tokens[-1] = self.last_token = token_id
+        self.tokens[-1] = token_id
         self.pending_row = -1
 
     def drop_pending(self) -> None:
         """Remove the placeholder, if there is one: its token will be ignored."""
         if self.pending_row >= 0:
             self.tokens.pop()
-            self.last_token = self.tokens[-1]
-            self.num_tokens -= 1
             self.pending_row = -1

@@ -3,8 +3,8 @@
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from threading import Event, Thread
 from typing import Any
 
@@ -15,8 +15,6 @@ with warnings.catch_warnings():
     # In a notebook without ipywidgets tqdm warns, and shows a bar of plain text, which is good enough.
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
-
-from nanovllm.utils.checks import quoted
 
 _SILENT_SECONDS = 2.0
 _REFRESH_SECONDS = 0.2
@@ -62,39 +60,41 @@ class StartProgress:
                 line.set_description_str(self._text)
 
 
-def check_use_tqdm(use_tqdm: object) -> None:
-    """Raises TypeError."""
-    if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
-        raise TypeError(
-            f"use_tqdm={quoted(use_tqdm)}: must be True, False, or a function that makes a bar, as tqdm does"
-        )
-
-
-@contextmanager
-def progress_bar(use_tqdm: bool | Callable[..., tqdm], total: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar of `total` completions, as a function to call after each step with how many it finished and how many tokens
-    it computed, as `LLMEngine.step` counts them. True shows one in a terminal or a notebook, and nothing elsewhere."""
-    with _make_bar(use_tqdm, total) as bar:
-        tokens, seconds = {"prefill": 0, "decode": 0}, {"prefill": 0.0, "decode": 0.0}
-        start = time.perf_counter()
-
-        def show(num_finished: int, num_tokens: int) -> None:
-            nonlocal start
-            kind, now = "prefill" if num_tokens > 0 else "decode", time.perf_counter()
-            tokens[kind] += abs(num_tokens)
-            seconds[kind] += now - start
-            start = now
-            rates = {kind: f"{int(tokens[kind] / seconds[kind])}tok/s" for kind in tokens if seconds[kind]}
-            bar.set_postfix(rates, refresh=False)
-            bar.update(num_finished)
-
-        yield (lambda *args: None) if getattr(bar, "disable", False) else show
-
-
-def _make_bar(use_tqdm: bool | Callable[..., tqdm], total: int) -> tqdm:
-    options = {"total": total, "desc": "Generating", "dynamic_ncols": True}
-    if callable(use_tqdm):
-        return use_tqdm(**options)
+def progress_bar(use_tqdm: bool | Callable[..., tqdm], total: int) -> AbstractContextManager["ProgressBar | None"]:
+    """A bar of `total` completions, for a `with` block. True shows one in a terminal or a notebook; elsewhere, and with
+    False, it is None."""
+    if use_tqdm is False:
+        return nullcontext()
     in_notebook = "ipykernel.zmqshell" in sys.modules  # Its stderr is no terminal.
-    # disable=None: unless stderr is a terminal.
-    return tqdm(**options, disable=(False if in_notebook else None) if use_tqdm else True)
+    if use_tqdm is True and not in_notebook and not (sys.stderr is not None and sys.stderr.isatty()):
+        return nullcontext()
+    make_bar = tqdm if use_tqdm is True else use_tqdm
+    return ProgressBar(make_bar(total=total, desc="Generating", dynamic_ncols=True))
+
+
+class ProgressBar:
+    """Shows completions, and the tokens a second of prefills and of decode steps."""
+
+    def __init__(self, bar: Any):
+        """bar: tqdm's, or one like it."""
+        self._bar = bar
+        self._tokens, self._seconds = {"prefill": 0, "decode": 0}, {"prefill": 0.0, "decode": 0.0}
+        self._start = time.perf_counter()
+
+    def __enter__(self) -> "ProgressBar":
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._bar.__exit__(*exc_info)
+
+    def __call__(self, num_finished: int, num_tokens: int) -> None:
+        """After a step: how many completions it finished, and how many tokens it computed, as `LLMEngine.step` counts
+        them."""
+        kind, now = "prefill" if num_tokens > 0 else "decode", time.perf_counter()
+        self._tokens[kind] += abs(num_tokens)
+        self._seconds[kind] += now - self._start
+        self._start = now
+        rates = {kind: f"{int(self._tokens[kind] / s)}tok/s" for kind, s in self._seconds.items() if s}
+        self._bar.set_postfix(rates, refresh=False)
+        self._bar.update(num_finished)

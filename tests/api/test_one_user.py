@@ -150,7 +150,7 @@ INSIDE = {
 @pytest.mark.parametrize("inside", INSIDE)
 def test_nobody_else_while_another_thread_is_inside_a_call(llm, reference, monkeypatch, other_thread, inside):
     prompts = reference.draw_prompts((20, 5), 9)
-    expected, call, messages = INSIDE[inside](llm, prompts), llm.executor.call, []
+    expected, run, messages = INSIDE[inside](llm, prompts), llm.executor.run, []
     not_begun = llm.stream([[1]], greedy(2))
     uses = [*USES.values(), lambda llm: next(not_begun), lambda llm: llm.abort_request()]
     uses.append(lambda llm: llm.reset_prefix_cache())
@@ -163,12 +163,12 @@ def test_nobody_else_while_another_thread_is_inside_a_call(llm, reference, monke
         assert not llm.is_finished(), "to watch is allowed"
         assert llm.stats()["running"] > 0
 
-    def call_while_others_try(*args):
+    def run_while_others_try(step):
         if not messages:
             other_thread(try_all)
-        return call(*args)
+        run(step)
 
-    monkeypatch.setattr(llm.executor, "call", call_while_others_try)
+    monkeypatch.setattr(llm.executor, "run", run_while_others_try)
     assert INSIDE[inside](llm, prompts) == expected
     assert len(messages) == len(uses)
     for message in messages:

@@ -67,7 +67,7 @@ def test_prefill_inputs(drawn):
     assert positions == [p for _, p in computed]
     slots = [seq.block_table[p // block_size] * block_size + p % block_size for seq, p in computed]
     assert context.slot_mapping.tolist() == slots
-    assert temperatures == [seq.temperature for seq in seqs]
+    assert temperatures == [seq.params.temperature for seq in seqs]
     assert seeds == [seq.seed for seq in seqs]
     assert sample_positions == [span[-1] for span in spans]
     queries, keys = [0], [0]
@@ -153,7 +153,7 @@ def test_mixed_inputs(steps, windows):
         computed = list(zip(input_ids.tolist(), positions.tolist(), context.slot_mapping.tolist(), strict=True))
         # Tokens are drawn from the first rows, one a sequence.
         assert computed[: len(seqs)] == [_row(seq, span[-1]) for seq, span in zip(seqs, spans, strict=True)]
-        assert inputs.rows["temperatures"][: len(seqs)].tolist() == [seq.temperature for seq in seqs]
+        assert inputs.rows["temperatures"][: len(seqs)].tolist() == [seq.params.temperature for seq in seqs]
         assert inputs.rows["seeds"][: len(seqs)].tolist() == [seq.seed for seq in seqs]
         every = [_row(seq, p) for seq, span in zip(seqs, spans, strict=True) for p in span]
         assert sorted(computed[:num_tokens]) == sorted(every)

@@ -81,7 +81,7 @@ def launch(scheduler: Scheduler, model: FakeModel, seen: Counter) -> tuple[Step,
     assert sum(scheduled) <= scheduler.max_num_batched_tokens or not is_prefill
     is_mixed = not is_prefill and seqs[-1].is_prefilling
     assert sum(scheduled) <= scheduler.mixed_step_rows or not is_mixed
-    assert not is_mixed or all(seq.is_plain for seq in seqs), "whose draw needs logits"
+    assert not is_mixed or all(seq.params.is_plain for seq in seqs), "whose draw needs logits"
     seen["mixed"] += is_mixed
     if is_prefill and len(seqs) > 1 and seqs[-1].num_cached_tokens + scheduled[-1] < seqs[-1].num_tokens:
         assert scheduled[-1] >= scheduler.max_num_batched_tokens // MIN_CHUNK_SHARE
@@ -92,7 +92,7 @@ def launch(scheduler: Scheduler, model: FakeModel, seen: Counter) -> tuple[Step,
 
 def check_outputs(scheduler: Scheduler, seqs: list[Sequence], seen: Counter) -> None:
     for seq in seqs:
-        eos = () if seq.ignore_eos else scheduler.eos
+        eos = () if seq.params.ignore_eos else scheduler.eos
         tokens, reason = run_alone(seq.prompt_token_ids, seq.max_tokens, eos, scheduler.max_seq_len, VOCAB_SIZE)
         if seq.finish_reason == "abort":
             assert seq.completion_token_ids == tokens[: seq.num_completion_tokens]

@@ -1,5 +1,7 @@
 """Sequence: its arithmetic, and what of it crosses to a worker process."""
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,11 +31,9 @@ def test_is_finished_follows_the_status(status, finished):
     assert seq.is_finished is finished
 
 
-def test_it_takes_its_request_from_the_sampling_params():
-    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, seed=5)
-    seq = Sequence(0, [1], params, seed=77)
-    assert (seq.temperature, seq.max_tokens, seq.ignore_eos, seq.seed) == (0.0, 9, True, 5)
-    assert isinstance(seq.temperature, float)
+@pytest.mark.parametrize(("given", "expected"), [(9, 9), (None, sys.maxsize)])
+def test_its_limit_is_that_of_the_sampling_params(given, expected):
+    assert Sequence(0, [1], SamplingParams(max_tokens=given)).max_tokens == expected
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, 77), (0, 0), (5, 5)])

@@ -54,7 +54,7 @@ def test_pipeline_equals_its_twin(vocab_size, dtype):
         logits = (torch.randn(len(seqs), vocab_size, generator=generator) * 3).to(dtype)
         logits[:, :50] += 4  # What the completions hold is what they are likely to draw again.
         rows = [
-            torch.tensor([seq.temperature for seq in seqs]),
+            torch.tensor([seq.params.temperature for seq in seqs]),
             torch.tensor([seq.seed for seq in seqs]),
             torch.tensor([seq.num_tokens for seq in seqs]),
             torch.tensor([seq.last_token for seq in seqs]),

@@ -26,10 +26,12 @@ class Executor:
         """Start all ranks. If that fails, everything is given back. Raises ValueError, MemoryError or WorkerError."""
         self.workers: Workers | None = None
         self._device = _first_device(config)
+        # A block with the engine's GPU as the current one. It is used again and again, and never inside itself.
+        self._on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         self.model_runner = ModelRunner(config, self._device)
         try:
             self.model_runner.check_model()
-            with self._on_device(), StartProgress(config.use_tqdm) as progress:
+            with self._on_device, StartProgress(config.use_tqdm) as progress:
                 tp = TensorParallel()
                 if config.tensor_parallel_size > 1:
                     self.workers = Workers(config, self._device)
@@ -41,19 +43,18 @@ class Executor:
         except BaseException as error:
             self._end_after(error)
 
-    def _on_device(self) -> AbstractContextManager:
-        """A block with the engine's GPU as the current one."""
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-
     def _interruptible(self, times: int) -> AbstractContextManager:
         """`Workers.interruptible`, if there are any."""
         return nullcontext() if self.workers is None else self.workers.interruptible(times)
 
     def run(self, step: Step) -> None:
         """`ModelRunner.run` on all ranks. The workers get the step's packed inputs."""
-        with self._on_device():
-            self.model_runner.prepare(step)
-        self.call("run", step)
+        self.model_runner.prepare(step)
+        if self.workers is not None:
+            self.call("run", step)
+        else:
+            with self._on_device:
+                self.model_runner.run(step)
 
     def sample(self, step: Step) -> None:
         """`ModelRunner.sample` on all ranks."""
@@ -67,7 +68,7 @@ class Executor:
         With several ranks an exception ends the engine, because the ranks are out of step then. It is a WorkerError if
         a worker caused it. Ctrl-C waits until rank 0 has done its part. A second Ctrl-C does not, and ends the engine.
         """
-        with self._on_device():
+        with self._on_device:
             if self.workers is None:
                 return getattr(self.model_runner, method)(*args)
             try:

@@ -95,17 +95,17 @@ class Detokenizer:
             spaces_between_special_tokens=False,
         )
 
-    def added_text(self, prompt: Tokens[int], token_ids: list[int], skip_special_tokens: bool) -> str:
-        """The text that token_ids add to that of the prompt."""
-        context, base = self.context(prompt, len(prompt), skip_special_tokens)
-        return text_after(base, self.decode(context + token_ids, skip_special_tokens))
+    def added_text(self, tokens: Tokens[int], end: int, token_ids: list[int], skip_special_tokens: bool) -> str:
+        """The text that token_ids add to that of tokens[:end]."""
+        context, base = self.context(tokens, end, skip_special_tokens)
+        whole = self.decode(context + token_ids, skip_special_tokens)
+        return whole[len(base) :] if whole.startswith(base) else text_after(base, whole)
 
     def text(self, seq: Sequence) -> str:
         """The text of a completion, up to the token that ended it."""
-        context, base = self.context(seq.tokens, seq.num_prompt_tokens, seq.params.skip_special_tokens)
-        tokens = seq.tokens[seq.num_prompt_tokens : text_end(seq)].tolist()
-        text = text_after(base, self.decode(context + tokens, seq.params.skip_special_tokens))
-        return text + str(seq.stop_reason) if _ends_with_stop_token(seq) else text
+        end, ending = text_end(seq)
+        tokens = seq.tokens[seq.num_prompt_tokens : end].tolist()
+        return self.added_text(seq.tokens, seq.num_prompt_tokens, tokens, seq.params.skip_special_tokens) + ending
 
     def context(self, tokens: Tokens[int], end: int, skip_special_tokens: bool) -> tuple[list[int], str]:
         """The last of tokens[:end], and their text, such that whatever follows adds the same to it as to the text of
@@ -142,11 +142,11 @@ class Detokenizer:
     def encode(self, text: str) -> list[int]:
         """The tokens of a text in the middle of another. Alone, many tokenizers would write a space before it."""
         alone, before = self._tokenizer.encode(text, add_special_tokens=False, verbose=False), self._line_feed
-        if not before or self.added_text(before, alone, False) == text:
+        if not before or self.added_text(before, len(before), alone, False) == text:
             return alone
         both = self._tokenizer.encode("\n" + text, add_special_tokens=False, verbose=False)
         inside = both[len(before) :]
-        is_same = both[: len(before)] == before and self.added_text(before, inside, False) == text
+        is_same = both[: len(before)] == before and self.added_text(before, len(before), inside, False) == text
         return inside if is_same else alone
 
     @cached_property
@@ -171,19 +171,16 @@ def common_prefix(first: str, second: str) -> str:
     return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def text_end(seq: Sequence) -> int:
-    """Where the tokens end that have text: before the token that ended the completion, unless it is asked for."""
-    is_left_out = _ended_by_token(seq) and not seq.params.include_stop_str_in_output
-    return seq.num_known_tokens - (is_left_out or _ends_with_stop_token(seq))
-
-
-def _ended_by_token(seq: Sequence) -> bool:
-    return seq.finish_reason == "stop" and (seq.text_stream is None or seq.text_stream.stop_reason is None)
-
-
-def _ends_with_stop_token(seq: Sequence) -> bool:
-    """Whether the text ends with a stop string that is a token. Decoded, special tokens may be left out."""
-    return _ended_by_token(seq) and isinstance(seq.stop_reason, str) and seq.params.include_stop_str_in_output
+def text_end(seq: Sequence) -> tuple[int, str]:
+    """Where the tokens end that have text: before the token that ended the completion, unless it is asked for. And the
+    stop string for which that token stands, if it is asked for: decoded, special tokens may be left out."""
+    end = len(seq.tokens) - (seq.pending_row >= 0)
+    is_ended_by_token = seq.finish_reason == "stop" and (seq.text_stream is None or seq.text_stream.stop_reason is None)
+    if not is_ended_by_token:
+        return end, ""
+    if not seq.params.include_stop_str_in_output:
+        return end - 1, ""
+    return (end - 1, seq.stop_reason) if isinstance(seq.stop_reason, str) else (end, "")
 
 
 def _decodes_by_backend(tokenizer: Any) -> bool:

@@ -1,20 +1,21 @@
 """LengthLimit: the longest sequence of an engine, and what to do about a longer prompt."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from nanovllm.config import Config
 from nanovllm.engine.requests.long_texts import check_text
 
 
-class LengthLimit(NamedTuple):
-    config: Config
-    num_blocks: int  # of the KV cache
+class LengthLimit:
+    """
+    Attributes:
+        max_seq_len: tokens of the longest sequence that the engine can hold, prompt and completion.
+    """
 
-    @property
-    def max_seq_len(self) -> int:
-        """Longest sequence that the engine can hold, prompt and completion."""
-        return min(self.config.max_model_len, self.num_blocks * self.config.kvcache_block_size)
+    def __init__(self, config: Config, num_blocks: int):
+        """num_blocks: of the KV cache."""
+        self.config, self.num_blocks = config, num_blocks
+        self.max_seq_len = min(config.max_model_len, num_blocks * config.kvcache_block_size)
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raises ValueError for a prompt that leaves no room for one completion token."""

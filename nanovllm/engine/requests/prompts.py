@@ -38,6 +38,8 @@ def as_prompts(prompts: Any, name: str = "prompts", tokenizer: Any = None) -> It
     """
     if isinstance(prompts, str):
         return [prompts]
+    if type(prompts) is list and prompts and type(prompts[0]) in (str, list):  # what most callers pass
+        return prompts
     if isinstance(prompts, Mapping):
         if "input_ids" in prompts:
             return _encoded_rows(prompts, f"{name}: ")

@@ -2,7 +2,7 @@
 
 import secrets
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
 from typing import Any, cast
@@ -59,8 +59,8 @@ class SequenceMaker:
 
     def make_one(self, prompt: Prompt, params: SamplingParams) -> list[Sequence]:
         """The samples of one request. Raises as make_all."""
-        (token_ids,) = self._encode([prompt])
-        return self._make(token_ids, params, "prompt: ", "sampling_params: ")
+        (tokens,) = self._encode([prompt])
+        return self._make(tokens, params, "prompt: ", "sampling_params: ")
 
     def make_all(
         self,
@@ -83,9 +83,9 @@ class SequenceMaker:
         """
         made: list[list[Sequence] | Exception] = []
         num_requests = self.num_requests
-        for i, (token_ids, each) in enumerate(zip(self._encode(prompts), params, strict=True), start):
+        for i, (tokens, of_prompt) in enumerate(zip(self._encode(prompts), params, strict=True), start):
             try:
-                made.append(self._make(token_ids, each, f"prompts[{i}]: ", f"sampling_params[{i}]: ", i, streams))
+                made.append(self._make(tokens, of_prompt, f"prompts[{i}]: ", f"sampling_params[{i}]: ", i, streams))
             except (TypeError, ValueError, ImportError) as error:
                 if on_error == "raise":
                     self.num_requests = num_requests  # Ids have no gaps.
@@ -111,7 +111,7 @@ class SequenceMaker:
 
     def _make(
         self,
-        token_ids: array | Exception,
+        tokens: array | Exception,
         params: SamplingParams,
         where: str,
         where_params: str,
@@ -120,9 +120,10 @@ class SequenceMaker:
     ) -> list[Sequence]:
         """The n samples of a request. Each has a seed of its own, the first one the request's."""
         try:
-            if isinstance(token_ids, Exception):
-                raise token_ids
-            self._length_limit.check(len(token_ids))
+            if isinstance(tokens, Exception):
+                raise tokens
+            if len(tokens) >= self._length_limit.max_seq_len:
+                self._length_limit.check(len(tokens))
         except (TypeError, ValueError) as error:
             raise type(error)(f"{where}{error}") from error
         if not isinstance(params, SamplingParams):
@@ -130,10 +131,12 @@ class SequenceMaker:
         stop_tokens: dict[int, str] = {}
         if params.stop and self.detokenizer is not None:
             params, stop_tokens = self._take_stop_tokens(params, self.detokenizer.special_tokens)
-        try:
-            edits, grammars = self._read_params(params)
-        except (ValueError, ImportError) as error:
-            raise type(error)(f"{where_params}{error}") from error
+        edits, grammars = None, None
+        if params.structured_outputs is not None or params.stop or params.stop_token_ids or params.edits_logits:
+            try:
+                edits, grammars = self._read_params(params)
+            except (ValueError, ImportError) as error:
+                raise type(error)(f"{where_params}{error}") from error
         request_id = self.num_requests
         self.num_requests += 1
         # A hash and not a sum, so that neighbouring requests do not draw from related streams.
@@ -141,7 +144,7 @@ class SequenceMaker:
         seqs = []
         for sample in range(params.n):
             grammar = grammars.start(params.structured_outputs) if grammars else None
-            seq = Sequence(next(self._seq_ids), token_ids, params, self._block_size, seed, grammar, edits)
+            seq = Sequence(next(self._seq_ids), tokens, params, self._block_size, seed, grammar, edits)
             seq.request_id, seq.prompt_index, seq.sample = request_id, index, sample
             if sample:
                 seq.seed = _hash_seed(sample, seed)
@@ -165,8 +168,6 @@ class SequenceMaker:
     def _read_params(self, params: SamplingParams) -> tuple[LogitEdits | None, Grammars | None]:
         """What the options need beside the sampler. Raises ValueError or ImportError for what this model cannot do."""
         form = params.structured_outputs
-        if form is None and not (params.stop or params.stop_token_ids or params.edits_logits):
-            return None, None  # Nearly all of them: thousands are checked while the device waits.
         if params.stop and self._tokenizer is None:
             raise ValueError(f"stop={quoted(params.stop)}: without a tokenizer there is no text to find it in")
         self._check_vocabulary("stop_token_ids", params.stop_token_ids)
@@ -244,16 +245,11 @@ class SequenceMaker:
         encoded = self.encode_all(completions, "completions", add_special_tokens=False)
         for i, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
             text = read_prompt(completion)
-            if isinstance(text, str) and self.detokenizer.added_text(prompt, encoded[i].tolist(), False) != text:
+            if not isinstance(text, str):
+                continue
+            if self.detokenizer.added_text(prompt, len(prompt), encoded[i].tolist(), False) != text:
                 encoded[i] = array("i", self.detokenizer.encode(text))
         return encoded
-
-    def _read(self, prompt: Prompt) -> str | list[int]:
-        """As `read_prompt`, for a text that may be short enough."""
-        text = read_prompt(prompt)
-        if isinstance(text, str) and len(text) > self._long_text:
-            self.check_text(text)
-        return text
 
     def check_text(self, text: str) -> None:
         """Raises ValueError for a text that is too long by far, before all of it is tokenized."""
@@ -261,27 +257,33 @@ class SequenceMaker:
             self._length_limit.check_text(text, lambda part: len(self._tokenizer(part, verbose=False)["input_ids"]))
 
     def _encode(self, prompts: list[Prompt], **options: Any) -> list[Any]:
-        """Token ids of each prompt, or the exception that says what is wrong with it. options: the tokenizer's."""
-        found = [prompt if type(prompt) is list else _result_or_error(self._read, prompt) for prompt in prompts]
-        texts = [i for i, prompt in enumerate(found) if isinstance(prompt, str)]
-        encoded = [ValueError("is a text, but skip_tokenizer_init is set: pass token ids")] * len(texts)
-        if texts and self._tokenizer is not None:
+        """The tokens of each prompt, or the exception that says what is wrong with it. options: the tokenizer's."""
+        found: list[Any] = []
+        texts: dict[int, str] = {}  # index of the prompt -> its text
+        for i, prompt in enumerate(prompts):
+            try:
+                found.append(prompt if type(prompt) is list else read_prompt(prompt))
+                if isinstance(found[i], str):
+                    if self._tokenizer is None:
+                        raise ValueError("is a text, but skip_tokenizer_init is set: pass token ids")
+                    if len(found[i]) > self._long_text:
+                        self.check_text(found[i])
+                    texts[i] = found[i]
+            except (TypeError, ValueError) as error:
+                found[i:] = [error]
+        if texts:
             # Not verbose: a prompt that is too long gets an error of ours.
-            encoded = self._tokenizer([found[i] for i in texts], verbose=False, **options)["input_ids"]
+            encoded = self._tokenizer(list(texts.values()), verbose=False, **options)["input_ids"]
             self._check_bos(encoded)
-        for i, token_ids in zip(texts, encoded, strict=True):
-            found[i] = token_ids
-        return [
-            prompt if isinstance(prompt, Exception) else _result_or_error(as_array, prompt, self._vocab_size)
-            for prompt in found
-        ]
-
-
-def _result_or_error(function: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return function(*args)
-    except (TypeError, ValueError) as error:
-        return error
+            for i, token_ids in zip(texts, encoded, strict=True):
+                found[i] = token_ids
+        for i, token_ids in enumerate(found):
+            if not isinstance(token_ids, Exception):
+                try:
+                    found[i] = as_array(token_ids, self._vocab_size)
+                except (TypeError, ValueError) as error:
+                    found[i] = error
+        return found
 
 
 def _hash_seed(number: int, seed: int) -> int:
@@ -296,15 +298,13 @@ def longest_first(seqs: list[Sequence], max_seq_len: int, capacity: int, prefix_
     batch: such prompts side by side find the shared blocks before these are evicted.
     """
 
-    def limit(seq: Sequence) -> int:
-        return min(seq.max_tokens, max_seq_len)
-
-    if len(set(map(limit, seqs))) < 2:
+    limits = {seq: min(seq.max_tokens, max_seq_len) for seq in seqs}
+    if len(set(limits.values())) < 2:
         return seqs
-    needed = sum(min(seq.num_tokens + limit(seq), max_seq_len) for seq in seqs)
+    needed = sum(min(seq.num_tokens + limit, max_seq_len) for seq, limit in limits.items())
     if prefix_caching and needed > capacity:
         # Samples of one request share their prompt in any case, and stay side by side.
         requests = {seq.request_id: seq for seq in seqs if seq.num_tokens >= seq.block_size}.values()
         if len({seq.tokens[: seq.block_size].tobytes() for seq in requests}) < len(requests):
             return seqs
-    return sorted(seqs, key=limit, reverse=True)
+    return sorted(seqs, key=limits.__getitem__, reverse=True)

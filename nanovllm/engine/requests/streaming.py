@@ -1,12 +1,10 @@
 """Results before the batch is done: the deltas of a stream, and requests that finish one after the other."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice, takewhile
-from operator import attrgetter
 from typing import Any
 
-from nanovllm.engine.requests.outputs import RequestOutput, StreamDelta, as_result, error_output, request_output
+from nanovllm.engine.requests.outputs import RequestOutput, Results, StreamDelta, as_result, error_output
 from nanovllm.engine.requests.prompts import Prompt
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -40,32 +38,6 @@ def new_deltas(seqs: list[Sequence], finished: list[Sequence]) -> Iterator[Strea
         yield as_result(delta)
 
 
-class Results:
-    """Makes each request's result when the last of its samples has finished, while the device works on the others.
-
-    `ready` is {index of the request: its result}, in the order in which they were made.
-    """
-
-    def __init__(self) -> None:
-        self.ready: dict[int, RequestOutput] = {}
-        self._samples: dict[int, list[Sequence]] = defaultdict(list)  # finished, of requests that are not
-
-    def refuse(self, requests: list[list[Sequence] | Exception], start: int = 0) -> None:
-        """Make the results of those requests that cannot be served. start: index of the first one."""
-        for index, request in enumerate(requests, start):
-            if isinstance(request, Exception):
-                self.ready[index] = error_output(request)
-
-    def record(self, finished: list[Sequence]) -> None:
-        """Sequences that are complete, with their texts."""
-        for seq in finished:
-            samples = self._samples[seq.prompt_index]
-            samples.append(seq)
-            if len(samples) == seq.params.n:
-                self.ready[seq.prompt_index] = request_output(sorted(samples, key=attrgetter("sample")))
-                del self._samples[seq.prompt_index]
-
-
 class PromptFeed(Results):
     """Takes prompts from an iterable, and returns their results: as they come, or in the prompts' order."""
 
@@ -85,6 +57,10 @@ class PromptFeed(Results):
         batch = list(takewhile(lambda pair: pair[0] is not NO_PROMPT, islice(self._pairs, num)))
         self.num_taken += len(batch)
         return batch
+
+    def refuse(self, index: int, error: Exception) -> None:
+        """Make the result of a request that cannot be served."""
+        self.ready[index] = error_output(error)
 
     def results(self) -> Iterator[tuple[int, RequestOutput]]:
         """Those that may be returned now."""

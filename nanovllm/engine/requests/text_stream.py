@@ -98,7 +98,7 @@ class TextStream:
         else has ended the sequence."""
         if self.stop_reason is not None:
             return False
-        first, end = seq.num_prompt_tokens, text_end(seq)
+        first, (end, _) = seq.num_prompt_tokens, text_end(seq)
         if self._is_whole is None:  # Not before, because thousands of sequences may be waiting.
             self._window, self._base = self._context(seq.tokens, first)
             self._is_whole = _is_whole(self._base) and not may_be_byte(self._piece(self._window[-1]))

@@ -113,8 +113,8 @@ class DecodeInputs:
         host, tables = self._buffers[step.buffer].host, self._tables[step.buffer]
         for row, seq in enumerate(seqs):
             tables.write(row, seq.block_table)
-        lens = [seq.num_tokens for seq in seqs]
-        tokens = [seq.last_token for seq in seqs]
+        lens = [len(seq.tokens) for seq in seqs]
+        tokens = [seq.tokens[-1] for seq in seqs]
         if step.num_prefilled:
             owners = _append_prompts(seqs, lens, tokens)
             tables.repeat(slice(n, len(tokens)), owners)
@@ -125,7 +125,7 @@ class DecodeInputs:
         host["context_lens"][:num_tokens] = context_lens
         blocks = host["block_tables"][np.arange(num_tokens), positions // self.block_size]
         host["slot_mapping"][:num_tokens] = blocks * self.block_size + positions % self.block_size
-        host["temperatures"][:n] = [seq.temperature for seq in seqs]
+        host["temperatures"][:n] = [seq.params.temperature for seq in seqs]
         host["seeds"][:n] = [seq.seed for seq in seqs]
         host["tokens"][:num_tokens] = tokens
         host["pending_rows"][:n] = [seq.pending_row for seq in seqs]
@@ -206,7 +206,7 @@ def prefill_batch(step: Step, block_size: int) -> None:
         "seeds": np.array([seq.seed for seq in seqs]),
         "sample_positions": num_keys - 1,
         "last_tokens": ends - 1,
-        "temperatures": np.array([seq.temperature for seq in seqs], np.float32),
+        "temperatures": np.array([seq.params.temperature for seq in seqs], np.float32),
         "slot_mapping": slots.astype(np.int32),
         "cu_seqlens_q": np.concatenate(([0], ends)).astype(np.int32),
         "cu_seqlens_k": np.concatenate(([0], np.cumsum(num_keys))).astype(np.int32),

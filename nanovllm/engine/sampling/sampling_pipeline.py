@@ -83,7 +83,7 @@ class SamplingPipeline:
         flat: dict[str, list[np.ndarray]] = {"biased": [], "biases": [], "forbidden": []}
         for row, seq in enumerate(seqs):
             # No token is sampled for a prefill that goes on, or for a sequence that has ended meanwhile.
-            if seq.is_plain or seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens:
+            if seq.params.is_plain or seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens:
                 continue
             params, edits, first = seq.params, seq.logit_edits, row * self.vocab_size
             if params.truncates:
