@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import __version__
+from nanovllm.engine_options import EngineOptions
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import quoted
+from nanovllm.utils.command_options import add_options
 from nanovllm.utils.sigterm import sigterm_as_interrupt
 
 _FAILED, _WRONG_CALL, _SOME_FAILED, _INTERRUPTED, _NO_READER = 1, 2, 3, 130, 141
@@ -68,13 +71,15 @@ def _open_standard_files() -> None:
 # -- run-batch ---------------------------------------------------------------------------------------------------------
 
 # Options of SamplingParams that a shell can give, in the order of the help; the others belong into lines.
-_NUMBERS: dict[str, Any] = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "min_tokens": int}
-_NUMBERS |= {"n": int, "logprobs": int, "presence_penalty": float, "frequency_penalty": float}
-_NUMBERS |= {"repetition_penalty": float}
-_ENGINE: dict[str, Any] = {"tensor_parallel_size": int, "max_model_len": int, "max_num_seqs": int}
-_ENGINE |= {"max_num_batched_tokens": int, "gpu_memory_utilization": float, "kvcache_gib": float, "dtype": str}
-_ENGINE |= {"quantization": str, "kv_cache_dtype": str, "kv_cache_scales": str, "attention_backend": str}
-_ENGINE |= {"device": str, "load_format": str, "tokenizer": str, "revision": str}
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "min_tokens", "n", "logprobs", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty"),
+)
+_ENGINE = (
+    *("enforce_eager", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("gpu_memory_utilization", "kvcache_gib", "dtype", "quantization", "kv_cache_dtype", "kv_cache_scales"),
+    *("attention_backend", "device", "load_format", "tokenizer", "revision"),
+)
 
 
 def _add_run_batch(commands: Any, arguments: list[str]) -> None:
@@ -122,10 +127,8 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     form.add_argument("--regex", metavar="TEXT", help="a regular expression that all answers match")
     form.add_argument("--choice", **several, metavar="TEXT", help="texts of which each answer is one")
     form.add_argument("--grammar", type=_file, metavar="FILE", help="a grammar of all answers, in Lark's form or GBNF")
-    _add_all(sampling, _NUMBERS)
-    engine = parser.add_argument_group("engine (docs/reference.md)")
-    engine.add_argument("--enforce-eager", action="store_true", default=None, help="use no CUDA graphs")
-    _add_all(engine, _ENGINE)
+    add_options(sampling, SamplingParams, _SAMPLING)
+    add_options(parser.add_argument_group("engine (docs/reference.md)"), EngineOptions, _ENGINE)
     parser.set_defaults(run=_run_batch, parser=parser, arguments=arguments)
 
 
@@ -146,11 +149,6 @@ def _file(path: str) -> str:
 def _schema(text: str) -> Any:
     """JSON, or a file of it."""
     return _json(text if text.lstrip().startswith("{") else _file(text))
-
-
-def _add_all(group: Any, kinds: dict[str, Any]) -> None:
-    for name, kind in kinds.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="TEXT" if kind is str else "N")
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
@@ -261,11 +259,9 @@ def _add_chat(commands: Any) -> None:
     sampling = parser.add_argument_group("sampling (docs/reference.md)")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="default: no limit")
     sampling.add_argument("--seed", type=int, metavar="N", help="makes the answers reproducible")
-    names = [name for name in _NUMBERS if name not in ("n", "logprobs")]
-    _add_all(sampling, {name: _NUMBERS[name] for name in names})
-    engine = parser.add_argument_group("engine (docs/reference.md)")
-    engine.add_argument("--enforce-eager", action="store_true", default=None, help="use no CUDA graphs")
-    _add_all(engine, _ENGINE)
+    names = [name for name in _SAMPLING if name not in ("n", "logprobs")]
+    add_options(sampling, SamplingParams, names)
+    add_options(parser.add_argument_group("engine (docs/reference.md)"), EngineOptions, _ENGINE)
     parser.set_defaults(run=_chat, sampling_names=["max_tokens", "seed", *names])
 
 
@@ -281,9 +277,10 @@ def _chat(options: argparse.Namespace) -> int:
 
 # -- fit ---------------------------------------------------------------------------------------------------------------
 
-_FIT: dict[str, Any] = {"tensor_parallel_size": int, "max_model_len": int, "max_num_seqs": int}
-_FIT |= {"max_num_batched_tokens": int, "gpu_memory_utilization": float, "dtype": str, "quantization": str}
-_FIT |= {"kv_cache_dtype": str, "revision": str}
+_FIT = (
+    *("tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
+    *("dtype", "quantization", "kv_cache_dtype", "revision"),
+)
 
 
 def _add_fit(commands: Any) -> None:
@@ -296,7 +293,7 @@ def _add_fit(commands: Any) -> None:
     parser.add_argument("model", help="a directory, a hub id, or the name of a published shape such as Qwen3-8B")
     memory_help = "GiB of each GPU (default: this machine's, and common sizes)"
     parser.add_argument("--gpu-memory", dest="memory_gib", type=_gib, nargs="+", metavar="GIB", help=memory_help)
-    _add_all(parser.add_argument_group("engine (docs/reference.md)"), _FIT)
+    add_options(parser.add_argument_group("engine (docs/reference.md)"), EngineOptions, _FIT)
     parser.set_defaults(run=_fit)
 
 
@@ -328,7 +325,7 @@ def _add_tune(commands: Any) -> None:
     tune.add_argument("--device", default="cuda", help="the GPU to measure, cuda or cuda:N (default: %(default)s)")
     help = "measure one GPU's part of a model split over N"
     tune.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help=help)
-    tune.add_argument("--quantization", metavar="TEXT", help="of the weights: fp8")
+    add_options(tune, EngineOptions, ["quantization"])
     target = tune.add_mutually_exclusive_group()
     target.add_argument("--output", type=Path, metavar="FILE", help="write the table to this file instead")
     target.add_argument("--package", action="store_true", help="write the table into the package, to contribute it")

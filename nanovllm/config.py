@@ -1,4 +1,4 @@
-"""Config: every option of the engine, checked in one place."""
+"""Config: the options of an engine, checked in one place."""
 
 import logging
 import os
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.engine_options import EngineOptions
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.formats.quantization import E4M3, QUANTIZATIONS, Fp8Format
 from nanovllm.layers.parallel.tensor_parallel import check_shardable
@@ -39,17 +40,23 @@ MAX_WATCHDOG_SECONDS = 86_400
 MAX_KVCACHE_GIB = 2**16  # more than one machine has
 MAX_SLOTS = 2**31  # Kernels count KV cache slots, and the keys of all sequences of a step, in int32.
 
+_CHOICES = {field.name: field.metadata.get("choices") for field in fields(EngineOptions)}
+
 
 @explains_unknown_options(HINTS["Config"])
 @dataclass
-class Config:
-    """Options of one engine; docs/reference.md describes each of them.
+class Config(EngineOptions):
+    """Checked options of one engine; docs/reference.md describes each of them.
+
+    The checks change some: `model` becomes a str, the directory or the published shape. `device` becomes "cuda" or
+    "cpu", `dtype` and `kv_cache_dtype` a torch.dtype, and `eos` a tuple. `tokenizer` becomes its directory, or None if
+    there is none. `max_num_batched_tokens` and `max_model_len` become numbers, and `hf_config` the model's.
 
     Attributes that the checks set:
         generation_config: the content of the model's generation_config.json; {} if there is none.
         supported_model_len: tokens of the longest sequence that the model supports.
         device_index: the first GPU; None on a CPU.
-        weight_format: of the linear layers, from `quantization` or the checkpoint; None if they are not quantised.
+        weight_format: of the linear layers, from `quantization` or the checkpoint; None if they are not quantized.
 
     Raises:
         TypeError: an unknown option; the message says what to use instead.
@@ -57,36 +64,6 @@ class Config:
             used, with its name.
         FileNotFoundError: no such model, or no config.json in it.
     """
-
-    # What the checks turn into another type is Any: they accept more types than the engine reads.
-    model: Any  # a directory, hub id or published shape; after the checks a str: the directory or the shape
-    max_num_batched_tokens: int | None = None  # tokens of a prefill step; after the checks a number
-    max_num_seqs: int = 512  # sequences of a step
-    max_model_len: int | None = 4096  # tokens of the longest sequence; after the checks at most supported_model_len
-    gpu_memory_utilization: float = 0.9  # share of the GPU's memory for this engine
-    tensor_parallel_size: int = 1  # ranks
-    watchdog_timeout: float | None = 300.0  # seconds that another rank's process may show no sign of life
-    enforce_eager: bool = False  # no CUDA graphs
-    kvcache_block_size: int = 256  # tokens
-    num_kvcache_blocks: int = -1  # -1: as many as the memory holds
-    kvcache_gib: float | None = None  # size of the KV cache, instead of what gpu_memory_utilization leaves
-    kv_cache_dtype: Any = "auto"  # or "fp8"; after the checks a torch.dtype
-    kv_cache_scales: str = "auto"  # of an fp8 cache: "checkpoint", "calibrated", "one", or the first of these there is
-    device: str = "auto"  # after the checks "cuda" or "cpu"
-    dtype: Any = "auto"  # after the checks a torch.dtype
-    quantization: str | None = None  # "fp8": of the weights, while they are loaded
-    load_format: str = "auto"  # or "dummy": random weights
-    attention_backend: str = "auto"
-    enable_prefix_caching: bool = True  # share the blocks of equal beginnings
-    mixed_step_rows: int | None = None  # rows of a decode step that computes prompts in spare rows; 0: no such steps
-    overlap_steps: bool = True  # launch a step before the tokens of the previous one are read
-    seed: int | None = None  # of requests without one
-    skip_tokenizer_init: bool = False  # token ids only
-    use_tqdm: bool = True  # show the start's progress
-    tokenizer: Any = None  # another model's; after the checks its directory, or None if there is none
-    revision: str | None = None  # of the hub id
-    hf_config: Any = None  # the model's transformers configuration; None reads it
-    eos: Any = ()  # end-of-sequence tokens, a tuple after the checks; () reads the model's
 
     def __post_init__(self) -> None:
         self._unwrap_numpy()
@@ -149,15 +126,15 @@ class Config:
         self._require("device", bool(is_device), "one of auto, cuda, cpu, or cuda:N for the GPU number N")
         is_known = self.quantization is None or self.quantization in list(QUANTIZATIONS)
         self._require("quantization", is_known, f"None or one of {', '.join(QUANTIZATIONS)}")
-        self._require_one_of("load_format", ("auto", "dummy"))
-        self._require_one_of("attention_backend", ("auto", "flash_attn", "triton", "torch"))
+        self._require_one_of("load_format")
+        self._require_one_of("attention_backend")
         if self.dtype in DTYPES.values():
             self.dtype = str(self.dtype).removeprefix("torch.")
-        self._require_one_of("dtype", ("auto", *DTYPES))
+        self._require_one_of("dtype")
         if self.kv_cache_dtype == E4M3:
             self.kv_cache_dtype = "fp8"
-        self._require_one_of("kv_cache_dtype", ("auto", "fp8", "fp8_e4m3"))
-        self._require_one_of("kv_cache_scales", ("auto", "checkpoint", "calibrated", "one"))
+        self._require_one_of("kv_cache_dtype")
+        self._require_one_of("kv_cache_scales")
         is_used = self.kv_cache_scales == "auto" or self.kv_cache_dtype != "auto"
         self._require("kv_cache_scales", is_used, "'auto' without kv_cache_dtype='fp8'")
         self._require("seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), "None or in 0..2**63 - 1")
@@ -175,8 +152,8 @@ class Config:
         ok = is_int(value, low, high) or (value is None and none != "")
         self._require(name, ok, f"an integer in {low}..{high}" + (f", or None for {none}" if none else ""))
 
-    def _require_one_of(self, name: str, allowed: tuple[str, ...]) -> None:
-        value = getattr(self, name)
+    def _require_one_of(self, name: str) -> None:
+        value, allowed = getattr(self, name), _CHOICES[name]
         self._require(name, isinstance(value, str) and value in allowed, f"one of {', '.join(allowed)}")
 
     def _require(self, name: str, ok: bool, allowed: str) -> None:

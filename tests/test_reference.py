@@ -36,6 +36,17 @@ def test_options_and_their_defaults(after, cls):
     assert documented == {f.name: "" if f.default is MISSING else repr(f.default) for f in fields(cls)}
 
 
+def test_the_values_of_an_option_are_documented():
+    meanings = {names(option)[0]: meaning for option, _, meaning in rows("## Options of")}
+    for option in fields(Config):
+        for value in option.metadata.get("choices", ()):
+            assert f'"{value}"' in meanings[option.name] or value in names(meanings[option.name]), (option.name, value)
+
+
+def test_every_engine_option_has_a_help_text():
+    assert all(option.metadata["help"] for option in fields(Config))
+
+
 def test_help_of_llm_has_the_options():
     """Editors and help() take them from the signature."""
     assert inspect.signature(LLM).parameters == inspect.signature(Config).parameters

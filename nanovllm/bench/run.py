@@ -22,8 +22,10 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.bench.floor import Ceilings, ModelSize, floor_seconds, measure_ceilings
 from nanovllm.bench.workloads import TEMPERATURE, WORKLOADS
-from nanovllm.layers.formats.quantization import QUANTIZATIONS, Fp8Format
+from nanovllm.engine_options import EngineOptions
+from nanovllm.layers.formats.quantization import Fp8Format
 from nanovllm.models.presets import PRESET_NAMES
+from nanovllm.utils.command_options import add_options
 from nanovllm.utils.optional_packages import installed_versions
 
 DEFAULT_MODEL = "~/huggingface/Qwen3-0.6B"
@@ -38,24 +40,13 @@ def parse_args(arguments: Sequence[str] | None, prog: str | None) -> argparse.Na
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=style)
     add = parser.add_argument
-    add("--model", help=f"directory, hub id, or with dummy weights one of {', '.join(PRESET_NAMES)}")
+    add("--model", help=f"a directory, a hub id, or with dummy weights one of {', '.join(PRESET_NAMES)}")
     add("--workload", choices=WORKLOADS, nargs="+", help="one or more; default: bench, without a GPU laptop")
-    add("--load-format", choices=("auto", "dummy"), default="auto")
-    add("--quantization", choices=tuple(QUANTIZATIONS), help="of the weights, while they are loaded")
     add("--temperature", type=float, default=TEMPERATURE)
     add("--top-k", type=int, default=0, help="0: all tokens")
     add("--top-p", type=float, default=1.0)
     add("--passes", type=int, default=1, help="the median is reported")
-    add("--tensor-parallel-size", type=int, default=1)
-    add("--enforce-eager", action="store_true", help="no CUDA graphs")
-    add("--attention-backend", choices=("auto", "flash_attn", "triton", "torch"), default="auto")
-    add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto")
-    add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
-    add("--device", default="auto", help="auto, cpu, cuda, or cuda:N for the GPU number N")
-    add("--max-model-len", type=int, default=4096)
-    add("--max-num-batched-tokens", type=int, help="of one prefill step; default: as the engine chooses")
-    add("--mixed-step-rows", type=int, help="of decode steps that take prompts along; 0: none; default: where they pay")
-    add("--num-kvcache-blocks", type=int, default=-1, help="of 256 tokens; -1: as many as there is memory for")
+    add_options(parser, EngineOptions, ENGINE_OPTIONS, has_defaults=True)
     add("--bandwidth", type=float, metavar="TB/s", help="copy bandwidth for the floor; measured unless given")
     add("--flops", type=float, metavar="TFLOP/s", help="matrix rate for the floor; measured unless given")
     add("--fp8-flops", type=float, metavar="TFLOP/s", help="that of the layers' products with weights in fp8")

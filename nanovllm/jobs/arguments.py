@@ -24,12 +24,8 @@ logger = logging.getLogger(__name__)
 
 Model = str | os.PathLike[str] | LLM
 
-# Options of the engine that change its speed and not its answers: a job may go on with others.
-_OF_SPEED = {
-    *("attention_backend", "device", "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization"),
-    *("kvcache_block_size", "kvcache_gib", "max_num_batched_tokens", "max_num_seqs", "mixed_step_rows"),
-    *("num_kvcache_blocks", "overlap_steps", "tensor_parallel_size", "use_tqdm", "watchdog_timeout"),
-}
+# A job may go on with other values of these.
+_OF_SPEED = {field.name for field in fields(Config) if field.metadata.get("is_for_speed")}
 _NOT_OF_JOBS = {"model", "seed", "skip_tokenizer_init"}
 
 

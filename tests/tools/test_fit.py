@@ -44,13 +44,19 @@ def test_a_checkpoint_of_ones_own(capsys, tmp_path):
     ("arguments", "error"),
     [
         (["--max-num-seqs", "0"], "max_num_seqs=0"),
-        (["--dtype", "int4"], "dtype='int4'"),
         (["--quantization", "x"], "'x'"),
     ],
 )
 def test_wrong_options(capsys, arguments, error):
     assert main(["fit", "Qwen3-8B", *arguments]) != 0
     assert error in capsys.readouterr().err
+
+
+def test_a_value_that_no_option_has(capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["fit", "Qwen3-8B", "--dtype", "int4"])
+    assert error.value.code == 2
+    assert "--dtype: invalid choice: 'int4'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["0", "-3", "nan", "much"])
