@@ -4,28 +4,49 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from nanovllm.config import Config
+    from nanovllm.engine.checks import RequestChecker, check_options
     from nanovllm.engine.ranks.workers import WorkerError
+    from nanovllm.engine.requests.chat import ChatRenderer, Conversation, as_conversations
     from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, Score, StreamDelta
+    from nanovllm.engine.requests.streaming import NO_PROMPT
     from nanovllm.llm import LLM
+    from nanovllm.models.tokenizer_files import find_tokenizer
     from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 __all__ = [
     "LLM",
+    "NO_PROMPT",
+    "ChatRenderer",
+    "Config",
+    "Conversation",
     "EngineStats",
+    "RequestChecker",
     "RequestOutput",
     "SamplingParams",
     "Score",
     "StreamDelta",
     "StructuredOutputsParams",
     "WorkerError",
+    "as_conversations",
+    "check_options",
+    "find_tokenizer",
 ]
 __version__ = "0.1.0"
 
 _MODULES = {
     "LLM": "nanovllm.llm",
+    "NO_PROMPT": "nanovllm.engine.requests.streaming",
+    "ChatRenderer": "nanovllm.engine.requests.chat",
+    "Config": "nanovllm.config",
+    "Conversation": "nanovllm.engine.requests.chat",
+    "RequestChecker": "nanovllm.engine.checks",
     "SamplingParams": "nanovllm.sampling_params",
     "StructuredOutputsParams": "nanovllm.sampling_params",
     "WorkerError": "nanovllm.engine.ranks.workers",
+    "as_conversations": "nanovllm.engine.requests.chat",
+    "check_options": "nanovllm.engine.checks",
+    "find_tokenizer": "nanovllm.models.tokenizer_files",
 }
 
 

@@ -141,7 +141,7 @@ class LLM(LLMEngine):
         Stopping half-way (break, close(), del) drops unfinished requests and frees their blocks.
 
         Args:
-            prompts: in any form that generate accepts. After a `streaming.NO_PROMPT` the next one is taken when a step
+            prompts: in any form that generate accepts. After a `NO_PROMPT` the next one is taken when a step
                 has been computed. The iterator ends there if nothing is under way.
             sampling_params: one for all, or an iterable with one each (and any for a NO_PROMPT).
             ordered: yield results in the order of the prompts, instead of as they finish. Up to 8 times max_num_seqs

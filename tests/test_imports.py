@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import nanovllm
+
 PACKAGE = Path(__file__).parents[1] / "nanovllm"
 
 
@@ -57,6 +59,9 @@ def test_nothing_is_imported_in_a_circle():
         ("layers", ["kernels", "layers", "utils"]),
         ("models", ["layers", "models", "utils"]),
         ("utils", ["utils"]),
+        # Whoever writes jobs or integrations of their own has this API and no other.
+        ("jobs", ["jobs", "utils"]),
+        ("integrations", ["integrations", "utils"]),
     ],
 )
 def test_a_room_imports_only_what_it_may(room, allowed):
@@ -64,7 +69,24 @@ def test_a_room_imports_only_what_it_may(room, allowed):
     for module, imported in GRAPH.items():
         if module.startswith(f"nanovllm.{room}"):
             others = [name for name in imported if not name.startswith(tuple(allowed))]
+            if room in ("jobs", "integrations"):
+                others = [name for name in others if name != "nanovllm"]
             assert not others, f"{module} imports {others}"
+
+
+def test_jobs_use_exported_names_alone():
+    """`from nanovllm import name` also works for a folder, such as engine."""
+    exported = {*nanovllm.__all__, "__version__"}
+    for room in ("jobs", "integrations"):
+        for file in (PACKAGE / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.module == "nanovllm":
+                    assert {alias.name for alias in node.names} <= exported | {room}, file
+
+
+def test_every_exported_name_exists():
+    for name in nanovllm.__all__:
+        assert getattr(nanovllm, name) is not None
 
 
 def test_every_file_is_imported_without_triton():

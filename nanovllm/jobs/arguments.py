@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanovllm.config import Config
-from nanovllm.engine.runner.startup.model_setup import choose_backend
+from nanovllm import LLM, Config, check_options, find_tokenizer
 from nanovllm.jobs.inputs import Inputs
 from nanovllm.jobs.lines import LineFormat
 from nanovllm.jobs.openai_batch import Responder
-from nanovllm.jobs.reader import ReadPlan, find_tokenizer
+from nanovllm.jobs.reader import ReadPlan
 from nanovllm.jobs.request_names import SAMPLING_OPTIONS, Row
-from nanovllm.llm import LLM
 from nanovllm.utils.option_hints import HINTS, unknown_option
 from nanovllm.utils.progress import tqdm
 
@@ -92,7 +90,7 @@ class Arguments:
             return
         model = os.fspath(self.model)
         if not is_elsewhere:
-            choose_backend(Config(model, **self.engine_options))
+            check_options(model, **self.engine_options)
             return
         with suppress(FileNotFoundError):  # With "dummy" no weights are downloaded here.
             Config(

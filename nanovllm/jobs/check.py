@@ -4,16 +4,12 @@ import os
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from nanovllm.config import Config
-from nanovllm.engine.requests.length_limit import LengthLimit
-from nanovllm.engine.requests.sequence_maker import SequenceMaker
+from nanovllm import LLM, Config, RequestChecker
 from nanovllm.jobs.arguments import Arguments, Model, line_bar
 from nanovllm.jobs.inputs import Inputs, find_files, scan
 from nanovllm.jobs.lines import Row
 from nanovllm.jobs.reader import read
 from nanovllm.jobs.writer import error_row
-from nanovllm.llm import LLM
-from nanovllm.models.tokenizer_files import load_tokenizer
 
 _MAX_ERRORS = 1000
 
@@ -62,36 +58,32 @@ def check_batch(
     with line_bar("Checking ids", use_tqdm) as bar:
         num_lines, columns = scan(inputs, bar.update)[:2]
     arguments.tell_parameters(columns)
-    checker, limit = _make_checker(arguments)
+    checker = _make_checker(arguments)
     num_failed = num_prompt_tokens = max_completion_tokens = 0
     errors: list[Row] = []
     with line_bar("Checking prompts", use_tqdm, num_lines) as bar:
         for batch in read(arguments.read_plan(inputs)):
             lines = [each.line for each in batch if each.line is not None]
             prompts: list[Any] = [line.prompt for line in lines]
-            made = iter(checker.make_all(prompts, [line.params for line in lines], on_error="return"))
+            found = iter(checker.check(prompts, [line.params for line in lines]))
             for prepared in batch:
-                request = prepared.error if prepared.line is None else next(made)
-                if isinstance(request, list):  # of sequences
+                error = prepared.error if prepared.line is None else next(found)
+                if error is None:
                     length, params = len(prepared.line.prompt), prepared.line.params
-                    most = min(params.max_tokens or limit.max_seq_len, limit.max_seq_len - length)
+                    most = min(params.max_tokens or checker.max_seq_len, checker.max_seq_len - length)
                     num_prompt_tokens += length
                     max_completion_tokens += params.n * most
                 else:
                     num_failed += 1
-                    errors += [error_row(prepared, str(request))] if len(errors) < _MAX_ERRORS else []
+                    errors += [error_row(prepared, str(error))] if len(errors) < _MAX_ERRORS else []
             bar.update(len(batch))
     return Check(num_lines, num_failed, num_prompt_tokens, max_completion_tokens, errors)
 
 
-def _make_checker(arguments: Arguments) -> tuple[SequenceMaker, LengthLimit]:
+def _make_checker(arguments: Arguments) -> RequestChecker:
     model = arguments.model
     if isinstance(model, LLM):
-        config, limit = model.config, model.scheduler.length_limit
-    else:
-        # No weights are needed: with "dummy" none is downloaded.
-        options = {"tokenizer": arguments.tokenizer} | arguments.engine_options | {"load_format": "dummy"}
-        config = Config(os.fspath(model), **options)
-        num_blocks = -(-config.max_model_len // config.kvcache_block_size)
-        limit = LengthLimit(config, num_blocks)
-    return SequenceMaker(config, load_tokenizer(config.model, config.tokenizer), limit), limit
+        return RequestChecker(model.config, model.scheduler.length_limit.num_blocks)
+    # No weights are needed: with "dummy" none is downloaded.
+    options = {"tokenizer": arguments.tokenizer} | arguments.engine_options | {"load_format": "dummy"}
+    return RequestChecker(Config(os.fspath(model), **options))

@@ -11,9 +11,8 @@ from typing import BinaryIO
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from nanovllm import LLM
 from nanovllm.jobs.arguments import Arguments
-from nanovllm.llm import LLM
-from nanovllm.models.model_files import WEIGHT_FILES, find_directory
 
 # Files on which answers depend, apart from weights. A directory may hold others, such as a training's records.
 _WHOLE_FILES = (
@@ -21,6 +20,7 @@ _WHOLE_FILES = (
     *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt"),
     *("merges.txt", "chat_template.*", "additional_chat_templates/*.jinja"),
 )
+_WEIGHTS = ("*.safetensors",)
 _MAX_HEADER = 1 << 28
 _SAMPLE = 1024  # bytes of each tensor
 _NUM_SAMPLES = 256  # of a file whose tensors are unknown
@@ -40,8 +40,14 @@ def job_fingerprint(arguments: Arguments) -> Fingerprint | None:
     if isinstance(arguments.model, LLM):
         return engine_fingerprint(arguments.model)
     has_weights = arguments.engine_options.get("load_format") != "dummy"
-    model, tokenizer = find_directory(arguments.model_name, "model"), find_directory(arguments.tokenizer, "tokenizer")
+    model, tokenizer = _directory(arguments.model_name), _directory(arguments.tokenizer)
     return None if has_weights and None in (model, tokenizer) else _fingerprint(model, tokenizer, has_weights)
+
+
+def _directory(name: str) -> Path | None:
+    """None for a hub id."""
+    path = os.path.expanduser(name)
+    return Path(path) if os.path.isdir(path) else None
 
 
 def _fingerprint(model: Path | None, tokenizer: Path | None, has_weights: bool) -> Fingerprint:
@@ -49,7 +55,7 @@ def _fingerprint(model: Path | None, tokenizer: Path | None, has_weights: bool) 
     found: Fingerprint = {}
     if model is not None and model.is_dir():
         found |= {name: xxh3_128_hexdigest((model / name).read_bytes()) for name in _names(model, _WHOLE_FILES)}
-        found |= {name: _hash_weights(model / name) for name in _names(model, WEIGHT_FILES) if has_weights}
+        found |= {name: _hash_weights(model / name) for name in _names(model, _WEIGHTS) if has_weights}
     if tokenizer is not None and tokenizer.is_dir() and not (found and os.path.samefile(tokenizer, model)):
         names = _names(tokenizer, _WHOLE_FILES)
         found |= {f"the tokenizer's {name}": xxh3_128_hexdigest((tokenizer / name).read_bytes()) for name in names}

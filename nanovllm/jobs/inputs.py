@@ -21,7 +21,7 @@ from nanovllm.jobs.lines import LineId, NoObject, from_json, id_bytes, read_id
 from nanovllm.jobs.openai_batch import is_request
 from nanovllm.jobs.request_names import Row
 from nanovllm.jobs.text_json import MAX_DEPTH, check_depth, parse_json
-from nanovllm.models.model_files import one_line
+from nanovllm.utils.checks import one_line
 
 _JSON = (".jsonl", ".ndjson", ".json")
 _SUFFIXES = (*_JSON, *(f"{suffix}.gz" for suffix in _JSON), ".parquet")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from nanovllm.engine.requests.chat import Conversation, as_conversations
+from nanovllm import Conversation, SamplingParams, StructuredOutputsParams, as_conversations
 from nanovllm.jobs import openai_batch
 from nanovllm.jobs.request_names import (
     CHAT_OPTIONS,
@@ -21,8 +21,7 @@ from nanovllm.jobs.request_names import (
     read_parameters,
 )
 from nanovllm.jobs.text_json import as_json, decode_json, parse_json
-from nanovllm.sampling_params import MAX_SEED, SamplingParams, StructuredOutputsParams
-from nanovllm.utils.checks import is_int, quoted, require
+from nanovllm.utils.checks import quoted, require
 
 LineId = str | int
 
@@ -76,7 +75,7 @@ class LineFormat:
         require("id_column", self.id_column, is_name, "a column's name")
         is_flag = isinstance(self.line_parameters, bool)
         require("line_parameters", self.line_parameters, is_flag, "True or False")
-        require("seed", self.seed, self.seed is None or is_int(self.seed, 0, MAX_SEED), "None or in 0..2**63 - 1")
+        SamplingParams(seed=self.seed)  # Raises if it is none.
         _ = self._base_params, self._template_parts
 
     def given(self) -> Row:

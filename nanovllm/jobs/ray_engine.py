@@ -14,7 +14,7 @@ from nanovllm.jobs.generate_actor import SharedEngine, start_engine
 from nanovllm.jobs.openai_batch import Responder
 from nanovllm.jobs.reader import Prepared
 from nanovllm.jobs.writer import Output, make_rows
-from nanovllm.models.model_files import one_line
+from nanovllm.utils.checks import one_line
 
 _ENOUGH = 64  # answers for which an exchange does not wait for more
 _TICK_SECONDS = 0.02

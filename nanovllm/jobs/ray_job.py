@@ -23,14 +23,14 @@ from ray.job_config import JobConfig
 from typing_extensions import Self
 
 import nanovllm
-from nanovllm.config import Config
+from nanovllm import Config
 from nanovllm.jobs.arguments import Arguments, Cluster
 from nanovllm.jobs.fingerprint import Fingerprint
 from nanovllm.jobs.progress import Progress
 from nanovllm.jobs.ray_engine import RayEngine, Started, on_any_machine
 from nanovllm.jobs.reader import Prepared
 from nanovllm.jobs.writer import Writer, error_line
-from nanovllm.models.model_files import one_line
+from nanovllm.utils.checks import one_line
 from nanovllm.utils.threads import available_cores
 
 # An engine has this share of max_num_seqs beyond those, so that it does not run empty until it gets more.

@@ -18,14 +18,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from nanovllm.engine.requests.chat import ChatRenderer
-from nanovllm.engine.requests.long_texts import CHARACTERS_PER_TOKEN, check_text
-from nanovllm.engine.requests.prompts import BosCheck
+from nanovllm import ChatRenderer, find_tokenizer
 from nanovllm.jobs.inputs import Inputs, RawLine
 from nanovllm.jobs.lines import Line, LineFormat, LineId
 from nanovllm.jobs.request_names import ChatOptions
-from nanovllm.models.model_files import OTHER_FILES, download, find_directory
-from nanovllm.models.tokenizer_files import load_tokenizer
+from nanovllm.utils.bos_check import BosCheck
+from nanovllm.utils.long_texts import CHARACTERS_PER_TOKEN, check_text
 from nanovllm.utils.python_process import python_command
 
 Item = TypeVar("Item")
@@ -147,12 +145,6 @@ def _certain_texts(prompt: Any) -> Iterator[str]:
             yield content
         elif content:
             yield from (part["text"] for part in content)
-
-
-def find_tokenizer(name: str, revision: str | None) -> Any:
-    """name: a directory or a hub id. Raises FileNotFoundError or ValueError."""
-    directory = find_directory(name, "tokenizer") or download(name, "tokenizer", OTHER_FILES, revision)
-    return load_tokenizer(name, str(directory))
 
 
 def read(plan: ReadPlan) -> Iterator[list[Prepared]]:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from nanovllm import SamplingParams
 from nanovllm.jobs.text_json import parse_json
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import quoted
 from nanovllm.utils.option_hints import HINTS
 

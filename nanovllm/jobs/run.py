@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from nanovllm import __version__
-from nanovllm.engine.requests.streaming import NO_PROMPT
+from nanovllm import LLM, NO_PROMPT, SamplingParams, __version__
 from nanovllm.jobs.arguments import Arguments, Cluster, Model, line_bar
 from nanovllm.jobs.corrections import Corrections
 from nanovllm.jobs.fingerprint import Fingerprint, differences, engine_fingerprint, job_fingerprint
@@ -31,8 +30,6 @@ from nanovllm.jobs.reader import Prepared
 from nanovllm.jobs.text_json import to_json
 from nanovllm.jobs.work import Work
 from nanovllm.jobs.writer import Finished, Writer, make_rows
-from nanovllm.llm import LLM
-from nanovllm.sampling_params import MAX_INT32, SamplingParams
 from nanovllm.utils.checks import is_int, require
 from nanovllm.utils.sigterm import sigterm_as_interrupt
 from nanovllm.utils.threads import available_cores
@@ -40,6 +37,7 @@ from nanovllm.utils.threads import available_cores
 # ordered: lines that are read beyond the first one whose answer is not written. Their answers wait in memory.
 _MAX_AHEAD = 16_384
 _PAUSE_SECONDS = 0.01
+_MAX_REPLICAS = 2**31 - 1
 
 logger = logging.getLogger(__name__)
 
@@ -386,7 +384,7 @@ class _Job:
 def _check_cluster(replicas: int | None, address: str | None, model: Model) -> Cluster | None:
     if replicas is None and address is None:
         return None
-    require("replicas", replicas, replicas is None or is_int(replicas, 1, MAX_INT32), "a positive integer")
+    require("replicas", replicas, replicas is None or is_int(replicas, 1, _MAX_REPLICAS), "a positive integer")
     if isinstance(model, LLM):
         raise TypeError("model: must be a directory or a hub id, of which every replica makes its own LLM")
     if find_spec("ray") is None:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from nanovllm.layers.attention.rotary_embedding import RopeParameters, rope_parameters, rope_settings
-from nanovllm.models.model_files import one_line, read_json
+from nanovllm.models.model_files import read_json
 from nanovllm.models.other_formats import other_format
 from nanovllm.models.quantization_config import read_quantization
 from nanovllm.models.registry import find_architecture, model_class
-from nanovllm.utils.checks import is_int, is_number, quoted, require
+from nanovllm.utils.checks import is_int, is_number, one_line, quoted, require
 from nanovllm.utils.light_imports import without_generated_docstrings
 
 _REQUIRED = (

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.models.other_formats import describe_gguf
-from nanovllm.utils.checks import quoted, shortened
+from nanovllm.utils.checks import one_line, quoted
 
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -88,8 +88,3 @@ def check_readable(file: Path) -> None:
             f"{file}: is a Git LFS pointer, not the file itself: run `git lfs pull` in its directory, or download the "
             "model again"
         )
-
-
-def one_line(error: BaseException) -> str:
-    """Another library's error, for a message of ours."""
-    return f"{type(error).__name__}: {shortened(' '.join(str(error).split()))}"

@@ -8,7 +8,7 @@ from torch import nn
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.formats.quantization import weight_format
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.models import make_model
+from nanovllm.models.make_model import make_model
 
 GIB = 2**30
 

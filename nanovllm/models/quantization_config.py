@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nanovllm.layers.formats.quantization import BLOCK, Fp8Format
-from nanovllm.models.model_files import one_line
-from nanovllm.utils.checks import quoted
+from nanovllm.utils.checks import one_line, quoted
 
 # Parts of a model that are never quantised, and those of a vision tower, which is not read. Others that a checkpoint
 # leaves unquantised do not load.

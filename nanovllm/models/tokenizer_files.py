@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nanovllm.models.model_files import one_line, read_json
-from nanovllm.utils.checks import quoted
+from nanovllm.models.model_files import OTHER_FILES, download, find_directory, read_json
+from nanovllm.utils.checks import one_line, quoted
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,17 @@ _SAMPLES = (
     "🙂 <tag> https://example.org/?a=b&c=[d] WE'LL x²",
 )
 _SPACE, _DECODER = re.compile(r"[ \t\n\r]*"), json.JSONDecoder()
+
+
+def find_tokenizer(name: str, revision: str | None = None) -> Any:
+    """The tokenizer of a model, as an engine has it.
+
+    name: a directory, or a hub id of which the files are downloaded. revision: of the hub id.
+
+    Raises FileNotFoundError or ValueError.
+    """
+    directory = find_directory(name, "tokenizer") or download(name, "tokenizer", OTHER_FILES, revision)
+    return load_tokenizer(name, str(directory))
 
 
 def load_tokenizer(model: str, directory: str | None) -> Any:

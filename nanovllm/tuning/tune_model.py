@@ -25,8 +25,8 @@ from nanovllm.layers.matmul.table import (
     write_table,
 )
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.models import make_model
 from nanovllm.models.layer_facts import ExpertsProduct, LayerProduct, layer_products
+from nanovllm.models.make_model import make_model
 from nanovllm.tuning.journal import Journal
 from nanovllm.tuning.progress import Progress
 from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Picks, Result, Shape, Tuner

@@ -46,6 +46,11 @@ def shortened(message: object) -> str:
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}... ({len(text)} characters)"
 
 
+def one_line(error: BaseException) -> str:
+    """Another library's error, for a message of ours."""
+    return f"{type(error).__name__}: {shortened(' '.join(str(error).split()))}"
+
+
 def require(name: str, value: object, ok: bool, allowed: str) -> None:
     """Raises ValueError, with the name, the value and what is allowed, unless ok."""
     if not ok:

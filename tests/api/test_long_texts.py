@@ -5,7 +5,7 @@ import logging
 import pytest
 from checkpoints import assert_idle, complete, greedy, make_llm
 
-from nanovllm.engine.requests.long_texts import CHARACTERS_PER_TOKEN, check_text
+from nanovllm.utils.long_texts import CHARACTERS_PER_TOKEN, check_text
 
 MAX_LEN = 200  # of shared_llm
 LONG = "a row of slots " * 100_000

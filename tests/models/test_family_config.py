@@ -12,9 +12,10 @@ from nanovllm.bench.floor import ModelSize
 from nanovllm.config import Config
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.models import make_model, registry
+from nanovllm.models import registry
 from nanovllm.models.hf_config import windows_of_layers
 from nanovllm.models.loader import num_checkpoint_params
+from nanovllm.models.make_model import make_model
 from nanovllm.models.presets import PRESET_NAMES, preset_config
 from nanovllm.models.registry import model_class
 

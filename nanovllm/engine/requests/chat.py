@@ -10,9 +10,8 @@ from typing import Any, cast
 from jinja2 import TemplateError
 
 from nanovllm.engine.requests.prompts import read_prompt
-from nanovllm.models.model_files import one_line
 from nanovllm.sampling_params import misplaced_option
-from nanovllm.utils.checks import quoted, refuse_constant, shortened
+from nanovllm.utils.checks import one_line, quoted, refuse_constant, shortened
 
 Message = dict[str, Any]
 Conversation = list[Message]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from nanovllm.config import Config
-from nanovllm.engine.requests.long_texts import check_text
+from nanovllm.utils.long_texts import check_text
 
 
 class LengthLimit:

@@ -1,6 +1,5 @@
 """The forms in which prompts and their sampling parameters are accepted."""
 
-import logging
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress, repeat, zip_longest
@@ -12,8 +11,6 @@ import numpy as np
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import quoted
-
-logger = logging.getLogger(__name__)
 
 # A text, token ids, {"prompt": text}, {"prompt_token_ids": token ids}, or a tokenizer's output for one text.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -178,26 +175,6 @@ def as_array(token_ids: list[int], vocab_size: int) -> array:
         raise TypeError(f"must be a string or a list of integer token ids{found}")
     bad = min(ids) if min(ids) < 0 else max(ids)
     raise ValueError(f"token id {quoted(bad)} is outside the vocabulary, 0..{vocab_size - 1}")
-
-
-class BosCheck:
-    """Warns once of a text that begins with the beginning-of-sequence token where the tokenizer adds it too."""
-
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-        self._bos = getattr(tokenizer, "bos_token_id", None)
-
-    def __call__(self, encoded: Iterable[Sequence[int]]) -> None:
-        """encoded: token ids of texts."""
-        if self._bos is not None and any(len(ids) > 1 and ids[0] == ids[1] == self._bos for ids in encoded):
-            self._bos = None
-            token = self._tokenizer.bos_token
-            logger.warning(
-                "a prompt begins with %s twice: its text has it already, as that of a chat template does, and the "
-                "tokenizer adds another, which makes answers worse. Use chat(), or pass "
-                "tokenizer(text, add_special_tokens=False) as the prompt (this is logged once)",
-                token,
-            )
 
 
 def params_per_prompt(params: Any, num_prompts: int) -> list[SamplingParams]:

@@ -12,15 +12,16 @@ from xxhash import xxh64_intdigest
 from nanovllm.config import Config
 from nanovllm.engine.requests.detokenizer import Detokenizer
 from nanovllm.engine.requests.length_limit import LengthLimit
-from nanovllm.engine.requests.long_texts import CHARACTERS_PER_TOKEN
-from nanovllm.engine.requests.prompts import BosCheck, Prompt, as_array, read_prompt
+from nanovllm.engine.requests.prompts import Prompt, as_array, read_prompt
 from nanovllm.engine.requests.text_stream import StopStrings, TextStream
 from nanovllm.engine.sampling.logit_edits import LogitEdits, tokenize_bad_words
 from nanovllm.engine.sampling.structured import Grammars
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.sampling.token_masks import unpack_mask
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.bos_check import BosCheck
 from nanovllm.utils.checks import quoted
+from nanovllm.utils.long_texts import CHARACTERS_PER_TOKEN
 from nanovllm.utils.sized_cache import SizedCache
 
 _MAX_LOGIT_EDITS_BYTES = 2**26  # kept for later requests

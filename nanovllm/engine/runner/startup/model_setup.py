@@ -21,9 +21,9 @@ from nanovllm.layers.matmul.quack import Quack, load_quack
 from nanovllm.layers.matmul.step_rows import mixed_step_rows, padded_rows
 from nanovllm.layers.matmul.table import Table, load_table
 from nanovllm.layers.sampling.sampler import Sampler
-from nanovllm.models import make_model
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.layer_facts import gate_up_weight, num_layer_params
+from nanovllm.models.make_model import make_model
 from nanovllm.utils.progress import StartProgress
 
 logger = logging.getLogger(__name__)

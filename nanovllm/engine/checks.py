@@ -1,0 +1,36 @@
+"""What an engine would refuse, said without one: no weights are read, and no GPU is needed."""
+
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.engine.requests.length_limit import LengthLimit
+from nanovllm.engine.requests.prompts import Prompt
+from nanovllm.engine.requests.sequence_maker import SequenceMaker
+from nanovllm.engine.runner.startup.model_setup import choose_backend
+from nanovllm.models.tokenizer_files import load_tokenizer
+from nanovllm.sampling_params import SamplingParams
+
+
+def check_options(model: Any, **options: Any) -> None:
+    """Raises ValueError, TypeError or OSError as `LLM(model, **options)` does for a wrong option or file."""
+    choose_backend(Config(model, **options))
+
+
+class RequestChecker:
+    """Checks requests as an engine does when they are added.
+
+    Attributes:
+        max_seq_len: tokens of the longest sequence, prompt and completion.
+    """
+
+    def __init__(self, config: Config, num_kvcache_blocks: int | None = None):
+        """num_kvcache_blocks: of the engine, if it is known. None: room for max_model_len."""
+        num_blocks = num_kvcache_blocks or -(-config.max_model_len // config.kvcache_block_size)
+        limit = LengthLimit(config, num_blocks)
+        self.max_seq_len = limit.max_seq_len
+        self._sequences = SequenceMaker(config, load_tokenizer(config.model, config.tokenizer), limit)
+
+    def check(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[Exception | None]:
+        """What is wrong with each request; None if nothing is."""
+        made = self._sequences.make_all(prompts, params, on_error="return")
+        return [each if isinstance(each, Exception) else None for each in made]
