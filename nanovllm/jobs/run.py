@@ -388,7 +388,7 @@ def _check_cluster(replicas: int | None, address: str | None, model: Model) -> C
     if isinstance(model, LLM):
         raise TypeError("model: must be a directory or a hub id, of which every replica makes its own LLM")
     if find_spec("ray") is None:
-        raise ImportError("replicas and ray_address need Ray: pip install 'ray[data]' pyarrow")
+        raise ImportError("replicas and ray_address need Ray: pip install 'ray>=2.59'")
     return Cluster(replicas, address)
 
 
