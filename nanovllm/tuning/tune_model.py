@@ -93,8 +93,7 @@ def tune_model(
 
             found = tuner.tune(time_layer, _COUNTS, progress.tell, known, keep)
     # An existing file keeps its rows of other models.
-    settings = package_table(gpu).settings if into_package else None
-    before = read_table(path) if path.is_file() else Table(settings=settings)
+    before = read_table(path) if path.is_file() else Table()
     write_table(path, gpu, before.updated(Table(found.rows, found.settings, versions)))
     journal.remove()
     print(f"{len(found.rows)} rows in {time.perf_counter() - start:.0f} s: {path}")

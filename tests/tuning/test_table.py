@@ -124,9 +124,17 @@ def test_the_users_rows_take_precedence(gpu):
     assert package_table(H200).rows[KEY] is table.rows[KEY], "the package's table has changed"
 
 
-def test_a_gpu_without_a_table_takes_the_h200s(gpu):
-    assert load_table(gpu("NVIDIA H100 80GB HBM3")).rows.keys() == package_table(H200).rows.keys()
+def test_a_gpu_takes_from_the_h200s_table_what_its_own_lacks(gpu, monkeypatch, tmp_path):
+    assert load_table(gpu("a GPU without a table")).rows == package_table(H200).rows
     assert load_table(torch.device("cpu")).rows == {}
+    own = Row({1: choices("cublas")})
+    package = {H200: package_path(H200), "small": tmp_path / "small.json"}
+    monkeypatch.setattr(table_module, "package_path", package.__getitem__)
+    write_table(package["small"], "small", Table({KEY: own}))
+    table = package_table("small")
+    assert table.rows[KEY].choices == own.choices
+    assert table.rows.keys() == package_table(H200).rows.keys()
+    assert table.settings == package_table(H200).settings
 
 
 def test_a_setting_that_is_not_there_is_an_error():
@@ -190,7 +198,7 @@ def decode_constants(table):
 
 @each_table
 def test_tables_of_the_package(path):
-    """They have every size that is tuned on one GPU and on two, and their candidates take the constants."""
+    """A GPU has every size that is tuned on one GPU and on two, and the candidates take the constants."""
     pytest.importorskip("triton")
     from nanovllm.kernels.experts.experts import TileConfig
     from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
@@ -208,8 +216,10 @@ def test_tables_of_the_package(path):
     constant_types = {Gemv.name: GemvConfig, SplitK.name: SplitKConfig, Quack.name: Tile}
     constant_types |= dict.fromkeys((Cublas.name, FusedSilu.name), tuple)
     pairs_of_types = {ExpertsGemv.name: ExpertsGemvConfig, ExpertTiles.name: TileConfig, QuackExperts.name: Tile}
-    table = read_table(path)
-    assert path == package_path(json.loads(path.read_text())["gpu"])
+    gpu = json.loads(path.read_text())["gpu"]
+    assert path == package_path(gpu)
+    table = package_table(gpu)
+    assert read_table(path).rows.keys() <= table.rows.keys()
     for name in (*TUNED, "Qwen3-30B-A3B"):
         for size in (1, 2):
             assert set(published_keys(name, size)) <= table.rows.keys()
@@ -237,15 +247,14 @@ def test_tables_of_the_package(path):
             num_pieces = [constants.num_pieces(n, num_kv_heads) for n in range(1, 3000)]
             assert num_pieces == sorted(num_pieces), "what is allocated for the largest batch is for all"
     assert {"torch", "triton"} <= table.versions.keys()
-    assert table.setting("flash_attn4", "min_layer_work") > 0
-    assert table_module.package_table(json.loads(path.read_text())["gpu"]).rows.keys() == table.rows.keys()
+    assert "min_layer_work" in table.settings["flash_attn4"]
 
 
 @each_table
 @pytest.mark.parametrize("num_rows", [1, 9, 16, 17, 32, 33, 256, 257, 512, 513, 1536, 1537, 2048, 2049, 8192])
 def test_decode_attention_can_be_launched_for_any_heads(path, num_rows):
     """The smallest cards have 99 KiB of shared memory, of which queries and sums want their part."""
-    table = read_table(path)
+    table = package_table(json.loads(path.read_text())["gpu"])
     for head_dim in (8, 16, 64, 80, 96, 112, 128, 160, 192, 256):
         for dtype, cache_dtype in product((torch.bfloat16, torch.float32), (None, torch.float8_e4m3fn)):
             constants = DecodeConstants(table, head_dim, dtype, cache_dtype or dtype)

@@ -3,7 +3,7 @@
 A table is a JSON file for one GPU. A row belongs to an operation, a phase and a weight `[N, K]` of a dtype. It maps
 numbers of tokens to candidates in order of preference, each with its constants. A key of `tokens` is the largest number
 that it is for; the last key is for all larger numbers too. Other numbers are settings, each of which the code that
-reads it explains.
+reads it explains. What a GPU's file lacks is taken from the H200's.
 """
 
 import json
@@ -21,7 +21,7 @@ from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.utils.optional_packages import kernel_cache
 
 _TABLES = Path(__file__).parent / "tables"
-_DEFAULT_GPU = "NVIDIA H200"  # Its table also serves GPUs that have none.
+_DEFAULT_GPU = "NVIDIA H200"  # Its table is under those of all other GPUs.
 _SETTINGS_ON_CPUS = ("flash_attn4", "decode_attention")  # The others are about products.
 _SAME_SPEED = {"float16": "bfloat16"}
 
@@ -120,9 +120,12 @@ def load_table(device: torch.device) -> Table:
 
 @cache
 def package_table(gpu: str) -> Table:
-    """gpu: `GpuFacts.name`. The default GPU's table if there is none of this name."""
+    """The default GPU's table with this GPU's rows and settings, if it has any. gpu: `GpuFacts.name`."""
     path = package_path(gpu)
-    return read_table(path) if path.is_file() else package_table(_DEFAULT_GPU)
+    if gpu == _DEFAULT_GPU:
+        return read_table(path)
+    table = package_table(_DEFAULT_GPU)
+    return table.updated(read_table(path)) if path.is_file() else table
 
 
 def package_path(gpu: str) -> Path:
