@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,7 +100,7 @@ def floor_seconds(
     sliding window attends to no more keys than that. All requests decode side by side from the start; `shared` prompt
     tokens are computed once.
     """
-    layer_flops, flops = 0, 0
+    layer_flops, flops = 0.0, 0.0
     for i, n in enumerate(prompt_lens):
         cached = shared if i else 0
         layer_flops += 2 * size.layer_params * (n - cached)
@@ -151,8 +151,8 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:
 def _fp8_rate(device: torch.device, n: int) -> float:
     a, b = (torch.randn(n, n, device=device).to(E4M3) for _ in range(2))
     scale = torch.ones(n, 1, device=device)
-    options = {"scale_a": scale, "scale_b": scale.t(), "out_dtype": torch.bfloat16, "use_fast_accum": True}
-    return 2 * n**3 / _median_seconds(lambda: torch._scaled_mm(a, b.t(), **options), device)
+    options: dict[str, Any] = {"scale_a": scale, "scale_b": scale.t(), "out_dtype": torch.bfloat16}
+    return 2 * n**3 / _median_seconds(lambda: torch._scaled_mm(a, b.t(), use_fast_accum=True, **options), device)
 
 
 def _median_seconds(work, device: torch.device, repeats: int = 10) -> float:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -146,7 +147,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
 
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)  # warm-up
     sampling = sampling_options(args)
-    passes = {name: [] for name in args.workload}
+    passes: dict[str, list[dict]] = {name: [] for name in args.workload}
     for name in args.workload:
         for index in range(args.passes):
             passes[name].append(run_pass(llm, WORKLOADS[name], index, sampling))
@@ -155,7 +156,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
 
     dtype, weight_format, device = llm.config.dtype, llm.config.weight_format, llm.model_runner.device
     size = ModelSize.of(llm.config.hf_config, dtype, weight_format, llm.config.kv_cache_dtype)
-    report = {
+    report: dict[str, Any] = {
         "options": {name: value for name, value in vars(args).items() if name != "json"},
         "device": llm.model_runner.device_name,
         "engine": {

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ class GpuFacts:
     def of(device: torch.device) -> "GpuFacts":
         if device.type != "cuda":
             return GpuFacts("CPU", (9, 0), _HOPPER_SHARED_BYTES, 2, 0, is_gpu=False)
-        found = torch.cuda.get_device_properties(device)
+        found: Any = torch.cuda.get_device_properties(device)  # torch's types lack a property.
         shared = found.shared_memory_per_block_optin
         capability = found.major, found.minor
         return GpuFacts(found.name, capability, shared, found.multi_processor_count, found.total_memory)

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -73,7 +74,8 @@ class _CompilingPool(ThreadPoolExecutor):
         super().__init__(max_workers)
         self._futures: list[Future] = []
 
-    def submit(self, compile_kernel: Callable) -> Future:
+    def submit(self, compile_kernel: Callable, /, *args: Any, **options: Any) -> Future:
+        """Triton calls this without further arguments."""
         self._futures.append(future := super().submit(_compile_with_launcher, compile_kernel))
         return future
 

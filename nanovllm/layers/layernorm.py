@@ -1,6 +1,6 @@
 """RMSNorm: the only normalization of the decoders."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ class RMSNorm(nn.Module):
     def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0) -> None:
         super().__init__()
         self.eps, self.offset = eps, offset
-        self.weight: Any = nn.Parameter(torch.ones(hidden_size, dtype=torch.float32 if offset else None))
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=torch.float32 if offset else None))
         if offset:
-            self.weight.weight_loader = self.weight_loader
+            cast(Any, self.weight).weight_loader = self.weight_loader
 
     def weight_loader(self, param: nn.Parameter, loaded: Any, shard_id: object = None) -> None:
         param.data.copy_(loaded[...])

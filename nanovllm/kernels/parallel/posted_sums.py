@@ -108,8 +108,10 @@ def _collect_kernel(
     # Two inboxes take turns. A rank writes to one again only after it has received the reader's message of the sum
     # between, and the reader sent that after it had read this inbox.
     place = ((index & 1) * SIZE * _MAX_TOKENS + token) * WORDS + word
+    # Without partial this rank's own messages come through its inbox too. Their sender waited for all earlier launches,
+    # and so for the last reader of this inbox.
+    OWN: tl.constexpr = RANK if partial is not None else -1
     if partial is not None:
-        OWN: tl.constexpr = RANK
         part = tl.load(partial + row, mask=mask, other=0)
         messages = to_messages(part, number)
         # After an abort the other ranks' memory may be gone.
@@ -118,10 +120,6 @@ def _collect_kernel(
             theirs = tl.load(addresses + (RANK + i) % SIZE).to(tl.pointer_type(tl.int64))
             theirs = tl.multiple_of(theirs, 16)
             tl.store(theirs + RANK * _MAX_TOKENS * WORDS + place, messages, mask=reachable)
-    else:
-        # This rank's own messages come through its inbox too. Their sender waited for all earlier launches, and so for
-        # the last reader of this inbox.
-        OWN: tl.constexpr = -1
     low = tl.zeros([BLOCK], tl.float32)
     high = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(SIZE):

@@ -8,6 +8,7 @@ import logging
 import math
 import weakref
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ class Peers:
     """
 
     def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device):
-        self.rank, self.size, self.store, self.device = rank, size, store, device
+        self.rank, self.size, self.device = rank, size, device
+        self.store: Any = store  # torch's types know only texts as values, and it takes bytes too.
         self.abort_flag = torch.zeros(1, dtype=torch.int32, device=device)
         self._one = torch.ones(1, dtype=torch.int32).pin_memory()
         self._abort_stream = torch.cuda.Stream(device)
@@ -103,8 +105,8 @@ class PeerMemory:
 
 def copy_bytes(target: int, source: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
     """Copy between device addresses, which may be a peer's, in stream order, by a copy engine."""
-    num_bytes, handle = ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream.cuda_stream)
-    _call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), num_bytes, handle)
+    size, handle = ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream.cuda_stream)
+    _call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), size, handle)
 
 
 class _Allocation:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.layernorm import Normed, RMSNorm
@@ -28,7 +28,7 @@ class NormedParts:
         return torch.cat(list(self.parts))
 
 
-def begin_sums(layers: nn.ModuleList, num_tokens: int, reducer: ResidualReducer) -> None:
+def begin_sums(layers: Any, num_tokens: int, reducer: ResidualReducer) -> None:
     """Call this before each forward pass of decoder layers. It decides whether their products write their parts of the
     sums to the other ranks' memory."""
     of_layers = [layer.summed_projections() for layer in layers]

@@ -153,11 +153,11 @@ class LongSums:
         # The device waits, so that the memory is free in stream order. With `record_stream` it would be free only when
         # the host sees that the copy is done, a whole prefill later.
         torch.cuda.current_stream(self._peers.device).wait_event(sent.is_read)
-        parts = [sent.partial, self._received.tensor[sent.slot, : len(sent.partial)]]
+        first, second = sent.partial, self._received.tensor[sent.slot, : len(sent.partial)]
         if self._peers.rank == 1:
-            parts.reverse()
+            first, second = second, first
         arrival = self._arrivals.tensor[sent.slot]
-        return add_norm_arrived(residual, *parts, weight, eps, arrival, sent.number, self._peers.abort_flag)
+        return add_norm_arrived(residual, first, second, weight, eps, arrival, sent.number, self._peers.abort_flag)
 
 
 def make_reducer(peers: Peers | None, max_tokens: int, hidden_size: int, dtype: torch.dtype) -> ResidualReducer | None:
