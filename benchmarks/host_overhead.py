@@ -10,7 +10,6 @@ import argparse
 import json
 import time
 import tracemalloc
-from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -22,7 +21,8 @@ from nanovllm.config import Config
 from nanovllm.engine.runner.inputs import DecodeInputs
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.attention.decode_constants import DecodeConstants
+from nanovllm.layers.attention.attention import AttentionShape, StepSizes
+from nanovllm.layers.attention.triton_backend import TritonBackend
 from nanovllm.layers.matmul.table import load_table
 
 BLOCK_SIZE, PROMPT_TOKENS = 256, 500
@@ -35,9 +35,10 @@ def measure(batch: int, waiting: int) -> dict:
     options = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True, "kvcache_block_size": BLOCK_SIZE}
     config = Config("Qwen3-0.6B", max_num_seqs=batch, max_num_batched_tokens=1 << 20, max_model_len=4096, **options)
     scheduler = Scheduler(config, batch * 4)
-    constants = DecodeConstants(load_table(torch.device("cpu")), 128, config.dtype, config.kv_cache_dtype)
-    num_pieces = partial(constants.num_pieces, num_kv_heads=8)
-    inputs = DecodeInputs(batch, 4096 // BLOCK_SIZE, BLOCK_SIZE, torch.device("cpu"), num_pieces, [None])
+    backend, device = TritonBackend(), torch.device("cpu")
+    shape = AttentionShape(16, 8, 128, BLOCK_SIZE, config.dtype, device)
+    backend.prepare(shape, [None], StepSizes(0, 4096, batch, num_layer_params=1), load_table(device))
+    inputs = DecodeInputs(batch, 4096 // BLOCK_SIZE, BLOCK_SIZE, device, backend)
     params = SamplingParams(max_tokens=PROMPT_TOKENS, ignore_eos=True)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]

@@ -68,7 +68,7 @@ def measure(phases: Phases, model: str, options: dict) -> float:
         from nanovllm.engine import llm_engine, model_runner
         from nanovllm.engine.runner.startup import kernel_compilation, model_setup
         from nanovllm.engine.runner.startup.package_kernels import PackageKernels
-        from nanovllm.layers.attention.gpu_backends import GpuBackend
+        from nanovllm.layers.attention.gpu_backend import GpuBackend
     imported = sum(phases.seconds.values())
 
     phases.time_calls(llm_engine, "Config", "config")

@@ -40,7 +40,7 @@ from nanovllm.kernels.attention.paged_prefill import PrefillTiles
 from nanovllm.kernels.experts.experts import TileConfig
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.shared_memory import fits, held_stages
-from nanovllm.layers.attention.gpu_backends import GpuBackend
+from nanovllm.layers.attention.gpu_backend import GpuBackend
 from nanovllm.layers.parallel import residual_reducer
 from nanovllm.layers.parallel import tensor_parallel as parallel
 from nanovllm.layers.parallel.residual_reducer import make_reducer
@@ -265,7 +265,8 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
                 sizes = config.max_num_batched_tokens, config.hf_config.hidden_size, config.dtype
                 reducer = make_reducer(_Peers(config.tensor_parallel_size, device), *sizes)
                 runner.tp = TensorParallel(size=config.tensor_parallel_size, group=MagicMock(), reducer=reducer)
-            model_setup.build_model(runner, *model_setup.choose_backend(config))
+            shape = model_setup.attention_shape(config, runner.tp, device)
+            model_setup.build_model(runner, *model_setup.choose_backend(config, shape), shape)
             with few_layers(runner.model):
                 kernel_compilation._trace(runner)
         finally:

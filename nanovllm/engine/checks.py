@@ -6,14 +6,14 @@ from nanovllm.config import Config
 from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.engine.requests.prompts import Prompt
 from nanovllm.engine.requests.sequence_maker import SequenceMaker
-from nanovllm.engine.runner.startup.model_setup import choose_backend
+from nanovllm.engine.runner.startup.model_setup import check_backend
 from nanovllm.models.tokenizer_files import load_tokenizer
 from nanovllm.sampling_params import SamplingParams
 
 
 def check_options(model: Any, **options: Any) -> None:
     """Raises ValueError, TypeError or OSError as `LLM(model, **options)` does for a wrong option or file."""
-    choose_backend(Config(model, **options))
+    check_backend(Config(model, **options))
 
 
 class RequestChecker:

@@ -18,7 +18,7 @@ from nanovllm.engine.runner.startup.kernel_compilation import warmup_kernels
 from nanovllm.engine.runner.startup.kv_scales import choose_kv_scales
 from nanovllm.engine.runner.startup.memory import allocate_kv_cache, free_memory, largest_prefill
 from nanovllm.engine.runner.startup.model_check import check_model
-from nanovllm.engine.runner.startup.model_setup import choose_backend, load_and_compile
+from nanovllm.engine.runner.startup.model_setup import attention_shape, choose_backend, load_and_compile
 from nanovllm.engine.runner.startup.package_kernels import PackageKernels
 from nanovllm.engine.sampling.logit_steps import LogitSteps
 from nanovllm.engine.sampling.logprobs import prompt_rows
@@ -68,9 +68,10 @@ class ModelRunner:
     def start(self, tp: TensorParallel, progress: StartProgress) -> None:
         """Build everything, ready for `run`. All ranks do so at the same time."""
         self.tp, config = tp, self.config
-        backend, has_graphs = choose_backend(config)
+        shape = attention_shape(config, tp, self.device)
+        backend, has_graphs = choose_backend(config, shape)
         with PackageKernels(config, tp.rank, self.device) as packages:
-            load_and_compile(self, backend, has_graphs, packages, progress)
+            load_and_compile(self, backend, has_graphs, shape, packages, progress)
         billions = num_checkpoint_params(self.model) / 1e9
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
         logger.info("device: %s", self.device_name)

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from nanovllm.layers.activation import Gated, GeluTanhAndMul
-from nanovllm.layers.attention.attention import Attention
-from nanovllm.layers.attention.backends import AttentionBackend
+from nanovllm.layers.attention.attention import Attention, AttentionBackend
 from nanovllm.layers.attention.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.attention.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding

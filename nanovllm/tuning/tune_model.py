@@ -11,8 +11,8 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.kernels.gpu import GpuFacts
-from nanovllm.layers.attention.backends import TorchBackend
-from nanovllm.layers.attention.flash_attn4 import AttentionShape
+from nanovllm.layers.attention.attention import AttentionShape
+from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.formats.quantization import weight_format
 from nanovllm.layers.matmul.table import (
     Choice,

@@ -1,16 +1,17 @@
 """Context: all that the layers see of a step, set by the model runner before it and reset after it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Attention metadata of one step. Tensors are on the model's device, and int32 except last_tokens, int64.
+    """What layers need to know of one step. Tensors are on the model's device, and int32 except last_tokens, int64.
 
     A row of a decode step is a sequence's new token. In a mixed step, a prompt has a row for each of its new tokens.
     """
@@ -26,8 +27,7 @@ class Context:
     block_tables: torch.Tensor | None = None
     # [num_seqs] prefill: where each sequence ends in the batch. The model returns these hidden states; None: all.
     last_tokens: torch.Tensor | None = None
-    # decode: {a layer's window: [num_pieces, PIECE_FIELDS]}; see kernels.decode_plan
-    decode_plans: Mapping[int | None, torch.Tensor] = field(default_factory=dict)
+    attention: Any = None  # decode: `AttentionBackend.arguments`, which the back end alone reads
     num_sampled: int | None = None  # mixed step: the model returns only the first num_sampled rows, to sample from
 
     def of_last_tokens(self) -> "Context":

@@ -2,11 +2,11 @@
 
 import pickle
 from dataclasses import fields
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from backends import planning_backend
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,16 +14,7 @@ from nanovllm import SamplingParams
 from nanovllm.engine.runner.inputs import DecodeInputs, prefill_batch, send_prefill
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.kernels.attention.decode_plan import DecodeWorkspace
-from nanovllm.layers.attention.decode_constants import DecodeConstants
-from nanovllm.layers.matmul.table import package_table
 from nanovllm.utils.context import Context
-
-CONSTANTS = DecodeConstants(package_table("NVIDIA H200"), 128, torch.bfloat16, torch.bfloat16)
-
-
-def pieces(num_kv_heads: int):
-    return partial(CONSTANTS.num_pieces, num_kv_heads=num_kv_heads)
 
 
 @st.composite
@@ -98,7 +89,7 @@ def test_a_worker_has_the_same_tensors_of_a_pickled_prefill(drawn):
 @given(steps=st.lists(st.tuples(scheduled(), st.integers(0, 3)), min_size=1, max_size=4))
 def test_a_worker_has_the_same_tensors_of_pickled_decode_steps(steps):
     """Also those that it takes from its own last step, and after a step of its own that rank 0 has not written."""
-    ours, theirs = (DecodeInputs(4, 12, 4, torch.device("cpu"), pieces(2), [None, 3]) for _ in range(2))
+    ours, theirs = (DecodeInputs(4, 12, 4, torch.device("cpu"), planning_backend(4, 2, [None, 3])) for _ in range(2))
     for inputs in (ours, theirs):
         inputs.sampled.copy_(torch.arange(100, 100 + len(inputs.sampled)))
     theirs.pad(3)
@@ -115,7 +106,7 @@ def test_a_worker_has_the_same_tensors_of_pickled_decode_steps(steps):
 
 
 def test_what_a_worker_gets_of_a_decode_step_does_not_grow_with_the_tokens_of_its_sequences():
-    inputs, sizes = DecodeInputs(512, 200, 256, torch.device("cpu"), pieces(8), [None]), []
+    inputs, sizes = DecodeInputs(512, 200, 256, torch.device("cpu"), planning_backend(512, 8)), []
     for num_tokens in (300, 30_000):
         seq = Sequence(0, [7] * num_tokens)
         seq.block_table, seq.is_prefilling = list(range(seq.num_blocks)), False
@@ -139,7 +130,7 @@ def _flat(inputs, *rest) -> list:
 def test_mixed_inputs(steps, windows):
     """Several steps, as a row may have had another sequence's table before, or the same; all of one block size."""
     tables = [[16 * row + i for i in range(12)] for row in range(4)]
-    inputs = DecodeInputs(4, 12, 4, torch.device("cpu"), pieces(2), windows, mixed_step_rows=60)
+    inputs = DecodeInputs(4, 12, 4, torch.device("cpu"), planning_backend(60, 2, windows), mixed_step_rows=60)
     for (seqs, _), num_running, num_padding in steps:
         for row, seq in enumerate(seqs):
             seq.is_prefilling = row >= num_running
@@ -165,8 +156,8 @@ def test_mixed_inputs(steps, windows):
             (owner,) = (seq for row, seq in enumerate(seqs) if slot // 64 == row)
             assert table == owner.block_table
         assert context.num_sampled == len(seqs)
-        assert list(context.decode_plans) == windows
-        for window, plan in context.decode_plans.items():
+        assert list(context.attention) == windows
+        for window, plan in context.attention.items():
             check_plan(plan.numpy(), context, window)
 
 
@@ -190,8 +181,8 @@ def _row(seq: Sequence, position: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize("max_num_seqs", [1, 5, 40, 200])
 def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
     """They fit the inputs' memory and the workspace, and every row has its keys in them."""
-    inputs = DecodeInputs(max_num_seqs, 20, 256, torch.device("cpu"), pieces(num_kv_heads), [None])
-    workspace = DecodeWorkspace(max_num_seqs, 16, num_kv_heads, 16, "cpu", pieces(num_kv_heads)(max_num_seqs))
+    backend = planning_backend(max_num_seqs, num_kv_heads)
+    inputs = DecodeInputs(max_num_seqs, 20, 256, torch.device("cpu"), backend)
     seqs = []
     for i in range(max_num_seqs):
         seq = Sequence(i, [0] * (1 + 977 * i % 5000), SamplingParams(), 256, seed=i)
@@ -200,8 +191,8 @@ def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
     for batch_size in {1, (max_num_seqs + 1) // 2, max_num_seqs}:
         for num_seqs in {1, batch_size}:
             inputs.send(decode(inputs, seqs[:num_seqs], batch_size))
-            plan = inputs.for_layers(batch_size)[2].decode_plans[None]
-            workspace.check_room(batch_size, 16, num_kv_heads, 16, len(plan))
+            plan = inputs.for_layers(batch_size)[2].attention[None]
+            backend.workspace.check_room(batch_size, 16, num_kv_heads, 16, len(plan))
             row, _, _, first, end, *_ = plan[plan[:, 0] >= 0].T.numpy()
             keys = np.bincount(row, weights=end - first, minlength=batch_size)
             expected = [seq.num_tokens for seq in seqs[:num_seqs]] + [0] * (batch_size - num_seqs)
@@ -210,7 +201,7 @@ def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
 
 def test_padding_rows_read_and_write_nothing():
     """Those that make up a captured batch, and those that the layers want besides."""
-    inputs = DecodeInputs(5, 20, 256, torch.device("cpu"), pieces(2), [None], padded=[0, 4, 4, 4, 4, 8])
+    inputs = DecodeInputs(5, 20, 256, torch.device("cpu"), planning_backend(8, 2), padded=[0, 4, 4, 4, 4, 8])
     seqs = []
     for i in range(5):
         seq = Sequence(i, list(range(10 * i + 1)), SamplingParams(), 256, seed=i)
@@ -226,14 +217,14 @@ def test_padding_rows_read_and_write_nothing():
         padding = num_rows - num_seqs
         assert context.context_lens.tolist() == [10 * i + 1 for i in range(num_seqs)] + [0] * padding
         assert context.slot_mapping.tolist() == [266 * i for i in range(num_seqs)] + [-1] * padding
-        plan = context.decode_plans[None]
+        plan = context.attention[None]
         row, _, _, first, end, *_ = plan[plan[:, 0] >= 0].T.numpy()
         assert np.bincount(row, weights=end - first, minlength=num_rows).tolist() == context.context_lens.tolist()
     assert len(inputs.sampled) == 8
 
 
 def test_rows_feed_what_the_last_step_drew_where_the_host_has_not_read_it():
-    inputs = DecodeInputs(6, 4, 256, torch.device("cpu"), pieces(2), [])
+    inputs = DecodeInputs(6, 4, 256, torch.device("cpu"), planning_backend(6, 2))
     inputs.sampled.copy_(torch.arange(100, 106))
     seqs = []
     for i, pending_row in enumerate([3, -1, 0, 5, -1]):
@@ -249,7 +240,7 @@ def test_rows_feed_what_the_last_step_drew_where_the_host_has_not_read_it():
 
 def test_tokens_have_memory_of_their_own_until_the_step_after_next():
     """Also where inputs are written in between that no step draws from, as for a capture."""
-    inputs = DecodeInputs(6, 4, 256, torch.device("cpu"), pieces(2), [])
+    inputs = DecodeInputs(6, 4, 256, torch.device("cpu"), planning_backend(6, 2))
     first = inputs.tokens_on_host(5).fill_(1)
     inputs.pad(2)
     second = inputs.tokens_on_host(6).fill_(2)
@@ -261,7 +252,7 @@ def test_tokens_have_memory_of_their_own_until_the_step_after_next():
 
 @pytest.mark.gpu
 def test_a_capture_before_a_step_is_sent_leaves_its_host_buffer_alone():
-    inputs = DecodeInputs(4, 4, 256, torch.device("cuda"), pieces(2), [])
+    inputs = DecodeInputs(4, 4, 256, torch.device("cuda"), planning_backend(4, 2))
     seqs = [Sequence(i, [10 + i], SamplingParams(), 256, seed=i) for i in range(2)]
     for seq in seqs:
         seq.block_table, seq.is_prefilling = [0], False

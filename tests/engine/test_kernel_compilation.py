@@ -22,7 +22,7 @@ from nanovllm.engine.runner.startup.kernel_compilation import (
 from nanovllm.engine.runner.startup.memory import largest_prefill
 from nanovllm.engine.runner.startup.model_setup import padded_batches
 from nanovllm.kernels.attention.paged_prefill import choose_tiles
-from nanovllm.layers.attention.backends import TorchBackend
+from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.matmul import packed_weights
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.quack import Quack

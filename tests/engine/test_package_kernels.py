@@ -16,7 +16,8 @@ from gpus import pretend_gpu
 from nanovllm.engine.runner.startup import package_kernels
 from nanovllm.engine.runner.startup.package_kernels import PackageKernels
 from nanovllm.kernels.launch import compile_ahead
-from nanovllm.layers.attention.flash_attn4 import AttentionShape, FlashAttn4, load_kernel
+from nanovllm.layers.attention.attention import AttentionShape
+from nanovllm.layers.attention.flash_attn4 import FlashAttn4, load_kernel
 from nanovllm.layers.matmul.quack import Quack, Tile, load_product
 from nanovllm.layers.matmul.table import Table, user_path, write_table
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel

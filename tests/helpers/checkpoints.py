@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.layers.attention.backends import select_backend
+from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.registry import model_class
 
@@ -149,8 +149,7 @@ def make_llm(path: str | Path, **options) -> LLM:
 def poisoned_model(path, dtype=torch.float32):
     """The model of a checkpoint's configuration, all NaN."""
     config = AutoConfig.from_pretrained(path)
-    backend = select_backend("torch", "cpu", dtype, 32, 16)
-    model = model_class(config)(config, 64, backend, TensorParallel()).to(dtype)
+    model = model_class(config)(config, 64, TorchBackend(), TensorParallel()).to(dtype)
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
     return model

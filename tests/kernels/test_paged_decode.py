@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace
 from nanovllm.layers.attention import torch_backend as attention_torch
+from nanovllm.layers.attention.attention import AttentionShape
 from nanovllm.layers.attention.torch_backend import DecodePlan, decode_attention_torch
 
 
@@ -116,7 +117,8 @@ def test_twin_computes_rows_of_like_lengths_together(monkeypatch, window):
     rows = {name: case[name] for name in ("q", "context_lens", "block_tables")}
 
     def plan():
-        return DecodePlan(case["context_lens"], case["block_tables"], case["k_cache"], torch.float32, window)
+        shape = AttentionShape(6, 2, 64, 16, torch.float32, torch.device("cpu"))
+        return DecodePlan(case["context_lens"].numpy(), case["block_tables"].numpy(), shape, window)
 
     together = decode_attention_torch(**case)
     num_groups = len(plan().groups)

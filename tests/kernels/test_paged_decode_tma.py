@@ -5,16 +5,15 @@ import torch
 
 pytest.importorskip("triton")
 
+from backends import decode_context, prepare
 from decode_cases import H200, check, make_case, make_plan, needs_tma, paged_decode
 
 import nanovllm.kernels.attention.paged_decode as paged_decode_module
 from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodeWorkspace
-from nanovllm.layers.attention import gpu_backends as attention_gpu
-from nanovllm.layers.attention.attention import Attention
-from nanovllm.layers.attention.flash_attn4 import AttentionShape
-from nanovllm.layers.attention.gpu_backends import TritonBackend
+from nanovllm.layers.attention import triton_backend
+from nanovllm.layers.attention.attention import Attention, AttentionShape
 from nanovllm.layers.attention.torch_backend import decode_attention_torch
-from nanovllm.utils.context import Context
+from nanovllm.layers.attention.triton_backend import TritonBackend
 
 pytestmark = needs_tma
 
@@ -49,15 +48,15 @@ def test_whole_tiles_by_the_memory_accelerator(
 
 def test_the_memory_accelerators_kernel_is_taken_where_it_can_be(monkeypatch, device):
     asked, launched = [], []
-    monkeypatch.setattr(attention_gpu, "has_tma", lambda *case: asked.append(case) or True)
+    monkeypatch.setattr(triton_backend, "has_tma", lambda *case: asked.append(case) or True)
     describe = paged_decode_module._descriptors
     monkeypatch.setattr(paged_decode_module, "_descriptors", lambda *args: launched.append(args) or describe(*args))
-    backend = TritonBackend()
-    backend.prepare(H200, 3, AttentionShape(16, 8, 64, 64, torch.float16, device))
+    shape = AttentionShape(16, 8, 64, 64, torch.float16, torch.device(device))
+    backend = prepare(TritonBackend(), shape, [None], max_rows=3)
+    backend.constants = H200  # which take the accelerator from 3 rows of 8 KV heads on
     for batch, is_taken in ((2, False), (3, True)):
         case = make_case([33 + i for i in range(batch)], 16, 8, 64, 64, torch.float16, device, seed=batch)
-        lens, tables = case["context_lens"], case["block_tables"]
-        context = Context(context_lens=lens, block_tables=tables, decode_plans={None: make_plan(lens, 8)})
+        context = decode_context(backend, case["context_lens"], case["block_tables"])
         layer = Attention(64, backend, scale=case["scale"])
         layer.k_cache, layer.v_cache = case["k_cache"], case["v_cache"]
         out = layer(case["q"], None, None, context)

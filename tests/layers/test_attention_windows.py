@@ -9,13 +9,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from decode_cases import H200, make_plan
+from backends import decode_context, prepare
 from gpu_engines import HAS_FLASH_ATTN, flash_attn_has
 
-from nanovllm.layers.attention.attention import Attention, AttentionBackend
-from nanovllm.layers.attention.flash_attn4 import AttentionShape, FlashAttn4
-from nanovllm.layers.attention.gpu_backends import FlashAttnBackend, TritonBackend
+from nanovllm.layers.attention.attention import Attention, AttentionBackend, AttentionShape
+from nanovllm.layers.attention.flash_attn4 import FlashAttn4
+from nanovllm.layers.attention.flash_attn_backend import FlashAttnBackend
 from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.attention.triton_backend import TritonBackend
 from nanovllm.utils.context import Context
 
 HEADS, KV_HEADS, BLOCK_SIZE = 4, 2, 256
@@ -47,10 +48,9 @@ class Layers:
             context = Context(True, self.cu_q, self.cu_k, *self.sizes, block_tables=tables)
             return layer(self.q, self.k, self.v, context)
         context_lens = self.cu_k.diff()
-        shape = AttentionShape(HEADS, KV_HEADS, self.head_dim, BLOCK_SIZE, self.q.dtype, self.device)
-        backend.prepare(H200, len(self.lens), shape)
-        plans = {each: make_plan(context_lens, KV_HEADS, window=each) for each in (None, window)}
-        context = Context(context_lens=context_lens, block_tables=self.tables, decode_plans=plans)
+        shape = AttentionShape(HEADS, KV_HEADS, self.head_dim, BLOCK_SIZE, self.q.dtype, self.q.device)
+        prepare(backend, shape, list({None, window}), len(self.lens))
+        context = decode_context(backend, context_lens, self.tables)
         return layer(self.q[: len(self.lens)], self.k, self.v, context)
 
 

@@ -12,18 +12,21 @@ pytest.importorskip("triton")
 
 from gpus import pretend_gpu
 
-from nanovllm.layers.attention import gpu_backends as attention_gpu
-from nanovllm.layers.attention.attention import Attention
-from nanovllm.layers.attention.flash_attn4 import MAX_SEQS, AttentionShape, FlashAttn4, load_flash_attn4
-from nanovllm.layers.attention.gpu_backends import TritonBackend
+from nanovllm.layers.attention import gpu_backend
+from nanovllm.layers.attention.attention import Attention, AttentionShape, StepSizes
+from nanovllm.layers.attention.flash_attn4 import MAX_SEQS, FlashAttn4, load_flash_attn4
 from nanovllm.layers.attention.torch_backend import prefill_attention_torch
+from nanovllm.layers.attention.triton_backend import TritonBackend
+from nanovllm.layers.matmul.table import Table
 from nanovllm.utils.context import Context
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 2, 1, 16, 16
 SCALE = HEAD_DIM**-0.5
-CPU = torch.device("cpu")
 MAX_SHORT = 256
-SIZES = {"min_tokens": 300, "max_short_prompt": MAX_SHORT, "max_few_keys": 4096}
+SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+# From 300 tokens on, for layers of one parameter.
+SETTINGS = {"min_layer_work": 300, "max_short_prompt": {"triton": MAX_SHORT}, "max_few_keys": 4096}
+TABLE = Table(settings={"flash_attn4": SETTINGS})
 
 
 class Package:
@@ -138,9 +141,9 @@ def test_an_fp8_cache_is_our_kernels(device):
 def test_few_tokens_are_our_kernels(monkeypatch, device):
     """Of all new tokens of the step, also where only the last ones are asked for."""
     package = Package()
-    monkeypatch.setattr(attention_gpu, "load_flash_attn4", lambda dtype, head_dim, device: FlashAttn4(package))
+    monkeypatch.setattr(gpu_backend, "load_flash_attn4", lambda dtype, head_dim, device: FlashAttn4(package))
     backend = TritonBackend()
-    backend.use_flash_attn4(torch.float32, HEAD_DIM, CPU, **SIZES, max_num_batched_tokens=300, max_model_len=300)
+    backend.use_flash_attn4(SHAPE, StepSizes(300, 300, 1, num_layer_params=1), TABLE)
     out, expected = prefill(backend, [(0, 299)], device)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert package.calls == []
@@ -162,10 +165,9 @@ def test_few_tokens_are_our_kernels(monkeypatch, device):
 )
 def test_where_no_step_is_large_enough_it_is_not_loaded(max_num_tokens, max_model_len, is_loaded, monkeypatch):
     package = Package()
-    monkeypatch.setattr(attention_gpu, "load_flash_attn4", lambda dtype, head_dim, device: FlashAttn4(package))
+    monkeypatch.setattr(gpu_backend, "load_flash_attn4", lambda dtype, head_dim, device: FlashAttn4(package))
     backend = TritonBackend()
-    limits = {"max_num_batched_tokens": max_num_tokens, "max_model_len": max_model_len}
-    backend.use_flash_attn4(torch.float32, HEAD_DIM, CPU, **SIZES, **limits)
+    backend.use_flash_attn4(SHAPE, StepSizes(max_num_tokens, max_model_len, 1, num_layer_params=1), TABLE)
     assert (backend.flash_attn4 is not None) == is_loaded
 
 
@@ -196,10 +198,9 @@ def test_a_full_gpu_is_the_callers_to_hear_of(device):
 
 def test_all_kernels_are_loaded_whatever_is_short():
     package = Package()
-    shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     flash_attn4 = FlashAttn4(package)
     for kernel in range(flash_attn4.NUM_KERNELS):
-        flash_attn4.load(shape, kernel)
+        flash_attn4.load(SHAPE, kernel)
     assert ["page_table" in options for options in package.calls] == [False, True]
 
 

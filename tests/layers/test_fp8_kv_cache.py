@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 
 from nanovllm.config import Config
 from nanovllm.engine.runner.startup.kv_scales import powers_of_two
-from nanovllm.layers.attention import backends as attention_backend
+from nanovllm.layers.attention import flash_attn_backend, gpu_backend
+from nanovllm.layers.attention.attention import AttentionShape
 from nanovllm.layers.attention.backends import select_backend
 from nanovllm.layers.attention.kv_quantization import E4M3_MAX
 
@@ -313,8 +314,10 @@ def test_gpus_without_fp8(path, monkeypatch, capability, is_taken):
 
 
 def test_flash_attn_reads_no_fp8_cache(monkeypatch):
-    monkeypatch.setattr(attention_backend, "find_spec", lambda name: True)
-    monkeypatch.setattr(attention_backend, "HAS_TRITON", True)
+    monkeypatch.setattr(flash_attn_backend, "find_spec", lambda name: True)
+    monkeypatch.setattr(gpu_backend, "HAS_TRITON", True)
+    gpu = torch.device("cuda", 0)
+    shape = AttentionShape(8, 8, 128, 256, torch.bfloat16, gpu, torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="attention_backend='flash_attn': reads no fp8 KV cache; use triton"):
-        select_backend("flash_attn", "cuda", torch.bfloat16, 128, 256, is_fp8_cache=True)
-    assert select_backend("triton", "cuda", torch.bfloat16, 128, 256, is_fp8_cache=True).name == "triton"
+        select_backend("flash_attn", shape)
+    assert select_backend("triton", shape).name == "triton"

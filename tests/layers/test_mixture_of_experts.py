@@ -8,9 +8,10 @@ from fake_quack import CpuQuack, Package, make_config
 
 pytest.importorskip("triton")
 
+
 from nanovllm.engine.runner.startup.kernel_compilation import trace_products
 from nanovllm.kernels import silu_and_mul
-from nanovllm.layers.attention.backends import TorchBackend
+from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.experts import expert_candidates, expert_products
 from nanovllm.layers.experts.expert_candidates import (
     ExpertsGemv,

@@ -5,13 +5,15 @@ import torch
 
 pytest.importorskip("triton")
 
+from backends import decode_context, prepare
+
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul import gemv as gemv_kernels
 from nanovllm.kernels.matmul import split_k as split_k_kernels
 from nanovllm.kernels.matmul.gemv import GemvConfig
 from nanovllm.kernels.rms_norm import rms_norm_torch
-from nanovllm.layers.attention.attention import Attention
-from nanovllm.layers.attention.backends import TorchBackend
+from nanovllm.layers.attention.attention import Attention, AttentionShape
+from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul import kernel_matmul
 from nanovllm.layers.matmul.kernel_matmul import Gemv, SplitK
@@ -23,7 +25,7 @@ from nanovllm.models.layer_facts import layer_products
 from nanovllm.models.loader import load_dummy
 from nanovllm.models.presets import preset_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils.context import Context, step_context
+from nanovllm.utils.context import step_context
 
 BLOCK_SIZE, CONTEXT = 16, 5
 
@@ -131,11 +133,10 @@ def decode(model, num_seqs: int) -> torch.Tensor:
         cache = torch.randn(2, num_seqs, BLOCK_SIZE, 2, 16, generator=generator).half()
         layer.k_cache, layer.v_cache = cache
     blocks = torch.arange(num_seqs, dtype=torch.int32)
-    context = Context(
-        slot_mapping=blocks * BLOCK_SIZE + CONTEXT - 1,
-        context_lens=torch.full((num_seqs,), CONTEXT, dtype=torch.int32),
-        block_tables=blocks[:, None],
-    )
+    shape = AttentionShape(4, 2, 16, BLOCK_SIZE, torch.float16, torch.device("cpu"))
+    backend = prepare(layers[0].backend, shape, [None], num_seqs)
+    context_lens = torch.full((num_seqs,), CONTEXT, dtype=torch.int32)
+    context = decode_context(backend, context_lens, blocks[:, None], blocks * BLOCK_SIZE + CONTEXT - 1)
     with step_context(context):
         input_ids = torch.randint(50, (num_seqs,), generator=generator)
         return model(input_ids, torch.full((num_seqs,), CONTEXT - 1))

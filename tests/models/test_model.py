@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from backends import decode_context, prepare
 
 from nanovllm.kernels.rms_norm import rms_norm_torch
-from nanovllm.layers.attention.backends import TorchBackend
+from nanovllm.layers.attention.attention import AttentionShape
 from nanovllm.layers.attention.rotary_embedding import RopeParameters
+from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.layer_facts import few_layers, num_layer_params
@@ -51,7 +53,9 @@ def test_rows_that_are_drawn_from_come_out_as_among_all(model, num_sampled):
     tables = torch.tensor([[0, 1], [2, 3], [2, 3], [2, 3]], dtype=torch.int32)  # the latter three: a prompt's tokens
     positions = torch.tensor([5, 4, 2, 3])
     slots = (tables[range(4), positions // 4] * 4 + positions % 4).int()
-    context = Context(slot_mapping=slots, context_lens=positions.int() + 1, block_tables=tables)
+    shape = AttentionShape(4, 2, 8, 4, torch.float32, torch.device("cpu"))
+    backend = prepare(model.model.layers[0].self_attn.attn.backend, shape, [None], 4)
+    context = decode_context(backend, positions.int() + 1, tables, slots)
     caches, outputs = torch.randn(3, 2, 4, 4, 2, 8), []
     for asked in (None, num_sampled):
         layers = [layer.self_attn.attn for layer in model.model.layers]

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.kernels.gpu import GpuFacts
-from nanovllm.layers.attention.flash_attn4 import AttentionShape
+from nanovllm.layers.attention.attention import AttentionShape
 from nanovllm.layers.experts import expert_candidates, expert_products
 from nanovllm.layers.experts.expert_candidates import ExpertsGemv, ExpertTiles
 from nanovllm.layers.layernorm import Normed

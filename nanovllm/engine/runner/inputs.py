@@ -1,19 +1,16 @@
 """A step's inputs: numpy arrays that rank 0 writes on the host and sends to the device in one copy."""
 
 from array import array
-from collections.abc import Callable
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
 
-from nanovllm.engine.runner.block_tables import BlockTables
-from nanovllm.engine.runner.packed_arrays import Layout, PackedArrays, packed_size, send_arrays
+from nanovllm.engine.runner.packed_arrays import PackedArrays, packed_size, send_arrays
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, plan_decode
 from nanovllm.kernels.step_copies import receive_step
+from nanovllm.layers.attention.attention import AttentionBackend, Layout
 from nanovllm.utils.context import Context
 
 
@@ -29,7 +26,7 @@ class DecodeInputs:
     Attributes:
         padded: number of rows of a decode step for each number of sequences, 0 to max_num_seqs.
         rows: {name: device tensor [max_rows, ...]}. pending_rows: the row of `sampled` that holds the input token, or
-            -1 if the host knew the token. The others are named as in Context and the sampler.
+            -1 if the host knew the token. The others are named as in Context and the sampler, or are the back end's.
         input_ids: int64 [max_rows].
         sampled: int64 [max_rows], the tokens of the last step; NON_FINITE for a row that had none.
     """
@@ -40,21 +37,19 @@ class DecodeInputs:
         max_blocks: int,
         block_size: int,
         device: torch.device,
-        num_pieces: Callable[[int], int],
-        windows: list[int | None],
+        backend: AttentionBackend,
         padded: list[int] | None = None,
         mixed_step_rows: int = 0,
     ):
         """
         Args:
-            num_pieces: length of one of Context.decode_plans, for a number of rows.
-            windows: each window that a layer has, once. Each needs a plan.
+            backend: prepared for as many rows as there can be. It may have arrays of its own.
             padded: as above; None pads nothing.
             mixed_step_rows: of the largest mixed step.
         """
         self.padded = padded or list(range(max_num_seqs + 1))
         n = self.max_rows = max(self.padded[max_num_seqs], mixed_step_rows)
-        self._num_pieces, self._windows = num_pieces, windows
+        self._backend = backend
         layout: Layout = {
             "tokens": ((n,), np.int64),
             "pending_rows": ((n,), np.int32),
@@ -64,17 +59,18 @@ class DecodeInputs:
             "slot_mapping": ((n,), np.int32),
             "context_lens": ((n,), np.int32),
             "block_tables": ((n, max_blocks), np.int32),
-            "decode_plans": ((len(windows), num_pieces(n), PIECE_FIELDS), np.int32),
         }
+        self._names = tuple(layout)
+        layout |= backend.layout()
         self.block_size = block_size
         memory = torch.zeros(packed_size(layout), dtype=torch.uint8, device=device)
         on_gpu = device.type == "cuda"
         self._buffers = [PackedArrays(layout, device, memory) for _ in range(2 if on_gpu else 1)]
-        self._tables = [BlockTables(buffer.host["block_tables"]) for buffer in self._buffers]
         self._last_buffer = 0
-        self.rows = dict(self._buffers[0].device)
-        self._plans = self.rows.pop("decode_plans")
-        del self.rows["tokens"]  # `receive_step` makes input_ids of them.
+        # The block table that is in each row of a buffer, and its length. A sequence's table is appended to, or
+        # replaced by a new list: the same list with the same length needs not be written again.
+        self._written: list[list[tuple[list[int], int]]] = [[([], 0)] * n for _ in self._buffers]
+        self.rows = self._buffers[0].device
         self.input_ids, self.sampled = torch.zeros(2, n, dtype=torch.int64, device=device)
         self._receive_arguments = [
             (
@@ -90,11 +86,13 @@ class DecodeInputs:
 
     def for_layers(self, num_rows: int, num_sampled: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Context]:
         """Token ids and positions [num_rows], and the context. num_sampled: as in Context."""
-        rows: dict[str, Any] = {
-            name: self.rows[name][:num_rows] for name in ("slot_mapping", "context_lens", "block_tables")
-        }
-        plans = dict(zip(self._windows, self._plans[:, : self._num_pieces(num_rows)], strict=True))
-        context = Context(**rows, decode_plans=plans, num_sampled=num_sampled)
+        context = Context(
+            slot_mapping=self.rows["slot_mapping"][:num_rows],
+            context_lens=self.rows["context_lens"][:num_rows],
+            block_tables=self.rows["block_tables"][:num_rows],
+            attention=self._backend.arguments(self.rows, num_rows),
+            num_sampled=num_sampled,
+        )
         return self.input_ids[:num_rows], self.rows["positions"][:num_rows], context
 
     def pad(self, num_rows: int) -> None:
@@ -108,23 +106,34 @@ class DecodeInputs:
 
     def write(self, step: Step, num_rows: int) -> None:
         """Give a decode or mixed step its arrays, padded to num_rows."""
-        seqs, n = step.seqs, len(step.seqs)
-        step.buffer, step.num_seqs, step.num_rows = self._next_buffer(), n, num_rows
-        host, tables = self._buffers[step.buffer].host, self._tables[step.buffer]
+        seqs, n, block_size = step.seqs, len(step.seqs), self.block_size
+        step.buffer = self._last_buffer = (self._last_buffer + 1) % len(self._buffers)
+        step.num_seqs, step.num_rows = n, num_rows
+        host, written = self._buffers[step.buffer].host, self._written[step.buffer]
+        tables = host["block_tables"]
         for row, seq in enumerate(seqs):
-            tables.write(row, seq.block_table)
+            table, (known, length) = seq.block_table, written[row]
+            if table is not known:
+                tables[row, : len(table)] = table
+                tables[row, len(table) :] = -1
+            elif length != len(table):
+                tables[row, length : len(table)] = table[length:]
+            else:
+                continue
+            written[row] = table, len(table)
         lens = [len(seq.tokens) for seq in seqs]
         tokens = [seq.tokens[-1] for seq in seqs]
         if step.num_prefilled:
             owners = _append_prompts(seqs, lens, tokens)
-            tables.repeat(slice(n, len(tokens)), owners)
+            tables[n : len(tokens)] = tables[owners]
+            written[n : len(tokens)] = [([], 0)] * len(owners)
         num_tokens = len(tokens)
         context_lens = np.array(lens, np.int64)
         positions = context_lens - 1
         host["positions"][:num_tokens] = positions
         host["context_lens"][:num_tokens] = context_lens
-        blocks = host["block_tables"][np.arange(num_tokens), positions // self.block_size]
-        host["slot_mapping"][:num_tokens] = blocks * self.block_size + positions % self.block_size
+        blocks = tables[np.arange(num_tokens), positions // block_size]
+        host["slot_mapping"][:num_tokens] = blocks * block_size + positions % block_size
         host["temperatures"][:n] = [seq.params.temperature for seq in seqs]
         host["seeds"][:n] = [seq.seed for seq in seqs]
         host["tokens"][:num_tokens] = tokens
@@ -133,27 +142,16 @@ class DecodeInputs:
         # Padding writes nothing and reads nothing.
         host["slot_mapping"][num_tokens:num_rows] = -1
         host["context_lens"][num_tokens:num_rows] = 0
-        for window, plan in zip(self._windows, host["decode_plans"], strict=True):
-            plan_decode(host["context_lens"][:num_rows], plan[: self._num_pieces(num_rows)], window)
-        step.arrays = self._used(host, num_rows)
-
-    def _next_buffer(self) -> int:
-        self._last_buffer = (self._last_buffer + 1) % len(self._buffers)
-        return self._last_buffer
-
-    def _used(self, host: dict[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
-        """The part of each array that a step of num_rows uses."""
-        arrays = {name: values[:num_rows] for name, values in host.items()}
-        return arrays | {"decode_plans": host["decode_plans"][:, : self._num_pieces(num_rows)]}
+        step.arrays = {name: host[name][:num_rows] for name in self._names}
+        step.arrays |= self._backend.host_arrays(host, num_rows)
 
     def send(self, step: Step) -> None:
         """Copy a step's arrays to the device, in stream order, and fill input_ids."""
-        buffer = step.buffer
-        if buffer < 0:  # A worker's arrays come from rank 0.
-            buffer = self._next_buffer()
-            for name, values in self._used(self._buffers[buffer].host, step.num_rows).items():
-                values[...] = step.arrays[name]
-        receive_step(*self._receive_arguments[buffer], self.sampled, self.input_ids[: step.num_rows])
+        if step.buffer < 0:  # A worker's arrays come from rank 0.
+            step.buffer = self._last_buffer = (self._last_buffer + 1) % len(self._buffers)
+            for name, values in step.arrays.items():
+                self._buffers[step.buffer].host[name][tuple(map(slice, values.shape))] = values
+        receive_step(*self._receive_arguments[step.buffer], self.sampled, self.input_ids[: step.num_rows])
 
     def tokens_on_host(self, num_seqs: int) -> torch.Tensor:
         """Page-locked memory for a step's tokens. Two steps take turns, because the tokens of the one before may not

@@ -6,8 +6,9 @@ from functools import cache
 import numpy as np
 import torch
 
+from nanovllm.layers.attention.attention import Layout
+
 _ALIGN = 16  # bytes; what wide loads on the device want
-Layout = dict[str, tuple[tuple[int, ...], type]]  # name -> (shape, numpy dtype)
 
 
 class PackedArrays:

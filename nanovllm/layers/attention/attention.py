@@ -1,50 +1,105 @@
 """Attention over the paged KV cache: the layer, and what it asks of a back end."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from nanovllm.layers.attention.decode_constants import DecodeConstants
-from nanovllm.layers.attention.flash_attn4 import AttentionShape, FlashAttn4
+from nanovllm.layers.matmul.table import Table
 from nanovllm.utils.context import Context
+
+Layout = dict[str, tuple[tuple[int, ...], type]]  # name of an array -> (shape, numpy dtype)
+
+
+class AttentionShape(NamedTuple):
+    """What attention is computed for. The heads are this rank's."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+    cache_dtype: torch.dtype | None = None  # float8_e4m3fn for an fp8 KV cache; None for dtype
+
+    @property
+    def is_fp8_cache(self) -> bool:
+        return self.cache_dtype not in (None, self.dtype)
+
+
+class StepSizes(NamedTuple):
+    """How large a step can be, and what a layer does for each of its tokens."""
+
+    max_num_batched_tokens: int  # of a prefill
+    max_model_len: int
+    max_rows: int  # of a decode or mixed step
+    num_layer_params: int  # parameters of a layer on this rank, of experts only those that a token uses
 
 
 class AttentionBackend(ABC):
-    """Computes attention. The engine chooses one at start-up, by `attention_backend.select_backend`.
+    """Computes attention. The engine chooses one at its start, by `backends.select_backend`.
+
+    A back end may need more of a step than the context holds. It declares arrays of its own in `layout`, fills them in
+    `host_arrays`, and makes of them in `arguments` what its `decode` finds in `Context.attention`. The arrays reach the
+    device in the same copy as the others.
 
     Attributes:
         name: the value of the option `attention_backend` that selects it.
-        wants_plan: whether decode reads Context.decode_plans.
         supports_cuda_graphs: whether a decode step can be captured.
-        flash_attn4: the package that computes long prefills instead, where it is used.
     """
 
     name: str
-    wants_plan = False
     supports_cuda_graphs = True
-    flash_attn4: FlashAttn4 | None = None
 
     @property
     def description(self) -> str:
         return self.name
 
-    def prepare(self, constants: DecodeConstants, max_batch_size: int, shape: AttentionShape) -> None:
-        """Allocate what decode steps of up to max_batch_size rows share. Called once, before the first of them.
-        constants: the GPU's."""
+    @classmethod
+    @abstractmethod
+    def obstacle(cls, shape: AttentionShape) -> str | None:
+        """Why it cannot run here, in words; None if it can."""
+
+    def prepare(self, shape: AttentionShape, windows: Sequence[int | None], sizes: StepSizes, table: Table) -> None:
+        """Allocate what all layers and steps share. Called once, before the first step.
+
+        Args:
+            windows: each window that a layer has, once.
+            table: settings that were measured on this GPU.
+        """
         return None
 
-    def use_flash_attn4(self, dtype: torch.dtype, head_dim: int, device: torch.device, **sizes: int) -> None:
-        """Give prefills to flash-attn-4 where it is faster (see `GpuBackend`)."""
+    def layout(self) -> Layout:
+        """Its own arrays of the largest decode step, if it has some. Their memory on the device stays where it is."""
+        return {}
+
+    def host_arrays(self, arrays: dict[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
+        """Fill its arrays for a decode step on the host.
+
+        Args:
+            arrays: the step's `context_lens` and `block_tables`, filled, and all of `layout`.
+            num_rows: rows of the step, padding included.
+
+        Returns:
+            Of each array the beginning, in every dimension, that `arguments` reads.
+        """
+        return {}
+
+    def arguments(self, arrays: dict[str, Tensor], num_rows: int) -> Any:
+        """`Context.attention` of a decode step. arrays: the step's and those of `layout`, all of them, on the device.
+        Where it runs for a CUDA graph, later steps replace their content."""
         return None
 
     @abstractmethod
-    def prefill(self, layer: "Attention", q, k, v, context: Context) -> torch.Tensor:
+    def prefill(self, layer: "Attention", q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """`layer.forward` of the flat batch of new tokens, each to the keys up to its own. k and v hold the numbers
         that the caches hold of them."""
 
     @abstractmethod
-    def decode(self, layer: "Attention", q, context: Context) -> torch.Tensor:
+    def decode(self, layer: "Attention", q: Tensor, context: Context) -> Tensor:
         """`layer.forward` of one token a row to its context_lens keys; zeros if that is 0."""
 
 
@@ -57,7 +112,7 @@ class Attention(nn.Module):
 
     Attributes:
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], of q's dtype or float8_e4m3fn, set by the
-            model runner; None until then (the warm-up runs without a cache).
+            KV cache's store; None until then (the warm-up runs without a cache).
         kv_scales: float32 [2, num_kv_heads], of the keys and of the values in a float8 cache; None for any other.
     """
 
@@ -66,11 +121,11 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window = window
         self.backend = backend
-        self.k_cache: torch.Tensor | None = None
-        self.v_cache: torch.Tensor | None = None
-        self.kv_scales: torch.Tensor | None = None
+        self.k_cache: Tensor | None = None
+        self.v_cache: Tensor | None = None
+        self.kv_scales: Tensor | None = None
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Attend. The step's new keys and values are in their slots already: `qk_norm_rope_store` wrote them.
 
         q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; of the step's new tokens,

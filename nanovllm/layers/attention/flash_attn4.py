@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from inspect import signature
-from typing import NamedTuple
 
 import torch
 
 from nanovllm.kernels import HAS_TRITON
 from nanovllm.kernels.gpu import GpuFacts
+from nanovllm.layers.attention.attention import AttentionShape
 from nanovllm.utils.context import Context
 from nanovllm.utils.light_imports import import_without_torch_compile
 from nanovllm.utils.optional_packages import OptionalPackage, keep_kernels
@@ -28,17 +28,6 @@ MAX_SEQS = 256
 # Tiles of queries and keys for Hopper with head_dim 128. By default the package uses 128 x 128 and keeps probabilities
 # in registers, which takes up to 11 % longer on an H200.
 _TILE = {"tile_mn": (192, 96), "mma_pv_is_rs": False}
-
-
-class AttentionShape(NamedTuple):
-    """What kernels of attention are compiled for. The heads are this rank's."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: torch.dtype
-    device: torch.device
 
 
 class FlashAttn4(OptionalPackage):
@@ -81,7 +70,7 @@ class FlashAttn4(OptionalPackage):
     def load(self, shape: AttentionShape, kernel: int) -> None:
         """Compile one of the NUM_KERNELS kernels by calling it: 0 without a block table, 1 with one. Takes seconds, or
         milliseconds if a process has left the kernel on the disk."""
-        num_heads, num_kv_heads, head_dim, block_size, dtype, device = shape
+        num_heads, num_kv_heads, head_dim, block_size, dtype, device, _ = shape
         length = 512
         qkv = torch.zeros(length, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
         q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -107,8 +96,8 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int, device: torch.device) ->
     """flash-attn-4, if it is installed and supports this model on this GPU; else None. The import takes seconds. Logs a
     warning if the package is installed but cannot be imported."""
     # Compute capability 9 and 10 are Hopper and data-centre Blackwell. Others have no paged kernel.
-    capability = GpuFacts.of(device).capability[0]
-    if capability not in (9, 10) or dtype not in (torch.bfloat16, torch.float16):
+    gpu = GpuFacts.of(device)
+    if not gpu.is_gpu or gpu.capability[0] not in (9, 10) or dtype not in (torch.bfloat16, torch.float16):
         return None
     if head_dim > 128 or head_dim % 8:
         return None
@@ -121,7 +110,7 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int, device: torch.device) ->
         if not is_missing:
             logger.warning("flash-attn-4 cannot be imported: %s: %s", type(error).__name__, error)
         return None
-    in_tiles = _in_our_tiles() if capability == 9 and head_dim == 128 else None
+    in_tiles = _in_our_tiles() if gpu.is_hopper and head_dim == 128 else None
     return FlashAttn4(in_tiles or flash_attn_varlen_func, flash_attn_varlen_func)
 
 

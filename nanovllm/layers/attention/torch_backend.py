@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.layers.attention.attention import AttentionBackend
+from nanovllm.layers.attention.attention import AttentionBackend, AttentionShape
 from nanovllm.layers.attention.kv_quantization import dequantize_kv, quantize_kv
-from nanovllm.utils.context import Context
 
 # Rows of a decode step are padded to a multiple of this many keys, and computed together if they are equally long then.
 _KEYS_UNIT = 32
@@ -24,9 +23,17 @@ class TorchBackend(AttentionBackend):
     name = "torch"
     supports_cuda_graphs = False  # It reads lengths on the host.
 
-    def __init__(self) -> None:
-        self._context: Context | None = None  # of the step that the plans are for
-        self._plans: dict[int | None, DecodePlan] = {}  # of each window
+    @classmethod
+    def obstacle(cls, shape):
+        return None
+
+    def prepare(self, shape, windows, sizes, table):
+        self._shape, self._windows = shape, windows
+
+    def arguments(self, arrays, num_rows):
+        """{a layer's window: its `DecodePlan`}."""
+        lens, tables = (arrays[name][:num_rows].cpu().numpy() for name in ("context_lens", "block_tables"))
+        return {window: DecodePlan(lens, tables, self._shape, window) for window in self._windows}
 
     def prefill(self, layer, q, k, v, context):
         lengths = context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q
@@ -34,12 +41,8 @@ class TorchBackend(AttentionBackend):
         return prefill_attention_torch(q, k, v, layer.k_cache, layer.v_cache, *lengths, *options)
 
     def decode(self, layer, q, context):
-        if context is not self._context:  # The first layer of a step plans for the others.
-            self._context, self._plans = context, {}
-        if layer.window not in self._plans:
-            rows = context.context_lens, context.block_tables
-            self._plans[layer.window] = DecodePlan(*rows, layer.k_cache, q.dtype, layer.window)
-        return self._plans[layer.window].attend(q, layer.k_cache, layer.v_cache, layer.scale, layer.kv_scales)
+        plan = context.attention[layer.window]
+        return plan.attend(q, layer.k_cache, layer.v_cache, layer.scale, layer.kv_scales)
 
 
 def store_kvcache(
@@ -127,7 +130,9 @@ def decode_attention_torch(
 
     The rest of the batch does not change a bit of a row's result, see `DecodePlan`.
     """
-    plan = DecodePlan(context_lens, block_tables, k_cache, q.dtype, window)
+    (_, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, block_size, q.dtype, q.device, k_cache.dtype)
+    plan = DecodePlan(context_lens.cpu().numpy(), block_tables.cpu().numpy(), shape, window)
     return plan.attend(q, k_cache, v_cache, scale, kv_scales)
 
 
@@ -146,21 +151,13 @@ class DecodePlan:
     length alone. So the sums of its scores and values have the same order in any batch.
     """
 
-    def __init__(
-        self,
-        context_lens: Tensor,
-        block_tables: Tensor,
-        k_cache: Tensor,
-        dtype: torch.dtype,
-        window: int | None,
-    ):
-        """context_lens, block_tables, window: those of `decode_attention_torch`. k_cache: a layer's; all have its shape
-        and dtype. dtype: of the queries."""
-        device, (_, block_size, *shape) = k_cache.device, k_cache.shape
-        lens, tables = context_lens.cpu().numpy().astype(np.int64), block_tables.cpu().numpy()
+    def __init__(self, context_lens: np.ndarray, tables: np.ndarray, shape: AttentionShape, window: int | None):
+        """context_lens, tables: context lengths and block tables of `decode_attention_torch`, on the host."""
+        block_size, device, lens = shape.block_size, shape.device, context_lens.astype(np.int64)
+        cache_dtype = shape.cache_dtype or shape.dtype
         num_keys = lens if window is None else np.minimum(lens, window)
         padded = np.array([_padded_keys(n) for n in num_keys.tolist()], np.int64)
-        bytes_per_key = k_cache[0, 0].numel() * k_cache.element_size()
+        bytes_per_key = shape.num_kv_heads * shape.head_dim * cache_dtype.itemsize
         self.groups: list[DecodeGroup] = []
         for width in np.unique(padded[num_keys > 0]).tolist():
             rows = np.flatnonzero(padded == width)
@@ -174,10 +171,11 @@ class DecodePlan:
                 mask = np.where(offsets < ends, np.float32(0), np.float32(-np.inf))[:, None, None]
                 arrays = (torch.from_numpy(array).to(device) for array in (part, slots.ravel(), mask))
                 group = DecodeGroup(*arrays)
-                self.groups.append(group._replace(mask=group.mask.to(dtype)))
+                self.groups.append(group._replace(mask=group.mask.to(shape.dtype)))
         self._covers_all = bool((num_keys > 0).all())
         most = max((len(group.slots) for group in self.groups), default=0)
-        self._keys, self._values = torch.empty(2, most, *shape, dtype=k_cache.dtype, device=device)
+        sizes = most, shape.num_kv_heads, shape.head_dim
+        self._keys, self._values = torch.empty(2, *sizes, dtype=cache_dtype, device=device)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, kv_scales: Tensor | None) -> Tensor:
         """`decode_attention_torch` of one layer."""

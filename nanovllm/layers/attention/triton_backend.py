@@ -1,0 +1,65 @@
+"""Attention by our own Triton kernels, over any block size that is a power of two from 16, and over fp8 caches."""
+
+import numpy as np
+
+from nanovllm.kernels import HAS_TRITON
+from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, DecodeWorkspace, plan_decode
+from nanovllm.layers.attention.decode_constants import DecodeConstants
+from nanovllm.layers.attention.gpu_backend import GpuBackend
+
+if HAS_TRITON:
+    from nanovllm.kernels.attention.paged_decode import has_tma, paged_decode
+    from nanovllm.kernels.attention.paged_prefill import paged_prefill
+
+_MAX_HEAD_DIM = 256
+
+
+class TritonBackend(GpuBackend):
+    """Our own kernels: float32, bfloat16 and float16. Its decode reads a plan of the step (see `decode_plan`), one for
+    each window that a layer has."""
+
+    name = "triton"
+
+    @classmethod
+    def obstacle(cls, shape):
+        obstacle = super().obstacle(shape)
+        if obstacle is None and shape.head_dim > _MAX_HEAD_DIM:
+            return f"head_dim {shape.head_dim} is more than {_MAX_HEAD_DIM}"
+        return obstacle
+
+    def prepare(self, shape, windows, sizes, table):
+        super().prepare(shape, windows, sizes, table)
+        self._windows, self._max_rows, self._num_kv_heads = list(windows), sizes.max_rows, shape.num_kv_heads
+        self.constants = DecodeConstants(table, shape.head_dim, shape.dtype, shape.cache_dtype or shape.dtype)
+        heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        num_pieces = self.constants.num_pieces(sizes.max_rows, shape.num_kv_heads)
+        self.workspace = DecodeWorkspace(sizes.max_rows, *heads, shape.device, num_pieces)
+
+    def layout(self):
+        num_pieces = self.constants.num_pieces(self._max_rows, self._num_kv_heads)
+        return {"decode_plans": ((len(self._windows), num_pieces, PIECE_FIELDS), np.int32)}
+
+    def host_arrays(self, arrays, num_rows):
+        plans = arrays["decode_plans"][:, : self.constants.num_pieces(num_rows, self._num_kv_heads)]
+        context_lens = arrays["context_lens"][:num_rows]
+        for window, plan in zip(self._windows, plans, strict=True):
+            plan_decode(context_lens, plan, window)
+        return {"decode_plans": plans}
+
+    def arguments(self, arrays, num_rows):
+        """{a layer's window: its plan, int32 [num_pieces, PIECE_FIELDS]}."""
+        num_pieces = self.constants.num_pieces(num_rows, self._num_kv_heads)
+        return dict(zip(self._windows, arrays["decode_plans"][:, :num_pieces], strict=True))
+
+    def own_prefill(self, layer, q, k, v, context):
+        lengths = context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q
+        options = context.block_tables, layer.scale, layer.window, layer.kv_scales
+        return paged_prefill(q, k, v, layer.k_cache, layer.v_cache, *lengths, *options)
+
+    def decode(self, layer, q, context):
+        caches, tables, plan = (layer.k_cache, layer.v_cache), context.block_tables, context.attention[layer.window]
+        _, block_size, num_kv_heads, head_dim = layer.k_cache.shape
+        tma = has_tma(head_dim, block_size, q.element_size(), q.device)
+        config = self.constants.config(len(q), num_kv_heads, tma)
+        options = {"pdl": True, "windowed": layer.window is not None, "kv_scales": layer.kv_scales}
+        return paged_decode(q, *caches, tables, layer.scale, plan, self.workspace, config, **options)
