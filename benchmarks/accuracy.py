@@ -38,7 +38,7 @@ SHORTEST_PARAGRAPH, LONGEST_PARAGRAPH = 40, 80  # words
 def formats() -> dict[str, dict]:
     """{name: options}; those that this version has."""
     fp8_kv = {"kv_cache_dtype": "fp8"}
-    found = {"unquantised": {}, "fp8 KV cache": fp8_kv}
+    found = {"unquantized": {}, "fp8 KV cache": fp8_kv}
     if "quantization" in {field.name for field in fields(Config)}:
         weights = {"quantization": "fp8"}
         found |= {"fp8 weights": weights, "fp8 weights and KV cache": weights | fp8_kv}

@@ -241,7 +241,7 @@ class Config(EngineOptions):
             offer = ", perhaps with kv_cache_dtype='fp8', which works here" if found >= FP8_CAPABILITY else ""
             raise ValueError(
                 f"quantization: products of fp8 need a GPU of compute capability {needed}, and this one has "
-                f"{found[0]}.{found[1]}; use the unquantised checkpoint without quantization{offer}"
+                f"{found[0]}.{found[1]}; use the unquantized checkpoint without quantization{offer}"
             )
         name = str(self.dtype).removeprefix("torch.")
         is_taken = self.device == "cpu" or name == "bfloat16"

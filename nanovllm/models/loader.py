@@ -244,7 +244,7 @@ def _check_all(wanted: dict[str, _Wanted], tensors: dict[str, _Tensor], director
         *(".k_proj.output_scale", ".v_proj.output_scale"),
     )
     extra = [name for name in tensors if name not in wanted and not name.endswith(unused)]
-    # The dtypes first, because quantised checkpoints also have other names.
+    # The dtypes first, because quantized checkpoints also have other names.
     for name in (*wanted, *extra):
         format = getattr(wanted[name].param, "format", None) if name in wanted else None
         needed = _E4M3 if format is not None and format.is_stored else _FLOATS
@@ -276,8 +276,8 @@ def _remedy(needed: tuple[str, ...]) -> str:
     if needed == _E4M3:
         return "config.json's quantization_config says F8_E4M3; is it the same model's?"
     return (
-        "quantised checkpoints do not load unless config.json names their format, and then only linear layers are in "
-        f"it; all else must be {', '.join(needed)}; use the unquantised checkpoint"
+        "quantized checkpoints do not load unless config.json names their format, and then only linear layers are in "
+        f"it; all else must be {', '.join(needed)}; use the unquantized checkpoint"
     )
 
 

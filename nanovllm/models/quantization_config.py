@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from nanovllm.layers.formats.quantization import BLOCK, Fp8Format
 from nanovllm.utils.checks import one_line, quoted
 
-# Parts of a model that are never quantised, and those of a vision tower, which is not read. Others that a checkpoint
-# leaves unquantised do not load.
+# Parts of a model that are never quantized, and those of a vision tower, which is not read. Others that a checkpoint
+# leaves unquantized do not load.
 _UNQUANTISED = re.compile(r"(^|[.*:^])(lm_head|embed_tokens|[a-z_]*norm|mlp\.gate|gate)(\.\*)?\$?$")
 _UNREAD = re.compile(r"(^|[.*:^])(vision_tower|multi_modal_projector)([.*$]|$)")
 _UNIT = 16  # rows and columns: what torch._scaled_mm takes
@@ -17,7 +17,7 @@ _UNIT = 16  # rows and columns: what torch._scaled_mm takes
 class Quantization(NamedTuple):
     """
     Attributes:
-        weights: the format of the linear layers; None if they are not quantised.
+        weights: the format of the linear layers; None if they are not quantized.
         has_kv_cache_scheme: whether it is made for an fp8 KV cache, and should have its scales.
     """
 
@@ -30,7 +30,7 @@ def read_quantization(settings: Any, where: str) -> Quantization:
     try:
         return _read(settings if isinstance(settings, Mapping) else settings.to_dict(), where)
     except (AttributeError, TypeError) as error:  # A value of another type than the formats have there.
-        raise ValueError(f"{where}: cannot be used: {one_line(error)}; use the unquantised checkpoint") from error
+        raise ValueError(f"{where}: cannot be used: {one_line(error)}; use the unquantized checkpoint") from error
 
 
 def _read(settings: Mapping, where: str) -> Quantization:
@@ -51,7 +51,7 @@ def _read(settings: Mapping, where: str) -> Quantization:
         raise ValueError(
             f"{where} with quant_method {quoted(method)}: these settings are not supported. Checkpoints load in "
             "bfloat16, float16 and float32, and in fp8 as quant_method 'fp8' with weight_block_size [128, 128] and "
-            "dynamic activations or as compressed-tensors' FP8_DYNAMIC; use the unquantised checkpoint, perhaps with "
+            "dynamic activations or as compressed-tensors' FP8_DYNAMIC; use the unquantized checkpoint, perhaps with "
             "quantization='fp8'"
         )
     if settings.get("transform_config"):  # Weights that were rotated: without the transforms the results are wrong.
@@ -62,7 +62,7 @@ def _read(settings: Mapping, where: str) -> Quantization:
     others = [name for name in left_out if not _UNQUANTISED.search(name) and not _UNREAD.search(name)]
     if others:
         raise ValueError(
-            f"{where}: {ignored} names {quoted(others[0])}: linear layers must all be quantised, except the head"
+            f"{where}: {ignored} names {quoted(others[0])}: linear layers must all be quantized, except the head"
         )
     return Quantization(format, bool(scheme))
 
@@ -117,5 +117,5 @@ def check_sizes(hf_config: Any, head_dim: int, format: Fp8Format, num_ranks: int
                 where, fewer = "quantization", ""
             raise ValueError(
                 f"{where}: weights in {kind} need sizes that are multiples of {unit} on each rank, and its {name} "
-                f"would be {size}; use {fewer}the unquantised checkpoint without quantization"
+                f"would be {size}; use {fewer}the unquantized checkpoint without quantization"
             )

@@ -30,7 +30,7 @@ _RUN_MICROS = 6_000
 _NUM_RUNS = 3
 _HOPELESS = 1.3  # of the best time, far enough from it for a single run, which takes longer than one of many
 _MAX_DISTANCE = 0.03  # of bfloat16 results from cuBLAS's, relative to their norm
-# Not all candidates quantise their input, which changes a product by 3 % of its norm, and each factor of SwiGLU.
+# Not all candidates quantize their input, which changes a product by 3 % of its norm, and each factor of SwiGLU.
 _MAX_FP8_DISTANCE = 0.08
 
 

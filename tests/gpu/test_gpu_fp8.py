@@ -60,7 +60,7 @@ def distance(found, expected) -> float:
 @in_blocks
 @pytest.mark.parametrize("num_tokens", [1, 5, 64, 300, 2049])
 @pytest.mark.parametrize(("N", "K"), [(6144, 4096), (4096, 12288), (5120, 25600), (256, 384), (384, 128)])
-def test_products_with_quantised_inputs(N, K, num_tokens, in_blocks):
+def test_products_with_quantized_inputs(N, K, num_tokens, in_blocks):
     weight, x = make_weight(N, K, in_blocks), torch.randn(num_tokens, K, device="cuda", dtype=BFLOAT16)
     norm = RMSNorm(K).to(device="cuda", dtype=BFLOAT16)
     gate_up = torch.cat([x, x.flip(1)], dim=1)

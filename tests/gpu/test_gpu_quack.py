@@ -141,7 +141,7 @@ def test_products_in_fp8_are_right_and_captured(quack, operation, num_tokens, sh
 
 @pytest.mark.parametrize("num_tokens", [64, 200, 512])
 def test_launches_in_fp8_that_depend_on_each_other_give_the_bits_of_one_at_a_time(quack, monkeypatch, num_tokens):
-    """Six layers of Qwen3-0.6B without their attention: every product's input is quantised with its norm, or alone."""
+    """Six layers of Qwen3-0.6B without their attention: every product's input is quantized with its norm, or alone."""
     torch.manual_seed(num_tokens)
     shapes = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
     layers = [[make_fp8_weight(*shape) for shape in shapes] for _ in range(6)]
@@ -303,7 +303,7 @@ def test_tensors_that_it_does_not_take(quack):
     assert not takes(wide[:, :128], weight), "rows 200 elements apart"
     assert not takes(wide.view(-1)[1 : 1 + 128 * 128].view(128, 128), weight), "an odd address"
     assert not takes(x.t(), weight), "columns packed"
-    assert takes(x[:, 1:65], make_fp8_weight(128, 64)), "what is quantised first"
+    assert takes(x[:, 1:65], make_fp8_weight(128, 64)), "what is quantized first"
     assert not takes(x[:, :100], make_fp8_weight(128, 100)), "100 columns"
     assert not takes(x, make_fp8_weight(128, 128, FORMATS["float8_e4m3fn-128x128"])), "blocks"
 

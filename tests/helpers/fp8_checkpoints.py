@@ -48,7 +48,7 @@ def rounded(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return values.reshape(x.shape), scale[:, 0, :, 0]
 
 
-def dequantised(values: Tensor, scale: Tensor) -> Tensor:
+def dequantized(values: Tensor, scale: Tensor) -> Tensor:
     rows, columns = len(values) // len(scale), values.shape[1] // scale.shape[1]
     return (group(values.float(), rows, columns) * scale[:, None, :, None]).reshape(values.shape)
 
@@ -58,35 +58,35 @@ def weight_group(weight: Tensor, in_blocks: bool) -> tuple[int, int]:
 
 
 def make_fp8_checkpoint(directory: Path, in_blocks: bool, **fields) -> Path:
-    """A checkpoint of make_checkpoint, quantised like those of the hub: Qwen3-*-FP8, or FP8_DYNAMIC."""
+    """A checkpoint of make_checkpoint, quantized like those of the hub: Qwen3-*-FP8, or FP8_DYNAMIC."""
     path = make_checkpoint(directory, **(BLOCK_SIZES if in_blocks else {}) | fields)
-    quantise_checkpoint(path, in_blocks)
+    quantize_checkpoint(path, in_blocks)
     return path
 
 
-def quantise_checkpoint(path: Path, in_blocks: bool) -> None:
-    def quantise(tensors: dict[str, Tensor]) -> None:
+def quantize_checkpoint(path: Path, in_blocks: bool) -> None:
+    def quantize(tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if name.endswith("proj.weight")]:
             values, scale = rounded(tensors[name], *weight_group(tensors[name], in_blocks))
             tensors[name] = values
             tensors[name + ("_scale_inv" if in_blocks else "_scale")] = scale
 
-    edit_tensors(path, quantise)
+    edit_tensors(path, quantize)
     edit_json(path / "config.json", quantization_config=BLOCKS if in_blocks else CHANNELS)
 
 
 def reference_model(path: Path, in_blocks: bool, with_inputs: bool = True) -> torch.nn.Module:
-    """transformers' model of an unquantised checkpoint with rounded weights, and with_inputs rounded inputs too."""
+    """transformers' model of an unquantized checkpoint with rounded weights, and with_inputs rounded inputs too."""
     model = AutoModelForCausalLM.from_pretrained(path).float().eval()
     for name, module in model.named_modules():
         if isinstance(getattr(module, "down_proj", None), torch.nn.Parameter):
             for weight in (module.gate_up_proj, module.down_proj):
                 for of_expert in weight.data:
-                    of_expert.copy_(dequantised(*rounded(of_expert, *weight_group(of_expert, in_blocks))))
+                    of_expert.copy_(dequantized(*rounded(of_expert, *weight_group(of_expert, in_blocks))))
             module.forward = partial(_experts, module, in_blocks if with_inputs else None)
         elif name.endswith("proj"):
             weight = module.weight.data
-            module.weight.data = dequantised(*rounded(weight, *weight_group(weight, in_blocks)))
+            module.weight.data = dequantized(*rounded(weight, *weight_group(weight, in_blocks)))
             if with_inputs:
                 module.register_forward_pre_hook(_round_input(in_blocks))
     return model
@@ -94,7 +94,7 @@ def reference_model(path: Path, in_blocks: bool, with_inputs: bool = True) -> to
 
 def _rounded_input(x: Tensor, in_blocks: bool) -> Tensor:
     rows = x.flatten(0, -2)
-    return dequantised(*rounded(rows, 1, 128 if in_blocks else x.shape[-1])).view(x.shape)
+    return dequantized(*rounded(rows, 1, 128 if in_blocks else x.shape[-1])).view(x.shape)
 
 
 def _round_input(in_blocks: bool):

@@ -1,4 +1,4 @@
-"""Kernels that quantise inputs, and linear layers with weights in e4m3, against their plain-torch twins."""
+"""Kernels that quantize inputs, and linear layers with weights in e4m3, against their plain-torch twins."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def exact_e4m3(monkeypatch):
     round_to_e4m3_exactly(monkeypatch)
 
 
-def assert_quantised(found, expected: Quantized, places: int = 0):
+def assert_quantized(found, expected: Quantized, places: int = 0):
     """Scales are equal but for their last bits. places: how many values may be the next e4m3 number, because what was
     rounded is a rounding apart."""
     values, scale = found
@@ -59,7 +59,7 @@ def wide_rows(num_tokens, K, dtype, device):
 def test_quantize(num_tokens, K, dtype, in_groups, device):
     x = wide_rows(num_tokens, K, dtype, device)
     found = fp8.quantize(x, in_groups)
-    assert_quantised(found, quantize_input_torch(x, Fp8Format(in_groups)))
+    assert_quantized(found, quantize_input_torch(x, Fp8Format(in_groups)))
     assert found[1].stride(0) == 1  # as cuBLAS needs the scales of groups
 
 
@@ -69,7 +69,7 @@ def test_numbers_next_to_zero_are_zeros(in_groups, device):
     x = torch.tensor([1e-44, 1e-40, 1e-38, 1e-36, 1e-33], device=device)[:, None].repeat(1, 128)
     x[:, ::2] = 0
     expected = quantize_input_torch(x, Fp8Format(in_groups))
-    assert_quantised(fp8.quantize(x, in_groups), expected)
+    assert_quantized(fp8.quantize(x, in_groups), expected)
     torch.testing.assert_close(expected.dequantized(), x, atol=1e-34, rtol=1 / 16)
     of_bfloat16 = quantize_input_torch(x.bfloat16(), Fp8Format(in_groups))
     torch.testing.assert_close(of_bfloat16.dequantized(), x, atol=1e-34, rtol=1 / 16)
@@ -82,7 +82,7 @@ def test_rows_up_to_a_multiple(num_tokens, num_rows, in_groups, device):
     x, format = wide_rows(num_tokens, 256, torch.float16, device), Fp8Format(in_groups)
     gate_up, weight = torch.cat([x, x], dim=1), torch.ones(256, dtype=torch.float16, device=device)
     found = fp8.quantize(x, in_groups, 4)
-    assert_quantised([each[:num_tokens] for each in found], quantize_input_torch(x, format))
+    assert_quantized([each[:num_tokens] for each in found], quantize_input_torch(x, format))
     others = fp8.rms_norm_quantize(x, weight, EPS, in_groups, 4), fp8.silu_and_mul_quantize(gate_up, in_groups, 4)
     for values, scale in (found, *others):
         assert values.shape == (num_rows, 256)
@@ -92,7 +92,7 @@ def test_rows_up_to_a_multiple(num_tokens, num_rows, in_groups, device):
 
 def test_any_width_of_a_token(device):
     x = wide_rows(4, 77, torch.float32, device)
-    assert_quantised(fp8.quantize(x, False), quantize_input_torch(x, Fp8Format()))
+    assert_quantized(fp8.quantize(x, False), quantize_input_torch(x, Fp8Format()))
     with pytest.raises(ValueError, match="multiple of 128 columns"):
         fp8.quantize(x, True)
 
@@ -104,10 +104,10 @@ def test_norm_and_activation_before_it(dtype, in_groups, device):
     weight = (1 + 0.1 * torch.randn(384, device=device)).to(dtype)
     format, places = Fp8Format(in_groups), 7 * 384 // 100
     expected = quantize_input_torch(rms_norm_torch(x, weight, EPS), format)
-    assert_quantised(fp8.rms_norm_quantize(x, weight, EPS, in_groups), expected, places)
+    assert_quantized(fp8.rms_norm_quantize(x, weight, EPS, in_groups), expected, places)
     gate_up = torch.cat([x, x.flip(0)], dim=1)
     expected = quantize_input_torch(silu_and_mul_torch(gate_up), format)
-    assert_quantised(fp8.silu_and_mul_quantize(gate_up, in_groups), expected, places)
+    assert_quantized(fp8.silu_and_mul_quantize(gate_up, in_groups), expected, places)
 
 
 def test_what_is_not_finite_stays_so(device):
@@ -130,15 +130,15 @@ def make_weight(N, K, in_blocks, dtype, device) -> Fp8Weight:
 def test_a_weight_is_as_near_as_its_format_allows(in_blocks):
     weight = torch.randn(256, 384) * torch.logspace(-3, 3, 256)[:, None]
     format = Fp8Format(is_blocked=in_blocks)
-    quantised = format.quantize(weight)
+    quantized = format.quantize(weight)
     largest = weight.abs().amax(1, keepdim=True)
     if in_blocks:
         largest = weight.view(2, 128, 3, 128).abs().amax((1, 3), keepdim=True).expand(2, 128, 3, 128).reshape(256, 384)
     # e4m3 has 3 bits after the first one; below 2^-6 its numbers are 2^-9 apart.
     bound = torch.maximum(weight.abs() * 2**-4, largest / 448 * 2**-10) * (1 + 1e-5)
-    assert ((quantised.dequantized() - weight).abs() <= bound).all()
-    assert quantised.values.float().abs().amax() == 448
-    assert quantised.scale.shape == format.scale_shape((256, 384))
+    assert ((quantized.dequantized() - weight).abs() <= bound).all()
+    assert quantized.values.float().abs().amax() == 448
+    assert quantized.scale.shape == format.scale_shape((256, 384))
 
 
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["channels", "blocks"])
@@ -179,10 +179,10 @@ def test_linear_layers_with_weights_in_e4m3(M, N, K, in_blocks, config, operatio
     weight, bias = make_weight(N, K, in_blocks, dtype, device), torch.randn(N, device=device).to(dtype)
     x, y = make_rows(M, K, dtype, device), make_rows(M, N, dtype, device)
     # The GEMV kernel reads its input as it is.
-    is_quantised = isinstance(config, SplitKConfig)
+    is_quantized = isinstance(config, SplitKConfig)
     in_float32 = replace(weight, input_dtype=torch.float32)
-    quantised = quantize_input_torch(x, weight.format)
-    expected = fp8_product_torch(quantised, in_float32) if is_quantised else x.float() @ weight.dequantized().t()
+    quantized = quantize_input_torch(x, weight.format)
+    expected = fp8_product_torch(quantized, in_float32) if is_quantized else x.float() @ weight.dequantized().t()
     options = {"weight_scale": weight.scale, "add": operation == "linear_add", "silu": operation == "linear_silu"}
     if operation == "linear_silu":
         bias, y, expected = None, make_rows(M, N // 2, dtype, device), silu_and_mul_torch(expected.to(dtype))
@@ -203,7 +203,7 @@ def test_linear_layers_with_weights_in_e4m3(M, N, K, in_blocks, config, operatio
 
 
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["channels", "blocks"])
-def test_tokens_of_quantised_inputs_are_independent_and_calls_equal(in_blocks, device):
+def test_tokens_of_quantized_inputs_are_independent_and_calls_equal(in_blocks, device):
     """With fewer counters than tiles K is not split."""
     weight = make_weight(256, 512, in_blocks, torch.float16, device)
     x, config = make_rows(40, 512, torch.float16, device), SplitKConfig(64, 128, 4, 4, 0, 16, 4)

@@ -88,7 +88,7 @@ def test_our_kernel_computes_what_cublas_has_not(monkeypatch):
 @pytest.mark.parametrize("operation", ["linear", "linear_silu", "linear_add"])
 @pytest.mark.parametrize("num_tokens", [7, 40])
 def test_the_split_k_candidate_rounds_as_torch_does(operation, num_tokens, in_blocks):
-    """The norm, or the activation, is computed with the quantisation."""
+    """The norm, or the activation, is computed with the quantization."""
     N, K = 256, 512
     weight, x = make_weight(N, K, in_blocks), torch.randn(num_tokens, K).half()
     out = torch.randn(num_tokens, N).half() if operation == "linear_add" else None

@@ -142,7 +142,7 @@ def fp8_weight() -> Fp8Weight:
 
 @pytest.mark.parametrize("operation", ["linear", "linear_silu", "linear_add"])
 def test_weights_in_fp8(quack, package, fp8_weight, operation):
-    """x is quantised with what stands before it, and the result is not, so the next product quantises that."""
+    """x is quantized with what stands before it, and the result is not, so the next product quantizes that."""
     x, _, residual = tensors(128, 128, 32)
     gate_up, norm = torch.cat([x, x.flip(1)], dim=1), RMSNorm(32)
     inputs = [

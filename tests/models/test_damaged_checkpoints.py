@@ -134,21 +134,21 @@ def test_directory_in_place_of_a_file(copy):
         (torch.float8_e5m2, "F8_E5M2"),
     ],
 )
-def test_quantised_weights(copy, dtype, name):
+def test_quantized_weights(copy, dtype, name):
     path, tensor = copy(), f"{LAYER}.mlp.up_proj.weight"
     edit_tensors(path, lambda t: t.update({tensor: (100 * t[tensor]).to(dtype)}))
-    message = rf"plain/model\.safetensors: tensor '{tensor}' has dtype {name}: quantised.*use the unquantised"
+    message = rf"plain/model\.safetensors: tensor '{tensor}' has dtype {name}: quantized.*use the unquantized"
     assert_nothing_loaded(path, ValueError, message)
 
 
-def test_quantised_weights_of_other_names(copy):
+def test_quantized_weights_of_other_names(copy):
     """As GPTQ has them."""
     path, tensor = copy(), f"{LAYER}.mlp.up_proj"
     edit_tensors(path, lambda t: t.update({f"{tensor}.qweight": t.pop(f"{tensor}.weight").int()}))
-    assert_nothing_loaded(path, ValueError, rf"'{tensor}.qweight' has dtype I32: quantised")
+    assert_nothing_loaded(path, ValueError, rf"'{tensor}.qweight' has dtype I32: quantized")
 
 
-def test_quantised_shard_among_others(copy):
+def test_quantized_shard_among_others(copy):
     path, tensor = copy("sharded"), f"{LAYER}.mlp.down_proj.weight"
     weight_map = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
     file = path / weight_map[tensor]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from checkpoints import complete, edit_json, greedy, make_checkpoint, make_llm, needs_family, random_prompt
-from fp8_checkpoints import BLOCK_SIZES, BLOCKS, CHANNELS, quantise_checkpoint, reference_logprobs, scored
+from fp8_checkpoints import BLOCK_SIZES, BLOCKS, CHANNELS, quantize_checkpoint, reference_logprobs, scored
 
 from nanovllm.layers.formats.quantization import Fp8Format
 
@@ -67,7 +67,7 @@ def test_factors_of_weights_that_are_stored_in_fp8(tmp_path, in_blocks):
     expected, unrounded = (
         reference_logprobs(path, PROMPT, COMPLETION, with_inputs=rounds, **options) for rounds in (True, False)
     )
-    quantise_checkpoint(path, in_blocks)
+    quantize_checkpoint(path, in_blocks)
     edit_json(path / "config.json", quantization_config=BLOCKS if in_blocks else CHANNELS)
     with make_llm(path) as llm:
         found = scored(llm, PROMPT, COMPLETION)
@@ -79,7 +79,7 @@ def test_experts_in_blocks(tmp_path):
     path = make_checkpoint(tmp_path, family="qwen3_moe", **SHAPE | FAMILIES["qwen3_moe"] | sizes)
     expected = reference_logprobs(path, PROMPT, COMPLETION, in_blocks=True)
     unrounded = reference_logprobs(path, PROMPT, COMPLETION, in_blocks=True, with_inputs=False)
-    quantise_checkpoint(path, in_blocks=True)
+    quantize_checkpoint(path, in_blocks=True)
     names = [f"model.layers.1.{name}" for name in ("mlp.gate", "input_layernorm")]
     edit_json(path / "config.json", quantization_config=BLOCKS | {"modules_to_not_convert": ["lm_head", *names]})
     with make_llm(path) as llm:
@@ -90,12 +90,12 @@ def test_experts_in_blocks(tmp_path):
 def test_blocks_of_experts_that_ranks_would_cut(tmp_path):
     sizes = {"hidden_size": 128, "head_dim": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
     path = make_checkpoint(tmp_path, family="qwen3_moe", **SHAPE | FAMILIES["qwen3_moe"] | sizes)
-    quantise_checkpoint(path, in_blocks=True)
+    quantize_checkpoint(path, in_blocks=True)
     with pytest.raises(ValueError, match="multiples of 128 on each rank, and its moe_intermediate_size would be 64"):
         make_llm(path, tensor_parallel_size=2)
 
 
-def test_experts_are_quantised_one_by_one(tmp_path, monkeypatch):
+def test_experts_are_quantized_one_by_one(tmp_path, monkeypatch):
     """A second copy of all experts would not fit beside the first."""
     path = make_checkpoint(tmp_path, family="qwen3_moe", **SHAPE | FAMILIES["qwen3_moe"])
     sizes = []
@@ -116,7 +116,7 @@ def test_blocks_of_fused_tensors(tmp_path):
     path = make_checkpoint(tmp_path, family="phi3", **SHAPE | sizes)
     with make_llm(path) as llm:
         plain = scored(llm, PROMPT, COMPLETION)
-    quantise_checkpoint(path, in_blocks=True)
+    quantize_checkpoint(path, in_blocks=True)
     with make_llm(path) as llm:
         one_rank = scored(llm, PROMPT, COMPLETION)
     with make_llm(path, tensor_parallel_size=2) as llm:

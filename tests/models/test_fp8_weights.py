@@ -12,7 +12,7 @@ from fp8_checkpoints import (
     BLOCKS,
     CHANNELS,
     make_fp8_checkpoint,
-    quantise_checkpoint,
+    quantize_checkpoint,
     reference_logprobs,
     scored,
 )
@@ -26,12 +26,12 @@ PROMPT, COMPLETION = random_prompt(40, 1), random_prompt(60, 2)
 
 @pytest.fixture(scope="module", params=["while loading", "channels", "blocks"])
 def case(request, tmp_path_factory):
-    """(checkpoint, whether it is in blocks, the same one unquantised, options of the engine)."""
+    """(checkpoint, whether it is in blocks, the same one unquantized, options of the engine)."""
     in_blocks = request.param == "blocks"
     plain = make_checkpoint(tmp_path_factory.mktemp("plain"), **BLOCK_SIZES if in_blocks else {})
     if request.param == "while loading":
         return plain, False, plain, {"quantization": "fp8"}
-    path = make_fp8_checkpoint(tmp_path_factory.mktemp("quantised"), in_blocks)
+    path = make_fp8_checkpoint(tmp_path_factory.mktemp("quantized"), in_blocks)
     return path, in_blocks, plain, {}
 
 
@@ -94,7 +94,7 @@ def test_published_shapes_divide_into_whole_blocks(model, num_ranks):
     assert dummy(**options, tensor_parallel_size=num_ranks).weight_format.is_blocked
 
 
-def test_dummy_weights_are_quantised(tmp_path):
+def test_dummy_weights_are_quantized(tmp_path):
     path = make_checkpoint(tmp_path)
     with make_llm(path, quantization="fp8", load_format="dummy") as llm:
         layer = llm.executor.model_runner.model.model.layers[1]
@@ -153,7 +153,7 @@ def test_settings_of_another_type_are_refused(tmp_path, settings):
     path = make_checkpoint(tmp_path)
     edit_json(path / "config.json", quantization_config=settings)
     with pytest.raises(
-        ValueError, match=r"config\.json: quantization_config: cannot be used: .*unquantised checkpoint"
+        ValueError, match=r"config\.json: quantization_config: cannot be used: .*unquantized checkpoint"
     ):
         make_llm(path)
 
@@ -171,20 +171,20 @@ def test_rotated_weights_are_refused(tmp_path):
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
-@pytest.mark.parametrize("quantises_weights", [False, True])
-def test_a_checkpoint_for_an_fp8_cache(tmp_path, caplog, quantises_weights):
+@pytest.mark.parametrize("quantizes_weights", [False, True])
+def test_a_checkpoint_for_an_fp8_cache(tmp_path, caplog, quantizes_weights):
     """As llm-compressor writes them: weights in the model's dtype, or with a scale for each channel."""
     path = make_checkpoint(tmp_path)
-    if quantises_weights:
-        quantise_checkpoint(path, in_blocks=False)
-    groups = CHANNELS["config_groups"] if quantises_weights else {}
+    if quantizes_weights:
+        quantize_checkpoint(path, in_blocks=False)
+    groups = CHANNELS["config_groups"] if quantizes_weights else {}
     settings = CHANNELS | {"config_groups": groups, "kv_cache_scheme": KV_SCHEME}
     edit_json(path / "config.json", quantization_config=settings)
     names = [f"model.layers.{layer}.self_attn.{part}_scale" for layer in range(2) for part in "kv"]
     edit_tensors(path, lambda tensors: tensors.update({name: torch.tensor([0.25]) for name in names}))
     with caplog.at_level(logging.INFO), make_llm(path) as llm:
         assert llm.config.kv_cache_dtype == torch.float32
-        assert (llm.config.weight_format is not None) == quantises_weights
+        assert (llm.config.weight_format is not None) == quantizes_weights
         plain = scored(llm, PROMPT, COMPLETION)
     assert "has a kv_cache_scheme, which kv_cache_dtype='fp8' uses" in caplog.text
     with make_llm(path, kv_cache_dtype="fp8") as llm:
@@ -233,7 +233,7 @@ def test_layers_that_are_left_out(tmp_path, settings, names):
 
 def test_a_checkpoint_without_its_scales(tmp_path):
     path = make_checkpoint(tmp_path)
-    quantise_checkpoint(path, in_blocks=False)
+    quantize_checkpoint(path, in_blocks=False)
     name = "model.layers.1.mlp.up_proj.weight_scale"
     edit_tensors(path, lambda tensors: tensors.pop(name))
     with pytest.raises(ValueError, match=f"lacks '{name}'"):
@@ -264,8 +264,8 @@ def test_rows_of_zeros_and_of_numbers_next_to_it(tmp_path):
 @pytest.mark.parametrize(
     ("num_ranks", "message"),
     [
-        (1, "quantization: .* hidden_size would be 72; use the unquantised checkpoint without quantization"),
-        (2, "tensor_parallel_size=2: .* hidden_size would be 72; use fewer ranks, or the unquantised"),
+        (1, "quantization: .* hidden_size would be 72; use the unquantized checkpoint without quantization"),
+        (2, "tensor_parallel_size=2: .* hidden_size would be 72; use fewer ranks, or the unquantized"),
     ],
 )
 def test_sizes_that_do_not_fit(tmp_path, num_ranks, message):
@@ -289,9 +289,9 @@ def test_weights_that_are_not_what_the_configuration_says(tmp_path):
     edit_json(path / "config.json", quantization_config=CHANNELS)
     with pytest.raises(ValueError, match=r"dtype F32: config.json's quantization_config says F8_E4M3"):
         make_llm(path)
-    quantise_checkpoint(path, in_blocks=False)
+    quantize_checkpoint(path, in_blocks=False)
     edit_json(path / "config.json", quantization_config=None)
-    with pytest.raises(ValueError, match="dtype F8_E4M3: quantised checkpoints do not load unless"):
+    with pytest.raises(ValueError, match="dtype F8_E4M3: quantized checkpoints do not load unless"):
         make_llm(path)
 
 
@@ -325,5 +325,5 @@ def test_gpus_without_the_products_are_refused(monkeypatch, settings, capability
     # What the kernels of an fp8 KV cache need is less.
     offer = ", perhaps with kv_cache_dtype='fp8', which works here" if capability >= FP8_CAPABILITY else ""
     found = rf"this one has {capability[0]}\.{capability[1]}"
-    with pytest.raises(ValueError, match=f"{found}; use the unquantised checkpoint without quantization{offer}$"):
+    with pytest.raises(ValueError, match=f"{found}; use the unquantized checkpoint without quantization{offer}$"):
         dummy(**options)

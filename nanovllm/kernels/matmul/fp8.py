@@ -1,6 +1,6 @@
-"""Quantises the inputs of fp8 products to e4m3, with one scale a token or one for each 128 columns of a token.
+"""Quantizes the inputs of fp8 products to e4m3, with one scale a token or one for each 128 columns of a token.
 
-A program quantises one token: alone, after the norm before it, or after the activation before it. What stands before is
+A program quantizes one token: alone, after the norm before it, or after the activation before it. What stands before is
 rounded to the input's dtype in between, so that the numbers are those of two kernels.
 """
 

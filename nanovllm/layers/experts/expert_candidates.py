@@ -37,7 +37,7 @@ class ExpertsGemv(Candidate):
 
 
 class ExpertTiles(Candidate):
-    """Our kernels for any number of tokens. With weights in fp8 the inputs of both products are quantised first,
+    """Our kernels for any number of tokens. With weights in fp8 the inputs of both products are quantized first,
     because tensor cores multiply such numbers twice as fast."""
 
     name = "expert-tiles"

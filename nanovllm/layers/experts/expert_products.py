@@ -43,7 +43,7 @@ class ExpertsProblem(NamedTuple):
 
 def compute_experts(problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
     """`problem.out`, by our kernels for any number of tokens, or by their twins. The inputs of products with weights in
-    fp8 are quantised. constants: two `TileConfig`s, for gate_up and down; none for some that work."""
+    fp8 are quantized. constants: two `TileConfig`s, for gate_up and down; none for some that work."""
     x, logits, weight, down_weight, top_k, normalize, out, add, context_lens = problem
     if not use_kernels(logits):
         total = experts_torch(problem.input, *route_torch(logits, top_k, normalize, context_lens), weight, down_weight)

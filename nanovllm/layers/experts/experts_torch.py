@@ -24,7 +24,7 @@ def route_torch(
 
 def experts_torch(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
     """Twin of `kernels.experts.gate_up`, `down` and `add_pairs`: the weighted sum of each token's experts, float32
-    `[num_tokens, hidden_size]`. With weights in fp8 the inputs of both products are quantised."""
+    `[num_tokens, hidden_size]`. With weights in fp8 the inputs of both products are quantized."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():
         if expert < len(gate_up):

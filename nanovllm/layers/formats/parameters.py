@@ -70,7 +70,7 @@ def load_rows(parameter: Any, row: int, loaded: Any, start: int, num_rows: int, 
 
 
 def store(parameter: Any, values: Tensor, row: int = 0, expert: int | None = None) -> None:
-    """Write rows to a parameter, or to one expert's part of it, from `row` on. A weight in fp8 quantises values of any
+    """Write rows to a parameter, or to one expert's part of it, from `row` on. A weight in fp8 quantizes values of any
     other dtype."""
     if parameter.format is not None and values.dtype != E4M3:
         values, scale = parameter.format.quantize(values.to(parameter.device))

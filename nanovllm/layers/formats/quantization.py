@@ -1,10 +1,10 @@
-"""fp8 weights: the formats, what is quantised how, and the plain twins of their products.
+"""fp8 weights: the formats, what is quantized how, and the plain twins of their products.
 
 A value is an e4m3 number (Micikevicius et al. 2022, arXiv:2209.05433) times a scale in float32. A scale is the largest
 magnitude of its group divided by 448, the largest e4m3 number, so nothing saturates. Numbers are rounded to nearest,
 ties to even.
 
-`fp8_product` quantises its input as well, as the tensor cores' fp8 products need it. The GEMV kernel reads the input
+`fp8_product` quantizes its input as well, as the tensor cores' fp8 products need it. The GEMV kernel reads the input
 as it is. Both sum in float32 and round once.
 """
 
@@ -29,7 +29,7 @@ class Fp8Format:
 
     Attributes:
         is_blocked: whether each 128 x 128 block has a scale, instead of each output channel.
-        scale_name: what the checkpoint calls the scales; None if weights are quantised while they are loaded.
+        scale_name: what the checkpoint calls the scales; None if weights are quantized while they are loaded.
     """
 
     is_blocked: bool = False

@@ -1,6 +1,6 @@
-"""Products of fp8 weights with inputs that are quantised first, by torch: `[num_tokens, K]` times `[N, K]`.
+"""Products of fp8 weights with inputs that are quantized first, by torch: `[num_tokens, K]` times `[N, K]`.
 
-On a GPU one kernel computes the input's norm or activation and quantises it (`kernels.fp8`), and `torch._scaled_mm`
+On a GPU one kernel computes the input's norm or activation and quantizes it (`kernels.fp8`), and `torch._scaled_mm`
 multiplies, or our own kernel where that cannot. A CPU computes their twins.
 """
 
@@ -33,7 +33,7 @@ _SCALES = 4
 
 def compute_fp8(problem: Any) -> Tensor | Gated:
     """The result of a `matmul.Problem` with a weight in fp8; of a linear_silu before its activation, which the
-    quantisation of the next product's input contains."""
+    quantization of the next product's input contains."""
     y = fp8_product(problem.x, problem.weight)
     if problem.operation == "linear_silu":
         return Gated(y)
@@ -45,7 +45,7 @@ def compute_fp8(problem: Any) -> Tensor | Gated:
 
 
 def fp8_product(x: Tensor | Normed | Gated, weight: Fp8Weight) -> Tensor:
-    """`x W^T` of the quantised x: `[num_tokens, N]` of the weight's input_dtype, a new tensor."""
+    """`x W^T` of the quantized x: `[num_tokens, N]` of the weight's input_dtype, a new tensor."""
     is_blocked, num_tokens = weight.format.is_blocked, len(x)
     if not weight.is_cuda or (
         is_blocked and not HAS_TRITON

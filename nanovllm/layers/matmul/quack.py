@@ -51,7 +51,7 @@ class Product(NamedTuple):
 
 class Quack(OptionalPackage, Candidate):
     """bfloat16 and float16 products on Hopper, summed in float32 and rounded once; linear_add rounds twice. With a
-    weight in fp8 x is quantised first, and tensor cores sum as in `fp8_products.fp8_product`.
+    weight in fp8 x is quantized first, and tensor cores sum as in `fp8_products.fp8_product`.
 
     All launches are dependent ones (see `kernels.dependent_launch`). The first launch of a tile compiles it, which
     takes seconds, or loads it from the disk. The first error of the package is logged and ends its use: every later
@@ -84,7 +84,7 @@ class Quack(OptionalPackage, Candidate):
 
     def can_multiply(self, x: Input, weight: Weight) -> bool:
         """Whether it can in this step: 16-bit floats, or a weight in fp8 with a scale for each channel; multiples of 64
-        rows and columns. An x that is not quantised first is packed and aligned likewise."""
+        rows and columns. An x that is not quantized first is packed and aligned likewise."""
         if not self.works or not (self.decodes or get_context().is_prefill) or not self._takes(weight):
             return False
         return isinstance(x, Normed) or isinstance(weight, Fp8Weight) or self._takes_rows(x, weight)

@@ -110,7 +110,7 @@ def calibrated_scales(runner: Any) -> torch.Tensor:
 
             hooks.enter_context(layer.register_forward_pre_hook(record))
         prompts = _calibration_prompts(runner.config).to(runner.device)
-        # A CPU dequantises a weight in fp8 for each product. A GPU's kernels for more tokens may not be compiled yet.
+        # A CPU dequantizes a weight in fp8 for each product. A GPU's kernels for more tokens may not be compiled yet.
         for together in prompts.split(len(prompts) if runner.device.type == "cpu" else 1):
             num_prompts, length = together.shape
             cu_seqlens = torch.arange(num_prompts + 1, dtype=torch.int32, device=runner.device) * length
