@@ -14,9 +14,11 @@ from typing_extensions import Self
 from nanovllm.config import Config
 from nanovllm.engine.engine_lock import Call, EngineLock
 from nanovllm.engine.ranks.executor import Executor
-from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, Results, engine_stats
+from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, engine_stats
 from nanovllm.engine.requests.prompts import Prompt, as_prompts, params_per_prompt
-from nanovllm.engine.requests.sequence_maker import SequenceMaker, longest_first
+from nanovllm.engine.requests.request_order import longest_first
+from nanovllm.engine.requests.results import Results
+from nanovllm.engine.requests.sequence_maker import SequenceMaker
 from nanovllm.engine.sampling.logprobs import record_prompt_logprobs
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -26,7 +28,7 @@ from nanovllm.sampling_params import SamplingParams, misplaced_option
 from nanovllm.utils.checks import quoted
 from nanovllm.utils.collector import old_objects_set_aside
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options, takes_options_of
-from nanovllm.utils.progress import progress_bar
+from nanovllm.utils.progress_bar import progress_bar
 
 logger = logging.getLogger(__name__)
 

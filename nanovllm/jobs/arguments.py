@@ -16,7 +16,7 @@ from nanovllm.jobs.openai_batch import Responder
 from nanovllm.jobs.reader import ReadPlan
 from nanovllm.jobs.request_names import SAMPLING_OPTIONS, Row
 from nanovllm.utils.option_hints import HINTS, unknown_option
-from nanovllm.utils.progress import tqdm
+from nanovllm.utils.progress_bar import tqdm
 
 logger = logging.getLogger(__name__)
 

@@ -129,7 +129,7 @@ sys.modules["IPython"] = types.ModuleType("IPython")
 sys.modules["IPython"].get_ipython = lambda: None
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    from nanovllm.utils.progress import progress_bar
+    from nanovllm.utils.progress_bar import progress_bar
     import tqdm.auto
 print([str(w.message) for w in caught if "IProgress" in str(w.message)])
 with progress_bar(True, 2) as show:

@@ -222,7 +222,7 @@ def test_a_bad_schema_among_others(llm, reference):
 
 
 def test_a_missing_library_is_named(llm, monkeypatch):
-    monkeypatch.setattr(llm._sequences, "_grammars", None)
+    monkeypatch.setattr(llm._sequences._special, "_grammars", None)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"sampling_params\[1\]: .*pip install llguidance"):
         generate(llm, [[1], [2]], [greedy(2), form(choice=["a"])])

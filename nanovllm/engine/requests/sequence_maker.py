@@ -1,11 +1,11 @@
-"""SequenceMaker: from prompts and sampling parameters to checked sequences; and the order in which a batch begins."""
+"""SequenceMaker: from prompts and sampling parameters to checked sequences."""
 
 import secrets
 from array import array
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 from xxhash import xxh64_intdigest
 
@@ -13,19 +13,13 @@ from nanovllm.config import Config
 from nanovllm.engine.requests.detokenizer import Detokenizer
 from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.engine.requests.prompts import Prompt, as_array, read_prompt
-from nanovllm.engine.requests.text_stream import StopStrings, TextStream
-from nanovllm.engine.sampling.logit_edits import LogitEdits, tokenize_bad_words
-from nanovllm.engine.sampling.structured import Grammars
+from nanovllm.engine.requests.special_options import NOTHING_SPECIAL, SpecialOptions
+from nanovllm.engine.requests.text_stream import TextStream
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.sampling.token_masks import unpack_mask
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.bos_check import BosCheck
 from nanovllm.utils.checks import quoted
 from nanovllm.utils.long_texts import CHARACTERS_PER_TOKEN
-from nanovllm.utils.sized_cache import SizedCache
-
-_MAX_LOGIT_EDITS_BYTES = 2**26  # kept for later requests
-_MAX_STOP_CHARACTERS = 2**22  # likewise
 
 
 class SequenceMaker:
@@ -50,13 +44,7 @@ class SequenceMaker:
         self._seed = secrets.randbits(63) if config.seed is None else config.seed
         self._length_limit = length_limit
         self._long_text = CHARACTERS_PER_TOKEN * length_limit.max_seq_len  # characters
-        self._grammars: Grammars | None = None
-        self._logit_edits: SizedCache[SamplingParams, LogitEdits] = SizedCache(
-            self._make_logit_edits, lambda params, edits: edits.num_bytes, _MAX_LOGIT_EDITS_BYTES
-        )
-        self._stop_strings: SizedCache[tuple[str, ...], StopStrings] = SizedCache(
-            StopStrings, lambda texts, _: sum(map(len, texts)), _MAX_STOP_CHARACTERS
-        )
+        self._special = SpecialOptions(config, tokenizer, self.detokenizer)
 
     def make_one(self, prompt: Prompt, params: SamplingParams) -> list[Sequence]:
         """The samples of one request. Raises as make_all."""
@@ -129,13 +117,10 @@ class SequenceMaker:
             raise type(error)(f"{where}{error}") from error
         if not isinstance(params, SamplingParams):
             raise TypeError(f"{where_params}must be a SamplingParams, not {type(params).__name__}")
-        stop_tokens: dict[int, str] = {}
-        if params.stop and self.detokenizer is not None:
-            params, stop_tokens = self._take_stop_tokens(params, self.detokenizer.special_tokens)
-        edits, grammars = None, None
+        special = NOTHING_SPECIAL
         if params.structured_outputs is not None or params.stop or params.stop_token_ids or params.edits_logits:
             try:
-                edits, grammars = self._read_params(params)
+                params, special = self._special.read(params)
             except (ValueError, ImportError) as error:
                 raise type(error)(f"{where_params}{error}") from error
         request_id = self.num_requests
@@ -144,93 +129,18 @@ class SequenceMaker:
         seed = _hash_seed(request_id, self._seed) if params.seed is None else params.seed
         seqs = []
         for sample in range(params.n):
-            grammar = grammars.start(params.structured_outputs) if grammars else None
-            seq = Sequence(next(self._seq_ids), tokens, params, self._block_size, seed, grammar, edits)
+            grammar = None if special.grammars is None else special.grammars.start(params.structured_outputs)
+            seq = Sequence(next(self._seq_ids), tokens, params, self._block_size, seed, grammar, special.logit_edits)
             seq.request_id, seq.prompt_index, seq.sample = request_id, index, sample
             if sample:
                 seq.seed = _hash_seed(sample, seed)
-            seq.stop_tokens = stop_tokens
+            seq.stop_tokens = special.stop_tokens
             if self.detokenizer is not None and (streams or params.stop):
-                stops = self._stop_strings.get(cast(tuple[str, ...], params.stop)) if params.stop else None
-                seq.text_stream = TextStream(self.detokenizer, params, stops)
+                seq.text_stream = TextStream(self.detokenizer, params, special.stop_strings)
             seqs.append(seq)
             if params.prompt_logprobs is not None and params.n > 1:
                 params = replace(params, prompt_logprobs=None)  # The first sample's are all the others'.
         return seqs
-
-    def _take_stop_tokens(self, params: SamplingParams, known: dict[str, int]) -> tuple[SamplingParams, dict[int, str]]:
-        """Make those stop strings stop tokens that are one special token, because texts may lack special tokens."""
-        found = {known[s]: s for s in params.stop if s in known and known[s] < self._vocab_size}
-        if found:
-            stop = tuple(s for s in params.stop if s not in found.values())
-            params = replace(params, stop=stop, stop_token_ids=(*params.stop_token_ids, *found))
-        return params, found
-
-    def _read_params(self, params: SamplingParams) -> tuple[LogitEdits | None, Grammars | None]:
-        """What the options need beside the sampler. Raises ValueError or ImportError for what this model cannot do."""
-        form = params.structured_outputs
-        if params.stop and self._tokenizer is None:
-            raise ValueError(f"stop={quoted(params.stop)}: without a tokenizer there is no text to find it in")
-        self._check_vocabulary("stop_token_ids", params.stop_token_ids)
-        self._check_ends(params)
-        edits = None
-        if params.edits_logits:
-            # Requests of a batch differ in little else.
-            edits = self._logit_edits.get(params if params.seed is None else replace(params, seed=None))
-        if form is None:
-            return edits, None
-        if self._tokenizer is None:
-            raise ValueError("structured_outputs: need the model's tokenizer, but skip_tokenizer_init is set")
-        if self._grammars is None:
-            self._grammars = Grammars(self._tokenizer, self._vocab_size, self._eos)
-        self._grammars.start(form)
-        if form.choice is not None and params.min_tokens > 0:
-            longest = max(len(text.encode()) for text in form.choice)  # A token has one byte at least.
-            if params.min_tokens > longest:
-                raise ValueError(
-                    f"min_tokens={params.min_tokens}: the longest choice has no more than {longest} tokens"
-                )
-        return edits, self._grammars
-
-    def _check_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:
-        highest = max(token_ids, default=0)
-        if highest >= self._vocab_size:
-            raise ValueError(f"{name}: token id {highest} is outside the vocabulary, 0..{self._vocab_size - 1}")
-
-    def _check_ends(self, params: SamplingParams) -> None:
-        """Raises ValueError if min_tokens keeps away all tokens."""
-        if params.min_tokens and len({*params.stop_token_ids, *self._eos}) >= self._vocab_size:
-            raise ValueError(
-                f"min_tokens={params.min_tokens}: no token is left to draw: all tokens of the vocabulary are in "
-                "stop_token_ids or end a sequence, and may not come so early"
-            )
-
-    def _make_logit_edits(self, params: SamplingParams) -> LogitEdits:
-        self._check_vocabulary("logit_bias", dict(params.logit_bias))
-        self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
-        if params.bad_words and self._tokenizer is None:
-            raise ValueError(
-                f"bad_words={quoted(params.bad_words)}: need the model's tokenizer, but skip_tokenizer_init is set; "
-                "logit_bias and allowed_token_ids take token ids"
-            )
-        words = tokenize_bad_words(self.detokenizer, params.bad_words)
-        self._check_vocabulary("bad_words", (token for word in words for token in word))
-        edits = LogitEdits(params, words, self._vocab_size)
-        is_left = unpack_mask(edits.mask, self._vocab_size)
-        eos = [token for token in self._eos if token < self._vocab_size]
-        if params.structured_outputs is not None and eos and not is_left[eos].any():
-            raise ValueError(
-                f"structured_outputs: a form ends with one of the tokens {eos}, and allowed_token_ids or bad_words "
-                "exclude them"
-            )
-        if params.min_tokens > 0:
-            is_left[[*eos, *params.stop_token_ids]] = False
-        if not is_left.any():
-            raise ValueError(
-                "no token is left to draw: allowed_token_ids, bad_words and min_tokens, which keeps away the ends, "
-                "exclude all of them"
-            )
-        return edits
 
     def encode_all(self, prompts: list[Prompt], name: str, **options: Any) -> list[array]:
         """Token ids of each prompt. Raises ValueError or TypeError, with the name and the index of a wrong one."""
@@ -289,23 +199,3 @@ class SequenceMaker:
 
 def _hash_seed(number: int, seed: int) -> int:
     return xxh64_intdigest(number.to_bytes(8, "little"), seed) >> 1
-
-
-def longest_first(seqs: list[Sequence], max_seq_len: int, capacity: int, prefix_caching: bool) -> list[Sequence]:
-    """Sort by max_tokens, largest first, so that a batch of more than max_num_seqs does not end with a few long ones
-    (the LPT rule, Graham 1969). Equals keep their order.
-
-    All keep their order if prompts share their first block and the cache, of `capacity` tokens, cannot hold the whole
-    batch: such prompts side by side find the shared blocks before these are evicted.
-    """
-
-    limits = {seq: min(seq.max_tokens, max_seq_len) for seq in seqs}
-    if len(set(limits.values())) < 2:
-        return seqs
-    needed = sum(min(seq.num_tokens + limit, max_seq_len) for seq, limit in limits.items())
-    if prefix_caching and needed > capacity:
-        # Samples of one request share their prompt in any case, and stay side by side.
-        requests = {seq.request_id: seq for seq in seqs if seq.num_tokens >= seq.block_size}.values()
-        if len({seq.tokens[: seq.block_size].tobytes() for seq in requests}) < len(requests):
-            return seqs
-    return sorted(seqs, key=limits.__getitem__, reverse=True)

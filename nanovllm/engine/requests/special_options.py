@@ -1,0 +1,126 @@
+"""What some requests ask for beside a temperature and a length: stop strings, edits of logits, grammars."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from nanovllm.config import Config
+from nanovllm.engine.requests.detokenizer import Detokenizer
+from nanovllm.engine.requests.text_stream import StopStrings
+from nanovllm.engine.sampling.logit_edits import LogitEdits, tokenize_bad_words
+from nanovllm.engine.sampling.structured import Grammars
+from nanovllm.layers.sampling.token_masks import unpack_mask
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import quoted
+from nanovllm.utils.sized_cache import SizedCache
+
+_MAX_LOGIT_EDITS_BYTES = 2**26  # kept for later requests
+_MAX_STOP_CHARACTERS = 2**22  # likewise
+
+
+@dataclass(frozen=True)
+class Special:
+    """What the sequences of a request get."""
+
+    # Tokens that a stop string stands for, and the string.
+    stop_tokens: dict[int, str] = field(default_factory=dict)
+    stop_strings: StopStrings | None = None  # the others
+    logit_edits: LogitEdits | None = None
+    grammars: Grammars | None = None  # Each sample starts one.
+
+
+NOTHING_SPECIAL = Special()
+
+
+class SpecialOptions:
+    """Reads such options. Requests of a batch often share them, so what they need is kept."""
+
+    def __init__(self, config: Config, tokenizer: Any, detokenizer: Detokenizer | None):
+        """tokenizer, detokenizer: None with skip_tokenizer_init."""
+        self._tokenizer, self._detokenizer = tokenizer, detokenizer
+        self._vocab_size, self._eos = config.hf_config.vocab_size, config.eos
+        self._grammars: Grammars | None = None
+        self._logit_edits: SizedCache[SamplingParams, LogitEdits] = SizedCache(
+            self._make_logit_edits, lambda params, edits: edits.num_bytes, _MAX_LOGIT_EDITS_BYTES
+        )
+        self._stop_strings: SizedCache[tuple[str, ...], StopStrings] = SizedCache(
+            StopStrings, lambda texts, _: sum(map(len, texts)), _MAX_STOP_CHARACTERS
+        )
+
+    def read(self, params: SamplingParams) -> tuple[SamplingParams, Special]:
+        """The params without those stop strings that became stop tokens, and what they ask for. Raises ValueError or
+        ImportError for what this model cannot do."""
+        if params.stop and self._detokenizer is None:
+            raise ValueError(f"stop={quoted(params.stop)}: without a tokenizer there is no text to find it in")
+        stop_tokens: dict[int, str] = {}
+        if params.stop and self._detokenizer is not None:
+            # Texts may lack special tokens.
+            known = self._detokenizer.special_tokens
+            stop_tokens = {known[s]: s for s in params.stop if s in known and known[s] < self._vocab_size}
+        if stop_tokens:
+            stop = tuple(s for s in params.stop if s not in stop_tokens.values())
+            params = replace(params, stop=stop, stop_token_ids=(*params.stop_token_ids, *stop_tokens))
+        self._check_vocabulary("stop_token_ids", params.stop_token_ids)
+        self._check_ends(params)
+        stop_strings = self._stop_strings.get(cast(tuple[str, ...], params.stop)) if params.stop else None
+        edits = None
+        if params.edits_logits:
+            # Requests of a batch differ in little else.
+            edits = self._logit_edits.get(params if params.seed is None else replace(params, seed=None))
+        grammars = None if params.structured_outputs is None else self._read_form(params)
+        return params, Special(stop_tokens, stop_strings, edits, grammars)
+
+    def _read_form(self, params: SamplingParams) -> Grammars:
+        form = params.structured_outputs
+        if self._tokenizer is None:
+            raise ValueError("structured_outputs: need the model's tokenizer, but skip_tokenizer_init is set")
+        if self._grammars is None:
+            self._grammars = Grammars(self._tokenizer, self._vocab_size, self._eos)
+        self._grammars.start(form)
+        if form.choice is not None and params.min_tokens > 0:
+            longest = max(len(text.encode()) for text in form.choice)  # A token has one byte at least.
+            if params.min_tokens > longest:
+                raise ValueError(
+                    f"min_tokens={params.min_tokens}: the longest choice has no more than {longest} tokens"
+                )
+        return self._grammars
+
+    def _check_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:
+        highest = max(token_ids, default=0)
+        if highest >= self._vocab_size:
+            raise ValueError(f"{name}: token id {highest} is outside the vocabulary, 0..{self._vocab_size - 1}")
+
+    def _check_ends(self, params: SamplingParams) -> None:
+        """Raises ValueError if min_tokens keeps away all tokens."""
+        if params.min_tokens and len({*params.stop_token_ids, *self._eos}) >= self._vocab_size:
+            raise ValueError(
+                f"min_tokens={params.min_tokens}: no token is left to draw: all tokens of the vocabulary are in "
+                "stop_token_ids or end a sequence, and may not come so early"
+            )
+
+    def _make_logit_edits(self, params: SamplingParams) -> LogitEdits:
+        self._check_vocabulary("logit_bias", dict(params.logit_bias))
+        self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+        if params.bad_words and self._tokenizer is None:
+            raise ValueError(
+                f"bad_words={quoted(params.bad_words)}: need the model's tokenizer, but skip_tokenizer_init is set; "
+                "logit_bias and allowed_token_ids take token ids"
+            )
+        words = tokenize_bad_words(self._detokenizer, params.bad_words)
+        self._check_vocabulary("bad_words", (token for word in words for token in word))
+        edits = LogitEdits(params, words, self._vocab_size)
+        is_left = unpack_mask(edits.mask, self._vocab_size)
+        eos = [token for token in self._eos if token < self._vocab_size]
+        if params.structured_outputs is not None and eos and not is_left[eos].any():
+            raise ValueError(
+                f"structured_outputs: a form ends with one of the tokens {eos}, and allowed_token_ids or bad_words "
+                "exclude them"
+            )
+        if params.min_tokens > 0:
+            is_left[[*eos, *params.stop_token_ids]] = False
+        if not is_left.any():
+            raise ValueError(
+                "no token is left to draw: allowed_token_ids, bad_words and min_tokens, which keeps away the ends, "
+                "exclude all of them"
+            )
+        return edits
