@@ -69,7 +69,7 @@ def test_a_conversation_that_has_grown_too_long(monkeypatch, capsys, answer):
     ("options", "error"),
     [
         (("--temperature", "-1"), "temperature=-1"),
-        (("--dtype", "int3"), "dtype='int3'"),
+        (("--quantization", "int3"), "quantization='int3'"),
         (("--top-k", "-7"), "top_k=-7"),
     ],
 )
