@@ -216,7 +216,7 @@ class Config(EngineOptions):
         self.dtype = DTYPES[self.dtype]
 
     def _resolve_formats(self) -> None:
-        """Of the weights and of the KV cache."""
+        """Find the formats of the weights and of the KV cache."""
         stored = checkpoint_quantization(self.hf_config)
         self.weight_format: Fp8Format | None = stored.weights or QUANTIZATIONS.get(self.quantization or "")
         if self.weight_format is not None:

@@ -75,7 +75,7 @@ class ModelSize:
         return self.layer_params + self.head_params + (read - self.expert_share) * self.expert_params
 
     def bytes_read(self, batch_size: int) -> float:
-        """Of these weights."""
+        """Bytes that a step reads of these weights."""
         layers = self.params_read(batch_size) - self.head_params
         return layers * self.layer_itemsize + self.head_params * self.itemsize
 

@@ -35,8 +35,8 @@ def engine_fingerprint(llm: LLM) -> Fingerprint:
 
 
 def job_fingerprint(arguments: Arguments) -> Fingerprint | None:
-    """Of the model of a job, before its engine starts. None if this machine does not have the files, or if they may
-    change before the engine starts, as those of a hub id may."""
+    """The fingerprint of a job's model, before its engine starts. None if this machine does not have the files, or if
+    they may change before the engine starts, as those of a hub id may."""
     if isinstance(arguments.model, LLM):
         return engine_fingerprint(arguments.model)
     has_weights = arguments.engine_options.get("load_format") != "dummy"
@@ -88,7 +88,7 @@ def _hash_weights(path: Path) -> str:
 
 
 def _read_header(file: BinaryIO, size: int) -> bytes:
-    """Of a file of safetensors; empty for any other."""
+    """The header of a safetensors file; empty for any other file."""
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     return file.read(length) if length <= min(_MAX_HEADER, size - 8) else b""

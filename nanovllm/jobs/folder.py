@@ -374,7 +374,7 @@ def _wrong_key(manifest: Row) -> str | None:
 
 
 def read_answers(path: Path) -> Iterator[Answered]:
-    """Of a part. Raises ValueError if it is damaged."""
+    """Reads the answers of a part. Raises ValueError if it is damaged."""
     if path.suffix == ".parquet":
         yield from read_parquet_answers(path)
         return

@@ -323,7 +323,7 @@ def _gpus_of_engine(options: dict[str, Any]) -> int:
 
 
 def _cause(error: RayError) -> str:
-    """In one line, without Ray's report of where."""
+    """Says why in one line, without Ray's report of where."""
     if isinstance(error, RayTaskError) and error.cause is not None:
         return one_line(error.cause)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

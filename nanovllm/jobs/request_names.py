@@ -115,7 +115,7 @@ def read_parameters(given: Row, is_chat: bool) -> tuple[Row, ChatOptions]:
 
 
 def _flat(given: Row) -> Row:
-    """With the parameters that lie in objects. Raises ValueError for one that is given twice."""
+    """Adds the parameters that lie in objects. Raises ValueError for one that is given twice."""
     flat = {name: value for name, value in given.items() if name not in _INNER}
     for name in _INNER:
         if name not in given:

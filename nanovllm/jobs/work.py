@@ -28,7 +28,7 @@ class Work:
 
     @property
     def num_lines(self) -> int:
-        """Of the whole job."""
+        """Lines of the whole job."""
         return len(self.is_done)
 
     @property

@@ -282,7 +282,7 @@ def _remedy(needed: tuple[str, ...]) -> str:
 
 
 def _wanted_tensors(model: nn.Module) -> dict[str, _Wanted]:
-    """By their names in the checkpoint: everything that the model needs, once each."""
+    """Everything that the model needs, once each, by its name in the checkpoint."""
     wanted = {}
     for name, param in model.named_parameters():
         shards = getattr(param, "shards", {None: tuple(param.shape)})

@@ -46,7 +46,7 @@ def meta_model(config: Any, rank: int = 0) -> nn.Module:
 
 
 def model_bytes(config: Any, model: Any) -> ModelBytes:
-    """Of a rank's model, which may be a `meta_model`, in an engine with this `Config`."""
+    """Counts the bytes of a rank's model, which may be a `meta_model`, in an engine with this `Config`."""
     attentions = [layer.self_attn for layer in model.model.layers]
     values = sum(2 * attention.num_kv_heads * attention.head_dim for attention in attentions)
     weights, tables = (sum(tensor.nbytes for tensor in each) for each in (model.parameters(), model.buffers()))

@@ -72,7 +72,7 @@ def _pipeline(folder: Path) -> str | None:
 
 
 def _inner_folder(folder: Path) -> str | None:
-    """As the hub's cache has one."""
+    """Says in which folder inside the model is, as in the hub's cache."""
     if (folder / "config.json").is_file():
         return None
     found = sorted(file.parent for pattern in ("*", "snapshots/*") for file in folder.glob(f"{pattern}/config.json"))

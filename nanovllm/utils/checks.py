@@ -58,7 +58,7 @@ def require(name: str, value: object, ok: bool, allowed: str) -> None:
 
 
 def refuse_constant(name: str) -> NoReturn:
-    """For the argument parse_constant of json: NaN and Infinity."""
+    """Refuses NaN and Infinity, as the argument parse_constant of json."""
     raise ValueError(f"{name} is no number of JSON")
 
 

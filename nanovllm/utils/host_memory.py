@@ -45,7 +45,7 @@ def _machine(root: Path) -> HostMemory:
 
 
 def _control_groups(root: Path) -> list[HostMemory | None]:
-    """Of this process's control group and all around it, of either version."""
+    """The limits of this process's control group and of all around it, of either version."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-# To tokenize ten million characters takes seconds and gigabytes. A text with so many characters for each token of the
+# To tokenize ten million characters takes seconds and gigabytes. A text with this many characters for each token of the
 # longest sequence is judged by its beginning first. English has about four.
 CHARACTERS_PER_TOKEN = 10
 

@@ -45,7 +45,7 @@ def spoil(name: str, rows, value: float = math.nan):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Sound but for the embeddings of BAD_TOKENS, which its head never chooses."""
+    """Sound except for the embeddings of BAD_TOKENS, which its head never chooses."""
     path = make_checkpoint(tmp_path_factory.mktemp("bad-tokens"), tokenizer=True)
     edit_tensors(path, spoil("model.embed_tokens.weight", BAD_TOKENS))
     edit_tensors(path, spoil("lm_head.weight", BAD_TOKENS, 0.0))

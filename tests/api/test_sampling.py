@@ -156,7 +156,7 @@ def ascii_base(tmp_path_factory):
 
 
 def find_word(tokenizer, completion: list[int], size: int) -> str | None:
-    """The first word of so many tokens in a completion that is tokenized as it stands there."""
+    """The first word of this many tokens in a completion that is tokenized as it stands there."""
     for i in range(len(completion) - size):
         word = tokenizer.decode(completion[i : i + size])
         if word.strip() == word and tokenizer.encode(word) == completion[i : i + size]:

@@ -75,7 +75,7 @@ def test_blocks_of_completions_are_found_by_the_next_turn(base):
 
 
 def test_rows_that_pad_a_batch_touch_nothing(base, monkeypatch):
-    """Where the layers had better have whole tiles: tokens and log-probabilities, and what the cache is left with."""
+    """With steps padded to whole tiles: tokens and log-probabilities, and what the cache is left with."""
     path, reference = base
     prompts = reference.draw_prompts((3, 50, 7, 31, 12), 12)
     expected = reference.greedy(prompts, 12)

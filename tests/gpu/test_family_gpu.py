@@ -94,7 +94,7 @@ every_family = pytest.mark.parametrize("family", [pytest.param(name, marks=needs
 
 
 def bound(num_layers: int) -> float:
-    """The largest relative error after so many layers."""
+    """The largest relative error after this many layers."""
     return 4 * 2**-8 / 3**0.5 * (12 * num_layers) ** 0.5
 
 

@@ -19,7 +19,7 @@ def sequence(token_ids: list[int]) -> Sequence:
 
 
 def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None) -> None:
-    """What a step does to the books: num_tokens (all that are left) more tokens are in the cache."""
+    """What a step does to the block manager: num_tokens (all that are left) more tokens are in the cache."""
     before = seq.num_cached_tokens
     seq.num_cached_tokens = seq.num_tokens if num_tokens is None else before + num_tokens
     manager.hash_blocks(seq, before)

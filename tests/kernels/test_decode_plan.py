@@ -43,7 +43,7 @@ def test_plan_covers_every_key_once_and_takes_the_longest_first(lens, spare, win
         assert (first[1:] % SPLIT_UNIT == 0).all()
         assert context_len == 0 or (first < end).all()
         first = first // SPLIT_UNIT * SPLIT_UNIT  # Whole tiles are read.
-        assert len(set((end - first)[:-1])) <= 1  # equal but for the last, which is not longer
+        assert len(set((end - first)[:-1])) <= 1  # equal except for the last, which is not longer
         assert end[-1] - first[-1] <= end[0] - first[0]
     lengths = [-(-end // SPLIT_UNIT) - first // SPLIT_UNIT for _, split, _, first, end in used.tolist() if split == 0]
     assert lengths == sorted(lengths, reverse=True)

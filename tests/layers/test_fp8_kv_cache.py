@@ -143,7 +143,7 @@ def test_twice_the_tokens_in_the_same_memory(path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_cache_holds_what_was_computed(path, dtype):
-    """All keys and values of a prompt, but for the rounding of e4m3; none is clamped."""
+    """All keys and values of a prompt, up to the rounding of e4m3; none is clamped."""
     held = []
     for cache in ("auto", "fp8"):
         with make_llm(path, dtype=dtype, kv_cache_dtype=cache) as llm:
