@@ -36,8 +36,10 @@ def exact_e4m3(monkeypatch):
 
 
 def assert_quantized(found, expected: Quantized, places: int = 0):
-    """Scales are equal except for their last bits. places: how many values may be the next e4m3 number, because what was
-    rounded is a rounding apart."""
+    """Scales are equal except for their last bits.
+
+    places: how many values may be the next e4m3 number, because what was rounded is a rounding apart.
+    """
     values, scale = found
     torch.testing.assert_close(scale, expected.scale, atol=0, rtol=2e-3 if places else 0, equal_nan=True)
     ours, theirs = values.view(torch.uint8).int(), expected.values.view(torch.uint8).int()
