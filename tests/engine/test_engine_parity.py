@@ -82,7 +82,7 @@ def test_rows_that_pad_a_batch_touch_nothing(base, monkeypatch):
     params = [greedy(12) if i % 2 else replace(greedy(12), logprobs=2) for i in range(len(prompts))]
     with make_llm(path) as llm:
         plain = llm.generate(prompts, params, use_tqdm=False)
-    monkeypatch.setattr(model_setup, "padded_batch", lambda matmul, gate_up, num_seqs: -(-num_seqs // 4) * 4)
+    monkeypatch.setattr(model_setup, "padded_rows", lambda table, gate_up, num_seqs, serves: -(-num_seqs // 4) * 4)
     with make_llm(path) as llm:
         for _ in range(2):  # and from the cache
             outputs = llm.generate(prompts, params, use_tqdm=False)

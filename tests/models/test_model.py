@@ -134,8 +134,8 @@ def test_a_prefill_in_parts_is_the_same_prefill(model, lens, has_bias):
         with step_context(Context(True, cu_seqlens, cu_seqlens, max(lens), max(lens), last_tokens=ends[1:] - 1)):
             outputs.append(model(input_ids, positions))
     torch.testing.assert_close(*outputs)
-    # None of a layer's four sums is finished right after it was sent, except for the last, beside which the next layer's
-    # product goes. (The last layer's sums are of few tokens.)
+    # None of a layer's four sums is finished right after it was sent, except for the last. Beside that one the next
+    # layer's product goes. (The last layer's sums are of few tokens.)
     assert reducer.log == ["send", "send", "finish", "send", "finish", "send", "finish", "finish"] * 2
 
 
