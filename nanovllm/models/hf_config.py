@@ -14,7 +14,6 @@ from nanovllm.models.other_formats import other_format
 from nanovllm.models.quantization_config import read_quantization
 from nanovllm.models.registry import find_architecture, model_class
 from nanovllm.utils.checks import is_int, is_number, one_line, quoted, require
-from nanovllm.utils.light_imports import without_generated_docstrings
 
 _REQUIRED = (
     "hidden_size",
@@ -82,11 +81,10 @@ def read_hf_config(directory: str) -> Any:
         if isinstance(part, dict):
             _check_values(part, str(file))
     try:
-        with without_generated_docstrings():
-            from transformers import AutoConfig
+        from transformers import AutoConfig
 
-            # False, because None asks on standard input whether to run code of the checkpoint.
-            return _text_config(AutoConfig.from_pretrained(directory, trust_remote_code=False))
+        # False, because None asks on standard input whether to run code of the checkpoint.
+        return _text_config(AutoConfig.from_pretrained(directory, trust_remote_code=False))
     except Exception as error:
         code, model_type = content.get("auto_map"), content.get("model_type")
         reason = one_line(error)

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nanovllm.utils.light_imports import without_generated_docstrings
-
 _FAMILIES = json.loads(Path(__file__).with_suffix(".json").read_text())
 # Name -> (organization of the hub, fields of its config.json in the spelling of transformers 4, which 5 reads too)
 _PRESETS = {
@@ -28,9 +26,8 @@ def preset_config(name: str) -> Any:
     """The published transformers configuration of one of PRESET_NAMES. Raises KeyError for another name, ValueError if
     the installed transformers is older than the model."""
     _, fields = _PRESETS[name]
-    with without_generated_docstrings():
-        from transformers import CONFIG_MAPPING, AutoConfig, __version__
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
-        if fields["model_type"] not in CONFIG_MAPPING:
-            raise ValueError(f"{name}: transformers {__version__} does not know {fields['model_type']}: upgrade it")
-        return AutoConfig.for_model(**fields)
+    if fields["model_type"] not in CONFIG_MAPPING:
+        raise ValueError(f"{name}: transformers {__version__} does not know {fields['model_type']}: upgrade it")
+    return AutoConfig.for_model(**fields)

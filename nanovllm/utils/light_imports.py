@@ -28,16 +28,6 @@ def _unchanged(function: Any = None, *_args: Any, **_options: Any) -> Any:
 
 
 @contextmanager
-def without_generated_docstrings() -> Iterator[None]:
-    """A block that imports classes of transformers without generating their docstrings, for whose names transformers
-    5.17 imports its generation code and scikit-learn."""
-    from transformers import utils
-
-    with patch.object(utils, "auto_docstring", _unchanged, create=True):
-        yield
-
-
-@contextmanager
 def without_torch_compile() -> Iterator[None]:
     """A block that imports packages which decorate functions for torch.compile, without importing torch's compiler.
 
