@@ -153,7 +153,7 @@ class Config(EngineOptions):
         self._require(name, ok, f"an integer in {low}..{high}" + (f", or None for {none}" if none else ""))
 
     def _require_one_of(self, name: str) -> None:
-        value, allowed = getattr(self, name), _CHOICES[name]
+        value, allowed = getattr(self, name), _CHOICES[name] or ()
         self._require(name, isinstance(value, str) and value in allowed, f"one of {', '.join(allowed)}")
 
     def _require(self, name: str, ok: bool, allowed: str) -> None:

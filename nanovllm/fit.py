@@ -1,7 +1,7 @@
 """`nanovllm fit MODEL`: does a model fit a GPU? From its shapes alone: no weights are read, and no GPU is needed."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -46,7 +46,7 @@ class Needs(NamedTuple):
         """What a GPU of this many bytes has room for."""
         room = int(memory * config.gpu_memory_utilization) - self.weights - self.activations - _OTHER_BYTES
         num_blocks = max(0, room // (self.kv_per_token * config.kvcache_block_size))
-        blocks_each = -(-config.max_model_len // config.kvcache_block_size)
+        blocks_each = -(-cast(int, config.max_model_len) // config.kvcache_block_size)
         return Fit(memory, num_blocks * config.kvcache_block_size, min(num_blocks // blocks_each, config.max_num_seqs))
 
 
@@ -82,7 +82,7 @@ def print_fit(model: str, memory_gib: Sequence[float] = (), **options: Any) -> b
     needed = needs(config)
     gpus = f"each of {config.tensor_parallel_size} GPUs" if config.tensor_parallel_size > 1 else "the GPU"
     step = f"a step of {config.max_num_batched_tokens} tokens, about"
-    length = config.max_model_len
+    length = cast(int, config.max_model_len)
     print(f"{model} on {gpus}:")
     print(f"  weights          {needed.weights / GIB:8.2f} GiB")
     print(f"  activations      {needed.activations / GIB:8.2f} GiB ({step})")

@@ -5,7 +5,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from nanovllm.engine.engine_lock import Call
 from nanovllm.engine.llm_engine import LLMEngine
@@ -238,7 +238,7 @@ def _score(index: int, token_ids: array, output: RequestOutput) -> Score:
     """output: of the pair, with the log-probabilities of its tokens. token_ids: the completion's."""
     if "error" in output:
         raise RuntimeError(f"prompts[{index}]: cannot be scored: {output['error']}")
-    logprobs = output["prompt_logprobs"][-len(token_ids) :]
+    logprobs = cast(list[dict[int, float]], output["prompt_logprobs"])[-len(token_ids) :]
     own = [logprob[token_id] for token_id, logprob in zip(token_ids, logprobs, strict=True)]
     total = sum(own)
     if not math.isfinite(total):

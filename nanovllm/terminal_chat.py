@@ -94,7 +94,7 @@ def _answer(llm: LLM, token_ids: list[int], params: SamplingParams) -> str:
     pieces, num_tokens, start = [], 0, time.perf_counter()
     with suppress(KeyboardInterrupt):
         for delta in llm.stream([token_ids], params):
-            pieces.append(delta["text"])
+            pieces.append(delta["text"] or "")
             num_tokens += len(delta["token_ids"])
             print(delta["text"], end="", flush=True)
             if "error" in delta:

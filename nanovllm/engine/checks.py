@@ -1,6 +1,6 @@
 """What an engine would refuse, said without one: no weights are read, and no GPU is needed."""
 
-from typing import Any
+from typing import Any, cast
 
 from nanovllm.config import Config
 from nanovllm.engine.requests.length_limit import LengthLimit
@@ -25,7 +25,7 @@ class RequestChecker:
 
     def __init__(self, config: Config, num_kvcache_blocks: int | None = None):
         """num_kvcache_blocks: of the engine, if it is known. None: room for max_model_len."""
-        num_blocks = num_kvcache_blocks or -(-config.max_model_len // config.kvcache_block_size)
+        num_blocks = num_kvcache_blocks or -(-cast(int, config.max_model_len) // config.kvcache_block_size)
         limit = LengthLimit(config, num_blocks)
         self.max_seq_len = limit.max_seq_len
         self._sequences = SequenceMaker(config, load_tokenizer(config.model, config.tokenizer), limit)

@@ -99,7 +99,8 @@ class EngineLock:
             self.check_thread(call.name)
             if call is self.owner:
                 return
-            if self._is_busy()():
+            is_busy = self._is_busy()
+            if is_busy is not None and is_busy():
                 raise RuntimeError(
                     f"{call.name} while other requests are unfinished: step() through those of add_request(), or drop "
                     "them with abort_request(); read a stream() or generate_iter() to its end, or close() it"

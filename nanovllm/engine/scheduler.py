@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
+from typing import cast
 
 from nanovllm.config import Config
 from nanovllm.engine.admission import Admission, MixedAdmission
@@ -43,7 +44,7 @@ class Scheduler:
 
     def __init__(self, config: Config, num_kvcache_blocks: int, mixed_step_rows: int = 0):
         self.max_num_seqs = config.max_num_seqs
-        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_num_batched_tokens = cast(int, config.max_num_batched_tokens)  # The checks made it a number.
         self.mixed_step_rows = mixed_step_rows
         self.length_limit = LengthLimit(config, num_kvcache_blocks)
         self.max_seq_len = self.length_limit.max_seq_len

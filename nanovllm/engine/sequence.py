@@ -65,10 +65,10 @@ class Sequence:
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_reason: str | int | None = None  # the stop string or the token of stop_token_ids that ended it
     error: str | None = None  # why finish_reason is or will be "error"
-    arrival_time: float | None = None
+    arrival_time: float = 0.0
     scheduled_time: float | None = None
     first_token_time: float | None = None
-    finish_time: float | None = None
+    finish_time: float = 0.0
 
     def __post_init__(self) -> None:
         params, edits = self.params, self.logit_edits

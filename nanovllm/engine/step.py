@@ -47,7 +47,7 @@ class Step:
     positions: torch.Tensor | None = None
     fed_tokens: torch.Tensor | None = None  # int64, last tokens, which the host may not know yet; None in a prefill
     # On the way to the host; meaningful after `wait`.
-    tokens: torch.Tensor | None = None  # int64 [num_seqs]; meaningless where a prefill goes on
+    tokens: torch.Tensor = field(init=False)  # int64 [num_seqs]; meaningless where a prefill goes on
     event: torch.cuda.Event | None = None  # recorded behind them; None on a CPU
     logprobs: Any = None  # engine.sampling.logprobs.LogprobRows of the sampled tokens that ask for them
     prompt_logprobs: Any = None  # likewise, of prompt tokens
@@ -66,9 +66,8 @@ class Step:
         """The sampled tokens, once the device has computed them. check_workers: with several ranks, raises if one of
         them has died, for which the device would wait in vain."""
         if self.event is not None:
-            if check_workers is None:
-                self.event.synchronize()
-            while not self.event.query():
+            while check_workers is not None and not self.event.query():
                 check_workers()
                 time.sleep(_POLL_SECONDS)  # The next step is under way already, so sleeping too long costs nothing.
+            self.event.synchronize()
         return self.tokens.tolist()

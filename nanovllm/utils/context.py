@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -32,7 +32,8 @@ class Context:
 
     def of_last_tokens(self) -> "Context":
         """The same prefill with each sequence's last new token as its one query."""
-        cu_seqlens_q = torch.arange(len(self.cu_seqlens_k), dtype=torch.int32, device=self.cu_seqlens_k.device)
+        ends = cast(torch.Tensor, self.cu_seqlens_k)
+        cu_seqlens_q = torch.arange(len(ends), dtype=torch.int32, device=ends.device)
         return replace(self, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=1)
 
 

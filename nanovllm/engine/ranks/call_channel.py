@@ -14,6 +14,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from typing import cast
 
 SEGMENT_BYTES = 2**20
 _HEADER_BYTES = 4  # little endian: bytes of the message that are still to come, this part of it included
@@ -66,8 +67,9 @@ class CallWriter:
                     if deadline is not None and time.monotonic() > deadline:
                         raise TimeoutError("a worker does not read its calls")
                 self._unread.pop().recv_bytes()
-            self._segment.buf[:_HEADER_BYTES] = left.to_bytes(_HEADER_BYTES, "little")
-            self._segment.buf[_HEADER_BYTES : _HEADER_BYTES + len(part)] = part
+            buffer = cast(memoryview, self._segment.buf)
+            buffer[:_HEADER_BYTES] = left.to_bytes(_HEADER_BYTES, "little")
+            buffer[_HEADER_BYTES : _HEADER_BYTES + len(part)] = part
             for event in self._events:
                 event.send_bytes(b"1")
                 self._unread.append(event)
@@ -107,12 +109,12 @@ class CallReader:
 
     def read(self) -> bytes:
         """The next message. Raises EOFError or OSError if rank 0 has gone."""
-        message = b""
+        message, buffer = b"", cast(memoryview, self._segment.buf)
         while True:
             self._event.recv_bytes()
-            left = int.from_bytes(self._segment.buf[:_HEADER_BYTES], "little")
+            left = int.from_bytes(buffer[:_HEADER_BYTES], "little")
             length = min(left, _ROOM)
-            message += bytes(self._segment.buf[_HEADER_BYTES : _HEADER_BYTES + length])
+            message += bytes(buffer[_HEADER_BYTES : _HEADER_BYTES + length])
             self._event.send_bytes(b"0")
             if length == left:
                 return message

@@ -3,7 +3,7 @@
 import logging
 import pickle
 from contextlib import AbstractContextManager, nullcontext
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 
@@ -82,7 +82,7 @@ class Executor:
 
     def write_shm(self, method: str, *args) -> None:
         """Send a call to the workers."""
-        self.workers.send(pickle.dumps([method, *args], pickle.HIGHEST_PROTOCOL))
+        cast(Workers, self.workers).send(pickle.dumps([method, *args], pickle.HIGHEST_PROTOCOL))
 
     def check_workers(self) -> None:
         """Raises WorkerError, and ends this engine, if a worker has died or failed."""

@@ -134,7 +134,7 @@ def _end_with_parent(store_folder: str) -> None:
     """End this process within seconds of its parent, whatever it is waiting for, and remove the folder that a killed
     parent has left."""
     parent = multiprocessing.parent_process()
-    while os.getppid() == parent.pid:
+    while parent is not None and os.getppid() == parent.pid:
         time.sleep(PARENT_CHECK_SECONDS)
     remove_store(store_folder)
     os._exit(1)

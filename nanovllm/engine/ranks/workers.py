@@ -204,7 +204,7 @@ class Workers:
             self._has_ended = True
             deadline = time.monotonic()
             is_asked = self.failure is None and farewell is not None
-            if is_asked:
+            if is_asked and farewell is not None:
                 deadline += EXIT_SECONDS
                 try:
                     self._channel.write(farewell, deadline)

@@ -80,7 +80,7 @@ class Detokenizer:
         self._special_ids = frozenset(ids)
         self.token_texts = (TokenTexts(self, False), TokenTexts(self, True))
         self.byte_tokens: dict[int, int] = {}
-        if self.lookahead == 0 and ("ByteFallback", "Fuse") in pairwise(steps):
+        if backend is not None and self.lookahead == 0 and ("ByteFallback", "Fuse") in pairwise(steps):
             found = {backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
             self.byte_tokens = {token_id: byte for token_id, byte in found.items() if token_id is not None}
 

@@ -1,6 +1,7 @@
 """LengthLimit: the longest sequence of an engine, and what to do about a longer prompt."""
 
 from collections.abc import Callable
+from typing import cast
 
 from nanovllm.config import Config
 from nanovllm.utils.long_texts import check_text
@@ -15,7 +16,8 @@ class LengthLimit:
     def __init__(self, config: Config, num_blocks: int):
         """num_blocks: of the KV cache."""
         self.config, self.num_blocks = config, num_blocks
-        self.max_seq_len = min(config.max_model_len, num_blocks * config.kvcache_block_size)
+        self._max_model_len = cast(int, config.max_model_len)  # The checks made it a number.
+        self.max_seq_len: int = min(self._max_model_len, num_blocks * config.kvcache_block_size)
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raises ValueError for a prompt that leaves no room for one completion token."""
@@ -31,12 +33,12 @@ class LengthLimit:
 
     def _explain(self) -> str:
         config, supported = self.config, self.config.supported_model_len
-        if self.max_seq_len < config.max_model_len:
+        if self.max_seq_len < self._max_model_len:
             return (
                 f"which is all that the KV cache holds ({self.num_blocks} blocks x {config.kvcache_block_size} "
                 "tokens): shorten the prompt, or raise num_kvcache_blocks, kvcache_gib or gpu_memory_utilization"
             )
-        if config.max_model_len == supported:
+        if supported is not None and self._max_model_len == supported:
             is_chunk = supported < config.hf_config.max_position_embeddings
             source = "one chunk of dual_chunk_attention_config" if is_chunk else "max_position_embeddings"
             return f"which is all that the model supports ({source}): shorten the prompt"

@@ -65,7 +65,7 @@ def _sample_output(seq: Sequence) -> SampleOutput:
     output = SampleOutput(
         text=seq.text,
         token_ids=seq.completion_token_ids,
-        finish_reason=seq.finish_reason,
+        finish_reason=cast(str, seq.finish_reason),
         stop_reason=seq.stop_reason,
         logprobs=seq.logprobs,
         metrics=RequestMetrics(

@@ -129,7 +129,8 @@ class SequenceMaker:
         seed = _hash_seed(request_id, self._seed) if params.seed is None else params.seed
         seqs = []
         for sample in range(params.n):
-            grammar = None if special.grammars is None else special.grammars.start(params.structured_outputs)
+            form = params.structured_outputs
+            grammar = None if special.grammars is None or form is None else special.grammars.start(form)
             seq = Sequence(next(self._seq_ids), tokens, params, self._block_size, seed, grammar, special.logit_edits)
             seq.request_id, seq.prompt_index, seq.sample = request_id, index, sample
             if sample:
@@ -156,7 +157,7 @@ class SequenceMaker:
         encoded = self.encode_all(completions, "completions", add_special_tokens=False)
         for i, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
             text = read_prompt(completion)
-            if not isinstance(text, str):
+            if self.detokenizer is None or not isinstance(text, str):
                 continue
             if self.detokenizer.added_text(prompt, len(prompt), encoded[i].tolist(), False) != text:
                 encoded[i] = array("i", self.detokenizer.encode(text))

@@ -10,7 +10,7 @@ from nanovllm.engine.requests.text_stream import StopStrings
 from nanovllm.engine.sampling.logit_edits import LogitEdits, tokenize_bad_words
 from nanovllm.engine.sampling.structured import Grammars
 from nanovllm.layers.sampling.token_masks import unpack_mask
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import quoted
 from nanovllm.utils.sized_cache import SizedCache
 
@@ -67,22 +67,20 @@ class SpecialOptions:
         if params.edits_logits:
             # Requests of a batch differ in little else.
             edits = self._logit_edits.get(params if params.seed is None else replace(params, seed=None))
-        grammars = None if params.structured_outputs is None else self._read_form(params)
+        form = params.structured_outputs
+        grammars = None if form is None else self._read_form(form, params.min_tokens)
         return params, Special(stop_tokens, stop_strings, edits, grammars)
 
-    def _read_form(self, params: SamplingParams) -> Grammars:
-        form = params.structured_outputs
+    def _read_form(self, form: StructuredOutputsParams, min_tokens: int) -> Grammars:
         if self._tokenizer is None:
             raise ValueError("structured_outputs: need the model's tokenizer, but skip_tokenizer_init is set")
         if self._grammars is None:
             self._grammars = Grammars(self._tokenizer, self._vocab_size, self._eos)
         self._grammars.start(form)
-        if form.choice is not None and params.min_tokens > 0:
+        if form.choice is not None and min_tokens > 0:
             longest = max(len(text.encode()) for text in form.choice)  # A token has one byte at least.
-            if params.min_tokens > longest:
-                raise ValueError(
-                    f"min_tokens={params.min_tokens}: the longest choice has no more than {longest} tokens"
-                )
+            if min_tokens > longest:
+                raise ValueError(f"min_tokens={min_tokens}: the longest choice has no more than {longest} tokens")
         return self._grammars
 
     def _check_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:

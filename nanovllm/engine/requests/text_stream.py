@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence as Tokens
+from typing import cast
 
 from nanovllm.engine.requests.detokenizer import (
     REPLACEMENT,
@@ -156,6 +157,8 @@ class TextStream:
         return False
 
     def _stop(self, new: str) -> bool:
+        if self._stops is None:
+            return False
         text = self._held + new
         # A match must end in what this token changed: there may be a whole stop string from within min_tokens.
         start = len(common_prefix(self._searched, text))
@@ -173,7 +176,8 @@ class TextStream:
             whole: the window's text.
             end: that of its first tokens is settled, apart from a character that is not complete.
         """
-        first = self._decode(self._window[:end]) if end < len(self._window) else whole
+        window = cast(list[int], self._window)
+        first = self._decode(window[:end]) if end < len(window) else whole
         settled = common_prefix(first, whole).removesuffix(REPLACEMENT)
         self._is_whole = settled == whole and _is_whole(settled)
         if self._base.startswith(settled):
@@ -181,10 +185,10 @@ class TextStream:
         self._release(text_after(self._base, settled))
         self._base = settled
         if end > _MAX_WINDOW:
-            context, text = self._context(self._window, end)
+            context, text = self._context(window, end)
             num_open = len(first) - len(settled)
             if len(text) > num_open:
-                self._window[:end] = context
+                window[:end] = context
                 self._base = text[: len(text) - num_open]
 
     def _release(self, new: str) -> None:
