@@ -66,7 +66,7 @@ def measure(phases: Phases, model: str, options: dict) -> float:
     with phases.phase("import nanovllm"):
         from nanovllm import LLM
         from nanovllm.engine import llm_engine, model_runner
-        from nanovllm.engine.runner.startup import kernel_compilation, model_setup
+        from nanovllm.engine.runner.startup import kernel_compilation
         from nanovllm.engine.runner.startup.package_kernels import PackageKernels
         from nanovllm.layers.attention.gpu_backend import GpuBackend
     imported = sum(phases.seconds.values())
@@ -74,9 +74,9 @@ def measure(phases: Phases, model: str, options: dict) -> float:
     phases.time_calls(llm_engine, "Config", "config")
     phases.time_calls(llm_engine, "load_tokenizer", "tokenizer")
     runner = model_runner.ModelRunner
-    phases.time_calls(kernel_compilation, "_trace", "trace kernels")
+    phases.time_calls(kernel_compilation, "trace_steps", "trace kernels")
     phases.time_calls(runner, "load_weights", "weights")
-    phases.time_calls(model_setup, "load_quack", "import quack-kernels")
+    phases.time_calls(model_runner, "load_quack", "import quack-kernels")
     phases.time_calls(GpuBackend, "use_flash_attn4", "import flash-attn-4")
     phases.time_calls(PackageKernels, "load", "package kernels")
     phases.time_calls(runner, "warmup_model", "warm-up")

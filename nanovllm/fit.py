@@ -35,17 +35,19 @@ class Needs(NamedTuple):
     Attributes:
         weights: parameters, scales and RoPE's tables.
         activations: of the largest step; an estimate.
-        kv_per_token: keys and values of one token, in all layers.
+        per_block: of each block of tokens: its keys and values, in all layers.
+        per_sequence: of each running sequence, however long it is.
     """
 
     weights: int
     activations: int
-    kv_per_token: int
+    per_block: int
+    per_sequence: int
 
     def on(self, memory: int, config: Config) -> Fit:
         """What a GPU of this many bytes has room for."""
         room = int(memory * config.gpu_memory_utilization) - self.weights - self.activations - _OTHER_BYTES
-        num_blocks = max(0, room // (self.kv_per_token * config.kvcache_block_size))
+        num_blocks = max(0, (room - self.per_sequence * config.max_num_seqs) // self.per_block)
         blocks_each = -(-cast(int, config.max_model_len) // config.kvcache_block_size)
         return Fit(memory, num_blocks * config.kvcache_block_size, min(num_blocks // blocks_each, config.max_num_seqs))
 
@@ -59,7 +61,7 @@ def needs(config: Config) -> Needs:
     values = 2 * c.hidden_size + max(heads, 3 * c.intermediate_size // size)
     logits = config.max_num_seqs * c.vocab_size // size
     activations = (config.max_num_batched_tokens * values + logits) * config.dtype.itemsize
-    return Needs(sizes.weights + sizes.tables, activations, sizes.kv_per_token)
+    return Needs(sizes.weights + sizes.tables, activations, sizes.per_block, sizes.per_sequence)
 
 
 def print_fit(model: str, memory_gib: Sequence[float] = (), **options: Any) -> bool:
@@ -86,8 +88,9 @@ def print_fit(model: str, memory_gib: Sequence[float] = (), **options: Any) -> b
     print(f"{model} on {gpus}:")
     print(f"  weights          {needed.weights / GIB:8.2f} GiB")
     print(f"  activations      {needed.activations / GIB:8.2f} GiB ({step})")
-    print(f"  KV cache         {needed.kv_per_token / 1024:8.1f} KiB a token, ", end="")
-    print(f"{length * needed.kv_per_token / GIB:.2f} GiB for a sequence of {length} tokens")
+    kv_per_token = needed.per_block / config.kvcache_block_size
+    print(f"  KV cache         {kv_per_token / 1024:8.1f} KiB a token, ", end="")
+    print(f"{length * kv_per_token / GIB:.2f} GiB for a sequence of {length} tokens")
     print(f"\n{'GPU':>26}  {'fits':4}  {'tokens in the KV cache':>22}  {f'sequences of {length} tokens':>24}")
     cards = [(f"{gib:g} GiB", int(gib * GIB)) for gib in memory_gib or CARDS_GIB]
     if torch.cuda.is_available() and not memory_gib:

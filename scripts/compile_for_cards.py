@@ -34,13 +34,14 @@ import nanovllm.kernels
 from nanovllm.config import Config
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.runner.startup import kernel_compilation, model_setup
+from nanovllm.engine.runner.startup.kernel_compilation import trace_steps
 from nanovllm.kernels import launch
 from nanovllm.kernels.attention.paged_prefill import PrefillTiles
 from nanovllm.kernels.experts.experts import TileConfig
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.shared_memory import fits, held_stages
 from nanovllm.layers.attention.gpu_backend import GpuBackend
+from nanovllm.layers.matmul.table import load_table
 from nanovllm.layers.parallel import residual_reducer
 from nanovllm.layers.parallel import tensor_parallel as parallel
 from nanovllm.layers.parallel.residual_reducer import make_reducer
@@ -250,7 +251,7 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
             (launch, "_compile", record),
             (model_runner, "free_memory", lambda device: 0),
             # Other packages' kernels are theirs to test.
-            (model_setup, "load_quack", lambda *args, **options: None),
+            (model_runner, "load_quack", lambda *args, **options: None),
             (GpuBackend, "use_flash_attn4", lambda *args, **options: None),
             (parallel, "_run", lambda *args: None),
             (residual_reducer, "copy_bytes", lambda *args: None),
@@ -260,15 +261,14 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
             stack.enter_context(block)
         token = launch._variants.set(set())
         try:
-            runner = ModelRunner(config, device)
+            runner, tp = ModelRunner(config, device), TensorParallel()
             if config.tensor_parallel_size > 1:
                 sizes = config.max_num_batched_tokens, config.hf_config.hidden_size, config.dtype
                 reducer = make_reducer(_Peers(config.tensor_parallel_size, device), *sizes)
-                runner.tp = TensorParallel(size=config.tensor_parallel_size, group=MagicMock(), reducer=reducer)
-            shape = model_setup.attention_shape(config, runner.tp, device)
-            model_setup.build_model(runner, *model_setup.choose_backend(config, shape), shape)
+                tp = TensorParallel(size=config.tensor_parallel_size, group=MagicMock(), reducer=reducer)
+            runner.build_model(tp, load_table(device))
             with few_layers(runner.model):
-                kernel_compilation._trace(runner)
+                trace_steps(runner)
         finally:
             launch._variants.reset(token)
     return found

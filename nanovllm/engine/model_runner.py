@@ -2,36 +2,50 @@
 
 import gc
 import logging
+from array import array
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
+from functools import partial
+from itertools import chain
 from operator import attrgetter
-from typing import Any
 
+import numpy as np
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.ranks.process_group import ABORT_SECONDS, abort_group
 from nanovllm.engine.runner.cuda_graphs import DecodeGraphs, graph_batch_sizes, mixed_batch_sizes
-from nanovllm.engine.runner.inputs import DecodeInputs, prefill_batch, send_prefill
+from nanovllm.engine.runner.inputs import DecodeInputs, ModelInputs, send_prefill
 from nanovllm.engine.runner.sampled_tokens import send_tokens
-from nanovllm.engine.runner.startup.kernel_compilation import warmup_kernels
+from nanovllm.engine.runner.startup.kernel_compilation import compiling_kernels, warmup_kernels
 from nanovllm.engine.runner.startup.kv_scales import choose_kv_scales
-from nanovllm.engine.runner.startup.memory import allocate_kv_cache, free_memory, largest_prefill
+from nanovllm.engine.runner.startup.memory import allocate_stores, free_memory, largest_prefill
 from nanovllm.engine.runner.startup.model_check import check_model
-from nanovllm.engine.runner.startup.model_setup import attention_shape, choose_backend, load_and_compile
+from nanovllm.engine.runner.startup.model_setup import choose_mixed_step_rows, make_matmul, padded_batches
 from nanovllm.engine.runner.startup.package_kernels import PackageKernels
 from nanovllm.engine.sampling.logit_steps import LogitSteps
 from nanovllm.engine.sampling.logprobs import prompt_rows
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.kernels.gpu import GpuFacts
-from nanovllm.layers.attention.attention import Attention
+from nanovllm.layers.attention.attention import AttentionBackend, AttentionShape, StepSizes
+from nanovllm.layers.attention.backends import select_backend
+from nanovllm.layers.attention.gpu_backend import GpuBackend
+from nanovllm.layers.formats.quantization import weight_format
+from nanovllm.layers.matmul.quack import Quack, load_quack
+from nanovllm.layers.matmul.table import Table, load_table
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.sampling.sampler import Sampler
-from nanovllm.models.layer_facts import few_layers
+from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
+from nanovllm.layers.stores.store import Store
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.layer_facts import few_layers, gate_up_weight, num_layer_params
 from nanovllm.models.loader import load_dummy, load_model, num_checkpoint_params
-from nanovllm.utils.context import step_context
+from nanovllm.models.make_model import make_model
+from nanovllm.models.model_size import attention_shape
+from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.progress import StartProgress
-from nanovllm.utils.threads import StepThreads
+from nanovllm.utils.threads import StepThreads, torch_threads
 
 logger = logging.getLogger(__name__)
 
@@ -39,27 +53,49 @@ _IS_PLAIN = attrgetter("params.is_plain")
 
 
 class ModelRunner:
-    """Holds a model and runs its steps, on one rank."""
+    """Holds a model and runs its steps, on one rank.
+
+    `start` sets the attributes below, in this order and once; `exit` deletes them.
+
+    Attributes:
+        tp: this rank's place among the ranks.
+        attention_shape, backend: of the rank's attention, and what computes it.
+        model: the model; its weights are loaded last.
+        num_layer_params: parameters of a layer on this rank, of experts only those that a token uses.
+        stores: what sequences keep on the device; the first is `kv_cache`.
+        mixed_step_rows: most tokens of a mixed step; 0 for no mixed steps.
+        decode_inputs: the inputs of decode steps.
+        graphs, mixed_graphs: the CUDA graphs of decode and of mixed steps, if there are some.
+        num_kvcache_blocks: blocks of the stores.
+        logit_steps: runs steps whose requests ask for more than a temperature.
+    """
+
+    tp: TensorParallel
+    attention_shape: AttentionShape
+    backend: AttentionBackend
+    has_graphs: bool
+    quack: Quack | None
+    model: DecoderForCausalLM
+    num_layer_params: int
+    stores: list[Store]
+    kv_cache: PagedKVCache
+    sampler: Sampler
+    mixed_step_rows: int
+    decode_inputs: DecodeInputs
+    graphs: DecodeGraphs
+    mixed_graphs: DecodeGraphs
+    num_kvcache_blocks: int
+    logit_steps: LogitSteps
 
     def __init__(self, config: Config, device: torch.device):
         self.config = config
         self.device = device
         self.block_size = config.kvcache_block_size
-        self.model: Any = None
-        self.sampler: Sampler | None = None
-        self.num_kv_heads = 0  # of this rank
-        self.num_layer_params = 0  # on this rank
-        self.num_kvcache_blocks = 0
-        self.kv_cache: torch.Tensor | None = None  # [2, layers, blocks, block_size, kv_heads, head_dim]: keys, values
-        self.kv_scales: torch.Tensor | None = None  # float32 [layers, 2, kv_heads] of an fp8 cache: keys, values
-        self.mixed_step_rows = 0  # most tokens of a mixed step; 0 for no mixed steps
-        self.decode_inputs: DecodeInputs | None = None
-        self.graphs: DecodeGraphs | None = None  # of decode steps; None without CUDA graphs
-        self.mixed_graphs: DecodeGraphs | None = None
-        self.logit_steps: LogitSteps | None = None
-        self.tp = TensorParallel()
-        self._threads = StepThreads(config.tensor_parallel_size)
+        # On a CPU, what chooses the number of threads of a step.
+        self._threads = StepThreads(config.tensor_parallel_size) if device.type == "cpu" else None
         self._free_at_start = free_memory(device)  # From the meeting of the ranks on they share memory.
+
+    # -- start and end -----------------------------------------------------------------------------------------
 
     def check_model(self, rank: int = 0) -> None:
         """`model_check.check_model`, before anything is allocated for the model."""
@@ -67,33 +103,64 @@ class ModelRunner:
 
     def start(self, tp: TensorParallel, progress: StartProgress) -> None:
         """Build everything, ready for `run`. All ranks do so at the same time."""
-        self.tp, config = tp, self.config
-        shape = attention_shape(config, tp, self.device)
-        backend, has_graphs = choose_backend(config, shape)
-        with PackageKernels(config, tp.rank, self.device) as packages:
-            load_and_compile(self, backend, has_graphs, shape, packages, progress)
+        config, device = self.config, self.device
+        table = load_table(device)  # First, because a user's table may be broken.
+        with PackageKernels(config, tp.rank, device) as packages:
+            self.build_model(tp, table)
+            progress.tell("compiling kernels")
+            with compiling_kernels(self, progress.count("compiling kernels")):
+                flash_attn4 = self.backend.flash_attn4 if isinstance(self.backend, GpuBackend) else None
+                packages.compile(self.quack, flash_attn4, self.attention_shape)
+                progress.tell("loading weights")
+                self.load_weights()
+            packages.load(tp, progress.count("compiling kernels of packages"))
+        if self.quack is not None and not self.quack.works:  # because steps were padded for it
+            self.decode_inputs.padded = padded_batches(self.model, table, config.max_num_seqs)
         billions = num_checkpoint_params(self.model) / 1e9
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
         logger.info("device: %s", self.device_name)
-        logger.info("attention back end: %s", backend.description)
-        if self.kv_scales is not None:
-            choose_kv_scales(self)
+        logger.info("attention back end: %s", self.backend.description)
+        choose_kv_scales(config, self.model, self.kv_cache, tp)
         progress.tell("measuring memory")
         self.warmup_model()
         self.allocate_kv_cache()
-        if has_graphs:
+        if self.has_graphs:
             self.capture_cudagraph(progress.count("capturing CUDA graphs"))
         else:
             logger.info("CUDA graphs: none")
-        self.logit_steps = LogitSteps(self)
+        self.logit_steps = LogitSteps(config, self.model, self.decode_inputs, self.graphs, tp)
         if config.device == "cuda":
-            warmup_kernels(self)
+            warmup_kernels(self, self.num_kvcache_blocks)
 
-    @property
-    def device_name(self) -> str:
-        """The GPU's name, after the number of GPUs if there are several; or "CPU"."""
-        name = GpuFacts.of(self.device).name
-        return name if self.tp.size == 1 else f"{self.tp.size} x {name}"
+    def build_model(self, tp: TensorParallel, table: Table) -> None:
+        """The model without its weights, and what goes with it."""
+        config, device = self.config, self.device
+        self.tp = tp
+        self.attention_shape = attention_shape(config, tp, device)
+        self.backend = select_backend(config.attention_backend, self.attention_shape)
+        self.has_graphs = config.device == "cuda" and not config.enforce_eager and self.backend.supports_cuda_graphs
+        with weight_format(config.weight_format):
+            args = config.max_model_len, self.backend, tp
+            self.model = make_model(config.hf_config, config.dtype, device, *args)
+        if config.weight_format is not None:
+            logger.info("weights of linear layers: %s", config.weight_format.table_name)
+        self.num_layer_params = num_layer_params(self.model)
+        self.stores = self.model.make_stores(self.attention_shape)
+        self.kv_cache = next(store for store in self.stores if isinstance(store, PagedKVCache))
+        self.sampler = Sampler(tp, self.model.lm_head.first, self.model.lm_head.shard_size)
+        # With two GPUs it gained nothing.
+        self.quack = load_quack(config.dtype, device, decodes=self.has_graphs) if tp.size == 1 else None
+        self.model.use_matmul(make_matmul(config, table, device, self.quack))
+        self.mixed_step_rows = choose_mixed_step_rows(config, self.has_graphs, gate_up_weight(self.model), table)
+        padded = padded_batches(self.model, table, config.max_num_seqs)
+        limits = config.max_num_batched_tokens, config.max_model_len
+        sizes = StepSizes(*limits, max(padded[-1], self.mixed_step_rows), self.num_layer_params)
+        windows = list(dict.fromkeys(layer.window for layer in self.kv_cache.layers))
+        self.backend.prepare(self.attention_shape, windows, sizes, table)
+        max_blocks = -(-config.max_model_len // self.block_size)
+        places = config.max_num_seqs, max_blocks, self.block_size, device
+        self.decode_inputs = DecodeInputs(*places, self.backend, padded, self.mixed_step_rows)
+        self.graphs, self.mixed_graphs = DecodeGraphs(device), DecodeGraphs(device)
 
     def load_weights(self) -> None:
         if self.config.load_format == "dummy":
@@ -103,37 +170,6 @@ class ModelRunner:
         if self.device.type == "cpu":
             self.model.pack_weights()
 
-    def synchronize(self) -> None:
-        """Wait for the steps in flight: they need every rank and the host's memory."""
-        if self.device.type == "cuda":
-            with suppress(RuntimeError):  # The next call raises it as well.
-                torch.cuda.synchronize(self.device)
-
-    def exit(self) -> None:
-        """Give all memory back. Calling it again does nothing."""
-        self.synchronize()
-        if self.model is not None:
-            for layer in self.attention_layers():
-                layer.k_cache = layer.v_cache = layer.kv_scales = None
-            # A parameter and its loader's layer refer to each other, so only the collector would free them.
-            for parameter in self.model.parameters():
-                vars(parameter).pop("weight_loader", None)
-        self.model = self.sampler = self.kv_cache = self.kv_scales = self.graphs = self.mixed_graphs = None
-        self.decode_inputs = self.logit_steps = None
-        if self.device.type == "cuda":
-            # CUDA graphs and the functions that they were captured from refer to each other.
-            gc.unfreeze()  # See `collector.old_objects_set_aside`.
-            gc.collect()
-        if self.tp.size > 1:
-            thread = abort_group(self.tp)
-            if thread is not None:
-                thread.join(ABORT_SECONDS)
-            self.tp = TensorParallel()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    # -- memory ------------------------------------------------------------------------------------------------
-
     @torch.inference_mode()
     def warmup_model(self) -> None:
         """One prefill at full size, to measure how much memory activations need. On a CPU the KV cache's size is an
@@ -142,31 +178,70 @@ class ModelRunner:
             return
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
-        inputs, context = largest_prefill(self.config, self.device)
-        with step_context(context):
-            self.run_model(*inputs)
+        self.run_model(largest_prefill(self.config, self.device))
         torch.cuda.synchronize(self.device)
 
     def allocate_kv_cache(self) -> None:
-        """One tensor for all layers. Raises MemoryError, with the numbers, if there is no room for one block."""
-        sizes = len(self.attention_layers()), self.num_kv_heads
-        self.use_kv_cache(allocate_kv_cache(self.config, *sizes, self.device, self.tp, self._free_at_start))
+        """All stores, as large as the budget allows. Raises MemoryError, with the numbers, if there is no room for one
+        block."""
+        self.num_kvcache_blocks = allocate_stores(self.stores, self.config, self.device, self.tp, self._free_at_start)
 
-    def use_kv_cache(self, kv_cache: torch.Tensor | None) -> None:
-        """Give each layer its slices of the cache; None takes them away."""
-        self.kv_cache = kv_cache
-        self.num_kvcache_blocks = 0 if kv_cache is None else kv_cache.shape[2]
-        for i, layer in enumerate(self.attention_layers()):
-            layer.k_cache, layer.v_cache = (None, None) if kv_cache is None else kv_cache[:, i]
-            layer.kv_scales = None if self.kv_scales is None else self.kv_scales[i]
+    @torch.inference_mode()
+    def capture_cudagraph(self, tell: Callable[[int, int], None]) -> None:
+        """Capture `_decode` at every batch size of graph_batch_sizes. tell: called with the number of graphs captured
+        so far, and of all."""
+        sizes = graph_batch_sizes(self.config.max_num_seqs)
+        self.graphs.use_sizes(sizes)
+        self.graphs.capture_all(self._decode, self._run_padding, tell)
+        logger.info("CUDA graphs: %d, batch sizes 1 to %d", len(sizes), sizes[-1])
+        rows = self.mixed_step_rows
+        if rows:
+            sizes = mixed_batch_sizes(rows, self.config.max_num_seqs)
+            self.mixed_graphs.use_sizes(sizes, self.graphs.pool)
+            self.mixed_graphs.capture_all(
+                partial(self._decode, mixed_rows=rows), partial(self._run_padding, mixed_rows=rows), tell
+            )
+            logger.info("CUDA graphs of mixed steps: %d, of %d rows", len(sizes), rows)
 
-    def attention_layers(self) -> list[Attention]:
-        return [module for module in self.model.modules() if isinstance(module, Attention)]
+    @property
+    def device_name(self) -> str:
+        """The GPU's name, after the number of GPUs if there are several; or "CPU"."""
+        name = GpuFacts.of(self.device).name
+        return name if self.tp.size == 1 else f"{self.tp.size} x {name}"
+
+    def synchronize(self) -> None:
+        """Wait for the steps in flight: they need every rank and the host's memory."""
+        if self.device.type == "cuda":
+            with suppress(RuntimeError):  # The next call raises it as well.
+                torch.cuda.synchronize(self.device)
+
+    def exit(self) -> None:
+        """Give all memory back, also after a start that has failed. Calling it again does nothing."""
+        self.synchronize()
+        fields = vars(self)
+        for store in fields.get("stores", []):
+            store.free()
+        # A parameter and its loader's layer refer to each other, so only the collector would free them.
+        for parameter in self.model.parameters() if "model" in fields else ():
+            vars(parameter).pop("weight_loader", None)
+        tp = fields.get("tp", TensorParallel())
+        for name in ModelRunner.__annotations__:
+            fields.pop(name, None)
+        if self.device.type == "cuda":
+            # CUDA graphs and the functions that they were captured from refer to each other.
+            gc.unfreeze()  # See `collector.old_objects_set_aside`.
+            gc.collect()
+        if tp.size > 1:
+            thread = abort_group(tp)
+            if thread is not None:
+                thread.join(ABORT_SECONDS)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     # -- one step ----------------------------------------------------------------------------------------------
 
-    def prepare(self, step: Step) -> Step:
-        """Give the step its inputs, on the host, and return it."""
+    def prepare(self, step: Step) -> None:
+        """Give the step its inputs, on the host."""
         if step.is_prefill:
             self.prepare_prefill(step)
         else:
@@ -175,20 +250,57 @@ class ModelRunner:
             step.needs_logits = True
             step.waits_for_tokens = any(seq.is_constrained for seq in step.seqs)
             step.prompt_rows = prompt_rows(step.seqs) if step.is_prefill else []
-        return step
 
     def prepare_prefill(self, step: Step) -> None:
         """The flat batch of the sequences' scheduled tokens."""
-        prefill_batch(step, self.block_size)
+        seqs, block_size = step.seqs, self.block_size
+        cached = np.array([seq.num_cached_tokens for seq in seqs])
+        num_new = np.array([seq.num_scheduled_tokens for seq in seqs])
+        num_keys = cached + num_new
+        # No Python loop over tokens or blocks, because the device waits for the first step of a batch.
+        tokens = array("i")
+        for seq in seqs:
+            tokens += seq.tokens[seq.num_cached_tokens : seq.num_cached_tokens + seq.num_scheduled_tokens]
+        ends = np.cumsum(num_new)
+        positions = np.arange(len(tokens)) + np.repeat(num_keys - ends, num_new)
+        tables = self.prepare_block_tables(seqs)
+        blocks = positions // block_size  # index in the sequence's table
+        # Of each token's table in the flat tables.
+        first_blocks = np.repeat(np.arange(len(seqs)) * tables.shape[1], num_new)
+        # block * block_size + positions % block_size
+        slots = (tables.ravel().take(first_blocks + blocks) - blocks) * block_size + positions
+        step.num_seqs, step.num_rows = len(seqs), len(tokens)
+        step.max_seqlen_q, step.max_seqlen_k = int(num_new.max()), int(num_keys.max())
+        step.reads_cache = bool(cached.any())
+        step.arrays = {
+            "input_ids": np.frombuffer(tokens, np.int32).astype(np.int64),
+            "positions": positions,
+            "seeds": np.array([seq.seed for seq in seqs]),
+            "sample_positions": num_keys - 1,
+            "last_tokens": ends - 1,
+            "temperatures": np.array([seq.params.temperature for seq in seqs], np.float32),
+            "slot_mapping": slots.astype(np.int32),
+            "cu_seqlens_q": np.concatenate(([0], ends)).astype(np.int32),
+            "cu_seqlens_k": np.concatenate(([0], np.cumsum(num_keys))).astype(np.int32),
+            "block_tables": tables,
+        }
+
+    @staticmethod
+    def prepare_block_tables(seqs: list[Sequence]) -> np.ndarray:
+        """The sequences' block tables, int32 [num_seqs, max_blocks], right-padded with -1."""
+        lens = np.array([len(seq.block_table) for seq in seqs])
+        tables = np.full((len(seqs), lens.max()), -1, np.int32)
+        in_table = np.arange(lens.max()) < lens[:, None]
+        tables[in_table] = list(chain.from_iterable([seq.block_table for seq in seqs]))
+        return tables
 
     def prepare_decode(self, step: Step) -> None:
         """A row for each sequence's last token. In a mixed step, the last sequences are prefilled and have more rows.
         Padded to the next batch size that has a CUDA graph."""
         num_seqs = len(step.seqs)
-        graphs = self.mixed_graphs if step.is_mixed else self.graphs
-        if graphs is not None and num_seqs <= graphs.max_batch_size:
-            step.graph_size = graphs.padded(num_seqs)
-        if not step.is_mixed:
+        graphs = self.mixed_graphs if step.num_prefilled else self.graphs
+        step.graph_size = graphs.size_for.get(num_seqs, 0)
+        if not step.num_prefilled:
             num_rows = self.decode_inputs.padded[step.graph_size or num_seqs]
         elif step.graph_size:
             num_rows = self.mixed_step_rows
@@ -197,78 +309,66 @@ class ModelRunner:
         self.decode_inputs.write(step, num_rows)
 
     @torch.inference_mode()
-    def run(self, step: Step) -> Step:
+    def run(self, step: Step) -> None:
         """Start a step, and do not wait for it. The next step may be started before this one's tokens are read.
 
         Its tokens are on their way to the host then, or, if it waits_for_tokens, to be sampled by `sample`. A worker
         keeps none.
         """
-        with self._cpu_threads(step.num_rows):
+        num_threads = torch.get_num_threads()
+        if self._threads is not None:
+            torch.set_num_threads(self._threads.choose(num_threads, step.num_rows * self.num_layer_params))
+        try:
             if step.needs_logits:
                 self.logit_steps.forward(step)
                 if not step.waits_for_tokens:
                     self.logit_steps.sample(step)
-                return step
+                return
             if step.is_prefill:
-                inputs, context = send_prefill(step, self.device)
-                with step_context(context):
-                    self.run_model(*inputs)
+                self.run_model(send_prefill(step, self.device))
             else:
                 self.decode_inputs.send(step)
                 if step.graph_size:
-                    graphs = self.mixed_graphs if step.is_mixed else self.graphs
+                    graphs = self.mixed_graphs if step.num_prefilled else self.graphs
                     graphs.replay(step.graph_size)
                 else:
-                    self._decode(step.num_seqs, step.num_rows if step.is_mixed else 0)
+                    sizes = step.num_seqs, step.num_rows, step.num_prefilled > 0
+                    self.run_model(self.decode_inputs.for_model(*sizes))
             sampled = self.decode_inputs.sampled[: step.num_seqs]
-            send_tokens(step, sampled, self.decode_inputs.tokens_on_host(step.num_seqs))
-            return step
+            if self.device.type == "cuda":
+                send_tokens(step, sampled, self.decode_inputs.tokens_on_host(step.num_seqs))
+            else:
+                step.tokens = sampled.clone()
+        finally:
+            if self._threads is not None:
+                torch.set_num_threads(num_threads)
 
     @torch.inference_mode()
     def sample(self, step: Step | None = None) -> None:
         """Sample the tokens of a step that waited for those of the step before. A worker receives them from rank 0."""
         num_tokens = 0 if step is None else sum(seq.num_scheduled_tokens for seq in step.seqs)
-        with self._cpu_threads(num_tokens):
+        num_threads = torch.get_num_threads()
+        if self._threads is not None:
+            num_threads = self._threads.choose(num_threads, num_tokens * self.num_layer_params)
+        with torch_threads(num_threads):
             self.logit_steps.sample(step)
 
-    def _cpu_threads(self, num_tokens: int) -> AbstractContextManager:
-        """On a CPU, a block with the number of threads that suits a step of num_tokens. On a GPU, nothing."""
-        if self.device.type != "cpu":
-            return nullcontext()
-        return self._threads.computing(num_tokens * self.num_layer_params)
+    def run_model(self, inputs: ModelInputs) -> None:
+        """Model, head and sampler: a token for each temperature, into decode_inputs.sampled."""
+        set_context(inputs.context)
+        try:
+            hidden_states = self.model(inputs.input_ids, inputs.positions)[: len(inputs.temperatures)]
+            logits = self.model.compute_logits(hidden_states)
+            sampled = self.decode_inputs.sampled[: len(logits)]
+            self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.sample_positions, out=sampled)
+        finally:
+            reset_context()
 
     def _decode(self, batch_size: int, mixed_rows: int = 0) -> None:
         """Compute the rows of decode_inputs, and sample from the first batch_size. This is what CUDA graphs capture.
         mixed_rows: rows of a mixed step; 0 for any other step."""
         num_rows = mixed_rows or self.decode_inputs.padded[batch_size]
-        input_ids, positions, context = self.decode_inputs.for_layers(num_rows, batch_size if mixed_rows else None)
-        names = ("temperatures", "seeds", "positions")
-        sampling = (self.decode_inputs.rows[name][:batch_size] for name in names)
-        with step_context(context):
-            self.run_model(input_ids, positions, *sampling)
-
-    def run_model(self, input_ids, positions, temperatures, seeds, sample_positions) -> None:
-        """Model, head and sampler: a token for each temperature, into decode_inputs.sampled. Further rows are padding.
-        sample_positions: those of the tokens from which they are sampled, which decide the sampler's noise."""
-        logits = self.model.compute_logits(self.model(input_ids, positions)[: len(temperatures)])
-        sampled = self.decode_inputs.sampled[: len(logits)]
-        self.sampler(logits, temperatures, seeds, sample_positions, out=sampled)
-
-    @torch.inference_mode()
-    def capture_cudagraph(self, tell: Callable[[int, int], None]) -> None:
-        """Capture `_decode` at every batch size of graph_batch_sizes. tell: called with the number of graphs captured
-        so far, and of all."""
-        sizes = graph_batch_sizes(self.config.max_num_seqs)
-        self.graphs = DecodeGraphs(self._decode, self._run_padding, sizes, self.device)
-        self.graphs.capture_all(tell)
-        logger.info("CUDA graphs: %d, batch sizes 1 to %d", len(sizes), sizes[-1])
-        rows = self.mixed_step_rows
-        if rows:
-            sizes = mixed_batch_sizes(rows, self.config.max_num_seqs)
-            functions = (lambda n: self._decode(n, rows)), (lambda n: self._run_padding(n, rows))
-            self.mixed_graphs = DecodeGraphs(*functions, sizes, self.device, self.graphs.pool)
-            self.mixed_graphs.capture_all(tell)
-            logger.info("CUDA graphs of mixed steps: %d, of %d rows", len(sizes), rows)
+        self.run_model(self.decode_inputs.for_model(batch_size, num_rows, mixed_rows > 0))
 
     def _run_padding(self, batch_size: int, mixed_rows: int = 0) -> None:
         """`_decode` of padding alone, through a few layers, which launch every kernel that all layers do."""

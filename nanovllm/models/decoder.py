@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanovllm.layers.activation import Gated, GeluTanhAndMul
-from nanovllm.layers.attention.attention import Attention, AttentionBackend
+from nanovllm.layers.attention.attention import Attention, AttentionBackend, AttentionShape
 from nanovllm.layers.attention.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.attention.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding
@@ -21,6 +21,8 @@ from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.rank_sums import NormedParts, begin_sums
 from nanovllm.layers.parallel.sharded_norm import ShardedRMSNorm, normalize_over_ranks
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
+from nanovllm.layers.stores.store import Store
 from nanovllm.models.hf_config import check_switches, get_head_dim
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.utils.context import get_context
@@ -285,6 +287,10 @@ class DecoderForCausalLM(nn.Module, ABC):
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The results of compute_logits on all ranks -> logits [num_rows, vocab_size], on all ranks."""
         return self.lm_head.gather(logits)
+
+    def make_stores(self, shape: AttentionShape) -> list[Store]:
+        """What its sequences keep on the device. Nothing is allocated yet. shape: of this rank's attention."""
+        return [PagedKVCache([module for module in self.modules() if isinstance(module, Attention)], shape)]
 
     def use_matmul(self, matmul: Matmul) -> None:
         self.matmul = matmul

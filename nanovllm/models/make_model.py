@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import model_class
 
 
-def make_model(hf_config, dtype: torch.dtype, device: torch.device, *args) -> nn.Module:
+def make_model(hf_config, dtype: torch.dtype, device: torch.device, *args) -> DecoderForCausalLM:
     """The model of a transformers configuration, its parameters not filled yet. args: the class's own, after config.
     Raises ValueError for a configuration that we do not have."""
     cls = model_class(hf_config)

@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from nanovllm.layers.attention.attention import AttentionShape
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.formats.quantization import weight_format
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.make_model import make_model
 
 GIB = 2**30
@@ -19,12 +21,14 @@ class ModelBytes(NamedTuple):
     Attributes:
         weights: all parameters and their scales, in the dtypes that they have in memory.
         tables: RoPE's, for max_model_len positions.
-        kv_per_token: keys and values of one token, in all layers.
+        per_block: what the model's stores take of each block of tokens.
+        per_sequence: what they take of each running sequence.
     """
 
     weights: int
     tables: int
-    kv_per_token: int
+    per_block: int
+    per_sequence: int
 
 
 def meta_model(config: Any, rank: int = 0) -> nn.Module:
@@ -47,7 +51,18 @@ def meta_model(config: Any, rank: int = 0) -> nn.Module:
 
 def model_bytes(config: Any, model: Any) -> ModelBytes:
     """Counts the bytes of a rank's model, which may be a `meta_model`, in an engine with this `Config`."""
-    attentions = [layer.self_attn for layer in model.model.layers]
-    values = sum(2 * attention.num_kv_heads * attention.head_dim for attention in attentions)
+    tp = TensorParallel(0, config.tensor_parallel_size)
+    stores = model.make_stores(attention_shape(config, tp, torch.device("meta")))
     weights, tables = (sum(tensor.nbytes for tensor in each) for each in (model.parameters(), model.buffers()))
-    return ModelBytes(weights, tables, values * config.kv_cache_dtype.itemsize)
+    per_block, per_sequence = (
+        sum(getattr(store, name) for store in stores) for name in ("bytes_per_block", "bytes_per_sequence")
+    )
+    return ModelBytes(weights, tables, per_block, per_sequence)
+
+
+def attention_shape(config: Any, tp: TensorParallel, device: torch.device) -> AttentionShape:
+    """Of a rank's attention in an engine with this `Config`."""
+    num_heads = tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
+    _, num_kv_heads = tp.shard_kv_heads(config.hf_config.num_key_value_heads)
+    sizes = num_heads, num_kv_heads, get_head_dim(config.hf_config), config.kvcache_block_size
+    return AttentionShape(*sizes, config.dtype, device, config.kv_cache_dtype)

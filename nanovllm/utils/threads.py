@@ -26,13 +26,10 @@ class StepThreads:
         self._chosen: dict[int, int] = {}  # {threads that the caller allows: threads to use}
         self._next_trial = 0.0
 
-    @contextmanager
-    def computing(self, work: int) -> Iterator[None]:
-        """A block that computes a step. work: its tokens times the parameters of a layer."""
-        with torch_threads(self._choose(threads_per_rank(self._num_ranks), work)):
-            yield
-
-    def _choose(self, allowed: int, work: int) -> int:
+    def choose(self, current: int, work: int) -> int:
+        """The threads for a step. current: threads that the caller allows torch. work: the step's tokens times the
+        parameters of a layer."""
+        allowed = current if self._num_ranks == 1 else threads_per_rank(self._num_ranks)
         if allowed == 1 or work < _MIN_WORK:
             return 1
         start = time.monotonic()

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine.runner.inputs import DecodeInputs, prefill_batch, send_prefill
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.runner.inputs import DecodeInputs, send_prefill
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.utils.context import Context
@@ -37,7 +38,9 @@ def scheduled(draw):
 
 def prefill(seqs: list[Sequence], block_size: int) -> Step:
     step = Step(seqs, True, len(seqs))
-    prefill_batch(step, block_size)
+    runner = ModelRunner.__new__(ModelRunner)  # without a model
+    runner.block_size = block_size
+    runner.prepare_prefill(step)
     return step
 
 
@@ -50,8 +53,11 @@ def decode(inputs: DecodeInputs, seqs: list[Sequence], num_rows: int) -> Step:
 @given(scheduled())
 def test_prefill_inputs(drawn):
     seqs, block_size = drawn
-    inputs, context = send_prefill(prefill(seqs, block_size), torch.device("cpu"))
-    input_ids, positions, temperatures, seeds, sample_positions = (tensor.tolist() for tensor in inputs)
+    inputs = send_prefill(prefill(seqs, block_size), torch.device("cpu"))
+    context = inputs.context
+    input_ids, positions, _, temperatures, seeds, sample_positions = (
+        each if isinstance(each, Context) else each.tolist() for each in inputs
+    )
     spans = [range(seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens) for seq in seqs]
     computed = [(seq, p) for seq, span in zip(seqs, spans, strict=True) for p in span]
     assert input_ids == [seq.token_ids[p] for seq, p in computed]
@@ -81,7 +87,7 @@ def test_a_worker_has_the_same_tensors_of_a_pickled_prefill(drawn):
     received = pickle.loads(pickle.dumps(step))
     assert received.seqs == []
     for ours, theirs in zip(
-        *(_flat(*send_prefill(each, torch.device("cpu"))) for each in (step, received)), strict=True
+        *(_flat(send_prefill(each, torch.device("cpu"))) for each in (step, received)), strict=True
     ):
         assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
 
@@ -101,7 +107,9 @@ def test_a_worker_has_the_same_tensors_of_pickled_decode_steps(steps):
         step = decode(ours, seqs, num_rows)
         ours.send(step)
         theirs.send(pickle.loads(pickle.dumps(step)))
-        for one, other in zip(*(_flat(*inputs.for_layers(num_rows)) for inputs in (ours, theirs)), strict=True):
+        for one, other in zip(
+            *(_flat(inputs.for_model(len(seqs), num_rows)) for inputs in (ours, theirs)), strict=True
+        ):
             assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
@@ -114,13 +122,13 @@ def test_what_a_worker_gets_of_a_decode_step_does_not_grow_with_the_tokens_of_it
     assert sizes[0] == sizes[1] < 20_000
 
 
-def _flat(inputs, *rest) -> list:
-    tensors = list(inputs) if isinstance(inputs, tuple) else [inputs]
-    for each in rest:
-        values = [getattr(each, f.name) for f in fields(each)] if isinstance(each, Context) else [each]
-        for value in values:
-            tensors += value.values() if isinstance(value, dict) else [value]
-    return tensors
+def _flat(inputs) -> list:
+    values = []
+    for each in inputs:
+        fields_of = [getattr(each, f.name) for f in fields(each)] if isinstance(each, Context) else [each]
+        for value in fields_of:
+            values += value.values() if isinstance(value, dict) else [value]
+    return values
 
 
 @given(
@@ -140,7 +148,7 @@ def test_mixed_inputs(steps, windows):
         spans = [range(seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens) for seq in seqs]
         num_tokens = sum(map(len, spans))
         inputs.send(decode(inputs, seqs, num_tokens + num_padding))
-        input_ids, positions, context = inputs.for_layers(num_tokens + num_padding, num_sampled=len(seqs))
+        input_ids, positions, context = inputs.for_model(len(seqs), num_tokens + num_padding, is_mixed=True)[:3]
         computed = list(zip(input_ids.tolist(), positions.tolist(), context.slot_mapping.tolist(), strict=True))
         # Tokens are drawn from the first rows, one a sequence.
         assert computed[: len(seqs)] == [_row(seq, span[-1]) for seq, span in zip(seqs, spans, strict=True)]
@@ -191,7 +199,7 @@ def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
     for batch_size in {1, (max_num_seqs + 1) // 2, max_num_seqs}:
         for num_seqs in {1, batch_size}:
             inputs.send(decode(inputs, seqs[:num_seqs], batch_size))
-            plan = inputs.for_layers(batch_size)[2].attention[None]
+            plan = inputs.for_model(num_seqs, batch_size).context.attention[None]
             backend.workspace.check_room(batch_size, 16, num_kv_heads, 16, len(plan))
             row, _, _, first, end, *_ = plan[plan[:, 0] >= 0].T.numpy()
             keys = np.bincount(row, weights=end - first, minlength=batch_size)
@@ -210,7 +218,7 @@ def test_padding_rows_read_and_write_nothing():
     for num_seqs, batch_size, num_rows in ((5, 5, 8), (3, 5, 8), (3, 4, 4), (1, 1, 4)):
         assert inputs.padded[batch_size] == num_rows
         inputs.send(decode(inputs, seqs[:num_seqs], num_rows))
-        input_ids, positions, context = inputs.for_layers(num_rows)
+        input_ids, positions, context = inputs.for_model(num_seqs, num_rows)[:3]
         assert len(input_ids) == len(positions) == len(context.block_tables) == num_rows
         assert input_ids[:num_seqs].tolist() == [10 * i for i in range(num_seqs)]
         assert positions[:num_seqs].tolist() == [10 * i for i in range(num_seqs)]
@@ -232,10 +240,10 @@ def test_rows_feed_what_the_last_step_drew_where_the_host_has_not_read_it():
         seq.block_table, seq.is_prefilling, seq.pending_row = [i], False, pending_row
         seqs.append(seq)
     inputs.send(decode(inputs, seqs, 6))
-    assert inputs.for_layers(6)[0][:5].tolist() == [103, 21, 100, 105, 24]
+    assert inputs.for_model(6, 6).input_ids[:5].tolist() == [103, 21, 100, 105, 24]
     seqs[3].pending_row = -1
     inputs.send(decode(inputs, seqs[2:4], 4))
-    assert inputs.for_layers(4)[0][:2].tolist() == [100, 23]
+    assert inputs.for_model(4, 4).input_ids[:2].tolist() == [100, 23]
 
 
 def test_tokens_have_memory_of_their_own_until_the_step_after_next():
@@ -262,4 +270,4 @@ def test_a_capture_before_a_step_is_sent_leaves_its_host_buffer_alone():
     torch.cuda._sleep(10**8)  # The device is behind: the host writes the next step before this one is received.
     inputs.send(step)
     decode(inputs, seqs[1:], 1)
-    assert inputs.for_layers(1)[0].tolist() == [10]
+    assert inputs.for_model(1, 1).input_ids.tolist() == [10]

@@ -13,9 +13,9 @@ from decode_cases import H200
 
 from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE, graph_batch_sizes
 from nanovllm.engine.runner.startup.kernel_compilation import (
-    _trace,
     telling_batch_sizes,
     trace_products,
+    trace_steps,
     warmup_batches,
     warmup_kernels,
 )
@@ -152,13 +152,13 @@ def test_no_step_of_the_start_is_larger_than_a_later_one(path, options, monkeypa
             num_tokens = sum(seq.num_scheduled_tokens for seq in step.seqs)
             kind = "prefill" if step.is_prefill else "mixed" if step.is_mixed else "decode"
             launched.append((kind, len(step.seqs), num_tokens))
-            return prepare(step)
+            prepare(step)
 
-        runner.prepare, kv_cache = watch, runner.kv_cache
-        runner.use_kv_cache(None)
-        _trace(runner)
-        runner.use_kv_cache(kv_cache)
-        warmup_kernels(runner)
+        runner.prepare, kv_cache = watch, runner.kv_cache.tensor
+        runner.kv_cache.free()
+        trace_steps(runner)
+        runner.kv_cache.use(kv_cache)
+        warmup_kernels(runner, runner.num_kvcache_blocks)
         runner.prepare = prepare
         limits = {"prefill": config.max_num_batched_tokens, "decode": config.max_num_seqs}
         limits["mixed"] = min(config.max_num_batched_tokens, runner.mixed_step_rows)
@@ -167,7 +167,7 @@ def test_no_step_of_the_start_is_larger_than_a_later_one(path, options, monkeypa
             assert num_tokens <= limits[kind]
         kinds = {kind for kind, *_ in launched}
         assert kinds == {"prefill", "decode"} | ({"mixed"} if runner.mixed_step_rows else set())
-        (input_ids, *_), _ = largest_prefill(config, runner.device)
+        input_ids, *_ = largest_prefill(config, runner.device)
         assert len(input_ids) <= config.max_num_batched_tokens
         prompt = random_prompt(min(20, llm.scheduler.max_seq_len - 1), seed=1)
         params = greedy(min(3, llm.scheduler.max_seq_len - len(prompt)))

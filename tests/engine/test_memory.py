@@ -10,12 +10,15 @@ from nanovllm.engine.runner.startup import memory
 from nanovllm.engine.runner.startup.memory import (
     GIB,
     RESERVED_SHARE,
-    allocate_kv_cache,
+    allocate_stores,
     free_memory,
     kv_cache_budget,
     largest_prefill,
 )
+from nanovllm.layers.attention.attention import Attention, AttentionShape
+from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 
 
 @pytest.mark.parametrize(
@@ -37,7 +40,7 @@ def test_no_step_has_more_tokens(max_num_seqs, max_num_batched_tokens, max_model
         max_model_len=max_model_len,
         hf_config=SimpleNamespace(vocab_size=50),
     )
-    (input_ids, positions, *sampling), context = largest_prefill(config, torch.device("cpu"))
+    input_ids, positions, context, *sampling = largest_prefill(config, torch.device("cpu"))
     num_seqs = min(max_num_seqs, max_num_batched_tokens)
     ends = context.cu_seqlens_q.tolist()
     lengths = [end - start for start, end in pairwise(ends)]
@@ -153,16 +156,17 @@ def test_no_room_for_a_block(monkeypatch, others, share, message):
     budget = FakeGpu(monkeypatch, others=others).start("engine", share)
     assert budget.num_bytes < 0
     monkeypatch.setattr(memory, "kv_cache_budget", lambda *args: budget)
-    hf_config = SimpleNamespace(head_dim=128)
     config = SimpleNamespace(
         kvcache_block_size=256,
         num_kvcache_blocks=-1,
         kv_cache_dtype=torch.bfloat16,
-        hf_config=hf_config,
+        max_num_seqs=8,
         max_model_len=100,
     )
+    shape = AttentionShape(16, 8, 128, 256, torch.bfloat16, torch.device("cpu"))
+    cache = PagedKVCache([Attention(128, TorchBackend())] * 28, shape)
     with pytest.raises(MemoryError, match=r"^no room for one KV cache block of 0\.027 GiB: .*" + message):
-        allocate_kv_cache(config, 28, 8, torch.device("cpu"), TensorParallel(), 0)
+        allocate_stores([cache], config, torch.device("cpu"), TensorParallel(), 0)
 
 
 def test_a_size_that_was_asked_for_is_given(monkeypatch):

@@ -122,7 +122,7 @@ def test_layers_with_a_window(tmp_path):
     fields = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
     path = make_checkpoint(tmp_path, **fields)
     with make_fp8(path) as llm:
-        assert {layer.window for layer in llm.model_runner.attention_layers()} == {None, 20}
+        assert {layer.window for layer in llm.model_runner.kv_cache.layers} == {None, 20}
         together, _ = complete_by_steps(llm, PROMPTS, greedy(4))
     with make_fp8(path, max_num_batched_tokens=16, enable_prefix_caching=False) as llm:
         chunked, _ = complete_by_steps(llm, PROMPTS, greedy(4))
@@ -134,7 +134,7 @@ def test_twice_the_tokens_in_the_same_memory(path):
     for dtype, cache in (("bfloat16", "auto"), ("bfloat16", "fp8"), ("float32", "fp8")):
         with make_llm(path, dtype=dtype, kv_cache_dtype=cache, num_kvcache_blocks=-1, kvcache_gib=0.01) as llm:
             capacity.append(llm.model_runner.num_kvcache_blocks)
-            kv_cache = llm.model_runner.kv_cache
+            kv_cache = llm.model_runner.kv_cache.tensor
             assert kv_cache.dtype == (torch.bfloat16 if cache == "auto" else torch.float8_e4m3fn)
             assert kv_cache.numel() * kv_cache.itemsize <= 0.01 * 2**30
     assert capacity[0] * 2 <= capacity[1] <= capacity[0] * 2 + 1
@@ -150,10 +150,10 @@ def test_the_cache_holds_what_was_computed(path, dtype):
             complete(llm, [random_prompt(100, seed=1)], greedy(1))
             runner = llm.model_runner
             full = [block.block_id for block in llm.scheduler.block_manager.blocks if block.hash != -1]
-            kv = runner.kv_cache[:, :, full].double()  # [2, layers, blocks, block_size, kv_heads, head_dim]
+            kv = runner.kv_cache.tensor[:, :, full].double()  # [2, layers, blocks, block_size, kv_heads, head_dim]
             if cache == "fp8":
                 assert E4M3_MAX / 16 < kv.abs().max() < E4M3_MAX / 2
-                kv *= runner.kv_scales.transpose(0, 1)[:, :, None, None, :, None]
+                kv *= runner.kv_cache.scales.transpose(0, 1)[:, :, None, None, :, None]
             held.append(kv)
     # The first layer's are computed of equal numbers; of later layers the attention before them was rounded.
     error = (held[0][:, 0] - held[1][:, 0]).abs()
@@ -197,17 +197,17 @@ def test_scales_of_the_checkpoint(tmp_path, caplog, name, shape):
         )
     )
     with caplog.at_level(logging.INFO), make_fp8(path) as llm:
-        assert torch.equal(llm.model_runner.kv_scales, expected)
+        assert torch.equal(llm.model_runner.kv_cache.scales, expected)
         first = complete(llm, PROMPTS[:2], greedy(4))
     assert "KV cache scales: the checkpoint" in caplog.text
     if shape == (2, 1, 1):
         with make_fp8(path, tensor_parallel_size=2, kv_cache_scales="checkpoint") as llm:
-            assert torch.equal(llm.model_runner.kv_scales, expected[:, :, :1])
+            assert torch.equal(llm.model_runner.kv_cache.scales, expected[:, :, :1])
             assert complete(llm, PROMPTS[:2], greedy(4)) == first
     with make_fp8(path, kv_cache_scales="one") as llm:
-        assert (llm.model_runner.kv_scales == 1).all()
+        assert (llm.model_runner.kv_cache.scales == 1).all()
     with make_llm(path) as llm:  # A cache of the model's dtype has no use for them.
-        assert llm.model_runner.kv_scales is None
+        assert llm.model_runner.kv_cache.scales is None
         complete(llm, PROMPTS[:1], greedy(2))
 
 
@@ -240,15 +240,15 @@ def test_calibration_does_not_depend_on_what_the_engine_is_for(path):
     found = []
     for options in ({}, {"max_num_seqs": 1, "max_num_batched_tokens": 8}, {"seed": 3, "kvcache_block_size": 32}):
         with make_fp8(path, **options) as llm:
-            found.append(llm.model_runner.kv_scales)
-            assert not any(layer._forward_pre_hooks for layer in llm.model_runner.attention_layers())
+            found.append(llm.model_runner.kv_cache.scales)
+            assert not any(layer._forward_pre_hooks for layer in llm.model_runner.kv_cache.layers)
     assert all(torch.equal(scales, found[0]) for scales in found)
     assert torch.equal(powers_of_two(found[0]), found[0])
 
 
 def test_random_weights_are_calibrated_too(path):
     with make_fp8(path, load_format="dummy") as llm:
-        assert (llm.model_runner.kv_scales < 1).any()
+        assert (llm.model_runner.kv_cache.scales < 1).any()
         complete(llm, PROMPTS[:1], greedy(2))
 
 
@@ -257,7 +257,7 @@ def test_weights_of_zeros_and_of_nan(tmp_path):
         path = make_checkpoint(tmp_path / name)
         edit_tensors(path, lambda tensors, value=value: [t.fill_(value) for t in tensors.values()])
         with make_fp8(path) as llm:
-            assert (llm.model_runner.kv_scales == 1).all()
+            assert (llm.model_runner.kv_cache.scales == 1).all()
 
 
 def test_values_that_overflow_are_reported(tmp_path, caplog):

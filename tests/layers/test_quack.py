@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm
 from fake_quack import CpuQuack, Package, make_config, problem, tensors
 
-from nanovllm.engine.runner.startup import model_setup
+from nanovllm.engine import model_runner
 from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
 from nanovllm.layers.activation import Gated
@@ -227,8 +227,8 @@ def engine_options(monkeypatch, tmp_path, quack) -> dict:
     path = make_checkpoint(tmp_path)
     with make_llm(path) as llm:
         shapes = {tuple(product.weight.shape) for product in layer_products(llm.model_runner.model.model.layers[0])}
-    monkeypatch.setattr(model_setup, "load_quack", lambda dtype, device, decodes: quack)
-    monkeypatch.setattr(model_setup, "load_table", lambda device: load_table(device).updated(make_table(*shapes)))
+    monkeypatch.setattr(model_runner, "load_quack", lambda dtype, device, decodes: quack)
+    monkeypatch.setattr(model_runner, "load_table", lambda device: load_table(device).updated(make_table(*shapes)))
     return {"path": path, "num_kvcache_blocks": 300, "max_num_seqs": 50, "max_num_batched_tokens": 4096}
 
 

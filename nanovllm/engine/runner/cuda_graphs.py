@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+Compute = Callable[[int], None]  # of a batch size
+
 MAX_GRAPH_BATCH_SIZE = 512  # Larger batches run without a graph, as in nano-vLLM.
 
 
@@ -31,50 +33,55 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class DecodeGraphs:
-    """Graphs of one function of the batch size, in one memory pool."""
+    """Graphs of one function of the batch size, in one memory pool. There are none before `use_sizes`.
 
-    def __init__(
-        self,
-        decode: Callable[[int], None],
-        prepare: Callable[[int], None],
-        sizes: list[int],
-        device: torch.device,
-        pool: Any = None,
-    ):
-        """decode(n) computes the first n rows of buffers that stay where they are. prepare(n) fills them with padding
-        and launches every kernel that decode(n) launches, because a capture can neither load nor compile one. pool:
-        memory of another DecodeGraphs, whose graphs never run while these do; None allocates some."""
-        self.sizes = sizes
-        self.max_batch_size = sizes[-1]
-        self.pool = pool or torch.cuda.graph_pool_handle()
-        self._decode, self._prepare, self._device = decode, prepare, device
+    Attributes:
+        sizes: batch sizes that have a graph, or may get one by `capture`.
+        size_for: {number of sequences: the size at which they run}, for each number that has one.
+        pool: the memory; None before the first graph.
+    """
+
+    def __init__(self, device: torch.device):
+        self.sizes: list[int] = []
+        self.size_for: dict[int, int] = {}
+        self.pool: Any = None
+        self._device = device
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def capture_all(self, tell: Callable[[int, int], None]) -> None:
-        """Largest first, so that the smaller ones fit into its memory. tell: as for `ModelRunner.capture_cudagraph`."""
+    def use_sizes(self, sizes: list[int], pool: Any = None) -> None:
+        """Say which graphs there may be. pool: memory of another DecodeGraphs, whose graphs never run while these do;
+        None allocates some."""
+        self.sizes, self.pool = sizes, pool or torch.cuda.graph_pool_handle()
+        self.size_for = {n: sizes[bisect_left(sizes, n)] for n in range(1, sizes[-1] + 1)}
+
+    def capture_all(self, decode: Compute, prepare: Compute, tell: Callable[[int, int], None]) -> None:
+        """Capture each size, the largest first, so that the smaller ones fit into its memory. decode, prepare: as for
+        `capture`. tell: as for `ModelRunner.capture_cudagraph`."""
         for i, size in enumerate(reversed(self.sizes)):
             tell(i, len(self.sizes))
-            self.capture(size)
+            self.capture(size, decode, prepare)
 
-    def capture(self, batch_size: int) -> None:
+    def capture(self, batch_size: int, decode: Compute, prepare: Compute) -> None:
         """Capture the graph of one of the sizes, unless it exists. That waits for the device and overwrites the
-        buffers, so call it before a step's inputs are sent."""
+        buffers, so call it before a step's inputs are sent.
+
+        Args:
+            decode: computes the first n rows of buffers that stay where they are.
+            prepare: fills them with padding and launches every kernel that decode(n) launches, because a capture can
+                neither load nor compile one.
+        """
         if batch_size in self._graphs:
             return
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()  # A step in flight may still read the host's buffers, which `prepare` overwrites.
-            self._prepare(batch_size)
+            prepare(batch_size)
             torch.cuda.synchronize()
             # thread_local, because NCCL's own thread may query an earlier collective meanwhile.
             stream = _capture_stream(self._device)
             with torch.cuda.graph(graph, self.pool, stream=stream, capture_error_mode="thread_local"):
-                self._decode(batch_size)
+                decode(batch_size)
         self._graphs[batch_size] = graph
-
-    def padded(self, num_seqs: int) -> int:
-        """The captured size at which a batch of num_seqs runs."""
-        return self.sizes[bisect_left(self.sizes, num_seqs)]
 
     def replay(self, batch_size: int) -> None:
         self._graphs[batch_size].replay()

@@ -1,7 +1,6 @@
 """A step's inputs: numpy arrays that rank 0 writes on the host and sends to the device in one copy."""
 
-from array import array
-from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +11,18 @@ from nanovllm.engine.step import Step
 from nanovllm.kernels.step_copies import receive_step
 from nanovllm.layers.attention.attention import AttentionBackend, Layout
 from nanovllm.utils.context import Context
+
+
+class ModelInputs(NamedTuple):
+    """What the model and the sampler get of a step, on the device. The sampler draws a token for each temperature, from
+    the first hidden states. Further rows are padding, or tokens of a mixed step's prompts."""
+
+    input_ids: torch.Tensor  # int64 [num_rows]
+    positions: torch.Tensor  # int64 [num_rows]
+    context: Context
+    temperatures: torch.Tensor  # float32 [num_seqs]
+    seeds: torch.Tensor  # int64 [num_seqs]
+    sample_positions: torch.Tensor  # int64 [num_seqs]: of the tokens that are sampled from: they decide the noise
 
 
 class DecodeInputs:
@@ -84,16 +95,18 @@ class DecodeInputs:
         self._host_tokens = torch.zeros(2, n, dtype=torch.int64, pin_memory=on_gpu)
         self._last_host_tokens = 0
 
-    def for_layers(self, num_rows: int, num_sampled: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Context]:
-        """Token ids and positions [num_rows], and the context. num_sampled: as in Context."""
+    def for_model(self, num_seqs: int, num_rows: int, is_mixed: bool = False) -> ModelInputs:
+        """The first rows, of which num_seqs are sampled from."""
+        rows = self.rows
         context = Context(
-            slot_mapping=self.rows["slot_mapping"][:num_rows],
-            context_lens=self.rows["context_lens"][:num_rows],
-            block_tables=self.rows["block_tables"][:num_rows],
-            attention=self._backend.arguments(self.rows, num_rows),
-            num_sampled=num_sampled,
+            slot_mapping=rows["slot_mapping"][:num_rows],
+            context_lens=rows["context_lens"][:num_rows],
+            block_tables=rows["block_tables"][:num_rows],
+            attention=self._backend.arguments(rows, num_rows),
+            num_sampled=num_seqs if is_mixed else None,
         )
-        return self.input_ids[:num_rows], self.rows["positions"][:num_rows], context
+        positions, sampling = rows["positions"], (rows["temperatures"][:num_seqs], rows["seeds"][:num_seqs])
+        return ModelInputs(self.input_ids[:num_rows], positions[:num_rows], context, *sampling, positions[:num_seqs])
 
     def pad(self, num_rows: int) -> None:
         """Send a step of padding alone. The buffers' turns stay as they were: a capture may come between a real step's
@@ -151,7 +164,15 @@ class DecodeInputs:
             step.buffer = self._last_buffer = (self._last_buffer + 1) % len(self._buffers)
             for name, values in step.arrays.items():
                 self._buffers[step.buffer].host[name][tuple(map(slice, values.shape))] = values
-        receive_step(*self._receive_arguments[step.buffer], self.sampled, self.input_ids[: step.num_rows])
+        num_rows = step.num_rows
+        input_ids = self.input_ids[:num_rows]
+        if input_ids.is_cuda:
+            receive_step(*self._receive_arguments[step.buffer], self.sampled, input_ids)
+            return
+        # A CPU has the arrays already. NON_FINITE must not reach the embedding.
+        pending = self.rows["pending_rows"][:num_rows]
+        last = self.sampled[pending.clamp(min=0)].clamp_(min=0)
+        torch.where(pending < 0, self.rows["tokens"][:num_rows], last, out=input_ids)
 
     def tokens_on_host(self, num_seqs: int) -> torch.Tensor:
         """Page-locked memory for a step's tokens. Two steps take turns, because the tokens of the one before may not
@@ -177,52 +198,12 @@ def _append_prompts(seqs: list[Sequence], context_lens: list[int], tokens: list[
     return np.repeat(owners, num_others)
 
 
-def prefill_batch(step: Step, block_size: int) -> None:
-    """Give a prefill its arrays: the flat batch of the sequences' scheduled tokens."""
-    seqs = step.seqs
-    cached = np.array([seq.num_cached_tokens for seq in seqs])
-    num_new = np.array([seq.num_scheduled_tokens for seq in seqs])
-    num_keys = cached + num_new
-    # No Python loop over tokens or blocks, because the device waits for the first step of a batch.
-    tokens = array("i")
-    for seq in seqs:
-        tokens += seq.tokens[seq.num_cached_tokens : seq.num_cached_tokens + seq.num_scheduled_tokens]
-    ends = np.cumsum(num_new)
-    positions = np.arange(len(tokens)) + np.repeat(num_keys - ends, num_new)
-    tables = prepare_block_tables(seqs)
-    blocks = positions // block_size  # index in the sequence's table
-    # Of each token's table in the flat tables.
-    first_blocks = np.repeat(np.arange(len(seqs)) * tables.shape[1], num_new)
-    # block * block_size + positions % block_size
-    slots = (tables.ravel().take(first_blocks + blocks) - blocks) * block_size + positions
-    step.num_seqs, step.num_rows = len(seqs), len(tokens)
-    step.max_seqlen_q, step.max_seqlen_k = int(num_new.max()), int(num_keys.max())
-    step.reads_cache = bool(cached.any())
-    step.arrays = {
-        "input_ids": np.frombuffer(tokens, np.int32).astype(np.int64),
-        "positions": positions,
-        "seeds": np.array([seq.seed for seq in seqs]),
-        "sample_positions": num_keys - 1,
-        "last_tokens": ends - 1,
-        "temperatures": np.array([seq.params.temperature for seq in seqs], np.float32),
-        "slot_mapping": slots.astype(np.int32),
-        "cu_seqlens_q": np.concatenate(([0], ends)).astype(np.int32),
-        "cu_seqlens_k": np.concatenate(([0], np.cumsum(num_keys))).astype(np.int32),
-        "block_tables": tables,
-    }
-
-
-def prepare_block_tables(seqs: list[Sequence]) -> np.ndarray:
-    """The sequences' block tables, int32 [num_seqs, max_blocks], right-padded with -1."""
-    lens = np.array([len(seq.block_table) for seq in seqs])
-    tables = np.full((len(seqs), lens.max()), -1, np.int32)
-    tables[np.arange(lens.max()) < lens[:, None]] = list(chain.from_iterable(seq.block_table for seq in seqs))
-    return tables
-
-
-def send_prefill(step: Step, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Context]:
-    """A prefill's (input_ids, positions, temperatures, seeds, sample positions) on the device, and its context."""
-    tensors = send_arrays(step.arrays, device)
+def send_prefill(step: Step, device: torch.device) -> ModelInputs:
+    """A prefill's inputs, from its arrays."""
+    if device.type == "cuda":
+        tensors = send_arrays(step.arrays, device)
+    else:
+        tensors = {name: torch.from_numpy(values) for name, values in step.arrays.items()}
     context = Context(
         is_prefill=True,
         cu_seqlens_q=tensors["cu_seqlens_q"],
@@ -234,5 +215,5 @@ def send_prefill(step: Step, device: torch.device) -> tuple[tuple[torch.Tensor, 
         block_tables=tensors["block_tables"] if step.reads_cache else None,
         last_tokens=tensors["last_tokens"],
     )
-    names = ("input_ids", "positions", "temperatures", "seeds", "sample_positions")
-    return tuple(tensors[name] for name in names), context
+    names = ("temperatures", "seeds", "sample_positions")
+    return ModelInputs(tensors["input_ids"], tensors["positions"], context, *map(tensors.__getitem__, names))

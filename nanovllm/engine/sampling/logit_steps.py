@@ -1,18 +1,20 @@
 """LogitSteps: steps with a request that asks for more than a temperature: first the logits, then the sampling."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanovllm.config import Config
 from nanovllm.engine.runner.cuda_graphs import DecodeGraphs
-from nanovllm.engine.runner.inputs import send_prefill
+from nanovllm.engine.runner.inputs import DecodeInputs, ModelInputs, send_prefill
 from nanovllm.engine.runner.sampled_tokens import send_tokens
 from nanovllm.engine.sampling.logprobs import prompt_logprobs
 from nanovllm.engine.sampling.sampling_pipeline import SamplingPipeline
 from nanovllm.engine.step import Step
-from nanovllm.utils.context import Context, step_context
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.utils.context import step_context
 
 
 class LogitSteps:
@@ -22,14 +24,22 @@ class LogitSteps:
     sends them to the others for their next step.
     """
 
-    def __init__(self, runner: Any):
-        """runner: the ModelRunner, whose graphs' sizes and memory the graphs of these steps share."""
+    def __init__(
+        self,
+        config: Config,
+        model: DecoderForCausalLM,
+        inputs: DecodeInputs,
+        plain_graphs: DecodeGraphs,
+        tp: TensorParallel,
+    ):
+        """plain_graphs: of other decode steps, whose sizes and memory the graphs of these steps share."""
         self.pipeline: SamplingPipeline | None = None  # rank 0's, from the first step on
-        self.graphs: DecodeGraphs | None = None  # that end at the logits, captured as they are needed
+        # They end at the logits, and are captured as they are needed.
+        self.graphs = DecodeGraphs(inputs.sampled.device)
         self.logits: Tensor | None = None  # rank 0's, [largest batch of a graph, vocab_size], where they end
-        self._config, self._model, self._tp = runner.config, runner.model, runner.tp
-        self._inputs, self._plain_graphs = runner.decode_inputs, runner.graphs
-        self._draws = runner.tp.rank == 0
+        self._config, self._model, self._inputs, self._tp = config, model, inputs, tp
+        self._plain_graphs = plain_graphs
+        self._draws = tp.rank == 0
         self._num_seqs = 0  # of the step whose tokens are to be drawn
 
     # -- the first half ------------------------------------------------------------------------------------------
@@ -43,18 +53,18 @@ class LogitSteps:
             self._decode(step)
 
     def _prefill(self, step: Step) -> None:
-        inputs, context = send_prefill(step, self._inputs.sampled.device)
-        input_ids, positions, *sampling = inputs
+        inputs = send_prefill(step, self._inputs.sampled.device)
         if step.prompt_rows:
-            hidden_states = self._hidden_states(input_ids, positions, replace(context, last_tokens=None))
+            context = replace(inputs.context, last_tokens=None)
+            hidden_states = self._hidden_states(inputs._replace(context=context))
             step.prompt_logprobs = prompt_logprobs(step, hidden_states, self._full_logits)
-            hidden_states = hidden_states[context.last_tokens]
+            hidden_states = hidden_states[inputs.context.last_tokens]
         else:
-            hidden_states = self._hidden_states(input_ids, positions, context)
+            hidden_states = self._hidden_states(inputs)
         logits = self._full_logits(hidden_states)
         if self._draws:
             step.logits = logits
-            step.temperatures, step.seeds, step.positions = sampling
+            step.temperatures, step.seeds, step.positions = inputs.temperatures, inputs.seeds, inputs.sample_positions
 
     def _decode(self, step: Step) -> None:
         n, inputs = step.num_seqs, self._inputs
@@ -65,20 +75,15 @@ class LogitSteps:
             logits = self.logits
         else:
             inputs.send(step)
-            logits = self._decode_logits(n)
-        if self._draws:
+            logits = self._full_logits(self._hidden_states(inputs.for_model(n, step.num_rows))[:n])
+        if self._draws and logits is not None:
             step.logits, step.fed_tokens = logits[:n], inputs.input_ids[:n]
             names = ("temperatures", "seeds", "positions")
             step.temperatures, step.seeds, step.positions = (inputs.rows[name][:n] for name in names)
 
-    def _decode_logits(self, batch_size: int) -> Tensor:
-        """Of the first rows of the inputs: [batch_size, vocab_size]."""
-        inputs = self._inputs.for_layers(self._inputs.padded[batch_size])
-        return self._full_logits(self._hidden_states(*inputs)[:batch_size])
-
-    def _hidden_states(self, input_ids: Tensor, positions: Tensor, context: Context) -> Tensor:
-        with step_context(context):
-            return self._model(input_ids, positions)
+    def _hidden_states(self, inputs: ModelInputs) -> Tensor:
+        with step_context(inputs.context):
+            return self._model(inputs.input_ids, inputs.positions)
 
     def _full_logits(self, hidden_states: Tensor) -> Tensor:
         return self._model.gather_logits(self._model.compute_logits(hidden_states))
@@ -86,21 +91,22 @@ class LogitSteps:
     def _capture(self, batch_size: int) -> None:
         """Have a graph of this size that ends at the logits. Captured when it is first needed, in the other graphs'
         memory, because a step runs one or the other. All ranks come here at the same step, and capture together."""
-        if self.graphs is None:
+        if not self.graphs.sizes:
             plain, vocab_size = self._plain_graphs, self._config.hf_config.vocab_size
-            device = self._inputs.sampled.device
             if self._draws:
-                self.logits = torch.empty(plain.max_batch_size, vocab_size, dtype=self._config.dtype, device=device)
-            self.graphs = DecodeGraphs(self._store_logits, self._run_padding, plain.sizes, device, plain.pool)
-        self.graphs.capture(batch_size)
+                options = {"dtype": self._config.dtype, "device": self._inputs.sampled.device}
+                self.logits = torch.empty(plain.sizes[-1], vocab_size, **options)
+            self.graphs.use_sizes(plain.sizes, plain.pool)
+        self.graphs.capture(batch_size, self._store_logits, self._run_padding)
 
     def _run_padding(self, batch_size: int) -> None:
         self._inputs.pad(self._inputs.padded[batch_size])
         self._store_logits(batch_size)
 
     def _store_logits(self, batch_size: int) -> None:
-        logits = self._decode_logits(batch_size)
-        if self._draws:
+        inputs = self._inputs.for_model(batch_size, self._inputs.padded[batch_size])
+        logits = self._full_logits(self._hidden_states(inputs)[:batch_size])
+        if self.logits is not None:
             self.logits[:batch_size] = logits
 
     # -- the second half -----------------------------------------------------------------------------------------

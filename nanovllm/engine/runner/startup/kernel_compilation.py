@@ -3,17 +3,20 @@
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.runner.cuda_graphs import graph_batch_sizes
+from nanovllm.engine.runner.inputs import DecodeInputs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.kernels import HAS_TRITON
 from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds
 from nanovllm.layers.sampling.sampler import Sampler
-from nanovllm.models.hf_config import get_head_dim
+from nanovllm.layers.stores.store import Store
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.layer_facts import few_layers, layer_products, one_of_each_kind
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.interrupts import held_interrupt
@@ -25,20 +28,34 @@ _NUM_SLOTS = 1024  # of the KV cache for tracing; more than warmup_kernels needs
 _LONG_PREFILL = 2048  # tokens; longer prefills launch the same variants, except of the table's products
 
 
+class StepRunner(Protocol):
+    """What of a ModelRunner computes steps before the first request."""
+
+    config: Config
+    device: torch.device
+    model: DecoderForCausalLM
+    stores: list[Store]
+    decode_inputs: DecodeInputs
+    mixed_step_rows: int
+
+    def prepare(self, step: Step) -> None: ...
+
+    def run(self, step: Step) -> None: ...
+
+
 @contextmanager
-def compiling_kernels(runner, tell: Callable[[int, int], None]) -> Iterator[None]:
+def compiling_kernels(runner: StepRunner, tell: Callable[[int, int], None]) -> Iterator[None]:
     """A block in which threads compile what a ModelRunner will launch. It ends when they have finished, and must launch
     no kernel of ours. tell: as for `compile_ahead`.
 
-    The runner has a model, whose weights need not be loaded yet, and its decode_inputs, but no KV cache. On a CPU
-    nothing happens.
+    The model's weights need not be loaded yet, and its stores have no memory. On a CPU nothing happens.
     """
     if not HAS_TRITON or runner.device.type != "cuda":
         yield
         return
     with compile_ahead(tell, held_interrupt):
         with few_layers(runner.model):
-            _trace(runner)
+            trace_steps(runner)
         yield
 
 
@@ -52,27 +69,40 @@ def telling_batch_sizes(max_num_seqs: int) -> list[int]:
 
 
 @torch.inference_mode()
-def _trace(runner) -> None:
-    """Run steps like those of the start and of later requests, on a small KV cache that all layers share. So no list of
+def trace_steps(runner: StepRunner) -> None:
+    """Run steps like those of the start and of later requests, on small stores that all layers share. So no list of
     kernels and shapes has to be kept up to date. The results mean nothing."""
-    config, block_size = runner.config, runner.block_size
+    config, block_size = runner.config, runner.config.kvcache_block_size
     num_tokens = min(_LONG_PREFILL, config.max_num_batched_tokens, config.max_model_len)
-    runner.run(
-        runner.prepare(Step([_sequence(num_tokens, block_size)], True, 1))
-    )  # Without a cache, as warmup_model does.
+    _compute(runner, Step([_sequence(num_tokens, block_size)], True, 1))  # Without a cache, as warmup_model does.
     trace_products(runner.model, runner.decode_inputs.max_rows, config.max_num_batched_tokens)
-    shape = (-(-_NUM_SLOTS // block_size), block_size, runner.num_kv_heads, get_head_dim(config.hf_config))
-    kv_cache = torch.zeros(2, 1, *shape, dtype=config.kv_cache_dtype, device=runner.device)
-    runner.use_kv_cache(kv_cache.expand(2, len(runner.model.model.layers), *shape))
+    num_blocks = -(-_NUM_SLOTS // block_size)
+    for store in runner.stores:
+        store.allocate(num_blocks, config.max_num_seqs, is_shared=True)
     seq = _decoding_sequence(block_size)
     for size in telling_batch_sizes(config.max_num_seqs):
-        runner.run(runner.prepare(Step([seq] * size, False)))
+        _compute(runner, Step([seq] * size, False))
         _trace_truncation(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
     num_tokens = min(runner.mixed_step_rows, config.max_model_len, _NUM_SLOTS) - 1
     if num_tokens > 0:
-        runner.run(runner.prepare(Step([seq, _sequence(num_tokens, block_size)], False, 1)))
-    warmup_kernels(runner)
-    runner.use_kv_cache(None)
+        _compute(runner, Step([seq, _sequence(num_tokens, block_size)], False, 1))
+    warmup_kernels(runner, num_blocks)
+    for store in runner.stores:
+        store.free()
+
+
+def warmup_kernels(runner: StepRunner, num_blocks: int) -> None:
+    """Launch every variant of the Triton kernels that a prefill may need, so that none is compiled or loaded in
+    mid-run: short and long, with a cached prefix and without. They write to the first of num_blocks
+    blocks, which no sequence has yet."""
+    for seqs in warmup_batches(runner.config, num_blocks):
+        _compute(runner, Step(seqs, True, len(seqs)))
+    _compute(runner, Step([_decoding_sequence(runner.config.kvcache_block_size)], False))
+
+
+def _compute(runner: StepRunner, step: Step) -> None:
+    runner.prepare(step)
+    runner.run(step)
 
 
 def trace_products(model, most_decode_tokens: int, most_prefill_tokens: int) -> None:
@@ -95,15 +125,6 @@ def _trace_truncation(logits: torch.Tensor) -> None:
     numbers = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     thresholds = sampling_thresholds(logits, floats, numbers.int(), floats, floats)
     Sampler()(logits, floats, numbers, numbers, thresholds)
-
-
-def warmup_kernels(runner) -> None:
-    """Launch every variant of the Triton kernels that a prefill may need, so that none is compiled or loaded in
-    mid-run: short and long, with a cached prefix and without. They write to the cache's first slots, which no sequence
-    has yet."""
-    for seqs in warmup_batches(runner.config, runner.num_kvcache_blocks):
-        runner.run(runner.prepare(Step(seqs, True, len(seqs))))
-    runner.run(runner.prepare(Step([_decoding_sequence(runner.block_size)], False)))
 
 
 def warmup_batches(config: Config, num_blocks: int) -> Iterator[list[Sequence]]:

@@ -5,14 +5,18 @@ graphs are captured, and stay the same, so all blocks of a cache mean the same.
 """
 
 import logging
+from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.layers.attention.attention import Attention
 from nanovllm.layers.attention.kv_quantization import E4M3_MAX
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.loader import open_tensors
 from nanovllm.utils.context import Context, step_context
 
@@ -34,22 +38,24 @@ _CALIBRATION_PROMPTS, _CALIBRATION_LENGTH = 8, 256
 _SMALLEST_SCALE = 2.0**-14  # float16 then holds the smallest value of a cache exactly.
 
 
-def choose_kv_scales(runner: Any) -> None:
-    """Fill a ModelRunner's kv_scales, as its option kv_cache_scales says. All ranks do so at the same time."""
-    config, wanted = runner.config, runner.config.kv_cache_scales
-    found, source = None, "one"
+def choose_kv_scales(config: Config, model: DecoderForCausalLM, cache: PagedKVCache, tp: TensorParallel) -> None:
+    """Fill the cache's scales, if it has some, as the option kv_cache_scales says. All ranks do so at the same time."""
+    if cache.scales is None:
+        return
+    wanted, source = config.kv_cache_scales, "one"
+    found: torch.Tensor | None = None
     if wanted in ("auto", "checkpoint") and config.load_format != "dummy":
-        found, source = checkpoint_scales(runner), "the checkpoint"
+        found, source = checkpoint_scales(config, model, cache.scales, tp), "the checkpoint"
     if found is None and wanted == "checkpoint":
         raise ValueError(
             f"kv_cache_scales='checkpoint': {config.model} has no scales, such as "
             f"'model.layers.0.{_NAMES[0].format('k')}', or load_format='dummy' reads none; use 'calibrated'"
         )
     if found is None and wanted != "one":
-        found, source = calibrated_scales(runner), "calibration"
+        found, source = calibrated_scales(config, model, cache.layers, cache.scales), "calibration"
     if found is not None:
-        runner.kv_scales.copy_(powers_of_two(found))
-    smallest, largest = runner.kv_scales.aminmax()
+        cache.scales.copy_(powers_of_two(found))
+    smallest, largest = cache.scales.aminmax()
     logger.info("KV cache scales: %s, %g to %g", source, smallest.item(), largest.item())
 
 
@@ -60,15 +66,16 @@ def powers_of_two(scales: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(scales), exponent).clamp(min=_SMALLEST_SCALE)
 
 
-def checkpoint_scales(runner: Any) -> torch.Tensor | None:
-    """Float32 `[layers, 2, this rank's kv_heads]`; None if the checkpoint has none. Raises ValueError, naming the
-    tensor, if it has some of them only, or wrong ones."""
-    config = runner.config
+def checkpoint_scales(
+    config: Config, model: DecoderForCausalLM, like: torch.Tensor, tp: TensorParallel
+) -> torch.Tensor | None:
+    """Float32 `[layers, 2, this rank's kv_heads]`, as `like` is; None if the checkpoint has none. Raises ValueError,
+    naming the tensor, if it has some of them only, or wrong ones."""
     num_kv_heads = config.hf_config.num_key_value_heads
-    first, count = runner.tp.shard_kv_heads(num_kv_heads)
-    scales, missing = torch.ones(runner.kv_scales.shape), []
+    first, count = tp.shard_kv_heads(num_kv_heads)
+    scales, missing = torch.ones(like.shape), []
     with ExitStack() as stack:
-        tensors = open_tensors(config.model, stack, runner.model.checkpoint_prefixes)
+        tensors = open_tensors(config.model, stack, model.checkpoint_prefixes)
         for layer in range(len(scales)):
             for i, part in enumerate("kv"):
                 names = [f"model.layers.{layer}.{name.format(part)}" for name in _NAMES]
@@ -95,12 +102,13 @@ def checkpoint_scales(runner: Any) -> torch.Tensor | None:
 
 
 @torch.inference_mode()
-def calibrated_scales(runner: Any) -> torch.Tensor:
+def calibrated_scales(
+    config: Config, model: DecoderForCausalLM, layers: Iterable[Attention], like: torch.Tensor
+) -> torch.Tensor:
     """From prefills of a few prompts, without a cache: the scales with which the largest key and value of each head are
     a `MARGIN`-th of the largest e4m3 number. They depend on the model alone (and on max_model_len, if that is shorter
     than a prompt), not on what the engine will be asked."""
-    layers = runner.attention_layers()
-    largest = torch.zeros_like(runner.kv_scales)
+    largest, device = torch.zeros_like(like), like.device
     with ExitStack() as hooks:
         for layer, of_layer in zip(layers, largest, strict=True):
 
@@ -109,19 +117,19 @@ def calibrated_scales(runner: Any) -> torch.Tensor:
                     torch.maximum(of_part, x.abs().amax((0, 2)).float(), out=of_part)
 
             hooks.enter_context(layer.register_forward_pre_hook(record))
-        prompts = _calibration_prompts(runner.config).to(runner.device)
+        prompts = _calibration_prompts(config).to(device)
         # A CPU dequantizes a weight in fp8 for each product. A GPU's kernels for more tokens may not be compiled yet.
-        for together in prompts.split(len(prompts) if runner.device.type == "cpu" else 1):
+        for together in prompts.split(len(prompts) if device.type == "cpu" else 1):
             num_prompts, length = together.shape
-            cu_seqlens = torch.arange(num_prompts + 1, dtype=torch.int32, device=runner.device) * length
-            positions = torch.arange(length, device=runner.device).repeat(num_prompts)
+            cu_seqlens = torch.arange(num_prompts + 1, dtype=torch.int32, device=device) * length
+            positions = torch.arange(length, device=device).repeat(num_prompts)
             with step_context(Context(True, cu_seqlens, cu_seqlens, length, length)):
-                runner.model(together.flatten(), positions)
+                model(together.flatten(), positions)
     if not largest.isfinite().all():  # The cache would clamp infinity to a number, and the logits not show it.
         logger.warning(
             "KV cache scales: the calibration found keys or values that are NaN or infinite: the weights are damaged, "
             "or overflow in dtype %s; try dtype='float32', or 'bfloat16' instead of float16",
-            str(runner.config.dtype).removeprefix("torch."),
+            str(config.dtype).removeprefix("torch."),
         )
     # Of zeros alone, and of what is not finite, no scale follows.
     largest[~largest.isfinite() | (largest == 0)] = E4M3_MAX / MARGIN

@@ -1,16 +1,15 @@
 """What a device's memory has room for: the largest step, measured, and the KV cache in what is left."""
 
 import logging
-import math
-import mmap
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from nanovllm.config import CPU_KVCACHE_GIB, MAX_SLOTS, Config
+from nanovllm.engine.runner.inputs import ModelInputs
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.models.hf_config import get_head_dim
+from nanovllm.layers.stores.store import Store
 from nanovllm.models.model_size import GIB
 from nanovllm.utils.context import Context
 from nanovllm.utils.host_memory import host_memory
@@ -22,19 +21,19 @@ logger = logging.getLogger(__name__)
 RESERVED_SHARE = 0.02
 
 
-def largest_prefill(config: Config, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Context]:
-    """The step that takes the most memory: (input_ids, positions, temperatures, seeds, sample positions), and its
-    context. It has as many sequences as a step may hold, so that the logits are at their largest as well."""
+def largest_prefill(config: Config, device: torch.device) -> ModelInputs:
+    """The step that takes the most memory. It has as many sequences as a step may hold, so that the logits are at their
+    largest as well."""
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     num_tokens = min(config.max_num_batched_tokens, num_seqs * config.max_model_len)
     ends = torch.arange(num_seqs + 1, device=device) * num_tokens // num_seqs
     cu_seqlens, seq_len = ends.int(), -(-num_tokens // num_seqs)
     input_ids = torch.randint(config.hf_config.vocab_size, (num_tokens,), device=device)
     positions = torch.arange(num_tokens, device=device) - ends[:-1].repeat_interleave(ends.diff())
-    dtypes = (torch.float32, torch.int64, torch.int64)
-    sampling = (torch.zeros(num_seqs, dtype=dtype, device=device) for dtype in dtypes)
+    temperatures = torch.zeros(num_seqs, dtype=torch.float32, device=device)
+    seeds = torch.zeros(num_seqs, dtype=torch.int64, device=device)
     context = Context(True, cu_seqlens, cu_seqlens, seq_len, seq_len, last_tokens=ends[1:] - 1)
-    return (input_ids, positions, *sampling), context
+    return ModelInputs(input_ids, positions, context, temperatures, seeds, ends[1:] - 1)
 
 
 class CacheBudget(NamedTuple):
@@ -86,23 +85,27 @@ def kv_cache_budget(config: Config, device: torch.device, free_at_start: int) ->
     )
 
 
-def allocate_kv_cache(
-    config: Config, num_layers: int, num_kv_heads: int, device: torch.device, tp: TensorParallel, free_at_start: int
-) -> torch.Tensor:
-    """This rank's KV cache, [2, layers, blocks, block_size, kv_heads, head_dim], of as many blocks as every rank has
-    room for. Raises MemoryError, with the numbers, if there is no room for one."""
-    block_shape = (config.kvcache_block_size, num_kv_heads, get_head_dim(config.hf_config))
-    block_bytes = 2 * num_layers * math.prod(block_shape) * config.kv_cache_dtype.itemsize
+def allocate_stores(
+    stores: Sequence[Store], config: Config, device: torch.device, tp: TensorParallel, free_at_start: int
+) -> int:
+    """Allocate this rank's stores, of as many blocks as every rank has room for, beside what max_num_seqs sequences
+    need. Returns the number of blocks. Raises MemoryError, with the numbers, if there is no room for one."""
+    block_bytes = sum(store.bytes_per_block for store in stores)
+    fixed_bytes = sum(store.bytes_per_sequence for store in stores) * config.max_num_seqs
     blocks, limit = config.num_kvcache_blocks, "num_kvcache_blocks"
     if blocks == -1:
         budget = kv_cache_budget(config, device, free_at_start)
         limit = budget.limit
-        counts = tp.all_gather(torch.tensor(budget.num_bytes // block_bytes, device=device)).tolist()
+        room = budget.num_bytes - fixed_bytes
+        counts = tp.all_gather(torch.tensor(room // block_bytes, device=device)).tolist()
         blocks = min(*counts, MAX_SLOTS // config.kvcache_block_size)
         if blocks < 1:
             where = "" if counts[tp.rank] == blocks else f" on rank {counts.index(blocks)}; on rank {tp.rank}"
+            beside = (
+                f" beside {fixed_bytes / GIB:.2f} GiB for max_num_seqs={config.max_num_seqs}" if fixed_bytes else ""
+            )
             raise MemoryError(
-                f"no room for one KV cache block of {block_bytes / GIB:.3f} GiB{where}: {budget.reason}; "
+                f"no room for one KV cache block of {block_bytes / GIB:.3f} GiB{beside}{where}: {budget.reason}; "
                 f"{budget.remedy}"
             )
     capacity = blocks * config.kvcache_block_size
@@ -117,31 +120,13 @@ def allocate_kv_cache(
         min(config.max_model_len, capacity),
         "max_model_len" if config.max_model_len <= capacity else "the KV cache",
     )
-    shape = (2, num_layers, blocks, *block_shape)
     if device.type == "cpu":
-        memory = host_memory().total
-        if blocks * block_bytes > memory:
+        memory, needed = host_memory().total, blocks * block_bytes + fixed_bytes
+        if needed > memory:
             raise MemoryError(
-                f"{blocks} KV cache blocks take {blocks * block_bytes / GIB:.1f} GiB, and this machine has "
-                f"{memory / GIB:.1f} GiB: lower num_kvcache_blocks or kvcache_gib"
+                f"{blocks} KV cache blocks take {needed / GIB:.1f} GiB, and this machine has {memory / GIB:.1f} GiB: "
+                "lower num_kvcache_blocks or kvcache_gib"
             )
-        return _zeros_when_touched(blocks * block_bytes).view(config.kv_cache_dtype).view(shape)
-    return torch.zeros(shape, dtype=config.kv_cache_dtype, device=device)
-
-
-def _zeros_when_touched(num_bytes: int) -> torch.Tensor:
-    """uint8 zeros on the host. A page becomes memory when it is written, because to write gigabytes of zeros would take
-    seconds. Raises MemoryError if the system refuses.
-
-    The pages are small ones (4 KiB). In one of 2 MiB a sequence's first tokens in one layer would cost the time to fill
-    all of it with zeros: docs/notebook.md, "On a CPU".
-    """
-    try:
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        remedy = "lower num_kvcache_blocks or kvcache_gib"
-        raise MemoryError(f"no {num_bytes / GIB:.1f} GiB for the KV cache ({error}): {remedy}") from error
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # Linux, which may be set to use large pages unasked
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    for store in stores:
+        store.allocate(blocks, config.max_num_seqs)
+    return blocks
