@@ -1,7 +1,7 @@
 """BlockManager: which sequences own each block of the paged KV cache, and the prefix cache."""
 
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from itertools import count
@@ -9,6 +9,7 @@ from itertools import count
 import numpy as np
 import xxhash
 
+from nanovllm.engine.places import Places
 from nanovllm.engine.sequence import Sequence
 
 
@@ -47,7 +48,11 @@ class BlockManager:
     be found until it is reused. Every operation is O(1) a block: an OrderedDict drops a key from its middle in O(1).
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, others: Iterable[Places] = ()
+    ):
+        """others: the places in the model's other stores, which a sequence gets and gives back with its blocks."""
+        self.others = list(others)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
@@ -68,6 +73,9 @@ class BlockManager:
 
     def can_allocate(self, seq: Sequence, reserve: int = 0) -> bool:
         """Whether there are blocks for all of the sequence's tokens, with `reserve` blocks left over."""
+        for places in self.others:
+            if not places.can_allocate(seq):
+                return False
         num_free, num_blocks = len(self.free_block_ids) - reserve, seq.num_blocks
         # Most answers do not depend on how many blocks are shared, and need no look at the prefix cache.
         if num_blocks <= num_free:
@@ -93,6 +101,8 @@ class BlockManager:
         seq.num_cached_tokens = len(shared) * self.block_size
         if seq.num_shared_tokens < 0:
             seq.num_shared_tokens = seq.num_cached_tokens
+        for places in self.others:
+            places.allocate(seq)
 
     def deallocate(self, seq: Sequence) -> None:
         """Drop the sequence's references. Its last block is freed, and so reused, first: the first one is the likeliest
@@ -103,6 +113,8 @@ class BlockManager:
             if block.ref_count == 0:
                 self.used_block_ids.remove(block_id)
                 self.free_block_ids[block_id] = None
+        for places in self.others:
+            places.deallocate(seq)
         seq.block_table = []
         seq.num_cached_tokens = 0
         seq.num_scheduled_tokens = 0
@@ -189,6 +201,9 @@ class BlockManager:
                 break
             found.append(block_id)
             prefix_id = self.blocks[block_id].content_id
+        for places in self.others:
+            num_tokens = places.num_reusable_tokens(seq, len(found) * self.block_size)
+            found = found[: num_tokens // self.block_size]
         return found
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:

@@ -3,13 +3,14 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import cast
 
 from nanovllm.config import Config
 from nanovllm.engine.admission import Admission, MixedAdmission
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.places import Places
 from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import Step
@@ -34,6 +35,7 @@ class Scheduler:
         config: the engine's options.
         num_kvcache_blocks: blocks that were allocated.
         mixed_step_rows: most tokens of a mixed step; 0 for no such steps.
+        make_places: for each store of the model beside the KV cache, what makes its `Places`.
 
     Attributes:
         waiting, running: the sequences, in order.
@@ -42,7 +44,13 @@ class Scheduler:
             `EngineStats`, which survive `reset`.
     """
 
-    def __init__(self, config: Config, num_kvcache_blocks: int, mixed_step_rows: int = 0):
+    def __init__(
+        self,
+        config: Config,
+        num_kvcache_blocks: int,
+        mixed_step_rows: int = 0,
+        make_places: Iterable[Callable[[], Places]] = (),
+    ):
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = cast(int, config.max_num_batched_tokens)  # The checks made it a number.
         self.mixed_step_rows = mixed_step_rows
@@ -55,11 +63,12 @@ class Scheduler:
         self._has_warned = False
         cache = num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
         self._make_block_manager = partial(BlockManager, *cache)
+        self._make_places = list(make_places)
         self.reset()
 
     def reset(self) -> None:
         """Drop all sequences and blocks. After an exception: Ctrl-C may have struck between any two lines."""
-        self.block_manager = self._make_block_manager()
+        self.block_manager = self._make_block_manager(others=[make() for make in self._make_places])
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self._has_finished = False  # a sequence of `running`

@@ -14,7 +14,7 @@ SIZE = 4
 EOS = 2
 
 
-def make_scheduler(num_blocks: int = 100, mixed_step_rows: int = 0, **changes) -> Scheduler:
+def make_scheduler(num_blocks: int = 100, mixed_step_rows: int = 0, make_places=(), **changes) -> Scheduler:
     """changes: options of Config."""
     options = {
         "max_num_seqs": 8,
@@ -26,7 +26,7 @@ def make_scheduler(num_blocks: int = 100, mixed_step_rows: int = 0, **changes) -
         "eos": [EOS],
         "enable_prefix_caching": True,
     }
-    return Scheduler(SimpleNamespace(**options | changes), num_blocks, mixed_step_rows)
+    return Scheduler(SimpleNamespace(**options | changes), num_blocks, mixed_step_rows, make_places)
 
 
 def add(scheduler: Scheduler, prompt: int | list[int], max_tokens: int = 100, **params) -> Sequence:
