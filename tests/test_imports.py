@@ -106,6 +106,7 @@ def test_a_kernel_without_triton_says_what_is_missing():
     assert "this kernel needs Triton, which is not installed" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_tests_are_collected_without_triton():
     """As on macOS, which has none: tests of kernels are skipped, and no file fails."""
     collect = (

@@ -145,6 +145,7 @@ assert len(outputs[0]["token_ids"]) == 5
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_never_calls_exit_ends_in_silence(path):
     root = Path(__file__).parents[2]
     result = subprocess.run(

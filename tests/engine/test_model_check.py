@@ -91,6 +91,7 @@ def test_headers_are_compared_before_anything_is_made(nothing_is_built, copy):
         make_llm(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(
     "options", [{"dtype": "bfloat16"}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}], ids=["bfloat16", "fp8"]

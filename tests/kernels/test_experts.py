@@ -126,6 +126,7 @@ CONFIGS = [None, TileConfig(16, 16, 16, 4, 2), TileConfig(32, 64, 32, 4, 3), Til
     dtype=dtypes,
     seed=st.integers(0, 1000),
 )
+@pytest.mark.slow
 def test_tiles(
     device, num_tokens, num_experts, top_k, hidden_size, intermediate, config, routing, normalize, has_padding, add,
     dtype, seed,

@@ -307,6 +307,7 @@ def test_nan_stays_in_its_row(spoilt, config, device):
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**31),
 )
+@pytest.mark.slow
 def test_prefill(lens, group, num_kv_heads, head_dim, block_size, window, dtype, seed):
     """From the cache, and from the step's own keys and values, which are the same numbers."""
     generator = torch.Generator().manual_seed(seed)

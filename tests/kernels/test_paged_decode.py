@@ -33,12 +33,14 @@ def test_ragged_batch(num_heads, num_kv_heads, head_dim, block_size, dtype, devi
     check(make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed=head_dim))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [16, 32, 256])
 def test_edges_of_blocks_and_tiles(block_size, device):
     lens = [block_size - 1, block_size, block_size + 1, 63, 64, 65]
     check(make_case(lens, 2, 1, 32, block_size, torch.float32, device, seed=block_size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_pieces", [6, 7, 9, 200])
 def test_any_number_of_pieces(num_pieces, device):
     case = make_case([100, 0, 64, 420, 65], 4, 1, 64, 32, torch.float32, device, seed=5)

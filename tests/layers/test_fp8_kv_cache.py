@@ -61,6 +61,7 @@ def alone(path):
     return prompts, completions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

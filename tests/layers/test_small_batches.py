@@ -177,6 +177,7 @@ def operations(calls) -> list[str]:
     return ["silu" if options["silu"] else "add" if options["add"] else "linear" for options in calls]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_seqs", [9, 17, 64, 100])
 def test_a_step_by_the_split_k_kernel_is_the_same_step(kernels_everywhere, model, calls, num_seqs):
     expected = decode(model, num_seqs)

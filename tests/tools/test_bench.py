@@ -126,6 +126,7 @@ def test_a_workload_says_how_many_sequences_run_at_once(bench, monkeypatch, path
     assert [options["max_num_seqs"] for options in asked] == [512, 1024]
 
 
+@pytest.mark.slow
 def test_formats_are_options_of_the_engine_and_of_the_floor(path, tmp_path):
     formats = ("--quantization", "fp8", "--kv-cache-dtype", "fp8", "--fp8-flops", "2")
     shares = []
