@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("no_network")
 NAN, INF = math.nan, math.inf
 
 
-def test_defaults():
+def test_the_defaults_of_options_stay():
     config = dummy()
     assert config.max_num_batched_tokens == 16384
     assert config.max_num_seqs == 512

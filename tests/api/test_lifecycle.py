@@ -311,7 +311,7 @@ def test_two_threads_that_exit(path, in_step):
 
 
 @pytest.mark.parametrize("take", [pickle.dumps, copy.copy, copy.deepcopy, lambda llm: pickle.dumps(llm.generate)])
-def test_no_copies(llm, take):
+def test_an_engine_cannot_be_copied(llm, take):
     with pytest.raises(TypeError, match="an LLM cannot be pickled or copied: make one LLM per process"):
         take(llm)
 

@@ -18,7 +18,7 @@ from nanovllm.utils.option_hints import HINTS, unknown_option
 NAN, INF = math.nan, math.inf
 
 
-def test_defaults():
+def test_by_default_nothing_is_truncated_penalized_or_stopped():
     params = SamplingParams()
     assert (params.temperature, params.max_tokens, params.ignore_eos, params.seed) == (1.0, 64, False, None)
     # Nothing is truncated, penalized or stopped, and nothing is told but the text, unless somebody asks for it.

@@ -46,7 +46,7 @@ def test_the_engines_seed_serves_only_where_the_request_has_none(own, expected):
     completion=st.lists(st.integers(0, 200_000), max_size=40),
     block_size=st.integers(1, 20),
 )
-def test_arithmetic(prompt, completion, block_size):
+def test_counts_and_blocks_follow_from_the_tokens(prompt, completion, block_size):
     seq = Sequence(0, prompt, block_size=block_size)
     for token in completion:
         seq.append_token(token)

@@ -70,7 +70,7 @@ def assert_logits_close(path, reference, backend, dtype):
     (128, "flash_attn", "bfloat16"),
     (128, "torch", "bfloat16"),
 )
-def test_logits(shaped, backend, dtype):
+def test_logits_are_close_to_those_of_a_cpu(shaped, backend, dtype):
     assert_logits_close(*shaped, backend, dtype)
 
 

@@ -172,7 +172,7 @@ def expert_cases():
 
 @in_blocks
 @pytest.mark.parametrize(("name", "constants", "num_tokens"), expert_cases())
-def test_experts(name, constants, num_tokens, in_blocks):
+def test_every_candidate_for_experts_in_fp8_equals_the_twin(name, constants, num_tokens, in_blocks):
     """Of fewer experts than a model has, in the sizes of Qwen3-30B-A3B. Candidates that read inputs as they are differ
     by the rounding of these, which is 3 % of each product. The others differ where the tensor cores' sums, which may be
     0.1 % off, are rounded the other way. If such a number is the largest of its row, it moves the row's scale and so
@@ -215,7 +215,7 @@ def on_cpu(path, dtype, options, prompts, outputs) -> torch.Tensor:
 
 @pytest.mark.parametrize("source", ["while loading", "channels", "blocks"])
 @pytest.mark.parametrize("eager", [False, True])
-def test_engines(tmp_path, source, eager):
+def test_an_engine_in_fp8_gives_the_tokens_of_a_cpu(tmp_path, source, eager):
     """Of a CPU with the same weights, whose logits differ by roundings to e4m3."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
     if source == "while loading":

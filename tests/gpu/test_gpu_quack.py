@@ -225,7 +225,7 @@ def make_experts(dtype: torch.dtype, in_fp8: bool) -> list[torch.Tensor | Fp8Wei
 @pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize("constants", EXPERT_CONSTANTS)
 @pytest.mark.parametrize("num_tokens", [1, 300, 5000])
-def test_experts(quack, num_tokens, constants, in_fp8):
+def test_grouped_products_equal_the_twin(quack, num_tokens, constants, in_fp8):
     """With experts that no token has, and rows of padding, which stay as they are."""
     torch.manual_seed(num_tokens)
     dtype = torch.bfloat16 if in_fp8 or num_tokens == 300 else torch.float16
@@ -347,7 +347,7 @@ def make_table(path) -> Table:
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_engines(quack, checkpoint, launches, monkeypatch, eager):
+def test_an_engine_with_quack_kernels_gives_the_references_tokens(quack, checkpoint, launches, monkeypatch, eager):
     """Long prefills; decode steps of a hundred sequences, which the layers get as 128, tokens drawn in the graph and
     after it."""
     path, reference = checkpoint

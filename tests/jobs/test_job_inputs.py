@@ -20,7 +20,7 @@ def rows_of(*paths):
 
 @pytest.mark.parametrize("text", [TEXT, TEXT + "\n", "\ufeff" + TEXT, TEXT.replace("\n", "\r\n") + "\r\n \n"])
 @pytest.mark.parametrize("suffix", [".jsonl", ".ndjson.gz"])
-def test_json_lines(tmp_path, text, suffix):
+def test_lines_of_json_are_read_plain_and_compressed(tmp_path, text, suffix):
     file = tmp_path / f"a{suffix}"
     file.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
     assert rows_of(file) == [(1, 1, ROWS[0]), (f"{file.name}:3", 3, ROWS[1])]

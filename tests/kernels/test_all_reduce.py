@@ -55,7 +55,7 @@ class Buffers:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 64), (3, 100), (20, 256)])
-def test_pull(dtype, num_tokens, hidden, device, monkeypatch):
+def test_ranks_pull_the_same_sum_and_leave_their_flags_clear(dtype, num_tokens, hidden, device, monkeypatch):
     monkeypatch.setattr(kernels, "MAX_PULL_PROGRAMS", 8)  # so that one has several tokens
     partials, residual, weight = random_case(num_tokens, hidden, dtype, device)
     expected = twin(partials, residual, weight)

@@ -81,7 +81,9 @@ def check_result(out, expected, num_tokens):
     dtype=dtypes,
     seed=st.integers(0, 1000),
 )
-def test_routing(device, num_tokens, num_experts, top_k, routing, normalize, has_padding, dtype, seed):
+def test_tokens_are_routed_as_by_the_twin(
+    device, num_tokens, num_experts, top_k, routing, normalize, has_padding, dtype, seed
+):
     torch.manual_seed(seed)
     top_k = min(top_k, num_experts)
     # Of 16-bit logits many are equal.
@@ -127,7 +129,7 @@ CONFIGS = [None, TileConfig(16, 16, 16, 4, 2), TileConfig(32, 64, 32, 4, 3), Til
     seed=st.integers(0, 1000),
 )
 @pytest.mark.slow
-def test_tiles(
+def test_the_tiles_equal_the_twin(
     device, num_tokens, num_experts, top_k, hidden_size, intermediate, config, routing, normalize, has_padding, add,
     dtype, seed,
 ):  # fmt: skip
@@ -185,7 +187,7 @@ GEMV_CONFIGS = [ExpertsGemvConfig(4, 16, 1), ExpertsGemvConfig(8, 64, 2), Expert
     dtype=dtypes,
     seed=st.integers(0, 1000),
 )
-def test_few_tokens(
+def test_the_kernels_for_few_tokens_equal_the_twin(
     device, num_tokens, num_experts, top_k, hidden_size, intermediate, config, has_norm, routing, normalize,
     has_padding, add, dtype, seed,
 ):  # fmt: skip

@@ -58,7 +58,7 @@ def wide_rows(num_tokens, K, dtype, device):
 @in_groups
 @dtypes
 @pytest.mark.parametrize(("num_tokens", "K"), [(1, 128), (5, 384), (3, 5120)])
-def test_quantize(num_tokens, K, dtype, in_groups, device):
+def test_rows_are_quantized_as_by_the_twin(num_tokens, K, dtype, in_groups, device):
     x = wide_rows(num_tokens, K, dtype, device)
     found = fp8.quantize(x, in_groups)
     assert_quantized(found, quantize_input_torch(x, Fp8Format(in_groups)))

@@ -77,7 +77,7 @@ def in_fp8(case, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rounding(dtype):
+def test_a_value_is_stored_within_e4m3s_rounding(dtype):
     """A value is off by a sixteenth of itself at most, or by half of the smallest step."""
     scales = torch.exp2(torch.tensor([-14.0, -6.0, 0.0, 5.0]))
     x = torch.randn(200, 4, 16, dtype=torch.float64) * torch.logspace(-5, 0.8, 200, dtype=torch.float64)[:, None, None]
@@ -200,7 +200,9 @@ def test_scales_and_caches_that_do_not_belong_together(cache_dtype, scales, mess
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     seed=st.integers(0, 2**31),
 )
-def test_decode(lens, tma, group, num_kv_heads, head_dim, block_size, spare, tile, window, dtype, seed):
+def test_decode_attends_to_the_numbers_that_the_cache_holds(
+    lens, tma, group, num_kv_heads, head_dim, block_size, spare, tile, window, dtype, seed
+):
     tma = tma and HAS_TMA
     if tma:
         head_dim, tile = min(head_dim, 128) // 64 * 64, min(tile, block_size)
@@ -308,7 +310,9 @@ def test_nan_stays_in_its_row(spoilt, config, device):
     seed=st.integers(0, 2**31),
 )
 @pytest.mark.slow
-def test_prefill(lens, group, num_kv_heads, head_dim, block_size, window, dtype, seed):
+def test_prefill_attends_to_the_numbers_that_the_cache_holds(
+    lens, group, num_kv_heads, head_dim, block_size, window, dtype, seed
+):
     """From the cache, and from the step's own keys and values, which are the same numbers."""
     generator = torch.Generator().manual_seed(seed)
     lens_q, lens_k = [new for _, new in lens], [cached + new for cached, new in lens]

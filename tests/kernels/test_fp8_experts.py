@@ -59,7 +59,7 @@ class Case:
     ids=["few", "many"],
 )
 @shapes
-def test_tiles(device, num_tokens, in_blocks, sizes, dtype, config, has_tma, monkeypatch):
+def test_the_tiles_equal_the_twin(device, num_tokens, in_blocks, sizes, dtype, config, has_tma, monkeypatch):
     if not has_tma:
         pretend_gpu(monkeypatch, GpuFacts.of(torch.device(device)), capability=(8, 0))
     case = Case(num_tokens, in_blocks, sizes, dtype, device)
@@ -85,7 +85,7 @@ def test_tiles(device, num_tokens, in_blocks, sizes, dtype, config, has_tma, mon
     ("config", "dtype"), [(ExpertsGemvConfig(32, 64, 2), torch.float32), (ExpertsGemvConfig(64, 256, 4), HALF)], ids=str
 )
 @shapes
-def test_few_tokens(device, in_blocks, sizes, dtype, config):
+def test_the_kernels_for_few_tokens_equal_the_twin(device, in_blocks, sizes, dtype, config):
     case = Case(2, in_blocks, sizes, dtype, device)
     case.lens[:] = torch.tensor([1, 0])
     case.routed = route_torch(case.logits, TOP_K, True, case.lens)

@@ -126,7 +126,7 @@ def test_constants_of_the_table(config, shape, device):
 
 
 @configs
-def test_configs(config, M, N, dtype, device):
+def test_every_launch_constant_gives_the_twins_result(config, M, N, dtype, device):
     check_all(M, N, 201, dtype, device, config)
 
 

@@ -56,7 +56,7 @@ def test_any_number_of_pieces(num_pieces, device):
 
 @pytest.mark.parametrize("window", [1, 16, 63, 64, 65, 129, 500])
 @pytest.mark.parametrize("tma", [False, pytest.param(True, marks=needs_tma)])
-def test_windows(window, tma, device):
+def test_a_window_ends_anywhere(window, tma, device):
     """That end before, at and after the edges of tiles, blocks and splits, shorter and longer than the context."""
     lens = [0, 1, 64, 65, 130, 200, 421]
     case = make_case(lens, 4, 2, 64, 64, torch.float16, device, seed=window, window=window)
@@ -91,7 +91,7 @@ def test_workspace_serves_batches_of_every_size(device):
     window=st.none() | st.integers(1, 160),
     seed=st.integers(0, 2**31),
 )
-def test_any_batch(lens, tma, group, num_kv_heads, head_dim, block_size, spare, tile, window, seed):
+def test_any_batch_attends_as_the_twin(lens, tma, group, num_kv_heads, head_dim, block_size, spare, tile, window, seed):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32
     tma = tma and HAS_TMA

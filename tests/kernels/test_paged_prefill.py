@@ -153,7 +153,7 @@ def test_cached_prefix(lens, block_size, device):
 
 
 @pytest.mark.parametrize("head_dim", [96, 256])
-def test_wide_heads(head_dim, device):
+def test_heads_wider_than_usual_attend_as_the_twin(head_dim, device):
     check(make_case([(40, 30)], 2, 1, head_dim, 16, True, torch.float32, device, seed=head_dim))
     check(make_case([(20, 70)], 2, 1, head_dim, 64, True, torch.float16, device, seed=head_dim))
 
@@ -174,7 +174,7 @@ def test_many_tiles_of_queries_and_keys(paged, device):
     window=st.none() | st.integers(1, 90),
     seed=st.integers(0, 2**31),
 )
-def test_any_batch(lens, group, num_kv_heads, head_dim, block_size, window, seed):
+def test_any_batch_attends_as_the_twin(lens, group, num_kv_heads, head_dim, block_size, window, seed):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = (group * num_kv_heads, num_kv_heads, head_dim, block_size)
     check(make_case(lens, *shape, True, torch.float32, device, seed, window))
@@ -182,7 +182,7 @@ def test_any_batch(lens, group, num_kv_heads, head_dim, block_size, window, seed
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("window", [1, 31, 64, 100, 128, 129, 400])
-def test_windows(window, paged, device):
+def test_a_window_starts_anywhere(window, paged, device):
     """That start before, at and after the edges of tiles, shorter and longer than the sequences, and so short that
     queries of one tile share no key."""
     lens = [(300, 70), (0, 140), (129, 3)] if paged else [(0, 300), (0, 40)]
@@ -223,7 +223,7 @@ def test_tiles_fit_shared_memory(monkeypatch, padded_dim, itemsize, is_hopper, k
                 assert tiles == kernel._fastest_tiles(padded_dim, itemsize, max_rows, paged)
 
 
-def test_no_tokens(device):
+def test_a_batch_without_tokens_has_no_output(device):
     case = make_case([(0, 3)], 2, 1, 32, 16, False, torch.float32, device, seed=0)
     case.arguments["q"] = case.arguments["q"][:0]
     assert paged_prefill(**case.arguments).shape == (0, 2, 32)

@@ -77,7 +77,7 @@ def test_twin_equals_float64(dtype):
     assert_close(rms_norm_torch(x, weight, EPS), norm.to(dtype))
 
 
-def test_module(device):
+def test_the_layer_equals_torchs_rms_norm(device):
     norm = RMSNorm(48, eps=1e-5).to(device)
     with torch.no_grad():
         norm.weight.normal_()

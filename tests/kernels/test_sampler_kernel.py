@@ -103,7 +103,7 @@ def test_kernel_equals_twin(batch, vocab_size, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_thresholds(dtype, device):
+def test_tokens_below_the_threshold_are_never_drawn(dtype, device):
     logits = (torch.randn(9, 2100, device=device) * 3).to(dtype)
     temperatures = torch.tensor([0.6, 1.0, 0.0, 0.05, 1.7, 1e-5, 0.0, 30.0, 0.9], device=device)
     thresholds = logits.float().topk(20).values[:, -1].contiguous()

@@ -158,7 +158,7 @@ def test_tiny_vocabularies(vocab_size, device):
 
 @settings(max_examples=20)
 @given(data=st.data())
-def test_any_rows(device, data):
+def test_any_rows_keep_what_the_definition_keeps(device, data):
     vocab_size = data.draw(st.integers(1, 400), "vocab_size")
     row = st.tuples(
         st.sampled_from([0.0, 1e-3, 0.3, 0.6, 1.0, 5.0, 1e6]),
@@ -187,7 +187,7 @@ def test_rows_of_a_wider_tensor(device):
     assert torch.equal(sampling_thresholds_triton(wide[:, 5:705].flip(0), *backwards).flip(0), alone)
 
 
-def test_no_rows(device):
+def test_a_batch_without_rows_has_no_thresholds(device):
     assert sampling_thresholds_triton(
         torch.zeros(0, 5, device=device), *(torch.zeros(0, device=device),) * 4
     ).shape == (0,)

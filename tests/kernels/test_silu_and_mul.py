@@ -60,7 +60,7 @@ def test_twin_equals_float64(dtype):
     torch.testing.assert_close(gelu_tanh_and_mul_torch(x), gelu.to(dtype), rtol=RTOL[dtype], atol=1e-5)
 
 
-def test_module(device):
+def test_the_layers_equal_the_twins(device):
     x = torch.randn(4, 32, device=device)
     assert_close(SiluAndMul()(x), silu_and_mul_torch(x))
     torch.testing.assert_close(GeluTanhAndMul()(x), gelu_tanh_and_mul_torch(x), rtol=4e-6, atol=1e-5)

@@ -35,7 +35,7 @@ def test_extreme_numbers(device):
     torch.testing.assert_close(found[~finite], logits[~finite], equal_nan=True)
 
 
-def test_no_rows(device):
+def test_no_penalized_rows_change_nothing(device):
     logits = torch.randn(2, 9, device=device)
     nobody, none = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, device=device)
     before = logits.clone()

@@ -110,6 +110,6 @@ def test_forbidden_and_undefined_logits():
     assert kept[1:4].tolist() == [[False, True, False, True]] * 2 + [[True, False, True, False]]
 
 
-def test_no_rows():
+def test_a_batch_without_rows_has_no_thresholds():
     empty = torch.zeros(0)
     assert sampling_thresholds_torch(torch.zeros(0, 7), empty, empty.int(), empty, empty).shape == (0,)

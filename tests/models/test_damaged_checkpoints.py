@@ -92,7 +92,7 @@ def test_scalar_in_place_of_a_norm(copy):
     assert_nothing_loaded(path, ValueError, "'model.norm.weight' has shape")
 
 
-def test_empty_file(copy):
+def test_an_empty_file_of_weights_is_named(copy):
     path = copy()
     (path / "model.safetensors").write_bytes(b"")
     assert_nothing_loaded(path, ValueError, r"plain/model\.safetensors: is empty: download it again")

@@ -182,6 +182,7 @@ def record_mixed_steps(llm) -> list[bool]:
     return is_mixed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "seed"), CASES)
 def test_output_is_that_of_transformers(family, seed, tmp_path):
     path, reference, longest = make_case(family, seed, tmp_path)
@@ -227,8 +228,9 @@ TWO_RANKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "changes"), TWO_RANKS.values(), ids=TWO_RANKS)
-def test_two_ranks(family, changes, tmp_path):
+def test_two_ranks_give_the_same_tokens(family, changes, tmp_path):
     path, reference, _ = make_case(family, 0, tmp_path, intermediate_size=98, num_hidden_layers=2, **changes)
     prompts = reference.draw_prompts((17, 26, 90, 28), 14)
     with make_llm(path, max_model_len=128, tensor_parallel_size=2, **ENGINES["cramped"]) as llm:

@@ -64,7 +64,7 @@ def test_a_checkpoint_in_fp8_takes_the_option_too(tmp_path):
     assert torch.equal(score(path, quantization="fp8"), score(path))
 
 
-def test_two_ranks(tmp_path):
+def test_weights_of_two_ranks_are_rounded_no_worse(tmp_path):
     path = make_checkpoint(tmp_path)
     plain = score(path)
     errors = [(score(path, quantization="fp8", tensor_parallel_size=size) - plain).norm() for size in (1, 2)]

@@ -59,6 +59,7 @@ def base(tmp_path_factory):
     return path, Reference(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_every_configuration(configured, options):
     path, reference = configured
@@ -79,7 +80,7 @@ def test_a_cached_beginning(base):
             assert outputs[2]["num_cached_tokens"] == num_cached
 
 
-def test_two_ranks(base):
+def test_two_ranks_give_the_same_tokens(base):
     path, reference = base
     prompts = reference.draw_prompts((1, 45, 14, 31), 16)
     with make_llm(path, tensor_parallel_size=2, num_kvcache_blocks=9, max_num_batched_tokens=24) as llm:
@@ -106,7 +107,7 @@ def soften_attention(tensors) -> None:
         pytest.param("flash_attn", "float16", REGRET["float16"], marks=needs_flash_attn),
     ],
 )
-def test_on_a_gpu(backend, dtype, most_regret, head_dim, tmp_path):
+def test_a_gpus_tokens_are_nearly_the_references(backend, dtype, most_regret, head_dim, tmp_path):
     """With CUDA graphs, which read a plan for each window, and with mixed steps."""
     path = make_gemma3(tmp_path, sliding_window=100, head_dim=head_dim, query_pre_attn_scalar=head_dim)
     edit_tensors(path, soften_attention)

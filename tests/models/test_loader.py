@@ -190,6 +190,7 @@ def test_tied_checkpoint_may_hold_its_head_twice(copy):
         assert complete(llm, [[1, 2, 3]], greedy(8)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_tied_checkpoint_with_another_head_runs_with_that_head(copy, caplog, num_ranks):
     """Also if only the last row differs, as of a token that was added later."""

@@ -79,7 +79,7 @@ def test_rope_settings_under_the_names_of_either_transformers(tmp_path, new_name
 
 
 @pytest.mark.parametrize("config", [{}, {"rms_norm_eps": 0.5}, {"family": "qwen2"}], ids=["qwen3", "eps", "qwen2"])
-def test_logits(tmp_path, config):
+def test_logits_are_those_of_transformers(tmp_path, config):
     path = make_checkpoint(tmp_path, **config)
     reference = Reference(path)
     prompts = [random_prompt(length, seed=length) for length in (1, 5, 40, 70)]

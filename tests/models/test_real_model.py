@@ -121,6 +121,7 @@ def test_greedy_tokens_are_those_of_transformers(format, llm, reference, tokeniz
         assert (scores.amax(1) - chosen).max() <= format.regret, tokenizer.decode(prompt[-20:] + completion)
 
 
+@pytest.mark.slow
 def test_perplexity_is_that_of_transformers(format, llm, reference, tokenizer):
     token_ids = tokenizer(PROSE[4600:8000])["input_ids"]
     prompt, completion = token_ids[:1], token_ids[1:]

@@ -96,7 +96,7 @@ def test_a_worker_killed_between_two_batches(path, started):
         ("fail-sampling", r"(?s)rank 1 of 2 .* failed:.*Traceback.*in fail\n.*OnPurposeError: a worker fails"),
     ],
 )
-def test_faults(path, started, monkeypatch, capfd, fault, message):
+def test_a_fault_of_a_worker_is_an_error_that_names_it(path, started, monkeypatch, capfd, fault, message):
     monkeypatch.setattr(workers_module, "worker_main", faulty_workers.faulty_main)
     monkeypatch.setenv(faulty_workers.KIND, fault)
     monkeypatch.setenv(faulty_workers.RANK, "1")

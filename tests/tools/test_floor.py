@@ -47,7 +47,7 @@ def test_the_number_of_experts_by_its_newer_name():
     assert size_of("Qwen3-30B-A3B", num_experts=4, num_local_experts=128) == size_of("Qwen3-30B-A3B")
 
 
-def test_seconds():
+def test_a_step_takes_as_long_as_its_bytes():
     size = size_of("Qwen3-30B-A3B")
     one_step = floor_seconds(size, CEILINGS, [1, 1], [2, 2], 0, 1) - floor_seconds(size, CEILINGS, [1, 1], [1, 1], 0, 1)
     assert one_step == pytest.approx((2 * size.params_read(2) + 4 * 48 * size.kv_bytes_per_key) / 4e12)
