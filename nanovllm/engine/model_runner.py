@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from operator import attrgetter
+from typing import cast
 
 import numpy as np
 import torch
@@ -153,11 +154,12 @@ class ModelRunner:
         self.model.use_matmul(make_matmul(config, table, device, self.quack))
         self.mixed_step_rows = choose_mixed_step_rows(config, self.has_graphs, gate_up_weight(self.model), table)
         padded = padded_batches(self.model, table, config.max_num_seqs)
-        limits = config.max_num_batched_tokens, config.max_model_len
+        max_model_len = cast(int, config.max_model_len)  # The checks made them numbers.
+        limits = cast(int, config.max_num_batched_tokens), max_model_len
         sizes = StepSizes(*limits, max(padded[-1], self.mixed_step_rows), self.num_layer_params)
         windows = list(dict.fromkeys(layer.window for layer in self.kv_cache.layers))
         self.backend.prepare(self.attention_shape, windows, sizes, table)
-        max_blocks = -(-config.max_model_len // self.block_size)
+        max_blocks = -(-max_model_len // self.block_size)
         places = config.max_num_seqs, max_blocks, self.block_size, device
         self.decode_inputs = DecodeInputs(*places, self.backend, padded, self.mixed_step_rows)
         self.graphs, self.mixed_graphs = DecodeGraphs(device), DecodeGraphs(device)

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.activation import Gated, GeluTanhAndMul
 from nanovllm.layers.attention.attention import Attention, AttentionBackend, AttentionShape
-from nanovllm.layers.attention.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.attention.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding
 from nanovllm.layers.experts.experts import MixtureOfExperts

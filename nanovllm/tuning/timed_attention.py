@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.attention.attention import Attention, AttentionShape, StepSizes
 from nanovllm.layers.attention.backends import select_backend
-from nanovllm.layers.attention.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.matmul.table import Table
 from nanovllm.utils.context import Context
 

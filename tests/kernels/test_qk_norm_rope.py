@@ -12,9 +12,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store
-from nanovllm.layers.attention import qk_norm_rope as layer
-from nanovllm.layers.attention.qk_norm_rope import qk_norm_rope_store_torch
+from nanovllm.kernels.attention import qk_norm_rope as kernel
+from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store_torch, qk_norm_rope_store_triton
 from nanovllm.layers.attention.rotary_embedding import RopeParameters, RotaryEmbedding
 
 # One unit in the last place; a rotated value near zero is a difference of larger ones, hence the absolute part.
@@ -63,8 +62,8 @@ def assert_close(actual, expected):
 def test_kernel_equals_twin(num_tokens, num_heads, num_kv_heads, head_dim, dtype, device):
     case = random_case(num_tokens, num_heads, num_kv_heads, head_dim, dtype, device)
     expected = run(qk_norm_rope_store_torch, case)
-    assert_close(run(qk_norm_rope_store, case), expected)
-    assert_close(run(layer.qk_norm_rope_store, case), expected)
+    assert_close(run(qk_norm_rope_store_triton, case), expected)
+    assert_close(run(kernel.qk_norm_rope_store, case), expected)
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -75,7 +74,7 @@ def test_norm_and_cache_are_optional(norm, cache, device):
         case[1:3] = None, None
     if not cache:
         case[6:9] = None, None, None
-    assert_close(run(qk_norm_rope_store, case), run(qk_norm_rope_store_torch, case))
+    assert_close(run(qk_norm_rope_store_triton, case), run(qk_norm_rope_store_torch, case))
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -87,7 +86,7 @@ def test_heads_that_are_rotated_in_part_or_not_at_all(head_dim, rotary_dim, norm
     if not norm:
         case[1:3] = None, None
     expected = run(qk_norm_rope_store_torch, case)
-    assert_close(run(qk_norm_rope_store, case), expected)
+    assert_close(run(qk_norm_rope_store_triton, case), expected)
     q, before = (x[0].view(5, 7, head_dim)[:, :3] for x in (expected, case))
     if not norm:
         assert torch.equal(q[..., rotary_dim or 0 :], before[..., rotary_dim or 0 :])
@@ -96,7 +95,7 @@ def test_heads_that_are_rotated_in_part_or_not_at_all(head_dim, rotary_dim, norm
 
 def test_what_it_must_not_touch(device):
     case = random_case(6, 4, 2, 32, torch.float32, device)
-    qkv, k_cache, v_cache = run(qk_norm_rope_store, case)
+    qkv, k_cache, v_cache = run(qk_norm_rope_store_triton, case)
     values = case[0][:, -2 * 32 :]
     assert torch.equal(qkv[:, -2 * 32 :], values)
     slots = case[8]
@@ -141,7 +140,7 @@ def test_wrong_arguments_are_refused(index, value, message, device):
     case = list(random_case(6, 4, 2, 32, torch.float32, device))
     case[index] = value
     with pytest.raises(ValueError, match=message):
-        qk_norm_rope_store(*case)
+        qk_norm_rope_store_triton(*case)
 
 
 @pytest.mark.gpu
@@ -155,7 +154,7 @@ def test_slots_beyond_two_billion_elements():
     k_cache, v_cache = (torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(2))
     slots = torch.tensor([num_blocks * block_size - 1, 3], dtype=torch.int32, device="cuda")
     norms = q_weight, k_weight, eps
-    qk_norm_rope_store(qkv, *norms, table, positions, k_cache, v_cache, slots, None, num_heads, num_kv_heads)
+    qk_norm_rope_store_triton(qkv, *norms, table, positions, k_cache, v_cache, slots, None, num_heads, num_kv_heads)
     _, k, v = qkv.view(2, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     for cache, rows in ((k_cache, k), (v_cache, v)):
         assert torch.equal(cache[-1, -1], rows[0])

@@ -3,6 +3,7 @@
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
 
@@ -61,7 +62,8 @@ def tokenize_bad_words(detokenizer: Detokenizer | None, bad_words: Iterable[str]
     found = []
     for word in bad_words:
         bare = word.lstrip(" ") or word
-        ids, spaced = detokenizer.encode(bare), detokenizer.encode(f" {bare}")
+        encode = cast(Detokenizer, detokenizer).encode  # Without a tokenizer bad_words are refused.
+        ids, spaced = encode(bare), encode(f" {bare}")
         if not ids:
             raise ValueError(f"bad_words: {quoted(word)} has no tokens")
         found.append(ids)

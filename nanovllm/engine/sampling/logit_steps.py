@@ -114,7 +114,7 @@ class LogitSteps:
     def sample(self, step: Step | None) -> None:
         """Draw the tokens of the last `forward`, or on another rank get them: into the inputs' `sampled` on all."""
         sampled = self._inputs.sampled[: self._num_seqs]
-        if not self._draws:
+        if step is None or not self._draws:
             self._tp.broadcast(sampled)
             return
         if self.pipeline is None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import cast
 
 import numpy as np
 import torch
@@ -42,8 +43,9 @@ def record_prompt_logprobs(found: LogprobRows, seqs: list[Sequence]) -> None:
     """Give a step's sequences the log-probabilities of the prompt tokens that it has computed."""
     for row, logprobs in found.by_row().items():
         seq = seqs[row]
-        seq.prompt_logprobs += logprobs
-        seq.needs_prompt_logits = len(seq.prompt_logprobs) < seq.num_prompt_tokens
+        known = cast(list[dict[int, float] | None], seq.prompt_logprobs)
+        known += logprobs
+        seq.needs_prompt_logits = len(known) < seq.num_prompt_tokens
 
 
 def prompt_rows(seqs: list[Sequence]) -> list[tuple[int, int, int]]:
@@ -79,7 +81,7 @@ def prompt_logprobs(
     owners, targets = {}, []
     for row, _, count in step.prompt_rows:
         seq = step.seqs[row]
-        owners[row] = count, seq.params.prompt_logprobs
+        owners[row] = count, cast(int, seq.params.prompt_logprobs)
         first = seq.num_cached_tokens + 1
         targets.append(np.frombuffer(seq.tokens, np.int32)[first : first + count])
     num_top = max(num_top for _, num_top in owners.values())

@@ -1,6 +1,7 @@
 """SamplingPipeline: from a step's logits to its tokens, where a request asks for more than a temperature."""
 
 from operator import attrgetter
+from typing import cast
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ class SamplingPipeline:
         self.max_num_seqs = config.max_num_seqs
         self.eos = config.eos
         self.device = device
-        self._counts: TokenCounts | None = None
+        self._counts = TokenCounts(self.vocab_size, self.max_num_seqs, self.device)
 
     def draw(self, step: Step) -> tuple[torch.Tensor, LogprobRows | None]:
         """Sample the step's tokens, int64 [num_seqs] on the device, and the log-probabilities that were asked for.
@@ -40,22 +41,24 @@ class SamplingPipeline:
         token of a sequence with a grammar or bad words by now."""
         arrays = self._host_arrays(step)
         device = send_arrays(arrays, self.device) if arrays else {}
-        logits, thresholds = self._edited(step, device), None
+        model_logits, temperatures = cast(torch.Tensor, step.logits), cast(torch.Tensor, step.temperatures)
+        logits, thresholds = self._edited(model_logits, step.fed_tokens, device), None
         if "top_k" in device:
             truncation = (device[name] for name in ("top_k", "top_p", "min_p"))
-            thresholds = sampling_thresholds(logits, step.temperatures, *truncation)
-        tokens = self.sampler(logits, step.temperatures, step.seeds, step.positions, thresholds)
+            thresholds = sampling_thresholds(logits, temperatures, *truncation)
+        tokens = self.sampler(logits, temperatures, step.seeds, step.positions, thresholds)
         if "reported" not in device:
             return tokens, None
         # Of the model's own distribution, not of the edited logits.
         rows, reported = device["reported"], arrays["reported"].tolist()
-        owners = {row: (1, step.seqs[row].params.logprobs) for row in reported}
+        owners = {row: (1, cast(int, step.seqs[row].params.logprobs)) for row in reported}
         num_top = max(num_top for _, num_top in owners.values())
-        return tokens, LogprobRows(owners, *token_logprobs(step.logits[rows], tokens[rows], num_top))
+        return tokens, LogprobRows(owners, *token_logprobs(model_logits[rows], tokens[rows], num_top))
 
-    def _edited(self, step: Step, device: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _edited(
+        self, logits: torch.Tensor, fed_tokens: torch.Tensor | None, device: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
         """The logits after biases, penalties and masks; a float32 copy if there are any."""
-        logits = step.logits
         if not device.keys() & {"biases", "penalized", "masked", "forbidden"}:
             return logits
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -64,8 +67,8 @@ class SamplingPipeline:
         if "penalized" in device:
             if len(device["stale_rows"]):
                 self._counts.write(device["stale_rows"], device["prompt_tokens"], device["completion_tokens"])
-            if len(device["advanced"]):
-                self._counts.advance(device["advanced_state_rows"], step.fed_tokens[device["advanced"]])
+            if fed_tokens is not None and len(device["advanced"]):
+                self._counts.advance(device["advanced_state_rows"], fed_tokens[device["advanced"]])
             state_rows, strengths = device["state_rows"], device["strengths"]
             apply_penalties(logits, device["penalized"], self._counts.state, state_rows, *strengths)
         if "masked" in device:
@@ -123,8 +126,6 @@ class SamplingPipeline:
 
     def _penalty_arrays(self, seqs: list[Sequence], rows: list[int], is_prefill: bool) -> dict[str, np.ndarray]:
         """Rows of the counts; for those that are written anew, each token's place in the flat counts."""
-        if self._counts is None:
-            self._counts = TokenCounts(self.vocab_size, self.max_num_seqs, self.device)
         penalized = [seqs[row] for row in rows]
         assigned, current = self._counts.assign({seq.seq_id: seq.num_tokens for seq in penalized})
         penalized_rows, state_rows = np.array(rows, np.int64), np.array(assigned, np.int64)

@@ -117,7 +117,7 @@ class Grammars:
             return matcher_class.grammar_from_lark(self._as_lark(form.grammar))
         # Lark writes strings as JSON does, except that DEL must be escaped. In capitals it is one terminal: the parser
         # would follow 2,000 at most.
-        texts = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in form.choice)
+        texts = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in form.choice or ())
         return matcher_class.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
 
     def _as_lark(self, grammar: str) -> str:

@@ -1,16 +1,20 @@
 """Everything between the QKV projection and attention in one launch: q/k norms, RoPE and the KV cache write."""
 
+import torch
 from torch import Tensor, float8_e4m3fn
 
+from nanovllm.kernels import use_kernels
+from nanovllm.kernels.attention.kv_quantization import quantize_kv, round_to_cache
 from nanovllm.kernels.attention.paged_cache import check_scales
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.kernels.triton_stub import tl, triton
 
 
 @triton.jit
 def _to_e4m3(x, inverse_scale):
-    """`layers.kv_quantization.quantize_kv`."""
+    """`kv_quantization.quantize_kv`."""
     scaled = x.to(tl.float32) * inverse_scale
     return tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
@@ -127,13 +131,101 @@ def qk_norm_rope_store(
     num_kv_heads: int,
     pdl: bool = False,
 ) -> None:
-    """`layers.qk_norm_rope.qk_norm_rope_store_torch`, which describes the arguments, in one launch: the norms,
-    `apply_rotary_emb` and `store_kvcache`.
+    """Normalizes and rotates q and k inside qkv, and stores k and v in the paged cache.
 
-    pdl: programmatic dependent launch (see `dependent_launch`); all but qkv is read before the wait.
+    Each head of q and k is RMS-normalized, if there are weights for that, and rotated at its token's position, if there
+    is a table, in float32 with one rounding at the end. With an fp8 cache, k and v are then rounded to what the cache
+    holds of them, so that a prefill without a cached prefix computes the same from them as one that reads the cache.
 
-    Raises ValueError if it would read or write outside qkv or the caches. Positions and slots are not checked.
+    Args:
+        qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`, contiguous: q, then k, then v. Overwritten.
+        q_weight: `[head_dim]`, or None for no norm.
+        k_weight: `[head_dim]`, or None for no norm.
+        eps: added to the mean square of a head.
+        cos_sin_cache: float32 `[max_position, rotary_dim]`, the table of a `RotaryEmbedding`, which rotates the first
+            dimensions of each head; None for no rotation.
+        positions: int32 or int64 `[num_tokens]`, each below max_position.
+        k_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous; None stores nothing.
+        v_cache: like k_cache.
+        slot_mapping: int32 or int64 `[num_tokens]`: block * block_size + offset; negative stores nothing.
+        kv_scales: float32 `[2, num_kv_heads]`, powers of two, if the caches are of float8_e4m3fn; else None.
+        num_heads: query heads of this rank.
+        num_kv_heads: key heads (and value heads) of this rank.
+        pdl: programmatic dependent launch (see `dependent_launch`); all but qkv is read before the wait.
+
+    The kernel raises ValueError if it would read or write outside qkv or the caches. Positions and slots are not
+    checked.
     """
+    function = qk_norm_rope_store_triton if use_kernels(qkv) else qk_norm_rope_store_torch
+    caches = k_cache, v_cache, slot_mapping, kv_scales
+    function(qkv, q_weight, k_weight, eps, cos_sin_cache, positions, *caches, num_heads, num_kv_heads, pdl)
+
+
+def qk_norm_rope_store_torch(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin_cache: Tensor | None,
+    positions: Tensor,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    slot_mapping: Tensor | None,
+    kv_scales: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    pdl: bool = False,
+) -> None:
+    """The twin."""
+    head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
+    qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+    k = qk[:, num_heads:]
+    # In float32 up to the end, so that half-precision values are rounded once.
+    value = qk.float()
+    if q_weight is not None or k_weight is not None:
+        weights = zip(value.split((num_heads, num_kv_heads), dim=1), (q_weight, k_weight), strict=True)
+        parts = [part if weight is None else rms_norm_torch(part, weight, eps) for part, weight in weights]
+        value = torch.cat(parts, dim=1)
+    if cos_sin_cache is not None:
+        value = apply_rotary_emb(value, *cos_sin_cache[positions].chunk(2, dim=-1))
+    qk.copy_(value)
+    if k_cache is not None:
+        stored = slot_mapping >= 0
+        slots = slot_mapping[stored].long()
+        for part, (x, cache) in enumerate(((k, k_cache), (v, v_cache))):
+            held = x
+            if kv_scales is not None:
+                round_to_cache(x, kv_scales[part])
+                held = quantize_kv(x, kv_scales[part])
+            cache.view(-1, *x.shape[1:])[slots] = held[stored]
+
+
+def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the pairs (i, i + rotary_dim / 2) of each head of x `[num_tokens, heads, head_dim]`, in float32, rounded
+    once. cos, sin: float32 `[num_tokens, rotary_dim / 2]`. The dimensions from rotary_dim on stay as they are."""
+    rotary_dim = 2 * cos.shape[-1]
+    first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+
+
+def qk_norm_rope_store_triton(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin_cache: Tensor | None,
+    positions: Tensor,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    slot_mapping: Tensor | None,
+    kv_scales: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    pdl: bool = False,
+) -> None:
     (num_tokens, width), all_heads = qkv.shape, num_heads + 2 * num_kv_heads
     head_dim = width // all_heads
     if width % (2 * all_heads) or not qkv.is_contiguous():

@@ -9,15 +9,12 @@ from inspect import signature
 
 import torch
 
-from nanovllm.kernels import HAS_TRITON
 from nanovllm.kernels.gpu import GpuFacts
+from nanovllm.kernels.launch import is_compiling_ahead
 from nanovllm.layers.attention.attention import AttentionShape
 from nanovllm.utils.context import Context
 from nanovllm.utils.light_imports import import_without_torch_compile
 from nanovllm.utils.optional_packages import OptionalPackage, keep_kernels
-
-if HAS_TRITON:
-    from nanovllm.kernels.launch import is_compiling_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +52,7 @@ class FlashAttn4(OptionalPackage):
         block table these belong to the next sequence: if they are infinite or NaN, they spoil this one's result too.
         """
         num_seqs = context.cu_seqlens_q.numel() - 1
-        if num_seqs > MAX_SEQS or (HAS_TRITON and is_compiling_ahead()):  # Compile the fallback.
+        if num_seqs > MAX_SEQS or is_compiling_ahead():  # Compile the fallback.
             return None
         attend = self.varlen_func
         if context.block_tables is None:

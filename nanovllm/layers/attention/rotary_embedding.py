@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanovllm.kernels.attention.qk_norm_rope import apply_rotary_emb
 from nanovllm.utils.checks import is_number, quoted, require
 
 logger = logging.getLogger(__name__)
@@ -198,16 +199,6 @@ def rope_parameters(hf_config: Any, layer_type: str | None = None) -> RopeParame
         logger.warning("rope type %r has no use for %s: ignored", rope_type, ", ".join(unknown))
     fields = {name: value for name, value in settings.items() if name in known}
     return RopeParameters(float(base), rope_type, partial_rotary_factor=partial, **fields)
-
-
-def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + rotary_dim / 2) of each head of x `[num_tokens, heads, head_dim]`, in float32, rounded
-    once. cos, sin: float32 `[num_tokens, rotary_dim / 2]`. The dimensions from rotary_dim on stay as they are."""
-    rotary_dim = 2 * cos.shape[-1]
-    first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-    return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
 
 
 class RotaryEmbedding(nn.Module):

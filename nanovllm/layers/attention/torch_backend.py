@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels.attention.kv_quantization import dequantize_kv
 from nanovllm.layers.attention.attention import AttentionBackend, AttentionShape
-from nanovllm.layers.attention.kv_quantization import dequantize_kv, quantize_kv
 
 # Rows of a decode step are padded to a multiple of this many keys, and computed together if they are equally long then.
 _KEYS_UNIT = 32
@@ -43,26 +43,6 @@ class TorchBackend(AttentionBackend):
     def decode(self, layer, q, context):
         plan = context.attention[layer.window]
         return plan.attend(q, layer.k_cache, layer.v_cache, layer.scale, layer.kv_scales)
-
-
-def store_kvcache(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_scales: torch.Tensor | None = None,
-) -> None:
-    """Write keys and values to their slots of the cache. On a GPU `qk_norm_rope_store` contains this step.
-
-    k, v: `[num_tokens, num_kv_heads, head_dim]`. The other arguments are those of `qk_norm_rope_store_torch`.
-    """
-    if kv_scales is not None:
-        k, v = quantize_kv(k, kv_scales[0]), quantize_kv(v, kv_scales[1])
-    stored = slot_mapping >= 0
-    slots = slot_mapping[stored].long()
-    k_cache.view(-1, *k.shape[1:])[slots] = k[stored]
-    v_cache.view(-1, *v.shape[1:])[slots] = v[stored]
 
 
 def prefill_attention_torch(
@@ -104,8 +84,11 @@ def prefill_attention_torch(
             mask = torch.ones(len_q, len(keys), dtype=torch.bool, device=q.device).tril(num_cached - first_key)
             if window is not None:
                 mask = mask.triu(num_cached - first_key + 1 - window)
+        queries, keys, values = [x.transpose(0, 1).unsqueeze(0) for x in (q[chunk], keys, values)]
         attended = F.scaled_dot_product_attention(
-            *(x.transpose(0, 1).unsqueeze(0) for x in (q[chunk], keys, values)),
+            queries,
+            keys,
+            values,
             attn_mask=mask,
             is_causal=mask is None,
             scale=scale,
@@ -185,13 +168,10 @@ class DecodePlan:
             num_rows = len(rows)
             keys = _gather(k_cache, slots, None if kv_scales is None else kv_scales[0], q.dtype, self._keys)
             values = _gather(v_cache, slots, None if kv_scales is None else kv_scales[1], q.dtype, self._values)
+            keys, values = [x.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2) for x in (keys, values)]
             # The heads that share a KV head become its queries, which saves a copy of the keys for each of them.
-            attended = F.scaled_dot_product_attention(
-                q.index_select(0, rows).view(num_rows, num_kv_heads, -1, head_dim),
-                *(x.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2) for x in (keys, values)),
-                attn_mask=mask,
-                scale=scale,
-            )
+            queries = q.index_select(0, rows).view(num_rows, num_kv_heads, -1, head_dim)
+            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
             out.index_copy_(0, rows, attended.reshape(num_rows, -1, head_dim))
         return out
 

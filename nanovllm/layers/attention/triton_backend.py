@@ -2,14 +2,11 @@
 
 import numpy as np
 
-from nanovllm.kernels import HAS_TRITON
 from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, DecodeWorkspace, plan_decode
+from nanovllm.kernels.attention.paged_decode import has_tma, paged_decode
+from nanovllm.kernels.attention.paged_prefill import paged_prefill
 from nanovllm.layers.attention.decode_constants import DecodeConstants
 from nanovllm.layers.attention.gpu_backend import GpuBackend
-
-if HAS_TRITON:
-    from nanovllm.kernels.attention.paged_decode import has_tma, paged_decode
-    from nanovllm.kernels.attention.paged_prefill import paged_prefill
 
 _MAX_HEAD_DIM = 256
 

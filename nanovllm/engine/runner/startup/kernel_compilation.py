@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -13,6 +13,7 @@ from nanovllm.engine.runner.inputs import DecodeInputs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.kernels import HAS_TRITON
+from nanovllm.kernels.launch import compile_ahead
 from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds
 from nanovllm.layers.sampling.sampler import Sampler
 from nanovllm.layers.stores.store import Store
@@ -20,9 +21,6 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.layer_facts import few_layers, layer_products, one_of_each_kind
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.interrupts import held_interrupt
-
-if HAS_TRITON:
-    from nanovllm.kernels.launch import compile_ahead
 
 _NUM_SLOTS = 1024  # of the KV cache for tracing; more than warmup_kernels needs
 _LONG_PREFILL = 2048  # tokens; longer prefills launch the same variants, except of the table's products
@@ -73,9 +71,10 @@ def trace_steps(runner: StepRunner) -> None:
     """Run steps like those of the start and of later requests, on small stores that all layers share. So no list of
     kernels and shapes has to be kept up to date. The results mean nothing."""
     config, block_size = runner.config, runner.config.kvcache_block_size
-    num_tokens = min(_LONG_PREFILL, config.max_num_batched_tokens, config.max_model_len)
+    most_tokens, longest = cast(int, config.max_num_batched_tokens), cast(int, config.max_model_len)
+    num_tokens = min(_LONG_PREFILL, most_tokens, longest)
     _compute(runner, Step([_sequence(num_tokens, block_size)], True, 1))  # Without a cache, as warmup_model does.
-    trace_products(runner.model, runner.decode_inputs.max_rows, config.max_num_batched_tokens)
+    trace_products(runner.model, runner.decode_inputs.max_rows, most_tokens)
     num_blocks = -(-_NUM_SLOTS // block_size)
     for store in runner.stores:
         store.allocate(num_blocks, config.max_num_seqs, is_shared=True)
@@ -83,7 +82,7 @@ def trace_steps(runner: StepRunner) -> None:
     for size in telling_batch_sizes(config.max_num_seqs):
         _compute(runner, Step([seq] * size, False))
         _trace_truncation(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
-    num_tokens = min(runner.mixed_step_rows, config.max_model_len, _NUM_SLOTS) - 1
+    num_tokens = min(runner.mixed_step_rows, longest, _NUM_SLOTS) - 1
     if num_tokens > 0:
         _compute(runner, Step([seq, _sequence(num_tokens, block_size)], False, 1))
     warmup_kernels(runner, num_blocks)
@@ -130,11 +129,12 @@ def _trace_truncation(logits: torch.Tensor) -> None:
 def warmup_batches(config: Config, num_blocks: int) -> Iterator[list[Sequence]]:
     """Prefills that need every variant of the kernels: of one sequence and of two, short and as long as any variant
     asks and a step may be, with a cached prefix and without, in the cache's first blocks."""
-    longest = min(config.max_model_len, num_blocks * config.kvcache_block_size)
+    most_tokens = cast(int, config.max_num_batched_tokens)
+    longest = min(cast(int, config.max_model_len), num_blocks * config.kvcache_block_size)
     # 256 are the most that our kernel is given without a cached prefix where flash-attn-4 has the rest of a long step.
     for num_cached, num_new in ((0, 1), (0, 17), (0, 256), (0, 512), (16, 1), (16, 17), (16, 512)):
         for num_seqs in range(1, min(config.max_num_seqs, 2) + 1):
-            num_scheduled = min(num_new, longest - num_cached, config.max_num_batched_tokens // num_seqs)
+            num_scheduled = min(num_new, longest - num_cached, most_tokens // num_seqs)
             if num_scheduled >= 1:
                 yield [_sequence(num_scheduled, config.kvcache_block_size, num_cached)] * num_seqs
 

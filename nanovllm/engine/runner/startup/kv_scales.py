@@ -1,19 +1,20 @@
 """The scales of an fp8 KV cache: those of the checkpoint, calibrated ones, or 1.
 
-All are powers of two (see `layers.kv_quantization`). They are chosen before the first key is stored and before CUDA
-graphs are captured, and stay the same, so all blocks of a cache mean the same.
+All are powers of two (see `kernels.attention.kv_quantization`). They are chosen before the first key is stored and
+before CUDA graphs are captured, and stay the same, so all blocks of a cache mean the same.
 """
 
 import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
+from typing import cast
 
 import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.kernels.attention.kv_quantization import E4M3_MAX
 from nanovllm.layers.attention.attention import Attention
-from nanovllm.layers.attention.kv_quantization import E4M3_MAX
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -139,7 +140,7 @@ def calibrated_scales(
 def _calibration_prompts(config: Config) -> torch.Tensor:
     """Random tokens, the same at every start; every second prompt begins with the model's beginning of a text."""
     # numpy's generator gives the same numbers on every device.
-    shape = _CALIBRATION_PROMPTS, min(_CALIBRATION_LENGTH, config.max_model_len)
+    shape = _CALIBRATION_PROMPTS, min(_CALIBRATION_LENGTH, cast(int, config.max_model_len))
     prompts = np.random.default_rng(0).integers(config.hf_config.vocab_size, size=shape)
     bos = getattr(config.hf_config, "bos_token_id", None)
     if isinstance(bos, int) and 0 <= bos < config.hf_config.vocab_size:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -24,8 +24,9 @@ RESERVED_SHARE = 0.02
 def largest_prefill(config: Config, device: torch.device) -> ModelInputs:
     """The step that takes the most memory. It has as many sequences as a step may hold, so that the logits are at their
     largest as well."""
-    num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-    num_tokens = min(config.max_num_batched_tokens, num_seqs * config.max_model_len)
+    most_tokens = cast(int, config.max_num_batched_tokens)  # The checks made it a number.
+    num_seqs = min(config.max_num_seqs, most_tokens)
+    num_tokens = min(most_tokens, num_seqs * cast(int, config.max_model_len))
     ends = torch.arange(num_seqs + 1, device=device) * num_tokens // num_seqs
     cu_seqlens, seq_len = ends.int(), -(-num_tokens // num_seqs)
     input_ids = torch.randint(config.hf_config.vocab_size, (num_tokens,), device=device)
@@ -108,7 +109,7 @@ def allocate_stores(
                 f"no room for one KV cache block of {block_bytes / GIB:.3f} GiB{beside}{where}: {budget.reason}; "
                 f"{budget.remedy}"
             )
-    capacity = blocks * config.kvcache_block_size
+    capacity, max_model_len = blocks * config.kvcache_block_size, cast(int, config.max_model_len)
     logger.info(
         "KV cache: %d blocks x %d = %d tokens, %.2f GiB of %s (limit: %s); longest sequence: %d tokens (%s)",
         blocks,
@@ -117,8 +118,8 @@ def allocate_stores(
         blocks * block_bytes / GIB,
         config.kv_cache_dtype,
         limit,
-        min(config.max_model_len, capacity),
-        "max_model_len" if config.max_model_len <= capacity else "the KV cache",
+        min(max_model_len, capacity),
+        "max_model_len" if max_model_len <= capacity else "the KV cache",
     )
     if device.type == "cpu":
         memory, needed = host_memory().total, blocks * block_bytes + fixed_bytes

@@ -1,5 +1,7 @@
 """What a ModelRunner's start chooses: the back end, the products' kernels, and how many rows steps have."""
 
+from typing import cast
+
 import torch
 
 from nanovllm.config import Config
@@ -36,7 +38,7 @@ def choose_mixed_step_rows(config: Config, has_graphs: bool, gate_up: Weight, ta
     num_rows = config.mixed_step_rows
     if num_rows is None:
         is_measured = has_graphs and config.tensor_parallel_size == 1
-        num_rows = min(mixed_step_rows(table, gate_up) if is_measured else 0, config.max_num_batched_tokens)
+        num_rows = min(mixed_step_rows(table, gate_up) if is_measured else 0, cast(int, config.max_num_batched_tokens))
     return num_rows if min(num_rows, config.max_num_seqs) > 1 else 0
 
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from xxhash import xxh64_hexdigest
@@ -84,12 +84,14 @@ class PackageKernels:
         """Have flash-attn-4's kernels for this shape compiled, and the products that quack was asked for within
         `compile_ahead`."""
         tasks: list[tuple] = []
-        for kernel in range(flash_attn4.NUM_KERNELS if flash_attn4 is not None else 0):
-            tasks.append((load_kernel, shape, kernel))
-            self._loads.append(partial(flash_attn4.load, shape, kernel))
-        for product in quack.wanted.values() if quack is not None else ():
-            tasks.append((load_product, product, shape.device))
-            self._loads.append(partial(quack.load, product, shape.device))
+        if flash_attn4 is not None:
+            for kernel in range(flash_attn4.NUM_KERNELS):
+                tasks.append((load_kernel, shape, kernel))
+                self._loads.append(partial(flash_attn4.load, shape, kernel))
+        if quack is not None:
+            for product in quack.wanted.values():
+                tasks.append((load_product, product, shape.device))
+                self._loads.append(partial(quack.load, product, shape.device))
         if self._processes is not None:
             self._processes.submit(tasks)
 
@@ -141,9 +143,8 @@ class CompileProcesses:
     def submit(self, tasks: Sequence[tuple]) -> None:
         """Have each (function, *arguments) called, one after the other in each process. Call it once."""
         for i, process in enumerate(self._processes):
-            with suppress(OSError):  # It has died.
-                pickle.dump(tasks[i :: len(self._processes)], process.stdin)
-                process.stdin.close()
+            with suppress(OSError), cast(IO[bytes], process.stdin) as pipe:  # It may have died.
+                pickle.dump(tasks[i :: len(self._processes)], pipe)
 
     def wait(self, tell: Callable[[int, int], None]) -> None:
         """Return when all processes have ended, because no task is left, or ten minutes have passed. tell: called with
