@@ -23,10 +23,12 @@ from nanovllm.kernels.experts import experts_gemv as gemv
 from nanovllm.kernels.experts.experts import TileConfig
 from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
 from nanovllm.kernels.launch import compile_ahead
-from nanovllm.layers.experts.expert_candidates import ExpertsGemv, ExpertTiles
-from nanovllm.layers.experts.expert_products import ExpertsProblem
+from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul.matmul import Candidate
+from nanovllm.layers.matmul.candidate import Candidate
+from nanovllm.layers.matmul.candidates.expert_tiles import ExpertTiles
+from nanovllm.layers.matmul.candidates.experts_gemv import ExpertsGemv
+from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.matmul.table import Choice, Key, Row, Table, write_table
 from nanovllm.utils.optional_packages import installed_versions
 
@@ -81,8 +83,10 @@ class Step(NamedTuple):
         gemv.down(self.hidden, self.logits, weight, self.top_k, True, self.x, True, lens, config)
 
     def problem(self) -> ExpertsProblem:
-        x = Normed(self.x, self.norm)
-        return ExpertsProblem(x, self.logits, *self.layer, self.top_k, True, self.x, True, self.context_lens)
+        gate_up, down = (Unquantized().quantize(weight, weight.dtype) for weight in self.layer)
+        tensors = Normed(self.x, self.norm), self.logits, gate_up, down
+        key = Key.of("experts", self.context_lens is None, gate_up)
+        return ExpertsProblem(key, *tensors, self.top_k, True, self.x, True, self.context_lens)
 
 
 def make_layers(sizes: Sizes, device: torch.device) -> list[Layer]:
@@ -229,10 +233,11 @@ def main() -> None:
     with torch.inference_mode():
         sweep = Sweep(sizes, make_layers(sizes, device), time_graph)
         sweep.compile([*args.decode, *args.prefill])
+        weight = Unquantized().quantize(sweep.layers[0].gate_up, torch.bfloat16)
         for is_prefill, counts in ((False, args.decode), (True, args.prefill)):
             if counts:
                 row = Row({n: sweep.measure(n, is_prefill) for n in counts})
-                rows[Key.of("experts", is_prefill, sweep.layers[0].gate_up)] = row
+                rows[Key.of("experts", is_prefill, weight)] = row
     table = Table(rows, versions=installed_versions("torch", "triton"))
     write_table(args.output, torch.cuda.get_device_name(device), table)
     print(args.output.read_text())

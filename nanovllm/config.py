@@ -12,7 +12,9 @@ import torch
 
 from nanovllm.engine_options import EngineOptions
 from nanovllm.kernels.gpu import GpuFacts
-from nanovllm.layers.formats.quantization import E4M3, QUANTIZATIONS, Fp8Format
+from nanovllm.kernels.matmul.fp8 import E4M3
+from nanovllm.layers.formats.all_formats import QUANTIZATIONS
+from nanovllm.layers.formats.format import WeightFormat
 from nanovllm.layers.parallel.tensor_parallel import check_shardable
 from nanovllm.models.hf_config import check_hf_config, check_token_ids, get_head_dim, read_hf_config, supported_length
 from nanovllm.models.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
@@ -218,10 +220,10 @@ class Config(EngineOptions):
     def _resolve_formats(self) -> None:
         """Find the formats of the weights and of the KV cache."""
         stored = checkpoint_quantization(self.hf_config)
-        self.weight_format: Fp8Format | None = stored.weights or QUANTIZATIONS.get(self.quantization or "")
+        self.weight_format: WeightFormat | None = stored.weights or QUANTIZATIONS.get(self.quantization or "")
         if self.weight_format is not None:
             check_sizes(self.hf_config, get_head_dim(self.hf_config), self.weight_format, self.tensor_parallel_size)
-            self._check_fp8_products(self.weight_format)
+            self._check_products(self.weight_format)
         if self.kv_cache_dtype != "auto":
             found = self._gpu().capability
             allowed = "'auto' on a GPU of compute capability {}.{}: fp8 needs {}.{} or more"
@@ -232,12 +234,10 @@ class Config(EngineOptions):
         if stored.has_kv_cache_scheme:
             logger.info("%s: has a kv_cache_scheme, which kv_cache_dtype='fp8' uses", self.model)
 
-    def _check_fp8_products(self, format: Fp8Format) -> None:
+    def _check_products(self, format: WeightFormat) -> None:
         found = self._gpu().capability
-        # cuBLAS has products of blocks on Hopper only.
-        is_there = found[0] == 9 if format.is_blocked else found >= FP8_CAPABILITY
-        if not is_there:
-            needed = "9.x (Hopper) for weights in blocks" if format.is_blocked else "8.9 or more"
+        needed = format.check_gpu(found)
+        if needed is not None:
             offer = ", perhaps with kv_cache_dtype='fp8', which works here" if found >= FP8_CAPABILITY else ""
             raise ValueError(
                 f"quantization: products of fp8 need a GPU of compute capability {needed}, and this one has "

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.layers.formats.quantization import E4M3, Fp8Format
+from nanovllm.kernels.matmul.fp8 import E4M3
+from nanovllm.layers.formats.format import WeightFormat
 from nanovllm.models.hf_config import get_head_dim, windows_of_layers
 from nanovllm.models.qwen3_moe import count_experts, has_experts
 
@@ -40,7 +41,7 @@ class ModelSize:
         cls,
         hf_config,
         dtype: torch.dtype,
-        weight_format: Fp8Format | None = None,
+        weight_format: WeightFormat | None = None,
         kv_cache_dtype: torch.dtype | None = None,
     ) -> "ModelSize":
         """dtype: of the model, and of all that has no format or dtype of its own. weight_format: of the layers."""
@@ -118,7 +119,7 @@ def floor_seconds(
     return seconds / num_gpus
 
 
-def measure_ceilings(device: torch.device, dtype: torch.dtype, weight_format: Fp8Format | None = None) -> Ceilings:
+def measure_ceilings(device: torch.device, dtype: torch.dtype, weight_format: WeightFormat | None = None) -> Ceilings:
     """Median of several: a copy of 4 GiB and a product of 8192^3 on a GPU, sizes of a second's work on a CPU, which has
     no products of fp8.
 

@@ -24,7 +24,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.bench.floor import Ceilings, ModelSize, floor_seconds, measure_ceilings
 from nanovllm.bench.workloads import TEMPERATURE, WORKLOADS
 from nanovllm.engine_options import EngineOptions
-from nanovllm.layers.formats.quantization import Fp8Format
+from nanovllm.layers.formats.format import WeightFormat
 from nanovllm.models.presets import PRESET_NAMES
 from nanovllm.utils.command_options import add_options
 from nanovllm.utils.optional_packages import installed_versions
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
 
 
 def find_ceilings(
-    args: argparse.Namespace, device: torch.device, dtype: torch.dtype, weight_format: Fp8Format | None
+    args: argparse.Namespace, device: torch.device, dtype: torch.dtype, weight_format: WeightFormat | None
 ) -> Ceilings:
     """Those that were given, and the others measured."""
     layer_flops = args.flops if weight_format is None else args.fp8_flops

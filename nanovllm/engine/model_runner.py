@@ -32,8 +32,8 @@ from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.attention.attention import AttentionBackend, AttentionShape, StepSizes
 from nanovllm.layers.attention.backends import select_backend
 from nanovllm.layers.attention.gpu_backend import GpuBackend
-from nanovllm.layers.formats.quantization import weight_format
-from nanovllm.layers.matmul.quack import Quack, load_quack
+from nanovllm.layers.formats.all_formats import weight_format
+from nanovllm.layers.matmul.candidates.quack import Quack, load_quack
 from nanovllm.layers.matmul.table import Table, load_table
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.sampling.sampler import Sampler
@@ -116,7 +116,7 @@ class ModelRunner:
                 self.load_weights()
             packages.load(tp, progress.count("compiling kernels of packages"))
         if self.quack is not None and not self.quack.works:  # because steps were padded for it
-            self.decode_inputs.padded = padded_batches(self.model, table, config.max_num_seqs)
+            self.decode_inputs.padded = padded_batches(self.model, config.max_num_seqs)
         billions = num_checkpoint_params(self.model) / 1e9
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
         logger.info("device: %s", self.device_name)
@@ -140,20 +140,20 @@ class ModelRunner:
         self.attention_shape = attention_shape(config, tp, device)
         self.backend = select_backend(config.attention_backend, self.attention_shape)
         self.has_graphs = config.device == "cuda" and not config.enforce_eager and self.backend.supports_cuda_graphs
+        # With two GPUs it gained nothing.
+        self.quack = load_quack(config.dtype, device, decodes=self.has_graphs) if tp.size == 1 else None
+        matmul = make_matmul(config, table, device, self.quack)
         with weight_format(config.weight_format):
-            args = config.max_model_len, self.backend, tp
+            args = config.max_model_len, self.backend, tp, matmul
             self.model = make_model(config.hf_config, config.dtype, device, *args)
         if config.weight_format is not None:
-            logger.info("weights of linear layers: %s", config.weight_format.table_name)
+            logger.info("weights of linear layers: %s", config.weight_format.name)
         self.num_layer_params = num_layer_params(self.model)
         self.stores = self.model.make_stores(self.attention_shape)
         self.kv_cache = next(store for store in self.stores if isinstance(store, PagedKVCache))
         self.sampler = Sampler(tp, self.model.lm_head.first, self.model.lm_head.shard_size)
-        # With two GPUs it gained nothing.
-        self.quack = load_quack(config.dtype, device, decodes=self.has_graphs) if tp.size == 1 else None
-        self.model.use_matmul(make_matmul(config, table, device, self.quack))
         self.mixed_step_rows = choose_mixed_step_rows(config, self.has_graphs, gate_up_weight(self.model), table)
-        padded = padded_batches(self.model, table, config.max_num_seqs)
+        padded = padded_batches(self.model, config.max_num_seqs)
         max_model_len = cast(int, config.max_model_len)  # The checks made them numbers.
         limits = cast(int, config.max_num_batched_tokens), max_model_len
         sizes = StepSizes(*limits, max(padded[-1], self.mixed_step_rows), self.num_layer_params)

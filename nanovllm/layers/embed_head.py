@@ -1,11 +1,14 @@
 """The vocabulary at both ends of the model: the embedding, and the head, whose tokens are divided over the ranks."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.layers.formats.format import Weight, WeightFormat
 from nanovllm.layers.formats.parameters import make_parameter
-from nanovllm.layers.matmul.packed_weights import linear_packed, packed
+from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 
 # Shards of the head are multiples of this many tokens (except the last): whole groups for the sampler, whole tiles for
@@ -43,6 +46,7 @@ class ParallelLMHead(nn.Module):
     ):
         super().__init__()
         self.tp = tp
+        self.format: WeightFormat = Unquantized()
         self.vocab_size = vocab_size
         self.shard_size = vocab_size
         if tp.size > 1:
@@ -51,24 +55,22 @@ class ParallelLMHead(nn.Module):
         self.num_tokens = max(0, min(self.shard_size, vocab_size - self.first))
         if tied_to is not None:
             # Not a parameter: the embedding's loader fills it.
-            self.weight = tied_to.weight.data[self.first : self.first + self.num_tokens]
+            self.weight: torch.Tensor = tied_to.weight.data[self.first : self.first + self.num_tokens]
         else:
             shape, shards = (self.num_tokens, hidden_size), {None: (vocab_size, hidden_size)}
-            self.weight = make_parameter(shape, shards, self.weight_loader)
+            self.weight = make_parameter(shape, shards, self.weight_loader, self.format)
 
-    def weight_loader(self, param: nn.Parameter, loaded, shard_id=None) -> None:
+    def weight_loader(self, param: nn.Parameter, loaded: Any, shard_id: object = None) -> None:
         if self.num_tokens:
             param.data.copy_(loaded[self.first : self.first + self.num_tokens])
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [num_rows, hidden_size]."""
-        if self.weight.is_mkldnn:
-            return linear_packed(hidden_states, self.weight)
-        return F.linear(hidden_states, self.weight)
+        return self.format.linear(hidden_states, Weight(self.format, self.weight))
 
     def pack_weight(self) -> None:
         """As `LinearBase.pack_weight`."""
-        self.weight = packed(self.weight)
+        self.format, self.weight = self.format.packed(self.weight)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of all tokens [num_rows, vocab_size], on every rank, from this rank's [num_rows, num_tokens].

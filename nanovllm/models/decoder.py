@@ -13,7 +13,6 @@ from nanovllm.layers.activation import Gated, GeluTanhAndMul
 from nanovllm.layers.attention.attention import Attention, AttentionBackend, AttentionShape
 from nanovllm.layers.attention.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding
-from nanovllm.layers.experts.experts import MixtureOfExperts
 from nanovllm.layers.formats.parameters import scale_while_loading
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -45,13 +44,15 @@ class DecoderAttention(nn.Module):
         rotary_emb: RotaryEmbedding | None,
         backend: AttentionBackend,
         tp: TensorParallel,
+        matmul: Matmul,
     ):
         super().__init__()
         self.tp = tp
         self.head_dim = get_head_dim(config)
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.qkv_proj = QKVParallelLinear(config.hidden_size, self.head_dim, num_heads, num_kv_heads, spec.qkv_bias, tp)
-        self.o_proj = RowParallelLinear(num_heads * self.head_dim, config.hidden_size, spec.o_bias, tp)
+        heads = self.head_dim, num_heads, num_kv_heads
+        self.qkv_proj = QKVParallelLinear(config.hidden_size, *heads, spec.qkv_bias, tp, matmul)
+        self.o_proj = RowParallelLinear(num_heads * self.head_dim, config.hidden_size, spec.o_bias, tp, matmul)
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.eps = config.rms_norm_eps
         self.q_norm: Any = None
@@ -104,11 +105,11 @@ class DecoderAttention(nn.Module):
 class DecoderMLP(nn.Module):
     """A gated MLP: activation(gate(x)) * up(x), gate and up in one product, then down."""
 
-    def __init__(self, config, spec: DecoderSpec, tp: TensorParallel):
+    def __init__(self, config, spec: DecoderSpec, tp: TensorParallel, matmul: Matmul):
         super().__init__()
         hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, False, tp)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, False, tp)
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, False, tp, matmul)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, False, tp, matmul)
         self.gelu = GeluTanhAndMul() if spec.activation == "gelu_tanh" else None
 
     def add(
@@ -188,6 +189,7 @@ class DecoderModel(nn.Module):
         max_position: int,
         backend: AttentionBackend,
         tp: TensorParallel,
+        matmul: Matmul,
     ):
         super().__init__()
         self.tp = tp
@@ -197,7 +199,7 @@ class DecoderModel(nn.Module):
         tables = {rope: RotaryEmbedding(get_head_dim(config), max_position, rope) for rope in set(spec.ropes) if rope}
         self.layers = nn.ModuleList()
         for i, (rope, mlp) in enumerate(zip(spec.ropes, mlps, strict=True)):
-            attention = DecoderAttention(config, spec, i, tables.get(rope), backend, tp)
+            attention = DecoderAttention(config, spec, i, tables.get(rope), backend, tp, matmul)
             self.layers.append(DecoderLayer(config, spec, attention, mlp))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, spec.norm_offset)
 
@@ -239,16 +241,16 @@ class DecoderForCausalLM(nn.Module, ABC):
     # Keys of the configuration, among those that change what a decoder computes, that this family's `spec` reads.
     switches: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, config, max_position: int, backend: AttentionBackend, tp: TensorParallel):
+    def __init__(self, config, max_position: int, backend: AttentionBackend, tp: TensorParallel, matmul: Matmul):
         """config: the transformers configuration. max_position: positions that RoPE's table must cover."""
         super().__init__()
-        self.matmul = Matmul()  # cuBLAS alone, before `use_matmul`
+        self.matmul = matmul
         spec = self.checked_spec(config)
         # A window that no sequence exceeds is none.
         windows = tuple(None if window is None or window >= max_position else window for window in spec.windows)
         spec = replace(spec, windows=windows)
-        mlps = [self.mlp(config, spec, i, tp) for i in range(config.num_hidden_layers)]
-        self.model = DecoderModel(config, spec, mlps, max_position, backend, tp)
+        mlps = [self.mlp(config, spec, i, tp, matmul) for i in range(config.num_hidden_layers)]
+        self.model = DecoderModel(config, spec, mlps, max_position, backend, tp, matmul)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
         scale_while_loading([self.model.norm], spec.logit_scale)
@@ -265,9 +267,9 @@ class DecoderForCausalLM(nn.Module, ABC):
         """What this family's configuration asks for."""
 
     @staticmethod
-    def mlp(config, spec: DecoderSpec, layer: int, tp: TensorParallel) -> nn.Module:
+    def mlp(config, spec: DecoderSpec, layer: int, tp: TensorParallel, matmul: Matmul) -> nn.Module:
         """The MLP of a layer, with the method `add` of DecoderMLP."""
-        return DecoderMLP(config, spec, tp)
+        return DecoderMLP(config, spec, tp, matmul)
 
     @classmethod
     def checked_spec(cls, config) -> DecoderSpec:
@@ -292,15 +294,9 @@ class DecoderForCausalLM(nn.Module, ABC):
         """What its sequences keep on the device. Nothing is allocated yet. shape: of this rank's attention."""
         return [PagedKVCache([module for module in self.modules() if isinstance(module, Attention)], shape)]
 
-    def use_matmul(self, matmul: Matmul) -> None:
-        self.matmul = matmul
-        for module in self.modules():
-            if isinstance(module, (LinearBase, MixtureOfExperts)):
-                module.matmul = matmul
-
     def pack_weights(self) -> None:
-        """Once the weights are loaded: let a CPU's products read them faster (`layers.packed_weights`), if all products
-        are torch's."""
+        """Once the weights are loaded: let a CPU's products read them faster (`formats.packed`), if there is no other
+        candidate for them."""
         for module in [] if self.matmul.has_choice else self.modules():
             if isinstance(module, (LinearBase, ParallelLMHead)):
                 module.pack_weight()

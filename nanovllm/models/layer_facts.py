@@ -1,91 +1,69 @@
 """What start-up and the tuner ask about a decoder: its kinds of layers, their matrix products and their sizes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from nanovllm.layers.experts.expert_products import ExpertsProblem
 from nanovllm.layers.experts.experts import MixtureOfExperts
-from nanovllm.layers.formats.quantization import Weight
+from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul.matmul import Problem
+from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.matmul.problem import AnyProblem, ExpertsProblem, Problem
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.utils.context import get_context
+
+Make = Callable[[int], AnyProblem]  # a product of a layer in the context's phase, for a number of tokens
 
 
-class LayerProduct(NamedTuple):
-    """A product of a layer, for any number of tokens."""
-
-    operation: str  # as in `matmul`
-    weight: Weight
-    bias: Tensor | None = None
-    norm: RMSNorm | None = None  # of its input
-
-    def problem(self, num_tokens: int) -> Problem:
-        """On new tensors with arbitrary content."""
-        N, K = self.weight.shape
-        x = self.weight.new_empty(num_tokens, K)
-        out = self.weight.new_empty(num_tokens, N) if self.operation in ("linear_add", "linear_sum") else None
-        return Problem(self.operation, Normed(x, self.norm) if self.norm else x, self.weight, self.bias, out)
-
-
-class ExpertsProduct(NamedTuple):
-    """The experts of a layer, for any number of tokens."""
-
-    weight: Weight
-    down: Weight
-    top_k: int
-    normalize: bool
-    add: bool
-    norm: RMSNorm | None = None  # of its input
-
-    @property
-    def operation(self) -> str:
-        return "experts"
-
-    def problem(self, num_tokens: int) -> ExpertsProblem:
-        """On new tensors with arbitrary content, for a step like the context's. Every token gets its experts."""
-        x = self.weight.new_empty(num_tokens, self.weight.shape[2])
-        logits = x.new_empty(num_tokens, len(self.weight))
-        context_lens = None
-        if not get_context().is_prefill:
-            context_lens = torch.ones(num_tokens, dtype=torch.int32, device=x.device)
-        normed = Normed(x, self.norm) if self.norm else x
-        return ExpertsProblem(normed, logits, *self[:4], torch.empty_like(x), self.add, context_lens)
-
-
-def layer_products(layer: Any) -> list[LayerProduct | ExpertsProduct]:
-    """A DecoderLayer's matrix products, in order."""
+def layer_products(layer: Any) -> list[Make]:
+    """A DecoderLayer's matrix products, in order, on new tensors with arbitrary content."""
     qkv, o, mlp, mlp_norm = layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp, layer.post_attention_layernorm
     # Of o_proj and down_proj, which add to the residual stream unless a norm is in between.
     operation = "linear"
     if layer.attention_output_norm is None:
         operation = "linear_add" if o.tp.size == 1 else "linear_sum"
-    products: list[LayerProduct | ExpertsProduct] = [
-        LayerProduct("linear", qkv.matrix, qkv.bias, layer.input_layernorm),
-        LayerProduct(operation, o.matrix, o.bias),
-    ]
+    products = [_linear("linear", qkv, layer.input_layernorm), _linear(operation, o)]
     if isinstance(mlp, MixtureOfExperts):
-        weights = mlp.experts.gate_up_proj.matrix, mlp.experts.down_proj.matrix
-        return [
-            *products,
-            LayerProduct("linear", mlp.gate.weight, norm=mlp_norm),
-            ExpertsProduct(*weights, mlp.top_k, mlp.normalize, operation == "linear_add", mlp_norm),
-        ]
-    down = mlp.down_proj
-    return [
-        *products,
-        LayerProduct("linear_silu" if mlp.gelu is None else "linear", mlp.gate_up_proj.matrix, norm=mlp_norm),
-        LayerProduct(operation, down.matrix, down.bias),
-    ]
+        return [*products, _linear("linear", mlp.gate, mlp_norm), _experts(mlp, operation == "linear_add", mlp_norm)]
+    gate_up = _linear("linear_silu" if mlp.gelu is None else "linear", mlp.gate_up_proj, mlp_norm)
+    return [*products, gate_up, _linear(operation, mlp.down_proj)]
+
+
+def _linear(operation: str, layer: LinearBase, norm: RMSNorm | None = None) -> Make:
+    """norm: of its input."""
+
+    def make(num_tokens: int) -> Problem:
+        product = layer.products[operation]
+        key, weight = product.choices(num_tokens)[0], product.weight
+        x = weight.new_empty(num_tokens, key.K)
+        out = weight.new_empty(num_tokens, key.N) if operation in ("linear_add", "linear_sum") else None
+        return Problem(key, Normed(x, norm) if norm else x, weight, product.bias, out)
+
+    return make
+
+
+def _experts(mlp: MixtureOfExperts, add: bool, norm: RMSNorm | None) -> Make:
+    """Every token gets its experts."""
+
+    def make(num_tokens: int) -> ExpertsProblem:
+        product = mlp.products["experts"]
+        key, weight = product.choices(num_tokens)[0], product.weight
+        x = weight.new_empty(num_tokens, key.K)
+        lens = None
+        if key.phase == "decode":
+            lens = torch.ones(num_tokens, dtype=torch.int32, device=x.device)
+        tensors = Normed(x, norm) if norm else x, x.new_empty(num_tokens, key.experts), weight
+        down, out = mlp.experts.down_proj.matrix, torch.empty_like(x)
+        return ExpertsProblem(key, *tensors, down, mlp.top_k, mlp.normalize, out, add, lens)
+
+    return make
 
 
 def gate_up_weight(model: DecoderForCausalLM) -> Weight:
-    """A layer's gate and up projection, of all experts if it has some. The table's rows for whole steps belong to its
-    shape."""
+    """A layer's gate and up projection, of all experts if it has some. The table's settings for whole steps belong to
+    its shape."""
     mlp: Any = model.model.layers[0].mlp
     return (mlp.experts if isinstance(mlp, MixtureOfExperts) else mlp).gate_up_proj.matrix
 

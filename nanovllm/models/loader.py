@@ -13,6 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from nanovllm.layers.formats.parameters import FLOATS
+from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.models.model_files import check_readable, read_json
 from nanovllm.models.other_formats import other_format
 from nanovllm.utils.checks import require
@@ -21,9 +23,6 @@ from nanovllm.utils.threads import torch_threads
 
 logger = logging.getLogger(__name__)
 
-# safetensors' names
-_FLOATS = ("BF16", "F16", "F32", "F64")
-_E4M3 = ("F8_E4M3",)
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OF_OTHERS = ("adapter_", "consolidated", "scheduler", "optimizer", "training_")  # files beside a model's
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -117,7 +116,7 @@ def _load_all(tasks: list[tuple[str, _Tensor, _Wanted]]) -> None:
 
 def _load(name: str, tensor: _Tensor, wanted: _Wanted) -> None:
     param = wanted.param
-    if hasattr(param, "checkpoint_name"):  # A wrong scale of a weight in fp8 would show in the results alone.
+    if getattr(param, "is_scale", False):  # A wrong one would show in the results alone.
         scales = tensor.content[...]
         if not (scales.isfinite() & (scales >= 0)).all():
             raise ValueError(f"{tensor.file}: tensor {name!r} must hold finite scales >= 0: download the file again")
@@ -141,22 +140,10 @@ def load_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
     for name, param in model.named_parameters():
         if name.endswith("norm.weight"):
             param.data.fill_(1.0)
-        elif not name.endswith("weight_scale"):  # Scales come with their weights.
+        elif not getattr(param, "is_scale", False):  # Scales come with their weights.
             is_whole = tuple(param.shape) == getattr(param, "shards", {None: tuple(param.shape)}).get(None)
-            _draw(param, of_all if is_whole else of_rank)
-
-
-def _draw(param: Any, generator: torch.Generator) -> None:
-    if getattr(param, "format", None) is None:
-        param.data.normal_(std=0.02, generator=generator)
-        return
-    # One expert at a time: all of them in float32 take much memory.
-    weights, scales = (x if x.dim() == 3 else x.unsqueeze(0) for x in (param.data, param.scale.data))
-    for weight, scale in zip(weights, scales, strict=True):
-        drawn = torch.empty(weight.shape, device=weight.device).normal_(std=0.02, generator=generator)
-        values, its_scale = param.format.quantize(drawn)
-        weight.copy_(values)
-        scale.copy_(its_scale)
+            format = getattr(param, "format", None) or Unquantized()
+            format.draw(param, of_all if is_whole else of_rank)
 
 
 def default_weight_loader(param: nn.Parameter, loaded: Any, shard_id: object) -> None:
@@ -246,8 +233,7 @@ def _check_all(wanted: dict[str, _Wanted], tensors: dict[str, _Tensor], director
     extra = [name for name in tensors if name not in wanted and not name.endswith(unused)]
     # The dtypes first, because quantized checkpoints also have other names.
     for name in (*wanted, *extra):
-        format = getattr(wanted[name].param, "format", None) if name in wanted else None
-        needed = _E4M3 if format is not None and format.is_stored else _FLOATS
+        needed = getattr(wanted[name].param, "stored_dtypes", FLOATS) if name in wanted else FLOATS
         if name in tensors and (dtype := tensors[name].content.get_dtype()) not in needed:
             raise ValueError(f"{tensors[name].file}: tensor {name!r} has dtype {dtype}: {_remedy(needed)}")
     files_of_extra = [f"{name!r} in {tensors[name].file.name}" for name in extra]
@@ -273,8 +259,8 @@ def _check_all(wanted: dict[str, _Wanted], tensors: dict[str, _Tensor], director
 
 
 def _remedy(needed: tuple[str, ...]) -> str:
-    if needed == _E4M3:
-        return "config.json's quantization_config says F8_E4M3; is it the same model's?"
+    if needed != FLOATS:
+        return f"config.json's quantization_config says {', '.join(needed)}; is it the same model's?"
     return (
         "quantized checkpoints do not load unless config.json names their format, and then only linear layers are in "
         f"it; all else must be {', '.join(needed)}; use the unquantized checkpoint"

@@ -7,7 +7,8 @@ from torch import nn
 
 from nanovllm.layers.attention.attention import AttentionShape
 from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.formats.quantization import weight_format
+from nanovllm.layers.formats.all_formats import weight_format
+from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.make_model import make_model
@@ -35,7 +36,7 @@ def meta_model(config: Any, rank: int = 0) -> nn.Module:
     """The model of an engine with this `Config`, as a rank has it, on the meta device. Raises MemoryError
     for a tensor of 2**63 bytes or more, which torch cannot describe."""
     tp: Any = TensorParallel(rank, config.tensor_parallel_size)
-    shape = config.max_model_len, TorchBackend(), tp
+    shape = config.max_model_len, TorchBackend(), tp, Matmul()
     try:
         with weight_format(config.weight_format):
             return make_model(config.hf_config, config.dtype, torch.device("meta"), *shape)

@@ -4,14 +4,15 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from nanovllm.layers.formats.quantization import BLOCK, Fp8Format
+from nanovllm.layers.formats.all_formats import DECLARED
+from nanovllm.layers.formats.format import WeightFormat
+from nanovllm.layers.formats.fp8 import is_e4m3
 from nanovllm.utils.checks import one_line, quoted
 
 # Parts of a model that are never quantized, and those of a vision tower, which is not read. Others that a checkpoint
 # leaves unquantized do not load.
 _UNQUANTISED = re.compile(r"(^|[.*:^])(lm_head|embed_tokens|[a-z_]*norm|mlp\.gate|gate)(\.\*)?\$?$")
 _UNREAD = re.compile(r"(^|[.*:^])(vision_tower|multi_modal_projector)([.*$]|$)")
-_UNIT = 16  # rows and columns: what torch._scaled_mm takes
 
 
 class Quantization(NamedTuple):
@@ -21,7 +22,7 @@ class Quantization(NamedTuple):
         has_kv_cache_scheme: whether it is made for an fp8 KV cache, and should have its scales.
     """
 
-    weights: Fp8Format | None = None
+    weights: WeightFormat | None = None
     has_kv_cache_scheme: bool = False
 
 
@@ -37,17 +38,14 @@ def _read(settings: Mapping, where: str) -> Quantization:
     method = settings.get("quant_method")
     method = getattr(method, "value", method)  # transformers' own is an enumeration.
     scheme = settings.get("kv_cache_scheme")
-    if scheme and not _is_e4m3(scheme):
+    if scheme and not is_e4m3(scheme):
         raise ValueError(
             f"{where}: kv_cache_scheme={quoted(scheme)}: must have type 'float' and num_bits 8, or be left out"
         )
     if method == "compressed-tensors" and scheme and not settings.get("config_groups"):
         return Quantization(None, True)
-    if method == "fp8" and _are_fp8_blocks(settings):
-        format, ignored = Fp8Format(is_blocked=True, scale_name="weight_scale_inv"), "modules_to_not_convert"
-    elif method == "compressed-tensors" and _are_fp8_channels(settings):
-        format, ignored = Fp8Format(scale_name="weight_scale"), "ignore"
-    else:
+    format = next(filter(None, (cls.declared(method, settings) for cls in DECLARED)), None)
+    if format is None:
         raise ValueError(
             f"{where} with quant_method {quoted(method)}: these settings are not supported. Checkpoints load in "
             "bfloat16, float16 and float32, and in fp8 as quant_method 'fp8' with weight_block_size [128, 128] and "
@@ -56,6 +54,7 @@ def _read(settings: Mapping, where: str) -> Quantization:
         )
     if settings.get("transform_config"):  # Weights that were rotated: without the transforms the results are wrong.
         raise ValueError(f"{where}: transform_config is not supported; use a checkpoint without transforms")
+    ignored = format.ignored_key
     if isinstance(settings.get(ignored), str):
         raise TypeError(f"{ignored} must be a list of names, not a text")
     left_out = map(str, settings.get(ignored) or ())
@@ -67,36 +66,13 @@ def _read(settings: Mapping, where: str) -> Quantization:
     return Quantization(format, bool(scheme))
 
 
-def _is_e4m3(scheme: Any) -> bool:
-    is_symmetric = isinstance(scheme, Mapping) and scheme.get("symmetric", True) is True
-    return is_symmetric and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
-
-
-def _are_fp8_blocks(settings: Mapping) -> bool:
-    is_e4m3 = settings.get("fmt", "e4m3") == "e4m3"
-    is_dynamic = settings.get("activation_scheme", "dynamic") == "dynamic"
-    return is_e4m3 and is_dynamic and list(settings.get("weight_block_size") or ()) == [BLOCK, BLOCK]
-
-
-def _are_fp8_channels(settings: Mapping) -> bool:
-    groups = settings.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        return False
-    (group,) = groups.values()
-    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
-    strategies = weights.get("strategy"), inputs.get("strategy")
-    is_dynamic = inputs.get("dynamic") is True and not weights.get("dynamic")
-    is_all = group.get("targets") == ["Linear"] and not group.get("output_activations")
-    return is_all and _is_e4m3(weights) and _is_e4m3(inputs) and is_dynamic and strategies == ("channel", "token")
-
-
 def checkpoint_quantization(hf_config: Any) -> Quantization:
     """What the configuration of a model says of its checkpoint."""
     settings = getattr(hf_config, "quantization_config", None)
     return read_quantization(settings, "quantization_config") if settings else Quantization()
 
 
-def check_sizes(hf_config: Any, head_dim: int, format: Fp8Format, num_ranks: int) -> None:
+def check_sizes(hf_config: Any, head_dim: int, format: WeightFormat, num_ranks: int) -> None:
     """Raises ValueError, naming the size, if a model's weights, divided over the ranks, do not fit the format."""
     sizes = {
         "hidden_size": hf_config.hidden_size,
@@ -108,14 +84,12 @@ def check_sizes(hf_config: Any, head_dim: int, format: Fp8Format, num_ranks: int
         sizes["moe_intermediate_size"] = hf_config.moe_intermediate_size // num_ranks
     if not has_experts or hf_config.mlp_only_layers or hf_config.decoder_sparse_step > 1:
         sizes["intermediate_size"] = hf_config.intermediate_size // num_ranks
-    unit = BLOCK if format.is_blocked else _UNIT
     for name, size in sizes.items():
-        if size % unit:
-            kind = "blocks of 128 x 128" if format.is_blocked else "fp8"
+        if size % format.unit:
             where, fewer = f"tensor_parallel_size={num_ranks}", "fewer ranks, or "
             if num_ranks == 1:
                 where, fewer = "quantization", ""
             raise ValueError(
-                f"{where}: weights in {kind} need sizes that are multiples of {unit} on each rank, and its {name} "
-                f"would be {size}; use {fewer}the unquantized checkpoint without quantization"
+                f"{where}: weights in {format.kind} need sizes that are multiples of {format.unit} on each rank, and "
+                f"its {name} would be {size}; use {fewer}the unquantized checkpoint without quantization"
             )

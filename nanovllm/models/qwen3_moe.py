@@ -3,6 +3,7 @@
 from torch import nn
 
 from nanovllm.layers.experts.experts import MixtureOfExperts
+from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import DecoderMLP, DecoderSpec
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -28,11 +29,11 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
         return Qwen3ForCausalLM.spec(config)
 
     @staticmethod
-    def mlp(config, spec: DecoderSpec, layer: int, tp: TensorParallel) -> nn.Module:
+    def mlp(config, spec: DecoderSpec, layer: int, tp: TensorParallel, matmul: Matmul) -> nn.Module:
         if not has_experts(config, layer):
-            return DecoderMLP(config, spec, tp)
+            return DecoderMLP(config, spec, tp, matmul)
         sizes = config.hidden_size, config.moe_intermediate_size, count_experts(config), config.num_experts_per_tok
-        return MixtureOfExperts(*sizes, config.norm_topk_prob, tp)
+        return MixtureOfExperts(*sizes, config.norm_topk_prob, tp, matmul)
 
 
 def has_experts(config, layer: int) -> bool:

@@ -12,16 +12,15 @@ from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE
 from nanovllm.engine.runner.startup.package_kernels import CompileProcesses
 from nanovllm.kernels.launch import compile_ahead
 from nanovllm.layers.activation import Gated
-from nanovllm.layers.experts.expert_candidates import expert_candidates
-from nanovllm.layers.experts.expert_products import ExpertsProblem
-from nanovllm.layers.formats.quantization import FORMATS, Fp8Format, Fp8Weight, Weight
+from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul.kernel_matmul import our_candidates
-from nanovllm.layers.matmul.matmul import Candidate, Cublas, Problem
-from nanovllm.layers.matmul.quack import Quack, load_product, load_quack
+from nanovllm.layers.matmul.candidate import Candidate
+from nanovllm.layers.matmul.candidates import make_candidates
+from nanovllm.layers.matmul.candidates.quack import Quack, load_product, load_quack
+from nanovllm.layers.matmul.problem import AnyProblem, ExpertsProblem
 from nanovllm.layers.matmul.table import Choice
 from nanovllm.tuning.timed_attention import TimedAttention
-from nanovllm.tuning.tuner import CUBLAS, Picks, Shape
+from nanovllm.tuning.tuner import Picks
 from nanovllm.utils.context import Context, get_context, step_context
 from nanovllm.utils.interrupts import held_interrupt
 
@@ -29,7 +28,7 @@ _MIN_WEIGHT_BYTES = 900 * 10**6  # many times the L2 cache of any GPU; with 400 
 _RUN_MICROS = 6_000
 _NUM_RUNS = 3
 _HOPELESS = 1.3  # of the best time, far enough from it for a single run, which takes longer than one of many
-_MAX_DISTANCE = 0.03  # of bfloat16 results from cuBLAS's, relative to their norm
+_MAX_DISTANCE = 0.03  # of bfloat16 results from the default's, relative to their norm
 # Not all candidates quantize their input, which changes a product by 3 % of its norm, and each factor of SwiGLU.
 _MAX_FP8_DISTANCE = 0.08
 
@@ -42,27 +41,32 @@ class LayerTimer:
     for its result. GELU, norms after o and down, and sums over ranks are left out: linear_sum is timed as linear_add.
     """
 
-    def __init__(self, shapes: Sequence[Shape], attention: TimedAttention):
-        self.shapes = tuple(shapes)
+    def __init__(self, problems: Sequence[AnyProblem], attention: TimedAttention):
+        """problems: of q, k, v; o; gate and up, or the router; down, or the experts; for any number of tokens. Their
+        tensors are not used."""
+        self.problems = tuple(problems)
         self.attention = attention
         self.device = device = attention.shape.device
-        formats = [FORMATS.get(shape.dtype) for shape in shapes]
-        dtype = torch.bfloat16 if any(formats) else getattr(torch, shapes[0].dtype)
-        self._max_distance = _MAX_FP8_DISTANCE if any(formats) else _MAX_DISTANCE
-        is_alone = all(shape.operation != "linear_sum" for shape in shapes)  # Over several GPUs engines have no Quack.
+        keys = [problem.key for problem in problems]
+        are_quantized = [problem.weight.scale is not None for problem in problems]
+        dtype = problems[0].weight.dtype
+        self._max_distance = _MAX_FP8_DISTANCE if any(are_quantized) else _MAX_DISTANCE
+        is_alone = all(key.operation != "linear_sum" for key in keys)  # Over several GPUs engines have no Quack.
         quack: Any = load_quack(dtype, device, decodes=True) if is_alone else None
         if quack is not None:
             quack.attempt = lambda launch: launch()  # An error ends one trial here, not the use of the package.
-        found = [Cublas(), *our_candidates(device), *expert_candidates(device, quack)]
-        found += [] if quack is None else [quack]
-        self.candidates: dict[str, Candidate] = {candidate.name: candidate for candidate in found}
-        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.candidates: dict[str, Candidate] = {each.name: each for each in make_candidates(device, quack)}
         # Of experts a step reads one for each token at least.
-        num_bytes = sum(shape.N * shape.K * shape.top_k for shape in shapes) * dtype.itemsize
-        self._layers: list[list[Any]] = [
-            [_weights(shape, options) for shape in shapes] for _ in range(max(2, -(-_MIN_WEIGHT_BYTES // num_bytes)))
+        top_ks = [getattr(problem, "top_k", 1) for problem in problems]
+        num_bytes = sum(key.N * key.K * top_k for key, top_k in zip(keys, top_ks, strict=True)) * dtype.itemsize
+        self._layers: list[list[AnyProblem]] = [
+            [_with_weights(problem, device) for problem in problems]
+            for _ in range(max(2, -(-_MIN_WEIGHT_BYTES // num_bytes)))
         ]
-        self._norm = RMSNorm(shapes[0].K).to(dtype=dtype, device=device)
+        self._defaults = [
+            next(each for each in self.candidates.values() if each.is_default and each.is_for(key)) for key in keys
+        ]
+        self._norm = RMSNorm(keys[0].K).to(dtype=dtype, device=device)
         self._works: dict[tuple, bool] = {}
         self._expected: dict[tuple, tuple[Any, torch.Tensor]] = {}
         self._best: dict[tuple[str, int], float] = {}
@@ -74,10 +78,14 @@ class LayerTimer:
         """Compile the kernels of (phase, number of tokens, index of the product, choice) in parallel."""
         quack: Any = self.candidates.get(Quack.name)
         with ExitStack() as stack:
-            processes = stack.enter_context(CompileProcesses(["nanovllm.layers.matmul.quack_early"])) if quack else None
+            processes = (
+                stack.enter_context(CompileProcesses(["nanovllm.layers.matmul.candidates.quack_early"]))
+                if quack
+                else None
+            )
             with torch.inference_mode(), compile_ahead(tell, held_interrupt):
                 for phase, num_tokens, i, choice in trials:
-                    if choice != CUBLAS:
+                    if choice != Choice(self._defaults[i].name):
                         with suppress(Exception), step_context(self._context(phase, num_tokens)):
                             self._launch(self._problem(i, num_tokens), choice)  # Its first launch will say so.
                 if quack is not None:
@@ -87,9 +95,7 @@ class LayerTimer:
 
     def fitted(self, i: int, choice: Choice) -> Choice | None:
         """The choice for a product, as this GPU's shared memory allows it; None if it does not."""
-        weight = self._layers[0][i]
-        weight = weight[0] if self.shapes[i].operation == "experts" else weight
-        constants = self.candidates[choice.candidate].fitted(weight, choice.constants)
+        constants = self.candidates[choice.candidate].fitted(self._layers[0][i].weight, choice.constants)
         return None if constants is None else Choice(choice.candidate, constants)
 
     @torch.inference_mode()
@@ -112,12 +118,12 @@ class LayerTimer:
         return self._contexts[key]
 
     def _time_layer(self, phase: str, num_tokens: int, picks: Picks) -> float:
-        hidden_size = self.shapes[0].K
+        hidden_size = self.problems[0].key.K
         residual = torch.randn(num_tokens, hidden_size, dtype=self._norm.weight.dtype, device=self.device)
 
         def run() -> None:
-            for weights in self._layers:
-                self._run_layer(residual, weights, picks)
+            for layer in self._layers:
+                self._run_layer(residual, layer, picks)
 
         has_graph = phase != "prefill" and num_tokens <= MAX_GRAPH_BATCH_SIZE
         best = self._best.get((phase, num_tokens), math.inf)
@@ -138,54 +144,55 @@ class LayerTimer:
         self._graph = graph  # The pool lives as long as a graph does.
         return graph.replay
 
-    def _run_layer(self, residual: torch.Tensor, weights: list[Any], picks: Picks) -> None:
+    def _run_layer(self, residual: torch.Tensor, layer: list[AnyProblem], picks: Picks) -> None:
         """q, k, v; o; gate and up, or the router; down, or the experts. The first and the third read the residual
         stream. The others read what came before, and add to the stream unless a norm is in between."""
         context = get_context()
         y: Any = residual
-        for i, (shape, weight, choice) in enumerate(zip(self.shapes, weights, picks, strict=True)):
-            hidden = Normed(residual, self._norm) if shape.has_norm else residual
-            if shape.operation == "experts":
-                problem: Problem | ExpertsProblem = self._experts(hidden, y, weight, residual)
-            elif i in (0, 2):
-                problem = Problem(shape.operation, hidden, weight)
-            else:
-                x = y if isinstance(y, Gated) else y[:, : shape.K]
-                problem = _output_problem(shape, x, weight, residual)
-            y = self._launch(problem, choice)
+        for i, (problem, choice) in enumerate(zip(layer, picks, strict=True)):
+            y = self._launch(self._with_tensors(problem, i, residual, y, residual), choice)
             if i == 0 and not context.is_prefill:
                 y = self.attention(y, context)
 
-    def _experts(
-        self, x: torch.Tensor | Normed, logits: torch.Tensor, weights: tuple[Weight, Weight], out: torch.Tensor
-    ) -> ExpertsProblem:
-        gate_up, down = weights
-        lens = get_context().context_lens
-        return ExpertsProblem(x, logits, gate_up, down, self.shapes[3].top_k, True, out, True, lens)
+    def _with_tensors(self, problem: AnyProblem, i: int, stream: torch.Tensor, before: Any, out: Any) -> AnyProblem:
+        """The layer's i-th product, in this step's phase. stream: the residual stream that it may read. before: the
+        result before it. out: what it may add to."""
+        has_norm = isinstance(problem.x, Normed)
+        hidden = Normed(stream, self._norm) if has_norm else stream
+        key = problem.key._replace(phase="prefill" if get_context().is_prefill else "decode")
+        if isinstance(problem, ExpertsProblem):
+            lens = get_context().context_lens
+            return problem._replace(key=key, x=hidden, logits=before, out=out, add=True, context_lens=lens)
+        if i in (0, 2):
+            return problem._replace(key=key, x=hidden)
+        x = before if isinstance(before, Gated) else before[:, : key.K]
+        if key.operation == "linear":
+            return problem._replace(key=key, x=x, out=None)
+        return problem._replace(key=key._replace(operation="linear_add"), x=x, out=out)
 
-    def _launch(self, problem: Problem | ExpertsProblem, choice: Choice) -> Any:
-        candidate = self.candidates[choice.candidate]
-        return candidate.launch(problem, choice.constants) if candidate.supports(problem) else None
+    def _launch(self, problem: AnyProblem, choice: Choice) -> Any:
+        return self.candidates[choice.candidate].launch(problem, choice.constants)
 
-    def _problem(self, i: int, num_tokens: int) -> Problem | ExpertsProblem:
+    def _problem(self, i: int, num_tokens: int) -> AnyProblem:
         """On numbers of order one."""
-        shape, weight = self.shapes[i], self._layers[0][i]
-        if shape.operation == "experts":
-            sizes = shape.K, shape.num_experts, shape.K
-            x, logits, out = (weight[0].new_empty(num_tokens, size).normal_() for size in sizes)
-            return self._experts(Normed(x, self._norm), logits, weight, out)
-        x, out = (weight.new_empty(num_tokens, size).normal_() for size in (shape.K, shape.N))
-        if i in (1, 3):
-            return _output_problem(shape, x, weight, out)
-        return Problem(shape.operation, Normed(x, self._norm) if shape.has_norm else x, weight)
+        problem = self._layers[0][i]
+        key, weight = problem.key, problem.weight
+        stream, out = (weight.new_empty(num_tokens, key.K).normal_() for _ in range(2))
+        before = stream
+        if isinstance(problem, ExpertsProblem):
+            before = weight.new_empty(num_tokens, key.experts).normal_()
+        elif i in (1, 3):
+            out = weight.new_empty(num_tokens, key.N).normal_()
+        return self._with_tensors(problem, i, stream, before, out)
 
     def _is_right(self, phase: str, num_tokens: int, i: int, choice: Choice) -> bool:
-        """Whether the candidate supports the product and gives cuBLAS's result, except for rounding."""
+        """Whether the candidate supports the product and gives the default's result, except for rounding."""
         key = phase, num_tokens, i, choice
         if key not in self._works:
             try:
                 problem, expected = self._expected_of(phase, num_tokens, i)
-                found = self._launch(self._afresh(problem), choice)
+                is_there = self.candidates[choice.candidate].supports(problem.key, problem.weight)
+                found = self._launch(self._afresh(problem), choice) if is_there else None
                 found = found.value() if isinstance(found, Gated) else found
                 self._works[key] = found is not None and bool(
                     (found.float() - expected).norm() <= self._max_distance * expected.norm()
@@ -197,13 +204,13 @@ class LayerTimer:
         return self._works[key]
 
     def _expected_of(self, phase: str, num_tokens: int, i: int) -> tuple[Any, torch.Tensor]:
-        """A problem, and cuBLAS's result for it in float32. Those of the last number of tokens are kept."""
+        """A problem, and the default's result for it in float32. Those of the last number of tokens are kept."""
         key = phase, num_tokens, i
         if key not in self._expected:
             if any(other[:2] != key[:2] for other in self._expected):
                 self._expected.clear()
             problem = self._problem(i, num_tokens)
-            result: Any = self._launch(self._afresh(problem), CUBLAS)
+            result: Any = self._defaults[i].launch(self._afresh(problem), ())
             self._expected[key] = problem, (result.value() if isinstance(result, Gated) else result).float()
         return self._expected[key]
 
@@ -214,27 +221,16 @@ class LayerTimer:
         return problem._replace(x=x, out=None if problem.out is None else problem.out.clone())
 
 
-def _output_problem(shape: Shape, x: torch.Tensor | Gated, weight: Weight, residual: torch.Tensor) -> Problem:
-    """Of o or down."""
-    if shape.operation == "linear":
-        return Problem("linear", x, weight)
-    return Problem("linear_add", x, weight, out=residual)
+def _with_weights(problem: AnyProblem, device: torch.device) -> AnyProblem:
+    """With new weights on a device."""
 
+    def weight(like: Weight) -> Weight:
+        values = torch.randn(like.shape, dtype=like.dtype, device=device).mul_(like.shape[-1] ** -0.5)
+        return like.format.quantize(values, like.dtype)
 
-def _weights(shape: Shape, options: dict) -> Weight | tuple[Weight, Weight]:
-    """Of experts both weights: gate and up, and down."""
-    format = FORMATS.get(shape.dtype)
-    if shape.operation != "experts":
-        weight = torch.randn(shape.N, shape.K, **options) * shape.K**-0.5
-        return weight if format is None else Fp8Weight(*format.quantize(weight), format, options["dtype"])
-    gate_up = torch.randn(shape.num_experts, shape.N, shape.K, **options).mul_(shape.K**-0.5)
-    down = torch.randn(shape.num_experts, shape.K, shape.N // 2, **options).mul_((shape.N // 2) ** -0.5)
-    return (gate_up, down) if format is None else (_of_experts(gate_up, format), _of_experts(down, format))
-
-
-def _of_experts(weights: torch.Tensor, format: Fp8Format) -> Fp8Weight:
-    values, scales = zip(*map(format.quantize, weights), strict=True)
-    return Fp8Weight(torch.stack(values), torch.stack(scales), format, weights.dtype)
+    if isinstance(problem, ExpertsProblem):
+        return problem._replace(weight=weight(problem.weight), down=weight(problem.down))
+    return problem._replace(weight=weight(problem.weight), bias=None)
 
 
 def _time(run: Callable[[], None], num_layers: int, enough: float) -> float:

@@ -13,9 +13,13 @@ from nanovllm.config import Config
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.attention.attention import AttentionShape
 from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.formats.quantization import weight_format
+from nanovllm.layers.formats.all_formats import weight_format
+from nanovllm.layers.matmul.candidates import ALL, Quack, QuackExperts
+from nanovllm.layers.matmul.matmul import Matmul
+from nanovllm.layers.matmul.problem import AnyProblem, ExpertsProblem
 from nanovllm.layers.matmul.table import (
     Choice,
+    Key,
     Table,
     load_table,
     package_path,
@@ -25,18 +29,17 @@ from nanovllm.layers.matmul.table import (
     write_table,
 )
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.models.layer_facts import ExpertsProduct, LayerProduct, layer_products
+from nanovllm.models.layer_facts import layer_products
 from nanovllm.models.make_model import make_model
 from nanovllm.tuning.journal import Journal
 from nanovllm.tuning.progress import Progress
-from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Picks, Result, Shape, Tuner
+from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Picks, Result, Tuner
 from nanovllm.utils.optional_packages import installed_versions
 
 _COUNTS = {"decode": DECODE_TOKENS, "prefill": PREFILL_TOKENS}
 _PACKAGES = ("torch", "triton", "quack-kernels", "flash-attn-4")
 # What a dry run lists.
 _DRY_GPU, _DRY_MULTIPROCESSORS = "NVIDIA H200", 132
-_DRY_CANDIDATES = {"cublas", "gemv", "split-k", "fused-silu", "experts-gemv", "expert-tiles"}
 
 
 def tune_model(
@@ -52,9 +55,9 @@ def tune_model(
     """Measure a model's products on a GPU, and write the table to `output`, into the package, or to the user's cache.
     What a run that was stopped has measured is not measured again. Raises ValueError with a message for the user."""
     layer = meta_layer(model, num_gpus, quantization)
-    shapes = layer_shapes(layer)
+    problems = layer_problems(layer)
     if dry_run:
-        _list(shapes)
+        _list(problems)
         return
     gpu_device = _gpu(device)
     from nanovllm.tuning.layer_timer import LayerTimer
@@ -66,10 +69,12 @@ def tune_model(
         print(f"{model} on {num_gpus} x {gpu}")
         start = time.perf_counter()
         present = load_table(gpu_device)
-        timer = LayerTimer(shapes, TimedAttention(_attention_shape(layer, gpu_device), present, max(DECODE_TOKENS)))
-        tuner = Tuner(shapes, present, set(timer.candidates), GpuFacts.of(gpu_device).num_multiprocessors, timer.fitted)
+        timer = LayerTimer(problems, TimedAttention(_attention_shape(layer, gpu_device), present, max(DECODE_TOKENS)))
+        keys, top_k = keys_and_top_k(problems)
+        num_multiprocessors = GpuFacts.of(gpu_device).num_multiprocessors
+        tuner = Tuner(keys, present, timer.candidates.values(), num_multiprocessors, timer.fitted, top_k)
         versions = installed_versions(*_PACKAGES)
-        journal = Journal((gpu, shapes, versions, sorted(timer.candidates), _COUNTS))
+        journal = Journal((gpu, keys, versions, sorted(timer.candidates), _COUNTS))
         known = journal.read()
         steps = [(phase, n) for phase, counts in _COUNTS.items() for n in counts if (phase, n) not in known]
         if known:
@@ -121,28 +126,25 @@ def meta_layer(model: str, num_gpus: int = 1, quantization: str | None = None) -
     config.hf_config.num_hidden_layers = 1
     tp = TensorParallel(size=num_gpus)
     with weight_format(config.weight_format):
-        decoder: Any = make_model(config.hf_config, config.dtype, torch.device("meta"), 1, TorchBackend(), tp)
+        decoder: Any = make_model(config.hf_config, config.dtype, torch.device("meta"), 1, TorchBackend(), tp, Matmul())
     return decoder.model.layers[0]
 
 
-def layer_shapes(layer: Any) -> list[Shape]:
-    """A DecoderLayer's products."""
-    return [_shape(product) for product in layer_products(layer)]
+def layer_problems(layer: Any) -> list[AnyProblem]:
+    """A DecoderLayer's products, of one token."""
+    return [make(1) for make in layer_products(layer)]
+
+
+def keys_and_top_k(problems: Iterable[AnyProblem]) -> tuple[list[Key], int]:
+    """Of a layer's products, and how many experts a token has, 1 without experts."""
+    keys = [problem.key for problem in problems]
+    return keys, max((problem.top_k for problem in problems if isinstance(problem, ExpertsProblem)), default=1)
 
 
 def _attention_shape(layer: Any, device: torch.device) -> AttentionShape:
     attention = layer.self_attn
     sizes = attention.num_heads, attention.num_kv_heads, attention.head_dim, Config.kvcache_block_size
     return AttentionShape(*sizes, torch.bfloat16, device)
-
-
-def _shape(product: LayerProduct | ExpertsProduct) -> Shape:
-    dtype = str(product.weight.dtype).removeprefix("torch.")
-    if isinstance(product, ExpertsProduct):
-        num_experts, N, K = product.weight.shape
-        return Shape(product.operation, N, K, dtype, num_experts, product.top_k)
-    N, K = product.weight.shape
-    return Shape(product.operation, N, K, dtype, has_norm=product.norm is not None)
 
 
 def _trials(tuner: Tuner, steps: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int, int, Choice]]:
@@ -154,13 +156,15 @@ def _trials(tuner: Tuner, steps: Iterable[tuple[str, int]]) -> Iterator[tuple[st
                 yield phase, num_tokens, i, choice
 
 
-def _list(shapes: list[Shape]) -> None:
-    is_alone = all(shape.operation != "linear_sum" for shape in shapes)
-    candidates = _DRY_CANDIDATES | ({"quack-kernels", "quack-experts"} if is_alone else set())
-    tuner = Tuner(shapes, package_table(_DRY_GPU), candidates, _DRY_MULTIPROCESSORS)
+def _list(problems: list[AnyProblem]) -> None:
+    keys, top_k = keys_and_top_k(problems)
+    is_alone = all(key.operation != "linear_sum" for key in keys)
+    # Over several GPUs engines have no Quack.
+    candidates = [each for each in ALL if is_alone or each not in (Quack, QuackExperts)]
+    tuner = Tuner(keys, package_table(_DRY_GPU), candidates, _DRY_MULTIPROCESSORS, top_k=top_k)
     steps = [(phase, n) for phase, counts in _COUNTS.items() for n in counts]
-    trials = Counter((phase, n, shapes[i], choice.candidate) for phase, n, i, choice in _trials(tuner, steps))
-    for (phase, num_tokens, shape, candidate), count in trials.items():
-        weight = f"[{shape.N}, {shape.K}]"
-        print(f"{phase:7} {num_tokens:6} tokens  {shape.operation:11} {weight:14} {candidate} x {count}")
+    trials = Counter((phase, n, keys[i], choice.candidate) for phase, n, i, choice in _trials(tuner, steps))
+    for (phase, num_tokens, key, candidate), count in trials.items():
+        weight = f"[{key.N}, {key.K}]"
+        print(f"{phase:7} {num_tokens:6} tokens  {key.operation:11} {weight:14} {candidate} x {count}")
     print(f"{trials.total()} layers to measure on a GPU like the {_DRY_GPU}")

@@ -23,9 +23,10 @@ from nanovllm.engine.runner.startup.memory import largest_prefill
 from nanovllm.engine.runner.startup.model_setup import padded_batches
 from nanovllm.kernels.attention.paged_prefill import choose_tiles
 from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.matmul import packed_weights
+from nanovllm.layers.formats import unquantized
+from nanovllm.layers.matmul.candidates import make_candidates
+from nanovllm.layers.matmul.candidates.quack import Quack
 from nanovllm.layers.matmul.matmul import Matmul
-from nanovllm.layers.matmul.quack import Quack
 from nanovllm.layers.matmul.table import package_table
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.layer_facts import layer_products
@@ -55,15 +56,12 @@ class RecordingQuack(Quack):
         super().__init__(None, None)
         self.asked = set()
 
-    def _takes(self, weight):
-        return True
-
-    def _takes_rows(self, x, weight):
+    def can_multiply(self, key, weight):
         return True
 
     def launch(self, problem, tile):
-        self.asked.add((problem.operation, tile))
-        return problem.out if problem.operation == "linear_add" else problem.x
+        self.asked.add((problem.key.operation, tile))
+        return problem.out if problem.key.operation == "linear_add" else problem.x
 
 
 @pytest.mark.parametrize("name", TUNED)
@@ -72,10 +70,10 @@ def test_every_tile_of_quack_kernels_is_compiled_at_the_start(max_num_seqs, name
     """A tile that the first step of its size had to compile would hold that one up for seconds."""
     config, quack = preset_config(name), RecordingQuack()
     config.update({"num_hidden_layers": 1, "vocab_size": 64, "dtype": "bfloat16"})
+    matmul = Matmul(package_table("NVIDIA H200"), make_candidates(quack=quack))
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(config, 64, TorchBackend(), TensorParallel()).bfloat16()
-    model.use_matmul(matmul := Matmul(table := package_table("NVIDIA H200"), [quack]))
-    padded = padded_batches(model, table, max_num_seqs)
+        model = Qwen3ForCausalLM(config, 64, TorchBackend(), TensorParallel(), matmul).bfloat16()
+    padded = padded_batches(model, max_num_seqs)
     trace_products(model, padded[-1], 16384)
     compiled, quack.asked = quack.asked, set()
     # The table's "prefill" rows begin at 2,048 tokens.
@@ -83,8 +81,8 @@ def test_every_tile_of_quack_kernels_is_compiled_at_the_start(max_num_seqs, name
     steps += [(True, n) for n in (1, 2047, 2048, 5000, 9000, 16384)]
     for is_prefill, num_tokens in steps:
         with step_context(Context(is_prefill=is_prefill)):
-            for product in layer_products(model.model.layers[0]):
-                matmul.run(product.problem(num_tokens))
+            for make in layer_products(model.model.layers[0]):
+                matmul.run(make(num_tokens))
     assert compiled >= quack.asked
     assert len(quack.asked) > 1
 
@@ -143,7 +141,7 @@ def path(tmp_path_factory):
 def test_no_step_of_the_start_is_larger_than_a_later_one(path, options, monkeypatch):
     """What a GPU's start launches before the first request: the ranks share memory for no more tokens than these. None
     of it may be in the way of a request."""
-    monkeypatch.setattr(packed_weights, "can_pack", lambda weight: False)  # A GPU's weights are plain tensors.
+    monkeypatch.setattr(unquantized, "can_pack", lambda weight: False)  # A GPU's weights are plain tensors.
     with make_llm(path, seed=0, **options) as llm:
         runner, config = llm.model_runner, llm.config
         prepare, launched = runner.prepare, []

@@ -7,18 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from configs import dummy
-from fake_quack import Package, make_config, problem, tensors
+from fake_quack import Package, make_config, tensors
 
 pytest.importorskip("triton")
 
 from gpus import pretend_gpu
+from products import problem
 
 from nanovllm.engine.runner.startup import package_kernels
 from nanovllm.engine.runner.startup.package_kernels import PackageKernels
 from nanovllm.kernels.launch import compile_ahead
 from nanovllm.layers.attention.attention import AttentionShape
 from nanovllm.layers.attention.flash_attn4 import FlashAttn4, load_kernel
-from nanovllm.layers.matmul.quack import Quack, Tile, load_product
+from nanovllm.layers.matmul.candidates.quack import Quack, Tile, load_product
 from nanovllm.layers.matmul.table import Table, user_path, write_table
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.utils import optional_packages
@@ -61,7 +62,7 @@ def start(quack=None, flash_attn4=None, rank=0, **options) -> Processes | None:
     config = dummy(**{"device": "cpu", "dtype": "bfloat16"} | options)
     with PackageKernels(config, rank, torch.device("cuda", 0)) as packages:
         processes = packages._processes
-        x, weight, _ = tensors(128, 96, 32)
+        x, weight, _ = tensors(128, 96, 64)
         with compile_ahead():
             for tile in (Tile(128, 32), Tile(128, 32), Tile(64, 32)):
                 if quack is not None:

@@ -1,6 +1,5 @@
 """Products of fp8 weights on a GPU against their plain-torch twins, and engines that use them."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -11,27 +10,23 @@ from gpu_engines import assert_replays_repeat, gpu_llm
 
 pytest.importorskip("triton")
 
+from products import FP8, dequantized, experts_sum, problem, quantized
+
+from nanovllm.kernels.experts.experts import route_torch
 from nanovllm.kernels.matmul import fp8 as fp8_kernels
 from nanovllm.kernels.matmul import split_k as split_k_kernels
+from nanovllm.kernels.matmul.fp8 import dequantize_torch
 from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
 from nanovllm.layers.activation import Gated
-from nanovllm.layers.experts.expert_candidates import expert_candidates
-from nanovllm.layers.experts.expert_products import ExpertsProblem
-from nanovllm.layers.experts.experts_torch import experts_torch, route_torch
-from nanovllm.layers.formats.quantization import (
-    Fp8Format,
-    Fp8Weight,
-    fp8_product_torch,
-    quantize_input_torch,
-)
+from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul.fp8_products import fp8_product
-from nanovllm.layers.matmul.kernel_matmul import SplitK, our_candidates
-from nanovllm.layers.matmul.matmul import Cublas, Problem
-from nanovllm.layers.matmul.quack import load_quack
-from nanovllm.layers.matmul.table import package_table
-from nanovllm.tuning.tuner import Shape, challengers
+from nanovllm.layers.matmul.candidates import make_candidates
+from nanovllm.layers.matmul.candidates.quack import load_quack
+from nanovllm.layers.matmul.candidates.scaled_mm import scaled_mm
+from nanovllm.layers.matmul.candidates.split_k import SplitK
+from nanovllm.layers.matmul.problem import ExpertsProblem
+from nanovllm.layers.matmul.table import Key, package_table
 
 pytestmark = pytest.mark.gpu
 in_blocks = pytest.mark.parametrize("in_blocks", [False, True], ids=["channels", "blocks"])
@@ -40,17 +35,11 @@ MAX_DISTANCE = 0.01
 BFLOAT16 = torch.bfloat16
 
 
-def make_weight(N, K, in_blocks) -> Fp8Weight:
+def make_weight(N, K, in_blocks, num_experts=None) -> Weight:
     if in_blocks and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    format = Fp8Format(is_blocked=in_blocks)
-    return Fp8Weight(*format.quantize(torch.randn(N, K, device="cuda") / K**0.5), format, BFLOAT16)
-
-
-def make_experts(num_experts, N, K, in_blocks) -> Fp8Weight:
-    weights = [make_weight(N, K, in_blocks) for _ in range(num_experts)]
-    values, scales = torch.stack([each.values for each in weights]), torch.stack([each.scale for each in weights])
-    return Fp8Weight(values, scales, weights[0].format, BFLOAT16)
+    lead = () if num_experts is None else (num_experts,)
+    return FP8[in_blocks].quantize(torch.randn(*lead, N, K, device="cuda") / K**0.5, BFLOAT16)
 
 
 def distance(found, expected) -> float:
@@ -70,14 +59,13 @@ def test_products_with_quantized_inputs(N, K, num_tokens, in_blocks):
         (Gated(gate_up), silu_and_mul_torch(gate_up)),
     ]
     for given, value in inputs:
-        expected = fp8_product_torch(quantize_input_torch(value, weight.format), weight)
-        assert distance(fp8_product(given, weight), expected) < MAX_DISTANCE
+        assert distance(scaled_mm(given, weight), product_of("scaled-mm", value, weight)) < MAX_DISTANCE
 
 
 def table_cases():
     """(operation, candidate, constants, tokens, N, K) of every choice for fp8 weights."""
     for key, row in package_table("NVIDIA H200").rows.items():
-        if key.dtype.startswith("float8") and key.operation.startswith("linear"):
+        if key.format.startswith("float8") and key.operation.startswith("linear"):
             for bound, choices in zip(row.bounds, row.choices, strict=True):
                 for name, constants in choices:
                     if name != "quack-kernels":  # tests/gpu/test_gpu_quack.py
@@ -88,9 +76,9 @@ def tuner_cases():
     """(operation, candidate, constants, tokens, N, K) of some split-k constants that the tuner tries for Qwen3-8B."""
     shapes = ("linear", 6144, 4096), ("linear_add", 4096, 12288), ("linear_silu", 24576, 4096)
     for (operation, N, K), num_tokens in product(shapes, (8, 48, 128, 300)):
-        shape = Shape(operation, N, K, "float8_e4m3fn-128x128")  # Channels may have more columns in a step.
-        choices = [choice for choice in challengers(shape, "decode", num_tokens, 132) if choice.candidate == "split-k"]
-        for _, constants in (choices[0], choices[-1]):
+        key = Key(operation, "decode", N, K, FP8[True].name)  # Channels may have more columns in a step.
+        choices = list(SplitK.challengers(key, num_tokens, 1, 132))
+        for constants in (choices[0], choices[-1]):
             yield operation, "split-k", constants, num_tokens, N, K
     yield "linear", "split-k", (64, 256, 2, 6, 0, 16, 4), 9, 4096, 25600
     yield "linear_add", "split-k", (128, 128, 1, 6, 1024, 128, 8), 300, 5120, 25600
@@ -99,8 +87,8 @@ def tuner_cases():
 def product_of(name, x, weight):
     """float32, with the candidate's rounding: the GEMV kernel reads x as it is."""
     if name == "gemv":
-        return x.float() @ weight.dequantized().t()
-    return fp8_product_torch(quantize_input_torch(x, weight.format), replace(weight, input_dtype=torch.float32))
+        return x.float() @ dequantized(weight).t()
+    return dequantize_torch(*quantized(x, weight)) @ dequantized(weight).t()
 
 
 @in_blocks
@@ -119,10 +107,10 @@ def test_what_the_table_names(operation, name, constants, num_tokens, N, K, in_b
         expected = silu_and_mul_torch(expected.to(BFLOAT16))
     elif operation == "linear_add":
         expected += out.float()
-    problem = Problem(operation, x if operation == "linear_add" else Normed(x, norm), weight, out=out)
-    candidate = {each.name: each for each in our_candidates(torch.device("cuda", 0))}[name]
-    assert candidate.supports(problem)
-    assert distance(candidate.launch(problem, constants), expected) < MAX_DISTANCE
+    asked = problem(operation, x if operation == "linear_add" else Normed(x, norm), weight, out=out)
+    candidate = {each.name: each for each in make_candidates(torch.device("cuda", 0))}[name]
+    assert candidate.supports(asked.key, weight)
+    assert distance(candidate.launch(asked, constants), expected) < MAX_DISTANCE
 
 
 @in_blocks
@@ -140,7 +128,7 @@ def test_dependent_launches_in_a_graph(num_tokens, in_blocks, monkeypatch):
 
     def run(operation, x, weight):
         out = residual if operation == "linear_add" else None
-        return split.launch(Problem(operation, x, weight, out=out), constants)
+        return split.launch(problem(operation, x, weight, out=out), constants)
 
     def chain():
         for first, second, gate_up, down in layers:
@@ -161,10 +149,10 @@ def test_dependent_launches_in_a_graph(num_tokens, in_blocks, monkeypatch):
 
 def expert_cases():
     """(candidate, constants, tokens) of every choice for experts with fp8 weights, and what no row names."""
-    yield "cublas", (), 5
-    yield "cublas", (), 700
+    yield "expert-tiles", (), 5
+    yield "expert-tiles", (), 700
     for key, row in package_table("NVIDIA H200").rows.items():
-        if key.dtype.startswith("float8") and key.operation == "experts":
+        if key.format.startswith("float8") and key.operation == "experts":
             for bound, choices in zip(row.bounds, row.choices, strict=True):
                 for name, constants in choices:
                     yield name, constants, min(bound, 1000)
@@ -180,7 +168,7 @@ def test_every_candidate_for_experts_in_fp8_equals_the_twin(name, constants, num
     num_experts, hidden_size, intermediate, top_k = 16, 2048, 768, 4
     make_weight(128, 128, in_blocks)  # skips on other GPUs
     gate_up, down = (
-        make_experts(num_experts, *shape, in_blocks)
+        make_weight(*shape, in_blocks, num_experts)
         for shape in ((2 * intermediate, hidden_size), (hidden_size, intermediate))
     )
     x, out = (torch.randn(num_tokens, hidden_size, device="cuda", dtype=BFLOAT16) for _ in range(2))
@@ -189,16 +177,17 @@ def test_every_candidate_for_experts_in_fp8_equals_the_twin(name, constants, num
     logits = torch.randn(num_tokens, num_experts, device="cuda", dtype=BFLOAT16)
     lens = (torch.arange(1, num_tokens + 1, device="cuda") % 9).int()  # with rows of padding
     routed = route_torch(logits, top_k, True, lens)
-    total = experts_torch(rms_norm_torch(x, norm.weight, norm.eps), *routed, gate_up, down)
-    problem = ExpertsProblem(Normed(x, norm), logits, gate_up, down, top_k, True, out.clone(), True, lens)
+    total = experts_sum(rms_norm_torch(x, norm.weight, norm.eps), routed, gate_up, down)
+    key = Key.of("experts", False, gate_up)
+    asked = ExpertsProblem(key, Normed(x, norm), logits, gate_up, down, top_k, True, out.clone(), True, lens)
     device = torch.device("cuda", 0)
     quack = load_quack(BFLOAT16, device, decodes=True)
-    candidates = {each.name: each for each in (Cublas(), *expert_candidates(device, quack))}
+    candidates = {each.name: each for each in make_candidates(device, quack)}
     if name == "quack-experts" and (quack is None or in_blocks):
         pytest.skip("quack-kernels is not installed, or multiplies no blocks")
     candidate = candidates[name]
-    assert candidate.supports(problem)
-    found = candidate.launch(problem, constants)
+    assert candidate.supports(key, gate_up)
+    found = candidate.launch(asked, constants)
     assert torch.equal(found[lens == 0], out[lens == 0])
     max_distance = 0.08 if name == "experts-gemv" else 0.04 if num_tokens < 8 else 0.02
     assert distance((found - out)[lens > 0], total[lens > 0]) < max_distance

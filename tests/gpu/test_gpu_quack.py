@@ -9,23 +9,23 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, random_prompt
-from fake_quack import problem
 from gpu_engines import REGRET, assert_replays_repeat, gpu_llm, keys_of, use_table
+from products import FP8, dequantized, experts_sum, problem
+from products import run as run_product
 
+from nanovllm.kernels.experts.experts import route_torch
+from nanovllm.kernels.matmul.fp8 import dequantize_torch
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.layers.experts import expert_candidates
-from nanovllm.layers.experts.expert_candidates import QuackExperts
-from nanovllm.layers.experts.expert_products import ExpertsProblem
-from nanovllm.layers.experts.experts_torch import experts_torch, route_torch
-from nanovllm.layers.formats.quantization import FORMATS, Fp8Format, Fp8Weight
+from nanovllm.layers.formats.format import Weight
+from nanovllm.layers.formats.fp8 import Fp8
+from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul import quack as quack_module
-from nanovllm.layers.matmul.fp8_products import quantize_input
-from nanovllm.layers.matmul.kernel_matmul import our_candidates
-from nanovllm.layers.matmul.matmul import Matmul, Problem
-from nanovllm.layers.matmul.quack import Quack, Tile, load_quack
+from nanovllm.layers.matmul.candidates import make_candidates, quack_experts
+from nanovllm.layers.matmul.candidates.quack import Quack, Tile, load_quack
+from nanovllm.layers.matmul.candidates.quack_experts import QuackExperts
+from nanovllm.layers.matmul.matmul import Matmul
+from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.matmul.table import Choice, Key, Row, Table, package_table
-from nanovllm.tuning.tuner import Shape, challengers
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +45,7 @@ def tiles() -> list[tuple[str, int, tuple[int, int], Tile]]:
     end: then at 9,001 tokens and at 16,384."""
     found: dict[tuple[str, Tile], list[tuple[int, tuple[int, int]]]] = {}
     for key, row in package_table(H200).rows.items():
-        if key.dtype in FORMATS:
+        if key.format == Fp8.name:
             continue
         for first, last, choices in zip([0, *row.bounds], row.bounds, row.choices, strict=False):
             for name, constants in choices:
@@ -75,8 +75,8 @@ def test_products_are_right_and_captured(quack, operation, num_tokens, shape, ti
     elif operation == "linear_add":
         expected = exact + before.float()
     residual = before.clone()
-    asked = problem(operation, x, weight, residual)
-    assert quack.supports(asked)
+    asked = problem(operation, x, weight, out=residual if operation == "linear_add" else None)
+    assert quack.supports(asked.key, asked.weight)
     y = quack.launch(asked, tile).clone()
     # Each rounding is off by half an ulp at most: a result's, of a sum the product's too. Float32 sums in another order
     # differ by the rest.
@@ -90,10 +90,10 @@ def test_products_are_right_and_captured(quack, operation, num_tokens, shape, ti
     assert torch.equal(again, y)
 
 
-def make_fp8_weight(N: int, K: int, format: Fp8Format = FORMATS["float8_e4m3fn"]) -> Fp8Weight:
+def make_fp8_weight(N: int, K: int, in_blocks: bool = False) -> Weight:
     """Its rows are of different lengths."""
     weight = torch.randn(N, K, device="cuda") * K**-0.5 * (0.5 + torch.rand(N, 1, device="cuda"))
-    return Fp8Weight(*format.quantize(weight), format, torch.bfloat16)
+    return FP8[in_blocks].quantize(weight, torch.bfloat16)
 
 
 def fp8_tiles() -> list[tuple[str, int, tuple[int, int], Tile]]:
@@ -101,10 +101,10 @@ def fp8_tiles() -> list[tuple[str, int, tuple[int, int], Tile]]:
     found = {}
     for operation, N, K in (("linear", 6144, 4096), ("linear_silu", 24576, 4096), ("linear_add", 4096, 12288)):
         for num_tokens, phase in ((200, "decode"), (512, "decode"), (4096, "prefill")):
-            choices = challengers(Shape(operation, N, K, "float8_e4m3fn"), phase, num_tokens, 132)
-            found |= {(operation, num_tokens, (N, K), choice): None for choice in choices}
+            tiles = Quack.challengers(Key(operation, phase, N, K, Fp8.name), num_tokens, 1, 132)
+            found |= {(operation, num_tokens, (N, K), Choice(Quack.name, tile)): None for tile in tiles}
     for key, row in package_table(H200).rows.items():
-        if key.dtype in FORMATS:
+        if key.format == Fp8.name:
             for bound, choices in zip(row.bounds, row.choices, strict=True):
                 found |= {(key.operation, bound, (key.N, key.K), choice): None for choice in choices}
     return [(*case, Tile(*choice.constants)) for *case, choice in found if choice.candidate == Quack.name]
@@ -118,15 +118,16 @@ def test_products_in_fp8_are_right_and_captured(quack, operation, num_tokens, sh
     x = torch.randn(num_tokens, K, device="cuda") * (0.5 + torch.rand(num_tokens, 1, device="cuda"))
     x = x.bfloat16()
     before = 0.1 * torch.randn(num_tokens, N, device="cuda", dtype=torch.bfloat16)
-    expected = quantize_input(x, weight.format).dequantized() @ weight.dequantized().t()
+    values, scale = weight.format.quantize_input(x)
+    expected = dequantize_torch(values, scale) @ dequantized(weight).t()
     if operation == "linear_silu":
         gate, up = expected.chunk(2, dim=-1)
         expected = F.silu(gate) * up
     elif operation == "linear_add":
         expected += before
     residual = before.clone()
-    asked = problem(operation, x, weight, residual)
-    assert quack.supports(asked)
+    asked = problem(operation, x, weight, out=residual if operation == "linear_add" else None)
+    assert quack.supports(asked.key, asked.weight)
     y = quack.launch(asked, tile).clone()
     # Every row and column, because each has a scale of its own. Tensor cores drop bits of fp8 sums.
     for dim in (0, 1):
@@ -151,14 +152,16 @@ def test_launches_in_fp8_that_depend_on_each_other_give_the_bits_of_one_at_a_tim
 
     def run(wait=lambda: None) -> None:
         for qkv, out, gate_up, down in layers:
-            y = quack.launch(Problem("linear", Normed(residual, norm), qkv), Tile(128, 64))
+            y = quack.launch(problem("linear", Normed(residual, norm), qkv), Tile(128, 64))
             wait()
-            quack.launch(Problem("linear_add", y[:, :2048], out, out=residual), Tile(64, 64))
+            quack.launch(problem("linear_add", y[:, :2048], out, out=residual), Tile(64, 64))
             wait()
-            y = quack.launch(Problem("linear_silu", Normed(residual, norm), gate_up), Tile(128, 128))
+            y = quack.launch(problem("linear_silu", Normed(residual, norm), gate_up), Tile(128, 128))
             wait()
-            quack.launch(Problem("linear_add", y, down, out=residual), Tile(64, 64))
+            quack.launch(problem("linear_add", y, down, out=residual), Tile(64, 64))
             wait()
+
+    quantize_input = Fp8.quantize_input
 
     def quantized(*args):
         found = quantize_input(*args)
@@ -166,7 +169,7 @@ def test_launches_in_fp8_that_depend_on_each_other_give_the_bits_of_one_at_a_tim
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(quack_module, "quantize_input", quantized)
+        patched.setattr(Fp8, "quantize_input", quantized)
         run(torch.cuda.synchronize)
     assert quack.works
     assert_replays_repeat(run, residual, start, 100)
@@ -181,21 +184,21 @@ def test_launches_that_depend_on_each_other_give_the_bits_of_one_at_a_time(quack
     layers = [[torch.randn(N, K, **half) * K**-0.5 for N, K in shapes] for _ in range(6)]
     scale, start = 1 + 0.1 * torch.randn(1024, **half), torch.randn(num_tokens, 1024, **half)
     residual = start.clone()
-    matmul = Matmul(package_table(H200), [*our_candidates(torch.device("cuda", 0)), quack])
+    matmul = Matmul(package_table(H200), make_candidates(torch.device("cuda", 0), quack))
 
     def run(wait=lambda: None) -> None:
         for qkv, out, gate_up, down in layers:
             y = rms_norm(residual, scale, 1e-6)
             wait()
-            y = matmul.linear(y, qkv)
+            y = run_product(matmul, "linear", y, qkv)
             wait()
-            matmul.run(Problem("linear_add", y[:, :2048], out, out=residual))
+            run_product(matmul, "linear_add", y[:, :2048], out, out=residual)
             wait()
             y = rms_norm(residual, scale, 1e-6)
             wait()
-            y = matmul.linear_silu(y, gate_up)
+            y = run_product(matmul, "linear_silu", y, gate_up)
             wait()
-            matmul.run(Problem("linear_add", y, down, out=residual))
+            run_product(matmul, "linear_add", y, down, out=residual)
             wait()
 
     run(torch.cuda.synchronize)
@@ -203,22 +206,18 @@ def test_launches_that_depend_on_each_other_give_the_bits_of_one_at_a_time(quack
     assert_replays_repeat(run, residual, start, 100)
 
 
-EXPERTS = Shape("experts", 1536, 2048, "bfloat16", num_experts=16, top_k=4)
-EXPERT_CONSTANTS = [
-    choice.constants for choice in challengers(EXPERTS, "prefill", 4096, 132) if choice.candidate == QuackExperts.name
-]
+EXPERTS, TOP_K = Key("experts", "prefill", 1536, 2048, "bfloat16", 16), 4
+EXPERT_CONSTANTS = list(QuackExperts.challengers(EXPERTS, 4096, TOP_K, 132))
 
 
-def make_experts(dtype: torch.dtype, in_fp8: bool) -> list[torch.Tensor | Fp8Weight]:
+def make_experts(dtype: torch.dtype, in_fp8: bool) -> list[Weight]:
     """Gate and up, and down, in the sizes of Qwen3-30B-A3B but fewer."""
-    weights: list[torch.Tensor | Fp8Weight] = []
+    weights = []
     for N, K in ((EXPERTS.N, EXPERTS.K), (EXPERTS.K, EXPERTS.N // 2)):
-        if in_fp8:
-            made = [make_fp8_weight(N, K) for _ in range(EXPERTS.num_experts)]
-            values, scale = torch.stack([each.values for each in made]), torch.stack([each.scale for each in made])
-            weights.append(Fp8Weight(values, scale, made[0].format, dtype))
-        else:
-            weights.append(torch.randn(EXPERTS.num_experts, N, K, device="cuda", dtype=dtype) * K**-0.5)
+        weight = torch.randn(EXPERTS.experts, N, K, device="cuda", dtype=dtype) * K**-0.5
+        if in_fp8:  # with rows of different lengths
+            weight *= 0.5 + torch.rand(EXPERTS.experts, N, 1, device="cuda", dtype=dtype)
+        weights.append((FP8[False] if in_fp8 else Unquantized()).quantize(weight, dtype))
     return weights
 
 
@@ -232,14 +231,15 @@ def test_grouped_products_equal_the_twin(quack, num_tokens, constants, in_fp8):
     gate_up, down = make_experts(dtype, in_fp8)
     x = torch.randn(num_tokens, EXPERTS.K, device="cuda", dtype=dtype)
     out = 0.1 * torch.randn_like(x)
-    logits = torch.randn(num_tokens, EXPERTS.num_experts, device="cuda", dtype=dtype)
+    logits = torch.randn(num_tokens, EXPERTS.experts, device="cuda", dtype=dtype)
     logits[:, [0, 5, 6, 15]] -= 30
     lens = (torch.arange(1, num_tokens + 1, device="cuda") % 9).int()
-    total = experts_torch(x, *route_torch(logits, EXPERTS.top_k, True, lens), gate_up, down)
-    problem = ExpertsProblem(x, logits, gate_up, down, EXPERTS.top_k, True, out.clone(), True, lens)
+    total = experts_sum(x, route_torch(logits, TOP_K, True, lens), gate_up, down)
+    key = Key.of("experts", True, gate_up)
+    asked = ExpertsProblem(key, x, logits, gate_up, down, TOP_K, True, out.clone(), True, lens)
     candidate = QuackExperts(quack)
-    assert candidate.supports(problem)
-    found = candidate.launch(problem, constants)
+    assert candidate.supports(key, gate_up)
+    found = candidate.launch(asked, constants)
     assert torch.equal(found[lens == 0], out[lens == 0])
     differences = (found.float() - out.float() - total).norm(dim=1)[lens > 0]
     # A bfloat16 has 8 bits, and the sum with `out` is rounded too. In fp8 a rounding may move the scale of a row.
@@ -261,8 +261,8 @@ def test_experts_that_depend_on_each_other_give_the_bits_of_one_at_a_time(quack,
     def run() -> None:
         for router, gate_up, down in layers:
             logits = F.linear(norm(residual), router)
-            sizes = EXPERTS.top_k, True, residual, True
-            candidate.launch(ExpertsProblem(Normed(residual, norm), logits, gate_up, down, *sizes), EXPERT_CONSTANTS[0])
+            tensors = Key.of("experts", True, gate_up), Normed(residual, norm), logits, gate_up, down
+            candidate.launch(ExpertsProblem(*tensors, TOP_K, True, residual, True), EXPERT_CONSTANTS[0])
 
     def alone(function):
         def call(*args, **options):
@@ -274,8 +274,8 @@ def test_experts_that_depend_on_each_other_give_the_bits_of_one_at_a_time(quack,
 
     with monkeypatch.context() as patched:
         for module, name in (
-            *((expert_candidates, name) for name in ("route", "sort_by_expert", "add_pairs")),
-            *((quack, "_gemm_act"), (quack_module, "quantize_input")),
+            *((quack_experts, name) for name in ("route", "sort_by_expert", "add_pairs")),
+            *((quack, "_gemm_act"), (Fp8, "quantize_input")),
         ):
             patched.setattr(module, name, alone(getattr(module, name)))
         run()
@@ -285,12 +285,13 @@ def test_experts_that_depend_on_each_other_give_the_bits_of_one_at_a_time(quack,
 
 def test_products_let_the_next_kernel_in_early(quack):
     """The package is still extended as `quack_early` does it; otherwise nothing but a layer's time would tell."""
-    assert quack._gemm_act.__module__ == "nanovllm.layers.matmul.quack_early"
+    assert quack._gemm_act.__module__ == "nanovllm.layers.matmul.candidates.quack_early"
 
 
 def test_tensors_that_it_does_not_take(quack):
     def takes(x, weight):
-        return quack.supports(problem("linear", x, weight))
+        asked = problem("linear", x, weight)
+        return quack.supports(asked.key, asked.weight) and quack.launch(asked, Tile(128, 64)) is not None
 
     x, weight = (torch.zeros(128, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     assert takes(x, weight)
@@ -305,7 +306,7 @@ def test_tensors_that_it_does_not_take(quack):
     assert not takes(x.t(), weight), "columns packed"
     assert takes(x[:, 1:65], make_fp8_weight(128, 64)), "what is quantized first"
     assert not takes(x[:, :100], make_fp8_weight(128, 100)), "100 columns"
-    assert not takes(x, make_fp8_weight(128, 128, FORMATS["float8_e4m3fn-128x128"])), "blocks"
+    assert not takes(x, make_fp8_weight(128, 128, in_blocks=True)), "blocks"
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +322,7 @@ def launches(monkeypatch) -> list[tuple[str, int]]:
     launches, launch = [], Quack.launch
 
     def recorded(self, problem, tile):
-        launches.append((problem.operation, len(problem.x)))
+        launches.append((problem.key.operation, len(problem.x)))
         return launch(self, problem, tile)
 
     monkeypatch.setattr(Quack, "launch", recorded)
@@ -341,7 +342,7 @@ def make_table(path) -> Table:
         return Row({63: [], 127: [], 129: [], **decode})
 
     keys = keys_of(path)
-    (gate_up,) = {f"{key.N}x{key.K} {key.dtype}" for key in keys if key.operation == "linear_silu"}
+    (gate_up,) = {f"{key.N}x{key.K} {key.format}" for key in keys if key.operation == "linear_silu"}
     padding = {"16": [], "64": [64, Quack.name], "128": [128, Quack.name], "129": []}
     return Table({key: row(key) for key in keys}, {"padding": {gate_up: padding}})
 

@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.registry import model_class
 
@@ -149,7 +150,7 @@ def make_llm(path: str | Path, **options) -> LLM:
 def poisoned_model(path, dtype=torch.float32):
     """The model of a checkpoint's configuration, all NaN."""
     config = AutoConfig.from_pretrained(path)
-    model = model_class(config)(config, 64, TorchBackend(), TensorParallel()).to(dtype)
+    model = model_class(config)(config, 64, TorchBackend(), TensorParallel(), Matmul()).to(dtype)
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
     return model

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from nanovllm.layers.matmul.matmul import Problem
-from nanovllm.layers.matmul.quack import Quack
+from nanovllm.layers.matmul.candidates.quack import Quack
 
 
 class Package:
@@ -47,7 +46,7 @@ class Package:
 class CpuQuack(Quack):
     """Takes what a test has: float32, on a CPU, of any shape."""
 
-    def _takes(self, weight):
+    def _takes(self, key, weight):
         return True
 
     def _takes_rows(self, x, weight):
@@ -61,7 +60,3 @@ def make_config(**options) -> SimpleNamespace:
 def tensors(num_tokens: int, N: int, K: int):
     torch.manual_seed(num_tokens)
     return torch.randn(num_tokens, K), torch.randn(N, K) * K**-0.5, torch.randn(num_tokens, N)
-
-
-def problem(operation: str, x, weight, residual=None) -> Problem:
-    return Problem(operation, x, weight, out=residual if operation == "linear_add" else None)

@@ -10,13 +10,13 @@ from gpus import pretend_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_inputs import make_rows
+from products import experts_sum, plain
 
 from nanovllm.kernels.experts import experts_gemv
-from nanovllm.kernels.experts.experts import TileConfig, add_pairs, down, gate_up, route, sort_by_expert
+from nanovllm.kernels.experts.experts import TileConfig, add_pairs, down, gate_up, route, route_torch, sort_by_expert
 from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.rms_norm import rms_norm_torch
-from nanovllm.layers.experts.experts_torch import experts_torch, route_torch
 
 EPS = 1e-6
 # Of results of order one.
@@ -59,7 +59,7 @@ def make_context_lens(num_tokens, has_padding, device):
 
 def expected_sum(x, logits, top_k, normalize, weights, out, add, context_lens):
     """What `out` must hold: the twins' sum, with rows of padding as they are."""
-    total = experts_torch(x, *route_torch(logits, top_k, normalize, context_lens), *weights)
+    total = experts_sum(x, route_torch(logits, top_k, normalize, context_lens), *weights)
     expected = (out.float() + total if add else total).to(out.dtype)
     return expected if context_lens is None else torch.where((context_lens == 0)[:, None], out, expected)
 
@@ -231,7 +231,7 @@ def test_the_twins_are_the_formula(normalize):
     """In float64: each token by itself, with every expert, of which all but its own count nothing."""
     x, (gate_up_weight, down_weight) = torch.randn(9, 12), make_weights(6, 12, 10, torch.float32, "cpu")
     logits = torch.randn(9, 6)
-    out = experts_torch(x, *route_torch(logits, 2, normalize), gate_up_weight, down_weight)
+    out = experts_sum(x, route_torch(logits, 2, normalize), gate_up_weight, down_weight)
     for token, row, result in zip(x.double(), logits.double(), out, strict=True):
         share = row.softmax(0)
         share[share.argsort()[:-2]] = 0
@@ -272,28 +272,28 @@ def test_wrong_arguments(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_prefill", [False, True])
 def test_constants_of_the_table(is_prefill):
-    from nanovllm.layers.experts.expert_candidates import expert_candidates
-    from nanovllm.layers.experts.expert_products import ExpertsProblem
+    from nanovllm.layers.matmul.candidates import make_candidates
+    from nanovllm.layers.matmul.problem import ExpertsProblem
     from nanovllm.layers.matmul.table import package_table
 
     device = torch.device("cuda")
     # tests/gpu/test_gpu_quack.py has those of quack-kernels.
-    candidates = {candidate.name: candidate for candidate in expert_candidates(device, None)}
+    candidates = {candidate.name: candidate for candidate in make_candidates(device)}
     for key, row in package_table("NVIDIA H200").rows.items():
-        if (key.operation, key.dtype) != ("experts", "bfloat16") or (key.phase == "prefill") != is_prefill:
+        if (key.operation, key.format) != ("experts", "bfloat16") or (key.phase == "prefill") != is_prefill:
             continue
-        weights = make_weights(key.num_experts, key.K, key.N // 2, torch.bfloat16, device)
+        weights = make_weights(key.experts, key.K, key.N // 2, torch.bfloat16, device)
         for bound, choices in zip(row.bounds, row.choices, strict=True):
             num_tokens = min(bound, 3000)
             x, out = (make_rows(num_tokens, key.K, torch.bfloat16, device) for _ in range(2))
-            logits = make_logits(num_tokens, key.num_experts, "any", torch.bfloat16, device)
+            logits = make_logits(num_tokens, key.experts, "any", torch.bfloat16, device)
             lens = None if is_prefill else make_context_lens(num_tokens, True, device)
             expected = expected_sum(x, logits, 8, True, weights, out, True, lens)
             for name, constants in choices:
                 if name == "quack-experts":
                     continue
                 result = out._base.clone()[:, 8 : 8 + key.K]
-                problem = ExpertsProblem(x, logits, *weights, 8, True, result, True, lens)
-                assert candidates[name].supports(problem)
+                problem = ExpertsProblem(key, x, logits, *map(plain, weights), 8, True, result, True, lens)
+                assert candidates[name].supports(key, problem.weight)
                 candidates[name].launch(problem, constants)
                 check_result(result, expected, num_tokens)

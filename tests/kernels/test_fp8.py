@@ -1,27 +1,20 @@
 """Kernels that quantize inputs, and linear layers with weights in e4m3, against their plain-torch twins."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from linear_inputs import make_rows, round_to_e4m3_exactly
+from products import FP8, dequantized, quantized
 
 from nanovllm.kernels.matmul import fp8
+from nanovllm.kernels.matmul.fp8 import E4M3, dequantize_torch, quantize_torch
 from nanovllm.kernels.matmul.gemv import GemvConfig, gemv
 from nanovllm.kernels.matmul.split_k import SplitKConfig, make_arrivals, split_k
 from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
-from nanovllm.layers.formats.quantization import (
-    E4M3,
-    Fp8Format,
-    Fp8Weight,
-    Quantized,
-    fp8_product_torch,
-    quantize_input_torch,
-)
+from nanovllm.layers.formats.format import Weight
 
 EPS = 1e-6
 in_groups = pytest.mark.parametrize("in_groups", [False, True], ids=["tokens", "groups"])
@@ -35,14 +28,12 @@ def exact_e4m3(monkeypatch):
     round_to_e4m3_exactly(monkeypatch)
 
 
-def assert_quantized(found, expected: Quantized, places: int = 0):
-    """Scales are equal except for their last bits.
-
-    places: how many values may be the next e4m3 number, because what was rounded is a rounding apart.
-    """
-    values, scale = found
-    torch.testing.assert_close(scale, expected.scale, atol=0, rtol=2e-3 if places else 0, equal_nan=True)
-    ours, theirs = values.view(torch.uint8).int(), expected.values.view(torch.uint8).int()
+def assert_quantized(found, expected, places: int = 0):
+    """Scales are equal but for their last bits. places: how many values may be the next e4m3 number, because what was
+    rounded is a rounding apart."""
+    (values, scale), (expected_values, expected_scale) = found, expected
+    torch.testing.assert_close(scale, expected_scale, atol=0, rtol=2e-3 if places else 0, equal_nan=True)
+    ours, theirs = values.view(torch.uint8).int(), expected_values.view(torch.uint8).int()
     assert (ours - theirs).abs().max() <= (1 if places else 0)
     assert (ours != theirs).sum() <= places
 
@@ -60,8 +51,8 @@ def wide_rows(num_tokens, K, dtype, device):
 @pytest.mark.parametrize(("num_tokens", "K"), [(1, 128), (5, 384), (3, 5120)])
 def test_rows_are_quantized_as_by_the_twin(num_tokens, K, dtype, in_groups, device):
     x = wide_rows(num_tokens, K, dtype, device)
-    found = fp8.quantize(x, in_groups)
-    assert_quantized(found, quantize_input_torch(x, Fp8Format(in_groups)))
+    found = fp8.quantize_triton(x, in_groups)
+    assert_quantized(found, quantize_torch(x, in_groups))
     assert found[1].stride(0) == 1  # as cuBLAS needs the scales of groups
 
 
@@ -70,22 +61,25 @@ def test_numbers_next_to_zero_are_zeros(in_groups, device):
     """The inverse of their scale would be infinite, and infinity times a zero beside them is NaN."""
     x = torch.tensor([1e-44, 1e-40, 1e-38, 1e-36, 1e-33], device=device)[:, None].repeat(1, 128)
     x[:, ::2] = 0
-    expected = quantize_input_torch(x, Fp8Format(in_groups))
-    assert_quantized(fp8.quantize(x, in_groups), expected)
-    torch.testing.assert_close(expected.dequantized(), x, atol=1e-34, rtol=1 / 16)
-    of_bfloat16 = quantize_input_torch(x.bfloat16(), Fp8Format(in_groups))
-    torch.testing.assert_close(of_bfloat16.dequantized(), x, atol=1e-34, rtol=1 / 16)
+    expected = quantize_torch(x, in_groups)
+    assert_quantized(fp8.quantize_triton(x, in_groups), expected)
+    torch.testing.assert_close(dequantize_torch(*expected), x, atol=1e-34, rtol=1 / 16)
+    of_bfloat16 = quantize_torch(x.bfloat16(), in_groups)
+    torch.testing.assert_close(dequantize_torch(*of_bfloat16), x, atol=1e-34, rtol=1 / 16)
 
 
 @in_groups
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 4), (4, 4), (7, 8)])
 def test_rows_up_to_a_multiple(num_tokens, num_rows, in_groups, device):
     """As cuBLAS needs them."""
-    x, format = wide_rows(num_tokens, 256, torch.float16, device), Fp8Format(in_groups)
+    x = wide_rows(num_tokens, 256, torch.float16, device)
     gate_up, weight = torch.cat([x, x], dim=1), torch.ones(256, dtype=torch.float16, device=device)
-    found = fp8.quantize(x, in_groups, 4)
-    assert_quantized([each[:num_tokens] for each in found], quantize_input_torch(x, format))
-    others = fp8.rms_norm_quantize(x, weight, EPS, in_groups, 4), fp8.silu_and_mul_quantize(gate_up, in_groups, 4)
+    found = fp8.quantize_triton(x, in_groups, 4)
+    assert_quantized([each[:num_tokens] for each in found], quantize_torch(x, in_groups))
+    others = (
+        fp8.rms_norm_quantize_triton(x, weight, EPS, in_groups, 4),
+        fp8.silu_and_mul_quantize_triton(gate_up, in_groups, 4),
+    )
     for values, scale in (found, *others):
         assert values.shape == (num_rows, 256)
         assert scale.shape == (num_rows, 2 if in_groups else 1)
@@ -94,9 +88,9 @@ def test_rows_up_to_a_multiple(num_tokens, num_rows, in_groups, device):
 
 def test_any_width_of_a_token(device):
     x = wide_rows(4, 77, torch.float32, device)
-    assert_quantized(fp8.quantize(x, False), quantize_input_torch(x, Fp8Format()))
+    assert_quantized(fp8.quantize_triton(x, False), quantize_torch(x, False))
     with pytest.raises(ValueError, match="multiple of 128 columns"):
-        fp8.quantize(x, True)
+        fp8.quantize_triton(x, True)
 
 
 @in_groups
@@ -104,51 +98,49 @@ def test_any_width_of_a_token(device):
 def test_norm_and_activation_before_it(dtype, in_groups, device):
     x = wide_rows(7, 384, dtype, device)
     weight = (1 + 0.1 * torch.randn(384, device=device)).to(dtype)
-    format, places = Fp8Format(in_groups), 7 * 384 // 100
-    expected = quantize_input_torch(rms_norm_torch(x, weight, EPS), format)
-    assert_quantized(fp8.rms_norm_quantize(x, weight, EPS, in_groups), expected, places)
+    places = 7 * 384 // 100
+    expected = quantize_torch(rms_norm_torch(x, weight, EPS), in_groups)
+    assert_quantized(fp8.rms_norm_quantize_triton(x, weight, EPS, in_groups), expected, places)
     gate_up = torch.cat([x, x.flip(0)], dim=1)
-    expected = quantize_input_torch(silu_and_mul_torch(gate_up), format)
-    assert_quantized(fp8.silu_and_mul_quantize(gate_up, in_groups), expected, places)
+    expected = quantize_torch(silu_and_mul_torch(gate_up), in_groups)
+    assert_quantized(fp8.silu_and_mul_quantize_triton(gate_up, in_groups), expected, places)
 
 
 def test_what_is_not_finite_stays_so(device):
     x = torch.ones(3, 128, device=device)
     x[0, 5], x[1, 7] = float("nan"), float("inf")
-    values, scale = fp8.quantize(x, False)
+    values, scale = fp8.quantize_triton(x, False)
     is_finite = (values.float() * scale).isfinite().all(1)
     assert is_finite.tolist() == [False, False, True]
-    assert quantize_input_torch(x, Fp8Format()).dequantized().isfinite().all(1).tolist() == [False, False, True]
+    assert dequantize_torch(*quantize_torch(x, False)).isfinite().all(1).tolist() == [False, False, True]
 
 
-def make_weight(N, K, in_blocks, dtype, device) -> Fp8Weight:
+def make_weight(N, K, in_blocks, dtype, device) -> Weight:
     """Its channels and blocks differ in size."""
     weight = torch.randn(N, K, device=device) / K**0.5 * torch.logspace(-1, 0, N, device=device)[:, None]
-    format = Fp8Format(is_blocked=in_blocks)
-    return Fp8Weight(*format.quantize(weight * torch.logspace(0, -1, K, device=device)), format, dtype)
+    return FP8[in_blocks].quantize(weight * torch.logspace(0, -1, K, device=device), dtype)
 
 
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["channels", "blocks"])
 def test_a_weight_is_as_near_as_its_format_allows(in_blocks):
     weight = torch.randn(256, 384) * torch.logspace(-3, 3, 256)[:, None]
-    format = Fp8Format(is_blocked=in_blocks)
-    quantized = format.quantize(weight)
+    quantized = FP8[in_blocks].quantize(weight, torch.float32)
     largest = weight.abs().amax(1, keepdim=True)
     if in_blocks:
         largest = weight.view(2, 128, 3, 128).abs().amax((1, 3), keepdim=True).expand(2, 128, 3, 128).reshape(256, 384)
     # e4m3 has 3 bits after the first one; below 2^-6 its numbers are 2^-9 apart.
     bound = torch.maximum(weight.abs() * 2**-4, largest / 448 * 2**-10) * (1 + 1e-5)
-    assert ((quantized.dequantized() - weight).abs() <= bound).all()
+    assert ((dequantized(quantized) - weight).abs() <= bound).all()
     assert quantized.values.float().abs().amax() == 448
-    assert quantized.scale.shape == format.scale_shape((256, 384))
+    assert quantized.scale.shape == FP8[in_blocks].scale_shape((256, 384))
 
 
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["channels", "blocks"])
 def test_a_product_is_as_near_as_its_format_allows(in_blocks):
     """Of float32's product of the same weights: only the input's rounding is between them."""
     x, weight = torch.randn(9, 384), make_weight(256, 384, in_blocks, torch.float32, "cpu")
-    found = fp8_product_torch(quantize_input_torch(x, weight.format), weight)
-    values = weight.dequantized()
+    found = weight.format.linear(x, weight)
+    values = dequantized(weight)
     rounding = torch.maximum(x.abs() * 2**-4, x.abs().amax(1, keepdim=True) / 448 * 2**-10)
     assert ((found - x @ values.t()).abs() <= rounding @ values.abs().t() + 1e-5).all()
 
@@ -182,9 +174,7 @@ def test_linear_layers_with_weights_in_e4m3(M, N, K, in_blocks, config, operatio
     x, y = make_rows(M, K, dtype, device), make_rows(M, N, dtype, device)
     # The GEMV kernel reads its input as it is.
     is_quantized = isinstance(config, SplitKConfig)
-    in_float32 = replace(weight, input_dtype=torch.float32)
-    quantized = quantize_input_torch(x, weight.format)
-    expected = fp8_product_torch(quantized, in_float32) if is_quantized else x.float() @ weight.dequantized().t()
+    expected = (dequantize_torch(*quantized(x, weight)) if is_quantized else x.float()) @ dequantized(weight).t()
     options = {"weight_scale": weight.scale, "add": operation == "linear_add", "silu": operation == "linear_silu"}
     if operation == "linear_silu":
         bias, y, expected = None, make_rows(M, N // 2, dtype, device), silu_and_mul_torch(expected.to(dtype))
@@ -196,7 +186,7 @@ def test_linear_layers_with_weights_in_e4m3(M, N, K, in_blocks, config, operatio
         gemv(x, weight.values, y, bias, config, **options)
     else:
         arrivals = make_arrivals(device)
-        values, scale = fp8.quantize(x, in_blocks, unit=4)
+        values, scale = fp8.quantize_triton(x, in_blocks, unit=4)
         split_k(values[:M], weight.values, y, bias, config, arrivals, x_scale=scale[:M], **options)
         assert not arrivals.any()
     tolerance = 3e-2 if dtype == torch.bfloat16 else 4e-3
@@ -211,7 +201,7 @@ def test_tokens_of_quantized_inputs_are_independent_and_calls_equal(in_blocks, d
     x, config = make_rows(40, 512, torch.float16, device), SplitKConfig(64, 128, 4, 4, 0, 16, 4)
 
     def product(x, arrivals):
-        (values, scale), y = fp8.quantize(x, in_blocks), torch.empty(40, 256, dtype=torch.float16, device=device)
+        (values, scale), y = fp8.quantize_triton(x, in_blocks), torch.empty(40, 256, dtype=torch.float16, device=device)
         split_k(values, weight.values, y, None, config, arrivals, x_scale=scale, weight_scale=weight.scale)
         return y
 

@@ -7,14 +7,15 @@ pytest.importorskip("triton")
 
 from gpus import pretend_gpu
 from linear_inputs import make_rows
+from products import FP8, dequantized, experts_sum, quantized
 
 from nanovllm.kernels.experts import experts_gemv
-from nanovllm.kernels.experts.experts import TileConfig, add_pairs, down, gate_up, route, sort_by_expert
+from nanovllm.kernels.experts.experts import TileConfig, add_pairs, down, gate_up, route, route_torch, sort_by_expert
 from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
 from nanovllm.kernels.gpu import GpuFacts
+from nanovllm.kernels.matmul.fp8 import E4M3
 from nanovllm.kernels.rms_norm import rms_norm_torch
-from nanovllm.layers.experts.experts_torch import experts_torch, route_torch
-from nanovllm.layers.formats.quantization import E4M3, Fp8Format, Fp8Weight, quantize_input_torch
+from nanovllm.layers.formats.format import Weight
 
 NUM_EXPERTS, TOP_K, EPS = 6, 3, 1e-6
 # Triton's interpreter multiplies bfloat16 wrongly.
@@ -31,7 +32,7 @@ class Case:
     def __init__(self, num_tokens, in_blocks, sizes, dtype, device):
         torch.manual_seed(num_tokens)
         hidden_size, intermediate = sizes
-        self.format, self.dtype, self.device = Fp8Format(in_blocks), dtype, device
+        self.format, self.dtype, self.device = FP8[in_blocks], dtype, device
         self.x, self.out = (make_rows(num_tokens, hidden_size, dtype, device) for _ in range(2))
         self.logits = torch.randn(num_tokens, NUM_EXPERTS, device=device)
         self.gate_up = self.make_weight(2 * intermediate, hidden_size)
@@ -39,11 +40,10 @@ class Case:
         self.lens = torch.arange(num_tokens, dtype=torch.int32, device=device) % 5
         self.routed = route_torch(self.logits, TOP_K, True, self.lens)
 
-    def make_weight(self, rows, columns) -> Fp8Weight:
+    def make_weight(self, rows, columns) -> Weight:
         weights = torch.randn(NUM_EXPERTS, rows, columns, device=self.device) / columns**0.5
         weights *= torch.logspace(-0.5, 0.5, rows, device=self.device)[:, None]
-        values, scales = zip(*map(self.format.quantize, weights), strict=True)
-        return Fp8Weight(torch.stack(values), torch.stack(scales), self.format, self.dtype)
+        return self.format.quantize(weights, self.dtype)
 
     def assert_close(self, found, total, distance):
         """Rows of padding are as they were, and the others have `total` added, except for rounding."""
@@ -65,7 +65,7 @@ def test_the_tiles_equal_the_twin(device, num_tokens, in_blocks, sizes, dtype, c
     case = Case(num_tokens, in_blocks, sizes, dtype, device)
 
     def operands(x, weight):
-        values, scale = quantize_input_torch(x, weight.format)
+        values, scale = quantized(x, weight)
         return values, {"x_scale": scale, "weight_scale": weight.scale, "dtype": dtype}
 
     experts, shares = route(case.logits, TOP_K, True, case.lens)
@@ -78,7 +78,7 @@ def test_the_tiles_equal_the_twin(device, num_tokens, in_blocks, sizes, dtype, c
     y = down(x, order, starts, shares, case.down.values, config, **options)
     found = add_pairs(y, case.out.clone(), True, case.lens)
     # Where an intermediate result is rounded to e4m3, one in another order may become the next number.
-    case.assert_close(found, experts_torch(case.x, *case.routed, case.gate_up, case.down), 0.02)
+    case.assert_close(found, experts_sum(case.x, case.routed, case.gate_up, case.down), 0.02)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_the_kernels_for_few_tokens_equal_the_twin(device, in_blocks, sizes, dty
     case.routed = route_torch(case.logits, TOP_K, True, case.lens)
     norm_weight = (1 + 0.5 * torch.randn(sizes[0], device=device)).to(dtype)
     x = rms_norm_torch(case.x, norm_weight, EPS).float()  # The kernels read their inputs as they are.
-    total = experts_torch(x, *case.routed, case.gate_up.dequantized(), case.down.dequantized())
+    total = experts_sum(x, case.routed, dequantized(case.gate_up), dequantized(case.down))
     weights = (case.gate_up.values, case.down.values)
     scales = (case.gate_up.scale, case.down.scale)
     options = {"config": config, "context_lens": case.lens, "top_k": TOP_K, "logits": case.logits}

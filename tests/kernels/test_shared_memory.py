@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from products import plain
 
 pytest.importorskip("triton")
 
@@ -15,8 +16,8 @@ from gpus import CPU as CPU_FACTS
 from gpus import pretend_gpu
 
 from nanovllm.kernels.shared_memory import fitting_stages
-from nanovllm.layers.experts.expert_candidates import ExpertTiles
-from nanovllm.layers.matmul.matmul import Cublas, Matmul
+from nanovllm.layers.matmul.candidates.expert_tiles import ExpertTiles
+from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.table import Choice, Key, Row, Table
 
 KIB = 1024
@@ -52,12 +53,11 @@ def test_a_table_offers_a_card_what_fits_it(card, kibibytes, is_hopper, stages):
     card(kibibytes, is_hopper)
     tiles = (128, 128, 64, 8), (128, 256, 64, 8)  # 48 KiB a stage in bfloat16
     key = Key("experts", "decode", 512, 256, "bfloat16", 4)
-    table = Table({key: Row({64: [Choice("expert-tiles", tuple((*each, 4) for each in tiles)), Choice("cublas")]})})
-    weight = torch.empty(4, 512, 256, dtype=torch.bfloat16, device="meta")
-    found = Matmul(table, [ExpertTiles()]).choices("experts", weight, 8)
-    if stages is None:
-        assert [type(candidate) for candidate, _ in found] == [Cublas]
-    else:
+    table = Table({key: Row({64: [Choice("expert-tiles", tuple((*each, 4) for each in tiles)), Choice("other")]})})
+    found = Matmul(table).row(key, plain(torch.empty(4, 512, 256, dtype=torch.bfloat16, device="meta")))[8]
+    assert [type(candidate) for candidate, _ in found] == [ExpertTiles] * (1 if stages is None else 2)
+    assert found[-1][1] == (), "the default"
+    if stages is not None:
         assert found[0][1] == tuple((*each, n) for each, n in zip(tiles, stages, strict=True))
 
 

@@ -7,22 +7,20 @@ from linear_inputs import round_to_e4m3_exactly
 
 pytest.importorskip("triton")
 
+from products import FP8, problem
+
 from nanovllm.kernels.gpu import GpuFacts
+from nanovllm.kernels.matmul import fp8
+from nanovllm.kernels.matmul.fp8 import dequantize_torch, quantize_torch
 from nanovllm.kernels.matmul.split_k import split_k
 from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
 from nanovllm.layers.activation import Gated
-from nanovllm.layers.formats.quantization import (
-    Fp8Format,
-    Fp8Weight,
-    Quantized,
-    fp8_product_torch,
-    quantize_input_torch,
-)
+from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul import fp8_products, kernel_matmul
-from nanovllm.layers.matmul.fp8_products import compute_fp8, fp8_product
-from nanovllm.layers.matmul.kernel_matmul import SplitK
-from nanovllm.layers.matmul.matmul import Problem
+from nanovllm.layers.matmul.candidates import scaled_mm
+from nanovllm.layers.matmul.candidates import split_k as split_k_candidate
+from nanovllm.layers.matmul.candidates.scaled_mm import ScaledMm
+from nanovllm.layers.matmul.candidates.split_k import SplitK
 
 in_blocks = pytest.mark.parametrize("in_blocks", [False, True], ids=["channels", "blocks"])
 CONSTANTS = (64, 128, 2, 4, 0, 32, 4)
@@ -34,28 +32,30 @@ def kernels_everywhere(monkeypatch):
     what cuBLAS takes."""
     if torch.cuda.is_available():
         pytest.skip("the kernels would be compiled for a GPU")
-    monkeypatch.setattr(kernel_matmul, "use_kernels", lambda x: True)
+    for module in (split_k_candidate, fp8):
+        monkeypatch.setattr(module, "use_kernels", lambda x: True)
     monkeypatch.setattr(GpuFacts, "is_hopper", True)
-    monkeypatch.setattr(kernel_matmul, "has_pdl", lambda device: True)
-    monkeypatch.setattr(fp8_products, "use_kernels", lambda x: True)
-    monkeypatch.setattr(Fp8Weight, "is_cuda", True)
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(scaled_mm, "is_on_gpu", lambda weight: True)
+    monkeypatch.setattr(torch, "_scaled_mm", emulated_product)
     round_to_e4m3_exactly(monkeypatch)
 
 
-def scaled_mm(x, weight, scale_a, scale_b, out_dtype, use_fast_accum):
+def emulated_product(x, weight, scale_a, scale_b, out_dtype, use_fast_accum):
     num_rows, K = x.shape
     if scale_a.shape[1] > 1:
         assert num_rows % 4 == 0
         assert K % 512 == 0
         assert scale_a.stride() == (1, num_rows)
-    format = Fp8Format(is_blocked=scale_a.shape[1] > 1)
-    return fp8_product_torch(Quantized(x, scale_a), Fp8Weight(weight.t(), scale_b.t(), format, out_dtype))
+    return (dequantize_torch(x, scale_a) @ dequantize_torch(weight.t(), scale_b.t()).t()).to(out_dtype)
 
 
-def make_weight(N, K, in_blocks, dtype=torch.float16) -> Fp8Weight:
-    format = Fp8Format(is_blocked=in_blocks)
-    return Fp8Weight(*format.quantize(torch.randn(N, K) / K**0.5), format, dtype)
+def make_weight(N, K, in_blocks, dtype=torch.float16) -> Weight:
+    return FP8[in_blocks].quantize(torch.randn(N, K) / K**0.5, dtype)
+
+
+def expected_product(x, weight):
+    values, scale = quantize_torch(x, weight.format.is_blocked)
+    return (dequantize_torch(values, scale) @ weight.format.dequantized(weight).t()).to(weight.dtype)
 
 
 def close(found, expected):
@@ -68,18 +68,16 @@ def close(found, expected):
 @pytest.mark.parametrize(("N", "K"), [(256, 512), (256, 384), (128, 128)])
 def test_products_that_cublas_has_and_others(N, K, num_tokens, in_blocks):
     weight, x = make_weight(N, K, in_blocks), torch.randn(num_tokens, K).half()
-    found = fp8_product(x, weight)
+    found = scaled_mm.scaled_mm(x, weight)
     assert found.shape == (num_tokens, N)
-    close(found, fp8_product_torch(quantize_input_torch(x, weight.format), weight))
+    close(found, expected_product(x, weight))
 
 
 def test_our_kernel_computes_what_cublas_has_not(monkeypatch):
     calls = []
-    monkeypatch.setattr(
-        fp8_products, "split_k", lambda *args, **options: calls.append(args) or split_k(*args, **options)
-    )
+    monkeypatch.setattr(scaled_mm, "split_k", lambda *args, **options: calls.append(args) or split_k(*args, **options))
     for N, K, is_blocked, is_ours in ((128, 384, True, True), (128, 512, True, False), (128, 384, False, False)):
-        fp8_product(torch.randn(3, K).half(), make_weight(N, K, is_blocked))
+        scaled_mm.scaled_mm(torch.randn(3, K).half(), make_weight(N, K, is_blocked))
         assert bool(calls) == is_ours
         calls.clear()
 
@@ -95,22 +93,22 @@ def test_the_split_k_candidate_rounds_as_torch_does(operation, num_tokens, in_bl
     bias = None if operation == "linear_silu" else torch.randn(N).half()
     inputs = [x, Normed(x, RMSNorm(K).half()), Gated(torch.cat([x, x.flip(1)], dim=1))]
     for given in inputs:
-        problem = Problem(operation, given, weight, bias, out)
-        again = problem._replace(out=None if out is None else out.clone())
+        asked = problem(operation, given, weight, bias, out)
+        again = asked._replace(out=None if out is None else out.clone())
         candidate = SplitK(torch.device("cpu"))
-        assert candidate.supports(problem)
-        expected = compute_fp8(again)
+        assert candidate.supports(asked.key, weight)
+        expected = ScaledMm().launch(again)
         if isinstance(expected, Gated):
             expected = silu_and_mul_torch(expected.gate_up)
-        found = candidate.launch(problem, CONSTANTS)
+        found = candidate.launch(asked, CONSTANTS)
         assert out is None or found is out
         torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
 
 
 def test_what_the_candidate_supports():
-    def supports(N=8, K=32, num_tokens=5000, dtype=torch.bfloat16):
-        x = torch.zeros(num_tokens, K, dtype=dtype)
-        return SplitK(x.device).supports(Problem("linear", x, make_weight(N, K, False, dtype)))
+    def supports(N=8, K=32, dtype=torch.bfloat16):
+        asked = problem("linear", torch.zeros(5000, K, dtype=dtype), make_weight(N, K, False, dtype))
+        return SplitK(torch.device("cpu")).supports(asked.key, asked.weight)
 
     assert supports()
     assert supports(N=20000)

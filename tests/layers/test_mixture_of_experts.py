@@ -8,24 +8,26 @@ from fake_quack import CpuQuack, Package, make_config
 
 pytest.importorskip("triton")
 
+from products import experts_sum, matmul_with
 
 from nanovllm.engine.runner.startup.kernel_compilation import trace_products
 from nanovllm.kernels import silu_and_mul
+from nanovllm.kernels.experts.experts import route_torch
 from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.experts import expert_candidates, expert_products
-from nanovllm.layers.experts.expert_candidates import (
-    ExpertsGemv,
-    ExpertTiles,
-    QuackExperts,
-)
-from nanovllm.layers.experts.expert_products import ExpertsProblem
 from nanovllm.layers.experts.experts import MixtureOfExperts
-from nanovllm.layers.experts.experts_torch import experts_torch, route_torch
-from nanovllm.layers.formats.quantization import Fp8Format, weight_format
+from nanovllm.layers.formats.all_formats import weight_format
+from nanovllm.layers.formats.fp8 import Fp8
+from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul import fp8_products
-from nanovllm.layers.matmul import quack as quack_module
-from nanovllm.layers.matmul.matmul import Candidate, Matmul
+from nanovllm.layers.matmul.candidate import Candidate
+from nanovllm.layers.matmul.candidates import expert_tiles, experts_gemv, quack_experts
+from nanovllm.layers.matmul.candidates import quack as quack_module
+from nanovllm.layers.matmul.candidates.cublas import Cublas
+from nanovllm.layers.matmul.candidates.expert_tiles import ExpertTiles
+from nanovllm.layers.matmul.candidates.experts_gemv import ExpertsGemv
+from nanovllm.layers.matmul.candidates.quack_experts import QuackExperts
+from nanovllm.layers.matmul.matmul import Matmul
+from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.matmul.table import Choice, Key, Row, Table, package_table
 from nanovllm.layers.parallel.rank_sums import NormedParts
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
@@ -44,8 +46,9 @@ CHOICES = [
 ]
 
 
-def make_layer(tp=None, dtype=torch.float32, seed=0):
-    layer = MixtureOfExperts(HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K, True, tp or TensorParallel()).to(dtype)
+def make_layer(tp=None, dtype=torch.float32, seed=0, matmul=None):
+    sizes = HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K
+    layer = MixtureOfExperts(*sizes, True, tp or TensorParallel(), matmul or Matmul()).to(dtype)
     torch.manual_seed(seed)
     for parameter in layer.parameters():
         parameter.data.normal_(std=0.3)
@@ -62,7 +65,7 @@ def expected_result(layer, residual, norm):
     x = norm(residual)
     routed = route_torch(F.linear(x, layer.gate.weight), TOP_K, True)
     experts = layer.experts
-    total = experts_torch(x, *routed, experts.gate_up_proj.weight, experts.down_proj.weight)
+    total = experts_sum(x, routed, experts.gate_up_proj.matrix, experts.down_proj.matrix)
     return (residual.float() + total).to(residual.dtype)
 
 
@@ -71,7 +74,7 @@ def kernels_everywhere(monkeypatch):
     """CPU tensors count as a Hopper's: Triton's interpreter runs the kernels."""
     if torch.cuda.is_available():
         pytest.skip("the kernels would be compiled for a GPU")
-    for module in (silu_and_mul, expert_candidates, expert_products):
+    for module in (silu_and_mul, expert_tiles, experts_gemv):
         monkeypatch.setattr(module, "use_kernels", lambda x: True)
 
 
@@ -84,8 +87,9 @@ def record_launches(candidates) -> list[str]:
     return asked
 
 
-def key_of(weight, is_prefill=False):
-    return Key.of("experts", is_prefill, weight)
+def key_of(is_prefill=False, format="bfloat16", intermediate=INTERMEDIATE):
+    phase = "prefill" if is_prefill else "decode"
+    return Key("experts", phase, 2 * intermediate, HIDDEN, format, NUM_EXPERTS)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -93,10 +97,10 @@ def key_of(weight, is_prefill=False):
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_every_candidate_computes_the_same(kernels_everywhere, choice, num_tokens):
     # Triton's interpreter multiplies bfloat16 wrongly.
-    layer, (residual, norm) = make_layer(dtype=torch.float16), make_input(num_tokens + 2, torch.float16)
-    key = key_of(layer.experts.gate_up_proj.weight)
     candidates = [ExpertTiles(), ExpertsGemv(), QuackExperts(CpuQuack(Package(), make_config))]
-    layer.matmul = Matmul(Table({key: Row({512: [choice]})}), candidates)
+    matmul = matmul_with(Table({key_of(): Row({512: [choice]})}), candidates)
+    layer = make_layer(dtype=torch.float16, matmul=matmul)
+    residual, norm = make_input(num_tokens + 2, torch.float16)
     expected = expected_result(layer, residual, norm)
     context_lens = torch.tensor([3] * num_tokens + [0] * 2, dtype=torch.int32)
     expected[num_tokens:] = residual[num_tokens:]  # padding
@@ -118,21 +122,22 @@ FP8_CHOICES = [
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("choice", FP8_CHOICES, ids=lambda choice: choice.candidate)
-def test_every_candidate_with_weights_in_fp8(kernels_everywhere, monkeypatch, choice):
-    monkeypatch.setattr(fp8_products, "use_kernels", lambda x: False)  # Triton's interpreter rounds to e4m3 wrongly.
-    with weight_format(Fp8Format()):
-        layer = MixtureOfExperts(48, 32, NUM_EXPERTS, TOP_K, True, TensorParallel())
+def test_every_candidate_with_weights_in_fp8(kernels_everywhere, choice):
+    # Triton's interpreter rounds to e4m3 wrongly, so the inputs are quantized by the twin.
+    candidates = [ExpertTiles(), ExpertsGemv(), QuackExperts(CpuQuack(Package(), make_config))]
+    key = key_of(format=Fp8.name, intermediate=32)
+    matmul = matmul_with(Table({key: Row({512: [choice]})}), candidates)
+    with weight_format(Fp8()):
+        layer = MixtureOfExperts(48, 32, NUM_EXPERTS, TOP_K, True, TensorParallel(), matmul)
     load_dummy(layer, seed=0)
     residual, norm = make_input(7)
     for weight in (layer.experts.gate_up_proj, layer.experts.down_proj):
         weight.weight_scale.data *= 20
     x, experts = norm(residual), layer.experts
     routed = route_torch(F.linear(x, layer.gate.weight), TOP_K, True)
-    total = experts_torch(x, *routed, experts.gate_up_proj.matrix, experts.down_proj.matrix)
+    total = experts_sum(x, routed, experts.gate_up_proj.matrix, experts.down_proj.matrix)
     before = residual.clone()
-    candidates = [ExpertTiles(), ExpertsGemv(), QuackExperts(CpuQuack(Package(), make_config))]
     asked = record_launches(candidates)
-    layer.matmul = Matmul(Table({key_of(experts.gate_up_proj.matrix): Row({512: [choice]})}), candidates)
     with step_context(Context(context_lens=torch.ones(7, dtype=torch.int32))):
         layer.add(residual, Normed(residual, norm), norm)
     found = residual.float() - before.float()
@@ -150,11 +155,11 @@ def test_experts_when_quack_kernels_fails(kernels_everywhere, failing_call):
             self.error = RuntimeError("launch failed") if len(self.calls) == failing_call - 1 else None
             super().__call__(*args, **options)
 
-    layer, (residual, norm) = make_layer(), make_input(7)
     package = FailingPackage()
-    candidates = [QuackExperts(CpuQuack(package, make_config)), ExpertTiles()]
-    key = key_of(layer.experts.gate_up_proj.weight, is_prefill=True)
-    layer.matmul = Matmul(Table({key: Row({512: [CHOICES[-1], CHOICES[0]]})}), candidates)
+    key = key_of(is_prefill=True, format="float32")
+    table = Table({key: Row({512: [CHOICES[-1], CHOICES[0]]})})
+    matmul = matmul_with(table, [QuackExperts(CpuQuack(package, make_config))])
+    layer, (residual, norm) = make_layer(matmul=matmul), make_input(7)
     for _ in range(2):
         expected = expected_result(layer, residual, norm)
         with step_context(Context(is_prefill=True)):
@@ -166,21 +171,21 @@ def test_experts_when_quack_kernels_fails(kernels_everywhere, failing_call):
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_grouped_products_of_quack_kernels_are_loaded_after_the_trace(monkeypatch, kernels_everywhere, in_fp8):
     """A kernel for each product and format. A trace launches nothing: nothing has sorted the pairs."""
-    monkeypatch.setattr(fp8_products, "use_kernels", lambda x: False)
     package = Package()
     quack = CpuQuack(package, make_config)
-    with weight_format(Fp8Format() if in_fp8 else None):
-        layer = MixtureOfExperts(64, 32, NUM_EXPERTS, TOP_K, True, TensorParallel())
+    with weight_format(Fp8() if in_fp8 else None):
+        layer = MixtureOfExperts(64, 32, NUM_EXPERTS, TOP_K, True, TensorParallel(), Matmul())
     load_dummy(layer, seed=0)
     gate_up, down = layer.experts.gate_up_proj.matrix, layer.experts.down_proj.matrix
     garbage = torch.full((9 * TOP_K,), 2**30, dtype=torch.int32)
-    monkeypatch.setattr(expert_candidates, "sort_by_expert", lambda *args: (garbage, garbage[: NUM_EXPERTS + 1]))
-    monkeypatch.setattr(expert_candidates, "add_pairs", lambda y, out, *args: out)
+    monkeypatch.setattr(quack_experts, "sort_by_expert", lambda *args: (garbage, garbage[: NUM_EXPERTS + 1]))
+    monkeypatch.setattr(quack_experts, "add_pairs", lambda y, out, *args: out)
     x, logits = torch.randn(9, 64), torch.randn(9, NUM_EXPERTS)
     with monkeypatch.context() as tracing:
         tracing.setattr(quack_module, "is_compiling_ahead", lambda: True)
         for _ in range(2):
-            problem = ExpertsProblem(x, logits, gate_up, down, TOP_K, True, x.clone(), True)
+            key = Key.of("experts", True, gate_up)
+            problem = ExpertsProblem(key, x, logits, gate_up, down, TOP_K, True, x.clone(), True)
             assert QuackExperts(quack).launch(problem, CHOICES[-1].constants) is problem.out
     assert not package.calls
     for product in quack.wanted.values():
@@ -197,13 +202,14 @@ def test_kernels_without_a_row_of_the_table(kernels_everywhere):
     torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_of_padding_get_no_expert():
+def test_rows_of_padding_get_no_expert(monkeypatch):
     layer, (residual, norm) = make_layer(), make_input(6)
     expected = expected_result(layer, residual, norm)
     expected[4:] = residual[4:]
     lens = torch.tensor([1, 2, 3, 4, 0, 0, 0], dtype=torch.int32)
     asked = []
-    layer.matmul.run = lambda problem, run=layer.matmul.run: asked.append(problem) or run(problem)
+    launch = ExpertTiles.launch
+    monkeypatch.setattr(ExpertTiles, "launch", lambda *args: asked.append(args[1]) or launch(*args))
     with step_context(Context(context_lens=lens)):  # The layer may have fewer rows than the step.
         layer.add(residual, Normed(residual, norm), norm)
     torch.testing.assert_close(residual, expected)
@@ -303,7 +309,7 @@ def test_weights_are_loaded_into_place(tmp_path):
     config.update({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2})
     config.update({"vocab_size": 320, **fields})
     config.update({"head_dim": 16})
-    model = Qwen3MoeForCausalLM(config, 64, TorchBackend(), TensorParallel())
+    model = Qwen3MoeForCausalLM(config, 64, TorchBackend(), TensorParallel(), Matmul())
     load_dummy(model, seed=0)
     places = {name: param.data_ptr() for name, param in model.named_parameters()}
     before = {name: param.data.clone() for name, param in model.named_parameters()}
@@ -316,11 +322,10 @@ def test_weights_are_loaded_into_place(tmp_path):
 class Recorder(Candidate):
     """Stands in for a candidate: says which constants it is asked to launch, and whether rows may be padding."""
 
+    operations, formats, is_default = ("experts",), (Unquantized.name,), True
+
     def __init__(self, name, asked):
         self.name, self.asked = name, asked
-
-    def supports(self, problem):
-        return True
 
     def launch(self, problem, constants):
         self.asked.add((self.name, constants, problem.context_lens is None))
@@ -330,11 +335,11 @@ class Recorder(Candidate):
 def test_every_kernel_of_the_table_is_compiled_at_the_start():
     config = preset_config("Qwen3-30B-A3B")
     config.update({"num_hidden_layers": 2, "vocab_size": 64, "mlp_only_layers": [0]})
-    with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(config, 64, TorchBackend(), TensorParallel()).bfloat16()
     compiled = set()
     recorders = [Recorder(each.name, compiled) for each in (ExpertsGemv, ExpertTiles, QuackExperts)]
-    model.use_matmul(Matmul(package_table("NVIDIA H200"), recorders))
+    matmul = Matmul(package_table("NVIDIA H200"), [Cublas(), *recorders])
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(config, 64, TorchBackend(), TensorParallel(), matmul).bfloat16()
     trace_products(model, 512, 16384)
     layer, launched = model.model.layers[1].mlp, set()
     for recorder in recorders:
@@ -353,7 +358,7 @@ def test_parameters_that_a_token_uses():
     config = preset_config("Qwen3-30B-A3B")
     config.update({"num_hidden_layers": 1, "vocab_size": 64})
     with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(config, 64, TorchBackend(), TensorParallel())
+        model = Qwen3MoeForCausalLM(config, 64, TorchBackend(), TensorParallel(), Matmul())
     attention = 2048 * 128 * (2 * 32 + 2 * 4) + 2 * 128 + 2 * 2048
     assert num_layer_params(model) == attention + 2048 * 128 + 8 * 3 * 2048 * 768
 

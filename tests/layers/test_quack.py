@@ -2,21 +2,23 @@
 function; its own results are a GPU's to test (tests/gpu/test_gpu_quack.py)."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm
-from fake_quack import CpuQuack, Package, make_config, problem, tensors
+from fake_quack import CpuQuack, Package, make_config, tensors
+from products import FP8, default_result, matmul_with, problem, run
 
 from nanovllm.engine import model_runner
 from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
 from nanovllm.layers.activation import Gated
-from nanovllm.layers.formats.quantization import Fp8Format, Fp8Weight, fp8_product_torch, quantize_input_torch
+from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul.matmul import Matmul, Problem
-from nanovllm.layers.matmul.quack import Product, Quack, Tile
+from nanovllm.layers.matmul.candidates.quack import Quack, Tile, Wanted
+from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.step_rows import padded_rows
 from nanovllm.layers.matmul.table import Choice, Key, Row, Table, load_table
 from nanovllm.models.layer_facts import layer_products
@@ -45,7 +47,9 @@ def make_table(*shapes: tuple[int, int]) -> Table:
 
 
 def padded(matmul: Matmul, weight, num_seqs: int) -> int:
-    return padded_rows(matmul._table, weight, num_seqs, matmul.serves)
+    asked = problem("linear", weight[:1], weight)
+    serves = partial(matmul.serves, key=asked.key, weight=asked.weight)
+    return padded_rows(matmul.table, asked.key, num_seqs, serves)
 
 
 @pytest.fixture
@@ -60,7 +64,7 @@ def quack(package) -> Quack:
 
 @pytest.fixture
 def matmul(quack) -> Matmul:
-    return Matmul(make_table((96, 32), (128, 32)), [quack])
+    return matmul_with(make_table((96, 32), (128, 32)), [quack])
 
 
 PREFILL, DECODE = Context(is_prefill=True), Context()
@@ -74,7 +78,7 @@ def test_products(matmul, package, context, num_tokens, called):
     x, weight, _ = tensors(num_tokens, 96, 32)
     with step_context(context):
         for _ in range(2):
-            y = matmul.linear(x, weight)
+            y = run(matmul, "linear", x, weight)
         torch.testing.assert_close(y, F.linear(x, weight), rtol=1e-4, atol=1e-4)
     tiles = [Tile(c.tile_m, c.tile_n, (c.cluster_m, c.cluster_n), c.pingpong) for c in package.calls]
     assert tiles == called * 2
@@ -86,13 +90,13 @@ def test_a_bias_and_a_place_for_the_result_are_cublas_business(matmul, package):
     x, weight, residual = tensors(2048, 96, 32)
     bias, out = torch.randn(96), torch.empty(2048, 96)
     with step_context(PREFILL):
-        torch.testing.assert_close(matmul.linear(x, weight, bias), F.linear(x, weight, bias))
-        assert matmul.linear(x, weight, out=out) is out
+        torch.testing.assert_close(run(matmul, "linear", x, weight, bias), F.linear(x, weight, bias))
+        assert run(matmul, "linear", x, weight, out=out) is out
         torch.testing.assert_close(out, F.linear(x, weight))
     x, residual = x[:128], residual[:128]
     with step_context(DECODE):
         expected = residual + F.linear(x, weight, bias)
-        assert matmul.run(Problem("linear_add", x, weight, bias, residual)) is residual
+        assert run(matmul, "linear_add", x, weight, bias, residual) is residual
     torch.testing.assert_close(residual, expected)
     assert not package.calls
 
@@ -102,13 +106,13 @@ def test_steps_without_graphs_prefill_alone(quack, matmul, package):
     quack.decodes = False
     x, weight, residual = tensors(128, 128, 32)
     with step_context(DECODE):
-        matmul.linear(x, weight)
-        matmul.linear_silu(x, weight)
-        matmul.run(problem("linear_add", x, weight, residual))
+        run(matmul, "linear", x, weight)
+        run(matmul, "linear_silu", x, weight)
+        run(matmul, "linear_add", x, weight, out=residual)
     assert not package.calls
     assert padded(matmul, weight, 100) == 100
     with step_context(PREFILL):
-        matmul.linear(*tensors(2048, 128, 32)[:2])
+        run(matmul, "linear", *tensors(2048, 128, 32)[:2])
     assert len(package.calls) == 1
 
 
@@ -116,7 +120,7 @@ def test_steps_without_graphs_prefill_alone(quack, matmul, package):
 def test_swiglu(matmul, package, context, num_tokens, count):
     x, weight, _ = tensors(num_tokens, 128, 32)
     with step_context(context):
-        y = matmul.linear_silu(x, weight)
+        y = run(matmul, "linear_silu", x, weight)
     gate, up = F.linear(x, weight).chunk(2, dim=-1)
     torch.testing.assert_close(y, F.silu(gate) * up, rtol=1e-4, atol=1e-4)
     assert len(package.calls) == count
@@ -127,17 +131,15 @@ def test_sums(matmul, package, context, num_tokens, count):
     x, weight, residual = tensors(num_tokens, 96, 32)
     expected = residual + F.linear(x, weight)
     with step_context(context):
-        assert matmul.run(problem("linear_add", x, weight, residual)) is residual
+        assert run(matmul, "linear_add", x, weight, out=residual) is residual
     torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
     assert len(package.calls) == count
 
 
 @pytest.fixture
-def fp8_weight() -> Fp8Weight:
+def fp8_weight() -> Weight:
     _, weight, _ = tensors(1, 128, 32)
-    return Fp8Weight(
-        *Fp8Format().quantize(weight * torch.linspace(0.5, 2, 128).unsqueeze(1)), Fp8Format(), torch.float32
-    )
+    return FP8[False].quantize(weight * torch.linspace(0.5, 2, 128).unsqueeze(1), torch.float32)
 
 
 @pytest.mark.parametrize("operation", ["linear", "linear_silu", "linear_add"])
@@ -151,11 +153,12 @@ def test_weights_in_fp8(quack, package, fp8_weight, operation):
         (Gated(gate_up), silu_and_mul_torch(gate_up)),
     ]
     for given, value in inputs:
-        expected = fp8_product_torch(quantize_input_torch(value, Fp8Format()), fp8_weight)
+        expected = fp8_weight.format.linear(value, fp8_weight)
         if operation == "linear_silu":
             expected = silu_and_mul_torch(expected)
-        asked = problem(operation, given, fp8_weight, out := residual.clone())
-        assert quack.supports(asked)
+        out = residual.clone() if operation == "linear_add" else None
+        asked = problem(operation, given, fp8_weight, out=out)
+        assert quack.supports(asked.key, asked.weight)
         y = quack.launch(asked, Tile(128, 32))
         if operation == "linear_add":
             assert y is out
@@ -168,10 +171,10 @@ def test_weights_in_fp8_without_the_package(quack, package, fp8_weight, caplog):
     """After its first error they are multiplied as if it was not installed."""
     package.error = TypeError("no such layout")
     x, _, residual = tensors(128, 128, 32)
-    key = Key("linear_add", "decode", 128, 32, fp8_weight.dtype)
-    asked = problem("linear_add", x, fp8_weight, residual)
-    expected = Matmul().run(asked._replace(out=residual.clone()))
-    matmul = Matmul(Table({key: Row({128: [Choice("quack-kernels", tuple(Tile(128, 32)))]})}), [quack])
+    key = Key("linear_add", "decode", 128, 32, fp8_weight.table_name)
+    asked = problem("linear_add", x, fp8_weight, out=residual)
+    expected = default_result(asked._replace(out=residual.clone()))
+    matmul = matmul_with(Table({key: Row({128: [Choice("quack-kernels", tuple(Tile(128, 32)))]})}), [quack])
     with step_context(DECODE), caplog.at_level(logging.WARNING):
         assert matmul.run(asked) is residual
     assert torch.equal(residual, expected)
@@ -184,9 +187,9 @@ def test_a_failure_is_logged_once_and_costs_no_result(matmul, package, caplog):
     expected = residual + F.linear(x, weight)
     gate, up = F.linear(x, weight).chunk(2, dim=-1)
     with step_context(DECODE), caplog.at_level(logging.WARNING):
-        torch.testing.assert_close(matmul.linear(x, weight), F.linear(x, weight))
-        torch.testing.assert_close(matmul.linear_silu(x, weight), F.silu(gate) * up)
-        matmul.run(problem("linear_add", x, weight, residual))
+        torch.testing.assert_close(run(matmul, "linear", x, weight), F.linear(x, weight))
+        torch.testing.assert_close(run(matmul, "linear_silu", x, weight), F.silu(gate) * up)
+        run(matmul, "linear_add", x, weight, out=residual)
     torch.testing.assert_close(residual, expected)
     assert len(package.calls) == 1
     (record,) = caplog.records
@@ -200,7 +203,7 @@ def test_a_tile_that_the_package_does_not_know_costs_no_result(package, caplog):
     quack = CpuQuack(package, make_config)
     x, weight, _ = tensors(128, 128, 32)
     with step_context(DECODE), caplog.at_level(logging.WARNING):
-        y = Matmul(make_table((128, 32)), [quack]).linear(x, weight)
+        y = run(matmul_with(make_table((128, 32)), [quack]), "linear", x, weight)
     torch.testing.assert_close(y, F.linear(x, weight))
     assert not quack.works
     assert "unexpected keyword" in caplog.text
@@ -212,13 +215,14 @@ def test_exhausted_memory_is_not_the_packages_failure(matmul, package):
     with step_context(DECODE):
         for _ in range(2):
             with pytest.raises(torch.OutOfMemoryError, match="full"):
-                matmul.linear(x, weight)
+                run(matmul, "linear", x, weight)
     assert len(package.calls) == 2
 
 
 def test_tensors_that_it_does_not_take():
     quack = Quack(Package(), make_config)
-    assert not quack.serves(torch.zeros(64, 64).half()), "not on a GPU"
+    asked = problem("linear", torch.zeros(64, 64).half(), torch.zeros(64, 64).half())
+    assert not quack.supports(asked.key, asked.weight), "not on a GPU"
 
 
 @pytest.fixture
@@ -226,7 +230,7 @@ def engine_options(monkeypatch, tmp_path, quack) -> dict:
     """Of an engine on a CPU that has the package, and a table for its model."""
     path = make_checkpoint(tmp_path)
     with make_llm(path) as llm:
-        shapes = {tuple(product.weight.shape) for product in layer_products(llm.model_runner.model.model.layers[0])}
+        shapes = {tuple(make(1).weight.shape) for make in layer_products(llm.model_runner.model.model.layers[0])}
     monkeypatch.setattr(model_runner, "load_quack", lambda dtype, device, decodes: quack)
     monkeypatch.setattr(model_runner, "load_table", lambda device: load_table(device).updated(make_table(*shapes)))
     return {"path": path, "num_kvcache_blocks": 300, "max_num_seqs": 50, "max_num_batched_tokens": 4096}
@@ -252,7 +256,7 @@ def test_an_engine_by_the_package(engine_options, package):
 
 def test_an_engine_whose_package_fails_at_the_start_pads_nothing(engine_options, quack, package):
     tile = Tile(128, 32)
-    quack.wanted["linear", tile] = Product("linear", tile, 128, 96, 32, torch.float32)
+    quack.wanted["linear", tile] = Wanted(Key("linear", "decode", 96, 32, "float32"), tile, 128, torch.float32)
     package.error = RuntimeError("no compiler")
     reference = Reference(engine_options["path"])
     prompts = reference.draw_prompts([5] * 40, 4)
@@ -272,7 +276,7 @@ def test_what_is_traced_is_loaded_later_a_launch_a_kernel(quack, package, fp8_we
         for _ in range(2):
             assert quack.launch(problem("linear", x, weight), Tile(128, 32)).shape == (128, 96)
         assert quack.launch(problem("linear_silu", x, weight), Tile(128, 64)).shape == (128, 48)
-        assert quack.launch(problem("linear_add", x, weight, residual), Tile(64, 32)) is residual
+        assert quack.launch(problem("linear_add", x, weight, out=residual), Tile(64, 32)) is residual
         assert quack.launch(problem("linear", x, fp8_weight), Tile(128, 32)).shape == (128, 128)
     assert package.calls == []
     for wanted in quack.wanted.values():
@@ -293,7 +297,9 @@ def test_its_decode_tiles_are_for_their_own_shape(matmul, package, caplog):
             for context, num_tokens in ((DECODE, 128), (PREFILL, 2048)):
                 x, weight, _ = tensors(num_tokens, 112, 32)
                 with step_context(context):
-                    torch.testing.assert_close(matmul.linear(x, weight), F.linear(x, weight), rtol=1e-4, atol=1e-4)
+                    torch.testing.assert_close(
+                        run(matmul, "linear", x, weight), F.linear(x, weight), rtol=1e-4, atol=1e-4
+                    )
     assert {config.tile_m for config in package.calls} == {PREFILL_TILE.tokens}
     assert padded(matmul, weight, 100) == 100
     (record,) = caplog.records
@@ -305,10 +311,10 @@ def test_its_decode_tiles_are_for_their_own_shape(matmul, package, caplog):
 def test_a_sum_over_ranks_needs_no_rows_for_one_gpu(quack, caplog):
     """Rank 0 adds its part by linear_add, which the tuner does not measure for several GPUs."""
     row = Row({1: [Choice("cublas")]})
-    matmul = Matmul(Table({Key("linear_sum", "decode", 96, 32, "float32"): row}), [quack])
+    matmul = matmul_with(Table({Key("linear_sum", "decode", 96, 32, "float32"): row}), [quack])
     x, weight, residual = tensors(8, 96, 32)
     with step_context(DECODE), caplog.at_level(logging.INFO):
-        matmul.run(problem("linear_add", x, weight, residual))
+        run(matmul, "linear_add", x, weight, out=residual)
         assert not caplog.records
-        matmul.linear(x, weight)
+        run(matmul, "linear", x, weight)
     assert len(caplog.records) == 1

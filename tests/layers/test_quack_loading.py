@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_quack import Package, make_config, problem, tensors
+from fake_quack import Package, make_config, tensors
 from gpus import pretend_gpu
+from products import problem
 
-from nanovllm.layers.matmul import quack as quack_module
-from nanovllm.layers.matmul.quack import Tile, load_quack
+from nanovllm.layers.matmul.candidates import quack as quack_module
+from nanovllm.layers.matmul.candidates.quack import Tile, load_quack
 
 CUDA = torch.device("cuda", 0)
 
@@ -43,14 +44,14 @@ def import_instead(monkeypatch, modules: dict) -> None:
 def test_loading(hopper, monkeypatch, tmp_path):
     own = Package()
     modules = {"quack.gemm_config": SimpleNamespace(GemmConfig=make_config)}
-    modules["nanovllm.layers.matmul.quack_early"] = SimpleNamespace(gemm_act=own)
+    modules["nanovllm.layers.matmul.candidates.quack_early"] = SimpleNamespace(gemm_act=own)
     import_instead(monkeypatch, modules)
     quack = load_quack(torch.bfloat16, CUDA, decodes=False)
     assert not quack.decodes
     assert os.environ["QUACK_CACHE_DIR"] == str(tmp_path / "nanovllm" / "quack")
-    x, weight, residual = tensors(128, 96, 32)
+    x, weight, residual = tensors(128, 96, 64)
     quack.launch(problem("linear", x, weight), Tile(128, 32))
-    quack.launch(problem("linear_add", x, weight, residual), Tile(64, 32))
+    quack.launch(problem("linear_add", x, weight, out=residual), Tile(64, 32))
     assert len(own.calls) == 2
     assert load_quack(torch.float32, CUDA, decodes=True) is None
     assert load_quack(torch.bfloat16, torch.device("cpu"), decodes=True) is None
@@ -61,7 +62,7 @@ def test_loading(hopper, monkeypatch, tmp_path):
     assert load_quack(torch.bfloat16, CUDA, decodes=True) is None
 
 
-@pytest.mark.parametrize("missing", ["quack.gemm_config", "nanovllm.layers.matmul.quack_early"])
+@pytest.mark.parametrize("missing", ["quack.gemm_config", "nanovllm.layers.matmul.candidates.quack_early"])
 def test_a_package_that_cannot_be_imported_is_named(hopper, monkeypatch, caplog, missing):
     """An older one, or one of which a library is missing."""
     modules = {"quack.gemm_config": SimpleNamespace(GemmConfig=make_config)}

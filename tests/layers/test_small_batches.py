@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from backends import decode_context, prepare
+from products import matmul_with, problem
 
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul import gemv as gemv_kernels
@@ -15,9 +16,10 @@ from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.layers.attention.attention import Attention, AttentionShape
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul import kernel_matmul
-from nanovllm.layers.matmul.kernel_matmul import Gemv, SplitK
-from nanovllm.layers.matmul.matmul import Matmul, Problem
+from nanovllm.layers.matmul.candidates import gemv, split_k
+from nanovllm.layers.matmul.candidates.gemv import Gemv
+from nanovllm.layers.matmul.candidates.split_k import SplitK
+from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.table import Choice, Key, Row, Table
 from nanovllm.layers.parallel.rank_sums import posted_constants
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
@@ -35,49 +37,58 @@ def kernels_everywhere(monkeypatch):
     """CPU tensors count as a Hopper's: Triton's interpreter runs the kernels."""
     if torch.cuda.is_available():
         pytest.skip("the kernels would be compiled for a GPU")
-    monkeypatch.setattr(kernel_matmul, "use_kernels", lambda x: True)
+    for module in (gemv, split_k):
+        monkeypatch.setattr(module, "use_kernels", lambda x: True)
     monkeypatch.setattr(GpuFacts, "is_hopper", True)
-    monkeypatch.setattr(kernel_matmul, "has_pdl", lambda device: True)
+    monkeypatch.setattr(GpuFacts, "has_pdl", False)
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "N", "K", "dtype", "is_supported"),
+    ("N", "K", "dtype", "is_supported"),
     [
-        (1, 8, 32, torch.float16, True),
-        (64, 8, 32, torch.bfloat16, True),
-        (128, 8192, 32, torch.float16, True),
-        (129, 8, 32, torch.float16, False),
-        (40, 8208, 32, torch.float16, False),
-        (40, 8, 32, torch.float32, False),
-        (40, 8, 36, torch.float16, False),
+        (8, 32, torch.float16, True),
+        (8, 32, torch.bfloat16, True),
+        (8192, 32, torch.float16, True),
+        (8208, 32, torch.float16, False),
+        (8, 32, torch.float32, False),
+        (8, 36, torch.float16, False),
     ],
 )
-def test_what_the_split_k_kernel_supports(kernels_everywhere, num_tokens, N, K, dtype, is_supported):
-    x, weight = torch.zeros(num_tokens, K, dtype=dtype), torch.zeros(N, K, dtype=dtype)
+def test_what_the_split_k_kernel_supports(kernels_everywhere, N, K, dtype, is_supported):
     for operation in ("linear", "linear_silu", "linear_add", "linear_sum"):
-        assert SplitK(weight.device).supports(Problem(operation, x, weight)) == is_supported
+        asked = problem(operation, torch.zeros(1, K), torch.zeros(N, K, dtype=dtype))
+        assert SplitK(torch.device("cpu")).supports(asked.key, asked.weight) == is_supported
 
 
-def test_what_the_gemv_kernel_supports(kernels_everywhere):
-    def supports(operation, num_tokens=1, K=32, has_norm=True, out=None):
+def test_the_split_k_kernel_takes_128_tokens(kernels_everywhere):
+    candidate, weight = SplitK(torch.device("cpu")), torch.zeros(8, 32).half()
+    for num_tokens, is_taken in ((128, True), (129, False)):
+        found = candidate.launch(problem("linear", torch.zeros(num_tokens, 32).half(), weight), (16, 32, 1, 2, 0))
+        assert (found is not None) == is_taken
+
+
+def test_what_the_gemv_kernel_takes(kernels_everywhere):
+    def takes(operation, num_tokens=1, K=32, has_norm=True, out=None):
         x, weight = torch.zeros(num_tokens, K), torch.zeros(8, K)
-        return Gemv().supports(Problem(operation, Normed(x, RMSNorm(K)) if has_norm else x, weight, out=out))
+        asked = problem(operation, Normed(x, RMSNorm(K)) if has_norm else x, weight, out=out)
+        assert Gemv().supports(asked.key, asked.weight)
+        return Gemv().launch(asked, (8, 32, 1)) is not None
 
-    assert supports("linear", 4)
-    assert supports("linear_silu", 4)
-    assert supports("linear_add", 4, has_norm=False, out=torch.zeros(4, 8))
-    assert not supports("linear", 5)
-    assert not supports("linear_add", 5, has_norm=False, out=torch.zeros(5, 8))
-    assert not supports("linear", K=8208), "a norm so wide does not fit"
-    assert not supports("linear", has_norm=False)
-    assert not supports("linear", out=torch.zeros(1, 8))
-    assert not supports("linear_sum", has_norm=False, out=torch.zeros(1, 8)), "the reducer launches it"
+    assert takes("linear", 4)
+    assert takes("linear_silu", 4)
+    assert takes("linear_add", 4, has_norm=False, out=torch.zeros(4, 8))
+    assert not takes("linear", 5)
+    assert not takes("linear_add", 5, has_norm=False, out=torch.zeros(5, 8))
+    assert not takes("linear", K=8208), "a norm so wide does not fit"
+    assert not takes("linear", has_norm=False)
+    assert not takes("linear", out=torch.zeros(1, 8))
+    assert not takes("linear_sum", has_norm=False, out=torch.zeros(1, 8)), "the reducer launches it"
 
 
 def test_a_cpu_has_no_kernels():
-    problem = Problem("linear_add", torch.zeros(4, 32).half(), torch.zeros(8, 32).half(), out=torch.zeros(4, 8).half())
-    assert not Gemv().supports(problem)
-    assert not SplitK(problem.weight.device).supports(problem)
+    asked = problem("linear_add", torch.zeros(4, 32).half(), torch.zeros(8, 32).half(), out=torch.zeros(4, 8).half())
+    assert not Gemv().supports(asked.key, asked.weight)
+    assert not SplitK(torch.device("cpu")).supports(asked.key, asked.weight)
 
 
 class AloneReducer:
@@ -111,14 +122,20 @@ class AloneReducer:
 
 
 @pytest.fixture(params=["alone", "reducer"])
-def model(request):
+def make_model(request):
+    """make_model(matmul): always the same one."""
+    return lambda matmul=None: model_with(matmul or Matmul(), request.param)
+
+
+def model_with(matmul: Matmul, kind: str):
     config = preset_config("Qwen3-0.6B")
     # The down projection is long enough to be split.
     config.update({"hidden_size": 32, "intermediate_size": 1040, "num_hidden_layers": 2, "vocab_size": 50})
     config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True})
-    tp = TensorParallel(reducer=AloneReducer() if request.param == "reducer" else None)
-    model = Qwen3ForCausalLM(config, 64, TorchBackend(), tp).requires_grad_(False)
+    tp = TensorParallel(reducer=AloneReducer() if kind == "reducer" else None)
+    model = Qwen3ForCausalLM(config, 64, TorchBackend(), tp, matmul).requires_grad_(False)
     load_dummy(model, seed=1)
+    torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2 or name.endswith("bias"):
             parameter.normal_(0, parameter.shape[-1] ** -0.5)
@@ -144,13 +161,13 @@ def decode(model, num_seqs: int) -> torch.Tensor:
 
 def make_matmul(model, candidate: str, *constants, operations=("linear", "linear_silu", "linear_add", "linear_sum")):
     """Every product of the model by that candidate."""
-    shapes = [product.weight.shape for product in layer_products(model.model.layers[0])]
+    shapes = [make(1).weight.shape for make in layer_products(model.model.layers[0])]
     rows = {
         Key(operation, "decode", N, K, "bfloat16"): Row({1: [Choice(candidate, constants)]})
         for operation in operations
         for N, K in shapes
     }
-    return Matmul(Table(rows), [Gemv(), SplitK(torch.device("cpu"))])
+    return matmul_with(Table(rows), [Gemv(), SplitK(torch.device("cpu"))])
 
 
 @pytest.fixture
@@ -179,10 +196,11 @@ def operations(calls) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_seqs", [9, 17, 64, 100])
-def test_a_step_by_the_split_k_kernel_is_the_same_step(kernels_everywhere, model, calls, num_seqs):
+def test_a_step_by_the_split_k_kernel_is_the_same_step(kernels_everywhere, make_model, calls, num_seqs):
+    model = make_model()
     expected = decode(model, num_seqs)
     assert not calls
-    model.use_matmul(make_matmul(model, "split-k", 64, 128, 2, 3, 0))
+    model = make_model(make_matmul(model, "split-k", 64, 128, 2, 3, 0))
     found = decode(model, num_seqs)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
     # A residual that others add to as well is the reducer's.
@@ -193,27 +211,30 @@ def test_a_step_by_the_split_k_kernel_is_the_same_step(kernels_everywhere, model
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 4])
-def test_a_step_by_the_gemv_kernel_is_the_same_step(kernels_everywhere, model, calls, num_seqs):
+def test_a_step_by_the_gemv_kernel_is_the_same_step(kernels_everywhere, make_model, calls, num_seqs):
     """The norms are computed inside the products, and the sums over ranks are posted."""
+    model = make_model()
     expected = decode(model, num_seqs)
-    model.use_matmul(make_matmul(model, "gemv", 64, 512, 4))
+    model = make_model(make_matmul(model, "gemv", 64, 512, 4))
     found = decode(model, num_seqs)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
     reducer = model.model.tp.reducer
     add = [] if reducer else ["add"]
     assert operations(calls) == ["linear", *add, "silu", *add] * 2
     assert all(("norm_weight" in options) != options["add"] for options in calls)
-    assert reducer is None or reducer.num_posted == [0, 4]
+    assert reducer is None or reducer.num_posted == [4]
 
 
-def test_sums_are_posted_all_or_none(kernels_everywhere, model, calls):
+def test_sums_are_posted_all_or_none(kernels_everywhere, make_model, calls):
     """Two inboxes take turns, so a step with an odd number of sums would write to one that is still read."""
+    model = make_model()
     if model.model.tp.reducer is None:
         pytest.skip("no ranks")
     matmul = make_matmul(model, "gemv", 64, 512, 4)
-    attention, down = model.model.layers[0].summed_projections()
-    matmul._table.rows[Key.of("linear_sum", False, down.weight)] = Row({1: []})
-    model.use_matmul(matmul)
+    _, down = model.model.layers[0].summed_projections()
+    matmul.table.rows[Key.of("linear_sum", False, down.matrix)] = Row({1: []})
+    model = make_model(matmul)
+    attention, _ = model.model.layers[0].summed_projections()
     assert posted_constants(attention, 1) is not None
     decode(model, 1)
     assert model.model.tp.reducer.num_posted == [0]

@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING
 from nanovllm.bench.floor import ModelSize
 from nanovllm.config import Config
 from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models import registry
 from nanovllm.models.hf_config import windows_of_layers
@@ -120,7 +121,7 @@ def test_what_changes_nothing_is_accepted(family_dir, family, changes):
 @pytest.mark.parametrize("spelling", ["num_experts", "num_local_experts"])
 def test_either_spelling_of_the_number_of_experts(family_dir, spelling):
     config = Config(family_dir("qwen3_moe", **{spelling: 5}, num_experts_per_tok=2)).hf_config
-    model = make_model(config, torch.bfloat16, torch.device("meta"), 16, TorchBackend(), TensorParallel())
+    model = make_model(config, torch.bfloat16, torch.device("meta"), 16, TorchBackend(), TensorParallel(), Matmul())
     assert len(model.model.layers[0].mlp.gate.weight) == 5
 
 
@@ -188,7 +189,7 @@ def test_a_published_shape_has_its_parameters(name):
             preset_config(name)
         return
     config = Config(name, load_format="dummy", device="cpu").hf_config
-    model = make_model(config, torch.bfloat16, torch.device("meta"), 16, TorchBackend(), TensorParallel())
+    model = make_model(config, torch.bfloat16, torch.device("meta"), 16, TorchBackend(), TensorParallel(), Matmul())
     num_params = num_checkpoint_params(model)
     assert num_params / 1e9 == pytest.approx(PUBLISHED[name], rel=0.012)
     # The floor of bench.py counts all but norms and biases, and the embedding where it is not the head.

@@ -4,8 +4,9 @@ import pytest
 import torch
 from checkpoints import complete, edit_json, greedy, make_checkpoint, make_llm, needs_family, random_prompt
 from fp8_checkpoints import BLOCK_SIZES, BLOCKS, CHANNELS, quantize_checkpoint, reference_logprobs, scored
+from products import dequantized
 
-from nanovllm.layers.formats.quantization import Fp8Format
+from nanovllm.layers.formats.fp8 import Fp8
 
 # Sizes that two ranks may divide, in units of 16.
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -99,14 +100,14 @@ def test_experts_are_quantized_one_by_one(tmp_path, monkeypatch):
     """A second copy of all experts would not fit beside the first."""
     path = make_checkpoint(tmp_path, family="qwen3_moe", **SHAPE | FAMILIES["qwen3_moe"])
     sizes = []
-    quantize = Fp8Format.quantize
-    monkeypatch.setattr(Fp8Format, "quantize", lambda format, x: sizes.append(x.dim()) or quantize(format, x))
+    quantize = Fp8._quantized
+    monkeypatch.setattr(Fp8, "_quantized", lambda format, x: sizes.append(x.dim()) or quantize(format, x))
     for load_format in ("auto", "dummy"):
         with make_llm(path, quantization="fp8", load_format=load_format) as llm:
             experts = llm.model_runner.model.model.layers[1].mlp.experts
             for weight in (experts.gate_up_proj.matrix, experts.down_proj.matrix):
                 assert weight.values.dtype == torch.float8_e4m3fn
-                assert (weight.dequantized().std((1, 2)) > 0.01).all()
+                assert (dequantized(weight).std((1, 2)) > 0.01).all()
     assert set(sizes) == {2}
 
 

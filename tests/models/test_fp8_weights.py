@@ -17,6 +17,7 @@ from fp8_checkpoints import (
     scored,
 )
 from gpus import pretend_gpu
+from products import dequantized
 
 from nanovllm import SamplingParams
 from nanovllm.config import FP8_CAPABILITY, Config
@@ -99,7 +100,7 @@ def test_dummy_weights_are_quantized(tmp_path):
     with make_llm(path, quantization="fp8", load_format="dummy") as llm:
         layer = llm.executor.model_runner.model.model.layers[1]
         for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
-            values = linear.matrix.dequantized()
+            values = dequantized(linear.matrix)
             assert linear.weight.dtype == torch.float8_e4m3fn
             assert abs(values.std() - 0.02) < 0.002
         assert llm.executor.model_runner.model.lm_head.weight.dtype == torch.float32

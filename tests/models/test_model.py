@@ -12,6 +12,7 @@ from nanovllm.layers.attention.attention import AttentionShape
 from nanovllm.layers.attention.rotary_embedding import RopeParameters
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.layer_facts import few_layers, num_layer_params
 from nanovllm.models.loader import load_dummy
@@ -26,7 +27,7 @@ def model():
     config = preset_config("Qwen3-0.6B")
     config.update({"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 50})
     config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8})
-    model = Qwen3ForCausalLM(config, 64, TorchBackend(), TensorParallel())
+    model = Qwen3ForCausalLM(config, 64, TorchBackend(), TensorParallel(), Matmul())
     load_dummy(model, seed=1)
     return model.requires_grad_(False)
 
@@ -77,7 +78,7 @@ def test_rows_that_are_drawn_from_come_out_as_among_all(model, num_sampled):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_is_added_to_the_residual_in_place(bias):
-    layer = RowParallelLinear(12, 7, bias, TensorParallel()).requires_grad_(False)
+    layer = RowParallelLinear(12, 7, bias, TensorParallel(), Matmul()).requires_grad_(False)
     for parameter in layer.parameters():
         parameter.normal_()
     x, residual = torch.randn(5, 12), torch.randn(5, 7)
@@ -126,7 +127,8 @@ def test_a_prefill_in_parts_is_the_same_prefill(model, lens, has_bias):
     config.update({"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 50})
     config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "attention_bias": has_bias})
     models = [
-        Qwen3ForCausalLM(config, 64, TorchBackend(), tp) for tp in (TensorParallel(), TensorParallel(reducer=reducer))
+        Qwen3ForCausalLM(config, 64, TorchBackend(), tp, Matmul())
+        for tp in (TensorParallel(), TensorParallel(reducer=reducer))
     ]
     outputs = []
     for model in models:
@@ -161,7 +163,7 @@ def test_few_layers_have_one_of_each_kind(ropes, expected):
     config = preset_config("Qwen3-0.6B")
     config.update({"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": len(ropes), "vocab_size": 50})
     config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8})
-    model = Family(config, 64, TorchBackend(), TensorParallel())
+    model = Family(config, 64, TorchBackend(), TensorParallel(), Matmul())
     layers = list(model.model.layers)
     with few_layers(model):
         assert list(model.model.layers) == [layers[i] for i in expected]

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from nanovllm.config import Config
 from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel, check_shardable
 from nanovllm.models import loader
 from nanovllm.models.presets import preset_config
@@ -29,7 +30,7 @@ def load_ranks(path, size):
     config = AutoConfig.from_pretrained(path)
     models = []
     for rank in range(size):
-        model = model_class(config)(config, 64, TorchBackend(), TensorParallel(rank, size))
+        model = model_class(config)(config, 64, TorchBackend(), TensorParallel(rank, size), Matmul())
         for param in model.parameters():
             param.data.fill_(math.nan)
         loader.load_model(model, str(path))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.bench.floor import Ceilings, ModelSize, floor_seconds
-from nanovllm.layers.formats.quantization import Fp8Format
+from nanovllm.layers.formats.fp8 import Fp8
 from nanovllm.models.presets import preset_config
 
 CEILINGS = Ceilings(bandwidth=4e12, flops=8e14, layer_flops=8e14)
@@ -58,7 +58,7 @@ def test_a_step_takes_as_long_as_its_bytes():
 
 def test_weights_in_fp8():
     config = preset_config("Qwen3-8B")
-    size = ModelSize.of(config, torch.bfloat16, Fp8Format())
+    size = ModelSize.of(config, torch.bfloat16, Fp8())
     assert size.bytes_read(1) == size.layer_params + 2 * size.head_params
     ceilings = Ceilings(bandwidth=4.27e12, flops=7.8e14, layer_flops=1.3e15)
     # The floors of fp8 that were computed by hand: 128 prompts of 2,000 tokens, and one stream.
@@ -68,7 +68,7 @@ def test_weights_in_fp8():
 
 def test_keys_and_values_in_fp8():
     config = preset_config("Qwen3-8B")
-    weights, ceilings = Fp8Format(), Ceilings(bandwidth=4.27e12, flops=7.8e14, layer_flops=1.3e15)
+    weights, ceilings = Fp8(), Ceilings(bandwidth=4.27e12, flops=7.8e14, layer_flops=1.3e15)
     size = ModelSize.of(config, torch.bfloat16, weights, torch.float8_e4m3fn)
     plain = ModelSize.of(config, torch.bfloat16, weights)
     assert size == replace(plain, kv_bytes_per_key=plain.kv_bytes_per_key // 2)

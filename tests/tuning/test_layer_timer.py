@@ -5,22 +5,35 @@ import torch
 
 pytest.importorskip("triton")
 
+from products import experts_problem, problem
+
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.attention.attention import AttentionShape
-from nanovllm.layers.experts import expert_candidates, expert_products
-from nanovllm.layers.experts.expert_candidates import ExpertsGemv, ExpertTiles
-from nanovllm.layers.layernorm import Normed
-from nanovllm.layers.matmul import kernel_matmul
-from nanovllm.layers.matmul.kernel_matmul import Gemv, SplitK
-from nanovllm.layers.matmul.matmul import Cublas
+from nanovllm.layers.formats.all_formats import format_of_table
+from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks
+from nanovllm.layers.layernorm import Normed, RMSNorm
+from nanovllm.layers.matmul.candidates import expert_tiles, experts_gemv, gemv, make_candidates, split_k
+from nanovllm.layers.matmul.candidates.cublas import Cublas
+from nanovllm.layers.matmul.candidates.experts_gemv import ExpertsGemv
+from nanovllm.layers.matmul.candidates.gemv import Gemv
+from nanovllm.layers.matmul.candidates.split_k import SplitK
+from nanovllm.layers.matmul.problem import AnyProblem
 from nanovllm.layers.matmul.table import Choice, package_table
 from nanovllm.tuning import layer_timer
 from nanovllm.tuning.layer_timer import LayerTimer
 from nanovllm.tuning.timed_attention import TimedAttention
-from nanovllm.tuning.tuner import CUBLAS, Shape
 
+CUBLAS = Choice("cublas")
 ATTENTION, HIDDEN, INTERMEDIATE = 48, 32, 64
+HALF, CPU = torch.float16, torch.device("cpu")
 GEMV, SPLIT_K = Choice("gemv", (16, 64, 1)), Choice("split-k", (32, 32, 1, 3, 0))
+
+
+def linear(operation: str, N: int, K: int, dtype=HALF, format: str = "float16", has_norm: bool = True) -> AnyProblem:
+    """A product of a layer, whose tensors mean nothing."""
+    x = torch.empty(1, K, dtype=dtype)
+    weight = format_of_table(format).empty((N, K), dtype, torch.device("cpu"))
+    return problem(operation, Normed(x, RMSNorm(K)) if has_norm else x, weight)
 
 
 def timed_attention(num_heads: int, head_dim: int, dtype: torch.dtype) -> TimedAttention:
@@ -43,29 +56,29 @@ class Wrong(SplitK):
 def timer(request, monkeypatch) -> LayerTimer:
     if torch.cuda.is_available():
         pytest.skip("the kernels would be compiled for a GPU")
-    monkeypatch.setattr(kernel_matmul, "use_kernels", lambda x: True)
+    for module in (gemv, split_k):
+        monkeypatch.setattr(module, "use_kernels", lambda x: True)
     monkeypatch.setattr(GpuFacts, "is_hopper", True)
-    monkeypatch.setattr(kernel_matmul, "has_pdl", lambda device: True)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(layer_timer, "_MIN_WEIGHT_BYTES", 1)
     monkeypatch.setattr(LayerTimer, "_captured", lambda self, run: run)
     monkeypatch.setattr(layer_timer, "_time", lambda run, num_layers, enough: run() or float(num_layers))
-    monkeypatch.setattr(layer_timer, "our_candidates", lambda device: [Gemv(), SplitK(device), Wrong(device)])
+    candidates = [Gemv(), SplitK(CPU), Wrong(CPU), ExpertsGemv(), *make_candidates()]
+    monkeypatch.setattr(layer_timer, "make_candidates", lambda *args: candidates)
     add = request.param
     shapes = [("linear", ATTENTION + 32, HIDDEN), (add, HIDDEN, ATTENTION), ("linear_silu", 2 * INTERMEDIATE, HIDDEN)]
     shapes.append((add, HIDDEN, INTERMEDIATE))
-    return LayerTimer([Shape(*shape, "float16") for shape in shapes], timed_attention(3, 16, torch.float16))
+    return LayerTimer([linear(*shape) for shape in shapes], timed_attention(3, 16, HALF))
 
 
 @pytest.fixture
 def experts_timer(monkeypatch, timer) -> LayerTimer:
     """Of a layer with experts."""
-    for module in (expert_candidates, expert_products):
+    for module in (expert_tiles, experts_gemv):
         monkeypatch.setattr(module, "use_kernels", lambda x: True)
-    monkeypatch.setattr(layer_timer, "expert_candidates", lambda *args: [ExpertsGemv(), ExpertTiles()])
-    experts = Shape("experts", 2 * INTERMEDIATE, HIDDEN, "float16", num_experts=6, top_k=2)
-    return LayerTimer([*timer.shapes[:2], Shape("linear", 6, HIDDEN, "float16"), experts], timer.attention)
+    experts = experts_problem(6, 2 * INTERMEDIATE, HIDDEN, 2, HALF, "float16")
+    return LayerTimer([*timer.problems[:2], linear("linear", 6, HIDDEN), experts], timer.attention)
 
 
 EXPERTS_GEMV = Choice("experts-gemv", ((8, 32, 1), (4, 64, 1)))
@@ -76,28 +89,33 @@ EXPERT_TILES = Choice("expert-tiles", ((16, 64, 64, 4, 2), (16, 64, 64, 4, 2)))
 def test_a_layer_with_experts(experts_timer):
     """What does not work: constants that no tile has."""
     timer, three = experts_timer, (CUBLAS, CUBLAS, CUBLAS)
-    for choice in (CUBLAS, EXPERTS_GEMV, EXPERT_TILES):
+    for choice in (Choice("expert-tiles"), EXPERTS_GEMV, EXPERT_TILES):
         assert timer("decode", 3, (*three, choice)) == len(timer._layers) == 2
     assert timer("decode", 3, (*three, Choice("expert-tiles", ((16, 64, 48, 4, 2),) * 2))) is None
 
 
 @pytest.mark.parametrize("timer", ["linear_add"], indirect=True)
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fn-128x128"])
+@pytest.mark.parametrize("dtype", [Fp8.name, Fp8Blocks.name])
 def test_layers_in_fp8(experts_timer, monkeypatch, dtype):
     """An MLP, and experts beside a router that is not in fp8; by torch and its twins, since Triton's interpreter
     multiplies bfloat16 wrongly."""
-    for module in (expert_candidates, expert_products, kernel_matmul):
+    for module in (expert_tiles, experts_gemv, gemv, split_k):
         monkeypatch.setattr(module, "use_kernels", lambda x: False)
-    attention = [Shape("linear", 384, 128, dtype), Shape("linear_add", 128, 128, dtype)]
-    mlp = [Shape("linear_silu", 512, 128, dtype), Shape("linear_add", 128, 256, dtype)]
-    heads = timed_attention(1, 128, torch.bfloat16)
-    assert LayerTimer([*attention, *mlp], heads)("prefill", 3, (CUBLAS,) * 4) == 2
-    experts = [Shape("linear", 6, 128, "bfloat16"), Shape("experts", 256, 128, dtype, num_experts=6, top_k=2)]
-    timer = LayerTimer([*attention, *experts], heads)
-    gate_up, down = timer._layers[0][3]
-    assert gate_up.dtype == down.dtype == dtype
-    assert (gate_up.shape, down.shape) == ((6, 256, 128), (6, 128, 128))
-    assert timer("decode", 3, (CUBLAS,) * 4) == len(timer._layers) == 2
+    half, default, experts_default = torch.bfloat16, Choice("scaled-mm"), Choice("expert-tiles")
+
+    def quantized(operation, N, K):
+        return linear(operation, N, K, half, dtype)
+
+    attention = [quantized("linear", 384, 128), quantized("linear_add", 128, 128)]
+    mlp = [quantized("linear_silu", 512, 128), quantized("linear_add", 128, 256)]
+    heads = timed_attention(1, 128, half)
+    assert LayerTimer([*attention, *mlp], heads)("prefill", 3, (default,) * 4) == 2
+    router = linear("linear", 6, 128, half, "bfloat16")
+    timer = LayerTimer([*attention, router, experts_problem(6, 256, 128, 2, half, dtype)], heads)
+    experts = timer._layers[0][3]
+    assert experts.weight.table_name == experts.down.table_name == dtype
+    assert (experts.weight.shape, experts.down.shape) == ((6, 256, 128), (6, 128, 128))
+    assert timer("decode", 3, (default, default, CUBLAS, experts_default)) == len(timer._layers) == 2
 
 
 @pytest.mark.parametrize(("phase", "num_keys"), [("decode", 32), ("padding", 0), ("prefill", None)])
@@ -115,7 +133,7 @@ def test_a_layer_is_computed_by_the_choices(timer, monkeypatch, phase, num_keys)
         launch = candidate.launch
 
         def record(problem, constants, name=candidate.name, launch=launch):
-            launched.append((problem.operation, name))
+            launched.append((problem.key.operation, name))
             return launch(problem, constants)
 
         monkeypatch.setattr(candidate, "launch", record)
@@ -138,20 +156,19 @@ def test_a_layer_with_norms_after_its_blocks(timer, monkeypatch, has_norm):
         return launch(self, problem)
 
     monkeypatch.setattr(Cublas, "launch", record)
-    qkv, o, gate_up, down = timer.shapes
     gate_up_operation = "linear" if has_norm else "linear_silu"
-    shapes = [
-        qkv._replace(has_norm=has_norm),
-        o._replace(operation="linear", has_norm=False),
-        gate_up._replace(operation=gate_up_operation, has_norm=has_norm),
-        down._replace(operation="linear", has_norm=False),
+    problems = [
+        linear("linear", ATTENTION + 32, HIDDEN, has_norm=has_norm),
+        linear("linear", HIDDEN, ATTENTION, has_norm=False),
+        linear(gate_up_operation, 2 * INTERMEDIATE, HIDDEN, has_norm=has_norm),
+        linear("linear", HIDDEN, INTERMEDIATE, has_norm=False),
     ]
-    timer = LayerTimer(shapes, timer.attention)
+    timer = LayerTimer(problems, timer.attention)
     assert timer("decode", 3, (CUBLAS,) * 4) == len(timer._layers) == 2
     layer = launched[-4:]
-    assert [problem.operation for problem in layer] == ["linear", "linear", gate_up_operation, "linear"]
-    assert [isinstance(problem.x, Normed) for problem in layer] == [has_norm, False, has_norm, False]
-    assert [tuple(problem.x.shape) for problem in layer[1::2]] == [(3, ATTENTION), (3, INTERMEDIATE)]
+    assert [each.key.operation for each in layer] == ["linear", "linear", gate_up_operation, "linear"]
+    assert [isinstance(each.x, Normed) for each in layer] == [has_norm, False, has_norm, False]
+    assert [tuple(each.x.shape) for each in layer[1::2]] == [(3, ATTENTION), (3, INTERMEDIATE)]
 
 
 def test_what_does_not_work_takes_no_time(timer):

@@ -2,18 +2,17 @@
 
 import json
 from itertools import product
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from configs import TUNED
 from gpus import pretend_gpu
+from products import plain
 
 from nanovllm.kernels.attention.decode_plan import SPLIT_UNIT
 from nanovllm.layers.attention.decode_constants import DecodeConstants
 from nanovllm.layers.matmul import table as table_module
-from nanovllm.layers.matmul.step_rows import mixed_step_rows, padded_rows, shape_name
+from nanovllm.layers.matmul.step_rows import mixed_step_rows, padded_rows
 from nanovllm.layers.matmul.table import (
     Choice,
     Key,
@@ -50,15 +49,15 @@ def test_a_shape_takes_the_rows_of_the_nearest():
     assert table.find(KEY._replace(N=64, K=64)) is small
     assert table.find(KEY._replace(N=6000)) is large
     assert table.find(KEY._replace(N=100_000, K=9000)) is large
-    for other in ({"operation": "linear_add"}, {"phase": "prefill"}, {"dtype": "float32"}):
+    for other in ({"operation": "linear_add"}, {"phase": "prefill"}, {"format": "float32"}):
         assert table.find(KEY._replace(**other)) is None
 
 
 def test_both_16_bit_dtypes_share_rows():
     weight = torch.empty(4096, 1024, device="meta", dtype=torch.bfloat16)
-    assert Key.of("linear", False, weight) == KEY
-    assert Key.of("linear", False, weight.half()) == KEY
-    assert Key.of("linear", True, weight.float()) == KEY._replace(phase="prefill", dtype="float32")
+    assert Key.of("linear", False, plain(weight)) == KEY
+    assert Key.of("linear", False, plain(weight.half())) == KEY
+    assert Key.of("linear", True, plain(weight.float())) == KEY._replace(phase="prefill", format="float32")
 
 
 def test_a_file_holds_all_of_a_table(tmp_path):
@@ -95,6 +94,14 @@ def test_a_file_with_a_wrong_row_is_named(tmp_path, tokens):
     path = tmp_path / "table.json"
     path.write_text(json.dumps({"rows": [{**KEY._asdict(), "tokens": tokens}]}))
     with pytest.raises(ValueError, match=r"table\.json is no table of `nanovllm tune`"):
+        read_table(path)
+
+
+def test_a_table_of_an_older_release_is_refused(tmp_path):
+    path = tmp_path / "table.json"
+    row = {"operation": "linear", "phase": "decode", "N": 8, "K": 8, "dtype": "bfloat16", "tokens": {"1": []}}
+    path.write_text(json.dumps({"rows": [row]}))
+    with pytest.raises(ValueError, match="an older release wrote it; remove it, and run the command again"):
         read_table(path)
 
 
@@ -164,29 +171,22 @@ each_table = pytest.mark.parametrize(
 )
 
 
-def weight_of(name: str) -> Any:
-    """One with the shape and the format of this name."""
-    shape, format = name.split()
-    return SimpleNamespace(shape=tuple(map(int, shape.split("x"))), dtype=format)
-
-
 def test_mixed_steps_of_a_shape_have_the_rows_of_the_nearest():
     table = Table(settings={"mixed_step_rows": {"64x64 bfloat16": 8, "1024x64 bfloat16": 16, "4x64x64 bfloat16": 0}})
-    assert mixed_step_rows(table, weight_of("80x64 bfloat16")) == 8
-    assert mixed_step_rows(table, weight_of("900x70 float16")) == 16
-    assert mixed_step_rows(table, weight_of("8x64x64 bfloat16")) == 0
-    assert mixed_step_rows(table, weight_of("64x64 float32")) == 0
-    assert mixed_step_rows(Table(), weight_of("64x64 bfloat16")) == 0
+    assert mixed_step_rows(table, KEY.with_shape("80x64 bfloat16")) == 8
+    assert mixed_step_rows(table, KEY.with_shape("900x70 bfloat16")) == 16
+    assert mixed_step_rows(table, KEY.with_shape("8x64x64 bfloat16")) == 0
+    assert mixed_step_rows(table, KEY.with_shape("64x64 float32")) == 0
+    assert mixed_step_rows(Table(), KEY.with_shape("64x64 bfloat16")) == 0
 
 
 def test_steps_of_a_shape_without_a_setting_are_not_padded():
     table = Table(settings={"padding": {"64x64 bfloat16": {"2": [], "8": [8, "quack-kernels"], "9": []}}})
     padded = [
-        padded_rows(table, weight_of("64x64 bfloat16"), n, lambda name, weight: name == "quack-kernels")
-        for n in range(12)
+        padded_rows(table, KEY.with_shape("64x64 bfloat16"), n, {"quack-kernels"}.__contains__) for n in range(12)
     ]
     assert padded == [0, 1, 2, *[8] * 6, 9, 10, 11]
-    assert padded_rows(table, weight_of("64x65 bfloat16"), 3, lambda *args: True) == 3
+    assert padded_rows(table, KEY.with_shape("64x65 bfloat16"), 3, lambda *args: True) == 3
 
 
 def decode_constants(table):
@@ -204,18 +204,11 @@ def test_tables_of_the_package(path):
     from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
     from nanovllm.kernels.matmul.gemv import GemvConfig
     from nanovllm.kernels.matmul.split_k import SplitKConfig
-    from nanovllm.layers.experts.expert_candidates import (
-        ExpertsGemv,
-        ExpertTiles,
-        QuackExperts,
-    )
-    from nanovllm.layers.matmul.kernel_matmul import FusedSilu, Gemv, SplitK
-    from nanovllm.layers.matmul.matmul import OPERATIONS, Cublas
-    from nanovllm.layers.matmul.quack import Quack, Tile
+    from nanovllm.layers.matmul.candidates.quack import Tile
+    from nanovllm.layers.matmul.problem import OPERATIONS
 
-    constant_types = {Gemv.name: GemvConfig, SplitK.name: SplitKConfig, Quack.name: Tile}
-    constant_types |= dict.fromkeys((Cublas.name, FusedSilu.name), tuple)
-    pairs_of_types = {ExpertsGemv.name: ExpertsGemvConfig, ExpertTiles.name: TileConfig, QuackExperts.name: Tile}
+    constant_types = {"gemv": GemvConfig, "split-k": SplitKConfig, "quack-kernels": Tile, "fused-silu": tuple}
+    pairs_of_types = {"experts-gemv": ExpertsGemvConfig, "expert-tiles": TileConfig, "quack-experts": Tile}
     gpu = json.loads(path.read_text())["gpu"]
     assert path == package_path(gpu)
     table = package_table(gpu)
@@ -233,15 +226,16 @@ def test_tables_of_the_package(path):
                 else:
                     constant_types[name](*constants)
     for shape, buckets in table.settings["padding"].items():
-        weight = weight_of(shape)
-        assert shape_name(weight) == shape
-        padded = [padded_rows(table, weight, n, lambda *args: True) for n in range(600)]
-        assert padded == [padded_rows(table, weight, n, lambda *args: True) for n in padded], "padding is padded again"
+        key = KEY.with_shape(shape)
+        assert key.shape_name == shape
+        padded = [padded_rows(table, key, n, lambda *args: True) for n in range(600)]
+        assert padded == [padded_rows(table, key, n, lambda *args: True) for n in padded], "padding is padded again"
         assert padded == sorted(padded)
-        assert [n for n in range(600) if padded_rows(table, weight, n, lambda *args: False) != n] == []
-        assert all(padding == [] or padding[1] in constant_types for padding in buckets.values())
+        named = {bound: padding for bound, padding in buckets.items() if len(padding) > 1}
+        assert all(padded_rows(table, key, int(bound), lambda *args: False) == int(bound) for bound in named)
+        assert all(set(padding[1:]) <= constant_types.keys() for padding in buckets.values())
     for shape, num_rows in table.settings["mixed_step_rows"].items():
-        assert mixed_step_rows(table, weight_of(shape)) == num_rows != 1
+        assert mixed_step_rows(table, KEY.with_shape(shape)) == num_rows != 1
     for constants in decode_constants(table):
         for num_kv_heads in (1, 2, 3, 4, 8, 16):
             num_pieces = [constants.num_pieces(n, num_kv_heads) for n in range(1, 3000)]

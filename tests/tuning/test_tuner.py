@@ -5,23 +5,35 @@ from collections.abc import Callable
 import pytest
 
 from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE
+from nanovllm.layers.matmul.candidates import ALL
 from nanovllm.layers.matmul.table import Choice, Key, Row, Table, package_table
-from nanovllm.tuning.tune_model import layer_shapes, meta_layer
-from nanovllm.tuning.tuner import CUBLAS, DECODE_TOKENS, PREFILL_TOKENS, Shape, Tuner, challengers
+from nanovllm.tuning.tune_model import keys_and_top_k, layer_problems, meta_layer
+from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Tuner
 
-SHAPES = [
-    Shape("linear", 4096, 1024, "bfloat16"),
-    Shape("linear_add", 1024, 2048, "bfloat16"),
-    Shape("linear_silu", 6144, 1024, "bfloat16"),
-    Shape("linear_add", 1024, 3072, "bfloat16"),
+KEYS = [
+    Key("linear", "decode", 4096, 1024, "bfloat16"),
+    Key("linear_add", "decode", 1024, 2048, "bfloat16"),
+    Key("linear_silu", "decode", 6144, 1024, "bfloat16"),
+    Key("linear_add", "decode", 1024, 3072, "bfloat16"),
 ]
-QKV, GATE_UP = SHAPES[0], SHAPES[2]
-ALL = {"cublas", "gemv", "split-k", "fused-silu", "quack-kernels"}
+QKV, GATE_UP = KEYS[0], KEYS[2]
+NAMES = {each.name for each in ALL}
+CUBLAS = Choice("cublas")
 H200 = 132
 
 
-def tuner(table: Table | None = None, available: set[str] = ALL) -> Tuner:
-    return Tuner(SHAPES, table or Table(), available, H200)
+def tuner(table: Table | None = None, available: set[str] = NAMES) -> Tuner:
+    return Tuner(KEYS, table or Table(), [each for each in ALL if each.name in available], H200)
+
+
+def in_phase(key: Key, phase: str) -> Key:
+    return key._replace(phase=phase)
+
+
+def challengers(key: Key, phase: str, num_tokens: int, top_k: int = 1) -> list[Choice]:
+    """Of all candidates, the default first."""
+    found = Tuner([key], Table(), ALL, H200, top_k=top_k).trials(phase, num_tokens)
+    return found[0]
 
 
 def by_candidate(**costs: float) -> Callable:
@@ -67,7 +79,7 @@ def test_a_challenger_must_win_twice():
 
 def test_what_the_table_has_is_what_is_to_be_beaten():
     choice = Choice("gemv", (4, 512, 1))
-    table = Table({shape.key("decode"): Row({16: [Choice("other"), choice], 17: []}) for shape in SHAPES})
+    table = Table({in_phase(shape, "decode"): Row({16: [Choice("other"), choice], 17: []}) for shape in KEYS})
     assert tuner(table).present("decode", 4) == (choice,) * 4
     assert tuner(table).present("decode", 17) == (CUBLAS,) * 4
     assert tuner(table, {"cublas"}).present("decode", 4) == (CUBLAS,) * 4
@@ -97,7 +109,7 @@ def test_a_candidate_that_is_the_fastest_for_all_products_together_is_found():
 def test_what_does_not_work_is_never_chosen():
     result = tuner().measure("decode", 64, by_candidate(split_k=None, quack_kernels=18))
     assert [names(choices) for choices in result.choices] == [["quack-kernels"]] * 4
-    table = Table({shape.key("decode"): Row({1: [Choice("split-k", (1,))]}) for shape in SHAPES})
+    table = Table({in_phase(shape, "decode"): Row({1: [Choice("split-k", (1,))]}) for shape in KEYS})
     result = tuner(table).measure("decode", 64, by_candidate(split_k=None, quack_kernels=None))
     assert [names(choices) for choices in result.choices] == [[]] * 4
 
@@ -106,11 +118,11 @@ def test_rows_are_merged_and_end_with_cublas():
     lines = []
     time_layer = by_candidate(gemv=20, quack_kernels=30, split_k=30)
     table = tuner().tune(time_layer, {"decode": (1, 2, 4, 32, 64), "prefill": (2048, 8192)}, lines.append)
-    row = table.rows[QKV.key("decode")]
+    row = table.rows[in_phase(QKV, "decode")]
     assert [names(row[n]) for n in (1, 2, 4, 16, 32, 64, 65, 999)] == [["gemv"]] * 3 + [[]] * 5
     assert len(row.bounds) <= 4
     assert all(row[n] == () for n in (16, 64, 999))
-    prefill = table.rows[GATE_UP.key("prefill")]
+    prefill = table.rows[in_phase(GATE_UP, "prefill")]
     assert (prefill[1], prefill[100_000]) == ((), ())
     assert len(lines) == 7
     assert "decode" in lines[0]
@@ -119,12 +131,12 @@ def test_rows_are_merged_and_end_with_cublas():
 
 def test_a_prefill_takes_what_was_measured_and_a_short_one_cublas():
     table = tuner().tune(by_candidate(fused_silu=20), {"prefill": PREFILL_TOKENS}, lambda line: None)
-    row = table.rows[GATE_UP.key("prefill")]
+    row = table.rows[in_phase(GATE_UP, "prefill")]
     assert [names(row[n]) for n in (1, 2047, 2048, 16384, 99999)] == [[], [], *[["fused-silu"]] * 3]
 
 
 def paddings(table: Table, *counts: int) -> list[list]:
-    buckets = table.settings["padding"][GATE_UP.name]
+    buckets = table.settings["padding"][GATE_UP.shape_name]
     row = Row({bound: [padding] for bound, padding in buckets.items()})
     return [row[n][0] for n in counts]
 
@@ -145,7 +157,7 @@ def test_batches_are_padded_to_what_takes_less_time():
     to_256 = [256, "quack-kernels"]
     assert paddings(table, 16, 200, 256, 257, 512, 600) == [to_256, to_256, to_256, [], [], []]
     table = tuner(available={"cublas"}).tune(time_layer, {"decode": tuple(times)}, lambda line: None)
-    to_128 = [128, "cublas"]
+    to_128 = [128]
     assert paddings(table, 16, 17, 64, 96, 128, 129) == [[], [], [], to_128, to_128, []]
 
 
@@ -165,7 +177,7 @@ def test_rows_of_padding_have_no_keys_to_read():
         return products[num_tokens] + (0 if phase == "padding" else 0.25 * num_tokens)
 
     table = tuner(available={"cublas"}).tune(time_layer, {"decode": tuple(products)}, lambda line: None)
-    assert paddings(table, 100, 150, 200) == [[], [256, "cublas"], [256, "cublas"]]
+    assert paddings(table, 100, 150, 200) == [[], [256], [256]]
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -207,17 +219,19 @@ def test_choices_are_cut_to_what_fits_the_gpu():
     def fitted(i, choice):
         return choice if choice.candidate != "gemv" or i == 0 else None
 
-    found = Tuner(SHAPES, Table(), ALL, H200, fitted).trials("decode", 1)
+    found = Tuner(KEYS, Table(), ALL, H200, fitted).trials("decode", 1)
     assert ["gemv" in names(trials) for trials in found] == [True, False, False, False]
-    table = Table({shape.key("decode"): Row({1: [Choice("gemv", (1,)), Choice("split-k", (2,))]}) for shape in SHAPES})
-    present = Tuner(SHAPES, table, ALL, H200, fitted).present("decode", 1)
+    table = Table(
+        {in_phase(shape, "decode"): Row({1: [Choice("gemv", (1,)), Choice("split-k", (2,))]}) for shape in KEYS}
+    )
+    present = Tuner(KEYS, table, ALL, H200, fitted).present("decode", 1)
     assert names(present) == ["gemv", "split-k", "split-k", "split-k"]
 
 
 def test_steps_without_a_graph_are_not_padded():
     table = tuner().tune(by_candidate(quack_kernels=18), {"decode": (512, 1024)}, lambda line: None)
     assert paddings(table, 400, 600) == [[512, "quack-kernels"], []]
-    assert names(list(table.rows[QKV.key("decode")][600])) == ["quack-kernels"]
+    assert names(list(table.rows[in_phase(QKV, "decode")][600])) == ["quack-kernels"]
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -225,18 +239,17 @@ def test_challengers_are_few_and_launchable(phase):
     pytest.importorskip("triton")
     from nanovllm.kernels.matmul.gemv import MAX_TOKENS, GemvConfig
     from nanovllm.kernels.matmul.split_k import SplitKConfig
-    from nanovllm.layers.formats.quantization import FORMATS
-    from nanovllm.layers.matmul.quack import Tile
+    from nanovllm.layers.matmul.candidates.quack import Tile
 
     for key in package_table("NVIDIA H200").rows:
         if key.operation == "experts":
             continue
-        shape = Shape(key.operation, key.N, key.K, key.dtype)
         for num_tokens in DECODE_TOKENS if phase == "decode" else PREFILL_TOKENS:
-            found = challengers(shape, phase, num_tokens, H200)
-            assert found[0] == CUBLAS
+            found = challengers(key, phase, num_tokens)
+            in_fp8 = key.format.startswith("float8")
+            assert found[0] == Choice("scaled-mm" if in_fp8 else "cublas")
             assert len(found) < 60
-            if phase == "decode" and key.dtype in FORMATS:
+            if phase == "decode" and in_fp8:
                 assert 3 <= [name for name, _ in found].count("split-k") <= 14
             for name, constants in found[1:]:
                 if name == "gemv":
@@ -244,7 +257,7 @@ def test_challengers_are_few_and_launchable(phase):
                     assert GemvConfig(*constants).k_tile >= 16
                 elif name == "split-k":
                     config = SplitKConfig(*constants)
-                    itemsize = 1 if key.dtype in FORMATS else 2
+                    itemsize = 1 if in_fp8 else 2
                     stage = itemsize * config.tile_k * (config.tile_rows + config.tile_tokens)
                     assert config.num_stages * stage <= 227 * 1024
                     assert itemsize == 2 or config.tile_rows >= 64
@@ -266,8 +279,9 @@ def test_challengers_are_few_and_launchable(phase):
 def test_challengers_for_experts_are_few_and_launchable(sizes):
     for phase, counts in (("decode", DECODE_TOKENS), ("prefill", PREFILL_TOKENS)):
         for num_tokens in counts:
-            found = challengers(Shape("experts", *sizes), phase, num_tokens, H200)
-            assert found[0] == CUBLAS
+            *key, top_k = sizes
+            found = challengers(Key("experts", "decode", *key), phase, num_tokens, top_k)
+            assert found[0] == Choice("expert-tiles")
             assert 1 < len(found) < 30
             for name, constants in found[1:]:
                 assert name != "experts-gemv" or num_tokens <= 16
@@ -283,22 +297,24 @@ def test_challengers_for_experts_are_few_and_launchable(sizes):
 @pytest.mark.parametrize("operation", ["linear", "linear_silu", "linear_add"])
 def test_fp8_tiles_are_few_because_each_is_compiled(operation, dtype, most):
     """None where our own kernels multiply, or for blocks, whose scales a tile cannot apply at its end."""
-    shape = Shape(operation, 6144, 4096, dtype)
+    key = Key(operation, "decode", 6144, 4096, dtype)
     for phase, counts in (("decode", DECODE_TOKENS), ("prefill", PREFILL_TOKENS)):
         for num_tokens in counts:
-            found = names(challengers(shape, phase, num_tokens, H200)).count("quack-kernels")
+            found = names(challengers(key, phase, num_tokens)).count("quack-kernels")
             num = most[0] if phase == "decode" and num_tokens <= MAX_GRAPH_BATCH_SIZE else most[1]
             assert found == (num if num_tokens >= 48 else 0)
 
 
 def test_a_layer_with_experts_is_tuned():
-    experts = Shape("experts", 1536, 2048, "bfloat16", 128, 8)
-    shapes = [Shape("linear", 5120, 2048, "bfloat16"), Shape("linear_add", 2048, 4096, "bfloat16")]
-    shapes += [Shape("linear", 128, 2048, "bfloat16"), experts]
-    tuner = Tuner(shapes, Table(), {"cublas", "expert-tiles", "experts-gemv"}, H200)
+    shapes = [("linear", 5120, 2048), ("linear_add", 2048, 4096), ("linear", 128, 2048)]
+    keys = [Key(operation, "decode", N, K, "bfloat16") for operation, N, K in shapes]
+    keys.append(Key("experts", "decode", 1536, 2048, "bfloat16", 128))
+    candidates = [each for each in ALL if each.name in ("cublas", "expert-tiles", "experts-gemv")]
+    tuner = Tuner(keys, Table(), candidates, H200, top_k=8)
 
     def time_layer(phase, num_tokens, picks):
-        return 100.0 - 20 * (picks[3].candidate == ("experts-gemv" if num_tokens <= 4 else "expert-tiles"))
+        is_best = picks[3].candidate == ("experts-gemv" if num_tokens <= 4 else "expert-tiles") and picks[3].constants
+        return 100.0 - 20 * bool(is_best)
 
     table = tuner.tune(time_layer, {"decode": (1, 4, 64), "prefill": (2048,)}, print)
     for phase in ("decode", "prefill"):  # Short prefills are computed as decode steps of as many tokens.
@@ -318,8 +334,8 @@ def test_a_layer_with_experts_is_tuned():
     ],
 )
 def test_rows_of_every_kind_of_layer(model, gate_up):
-    shapes = layer_shapes(meta_layer(model))
-    tuner = Tuner(shapes, Table(), ALL | {"expert-tiles", "experts-gemv"}, H200)
+    keys, top_k = keys_and_top_k(layer_problems(meta_layer(model)))
+    tuner = Tuner(keys, Table(), ALL, H200, top_k=top_k)
     table = tuner.tune(lambda phase, num_tokens, picks: 100.0, {"decode": (1, 64), "prefill": (2048,)}, print)
-    assert set(table.rows) == {shape.key(phase) for shape in shapes for phase in ("decode", "prefill")}
+    assert set(table.rows) == {in_phase(shape, phase) for shape in keys for phase in ("decode", "prefill")}
     assert table.settings["padding"].keys() == {f"{gate_up} bfloat16"}

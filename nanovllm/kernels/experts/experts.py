@@ -9,7 +9,7 @@ experts of a layer, none of which needs the host to know where the tokens went:
 4. `down`: down projection, times the router's weights, back in the order of the pairs.
 5. `add_pairs`: the sum of each token's pairs.
 
-Other grouped products may stand in place of 3 and 4 (`layers.expert_candidates`). Their results stay in the order of
+Other grouped products may stand in place of 3 and 4 (`layers.matmul.candidates`). Their results stay in the order of
 the experts, and `add_pairs` weights them.
 
 The grids of 3 and 4 are as large as the most tiles that this number of pairs may need. A program finds its tile from
@@ -32,6 +32,7 @@ All five are dependent launches (see `dependent_launch`). Arguments of both prod
     dtype: of the result; None: x's.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.linear_checks import BLOCK
 from nanovllm.kernels.shared_memory import fitting_stages
+from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
 from nanovllm.kernels.triton_stub import TensorDescriptor, tl, triton
 
 _E4M3 = torch.float8_e4m3fn
@@ -149,6 +151,20 @@ def route(logits: Tensor, top_k: int, normalize: bool, context_lens: Tensor | No
         num_warps=4,
     )  # fmt: skip
     return experts, weights
+
+
+def route_torch(
+    logits: Tensor, top_k: int, normalize: bool, context_lens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The twin of `route`."""
+    probabilities = logits.float().softmax(-1)
+    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = probabilities.gather(1, experts)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if context_lens is not None:
+        experts = experts.masked_fill((context_lens == 0)[:, None], logits.shape[1])
+    return experts.short(), weights
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -489,3 +505,23 @@ def add_pairs(
             num_warps=4,
         )  # fmt: skip
     return out
+
+
+def experts_torch(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    gate_up: Callable[[Tensor, int], Tensor],
+    down: Callable[[Tensor, int], Tensor],
+) -> Tensor:
+    """The twin of `gate_up`, `down` and `add_pairs`: the weighted sum of each token's experts, float32 `[num_tokens,
+    hidden_size]`. experts, weights: from `route_torch`. gate_up, down: the product of rows by an expert's weight."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in experts.unique().tolist():
+        if expert == num_experts:  # of padding
+            continue
+        token, slot = (experts == expert).nonzero(as_tuple=True)
+        y = down(silu_and_mul_torch(gate_up(x[token], expert)), expert).float()
+        total.index_add_(0, token, y * weights[token, slot, None])
+    return total

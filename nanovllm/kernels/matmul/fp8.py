@@ -1,4 +1,4 @@
-"""Quantizes the inputs of fp8 products to e4m3, with one scale a token or one for each 128 columns of a token.
+"""Quantizes to e4m3: the inputs of fp8 products, with one scale a token or one for each 128 columns of a token.
 
 A program quantizes one token: alone, after the norm before it, or after the activation before it. What stands before is
 rounded to the input's dtype in between, so that the numbers are those of two kernels.
@@ -7,12 +7,18 @@ rounded to the input's dtype in between, so that the numbers are those of two ke
 import torch
 from torch import Tensor
 
+from nanovllm.kernels import use_kernels
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.matmul.linear_checks import BLOCK
+from nanovllm.kernels.rms_norm import rms_norm_torch
+from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
 from nanovllm.kernels.triton_stub import tl, triton
 
-GROUP = 128
-_E4M3 = torch.float8_e4m3fn
+E4M3 = torch.float8_e4m3fn
+GROUP = BLOCK
+_E4M3_MAX = 448.0
+_SMALLEST_SCALE = 1e-37  # The inverse of a smaller one overflows, or it is flushed to zero.
 
 
 @triton.jit
@@ -65,31 +71,87 @@ def quantize(x: Tensor, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]
     """x as `values * scale`.
 
     Args:
-        x: `[num_tokens, K]`, any float dtype and row stride, contiguous in its last dimension.
+        x: `[num_tokens, K]`, any float dtype. The kernel takes any row stride, contiguous in its last dimension.
         in_groups: whether each 128 columns of a token have a scale, instead of the whole token. K is a multiple of 128.
-        unit: the results have a multiple of so many rows. Those beyond num_tokens hold anything.
+        unit: the kernel's results have a multiple of so many rows. Those beyond num_tokens hold anything.
 
     Returns:
         values: e4m3 `[num_rows, K]`, rounded to nearest, ties to even.
-        scale: float32 `[num_rows, 1]`, or `[num_rows, K / 128]` with the tokens side by side in memory: the largest
-            magnitude divided by 448.
+        scale: float32 `[num_rows, 1]`, or `[num_rows, K / 128]`, of the kernel with the tokens side by side in memory:
+            the largest magnitude divided by 448.
 
     Raises:
         ValueError: another layout or K.
     """
-    return _launch(x, None, 0.0, x.shape[1], in_groups, unit, silu=False)
+    return (quantize_triton if use_kernels(x) else quantize_torch)(x, in_groups, unit)
 
 
 def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]:
     """`quantize(rms_norm(x, weight, eps))`, the norm rounded to x's dtype (Zhang & Sennrich 2019). weight: `[K]`."""
-    if weight.shape != x.shape[1:] or not weight.is_contiguous():
-        raise ValueError(f"weight must be a contiguous [{x.shape[1]}], not {list(weight.shape)}")
-    return _launch(x, weight, eps, x.shape[1], in_groups, unit, silu=False)
+    if use_kernels(x):
+        return rms_norm_quantize_triton(x, weight, eps, in_groups, unit)
+    return quantize_torch(rms_norm_torch(x, weight, eps), in_groups)
 
 
 def silu_and_mul_quantize(x: Tensor, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]:
     """`quantize(silu(gate) * up)` of x `[num_tokens, 2 * K]`, gate and up side by side (Shazeer 2020), the product
     rounded to x's dtype."""
+    if use_kernels(x):
+        return silu_and_mul_quantize_triton(x, in_groups, unit)
+    return quantize_torch(silu_and_mul_torch(x), in_groups)
+
+
+def quantize_torch(x: Tensor, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]:
+    if not in_groups:
+        return quantize_rows_torch(x)
+    num_tokens, K = x.shape
+    values, scale = quantize_rows_torch(x.reshape(-1, GROUP))
+    return values.view(num_tokens, K), scale.view(num_tokens, K // GROUP)
+
+
+def quantize_rows_torch(x: Tensor) -> tuple[Tensor, Tensor]:
+    """One scale for each row of `[rows, columns]`; zeros where a row is zero, or so small that the inverse of its scale
+    would overflow."""
+    # A factor instead of a division, which GPUs round in several ways.
+    scale = x.abs().amax(-1, keepdim=True).float() * (1 / _E4M3_MAX)
+    inverse = torch.where(scale >= _SMALLEST_SCALE, 1 / scale, 0.0)
+    return (x.float() * inverse).to(E4M3), scale
+
+
+def quantize_blocks_torch(x: Tensor) -> tuple[Tensor, Tensor]:
+    """One scale for each 128 x 128 block of `[rows, columns]`, both multiples of 128: `[rows / 128, columns / 128]`."""
+    N, K = x.shape
+    blocks = x.view(N // GROUP, GROUP, K // GROUP, GROUP).transpose(1, 2).reshape(-1, GROUP * GROUP)
+    values, scale = quantize_rows_torch(blocks)
+    values = values.view(N // GROUP, K // GROUP, GROUP, GROUP).transpose(1, 2).reshape(N, K)
+    return values, scale.view(N // GROUP, K // GROUP)
+
+
+def dequantize_torch(values: Tensor, scale: Tensor) -> Tensor:
+    """`values * scale` in float32, `[..., rows, columns]`. scale: `[..., rows, 1]`, or one for each 128 columns of a
+    row, or of 128 rows."""
+    values = values.float()
+    num_rows, num_columns = values.shape[-2:]
+    if scale.shape[-2:] == (num_rows, 1):
+        return values * scale
+    if scale.shape[-2] != num_rows:
+        scale = scale.repeat_interleave(GROUP, -2)
+    return values * scale.repeat_interleave(GROUP, -1)[..., :num_rows, :num_columns]
+
+
+def quantize_triton(x: Tensor, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]:
+    return _launch(x, None, 0.0, x.shape[1], in_groups, unit, silu=False)
+
+
+def rms_norm_quantize_triton(
+    x: Tensor, weight: Tensor, eps: float, in_groups: bool, unit: int = 1
+) -> tuple[Tensor, Tensor]:
+    if weight.shape != x.shape[1:] or not weight.is_contiguous():
+        raise ValueError(f"weight must be a contiguous [{x.shape[1]}], not {list(weight.shape)}")
+    return _launch(x, weight, eps, x.shape[1], in_groups, unit, silu=False)
+
+
+def silu_and_mul_quantize_triton(x: Tensor, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]:
     if x.shape[1] % 2:
         raise ValueError(f"x must be [num_tokens, 2 * K], not {list(x.shape)}")
     return _launch(x, None, 0.0, x.shape[1] // 2, in_groups, unit, silu=True)
@@ -105,7 +167,7 @@ def _launch(
             f"strides {x.stride()}"
         )
     num_rows = triton.cdiv(num_tokens, unit) * unit
-    y = torch.empty(num_rows, size, dtype=_E4M3, device=x.device)
+    y = torch.empty(num_rows, size, dtype=E4M3, device=x.device)
     shape = (size // GROUP, num_rows) if in_groups else (num_rows, 1)
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     scale = scale.t() if in_groups else scale

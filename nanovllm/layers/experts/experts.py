@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.layers.experts.expert_products import ExpertsProblem
-from nanovllm.layers.formats.parameters import as_weight, load_rows, make_weight, store
-from nanovllm.layers.formats.quantization import Weight, weight_format
+from nanovllm.layers.formats.all_formats import get_weight_format, weight_format
+from nanovllm.layers.formats.format import Weight
+from nanovllm.layers.formats.parameters import load_rows
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
-from nanovllm.layers.matmul.matmul import Matmul
+from nanovllm.layers.matmul.matmul import Matmul, Products, compute
+from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.parallel.rank_sums import NormedParts, add_over_ranks
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.utils.context import get_context
@@ -23,19 +24,24 @@ class ExpertsLinear(nn.Module):
     """The same layer of all experts: `weight`, `[num_experts, N, K]`, and its scales if it is in fp8. Shard ids are
     (expert, shard id of a layer without experts)."""
 
+    weight: nn.Parameter
+    weight_loader: Any
+
     def __init__(self, num_experts: int, shape: tuple[int, int], shards: dict, tp: TensorParallel):
         """shape: this rank's part of an expert's weight. shards: of one expert, as in `linear`."""
         super().__init__()
         self.tp = tp
+        self.format = get_weight_format()
         all_shards = {(expert, key): full for expert in range(num_experts) for key, full in shards.items()}
-        self.weight, self.weight_scale = make_weight((num_experts, *shape), all_shards, self.weight_loader)
-        for parameter in self.parameters():
-            parameter.num_experts = num_experts
+        parameters = self.format.parameters((num_experts, *shape), all_shards, self.weight_loader)
+        for name, parameter in parameters.items():
+            parameter.num_experts = num_experts  # type: ignore[attr-defined]
+            self.register_parameter(name, parameter)
 
     @property
     def matrix(self) -> Weight:
         """The weights, as products take them."""
-        return as_weight(self.weight)
+        return self.format.weight(self)
 
 
 class ColumnParallelExperts(ExpertsLinear):
@@ -46,7 +52,7 @@ class ColumnParallelExperts(ExpertsLinear):
         shards = dict.fromkeys(range(2), (intermediate_size, hidden_size))
         super().__init__(num_experts, (2 * self.num_rows, hidden_size), shards, tp)
 
-    def weight_loader(self, param: Any, loaded, shard_id: tuple[int, int]) -> None:
+    def weight_loader(self, param: Any, loaded: Any, shard_id: tuple[int, int]) -> None:
         expert, part = shard_id
         load_rows(param, part * self.num_rows, loaded, self.tp.rank * self.num_rows, self.num_rows, expert)
 
@@ -59,10 +65,10 @@ class RowParallelExperts(ExpertsLinear):
         shape = hidden_size, tp.shard(intermediate_size, "moe_intermediate_size")
         super().__init__(num_experts, shape, shards, tp)
 
-    def weight_loader(self, param: Any, loaded, shard_id: tuple[int, None]) -> None:
+    def weight_loader(self, param: Any, loaded: Any, shard_id: tuple[int, None]) -> None:
         num_columns = param.shape[2]
         start = self.tp.rank * num_columns % param.shards[shard_id][1]  # 0 for the scales of whole rows
-        store(param, loaded[:, start : start + num_columns], expert=shard_id[0])
+        param.format.store(param, loaded[:, start : start + num_columns], expert=shard_id[0])
 
 
 class Experts(nn.Module):
@@ -89,14 +95,15 @@ class MixtureOfExperts(nn.Module):
         top_k: int,
         normalize: bool,
         tp: TensorParallel,
+        matmul: Matmul,
     ):
         """intermediate_size: of one expert. normalize: whether a token's weights are divided by their sum."""
         super().__init__()
         self.tp, self.top_k, self.normalize = tp, top_k, normalize
-        self.matmul = Matmul()  # before the model's `use_matmul`
         with weight_format(None):
-            self.gate = ReplicatedLinear(hidden_size, num_experts, False, tp)
+            self.gate = ReplicatedLinear(hidden_size, num_experts, False, tp, matmul)
         self.experts = Experts(num_experts, hidden_size, intermediate_size, tp)
+        self.products = Products(matmul, lambda: self.experts.gate_up_proj.matrix)
 
     def add(
         self,
@@ -110,14 +117,15 @@ class MixtureOfExperts(nn.Module):
         x = hidden.parts if isinstance(hidden, NormedParts) else hidden
         return add_over_ranks(self, residual, x, norm, output_norm)
 
-    def part_of_sum(self, operation: str, x: torch.Tensor | Normed, out: torch.Tensor | None = None) -> torch.Tensor:
+    def part_of_sum(self, operation: str, x: torch.Tensor | Normed, out: torch.Tensor | None = None) -> Any:
         """As RowParallelLinear's."""
         logits = self.gate(x)
         if out is None:
             out = logits.new_empty(len(x), self.gate.weight.shape[1])
-        context = get_context()
+        lens = get_context().context_lens
         # Rows that pad a decode step get no expert, so that none is read for them.
-        context_lens = None if context.context_lens is None else context.context_lens[: len(x)]
-        gate_up, down = self.experts.gate_up_proj.matrix, self.experts.down_proj.matrix
-        options = self.top_k, self.normalize, out, operation == "linear_add", context_lens
-        return self.matmul.run(ExpertsProblem(x, logits, gate_up, down, *options))
+        lens = None if lens is None else lens[: len(x)]
+        product, down = self.products["experts"], self.experts.down_proj.matrix
+        key, choices = product.choices(len(x))
+        options = self.top_k, self.normalize, out, operation == "linear_add", lens
+        return compute(ExpertsProblem(key, x, logits, product.weight, down, *options), choices)

@@ -1,48 +1,28 @@
 """How many rows a step has: two settings of the table, by the shape and format of a layer's gate and up projection.
 
-- "mixed_step_rows": {shape: rows of a mixed step}; 0 where mixed steps gain nothing.
-- "padding": {shape: {most sequences: [rows, candidate]}}. A decode step of up to so many sequences is padded to these
-  rows, if this candidate computes its products; [] pads nothing.
+- "mixed_step_rows": {`Key.shape_name`: rows of a mixed step}; 0 where mixed steps gain nothing.
+- "padding": {`Key.shape_name`: {most sequences: [rows, candidate]}}. A decode step of up to so many sequences is padded
+  to these rows. A candidate is named where it alone gains by it; then it has to compute the products. [] pads nothing.
 """
 
-import math
 from collections.abc import Callable
-from typing import Any
 
-from nanovllm.layers.matmul.table import Row, Table, speed_name
-
-
-def shape_name(weight: Any) -> str:
-    """weight: a tensor `[N, K]` or `[num_experts, N, K]`, or a weight in fp8: "12288x2048 bfloat16"."""
-    return f"{'x'.join(map(str, weight.shape))} {speed_name(weight.dtype)}"
+from nanovllm.layers.matmul.table import Key, Row, Table, nearest
 
 
-def mixed_step_rows(table: Table, weight: Any) -> int:
+def mixed_step_rows(table: Table, key: Key) -> int:
     """That of this shape, otherwise of the nearest one in the same format; 0 if there is none."""
-    rows, name = table.settings.get("mixed_step_rows", {}), shape_name(weight)
-    sizes, format = _parsed(name)
-    others = {other: _parsed(other) for other in rows}
-    distances = {
-        other: sum(abs(math.log2(size / other_size)) for size, other_size in zip(sizes, other_sizes, strict=True))
-        for other, (other_sizes, other_format) in others.items()
-        if other_format == format
-    }
-    return rows.get(name, rows.get(min(distances, key=distances.__getitem__, default=name), 0))
+    settings = table.settings.get("mixed_step_rows", {})
+    found = nearest(key, [key.with_shape(name) for name in settings])
+    return 0 if found is None else settings[found.shape_name]
 
 
-def padded_rows(table: Table, weight: Any, num_seqs: int, serves: Callable[[str, Any], bool]) -> int:
+def padded_rows(table: Table, key: Key, num_seqs: int, serves: Callable[[str], bool]) -> int:
     """The rows of a decode step of num_seqs, padding included. A shape without a setting pads nothing. serves: of a
-    candidate's name and this weight, whether it can compute the products."""
-    buckets = table.settings.get("padding", {}).get(shape_name(weight))
+    candidate's name, whether it computes the products."""
+    buckets = table.settings.get("padding", {}).get(key.shape_name)
     if not buckets:
         return num_seqs
-    found = Row({int(bound): [padding] for bound, padding in buckets.items()})[num_seqs][0]
-    return max(found[0], num_seqs) if found and serves(found[1], weight) else num_seqs
-
-
-def _parsed(name: str) -> tuple[tuple[int, int, int], str]:
-    """(num_experts, N, K), the first 1 without experts; and the format."""
-    shape, format = name.split(" ")
-    sizes = [int(size) for size in shape.split("x")]
-    num_experts, N, K = [1, *sizes][-3:]
-    return (num_experts, N, K), format
+    row = Row({int(bound): [padding] for bound, padding in buckets.items()})
+    ((num_rows, *candidates),) = row[num_seqs] if row[num_seqs][0] else ((num_seqs,),)
+    return max(num_rows, num_seqs) if all(map(serves, candidates)) else num_seqs

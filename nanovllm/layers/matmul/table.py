@@ -1,17 +1,17 @@
 """The table of measured choices: which candidate computes a product, with which constants.
 
-A table is a JSON file for one GPU. A row belongs to an operation, a phase and a weight `[N, K]` of a dtype. It maps
-numbers of tokens to candidates in order of preference, each with its constants. A key of `tokens` is the largest number
-that it is for; the last key is for all larger numbers too. Other numbers are settings, each of which the code that
-reads it explains. What a GPU's file lacks is taken from the H200's.
+A table is a JSON file for one GPU. A row belongs to a `Key`. It maps numbers of tokens to candidates in order of
+preference, each with its constants. A key of `tokens` is the largest number that it is for; the last key is for all
+larger numbers too. Other numbers are settings, each of which the code that reads it explains. What a GPU's file lacks
+is taken from the H200's.
 """
 
 import json
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
-from functools import cache, partial
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -35,21 +35,32 @@ def speed_name(dtype: torch.dtype | str) -> str:
 
 
 class Key(NamedTuple):
-    """What a row is for: an operation of `layers.matmul`, "decode" or "prefill", and a weight."""
+    """What a product is, apart from its tensors and their number of tokens: what a row of the table is for."""
 
-    operation: str
-    phase: str
+    operation: str  # one of `problem.OPERATIONS`
+    phase: str  # "decode" or "prefill"
     N: int
-    K: int
-    dtype: str
-    num_experts: int = 1  # which have such a weight each
+    K: int  # of a weight [N, K]
+    format: str  # the weight's `table_name`
+    experts: int = 1  # which have such a weight each
 
     @classmethod
     def of(cls, operation: str, is_prefill: bool, weight: Any) -> "Key":
-        """weight: a tensor `[N, K]` or `[num_experts, N, K]`, or a weight in fp8, whose format stands for a dtype."""
+        """weight: a `Weight` `[N, K]` or `[num_experts, N, K]`."""
         *experts, N, K = weight.shape
-        phase = "prefill" if is_prefill else "decode"
-        return cls(operation, phase, N, K, speed_name(weight.dtype), *experts)
+        return cls(operation, "prefill" if is_prefill else "decode", N, K, weight.table_name, *experts)
+
+    @property
+    def shape_name(self) -> str:
+        """Of its weight, in settings: "12288x2048 bfloat16", with experts "128x1536x2048 bfloat16"."""
+        experts = f"{self.experts}x" if self.experts > 1 else ""
+        return f"{experts}{self.N}x{self.K} {self.format}"
+
+    def with_shape(self, name: str) -> "Key":
+        """This key with the shape and the format of a `shape_name`."""
+        sizes, format = name.split(" ")
+        *experts, N, K = map(int, sizes.split("x"))
+        return self._replace(N=N, K=K, format=format, experts=experts[0] if experts else 1)
 
 
 class Choice(NamedTuple):
@@ -87,8 +98,8 @@ class Table:
 
     def find(self, key: Key) -> Row[Choice] | None:
         """The row of this key, otherwise of the nearest shape; None if this operation has none in this phase."""
-        others = (other for other in self.rows if other[:2] == key[:2] and other.dtype == key.dtype)
-        return self.rows.get(key) or self.rows.get(min(others, key=partial(_distance, key), default=key))
+        found = nearest(key, self.rows)
+        return None if found is None else self.rows[found]
 
     def setting(self, name: str, key: str) -> Any:
         """Raises KeyError if the table does not have it."""
@@ -103,9 +114,18 @@ class Table:
         return Table(self.rows | other.rows, settings, self.versions | other.versions)
 
 
-def _distance(key: Key, other: Key) -> float:
-    sizes = zip((key.N, key.K, key.num_experts), (other.N, other.K, other.num_experts), strict=True)
-    return sum(abs(math.log2(size / other_size)) for size, other_size in sizes)
+def nearest(key: Key, others: Collection[Key]) -> Key | None:
+    """The key itself if it is among the others, else the one with the nearest shape of those that differ by nothing
+    else; None if there is none."""
+    if key in others:
+        return key
+
+    def distance(other: Key) -> float:
+        sizes = zip((key.N, key.K, key.experts), (other.N, other.K, other.experts), strict=True)
+        return sum(abs(math.log2(size / other_size)) for size, other_size in sizes)
+
+    alike = (each for each in others if each[:2] == key[:2] and each.format == key.format)
+    return min(alike, key=distance, default=None)
 
 
 def load_table(device: torch.device) -> Table:
@@ -142,6 +162,8 @@ def read_table(path: Path) -> Table:
         content = json.loads(path.read_text())
         rows = {}
         for row in content["rows"]:
+            if "dtype" in row:
+                raise ValueError("an older release wrote it; remove it, and run the command again")
             key = Key(**{field: row[field] for field in Key._fields if field in row})
             rows[key] = Row({int(bound): map(choice_of, choices) for bound, choices in row["tokens"].items()})
             if not rows[key].bounds:

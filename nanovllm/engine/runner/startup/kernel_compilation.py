@@ -106,15 +106,16 @@ def _compute(runner: StepRunner, step: Step) -> None:
 
 def trace_products(model, most_decode_tokens: int, most_prefill_tokens: int) -> None:
     """Launch what the table names for the layers' products, at every number of tokens that a step may have."""
-    layers, row = model.model.layers, model.matmul.row
-    products = [product for i in one_of_each_kind(layers) for product in layer_products(layers[i])]
+    layers, matmul = model.model.layers, model.matmul
+    products = [make for i in one_of_each_kind(layers) for make in layer_products(layers[i])]
     for is_prefill, most_tokens in ((False, most_decode_tokens), (True, most_prefill_tokens)):
         with step_context(Context(is_prefill=is_prefill)):
-            for product in products:
+            for make in products:
                 # One in every bucket of the product's row.
-                bounds = row(product.operation, product.weight).bounds
+                first = make(1)
+                bounds = matmul.row(first.key, first.weight).bounds
                 for num_tokens in [*(bound for bound in bounds if bound < most_tokens), most_tokens]:
-                    model.matmul.run(product.problem(num_tokens))
+                    matmul.run(make(num_tokens))
 
 
 def _trace_truncation(logits: torch.Tensor) -> None:

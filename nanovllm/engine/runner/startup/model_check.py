@@ -49,7 +49,7 @@ def _check_memory(config: Config, model: Any, rank: int, free: int) -> None:
     needed = sizes.weights + sizes.tables
     if config.device == "cpu":
         if config.hf_config.tie_word_embeddings:
-            needed += model.lm_head.weight.nbytes  # a packed copy, see `layers.packed_weights`
+            needed += model.lm_head.weight.nbytes  # a packed copy, see `formats.packed`
         memory, needed = host_memory(), needed * config.tensor_parallel_size
         free, where, remedy = memory.available, f"available in {memory.limit}", "a smaller model"
     else:

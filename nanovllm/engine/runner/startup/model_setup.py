@@ -1,18 +1,17 @@
 """What a ModelRunner's start chooses: the back end, the products' kernels, and how many rows steps have."""
 
+from functools import partial
 from typing import cast
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.layers.attention.backends import select_backend
-from nanovllm.layers.experts.expert_candidates import expert_candidates
-from nanovllm.layers.formats.quantization import Weight
-from nanovllm.layers.matmul.kernel_matmul import our_candidates
+from nanovllm.layers.formats.format import Weight
+from nanovllm.layers.matmul.candidates import Quack, make_candidates
 from nanovllm.layers.matmul.matmul import Matmul
-from nanovllm.layers.matmul.quack import Quack
 from nanovllm.layers.matmul.step_rows import mixed_step_rows, padded_rows
-from nanovllm.layers.matmul.table import Table
+from nanovllm.layers.matmul.table import Key, Table
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.layer_facts import gate_up_weight
@@ -27,9 +26,8 @@ def check_backend(config: Config) -> None:
 
 def make_matmul(config: Config, table: Table, device: torch.device, quack: Quack | None) -> Matmul:
     """What computes the layers' products. quack: None without quack-kernels."""
-    candidates = [*our_candidates(device), *expert_candidates(device, quack), *([] if quack is None else [quack])]
     what_to_tune = f"{config.model} --quantization {config.quantization}" if config.quantization else config.model
-    return Matmul(table, candidates, what_to_tune)
+    return Matmul(table, make_candidates(device, quack), what_to_tune)
 
 
 def choose_mixed_step_rows(config: Config, has_graphs: bool, gate_up: Weight, table: Table) -> int:
@@ -38,11 +36,14 @@ def choose_mixed_step_rows(config: Config, has_graphs: bool, gate_up: Weight, ta
     num_rows = config.mixed_step_rows
     if num_rows is None:
         is_measured = has_graphs and config.tensor_parallel_size == 1
-        num_rows = min(mixed_step_rows(table, gate_up) if is_measured else 0, cast(int, config.max_num_batched_tokens))
+        measured = mixed_step_rows(table, Key.of("linear", False, gate_up)) if is_measured else 0
+        num_rows = min(measured, cast(int, config.max_num_batched_tokens))
     return num_rows if min(num_rows, config.max_num_seqs) > 1 else 0
 
 
-def padded_batches(model: DecoderForCausalLM, table: Table, max_num_seqs: int) -> list[int]:
+def padded_batches(model: DecoderForCausalLM, max_num_seqs: int) -> list[int]:
     """The rows of a decode step, padding included, for each number of sequences, 0 to max_num_seqs."""
-    gate_up = gate_up_weight(model)
-    return [padded_rows(table, gate_up, n, model.matmul.serves) for n in range(max_num_seqs + 1)]
+    matmul, gate_up = model.matmul, gate_up_weight(model)
+    key = Key.of("linear", False, gate_up)
+    serves = partial(matmul.serves, key=key, weight=gate_up)
+    return [padded_rows(matmul.table, key, n, serves) for n in range(max_num_seqs + 1)]

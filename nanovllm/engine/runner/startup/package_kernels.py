@@ -20,7 +20,7 @@ from nanovllm.config import Config
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.attention.attention import AttentionShape
 from nanovllm.layers.attention.flash_attn4 import FlashAttn4, load_kernel
-from nanovllm.layers.matmul.quack import Quack, load_product
+from nanovllm.layers.matmul.candidates.quack import Quack, load_product
 from nanovllm.layers.matmul.table import package_path, user_path
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.utils.light_imports import import_without_torch_compile
@@ -28,7 +28,7 @@ from nanovllm.utils.optional_packages import installed_versions, keep_kernels, k
 from nanovllm.utils.python_process import python_command
 
 _PACKAGES = ("quack-kernels", "flash-attn-4")
-_MODULES = ["nanovllm.layers.matmul.quack_early", "flash_attn.cute"]
+_MODULES = ["nanovllm.layers.matmul.candidates.quack_early", "flash_attn.cute"]
 _COMPILER = "nvidia-cutlass-dsl"
 # The options that decide which kernels an engine launches.
 _OPTIONS = (

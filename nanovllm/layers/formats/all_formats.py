@@ -1,0 +1,38 @@
+"""Every weight format, by the names that users, checkpoints and tables have for it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from nanovllm.layers.formats.format import WeightFormat
+from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks
+from nanovllm.layers.formats.packed import Packed
+from nanovllm.layers.formats.unquantized import Unquantized
+
+# Those that a checkpoint may declare in its config.json.
+DECLARED: tuple[type[WeightFormat], ...] = (Fp8, Fp8Blocks)
+# What LLM(quantization=...) may be: weights are quantized while they are loaded.
+QUANTIZATIONS: dict[str, WeightFormat] = {"fp8": Fp8()}
+
+
+def format_of_table(name: str) -> WeightFormat:
+    """The format with this name in tables; unquantized ones are called by their dtype there."""
+    return {cls.name: cls for cls in (*DECLARED, Packed)}.get(name, Unquantized)()
+
+
+_weight_format: ContextVar[WeightFormat | None] = ContextVar("nanovllm_weight_format", default=None)
+
+
+@contextmanager
+def weight_format(value: WeightFormat | None) -> Iterator[None]:
+    """A block in which linear layers are made with this format, as torch's default dtype is for tensors. None:
+    unquantized."""
+    token = _weight_format.set(value)
+    try:
+        yield
+    finally:
+        _weight_format.reset(token)
+
+
+def get_weight_format() -> WeightFormat:
+    return _weight_format.get() or Unquantized()

@@ -1,0 +1,137 @@
+"""A weight's format: how it is declared, allocated, loaded, quantized and multiplied. One file a format."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.layers.activation import Gated
+from nanovllm.layers.layernorm import Normed
+
+Input = Tensor | Normed | Gated  # [num_tokens, K]; a norm or an activation is computed within the product, or before it
+
+
+def value_of(x: Input) -> Tensor:
+    return x if isinstance(x, Tensor) else x.value()
+
+
+class Quantized(NamedTuple):
+    """A product's input, as it is multiplied: `values * scale`."""
+
+    values: Tensor  # [num_tokens, K]
+    scale: Tensor | None  # float32, a number for each token or group of a token's columns; None: there is none
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Weight:
+    """A weight `[N, K]`, or `[num_experts, N, K]`, in a format, as products take it.
+
+    Attributes:
+        values: in the format's own dtype.
+        scale: what values are multiplied by; None in a format without scales.
+        input_dtype: of the products' input and result, if that is not the dtype of values.
+    """
+
+    format: "WeightFormat"
+    values: Tensor
+    scale: Tensor | None = None
+    input_dtype: torch.dtype | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the products' input and result."""
+        return self.input_dtype or self.values.dtype
+
+    @property
+    def table_name(self) -> str:
+        """Of its format and dtype."""
+        return self.format.table_name(self.dtype)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def linear_of(self, x: Tensor, expert: int) -> Tensor:
+        """`x W^T` of one expert's weight, by the format's plain product."""
+        scale = None if self.scale is None else self.scale[expert]
+        return self.format.linear(x, Weight(self.format, self.values[expert], scale, self.input_dtype))
+
+    def new_empty(self, *size: int) -> Tensor:
+        """A tensor for inputs or results."""
+        return self.values.new_empty(size, dtype=self.dtype)
+
+
+class WeightFormat(ABC):
+    """How linear layers store their weights. Formats are compared by what they are, so they are frozen dataclasses."""
+
+    name: ClassVar[str]  # what candidates call it
+    kind: ClassVar[str] = ""  # in messages: "weights in fp8"
+    unit: ClassVar[int] = 1  # of a weight's rows and columns on each rank
+    ignored_key: ClassVar[str] = ""  # where config.json lists the modules that are not in this format
+
+    @classmethod
+    def declared(cls, method: str, settings: Mapping[str, Any]) -> "WeightFormat | None":
+        """The format that a config.json's quantization_config declares; None if that is another one. method: its
+        quant_method."""
+        return None
+
+    def table_name(self, dtype: torch.dtype) -> str:
+        """In tables. dtype: of the products' input."""
+        return self.name
+
+    def check_gpu(self, capability: tuple[int, int]) -> str | None:
+        """None if GPUs of this compute capability multiply such weights, else what they need."""
+        return None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the checkpoint is in this format. Otherwise weights are quantized while they are loaded."""
+        return True
+
+    @abstractmethod
+    def parameters(self, shape: tuple[int, ...], shards: dict, weight_loader: Any) -> dict[str, nn.Parameter]:
+        """The parameters of a layer's weight `[..., N, K]`, by their names in the layer: "weight", and what belongs to
+        it. Arguments are those of `make_parameter`."""
+
+    def weight(self, layer: Any) -> Weight:
+        """A layer's weight, which has been made by `parameters`."""
+        return Weight(self, layer.weight)
+
+    def store(self, parameter: Any, values: Tensor, row: int = 0, expert: int | None = None) -> None:
+        """Write rows to a parameter, or to one expert's part of it, from `row` on."""
+        target = parameter.data if expert is None else parameter.data[expert]
+        target[row : row + len(values)].copy_(values)
+
+    def draw(self, parameter: Any, generator: torch.Generator) -> None:
+        """Fill a weight, and what belongs to it, with numbers N(0, 0.02^2)."""
+        parameter.data.normal_(std=0.02, generator=generator)
+
+    def packed(self, weight: Any) -> "tuple[WeightFormat, Any]":
+        """A loaded parameter, or a tensor, as this machine multiplies it fastest, and its format then."""
+        return self, weight
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Weight:
+        """An uninitialised weight `[..., N, K]` for inputs of a dtype."""
+
+    @abstractmethod
+    def quantize(self, weight: Tensor, dtype: torch.dtype) -> Weight:
+        """A weight `[N, K]` or `[num_experts, N, K]` of any float dtype in this format, for inputs of a dtype."""
+
+    def quantize_input(self, x: Input, unit: int = 1) -> Quantized:
+        """A product's input as it is multiplied. unit: the result may have further rows, up to a multiple of it."""
+        return Quantized(value_of(x), None)
+
+    @abstractmethod
+    def linear(self, x: Input, weight: Weight) -> Tensor:
+        """`x W^T`: a new `[num_tokens, N]` of the weight's dtype. The plain twin of all candidates."""

@@ -1,0 +1,167 @@
+"""fp8 weights: e4m3 numbers (Micikevicius et al. 2022, arXiv:2209.05433) times scales in float32.
+
+A scale is the largest magnitude of its group divided by 448, the largest e4m3 number, so nothing saturates. Numbers are
+rounded to nearest, ties to even. A product's input is quantized likewise, as the tensor cores' fp8 products need it;
+the GEMV kernels alone read it as it is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.kernels.matmul.fp8 import (
+    E4M3,
+    dequantize_torch,
+    quantize,
+    quantize_blocks_torch,
+    quantize_rows_torch,
+    rms_norm_quantize,
+    silu_and_mul_quantize,
+)
+from nanovllm.kernels.matmul.linear_checks import BLOCK
+from nanovllm.layers.activation import Gated
+from nanovllm.layers.formats.format import Input, Quantized, Weight, WeightFormat, value_of
+from nanovllm.layers.formats.parameters import FLOATS, make_parameter
+from nanovllm.layers.layernorm import Normed
+
+_CAPABILITY = (8, 9)  # of a GPU that multiplies e4m3 numbers
+
+
+@dataclass(frozen=True)
+class Fp8(WeightFormat):
+    """A scale for each output channel, and for each token of the input.
+
+    Attributes:
+        scale_name: what the checkpoint calls the scales; None if weights are quantized while they are loaded.
+    """
+
+    name = "float8_e4m3fn"
+    kind = "fp8"
+    unit = 16  # what torch._scaled_mm takes
+    ignored_key = "ignore"
+    is_blocked: ClassVar[bool] = False
+    rows_of_scale: ClassVar[int] = 1
+
+    scale_name: str | None = None
+
+    @classmethod
+    def declared(cls, method: str, settings: Mapping[str, Any]) -> "WeightFormat | None":
+        """compressed-tensors' FP8_DYNAMIC."""
+        groups = settings.get("config_groups")
+        if method != "compressed-tensors" or not isinstance(groups, Mapping) or len(groups) != 1:
+            return None
+        (group,) = groups.values()
+        weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+        strategies = weights.get("strategy"), inputs.get("strategy")
+        is_dynamic = inputs.get("dynamic") is True and not weights.get("dynamic")
+        is_all = group.get("targets") == ["Linear"] and not group.get("output_activations")
+        is_right = is_all and is_e4m3(weights) and is_e4m3(inputs) and is_dynamic
+        return cls(scale_name="weight_scale") if is_right and strategies == ("channel", "token") else None
+
+    def check_gpu(self, capability: tuple[int, int]) -> str | None:
+        return None if capability >= _CAPABILITY else "{}.{} or more".format(*_CAPABILITY)
+
+    @property
+    def is_stored(self) -> bool:
+        return self.scale_name is not None
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the scales of a weight `[..., N, K]`."""
+        return (*shape[:-1], 1)
+
+    def parameters(self, shape: tuple[int, ...], shards: dict, weight_loader: Any) -> dict[str, nn.Parameter]:
+        options: dict[str, Any] = {"rows_of_weight": self.rows_of_scale, "is_scale": True}
+        if self.scale_name is not None:
+            options["checkpoint_name"] = self.scale_name
+        scale_shards = {key: self.scale_shape(full) for key, full in shards.items()} if self.is_stored else {}
+        scale = make_parameter(self.scale_shape(shape), scale_shards, weight_loader, self, torch.float32, **options)
+        stored = ("F8_E4M3",) if self.is_stored else FLOATS
+        options = {"stored_dtypes": stored, "takes_factor": not self.is_stored, "scale": scale}
+        options["input_dtype"] = torch.get_default_dtype()
+        return {"weight": make_parameter(shape, shards, weight_loader, self, E4M3, **options), "weight_scale": scale}
+
+    def weight(self, layer: Any) -> Weight:
+        return Weight(self, layer.weight, layer.weight_scale, layer.weight.input_dtype)
+
+    def store(self, parameter: Any, values: Tensor, row: int = 0, expert: int | None = None) -> None:
+        if parameter.dtype == E4M3 and values.dtype != E4M3:
+            values, scale = self._quantized(values.to(parameter.device))
+            super().store(parameter.scale, scale, row // self.rows_of_scale, expert)
+        super().store(parameter, values, row, expert)
+
+    def draw(self, parameter: Any, generator: torch.Generator) -> None:
+        # One expert at a time: all of them in float32 take much memory.
+        is_one = parameter.dim() == 2
+        for expert in [None] if is_one else range(len(parameter)):
+            drawn = torch.empty(parameter.shape[-2:], device=parameter.device).normal_(std=0.02, generator=generator)
+            self.store(parameter, drawn, expert=expert)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Weight:
+        scale = torch.empty(self.scale_shape(shape), dtype=torch.float32, device=device)
+        return Weight(self, torch.empty(shape, dtype=E4M3, device=device), scale, dtype)
+
+    def quantize(self, weight: Tensor, dtype: torch.dtype) -> Weight:
+        if weight.dim() == 2:
+            return Weight(self, *self._quantized(weight), dtype)
+        values, scales = zip(*map(self._quantized, weight), strict=True)
+        return Weight(self, torch.stack(values), torch.stack(scales), dtype)
+
+    def _quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_rows_torch(weight)
+
+    def quantize_input(self, x: Input, unit: int = 1) -> Quantized:
+        """On a GPU one kernel computes x's norm or activation too. There the scales of blocks are `[num_tokens, K /
+        128]` with the tokens side by side, as cuBLAS needs them. Rows beyond the tokens hold anything."""
+        if isinstance(x, Normed) and not x.is_computed:
+            return Quantized(*rms_norm_quantize(x.residual, x.weight, x.eps, self.is_blocked, unit))
+        if isinstance(x, Gated):
+            return Quantized(*silu_and_mul_quantize(x.gate_up, self.is_blocked, unit))
+        return Quantized(*quantize(value_of(x), self.is_blocked, unit))
+
+    def linear(self, x: Input, weight: Weight) -> Tensor:
+        values, scale = self.quantize_input(x)
+        product = dequantize_torch(values, scale) @ self.dequantized(weight).t()
+        return product.to(weight.dtype)
+
+    @staticmethod
+    def dequantized(weight: Weight) -> Tensor:
+        """float32, of the weight's shape."""
+        return dequantize_torch(weight.values, weight.scale)
+
+
+@dataclass(frozen=True)
+class Fp8Blocks(Fp8):
+    """A scale for each 128 x 128 block, and for each token and 128 columns of the input."""
+
+    name = "float8_e4m3fn-128x128"
+    kind = "blocks of 128 x 128"
+    unit = BLOCK
+    ignored_key = "modules_to_not_convert"
+    is_blocked = True
+    rows_of_scale = BLOCK
+
+    @classmethod
+    def declared(cls, method: str, settings: Mapping[str, Any]) -> "WeightFormat | None":
+        is_right = method == "fp8" and settings.get("fmt", "e4m3") == "e4m3"
+        is_dynamic = settings.get("activation_scheme", "dynamic") == "dynamic"
+        are_blocks = list(settings.get("weight_block_size") or ()) == [BLOCK, BLOCK]
+        return cls(scale_name="weight_scale_inv") if is_right and is_dynamic and are_blocks else None
+
+    def check_gpu(self, capability: tuple[int, int]) -> str | None:
+        return None if capability[0] == 9 else "9.x (Hopper) for weights in blocks"
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        *experts, N, K = shape
+        return (*experts, -(-N // BLOCK), -(-K // BLOCK))
+
+    def _quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_blocks_torch(weight)
+
+
+def is_e4m3(scheme: Any) -> bool:
+    """Whether compressed-tensors' scheme of weights, inputs or a KV cache is e4m3."""
+    is_symmetric = isinstance(scheme, Mapping) and scheme.get("symmetric", True) is True
+    return is_symmetric and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)

@@ -1,0 +1,60 @@
+"""Weights of a CPU's products in the order in which oneDNN, which is a part of torch, reads them.
+
+torch computes `x W^T` of plain tensors in float32 by MKL, which does not use AVX-512 on every CPU, and in bfloat16 by
+oneDNN, which then reorders the weight in each product. Packed once, a weight is read by oneDNN's own kernels at once.
+A row of the result then has the same bits in a batch of any size, which MKL's has not in batches of up to three rows.
+
+A packed weight is still a tensor `[N, K]`, but opaque (torch's layout for oneDNN, `is_mkldnn`).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.layers.formats.format import Input, Weight, WeightFormat, value_of
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN has a kernel of its own for this weight on this CPU."""
+    if not torch.backends.mkldnn.is_available() or weight.device.type != "cpu" or weight.dim() != 2:
+        return False
+    if not weight.numel():  # a rank without a part of the vocabulary
+        return False
+    ops = torch.ops.mkldnn
+    is_supported = {
+        torch.float32: lambda: True,
+        torch.bfloat16: ops._is_mkldnn_bf16_supported,
+        torch.float16: ops._is_mkldnn_fp16_supported,
+    }
+    return weight.dtype in is_supported and is_supported[weight.dtype]()
+
+
+@dataclass(frozen=True)
+class Packed(WeightFormat):
+    """What unquantized weights become once they are loaded (`Unquantized.packed`)."""
+
+    name = "packed"
+
+    def parameters(self, shape: tuple[int, ...], shards: dict, weight_loader: Any) -> dict[str, nn.Parameter]:
+        raise NotImplementedError("weights are packed once they are loaded")
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Weight:
+        return self.quantize(torch.empty(shape, dtype=dtype, device=device), dtype)
+
+    @staticmethod
+    def pack(weight: Tensor) -> Any:
+        """A packed copy of a weight `[N, K]`; of a parameter one with the same attributes."""
+        values = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        if not isinstance(weight, nn.Parameter):
+            return values
+        parameter = nn.Parameter(values, requires_grad=False)
+        vars(parameter).update(vars(weight))
+        return parameter
+
+    def quantize(self, weight: Tensor, dtype: torch.dtype) -> Weight:
+        return Weight(self, self.pack(weight.to(dtype)))
+
+    def linear(self, x: Input, weight: Weight) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(value_of(x), weight.values, None, "none", [], "")

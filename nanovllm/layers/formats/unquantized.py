@@ -1,0 +1,36 @@
+"""Weights that are tensors of the model's dtype."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.layers.formats.format import Input, Weight, WeightFormat, value_of
+from nanovllm.layers.formats.packed import Packed, can_pack
+from nanovllm.layers.formats.parameters import make_parameter
+from nanovllm.layers.matmul.table import speed_name
+
+
+@dataclass(frozen=True)
+class Unquantized(WeightFormat):
+    name = "unquantized"
+
+    def table_name(self, dtype: torch.dtype) -> str:
+        return speed_name(dtype)
+
+    def parameters(self, shape: tuple[int, ...], shards: dict, weight_loader: Any) -> dict[str, nn.Parameter]:
+        return {"weight": make_parameter(shape, shards, weight_loader, self)}
+
+    def packed(self, weight: Any) -> tuple[WeightFormat, Any]:
+        return (Packed(), Packed.pack(weight)) if can_pack(weight) else (self, weight)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Weight:
+        return Weight(self, torch.empty(shape, dtype=dtype, device=device))
+
+    def quantize(self, weight: Tensor, dtype: torch.dtype) -> Weight:
+        return Weight(self, weight.to(dtype))
+
+    def linear(self, x: Input, weight: Weight) -> Tensor:
+        return F.linear(value_of(x), weight.values)

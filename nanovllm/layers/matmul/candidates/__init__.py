@@ -1,0 +1,29 @@
+"""The candidates that compute products, a file each."""
+
+import torch
+
+from nanovllm.kernels import HAS_TRITON
+from nanovllm.layers.matmul.candidate import Candidate
+from nanovllm.layers.matmul.candidates.cublas import Cublas
+from nanovllm.layers.matmul.candidates.expert_tiles import ExpertTiles
+from nanovllm.layers.matmul.candidates.experts_gemv import ExpertsGemv
+from nanovllm.layers.matmul.candidates.fused_silu import FusedSilu
+from nanovllm.layers.matmul.candidates.gemv import Gemv
+from nanovllm.layers.matmul.candidates.onednn import Onednn
+from nanovllm.layers.matmul.candidates.quack import Quack
+from nanovllm.layers.matmul.candidates.quack_experts import QuackExperts
+from nanovllm.layers.matmul.candidates.scaled_mm import ScaledMm
+from nanovllm.layers.matmul.candidates.split_k import SplitK
+
+# What the tuner tries.
+ALL: tuple[type[Candidate], ...] = (
+    *(Cublas, ScaledMm, Gemv, SplitK, FusedSilu, Quack, ExpertTiles, ExpertsGemv, QuackExperts),
+)
+
+
+def make_candidates(device: torch.device | None = None, quack: Quack | None = None) -> list[Candidate]:
+    """Those that run on a device; without one the defaults. quack: None without quack-kernels."""
+    candidates: list[Candidate] = [Cublas(), ScaledMm(), Onednn(), ExpertTiles()]
+    if HAS_TRITON and device is not None and device.type == "cuda":
+        candidates += [Gemv(), SplitK(device), FusedSilu(), ExpertsGemv()]
+    return candidates if quack is None else [*candidates, quack, QuackExperts(quack)]

@@ -1,0 +1,89 @@
+"""Our kernels for the experts of any number of tokens, and on a CPU their twins."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from nanovllm.kernels import use_kernels
+from nanovllm.kernels.experts.experts import (
+    TileConfig,
+    add_pairs,
+    down,
+    experts_torch,
+    gate_up,
+    route,
+    route_torch,
+    sort_by_expert,
+)
+from nanovllm.layers.formats.all_formats import format_of_table
+from nanovllm.layers.formats.format import Input, Weight, value_of
+from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks
+from nanovllm.layers.formats.unquantized import Unquantized
+from nanovllm.layers.matmul.candidate import Candidate
+from nanovllm.layers.matmul.problem import ExpertsProblem
+from nanovllm.layers.matmul.table import Key
+
+
+class ExpertTiles(Candidate):
+    """With weights in fp8 the inputs of both products are quantized first, because tensor cores multiply such numbers
+    twice as fast. constants: two `TileConfig`s, for gate_up and down; none for some that work."""
+
+    name = "expert-tiles"
+    operations = ("experts",)
+    formats = (Unquantized.name, Fp8.name, Fp8Blocks.name)
+    is_default = True
+
+    def fitted(self, weight: Weight, constants: tuple) -> tuple | None:
+        itemsize = weight.values.itemsize  # of the inputs too, as they are multiplied
+        pairs = zip((2, 1), constants, strict=True) if constants else ()
+        configs = tuple(TileConfig(*each).fitted(n, itemsize, weight.device) for n, each in pairs)
+        return None if None in configs else configs
+
+    def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
+        _, x, logits, weight, down_weight, top_k, normalize, out, add, context_lens = problem
+        if not use_kernels(logits):
+            routed = route_torch(logits, top_k, normalize, context_lens)
+            total = experts_torch(value_of(x), *routed, len(weight), weight.linear_of, down_weight.linear_of)
+            return out.copy_(out.float() + total if add else total)
+        gate_up_config, down_config = (TileConfig(*each) for each in constants) if constants else (None, None)
+        experts, weights = route(logits, top_k, normalize, context_lens)
+        order, starts = sort_by_expert(experts, len(weight))
+        values, options = _operands(x, weight)
+        hidden = gate_up(values, order, starts, weight.values, gate_up_config, **options)
+        values, options = _operands(hidden, down_weight)
+        y = down(values, order, starts, weights, down_weight.values, down_config, **options)
+        return add_pairs(y, out, add, context_lens)
+
+    @classmethod
+    def challengers(cls, key: Key, num_tokens: int, top_k: int, num_multiprocessors: int) -> Iterator[tuple]:
+        """The default ones. Then tiles of about as many tokens as an expert has, and of up to four times as many, with
+        stages that fill a multiprocessor's shared memory with one program or with two."""
+        if not cls.is_for(key):
+            return
+        yield ()
+        mean = num_tokens * top_k / key.experts
+        configs = _TILES_IN_FP8 if isinstance(format_of_table(key.format), Fp8) else _TILES
+        for tokens in (16, 32, 64, 128):
+            if min(mean, 128) <= tokens <= max(32, 4 * mean):
+                gate_ups, downs = configs[tokens == 128]
+                for each in gate_ups:
+                    for other in downs:
+                        yield TileConfig(tokens, *each), TileConfig(tokens, *other)
+
+
+# Columns, input columns of a step, warps and stages of gate_up and of down: with up to 64 tokens, and with 128.
+_TILES = (
+    (((64, 64, 4, 4), (64, 128, 4, 3)), ((128, 64, 4, 4), (64, 128, 4, 4))),
+    (((128, 64, 8, 4), (64, 64, 4, 3)), ((128, 64, 4, 3), (256, 64, 8, 4))),
+)
+_TILES_IN_FP8 = (
+    (((64, 128, 4, 4), (64, 128, 4, 3)), ((128, 128, 4, 4), (64, 128, 4, 4))),
+    (((128, 128, 8, 3), (64, 128, 4, 4)), ((128, 128, 4, 4), (128, 128, 8, 4), (256, 128, 8, 3))),
+)
+
+
+def _operands(x: Input, weight: Weight) -> tuple[Tensor, dict[str, Any]]:
+    """A product's input as it is multiplied, and further arguments of the kernels."""
+    values, scale = weight.format.quantize_input(x)
+    return values, {"x_scale": scale, "weight_scale": weight.scale, "dtype": weight.dtype}

@@ -1,0 +1,54 @@
+"""Our kernel for 1 to 4 tokens, which contains the norm."""
+
+from collections.abc import Iterator
+from itertools import product
+
+from torch import Tensor
+
+from nanovllm.kernels import use_kernels
+from nanovllm.kernels.matmul import gemv as kernels
+from nanovllm.kernels.matmul.gemv import GemvConfig
+from nanovllm.layers.formats.format import Weight, value_of
+from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks
+from nanovllm.layers.formats.unquantized import Unquantized
+from nanovllm.layers.matmul.candidate import Candidate
+from nanovllm.layers.matmul.problem import Problem, is_waiting_norm
+from nanovllm.layers.matmul.table import Key
+
+
+class Gemv(Candidate):
+    """constants: a `GemvConfig`'s. A linear_sum it computes only as the reducer launches it
+    (`rank_sums.posted_constants`)."""
+
+    name = "gemv"
+    operations = ("linear", "linear_silu", "linear_add", "linear_sum")
+    formats = (Unquantized.name, Fp8.name, Fp8Blocks.name)
+    posts_sums = True
+
+    def supports(self, key: Key, weight: Weight) -> bool:
+        return self.is_for(key) and use_kernels(weight.values)
+
+    def launch(self, problem: Problem, constants: tuple) -> Tensor | None:
+        key, x, weight, bias, out = problem
+        if len(x) > kernels.MAX_TOKENS or key.operation == "linear_sum":
+            return None
+        options = {"silu": key.operation == "linear_silu", "add": key.operation == "linear_add", "pdl": True}
+        if key.operation == "linear_add":
+            x = value_of(x)
+        elif is_waiting_norm(x) and key.K <= kernels.MAX_NORM_SIZE and out is None:
+            options |= {"norm_weight": x.weight, "eps": x.eps}
+            x = x.residual
+        else:
+            return None
+        y, config = problem.result(), GemvConfig(*constants)
+        kernels.gemv(x, weight.values, y, bias, config, weight_scale=weight.scale, **options)
+        return y
+
+    @classmethod
+    def challengers(cls, key: Key, num_tokens: int, top_k: int, num_multiprocessors: int) -> Iterator[tuple]:
+        if not cls.is_for(key) or key.phase != "decode" or num_tokens > kernels.MAX_TOKENS:
+            return
+        row = 1 << (key.K - 1).bit_length()
+        for rows, k_tile, num_warps in product((2, 4, 8, 16), (512, 1024, 2048, 4096), (1, 2, 4, 8)):
+            if k_tile <= row and 64 <= rows * k_tile // (32 * num_warps) <= 256:  # weights that a thread holds
+                yield GemvConfig(rows, k_tile, num_warps)

@@ -1,0 +1,60 @@
+"""A product to compute: its key, and its tensors.
+
+Operations, of x `[num_tokens, K]` and a weight W `[N, K]`:
+
+- linear: `x W^T + bias`.
+- linear_silu: `silu(x Wg^T) * (x Wu^T)` (SwiGLU, Shazeer 2020). W holds the N / 2 rows of Wg, then those of Wu.
+- linear_add: `residual += x W^T + bias`. quack-kernels, and torch in fp8, round the product before the sum; without a
+  bias, the others round once.
+- linear_sum: linear, as one rank's part of a sum over tensor-parallel ranks.
+- experts: a mixture of experts, of weights `[num_experts, N, K]`: `ExpertsProblem`.
+"""
+
+from typing import NamedTuple, TypeGuard
+
+from torch import Tensor
+
+from nanovllm.layers.formats.format import Input, Weight
+from nanovllm.layers.layernorm import Normed
+from nanovllm.layers.matmul.table import Key
+
+OPERATIONS = ("linear", "linear_silu", "linear_add", "linear_sum", "experts")
+
+
+class Problem(NamedTuple):
+    """One product of a layer."""
+
+    key: Key
+    x: Input
+    weight: Weight  # [N, K]
+    bias: Tensor | None = None  # [N]
+    out: Tensor | None = None  # [num_tokens, N]: linear_add's residual, or where the result goes; None: a new tensor
+
+    def result(self) -> Tensor:
+        """Where the result goes."""
+        if self.out is not None:
+            return self.out
+        return self.weight.new_empty(len(self.x), self.key.N // (2 if self.key.operation == "linear_silu" else 1))
+
+
+class ExpertsProblem(NamedTuple):
+    """The weighted sum of each token's experts, `down(silu(gate x) * up x)`."""
+
+    key: Key
+    x: Tensor | Normed  # [num_tokens, hidden_size]
+    logits: Tensor  # [num_tokens, num_experts], of the router
+    weight: Weight  # [num_experts, 2 * intermediate, hidden_size]: of each expert gate, then up
+    down: Weight  # [num_experts, hidden_size, intermediate]
+    top_k: int
+    normalize: bool  # whether a token's weights are divided by their sum
+    out: Tensor  # [num_tokens, hidden_size]
+    add: bool  # whether the sum is added to `out`, or written to it
+    context_lens: Tensor | None = None  # int32 [num_tokens]; 0 for padding, which gets no expert
+
+
+AnyProblem = Problem | ExpertsProblem
+
+
+def is_waiting_norm(x: Input) -> TypeGuard[Normed]:
+    """Whether x is a norm that is not computed yet."""
+    return isinstance(x, Normed) and not x.is_computed
