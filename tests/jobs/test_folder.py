@@ -91,6 +91,7 @@ def work(folder, parquet, numbers) -> None:
     folder.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_file", [False, True])
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_a_crash_at_any_moment_loses_and_doubles_nothing(tmp_path, form, parquet, one_file):

@@ -197,6 +197,7 @@ def test_a_folder_that_is_deleted_under_a_job(job, answers, monkeypatch):
     assert not answers.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"ordered": True}, {"seed": 3, "temperature": 1.0}], ids=str)
 def test_a_call_goes_on_where_the_last_one_stopped(job, answers, llm, options):
     rows, undisturbed = prompts(60), answers.with_name("undisturbed")
