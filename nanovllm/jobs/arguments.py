@@ -62,7 +62,7 @@ class Arguments:
             model.get_tokenizer()  # Raises if there is none.
             self.model_name, self.tokenizer = model.config.model, model.config.tokenizer
             self.block_size = model.config.kvcache_block_size
-            self.max_len = model.scheduler.length_limit.max_seq_len
+            self.max_len: int | None = model.scheduler.length_limit.max_seq_len
         else:
             self.model_name = os.fspath(model)
             self.tokenizer = os.fspath(self.engine_options.get("tokenizer") or model)

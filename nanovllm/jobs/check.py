@@ -67,9 +67,10 @@ def check_batch(
             prompts: list[Any] = [line.prompt for line in lines]
             found = iter(checker.check(prompts, [line.params for line in lines]))
             for prepared in batch:
-                error = prepared.error if prepared.line is None else next(found)
-                if error is None:
-                    length, params = len(prepared.line.prompt), prepared.line.params
+                line = prepared.line
+                error = prepared.error if line is None else next(found)
+                if line is not None and error is None:
+                    length, params = len(line.prompt), line.params
                     most = min(params.max_tokens or checker.max_seq_len, checker.max_seq_len - length)
                     num_prompt_tokens += length
                     max_completion_tokens += params.n * most

@@ -56,7 +56,9 @@ def _fingerprint(model: Path | None, tokenizer: Path | None, has_weights: bool) 
     if model is not None and model.is_dir():
         found |= {name: xxh3_128_hexdigest((model / name).read_bytes()) for name in _names(model, _WHOLE_FILES)}
         found |= {name: _hash_weights(model / name) for name in _names(model, _WEIGHTS) if has_weights}
-    if tokenizer is not None and tokenizer.is_dir() and not (found and os.path.samefile(tokenizer, model)):
+    if tokenizer is None or not tokenizer.is_dir():
+        return found
+    if model is None or not found or not os.path.samefile(tokenizer, model):
         names = _names(tokenizer, _WHOLE_FILES)
         found |= {f"the tokenizer's {name}": xxh3_128_hexdigest((tokenizer / name).read_bytes()) for name in names}
     return found

@@ -99,7 +99,8 @@ class JobFolder:
         if not self._had_manifest:
             with suppress(OSError):
                 self._leave_nothing(is_refused=kind is not None and issubclass(kind, REFUSALS))
-        os.close(self._lock)  # which gives the lock back, as the end of the process does
+        if self._lock is not None:
+            os.close(self._lock)  # which gives the lock back, as the end of the process does
         self._lock = None
 
     def _leave_nothing(self, is_refused: bool) -> None:
@@ -201,8 +202,8 @@ class JobFolder:
 
     def parts(self) -> list[Path]:
         """The complete ones, in order. The file, if the output is one, is the first."""
-        is_file = self.file is not None and self.file.exists()
-        return ([self.file] if is_file else []) + [path for _, path in self._numbered(_PART)]
+        file = [self.file] if self.file is not None and self.file.exists() else []
+        return file + [path for _, path in self._numbered(_PART)]
 
     def _numbered(self, pattern: re.Pattern) -> list[tuple[int, Path]]:
         matches = filter(None, map(pattern.fullmatch, os.listdir(self.path)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm import LLM, NO_PROMPT, SamplingParams
+from nanovllm import LLM, NO_PROMPT
 from nanovllm.jobs.arguments import Arguments, Model
 from nanovllm.jobs.inputs import RawLine
 from nanovllm.jobs.lines import ANSWER_KEYS, OPTIONAL_KEYS, Line, Row, answer_row, column_name, read_id
@@ -76,7 +76,7 @@ class SharedEngine:
             self._error = error
             self._on_error()
 
-    def _pairs(self) -> Iterator[tuple[Any, SamplingParams | None]]:
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
         """Prompts and parameters; NO_PROMPT where none waits and the engine has other work."""
         indices = count()
         while True:
@@ -87,7 +87,8 @@ class SharedEngine:
                 continue
             for request in requests:
                 self._under_way[next(indices)] = request
-                yield request[0].line.prompt, request[0].line.params
+                line: Any = request[0].line  # It has one: others are not sent.
+                yield line.prompt, line.params
 
 
 class GenerateActor:

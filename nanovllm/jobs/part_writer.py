@@ -31,7 +31,7 @@ class PartWriter:
             self._part.append(some)
             self._num_lines += len(some)
             if self._num_lines == PART_LINES:
-                self._complete()
+                self._complete(self._part)
 
     def keep_early(self, answers: list[str]) -> None:
         """Keep answers that cannot be written yet because the order is kept, so that they are not lost."""
@@ -58,14 +58,14 @@ class PartWriter:
         if complete:
             self.sync()
             if self._part is not None:
-                self._complete()
+                self._complete(self._part)
         for file in self._files():
             file.close()
         self._part = self._errors = self._early = None
 
-    def _complete(self) -> None:
-        self._part.sync()
-        self._part.close()
+    def _complete(self, part: AppendedFile) -> None:
+        part.sync()
+        part.close()
         self._part = None
         self._folder.complete(self._folder.open_part(self._number), self._number, self._parquet)
         self._number += 1

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from nanovllm import LLM, NO_PROMPT, SamplingParams, __version__
+from nanovllm import LLM, NO_PROMPT, __version__
 from nanovllm.jobs.arguments import Arguments, Cluster, Model, line_bar
 from nanovllm.jobs.corrections import Corrections
 from nanovllm.jobs.fingerprint import Fingerprint, differences, engine_fingerprint, job_fingerprint
@@ -355,7 +355,7 @@ class _Job:
         """Let the engine work on all lines. This loop shares Python's lock with the engine, so it does little."""
         under_way: dict[int, Prepared] = {}
 
-        def requests() -> Iterator[tuple[Any, SamplingParams | None]]:
+        def requests() -> Iterator[tuple[Any, Any]]:
             indices = count()
             for prepared in lines:
                 if prepared.line is None:

@@ -38,7 +38,7 @@ class Finished(NamedTuple):
 def make_rows(batch: Iterable[tuple[Prepared, Output]], responder: Responder) -> list[Finished]:
     rows = []
     for prepared, output in batch:
-        if "error" in output:
+        if prepared.line is None or "error" in output:
             rows.append(error_line(prepared, output["error"]))
         else:
             row = answer_row(prepared.id, prepared.line, output, responder)

@@ -25,7 +25,8 @@ def launcher(kernel, grid: tuple[int, ...], pdl: bool | None = None) -> Callable
     """`kernel[grid]`, to be called with the kernel's arguments, constants by name. Inside `compile_ahead` the call
     compiles the variant instead of launching it. pdl: for a kernel with the constant PDL, which this sets: whether to
     use a dependent launch (`dependent_launch`)."""
-    launch = kernel[grid] if _variants.get() is None else partial(_compile, kernel, grid)
+    variants = _variants.get()
+    launch = kernel[grid] if variants is None else partial(_compile, variants, kernel, grid)
     if pdl is None:
         return launch
     return partial(launch, PDL=True, launch_pdl=True) if pdl else partial(launch, PDL=False)
@@ -95,8 +96,7 @@ def _compile_with_launcher(compile_kernel: Callable):
     return kernel
 
 
-def _compile(kernel, grid: tuple[int, ...], *args, **options) -> None:
-    variants = _variants.get()
+def _compile(variants: set, kernel, grid: tuple[int, ...], *args, **options) -> None:
     variant = (kernel, *map(_kind, args), *options.items())
     # Triton has this check too, but it takes a hundred times as long, and a model asks once a layer.
     if variant not in variants:

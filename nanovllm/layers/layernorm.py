@@ -53,18 +53,21 @@ class Normed:
     def __init__(self, residual: Tensor, norm: RMSNorm | None, value: Tensor | None = None):
         """value: the norm, if it has been computed."""
         self.residual = residual
-        self.weight, self.eps = (None, None) if norm is None else (norm.weight, norm.eps)
-        self._norm, self._value = norm, residual if norm is None else value
+        self.weight = None if norm is None else norm.weight
+        self.eps = None if norm is None else norm.eps
+        self._norm, self._value = norm, value
 
     def __len__(self) -> int:
         return len(self.residual)
 
     @property
     def is_computed(self) -> bool:
-        return self._value is not None
+        return self._norm is None or self._value is not None
 
     def value(self) -> Tensor:
         """`[num_tokens, hidden_size]` of the residual's dtype; computed once."""
-        if self._value is None and self._norm is not None:
+        if self._norm is None:
+            return self.residual
+        if self._value is None:
             self._value = self._norm(self.residual)
         return self._value

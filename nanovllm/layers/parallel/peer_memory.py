@@ -53,7 +53,8 @@ def make_peers(rank: int, size: int, store: dist.Store, device: torch.device) ->
         return None
     first = device.index - rank
     pairs = ((a, b) for a in range(first, first + size) for b in range(first, first + size) if a != b)
-    peers, reason = None, "they have no access to each other"
+    peers: Peers | None = None
+    reason: str | None = "they have no access to each other"
     if all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs):
         peers = Peers(rank, size, store, device)
         reason = find_obstacle(peers)

@@ -55,7 +55,7 @@ def add_over_ranks(
     if output_norm is not None:
         y = tp.all_reduce(layer.part_of_sum("linear", x))
         return Normed(output_norm.add_to(residual, y), norm)
-    if reducer is not None:
+    if reducer is not None and norm is not None:
         if isinstance(x, (Normed, Gated)):
             x = x.value()
         if isinstance(x, Tensor) and reducer.takes_parts(len(x)) and get_context().is_prefill:
