@@ -121,15 +121,15 @@ class DecoderMLP(nn.Module):
     ) -> Normed | NormedParts:
         """Add the MLP's output for `hidden`, or output_norm of it, to residual [num_tokens, hidden_size], in place.
         Returns norm of the sum; without a norm, the sum itself."""
-        return self.down_proj.add(residual, self._gated(hidden), norm, output_norm)
-
-    def _gated(self, hidden: Normed | NormedParts) -> torch.Tensor | Gated | Iterator[torch.Tensor | Gated]:
-        """The input of down_proj, [num_tokens, this rank's intermediate_size]; in parts if the hidden states are."""
+        # The input of down_proj, [num_tokens, this rank's intermediate_size]; in parts if the hidden states are.
+        gated: torch.Tensor | Gated | Iterator[torch.Tensor | Gated]
         if self.gelu is not None:
-            return self.gelu(self.gate_up_proj(hidden))
-        if isinstance(hidden, NormedParts):
-            return map(self.gate_up_proj.silu, hidden.parts)
-        return self.gate_up_proj.silu(hidden)
+            gated = self.gelu(self.gate_up_proj(hidden))
+        elif isinstance(hidden, NormedParts):
+            gated = map(self.gate_up_proj.silu, hidden.parts)
+        else:
+            gated = self.gate_up_proj.silu(hidden)
+        return self.down_proj.add(residual, gated, norm, output_norm)
 
 
 class DecoderLayer(nn.Module):
@@ -211,17 +211,12 @@ class DecoderModel(nn.Module):
         if self.embedding_scale != 1:
             residual *= self.embedding_scale
         hidden = Normed(residual, norms[0])
+        context = get_context()
+        # The rows that the step's tokens are sampled from. The last layer computes only keys and values of the others.
+        sampled = context.last_tokens if context.num_sampled is None else slice(context.num_sampled)
         for layer, next_norm in zip(self.layers, norms[1:], strict=True):
-            rows = _rows_wanted() if next_norm is self.norm else None
-            hidden = layer(positions, hidden, next_norm, rows)
+            hidden = layer(positions, hidden, next_norm, sampled if next_norm is self.norm else None)
         return hidden.value()
-
-
-def _rows_wanted() -> Rows | None:
-    """The rows that the step's tokens are sampled from; None for all. The last layer computes only keys and values of
-    the others."""
-    context = get_context()
-    return context.last_tokens if context.num_sampled is None else slice(context.num_sampled)
 
 
 class DecoderForCausalLM(nn.Module, ABC):

@@ -1,9 +1,10 @@
 """Context: all that the layers see of a step, set by the model runner before it and reset after it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -42,16 +43,10 @@ _EMPTY = Context()
 _context: ContextVar[Context] = ContextVar("nanovllm_context", default=_EMPTY)
 
 
-def get_context() -> Context:
-    return _context.get()
-
-
-def set_context(context: Context) -> None:
-    _context.set(context)
-
-
-def reset_context() -> None:
-    _context.set(_EMPTY)
+# Every layer calls the first in every step. So these are the variable's own methods, not functions that call them.
+get_context: Callable[[], Context] = _context.get
+set_context: Callable[[Context], object] = _context.set
+reset_context: Callable[[], object] = partial(_context.set, _EMPTY)
 
 
 @contextmanager

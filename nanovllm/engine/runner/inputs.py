@@ -72,7 +72,9 @@ class DecodeInputs:
             "block_tables": ((n, max_blocks), np.int32),
         }
         self._names = tuple(layout)
-        layout |= backend.layout()
+        own = backend.layout()
+        self._has_own_arrays = bool(own)
+        layout |= own
         self.block_size = block_size
         memory = torch.zeros(packed_size(layout), dtype=torch.uint8, device=device)
         on_gpu = device.type == "cuda"
@@ -156,7 +158,8 @@ class DecodeInputs:
         host["slot_mapping"][num_tokens:num_rows] = -1
         host["context_lens"][num_tokens:num_rows] = 0
         step.arrays = {name: host[name][:num_rows] for name in self._names}
-        step.arrays |= self._backend.host_arrays(host, num_rows)
+        if self._has_own_arrays:
+            step.arrays |= self._backend.host_arrays(host, num_rows)
 
     def send(self, step: Step) -> None:
         """Copy a step's arrays to the device, in stream order, and fill input_ids."""

@@ -139,7 +139,9 @@ class DecodePlan:
         block_size, device, lens = shape.block_size, shape.device, context_lens.astype(np.int64)
         cache_dtype = shape.cache_dtype or shape.dtype
         num_keys = lens if window is None else np.minimum(lens, window)
-        padded = np.array([_padded_keys(n) for n in num_keys.tolist()], np.int64)
+        # To a multiple of _KEYS_UNIT, or of a quarter of the next lower power of two: for long rows, few numbers.
+        unit = np.maximum(_KEYS_UNIT, 1 << np.maximum(0, np.frexp(num_keys)[1].astype(np.int64) - 3))
+        padded = -(-num_keys // unit) * unit
         bytes_per_key = shape.num_kv_heads * shape.head_dim * cache_dtype.itemsize
         self.groups: list[DecodeGroup] = []
         for width in np.unique(padded[num_keys > 0]).tolist():
@@ -174,12 +176,6 @@ class DecodePlan:
             attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
             out.index_copy_(0, rows, attended.reshape(num_rows, -1, head_dim))
         return out
-
-
-def _padded_keys(num_keys: int) -> int:
-    """A multiple of _KEYS_UNIT, or of a quarter of the next lower power of two: for long rows, few different ones."""
-    unit = max(_KEYS_UNIT, 1 << max(0, num_keys.bit_length() - 3))
-    return -(-num_keys // unit) * unit
 
 
 def _gather(
