@@ -30,9 +30,9 @@ _SIZES = ("head_dim", "sliding_window", "sliding_window_pattern")
 _FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 _POSITIVE_NUMBERS = ("query_pre_attn_scalar", "rope_local_base_freq", *_FACTORS)
 _LAYERS = ("max_window_layers", "mlp_only_layers", "no_rope_layers")
-_QUANTISATIONS = ("quantization_config", "compression_config")
+_QUANTIZATIONS = ("quantization_config", "compression_config")
 _CHUNKS = "dual_chunk_attention_config"
-_OPTIONAL = ("eos_token_id", *_FLAGS, *_SIZES, *_POSITIVE_NUMBERS, *_LAYERS, *_QUANTISATIONS, _CHUNKS)
+_OPTIONAL = ("eos_token_id", *_FLAGS, *_SIZES, *_POSITIVE_NUMBERS, *_LAYERS, *_QUANTIZATIONS, _CHUNKS)
 _MAX_SIZE = 2**31 - 1
 _MAX_LAYERS = 1024  # The deepest published model has 126.
 # Keys that change what a decoder computes, with the value that changes nothing, as null does. A family reads some of

@@ -11,7 +11,7 @@ from nanovllm.utils.checks import one_line, quoted
 
 # Parts of a model that are never quantized, and those of a vision tower, which is not read. Others that a checkpoint
 # leaves unquantized do not load.
-_UNQUANTISED = re.compile(r"(^|[.*:^])(lm_head|embed_tokens|[a-z_]*norm|mlp\.gate|gate)(\.\*)?\$?$")
+_UNQUANTIZED = re.compile(r"(^|[.*:^])(lm_head|embed_tokens|[a-z_]*norm|mlp\.gate|gate)(\.\*)?\$?$")
 _UNREAD = re.compile(r"(^|[.*:^])(vision_tower|multi_modal_projector)([.*$]|$)")
 
 
@@ -58,7 +58,7 @@ def _read(settings: Mapping, where: str) -> Quantization:
     if isinstance(settings.get(ignored), str):
         raise TypeError(f"{ignored} must be a list of names, not a text")
     left_out = map(str, settings.get(ignored) or ())
-    others = [name for name in left_out if not _UNQUANTISED.search(name) and not _UNREAD.search(name)]
+    others = [name for name in left_out if not _UNQUANTIZED.search(name) and not _UNREAD.search(name)]
     if others:
         raise ValueError(
             f"{where}: {ignored} names {quoted(others[0])}: linear layers must all be quantized, except the head"
