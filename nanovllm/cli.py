@@ -39,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         run_bench(arguments[1:], prog="nanovllm bench")
         return 0
+    commands.add_parser("eval", help="run lm-evaluation-harness (needs the extra eval)", add_help=False)
+    if arguments[:1] == ["eval"]:  # What follows is the harness's.
+        return _eval(arguments[1:])
     options = parser.parse_args(arguments)
     try:
         status = options.run(options)
@@ -239,6 +242,21 @@ def _status(options: argparse.Namespace) -> int:
         f"{num_prompt_tokens} prompt tokens, {num_completion_tokens} completion tokens, {status.seconds:.1f} s so far"
     )
     print(", ".join(f"{name}={value!r}" for name, value in status.job.items()))
+    return 0
+
+
+# -- eval --------------------------------------------------------------------------------------------------------------
+
+
+def _eval(arguments: list[str]) -> int:
+    try:
+        from nanovllm.integrations.lm_eval import main as run_harness
+    except ModuleNotFoundError as error:
+        if error.name != "lm_eval":
+            raise
+        print("nanovllm eval: needs lm-evaluation-harness: pip install 'nanovllm[eval]'", file=sys.stderr)
+        return _WRONG_CALL
+    run_harness(arguments)
     return 0
 
 

@@ -90,11 +90,21 @@ def test_every_exported_name_exists():
 
 
 def test_every_file_is_imported_without_triton():
-    """As on macOS, which has none. Only what runs inside another package's kernels needs that package."""
-    names = [name for name in FILES if not name.endswith(("__main__", ".quack_early"))]
+    """As on macOS, which has none. Only integrations, and what runs inside another package's kernels, need others."""
+    names = [name for name in FILES if not name.endswith(("__main__", ".quack_early")) and ".integrations." not in name]
     script = f"import importlib, sys; sys.modules['triton'] = None; [importlib.import_module(x) for x in {names}]"
     done = subprocess.run([sys.executable, "-c", script], cwd=PACKAGE.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_other_programs_are_imported_only_when_they_are_used():
+    programs = {"accelerate", "datasets", "lm_eval", "pandas", "pyarrow", "ray", "starlette", "uvicorn"}
+    script = (
+        "import sys; before = set(sys.modules); import nanovllm, nanovllm.cli, nanovllm.integrations; nanovllm.LLM; "
+        f"print(sorted((set(sys.modules) - before) & {programs}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr[-2000:]
 
 
 def test_a_kernel_without_triton_says_what_is_missing():
