@@ -241,7 +241,7 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
     """The variants that an engine launches on a pretended card, from its start on."""
     found: dict[tuple, Launch] = {}
 
-    def record(kernel, grid, *args, **constants) -> None:
+    def record(_variants, kernel, grid, *args, **constants) -> None:
         args = tuple(_Pointer(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
         found.setdefault((kernel, *map(_kind, args), *constants.items()), Launch(kernel, grid, args, constants))
 

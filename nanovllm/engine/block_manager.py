@@ -101,8 +101,8 @@ class BlockManager:
         seq.num_cached_tokens = len(shared) * self.block_size
         if seq.num_shared_tokens < 0:
             seq.num_shared_tokens = seq.num_cached_tokens
-        for places in self.others:
-            places.allocate(seq)
+        if self.others:
+            seq.places = tuple(places.allocate(seq) for places in self.others)
 
     def deallocate(self, seq: Sequence) -> None:
         """Drop the sequence's references. Its last block is freed, and so reused, first: the first one is the likeliest
@@ -115,6 +115,7 @@ class BlockManager:
                 self.free_block_ids[block_id] = None
         for places in self.others:
             places.deallocate(seq)
+            seq.places = ()
         seq.block_table = []
         seq.num_cached_tokens = 0
         seq.num_scheduled_tokens = 0

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -13,6 +14,7 @@ from typing_extensions import Self
 
 from nanovllm.config import Config
 from nanovllm.engine.engine_lock import Call, EngineLock
+from nanovllm.engine.places import Slots
 from nanovllm.engine.ranks.executor import Executor
 from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, engine_stats
 from nanovllm.engine.requests.prompts import Prompt, as_prompts, params_per_prompt
@@ -74,7 +76,9 @@ class LLMEngine:
         self._lock = EngineLock(executor.exit, self._is_busy, self._check_workers)
         # Called once: by exit(), when the engine is collected, or when the interpreter ends.
         self._finalizer = weakref.finalize(self, self._lock.exit)
-        self.scheduler = Scheduler(config, self.model_runner.num_kvcache_blocks, self.model_runner.mixed_step_rows)
+        runner = self.model_runner
+        make_places = [partial(Slots, config.max_num_seqs)] * (len(runner.stores) - 1)
+        self.scheduler = Scheduler(config, runner.num_kvcache_blocks, runner.mixed_step_rows, make_places)
         self._sequences = SequenceMaker(config, self.tokenizer, self.scheduler.length_limit)
         self._num_steps = 0
         self._seconds = 0.0  # in _step

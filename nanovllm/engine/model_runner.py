@@ -161,7 +161,7 @@ class ModelRunner:
         self.backend.prepare(self.attention_shape, windows, sizes, table)
         max_blocks = -(-max_model_len // self.block_size)
         places = config.max_num_seqs, max_blocks, self.block_size, device
-        self.decode_inputs = DecodeInputs(*places, self.backend, padded, self.mixed_step_rows)
+        self.decode_inputs = DecodeInputs(*places, self.backend, padded, self.mixed_step_rows, len(self.stores) - 1)
         self.graphs, self.mixed_graphs = DecodeGraphs(device), DecodeGraphs(device)
 
     def load_weights(self) -> None:
@@ -286,6 +286,8 @@ class ModelRunner:
             "cu_seqlens_k": np.concatenate(([0], np.cumsum(num_keys))).astype(np.int32),
             "block_tables": tables,
         }
+        if len(self.stores) > 1:
+            step.arrays["places"] = np.array([seq.places for seq in seqs], np.int32)
 
     @staticmethod
     def prepare_block_tables(seqs: list[Sequence]) -> np.ndarray:

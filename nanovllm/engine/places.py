@@ -1,4 +1,4 @@
-"""Places: which sequence has which place in a store."""
+"""Places: which sequence has which place in a store beside the KV cache."""
 
 from abc import ABC, abstractmethod
 
@@ -19,8 +19,9 @@ class Places(ABC):
         """Whether there is a place for a sequence that has none."""
 
     @abstractmethod
-    def allocate(self, seq: Sequence) -> None:
-        """Give the sequence a place. Its state there begins with token num_cached_tokens. Call can_allocate first."""
+    def allocate(self, seq: Sequence) -> int:
+        """Give the sequence a place, and return it. Its state there begins with token num_cached_tokens. Call
+        can_allocate first."""
 
     @abstractmethod
     def deallocate(self, seq: Sequence) -> None:
@@ -31,3 +32,22 @@ class Places(ABC):
         """How many of the sequence's first tokens need not be computed, if the KV cache knows the first num_tokens: the
         longest beginning whose state is known. None, unless the store keeps states of earlier sequences."""
         return 0
+
+
+class Slots(Places):
+    """One slot of a state for each sequence. A prefix's state is not kept."""
+
+    def __init__(self, num_slots: int):
+        self._free = list(range(num_slots))
+        self._slots: dict[int, int] = {}  # of each sequence, by seq_id
+
+    def can_allocate(self, seq: Sequence) -> bool:
+        return bool(self._free)
+
+    def allocate(self, seq: Sequence) -> int:
+        self._slots[seq.seq_id] = slot = self._free.pop()
+        return slot
+
+    def deallocate(self, seq: Sequence) -> None:
+        if seq.seq_id in self._slots:
+            self._free.append(self._slots.pop(seq.seq_id))

@@ -286,7 +286,8 @@ class DecoderForCausalLM(nn.Module, ABC):
         return self.lm_head.gather(logits)
 
     def make_stores(self, shape: AttentionShape) -> list[Store]:
-        """What its sequences keep on the device. Nothing is allocated yet. shape: of this rank's attention."""
+        """What its sequences keep on the device: the paged KV cache, and stores in which a sequence has a slot each.
+        Nothing is allocated yet. shape: of this rank's attention."""
         return [PagedKVCache([module for module in self.modules() if isinstance(module, Attention)], shape)]
 
     def pack_weights(self) -> None:

@@ -26,6 +26,8 @@ class Context:
     context_lens: torch.Tensor | None = None  # [num_rows] decode: keys, the row's own included; 0 = padding
     # [num_seqs or num_rows, max_blocks], right-padded with -1; None in a prefill that reads nothing from the cache
     block_tables: torch.Tensor | None = None
+    # [num_seqs or num_rows, stores beside the KV cache]: the sequence's slot in each; -1 = padding; None without any
+    places: torch.Tensor | None = None
     # [num_seqs] prefill: where each sequence ends in the batch. The model returns these hidden states; None: all.
     last_tokens: torch.Tensor | None = None
     attention: Any = None  # decode: `AttentionBackend.arguments`, which the back end alone reads

@@ -9,7 +9,6 @@ import pytest
 import torch
 from backends import decode_context
 from checkpoints import complete, greedy, make_checkpoint, make_llm, random_prompt
-from schedulers import add, make_scheduler, step
 
 from nanovllm import config as config_module
 from nanovllm.config import Config
@@ -71,14 +70,6 @@ def test_the_store_of_the_guide(code):
     assert len({layer.states.data_ptr() for layer in layers}) == 1
     store.free()
     assert layers[0].states is None
-    scheduler = make_scheduler(make_places=[lambda: code.StatePlaces(2)])
-    seqs = [add(scheduler, 5, max_tokens=2) for _ in range(3)]
-    assert step(scheduler)[0] == seqs[:2]
-    (places,) = scheduler.block_manager.others
-    assert sorted(places.slots.values()) == [0, 1]
-    while not scheduler.is_finished():
-        step(scheduler)
-    assert places.slots == {}
 
 
 def test_the_guide_names_every_back_end_and_method():

@@ -51,12 +51,14 @@ class DecodeInputs:
         backend: AttentionBackend,
         padded: list[int] | None = None,
         mixed_step_rows: int = 0,
+        num_places: int = 0,
     ):
         """
         Args:
             backend: prepared for as many rows as there can be. It may have arrays of its own.
             padded: as above; None pads nothing.
             mixed_step_rows: of the largest mixed step.
+            num_places: that each sequence has: stores beside the KV cache.
         """
         self.padded = padded or list(range(max_num_seqs + 1))
         n = self.max_rows = max(self.padded[max_num_seqs], mixed_step_rows)
@@ -71,6 +73,8 @@ class DecodeInputs:
             "context_lens": ((n,), np.int32),
             "block_tables": ((n, max_blocks), np.int32),
         }
+        if num_places:
+            layout["places"] = ((n, num_places), np.int32)
         self._names = tuple(layout)
         own = backend.layout()
         self._has_own_arrays = bool(own)
@@ -106,6 +110,7 @@ class DecodeInputs:
             block_tables=rows["block_tables"][:num_rows],
             attention=self._backend.arguments(rows, num_rows),
             num_sampled=num_seqs if is_mixed else None,
+            places=rows["places"][:num_rows] if "places" in rows else None,
         )
         positions, sampling = rows["positions"], (rows["temperatures"][:num_seqs], rows["seeds"][:num_seqs])
         return ModelInputs(self.input_ids[:num_rows], positions[:num_rows], context, *sampling, positions[:num_seqs])
@@ -138,6 +143,7 @@ class DecodeInputs:
             written[row] = table, len(table)
         lens = [len(seq.tokens) for seq in seqs]
         tokens = [seq.tokens[-1] for seq in seqs]
+        owners = np.zeros(0, np.int64)
         if step.num_prefilled:
             owners = _append_prompts(seqs, lens, tokens)
             tables[n : len(tokens)] = tables[owners]
@@ -158,6 +164,11 @@ class DecodeInputs:
         host["slot_mapping"][num_tokens:num_rows] = -1
         host["context_lens"][num_tokens:num_rows] = 0
         step.arrays = {name: host[name][:num_rows] for name in self._names}
+        if "places" in host:
+            places = host["places"]
+            places[:n] = np.reshape([seq.places for seq in seqs], (n, places.shape[1]))
+            places[n:num_tokens] = places[owners]
+            places[num_tokens:num_rows] = -1
         if self._has_own_arrays:
             step.arrays |= self._backend.host_arrays(host, num_rows)
 
@@ -217,6 +228,7 @@ def send_prefill(step: Step, device: torch.device) -> ModelInputs:
         # Without a cached prefix, all keys and values are in the batch itself.
         block_tables=tensors["block_tables"] if step.reads_cache else None,
         last_tokens=tensors["last_tokens"],
+        places=tensors.get("places"),
     )
     names = ("temperatures", "seeds", "sample_positions")
     return ModelInputs(tensors["input_ids"], tensors["positions"], context, *map(tensors.__getitem__, names))

@@ -100,6 +100,8 @@ def warmup_kernels(runner: StepRunner, num_blocks: int) -> None:
 
 
 def _compute(runner: StepRunner, step: Step) -> None:
+    for seq in step.seqs:
+        seq.places = (0,) * (len(runner.stores) - 1)
     runner.prepare(step)
     runner.run(step)
 
