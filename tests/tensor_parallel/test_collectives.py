@@ -1,5 +1,6 @@
 """What ranks do together, over gloo between threads."""
 
+import os
 import tempfile
 import threading
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nanovllm.engine.ranks import process_group
 from nanovllm.engine.ranks.process_group import join_group, open_store
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.parallel.tensor_parallel import CollectiveError, TensorParallel
@@ -44,6 +46,14 @@ def test_collectives(size, dtype):
         assert torch.equal(total, size * x + 10 * sum(range(size)))
         assert torch.equal(gathered, torch.stack([(x + 10 * rank).t() for rank in range(size)]))
         assert torch.equal(received, x)
+
+
+def test_two_groups_that_form_at_once_leave_the_environment_as_it_was(monkeypatch):
+    """Each sets variables that it finds missing. So both may set one, and the first that ends removes it."""
+    monkeypatch.delenv("NANOVLLM_TEST", raising=False)
+    with process_group._environment_defaults({"NANOVLLM_TEST": "1"}):
+        del os.environ["NANOVLLM_TEST"]  # as the other one does
+    assert "NANOVLLM_TEST" not in os.environ
 
 
 def test_one_rank_needs_no_group():

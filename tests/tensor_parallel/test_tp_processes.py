@@ -119,6 +119,7 @@ def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(("nanovllm-", "sem.mp-"))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["starting", "working"])
 def test_workers_end_with_a_caller_that_is_killed(start, moment):
     before = shared_memory()
@@ -164,6 +165,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_usable_engine(start, reference):
     process = start(INTERRUPTED)
     pids = worker_pids(process)
@@ -181,6 +183,7 @@ def test_ctrl_c_leaves_a_usable_engine(start, reference):
     wait_until_gone(pids)
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_script_is_said_once(start):
     process = start(
         """
@@ -229,6 +232,7 @@ def test_a_second_ctrl_c_ends_an_engine_whose_worker_hangs(start):
     wait_until_gone([pid])
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_is_told_so(start):
     process = start("make_llm(2)\n")
     out, err = rest(process)
@@ -239,6 +243,7 @@ def test_a_script_without_a_main_guard_is_told_so(start):
     assert err.count("RuntimeError: tensor_parallel_size > 1") == 1
 
 
+@pytest.mark.slow
 def test_a_script_from_standard_input_is_told_to_become_a_file(path):
     code = PREAMBLE + 'if __name__ == "__main__":\n    make_llm(2)\n'
     process = subprocess.run(

@@ -109,4 +109,4 @@ def _environment_defaults(settings: dict[str, str]) -> Iterator[None]:
         yield
     finally:
         for name in added:
-            del os.environ[name]
+            os.environ.pop(name, None)  # Another engine that starts at the same time may have removed it.
