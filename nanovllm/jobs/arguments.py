@@ -12,9 +12,9 @@ import numpy as np
 from nanovllm import LLM, Config, check_options, find_tokenizer
 from nanovllm.jobs.inputs import Inputs
 from nanovllm.jobs.lines import LineFormat
-from nanovllm.jobs.openai_batch import Responder
 from nanovllm.jobs.reader import ReadPlan
-from nanovllm.jobs.request_names import SAMPLING_OPTIONS, Row
+from nanovllm.openai_format.openai_batch import Responder
+from nanovllm.openai_format.request_names import SAMPLING_OPTIONS, Row
 from nanovllm.utils.option_hints import HINTS, unknown_option
 from nanovllm.utils.progress_bar import tqdm
 

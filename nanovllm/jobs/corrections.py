@@ -12,8 +12,8 @@ import numpy as np
 from nanovllm.jobs.folder import CORRECTED, JobFolder
 from nanovllm.jobs.inputs import Inputs, RawLine, Scan, find_files, hash_id
 from nanovllm.jobs.lines import LineId, Row
-from nanovllm.jobs.openai_batch import is_request
-from nanovllm.jobs.text_json import to_json
+from nanovllm.openai_format.openai_batch import is_request
+from nanovllm.utils.text_json import to_json
 
 _ERROR_KEYS = {"id", "file", "line", "error", "row"}
 

@@ -24,8 +24,8 @@ from typing_extensions import Self
 from nanovllm.jobs.inputs import hash_id
 from nanovllm.jobs.lines import Answered, Row, from_json, read_answer
 from nanovllm.jobs.parquet import ParquetFormat, join_parquet, read_parquet_answers
-from nanovllm.jobs.text_json import to_json
 from nanovllm.utils.checks import is_int
+from nanovllm.utils.text_json import to_json
 
 _LOCK_SECONDS = 1.0  # `is_locked` holds the lock for a moment.
 

@@ -15,8 +15,8 @@ from nanovllm.jobs.arguments import Arguments, Model
 from nanovllm.jobs.inputs import RawLine
 from nanovllm.jobs.lines import ANSWER_KEYS, OPTIONAL_KEYS, Line, Row, answer_row, column_name, read_id
 from nanovllm.jobs.reader import Prepared, Preparer
-from nanovllm.jobs.text_json import to_json
 from nanovllm.jobs.writer import Output, error_row
+from nanovllm.utils.text_json import to_json
 from nanovllm.utils.threads import available_cores
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
 from nanovllm.jobs.lines import LineId, NoObject, from_json, id_bytes, read_id
-from nanovllm.jobs.openai_batch import is_request
-from nanovllm.jobs.request_names import Row
-from nanovllm.jobs.text_json import MAX_DEPTH, check_depth, parse_json
+from nanovllm.openai_format.openai_batch import is_request
+from nanovllm.openai_format.request_names import Row
 from nanovllm.utils.checks import one_line
+from nanovllm.utils.text_json import MAX_DEPTH, check_depth, parse_json
 
 _JSON = (".jsonl", ".ndjson", ".json")
 _SUFFIXES = (*_JSON, *(f"{suffix}.gz" for suffix in _JSON), ".parquet")

@@ -10,18 +10,19 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from nanovllm import Conversation, SamplingParams, StructuredOutputsParams, as_conversations
-from nanovllm.jobs import openai_batch
-from nanovllm.jobs.request_names import (
+from nanovllm import Conversation, SamplingParams, as_conversations
+from nanovllm.openai_format import openai_batch
+from nanovllm.openai_format.request_names import (
     CHAT_OPTIONS,
     PARAMETERS,
     PARAMETERS_OF_TABLES,
     ChatOptions,
     Row,
+    make_params,
     read_parameters,
 )
-from nanovllm.jobs.text_json import as_json, decode_json, parse_json
 from nanovllm.utils.checks import quoted, require
+from nanovllm.utils.text_json import as_json, decode_json, parse_json
 
 LineId = str | int
 
@@ -215,14 +216,6 @@ def _read_prompt(name: str, value: Any) -> str | list[int] | Conversation:
 def is_missing(value: Any) -> bool:
     """Whether a cell has no value: tables write null or NaN."""
     return value is None or (isinstance(value, float) and value != value)
-
-
-def make_params(options: Row) -> SamplingParams:
-    """SamplingParams of options as they are written in JSON. Raises TypeError or ValueError."""
-    form = options.get("structured_outputs")
-    if isinstance(form, Mapping):
-        options = options | {"structured_outputs": StructuredOutputsParams(**form)}
-    return SamplingParams(**options)
 
 
 def column_name(name: str, columns: Container[str], added: Container[str] = (*ANSWER_KEYS, *OPTIONAL_KEYS)) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from nanovllm.jobs.inputs import Inputs, Scan, open_file, require_pyarrow
 from nanovllm.jobs.lines import ANSWER_KEYS, OPTIONAL_KEYS, Answered, LineFormat, column_name, from_json
-from nanovllm.jobs.text_json import to_json
+from nanovllm.utils.text_json import to_json
 
 
 class ParquetFormat:

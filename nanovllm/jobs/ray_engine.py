@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from nanovllm.jobs.arguments import Arguments
 from nanovllm.jobs.fingerprint import Fingerprint, engine_fingerprint
 from nanovllm.jobs.generate_actor import SharedEngine, start_engine
-from nanovllm.jobs.openai_batch import Responder
 from nanovllm.jobs.reader import Prepared
 from nanovllm.jobs.writer import Output, make_rows
+from nanovllm.openai_format.openai_batch import Responder
 from nanovllm.utils.checks import one_line
 
 _ENOUGH = 64  # answers for which an exchange does not wait for more

@@ -21,7 +21,7 @@ import numpy as np
 from nanovllm import ChatRenderer, find_tokenizer
 from nanovllm.jobs.inputs import Inputs, RawLine
 from nanovllm.jobs.lines import Line, LineFormat, LineId
-from nanovllm.jobs.request_names import ChatOptions
+from nanovllm.openai_format.request_names import ChatOptions
 from nanovllm.utils.bos_check import BosCheck
 from nanovllm.utils.long_texts import CHARACTERS_PER_TOKEN, check_text
 from nanovllm.utils.python_process import python_command

@@ -27,11 +27,11 @@ from nanovllm.jobs.parquet import ParquetFormat
 from nanovllm.jobs.part_writer import PartWriter
 from nanovllm.jobs.progress import Progress
 from nanovllm.jobs.reader import Prepared
-from nanovllm.jobs.text_json import to_json
 from nanovllm.jobs.work import Work
 from nanovllm.jobs.writer import Finished, Writer, make_rows
 from nanovllm.utils.checks import is_int, require
 from nanovllm.utils.sigterm import sigterm_as_interrupt
+from nanovllm.utils.text_json import to_json
 from nanovllm.utils.threads import available_cores
 
 # ordered: lines that are read beyond the first one whose answer is not written. Their answers wait in memory.

@@ -12,10 +12,10 @@ from typing_extensions import Self
 
 from nanovllm.jobs.folder import Counts
 from nanovllm.jobs.lines import Row, answer_row, read_answer
-from nanovllm.jobs.openai_batch import Responder
 from nanovllm.jobs.part_writer import PartWriter
 from nanovllm.jobs.reader import Prepared
-from nanovllm.jobs.text_json import to_json
+from nanovllm.openai_format.openai_batch import Responder
+from nanovllm.utils.text_json import to_json
 
 SYNC_SECONDS = 2.0  # A crash of the machine loses the rows of this time.
 _PAUSE_SECONDS = 0.05  # Rows are written together: each time the thread wakes up, the engine's thread may have to wait.

@@ -17,9 +17,9 @@ from nanovllm.jobs.lines import (
     read_answer,
     read_id,
 )
-from nanovllm.jobs.openai_batch import Responder
-from nanovllm.jobs.request_names import PARAMETERS
-from nanovllm.jobs.text_json import as_json, to_json
+from nanovllm.openai_format.openai_batch import Responder
+from nanovllm.openai_format.request_names import PARAMETERS
+from nanovllm.utils.text_json import as_json, to_json
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 VALUES = st.recursive(

@@ -7,7 +7,7 @@ from job_files import read_folder, read_lines
 from test_lines import USER, output
 
 from nanovllm.jobs.lines import LineFormat, answer_row
-from nanovllm.jobs.openai_batch import Responder
+from nanovllm.openai_format.openai_batch import Responder
 
 SCHEMA = {"type": "object"}
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from nanovllm import SamplingParams
-from nanovllm.jobs.text_json import parse_json
+from nanovllm import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import quoted
 from nanovllm.utils.option_hints import HINTS
+from nanovllm.utils.text_json import parse_json
 
 Row = dict[str, Any]
 
@@ -112,6 +112,14 @@ def read_parameters(given: Row, is_chat: bool) -> tuple[Row, ChatOptions]:
     _rename(given, "max_completion_tokens", "max_tokens")
     _read_form(given)
     return given, ChatOptions(None if choice == "none" else tools, kwargs | variables, tuple(variables))
+
+
+def make_params(options: Row) -> SamplingParams:
+    """SamplingParams of options as they are written in JSON. Raises TypeError or ValueError."""
+    form = options.get("structured_outputs")
+    if isinstance(form, Mapping):
+        options = options | {"structured_outputs": StructuredOutputsParams(**form)}
+    return SamplingParams(**options)
 
 
 def _flat(given: Row) -> Row:

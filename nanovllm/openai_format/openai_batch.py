@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from nanovllm.jobs.request_names import Row
+from nanovllm.openai_format.request_names import Row
 from nanovllm.utils.checks import quoted
 
 
