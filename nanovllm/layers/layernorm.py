@@ -53,8 +53,8 @@ class Normed:
     def __init__(self, residual: Tensor, norm: RMSNorm | None, value: Tensor | None = None):
         """value: the norm, if it has been computed."""
         self.residual = residual
-        self.weight = None if norm is None else norm.weight
-        self.eps = None if norm is None else norm.eps
+        self.weight: Any = None if norm is None else norm.weight
+        self.eps: Any = None if norm is None else norm.eps
         self._norm, self._value = norm, value
 
     def __len__(self) -> int:

@@ -36,7 +36,7 @@ def _linear(operation: str, layer: LinearBase, norm: RMSNorm | None = None) -> M
 
     def make(num_tokens: int) -> Problem:
         product = layer.products[operation]
-        key, weight = product.choices(num_tokens)[0], product.weight
+        key, weight = product.row[0], product.weight
         x = weight.new_empty(num_tokens, key.K)
         out = weight.new_empty(num_tokens, key.N) if operation in ("linear_add", "linear_sum") else None
         return Problem(key, Normed(x, norm) if norm else x, weight, product.bias, out)
@@ -49,7 +49,7 @@ def _experts(mlp: MixtureOfExperts, add: bool, norm: RMSNorm | None) -> Make:
 
     def make(num_tokens: int) -> ExpertsProblem:
         product = mlp.products["experts"]
-        key, weight = product.choices(num_tokens)[0], product.weight
+        key, weight = product.row[0], product.weight
         x = weight.new_empty(num_tokens, key.K)
         lens = None
         if key.phase == "decode":

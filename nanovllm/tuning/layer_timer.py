@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from statistics import median
 from typing import Any
 
@@ -77,20 +77,16 @@ class LayerTimer:
     def compile(self, trials: Iterable[tuple[str, int, int, Choice]], tell: Callable[[int, int], None]) -> None:
         """Compile the kernels of (phase, number of tokens, index of the product, choice) in parallel."""
         quack: Any = self.candidates.get(Quack.name)
-        with ExitStack() as stack:
-            processes = (
-                stack.enter_context(CompileProcesses(["nanovllm.layers.matmul.candidates.quack_early"]))
-                if quack
-                else None
-            )
+        modules = ["nanovllm.layers.matmul.candidates.quack_early"]
+        with CompileProcesses(modules) if quack else nullcontext() as processes:
             with torch.inference_mode(), compile_ahead(tell, held_interrupt):
                 for phase, num_tokens, i, choice in trials:
                     if choice != Choice(self._defaults[i].name):
                         with suppress(Exception), step_context(self._context(phase, num_tokens)):
                             self._launch(self._problem(i, num_tokens), choice)  # Its first launch will say so.
-                if quack is not None:
-                    processes.submit([(load_product, product, self.device) for product in quack.wanted.values()])
-            if quack is not None:
+                if processes is not None:
+                    processes.submit([(load_product, wanted, self.device) for wanted in quack.wanted.values()])
+            if processes is not None:
                 processes.wait(tell)
 
     def fitted(self, i: int, choice: Choice) -> Choice | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 class OptionalPackage:
     """A package that is used until it fails for the first time."""
 
-    name: str  # pip's
+    name: ClassVar[str]  # pip's
     works = True
 
     def attempt(self, run: Callable[[], Result]) -> Result | None:

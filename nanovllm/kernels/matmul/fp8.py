@@ -127,10 +127,12 @@ def quantize_blocks_torch(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scale.view(N // GROUP, K // GROUP)
 
 
-def dequantize_torch(values: Tensor, scale: Tensor) -> Tensor:
+def dequantize_torch(values: Tensor, scale: Tensor | None) -> Tensor:
     """`values * scale` in float32, `[..., rows, columns]`. scale: `[..., rows, 1]`, or one for each 128 columns of a
-    row, or of 128 rows."""
+    row, or of 128 rows; None for 1."""
     values = values.float()
+    if scale is None:
+        return values
     num_rows, num_columns = values.shape[-2:]
     if scale.shape[-2:] == (num_rows, 1):
         return values * scale

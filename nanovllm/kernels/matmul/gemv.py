@@ -55,7 +55,7 @@ def gemv_kernel(
         column = tl.program_id(0) * OUTPUTS + row // 2
         weight_row = column + row % 2 * N
     else:
-        OUTPUTS: tl.constexpr = ROWS
+        OUTPUTS: tl.constexpr = ROWS  # type: ignore[no-redef]
         column = tl.program_id(0) * OUTPUTS + row
         weight_row = column
     if PDL:
@@ -187,6 +187,8 @@ def gemv(
     if inboxes is not None and (x.element_size() != 2 or num_rows % 2):
         raise ValueError(f"weight must be of a 16-bit float with an even number of rows, not {list(weight.shape)}")
     if inboxes is None:
+        if y is None:
+            raise ValueError("y must be given, or inboxes")
         check_result(y, x, weight, silu)
     N = num_rows if y is None else y.shape[1]
     size = 1 if inboxes is None else len(inboxes.addresses)

@@ -108,7 +108,7 @@ def split_k_kernel(
         column = tile * OUTPUTS + row // 2
         weight_row = column + row % 2 * N
     else:
-        OUTPUTS: tl.constexpr = ROWS
+        OUTPUTS: tl.constexpr = ROWS  # type: ignore[no-redef]
         column = tile * OUTPUTS + row
         weight_row = column
     inside_rows = column < N

@@ -126,6 +126,6 @@ class MixtureOfExperts(nn.Module):
         # Rows that pad a decode step get no expert, so that none is read for them.
         lens = None if lens is None else lens[: len(x)]
         product, down = self.products["experts"], self.experts.down_proj.matrix
-        key, choices = product.choices(len(x))
+        key, row = product.row
         options = self.top_k, self.normalize, out, operation == "linear_add", lens
-        return compute(ExpertsProblem(key, x, logits, product.weight, down, *options), choices)
+        return compute(ExpertsProblem(key, x, logits, product.weight, down, *options), row[len(x)])

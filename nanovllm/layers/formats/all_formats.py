@@ -17,7 +17,8 @@ QUANTIZATIONS: dict[str, WeightFormat] = {"fp8": Fp8()}
 
 def format_of_table(name: str) -> WeightFormat:
     """The format with this name in tables; unquantized ones are called by their dtype there."""
-    return {cls.name: cls for cls in (*DECLARED, Packed)}.get(name, Unquantized)()
+    formats: tuple[type[WeightFormat], ...] = (*DECLARED, Packed)
+    return next((cls() for cls in formats if cls.name == name), Unquantized())
 
 
 _weight_format: ContextVar[WeightFormat | None] = ContextVar("nanovllm_weight_format", default=None)

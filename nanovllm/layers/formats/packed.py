@@ -7,6 +7,7 @@ A row of the result then has the same bits in a batch of any size, which MKL's h
 A packed weight is still a tensor `[N, K]`, but opaque (torch's layout for oneDNN, `is_mkldnn`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ def can_pack(weight: Tensor) -> bool:
     if not weight.numel():  # a rank without a part of the vocabulary
         return False
     ops = torch.ops.mkldnn
-    is_supported = {
+    is_supported: dict[torch.dtype, Callable[[], bool]] = {
         torch.float32: lambda: True,
         torch.bfloat16: ops._is_mkldnn_bf16_supported,
         torch.float16: ops._is_mkldnn_fp16_supported,

@@ -82,17 +82,17 @@ class Product:
 
     def __call__(self, x: Input, out: Tensor | None = None) -> Any:
         """The result: `out`, or a new tensor. With a weight in fp8 a linear_silu is perhaps before its activation."""
-        key, choices = self.choices(len(x))
-        return compute(Problem(key, x, self.weight, self.bias, out), choices)
+        key, row = self.row
+        return compute(Problem(key, x, self.weight, self.bias, out), row[len(x)])
 
-    def choices(self, num_tokens: int) -> tuple[Key, tuple[Bound, ...]]:
-        """The key in this step's phase, and the candidates, the best first."""
+    @property
+    def row(self) -> tuple[Key, Row[Bound]]:
+        """The key in this step's phase, and the candidates for each number of tokens, the best first."""
         is_prefill = get_context().is_prefill
         if is_prefill not in self._rows:
             key = Key.of(self._operation, is_prefill, self.weight)
             self._rows[is_prefill] = key, self._matmul.row(key, self.weight)
-        key, row = self._rows[is_prefill]
-        return key, row[num_tokens]
+        return self._rows[is_prefill]
 
 
 class Products(dict[str, Product]):

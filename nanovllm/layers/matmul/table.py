@@ -77,9 +77,10 @@ class Row(Generic[T]):
         """buckets: the largest number of tokens -> choices, the best first."""
         self.bounds = sorted(buckets)
         self.choices = [tuple(buckets[bound]) for bound in self.bounds]
+        self._limits = self.bounds[:-1]  # The last choices are for all larger numbers.
 
     def __getitem__(self, num_tokens: int) -> tuple[T, ...]:
-        return self.choices[min(bisect_left(self.bounds, num_tokens), len(self.bounds) - 1)]
+        return self.choices[bisect_left(self._limits, num_tokens)]
 
 
 class Table:

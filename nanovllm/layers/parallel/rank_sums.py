@@ -41,7 +41,8 @@ def begin_sums(layers: Any, num_tokens: int, reducer: ResidualReducer) -> None:
 def posted_constants(proj: Any, num_tokens: int) -> tuple | None:
     """The constants of this projection's first choice, if that writes to the other ranks' memory itself, else None."""
     product = proj.products["linear_sum"]
-    candidate, constants = product.choices(num_tokens)[1][0]
+    _, row = product.row
+    candidate, constants = row[num_tokens][0]
     # What is posted has no scales.
     return constants if candidate.posts_sums and product.weight.scale is None else None
 

@@ -30,8 +30,9 @@ class ExpertsGemv(Candidate):
         if len(x) > kernels.MAX_TOKENS:
             return None
         gate_up_config, down_config = (ExpertsGemvConfig(*each) for each in constants)
-        norm = (x.residual, x.weight, x.eps) if is_waiting_norm(x) else (value_of(x), None, 0.0)
-        hidden = kernels.gate_up(*norm, logits, weight.values, top_k, context_lens, gate_up_config, weight.scale)
+        values, norm_weight, eps = (x.residual, x.weight, x.eps) if is_waiting_norm(x) else (value_of(x), None, 0.0)
+        args = weight.values, top_k, context_lens, gate_up_config, weight.scale
+        hidden = kernels.gate_up(values, norm_weight, eps, logits, *args)
         sizes = top_k, normalize, out, add, context_lens
         return kernels.down(hidden, logits, down.values, *sizes, down_config, down.scale)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 from torch import Tensor
 
@@ -32,7 +33,7 @@ class Gemv(Candidate):
         key, x, weight, bias, out = problem
         if len(x) > kernels.MAX_TOKENS or key.operation == "linear_sum":
             return None
-        options = {"silu": key.operation == "linear_silu", "add": key.operation == "linear_add", "pdl": True}
+        options: dict[str, Any] = {"silu": key.operation == "linear_silu", "add": key.operation == "linear_add"}
         if key.operation == "linear_add":
             x = value_of(x)
         elif is_waiting_norm(x) and key.K <= kernels.MAX_NORM_SIZE and out is None:
@@ -41,7 +42,7 @@ class Gemv(Candidate):
         else:
             return None
         y, config = problem.result(), GemvConfig(*constants)
-        kernels.gemv(x, weight.values, y, bias, config, weight_scale=weight.scale, **options)
+        kernels.gemv(x, weight.values, y, bias, config, weight_scale=weight.scale, pdl=True, **options)
         return y
 
     @classmethod

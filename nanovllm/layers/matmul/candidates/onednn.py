@@ -21,7 +21,7 @@ class Onednn(Candidate):
     def launch(self, problem: Problem, constants: tuple = ()) -> Tensor:
         key, x, weight, bias, out = problem
         linear, x, W = torch.ops.mkldnn._linear_pointwise, value_of(x), weight.values
-        if key.operation == "linear_add":
+        if key.operation == "linear_add" and out is not None:
             return out.copy_(linear.binary(x, out, W, bias, "add"))
         y = linear(x, W, bias, "none", [], "")
         if key.operation == "linear_silu":

@@ -118,8 +118,9 @@ class Quack(OptionalPackage, Candidate):
             return None
         num_rows, N = len(x if rows is None else rows), weight.shape[-2]
         options: dict[str, Any] = {} if starts is None else {"cu_seqlens_m": starts, "A_idx": rows}
+        result: Any = out
         if operation == "linear_add":
-            options["C"] = result = out
+            options["C"] = out
         else:
             result = weight.new_empty(num_rows, N // 2 if operation == "linear_silu" else N)
         if operation == "linear_silu":

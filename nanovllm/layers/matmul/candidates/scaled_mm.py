@@ -63,13 +63,13 @@ def scaled_mm(x: Input, weight: Weight) -> Tensor:
         split_k(values, weight.values, y, None, _WHOLE_K, None, x_scale=scale, weight_scale=weight_scale, pdl=True)
         return y
     values, scale = format.quantize_input(x, _SCALES if is_blocked else 1)
+    scales: Any = {"scale_a": scale, "scale_b": weight_scale.t()}
     # The scales of blocks are for cuBLAS, those of rows for CUTLASS. Fast accumulation leaves out the promotion of the
     # tensor cores' sums to float32 after every few products; blocks have none.
     y = torch._scaled_mm(
         values,
         weight.values.t(),
-        scale_a=scale,
-        scale_b=weight_scale.t(),
+        **scales,
         out_dtype=weight.dtype,
         use_fast_accum=not is_blocked,
     )
