@@ -44,11 +44,12 @@ def stored():
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-@pytest.fixture(params=["stored", "executed"])
+@pytest.fixture(params=["stored", pytest.param("executed", marks=pytest.mark.slow)])
 def cells(request):
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.slow
 def test_its_outputs_are_stored(stored, executed):
     """All of them, by one run from top to bottom. What is random or takes time may differ."""
     assert [cell.execution_count for cell in stored] == [cell.execution_count for cell in executed]
