@@ -37,7 +37,7 @@ class LinearBase(nn.Module):
         if bias:
             bias_shards = {key: shape[:1] for key, shape in shards.items()}
             self.bias = make_parameter(weight_shape[:1], bias_shards, self.bias_loader, Unquantized())
-        self.products = Products(matmul, lambda: self.matrix, self.bias_of_rank)
+        self.products = Products(matmul, self, self.bias_of_rank)
 
     @property
     def matrix(self) -> Weight:

@@ -103,7 +103,7 @@ class MixtureOfExperts(nn.Module):
         with weight_format(None):
             self.gate = ReplicatedLinear(hidden_size, num_experts, False, tp, matmul)
         self.experts = Experts(num_experts, hidden_size, intermediate_size, tp)
-        self.products = Products(matmul, lambda: self.experts.gate_up_proj.matrix)
+        self.products = Products(matmul, self.experts.gate_up_proj)
 
     def add(
         self,

@@ -1,7 +1,8 @@
 """The choice among the candidates that can compute a product: a look-up in a table, once for each layer."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -96,14 +97,16 @@ class Product:
 
 
 class Products(dict[str, Product]):
-    """The products of one weight, by operation, each bound when it is first asked for."""
+    """The products of one layer's weight, by operation, each bound when it is first asked for."""
 
-    def __init__(self, matmul: Matmul, weight: Callable[[], Weight], bias: Tensor | None = None):
+    def __init__(self, matmul: Matmul, layer: Any, bias: Tensor | None = None):
+        """layer: its `matrix` is the weight."""
         super().__init__()
-        self._matmul, self._weight, self._bias = matmul, weight, bias
+        # Weak, because the layer has this: its weights would outlive the engine until Python looks for cycles.
+        self._matmul, self._layer, self._bias = matmul, weakref.proxy(layer), bias
 
     def __missing__(self, operation: str) -> Product:
-        found = self[operation] = Product(self._matmul, operation, self._weight(), self._bias)
+        found = self[operation] = Product(self._matmul, operation, self._layer.matrix, self._bias)
         return found
 
 
