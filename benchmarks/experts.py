@@ -29,7 +29,8 @@ from nanovllm.layers.matmul.candidate import Candidate
 from nanovllm.layers.matmul.candidates.expert_tiles import ExpertTiles
 from nanovllm.layers.matmul.candidates.experts_gemv import ExpertsGemv
 from nanovllm.layers.matmul.problem import ExpertsProblem
-from nanovllm.layers.matmul.table import Choice, Key, Row, Table, write_table
+from nanovllm.layers.matmul.row import Row
+from nanovllm.layers.matmul.table import Choice, Key, Table, write_table
 from nanovllm.utils.optional_packages import installed_versions
 
 DECODE_TOKENS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 192, 256, 384, 512)

@@ -69,5 +69,5 @@ class Normed:
         if self._norm is None:
             return self.residual
         if self._value is None:
-            self._value = self._norm(self.residual)
+            self._value = rms_norm(self.residual, self._norm.weight, self._norm.eps)
         return self._value

@@ -172,7 +172,13 @@ class RowParallelLinear(LinearBase):
         output_norm: RMSNorm | None = None,
     ) -> Normed | NormedParts:
         """Add y, or output_norm(y), to residual, in place. Returns norm of the sum; without a norm, the sum itself."""
-        return add_over_ranks(self, residual, x, norm, output_norm)
+        if self.tp.size > 1 or self.tp.reducer is not None or not isinstance(x, Tensor | Normed | Gated):
+            return add_over_ranks(self, residual, x, norm, output_norm)
+        if output_norm is not None:
+            output_norm.add_to(residual, self.products["linear"](x))
+        else:
+            self.products["linear_add"](x, residual)
+        return Normed(residual, norm)
 
     def part_of_sum(self, operation: str, x: Tensor | Gated, out: Tensor | None = None) -> Any:
         """This rank's part of y: a new tensor for the operation linear; into `out` for linear_sum; added to `out` for

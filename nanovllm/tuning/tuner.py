@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE
 from nanovllm.layers.matmul.candidate import Candidate
-from nanovllm.layers.matmul.table import Choice, Key, Row, Table
+from nanovllm.layers.matmul.row import Row
+from nanovllm.layers.matmul.table import Choice, Key, Table
 
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 1024)
 PREFILL_TOKENS = (2048, 4096, 8192, 16384)

@@ -25,7 +25,8 @@ from nanovllm.layers.matmul.candidates.quack import Quack, Tile, load_quack
 from nanovllm.layers.matmul.candidates.quack_experts import QuackExperts
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.problem import ExpertsProblem
-from nanovllm.layers.matmul.table import Choice, Key, Row, Table, package_table
+from nanovllm.layers.matmul.row import Row
+from nanovllm.layers.matmul.table import Choice, Key, Table, package_table
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,8 @@ from gpus import pretend_gpu
 from nanovllm.kernels.shared_memory import fitting_stages
 from nanovllm.layers.matmul.candidates.expert_tiles import ExpertTiles
 from nanovllm.layers.matmul.matmul import Matmul
-from nanovllm.layers.matmul.table import Choice, Key, Row, Table
+from nanovllm.layers.matmul.row import Row
+from nanovllm.layers.matmul.table import Choice, Key, Table
 
 KIB = 1024
 SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_for_cards.py"

@@ -28,7 +28,8 @@ from nanovllm.layers.matmul.candidates.experts_gemv import ExpertsGemv
 from nanovllm.layers.matmul.candidates.quack_experts import QuackExperts
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.problem import ExpertsProblem
-from nanovllm.layers.matmul.table import Choice, Key, Row, Table, package_table
+from nanovllm.layers.matmul.row import Row
+from nanovllm.layers.matmul.table import Choice, Key, Table, package_table
 from nanovllm.layers.parallel.rank_sums import NormedParts
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.layer_facts import num_layer_params

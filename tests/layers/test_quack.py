@@ -19,8 +19,9 @@ from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.candidates.quack import Quack, Tile, Wanted
 from nanovllm.layers.matmul.matmul import Matmul
+from nanovllm.layers.matmul.row import Row
 from nanovllm.layers.matmul.step_rows import padded_rows
-from nanovllm.layers.matmul.table import Choice, Key, Row, Table, load_table
+from nanovllm.layers.matmul.table import Choice, Key, Table, load_table
 from nanovllm.models.layer_facts import layer_products
 from nanovllm.utils.context import Context, step_context
 

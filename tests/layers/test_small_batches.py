@@ -20,7 +20,8 @@ from nanovllm.layers.matmul.candidates import gemv, split_k
 from nanovllm.layers.matmul.candidates.gemv import Gemv
 from nanovllm.layers.matmul.candidates.split_k import SplitK
 from nanovllm.layers.matmul.matmul import Matmul
-from nanovllm.layers.matmul.table import Choice, Key, Row, Table
+from nanovllm.layers.matmul.row import Row
+from nanovllm.layers.matmul.table import Choice, Key, Table
 from nanovllm.layers.parallel.rank_sums import posted_constants
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.layer_facts import layer_products

@@ -6,7 +6,8 @@ import pytest
 
 from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE
 from nanovllm.layers.matmul.candidates import ALL
-from nanovllm.layers.matmul.table import Choice, Key, Row, Table, package_table
+from nanovllm.layers.matmul.row import Row
+from nanovllm.layers.matmul.table import Choice, Key, Table, package_table
 from nanovllm.tuning.tune_model import keys_and_top_k, layer_problems, meta_layer
 from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Tuner
 

@@ -35,7 +35,8 @@ class SequenceMaker:
         self.num_requests = 0
         self._seq_ids = count()
         self._tokenizer = tokenizer
-        self._check_bos = BosCheck(tokenizer)
+        has_bos = getattr(tokenizer, "bos_token_id", None) is not None
+        self._check_bos = BosCheck(tokenizer) if has_bos else None
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._vocab_size = config.hf_config.vocab_size
         self._eos = config.eos
@@ -186,7 +187,8 @@ class SequenceMaker:
         if texts:
             # Not verbose: a prompt that is too long gets an error of ours.
             encoded = self._tokenizer(list(texts.values()), verbose=False, **options)["input_ids"]
-            self._check_bos(encoded)
+            if self._check_bos is not None:
+                self._check_bos(encoded)
             for i, token_ids in zip(texts, encoded, strict=True):
                 found[i] = token_ids
         for i, token_ids in enumerate(found):

@@ -270,11 +270,14 @@ def best_of_shard_torch(
     best = highest.clone()
     # A few rows at a time, so that intermediate results stay in a CPU's cache.
     rows_at_once = max(1, _COLUMNS_AT_ONCE // logits.shape[1])
+    missing = -logits.shape[1] % GROUP
     for rows in (temperatures > 0).nonzero().squeeze(1).split(rows_at_once):
-        chosen = logits[rows]
+        # [rows, num_groups, GROUP]. A pad of nothing would copy.
+        chosen = F.pad(logits[rows], (0, missing), value=-math.inf) if missing else logits[rows]
+        chosen = chosen.unflatten(1, (-1, GROUP))
         draw = temperatures[rows], seeds[rows], positions[rows]
         best[rows], groups = group_scores(chosen, *draw, first_column).max(dim=1)
-        members = in_groups(chosen)[torch.arange(len(rows), device=logits.device), groups]
+        members = chosen[torch.arange(len(rows), device=logits.device), groups]
         within = race_scores(members, *draw, first_column + groups * GROUP).argmax(dim=1)
         columns[rows] = groups * GROUP + within
     # A tiny temperature makes scores infinite where the logits are finite.
@@ -327,24 +330,27 @@ def race_scores(
     first = torch.as_tensor(first_column, device=logits.device).reshape(-1, 1)
     quads = first // 4 + torch.arange((num_columns + 3) // 4, device=logits.device)
     bits = torch.stack(_random_words(quads, 0, seeds, positions), dim=-1).flatten(1)[:, :num_columns]
-    return logits.float() * _scale(temperatures) - log2_exponential_torch(bits)
+    scale = (math.log2(math.e) / temperatures).clamp(_MIN_SCALE, _MAX_SCALE)  # because 0 * inf is NaN
+    return logits.float() * scale.unsqueeze(1) - log2_exponential_torch(bits)
 
 
 def group_scores(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_column: int = 0
+    groups: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_column: int = 0
 ) -> Tensor:
-    """The scores of groups of GROUP columns: log2 of the sum of their weights 2^(logit / T * log2 e), less log2 E.
-    float32 `[batch, num_groups]`; -inf for a group whose logits are all -inf, NaN for one that holds a NaN.
+    """The scores of groups of columns: log2 of the sum of their weights 2^(logit / T * log2 e), less log2 E. float32
+    `[batch, num_groups]`; -inf for a group whose logits are all -inf, NaN for one that holds a NaN.
 
-    The arguments are those of `race_scores`, with first_column a multiple of GROUP. E comes from the first output of
-    the Philox block whose counter has the group's number in word 0.
+    groups: the logits `[batch, num_groups, GROUP]`. The other arguments are those of `race_scores`, with first_column
+    a multiple of GROUP. E comes from the first output of the Philox block whose counter has the group's number in word
+    0.
     """
-    exponents = in_groups(logits.float()) * _scale(temperatures).unsqueeze(2)
+    scale = (math.log2(math.e) / temperatures).clamp(_MIN_SCALE, _MAX_SCALE)
+    exponents = groups.float() * scale.view(-1, 1, 1)
     # Finite, so that no infinity is subtracted from another.
     highest = exponents.amax(dim=2).clamp_(-MAX_FLOAT, MAX_FLOAT)
     scores = (exponents - highest.unsqueeze(2)).exp2_().sum(dim=2).log2_() + highest
-    groups = first_column // GROUP + torch.arange(exponents.shape[1], device=logits.device).unsqueeze(0)
-    return scores - log2_exponential_torch(_random_words(groups, 1, seeds, positions)[0])
+    index = first_column // GROUP + torch.arange(groups.shape[1], device=groups.device).unsqueeze(0)
+    return scores - log2_exponential_torch(_random_words(index, 1, seeds, positions)[0])
 
 
 def _random_words(index: Tensor, purpose: int, seeds: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
@@ -352,15 +358,3 @@ def _random_words(index: Tensor, purpose: int, seeds: Tensor, positions: Tensor)
     seeds, positions = seeds.unsqueeze(1), positions.unsqueeze(1)
     counter = (index, torch.full_like(index, purpose), positions & _WORD, positions >> 32 & _WORD)
     return philox4x32_torch(*counter, seeds & _WORD, seeds >> 32 & _WORD)
-
-
-def _scale(temperatures: Tensor) -> Tensor:
-    # Neither infinite nor 0, because 0 * inf is NaN.
-    return (math.log2(math.e) / temperatures).clamp(_MIN_SCALE, _MAX_SCALE).unsqueeze(1)
-
-
-def in_groups(logits: Tensor) -> Tensor:
-    """`[batch, num_groups, GROUP]`, padded with -inf."""
-    missing = -logits.shape[1] % GROUP
-    whole = F.pad(logits, (0, missing), value=-math.inf) if missing else logits  # A pad of nothing would copy.
-    return whole.unflatten(1, (-1, GROUP))

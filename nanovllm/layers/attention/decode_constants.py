@@ -3,7 +3,8 @@
 import torch
 
 from nanovllm.kernels.attention.decode_plan import DecodeConfig
-from nanovllm.layers.matmul.table import Row, Table, speed_name
+from nanovllm.layers.matmul.row import Row
+from nanovllm.layers.matmul.table import Table, speed_name
 
 _DEFAULT_GROUP, _DEFAULT_KEY_BYTES = "128 bfloat16", 256
 _SMALLEST_TILE = 16

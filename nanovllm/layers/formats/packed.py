@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers.formats.format import Input, Weight, WeightFormat, value_of
+from nanovllm.layers.formats.format import Input, Weight, WeightFormat
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -58,4 +58,5 @@ class Packed(WeightFormat):
         return Weight(self, self.pack(weight.to(dtype)))
 
     def linear(self, x: Input, weight: Weight) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(value_of(x), weight.values, None, "none", [], "")
+        x = x if isinstance(x, Tensor) else x.value()
+        return torch.ops.mkldnn._linear_pointwise(x, weight.values, None, "none", [], "")

@@ -11,7 +11,8 @@ from nanovllm.layers.formats.format import Input, Weight
 from nanovllm.layers.matmul.candidate import Candidate
 from nanovllm.layers.matmul.candidates import make_candidates
 from nanovllm.layers.matmul.problem import AnyProblem, Problem
-from nanovllm.layers.matmul.table import Choice, Key, Row, Table
+from nanovllm.layers.matmul.row import Row
+from nanovllm.layers.matmul.table import Choice, Key, Table
 from nanovllm.utils.context import get_context
 
 logger = logging.getLogger(__name__)

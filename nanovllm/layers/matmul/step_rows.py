@@ -7,7 +7,8 @@
 
 from collections.abc import Callable
 
-from nanovllm.layers.matmul.table import Key, Row, Table, nearest
+from nanovllm.layers.matmul.row import Row
+from nanovllm.layers.matmul.table import Key, Table, nearest
 
 
 def mixed_step_rows(table: Table, key: Key) -> int:

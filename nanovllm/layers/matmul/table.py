@@ -9,23 +9,21 @@ is taken from the H200's.
 import json
 import math
 import os
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.kernels.gpu import GpuFacts
+from nanovllm.layers.matmul.row import Row
 from nanovllm.utils.optional_packages import kernel_cache
 
 _TABLES = Path(__file__).parent / "tables"
 _DEFAULT_GPU = "NVIDIA H200"  # Its table is under those of all other GPUs.
 _SETTINGS_ON_CPUS = ("flash_attn4", "decode_attention")  # The others are about products.
 _SAME_SPEED = {"float16": "bfloat16"}
-
-T = TypeVar("T")
 
 
 def speed_name(dtype: torch.dtype | str) -> str:
@@ -68,19 +66,6 @@ class Choice(NamedTuple):
 
     candidate: str
     constants: tuple = ()
-
-
-class Row(Generic[T]):
-    """Choices by the number of tokens: a table's `Choice`s, or candidates with their constants."""
-
-    def __init__(self, buckets: Mapping[int, Iterable[T]]):
-        """buckets: the largest number of tokens -> choices, the best first."""
-        self.bounds = sorted(buckets)
-        self.choices = [tuple(buckets[bound]) for bound in self.bounds]
-        self._limits = self.bounds[:-1]  # The last choices are for all larger numbers.
-
-    def __getitem__(self, num_tokens: int) -> tuple[T, ...]:
-        return self.choices[bisect_left(self._limits, num_tokens)]
 
 
 class Table:

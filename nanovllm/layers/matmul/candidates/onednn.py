@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.silu_and_mul import silu_and_mul
-from nanovllm.layers.formats.format import value_of
 from nanovllm.layers.formats.packed import Packed
 from nanovllm.layers.matmul.candidate import Candidate
 from nanovllm.layers.matmul.problem import Problem
@@ -20,7 +19,8 @@ class Onednn(Candidate):
 
     def launch(self, problem: Problem, constants: tuple = ()) -> Tensor:
         key, x, weight, bias, out = problem
-        linear, x, W = torch.ops.mkldnn._linear_pointwise, value_of(x), weight.values
+        linear, W = torch.ops.mkldnn._linear_pointwise, weight.values
+        x = x if isinstance(x, Tensor) else x.value()
         if key.operation == "linear_add" and out is not None:
             return out.copy_(linear.binary(x, out, W, bias, "add"))
         y = linear(x, W, bias, "none", [], "")
