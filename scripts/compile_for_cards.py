@@ -41,7 +41,6 @@ from nanovllm.kernels.experts.experts import TileConfig
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.shared_memory import fits, held_stages
 from nanovllm.layers.attention.gpu_backend import GpuBackend
-from nanovllm.layers.matmul.table import load_table
 from nanovllm.layers.parallel import residual_reducer
 from nanovllm.layers.parallel import tensor_parallel as parallel
 from nanovllm.layers.parallel.residual_reducer import make_reducer
@@ -266,7 +265,7 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
                 sizes = config.max_num_batched_tokens, config.hf_config.hidden_size, config.dtype
                 reducer = make_reducer(_Peers(config.tensor_parallel_size, device), *sizes)
                 tp = TensorParallel(size=config.tensor_parallel_size, group=MagicMock(), reducer=reducer)
-            runner.build_model(tp, load_table(device))
+            runner.build_model(tp)
             with few_layers(runner.model):
                 trace_steps(runner)
         finally:

@@ -20,7 +20,7 @@ from nanovllm.engine.runner.inputs import DecodeInputs, ModelInputs, send_prefil
 from nanovllm.engine.runner.sampled_tokens import send_tokens
 from nanovllm.engine.runner.startup.kernel_compilation import compiling_kernels, warmup_kernels
 from nanovllm.engine.runner.startup.kv_scales import choose_kv_scales
-from nanovllm.engine.runner.startup.memory import allocate_stores, free_memory, largest_prefill
+from nanovllm.engine.runner.startup.memory import allocate_stores, free_memory, free_stores, largest_prefill
 from nanovllm.engine.runner.startup.model_check import check_model
 from nanovllm.engine.runner.startup.model_setup import choose_mixed_step_rows, make_matmul, padded_batches
 from nanovllm.engine.runner.startup.package_kernels import PackageKernels
@@ -34,14 +34,14 @@ from nanovllm.layers.attention.backends import select_backend
 from nanovllm.layers.attention.gpu_backend import GpuBackend
 from nanovllm.layers.formats.all_formats import weight_format
 from nanovllm.layers.matmul.candidates.quack import Quack, load_quack
-from nanovllm.layers.matmul.table import Table, load_table
+from nanovllm.layers.matmul.table import load_table
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.sampling.sampler import Sampler
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.layers.stores.store import Store
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.layer_facts import few_layers, gate_up_weight, num_layer_params
-from nanovllm.models.loader import load_dummy, load_model, num_checkpoint_params
+from nanovllm.models.loader import forget_loaders, load_dummy, load_model, num_checkpoint_params
 from nanovllm.models.make_model import make_model
 from nanovllm.models.model_size import attention_shape
 from nanovllm.utils.context import reset_context, set_context
@@ -61,6 +61,8 @@ class ModelRunner:
     Attributes:
         tp: this rank's place among the ranks.
         attention_shape, backend: of the rank's attention, and what computes it.
+        has_graphs: whether decode steps are captured in CUDA graphs.
+        quack: quack-kernels, if they are used.
         model: the model; its weights are loaded last.
         num_layer_params: parameters of a layer on this rank, of experts only those that a token uses.
         stores: what sequences keep on the device; the first is `kv_cache`.
@@ -104,10 +106,9 @@ class ModelRunner:
 
     def start(self, tp: TensorParallel, progress: StartProgress) -> None:
         """Build everything, ready for `run`. All ranks do so at the same time."""
-        config, device = self.config, self.device
-        table = load_table(device)  # First, because a user's table may be broken.
-        with PackageKernels(config, tp.rank, device) as packages:
-            self.build_model(tp, table)
+        config, self.tp = self.config, tp
+        with PackageKernels(config, tp.rank, self.device) as packages:
+            self.build_model(tp)
             progress.tell("compiling kernels")
             with compiling_kernels(self, progress.count("compiling kernels")):
                 flash_attn4 = self.backend.flash_attn4 if isinstance(self.backend, GpuBackend) else None
@@ -133,10 +134,10 @@ class ModelRunner:
         if config.device == "cuda":
             warmup_kernels(self, self.num_kvcache_blocks)
 
-    def build_model(self, tp: TensorParallel, table: Table) -> None:
+    def build_model(self, tp: TensorParallel) -> None:
         """The model without its weights, and what goes with it."""
-        config, device = self.config, self.device
-        self.tp = tp
+        config, device, self.tp = self.config, self.device, tp
+        table = load_table(device)  # First, because a user's table may be broken.
         self.attention_shape = attention_shape(config, tp, device)
         self.backend = select_backend(config.attention_backend, self.attention_shape)
         self.has_graphs = config.device == "cuda" and not config.enforce_eager and self.backend.supports_cuda_graphs
@@ -221,11 +222,10 @@ class ModelRunner:
         """Give all memory back, also after a start that has failed. Calling it again does nothing."""
         self.synchronize()
         fields = vars(self)
-        for store in fields.get("stores", []):
-            store.free()
-        # A parameter and its loader's layer refer to each other, so only the collector would free them.
-        for parameter in self.model.parameters() if "model" in fields else ():
-            vars(parameter).pop("weight_loader", None)
+        if "stores" in fields:
+            free_stores(self.stores)
+        if "model" in fields:
+            forget_loaders(self.model)
         tp = fields.get("tp", TensorParallel())
         for name in ModelRunner.__annotations__:
             fields.pop(name, None)
@@ -286,7 +286,7 @@ class ModelRunner:
             "cu_seqlens_k": np.concatenate(([0], np.cumsum(num_keys))).astype(np.int32),
             "block_tables": tables,
         }
-        if len(self.stores) > 1:
+        if seqs[0].places:
             step.arrays["places"] = np.array([seq.places for seq in seqs], np.int32)
 
     @staticmethod

@@ -131,6 +131,13 @@ def num_checkpoint_params(model: nn.Module) -> int:
     return sum(math.prod(wanted.shape) for wanted in _wanted_tensors(model).values())
 
 
+def forget_loaders(model: nn.Module) -> None:
+    """Let the weights be freed as soon as nobody refers to the model. A parameter and its loader's layer refer to each
+    other, so only the collector would free them."""
+    for parameter in model.parameters():
+        vars(parameter).pop("weight_loader", None)
+
+
 def load_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
     """Fill every parameter with random numbers of a usual scale: norms with ones, the rest N(0, 0.02^2).
 

@@ -39,7 +39,7 @@ def scheduled(draw):
 def prefill(seqs: list[Sequence], block_size: int) -> Step:
     step = Step(seqs, True, len(seqs))
     runner = ModelRunner.__new__(ModelRunner)  # without a model
-    runner.block_size, runner.stores = block_size, []
+    runner.block_size = block_size
     runner.prepare_prefill(step)
     return step
 

@@ -131,3 +131,9 @@ def allocate_stores(
     for store in stores:
         store.allocate(blocks, config.max_num_seqs)
     return blocks
+
+
+def free_stores(stores: Sequence[Store]) -> None:
+    """Give back what `allocate_stores` has allocated."""
+    for store in stores:
+        store.free()
