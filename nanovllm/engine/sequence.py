@@ -99,7 +99,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and completion, with the placeholder if there is one."""
+        """Tokens of prompt and completion, with the placeholder if there is one."""
         return len(self.tokens)
 
     @property

@@ -35,5 +35,5 @@ class GeluTanhAndMul(nn.Module):
     """`gelu(gate) * up`, the gelu by tanh (Hendrycks & Gimpel 2016), computed in float32 and rounded once."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `SiluAndMul.forward`."""
+        """The same as `SiluAndMul.forward`."""
         return gelu_tanh_and_mul(x)

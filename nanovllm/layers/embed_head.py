@@ -69,7 +69,7 @@ class ParallelLMHead(nn.Module):
         return self.format.linear(hidden_states, Weight(self.format, self.weight))
 
     def pack_weight(self) -> None:
-        """As `LinearBase.pack_weight`."""
+        """The same as `LinearBase.pack_weight`."""
         self.format, self.weight = self.format.packed(self.weight)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:

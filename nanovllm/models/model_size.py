@@ -62,7 +62,7 @@ def model_bytes(config: Any, model: Any) -> ModelBytes:
 
 
 def attention_shape(config: Any, tp: TensorParallel, device: torch.device) -> AttentionShape:
-    """Of a rank's attention in an engine with this `Config`."""
+    """The shape of a rank's attention in an engine with this `Config`."""
     num_heads = tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
     _, num_kv_heads = tp.shard_kv_heads(config.hf_config.num_key_value_heads)
     sizes = num_heads, num_kv_heads, get_head_dim(config.hf_config), config.kvcache_block_size

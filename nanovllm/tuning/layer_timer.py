@@ -128,7 +128,7 @@ class LayerTimer:
         return micros
 
     def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Without `torch.cuda.graph`, which collects garbage and empties the allocator's cache."""
+        """Capture without `torch.cuda.graph`, which collects garbage and empties the allocator's cache."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -170,7 +170,7 @@ class LayerTimer:
         return self.candidates[choice.candidate].launch(problem, choice.constants)
 
     def _problem(self, i: int, num_tokens: int) -> AnyProblem:
-        """On numbers of order one."""
+        """A problem on numbers of order one."""
         problem = self._layers[0][i]
         key, weight = problem.key, problem.weight
         stream, out = (weight.new_empty(num_tokens, key.K).normal_() for _ in range(2))
@@ -211,14 +211,14 @@ class LayerTimer:
         return self._expected[key]
 
     def _afresh(self, problem: Any) -> Any:
-        """For one launch, which may write to `out`, and keeps the norm that it computes."""
+        """The problem for one launch, which may write to `out`, and keeps the norm that it computes."""
         x = problem.x
         x = Normed(x.residual, self._norm) if isinstance(x, Normed) else x
         return problem._replace(x=x, out=None if problem.out is None else problem.out.clone())
 
 
 def _with_weights(problem: AnyProblem, device: torch.device) -> AnyProblem:
-    """With new weights on a device."""
+    """The problem with new weights on a device."""
 
     def weight(like: Weight) -> Weight:
         values = torch.randn(like.shape, dtype=like.dtype, device=device).mul_(like.shape[-1] ** -0.5)

@@ -10,8 +10,8 @@ _SECONDS_BETWEEN_LINES = 30.0
 
 
 class Progress:
-    """Of one part of the work: a bar in a terminal; elsewhere, for example in a file, a line every half minute. Use as
-    a context manager."""
+    """Shows one part of the work: a bar in a terminal; elsewhere, for example in a file, a line every half minute. Use
+    as a context manager."""
 
     def __init__(self, text: str, unit: str, total: int = 0, clock: Callable[[], float] = time.monotonic):
         self._text, self._total, self._done, self._clock = text, total, 0, clock

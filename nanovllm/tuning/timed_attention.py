@@ -15,7 +15,8 @@ _NUM_BLOCKS = 2  # of each sequence, about the mean of `bench` and `single`. Wit
 
 
 class TimedAttention:
-    """From q, k and v to the input of o, as in a decode step whose sequences have two full blocks of keys each."""
+    """Computes from q, k and v the input of o, as in a decode step whose sequences have two full blocks of keys
+    each."""
 
     def __init__(self, shape: AttentionShape, table: Table, max_tokens: int):
         """table: has the constants of decode attention. max_tokens: the most tokens of a step."""
@@ -33,7 +34,7 @@ class TimedAttention:
         self._positions = torch.full((max_tokens,), self._num_keys - 1, device=shape.device)
 
     def context(self, num_tokens: int, has_keys: bool) -> Context:
-        """Of a decode step of so many tokens, on the shape's device. Without keys they are rows of padding."""
+        """A decode step's context, on the shape's device. Without keys its tokens are rows of padding."""
         device, backend = self.shape.device, self._backend
         num_keys = self._num_keys if has_keys else 0
         host = {

@@ -63,7 +63,7 @@ class Tuner:
         return tuple(next(iter(choices), default) for choices, default in zip(found, self.defaults, strict=True))
 
     def _usable(self, i: int, choices: Iterable[Choice]) -> list[Choice]:
-        """Of a product's choices those that are installed, each once, as they fit the GPU."""
+        """Those of a product's choices that are installed, each once, as they fit the GPU."""
         installed = (choice for choice in choices if choice.candidate in self.candidates)
         fitted = (self._fitted(i, choice) for choice in installed)
         return list(dict.fromkeys(choice for choice in fitted if choice is not None))
@@ -119,7 +119,7 @@ class Tuner:
         return Result(ranked, micros, is_new)
 
     def most_timings(self, phase: str, num_tokens: int) -> int:
-        """How often `tune` times a layer of so many tokens at most."""
+        """How often `tune` times a layer of this many tokens at most."""
         trials = self.trials(phase, num_tokens)
         alone = 2 + sum(map(len, trials))
         together = 1 + len(self.candidates) + len(trials) * (_NUM_FINALISTS + 1)
@@ -215,7 +215,7 @@ class Tuner:
 
 
 def _is_padded(phase: str, num_tokens: int) -> bool:
-    """Whether a step of so many tokens may be the larger one to which another is padded: it has a graph."""
+    """Whether a step of this many tokens may be the larger one to which another is padded: it has a graph."""
     return phase == "decode" and num_tokens <= MAX_GRAPH_BATCH_SIZE
 
 
@@ -240,7 +240,7 @@ def _row(phase: str, choices: Mapping[int, list[Choice]]) -> Row:
 
 
 def _merged(buckets: Mapping[int, list]) -> dict[int, list]:
-    """Without buckets that are equal to the next one."""
+    """The row without buckets that are equal to the next one."""
     bounds = sorted(buckets)
     return {
         bound: buckets[bound]

@@ -147,7 +147,7 @@ class Workers:
         return self._group
 
     def wait_ready(self) -> None:
-        """Until all of them wait for calls. Raises WorkerError."""
+        """Wait until all of them wait for calls. Raises WorkerError."""
         self._wait_for("ready")
         remove_store(self._store_folder)
 
@@ -232,7 +232,7 @@ class Workers:
     # -- the thread that watches them ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Until one of them fails, or they are to end."""
+        """Watch them until one fails, or they are to end."""
         ranks: dict[Any, int] = {connection: rank for rank, connection in self._reports.items()}
         beating: dict[Any, int] = {connection: rank for rank, connection in self._heartbeats.items()}
         silence = dict.fromkeys(self._reports, 0.0)  # rank -> seconds since its last sign of life

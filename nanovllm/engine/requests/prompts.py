@@ -178,7 +178,7 @@ def as_array(token_ids: list[int], vocab_size: int) -> array:
 
 
 def params_per_prompt(params: Any, num_prompts: int) -> list[SamplingParams]:
-    """From one for all, a list with one each, whose items are not checked, or None for the defaults."""
+    """A list with one for each prompt. params: one for all, a list (whose items are not checked), or None: defaults."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
     params = list(_check_iterable(params))

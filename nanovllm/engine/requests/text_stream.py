@@ -231,7 +231,8 @@ def _is_whole(text: str) -> bool:
 
 
 def _decode_run(run: bytearray) -> str:
-    """As ByteFallback does, which gives all bytes up if one is wrong, apart from what is no character at the end."""
+    """Decode as ByteFallback does, which gives all bytes up if one is wrong, apart from what is no character at the
+    end."""
     try:
         return run.decode().rstrip(REPLACEMENT)
     except UnicodeDecodeError:

@@ -128,8 +128,8 @@ def _to_float16(q):
 
 @triton.jit
 def _split_pairs(pairs):
-    """Of pairs of float8_e4m3fn, int16 `[M, N]`, the first and the second numbers, float16 `[M, N, 2]`. Not in Triton's
-    interpreter."""
+    """For pairs of float8_e4m3fn, int16 `[M, N]`: the first and the second numbers, float16 `[M, N, 2]`. Not in
+    Triton's interpreter."""
     # A register holds two pairs. Its bytes are sorted before they are converted: Triton would move each one alone.
     first, second = tl.inline_asm_elementwise(
         """{

@@ -34,7 +34,7 @@ class PrefillTiles(NamedTuple):
         return (self.rows + self.keys * tiles) * row_bytes + self.rows * self.keys * itemsize
 
     def smaller(self) -> "PrefillTiles":
-        """With half as many keys, or, from 32 keys down, half as many rows."""
+        """The tiles with half as many keys, or, from 32 keys down, half as many rows."""
         if self.keys > _FEW_KEYS or self.rows <= _FEW_ROWS:
             return self._replace(keys=self.keys // 2)
         return self._replace(rows=self.rows // 2, num_warps=max(4, self.num_warps // 2))

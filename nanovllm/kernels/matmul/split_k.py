@@ -76,8 +76,8 @@ def _prefetch(weight, row, inside, first_row, first_k, K: tl.constexpr, COLUMNS:
 
 @triton.jit
 def _load_scales(of_rows, of_tokens, k, group_stride, K: tl.constexpr, BLOCK: tl.constexpr):
-    """In column k's block. of_rows, of_tokens: pointers to the first block's. Columns beyond K are zeros, so any scale
-    does for them."""
+    """The scales of column k's block. of_rows, of_tokens: pointers to the first block's. Columns beyond K are zeros, so
+    any scale does for them."""
     block = tl.minimum(k // BLOCK, K // BLOCK - 1)
     return tl.load(of_rows + block), tl.load(of_tokens + block * group_stride)
 

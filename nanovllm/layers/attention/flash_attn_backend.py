@@ -67,5 +67,5 @@ class FlashAttnBackend(GpuBackend):
 
 
 def _window_size(window: int | None) -> tuple[int, int]:
-    """As flash-attn counts: keys before the query's own, and after it; -1 for all."""
+    """The window as flash-attn counts it: keys before the query's own, and after it; -1 for all."""
     return (-1, -1) if window is None else (window - 1, 0)

@@ -118,7 +118,7 @@ class MixtureOfExperts(nn.Module):
         return add_over_ranks(self, residual, x, norm, output_norm)
 
     def part_of_sum(self, operation: str, x: torch.Tensor | Normed, out: torch.Tensor | None = None) -> Any:
-        """As RowParallelLinear's."""
+        """The same as RowParallelLinear's."""
         logits = self.gate(x)
         if out is None:
             out = logits.new_empty(len(x), self.gate.weight.shape[1])

@@ -50,12 +50,12 @@ class Weight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the products' input and result."""
+        """The dtype of the products' input and result."""
         return self.input_dtype or self.values.dtype
 
     @property
     def table_name(self) -> str:
-        """Of its format and dtype."""
+        """What tables call its format and dtype."""
         return self.format.table_name(self.dtype)
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ class WeightFormat(ABC):
         return None
 
     def table_name(self, dtype: torch.dtype) -> str:
-        """In tables. dtype: of the products' input."""
+        """What tables call it. dtype: of the products' input."""
         return self.name
 
     def check_gpu(self, capability: tuple[int, int]) -> str | None:

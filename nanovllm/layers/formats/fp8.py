@@ -69,7 +69,7 @@ class Fp8(WeightFormat):
         return self.scale_name is not None
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the scales of a weight `[..., N, K]`."""
+        """The shape of the scales of a weight `[..., N, K]`."""
         return (*shape[:-1], 1)
 
     def parameters(self, shape: tuple[int, ...], shards: dict, weight_loader: Any) -> dict[str, nn.Parameter]:

@@ -50,7 +50,7 @@ class Key(NamedTuple):
 
     @property
     def shape_name(self) -> str:
-        """Of its weight, in settings: "12288x2048 bfloat16", with experts "128x1536x2048 bfloat16"."""
+        """The name of its weight's shape, in settings: "12288x2048 bfloat16", with experts "128x1536x2048 bfloat16"."""
         experts = f"{self.experts}x" if self.experts > 1 else ""
         return f"{experts}{self.N}x{self.K} {self.format}"
 
@@ -160,7 +160,7 @@ def read_table(path: Path) -> Table:
 
 
 def choice_of(items: list) -> Choice:
-    """From a JSON list of a name and constants. Raises ValueError."""
+    """Read a JSON list of a name and constants. Raises ValueError."""
     if not isinstance(items, list) or not items or not isinstance(items[0], str):
         raise ValueError(f"a choice must be a list of a candidate's name and its constants, not {items!r}")
     name, *constants = items

@@ -106,9 +106,9 @@ def checkpoint_scales(
 def calibrated_scales(
     config: Config, model: DecoderForCausalLM, layers: Iterable[Attention], like: torch.Tensor
 ) -> torch.Tensor:
-    """From prefills of a few prompts, without a cache: the scales with which the largest key and value of each head are
-    a `MARGIN`-th of the largest e4m3 number. They depend on the model alone (and on max_model_len, if that is shorter
-    than a prompt), not on what the engine will be asked."""
+    """Find by prefills of a few prompts, without a cache, the scales with which the largest key and value of each head
+    are a `MARGIN`-th of the largest e4m3 number. They depend on the model alone (and on max_model_len, if that is
+    shorter than a prompt), not on what the engine will be asked."""
     largest, device = torch.zeros_like(like), like.device
     with ExitStack() as hooks:
         for layer, of_layer in zip(layers, largest, strict=True):

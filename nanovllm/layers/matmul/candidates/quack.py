@@ -208,7 +208,7 @@ def _decode_tiles(key: Key, num_tokens: int, num_multiprocessors: int) -> Iterat
 
 
 def _tiles_in_fp8(key: Key, num_tokens: int, num_multiprocessors: int) -> Iterator[Tile]:
-    """For a decode step with a graph: the three tiles with which the busiest multiprocessor has the least to do."""
+    """For a decode step with a graph, the three tiles with which the busiest multiprocessor has the least to do."""
 
     def duration(tile: tuple[int, int]) -> int:
         tokens, columns = tile

@@ -15,7 +15,7 @@ from nanovllm.layers.matmul.table import Key
 
 
 class QuackExperts(Candidate):
-    """With the precision and for the shapes that `Quack` says. constants: two `Tile`s, for gate_up and down."""
+    """It has the precision and the shapes of `Quack`. constants: two `Tile`s, for gate_up and down."""
 
     name = "quack-experts"
     operations = ("experts",)

@@ -19,7 +19,7 @@ from nanovllm.layers.matmul.table import Key
 
 
 class SplitK(Candidate):
-    """For weights in fp8, or for up to 128 tokens and weights with few rows. constants: a `SplitKConfig`'s."""
+    """It is for weights in fp8, or for up to 128 tokens and weights with few rows. constants: a `SplitKConfig`'s."""
 
     name = "split-k"
     operations = ("linear", "linear_silu", "linear_add", "linear_sum")
