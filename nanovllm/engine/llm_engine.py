@@ -16,11 +16,12 @@ from nanovllm.config import Config
 from nanovllm.engine.engine_lock import Call, EngineLock
 from nanovllm.engine.places import Slots
 from nanovllm.engine.ranks.executor import Executor
-from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, engine_stats
+from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, StreamDelta, engine_stats
 from nanovllm.engine.requests.prompts import Prompt, as_prompts, params_per_prompt
 from nanovllm.engine.requests.request_order import longest_first
 from nanovllm.engine.requests.results import Results
 from nanovllm.engine.requests.sequence_maker import SequenceMaker
+from nanovllm.engine.requests.streaming import new_deltas
 from nanovllm.engine.sampling.logprobs import record_prompt_logprobs
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -279,14 +280,17 @@ class LLMEngine:
     # -- requests by hand --------------------------------------------------------------------------------------------
 
     @explains_unknown_options(HINTS["generate"], misplaced_option)
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue one prompt, in any form that generate accepts, for `step`. Returns its request id.
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, streams: bool = False) -> int:
+        """Queue one prompt, in any form that generate accepts, for `step` or `step_deltas`. Returns its request id.
+
+        streams: whether step_deltas gives its text.
 
         Raises ValueError or TypeError as generate does, and RuntimeError after exit() or while a generate(), stream()
         or generate_iter() is under way.
         """
         with self._lock.turn(_BY_HAND):
-            seqs = self._sequences.make_one(prompt, SamplingParams() if sampling_params is None else sampling_params)
+            params = SamplingParams() if sampling_params is None else sampling_params
+            seqs = self._sequences.make_one(prompt, params, streams)
             self._queue(_BY_HAND, [seqs])
             return seqs[0].request_id
 
@@ -304,17 +308,28 @@ class LLMEngine:
         Any other exception, from the model or from Ctrl-C, drops all requests and leaves the engine usable.
         """
         with self._lock.turn(_BY_HAND):
-            if self.is_finished():
-                raise RuntimeError("step() with no request queued: call add_request() first")
-            finished, step = self._step()
+            finished, step = self._step_by_hand()
         return [(seq.request_id, seq.completion_token_ids) for seq in finished], step.num_tokens
+
+    def step_deltas(self) -> list[StreamDelta]:
+        """Compute one step, as `step` does, and return what it adds to each completion, as `stream` does. Requests may
+        be added and aborted between two steps, so that a server can use it. Raises as `step`."""
+        with self._lock.turn(_BY_HAND):
+            finished, step = self._step_by_hand()
+            self._set_texts(finished)
+            return list(new_deltas(step.seqs, finished))
+
+    def _step_by_hand(self) -> tuple[list[Sequence], Step]:
+        if self.is_finished():
+            raise RuntimeError("step() with no request queued: call add_request() first")
+        return self._step()
 
     def abort_request(self, request_id: int | None = None) -> None:
         """Drop an unfinished request with all its samples, or with None all requests. A request that has finished or
         been aborted stays as it is.
 
-        A generate, stream or generate_iter returns what the request has so far, with finish_reason "abort"; `step` does
-        not return it. Call this between steps: from on_step, or from the loop that reads a stream.
+        A generate, stream or generate_iter returns what the request has so far, with finish_reason "abort"; `step` and
+        `step_deltas` do not return it. Call this between steps: from on_step, or from the loop that reads a stream.
 
         Raises:
             ValueError, TypeError: there has been no request with this id.

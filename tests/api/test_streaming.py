@@ -40,6 +40,42 @@ def test_deltas_add_up_to_what_generate_gives(llm):
             assert result[name] == whole[name]
 
 
+def test_requests_by_hand_have_deltas_too(llm):
+    """As a server needs them: requests come and go between two steps."""
+    prompts = ["the table names a block", [5, 6], random_prompt(30, seed=1), "a row"]
+    params = [
+        greedy(12),
+        SamplingParams(max_tokens=9, seed=1, ignore_eos=True, n=2, logprobs=1),
+        greedy(15),
+        SamplingParams(max_tokens=30, seed=4, stop=["e", "a"]),
+    ]
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    found = {}
+    waiting = list(zip(prompts, params, strict=True))
+    gone = llm.add_request("a row of slots", greedy(50), streams=True)
+    ids = []
+    for step in range(1000):
+        if waiting:
+            ids.append(llm.add_request(*waiting.pop(0), streams=True))
+        if step == 2:
+            llm.abort_request(gone)
+        for delta in llm.step_deltas():
+            assert step < 2 or delta["request_id"] != gone
+            found.setdefault((delta["request_id"], delta["sample"]), []).append(delta)
+        if not waiting and llm.is_finished():
+            break
+    for request_id, output in zip(ids, expected, strict=True):
+        for sample, whole in enumerate(output.get("samples", [output])):
+            deltas = found[request_id, sample]
+            assert "".join(delta["text"] for delta in deltas) == whole["text"]
+            assert [token for delta in deltas for token in delta["token_ids"]] == whole["token_ids"]
+            assert [delta["finish_reason"] for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+            assert deltas[-1]["finish_reason"] == whole["finish_reason"]
+            assert deltas[-1]["stop_reason"] == whole["stop_reason"]
+    with pytest.raises(RuntimeError, match="no request queued"):
+        llm.step_deltas()
+
+
 def test_deltas_carry_their_tokens_logprobs(llm):
     prompts, params = [[5, 6, 7], [8] * 20], SamplingParams(max_tokens=8, ignore_eos=True, seed=2, n=2, logprobs=2)
     found = {}

@@ -47,10 +47,10 @@ class SequenceMaker:
         self._long_text = CHARACTERS_PER_TOKEN * length_limit.max_seq_len  # characters
         self._special = SpecialOptions(config, tokenizer, self.detokenizer)
 
-    def make_one(self, prompt: Prompt, params: SamplingParams) -> list[Sequence]:
-        """The samples of one request. Raises as make_all."""
+    def make_one(self, prompt: Prompt, params: SamplingParams, streams: bool = False) -> list[Sequence]:
+        """The samples of one request. streams: as in make_all. Raises as make_all."""
         (tokens,) = self._encode([prompt])
-        return self._make(tokens, params, "prompt: ", "sampling_params: ")
+        return self._make(tokens, params, "prompt: ", "sampling_params: ", streams=streams)
 
     def make_all(
         self,
