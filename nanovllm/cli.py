@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_run_batch(commands, arguments)
     _add_status(commands)
     _add_chat(commands)
+    _add_serve(commands)
     _add_fit(commands)
     _add_tune(commands)
     commands.add_parser("bench", help="measure the speed on this machine", add_help=False)
@@ -290,6 +291,49 @@ def _chat(options: argparse.Namespace) -> int:
     given = _given(options)
     sampling = {name: given.pop(name) for name in options.sampling_names if name in given}
     chat_in_terminal(**given, sampling=sampling)
+    return 0
+
+
+# -- serve -------------------------------------------------------------------------------------------------------------
+
+
+def _add_serve(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model on this machine by OpenAI's API",
+        description="Serve a model by OpenAI's API: /v1/chat/completions, /v1/completions and /v1/models. Needs the "
+        "extra serve. Ends with Ctrl-C. docs/integrations.md says more.",
+    )
+    parser.add_argument("model", help="a directory or a hub id")
+    parser.add_argument("--host", help="the address to listen on (default: 127.0.0.1, this machine alone)")
+    parser.add_argument("--port", type=int, help="0 takes a free one (default: 8000)")
+    key_help = "what clients must send (default: the variable NANOVLLM_API_KEY, or no key)"
+    parser.add_argument("--api-key", metavar="KEY", help=key_help)
+    parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL)")
+    parser.add_argument(
+        "--chat-template", type=_file, metavar="FILE", help="a Jinja template instead of the tokenizer's"
+    )
+    add_options(parser.add_argument_group("engine (docs/reference.md)"), EngineOptions, _ENGINE)
+    parser.set_defaults(run=_serve, interrupted="the server has ended")
+
+
+def _serve(options: argparse.Namespace) -> int:
+    try:
+        with sigterm_as_interrupt():
+            from nanovllm.integrations.serving.server import serve
+
+            logging.basicConfig(level=logging.WARNING, format="%(message)s")
+            given = _given(options)
+            given.pop("interrupted")
+            serve(**given)
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        print("nanovllm serve: needs starlette and uvicorn: pip install 'nanovllm[serve]'", file=sys.stderr)
+        return _WRONG_CALL
+    except (TypeError, RuntimeError) as error:
+        print(f"nanovllm serve: {error}", file=sys.stderr)
+        return _FAILED
     return 0
 
 

@@ -69,22 +69,7 @@ class Responder:
 
     def answer(self, kind: Kind, line_id: Any, output: Any, num_logprobs: int | None) -> Row:
         """A line of output. output: the RequestOutput. num_logprobs: the request's `logprobs`."""
-        samples = output.get("samples") or [output]
-        num_tokens = output["num_prompt_tokens"], sum(len(sample["token_ids"]) for sample in samples)
-        body = {
-            "id": f"{kind.id_prefix}-{uuid4().hex}",
-            "object": kind.object,
-            "created": int(time.time()),
-            "model": self.model,
-            "choices": [self._choice(kind, index, sample, num_logprobs) for index, sample in enumerate(samples)],
-            "usage": {
-                "prompt_tokens": num_tokens[0],
-                "completion_tokens": num_tokens[1],
-                "total_tokens": sum(num_tokens),
-            },
-        }
-        if output["prompt_logprobs"] is not None:  # vLLM's: OpenAI has none.
-            body["prompt_logprobs"] = output["prompt_logprobs"]
+        body = self.body(kind, output, num_logprobs)
         return {
             "id": f"batch_req_{uuid4().hex}",
             "custom_id": line_id,
@@ -92,7 +77,29 @@ class Responder:
             "error": None,
         }
 
-    def _choice(self, kind: Kind, index: int, sample: Mapping[str, Any], num_logprobs: int | None) -> Row:
+    def body(self, kind: Kind, output: Any, num_logprobs: int | None) -> Row:
+        """The body of an answer; arguments as for `answer`."""
+        samples = output.get("samples") or [output]
+        num_completion_tokens = sum(len(sample["token_ids"]) for sample in samples)
+        body = self.head(kind) | {
+            "choices": [self.choice(kind, index, sample, num_logprobs) for index, sample in enumerate(samples)],
+            "usage": usage(output["num_prompt_tokens"], num_completion_tokens),
+        }
+        if output["prompt_logprobs"] is not None:  # vLLM's: OpenAI has none.
+            body["prompt_logprobs"] = output["prompt_logprobs"]
+        return body
+
+    def head(self, kind: Kind) -> Row:
+        """What a body begins with."""
+        return {
+            "id": f"{kind.id_prefix}-{uuid4().hex}",
+            "object": kind.object,
+            "created": int(time.time()),
+            "model": self.model,
+        }
+
+    def choice(self, kind: Kind, index: int, sample: Mapping[str, Any], num_logprobs: int | None) -> Row:
+        """sample: a SampleOutput or a StreamDelta."""
         choice = {"index": index, "finish_reason": sample["finish_reason"], "logprobs": None}
         if num_logprobs is not None:
             pairs = zip(sample["token_ids"], sample["logprobs"], strict=True)
@@ -105,6 +112,14 @@ class Responder:
     @cached_property
     def _texts(self) -> "_TokenTexts":
         return _TokenTexts(self._load_tokenizer())
+
+
+def usage(num_prompt_tokens: int, num_completion_tokens: int) -> Row:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+    }
 
 
 class _Step(NamedTuple):

@@ -1,0 +1,1 @@
+"""`nanovllm serve`: an engine behind the routes of OpenAI's API. See docs/integrations.md."""

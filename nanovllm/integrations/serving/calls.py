@@ -1,0 +1,131 @@
+"""One call of OpenAI's API: from its body to a job, and from the job's events to its answer."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from nanovllm import StreamDelta
+from nanovllm.integrations.serving.engine_loop import Job
+from nanovllm.openai_format.openai_batch import CHAT, COMPLETION, Kind, Responder, read_request, usage
+from nanovllm.openai_format.request_names import Row, make_params, read_parameters
+from nanovllm.utils.checks import quoted
+
+
+class FailedAnswer(RuntimeError):
+    """The engine could not finish an answer: the model's logits are NaN, for example."""
+
+
+class Call:
+    """A call whose body can be served, as far as one knows without the model.
+
+    Attributes:
+        job: what the engine gets.
+        streams: whether the answer is sent in parts.
+    """
+
+    def __init__(self, kind: Kind, body: Row):
+        """Raises ValueError or TypeError with what cannot be served."""
+        self._kind = kind
+        body = {name: value for name, value in body.items() if value is not None}
+        self.streams = body.pop("stream", False)
+        if not isinstance(self.streams, bool):
+            raise ValueError(f"stream={quoted(self.streams)}: must be true or false")
+        options = body.pop("stream_options", {})
+        if not isinstance(options, dict):
+            raise ValueError(f"stream_options={quoted(options)}: must be an object")
+        self._includes_usage = bool(options.get("include_usage"))
+        prompts = None
+        if kind == COMPLETION and _is_batch(body.get("prompt")):
+            prompts = body["prompt"]
+            body["prompt"] = prompts[0]
+        _, prompt, given = read_request({"body": body, "url": kind.url})
+        options, chat_options = read_parameters(given, kind == CHAT)
+        # As in a batch, an answer without max_tokens ends where the model ends it.
+        params = make_params({"max_tokens": None} | options)
+        if params.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: is not served; use LLM.generate or LLM.score")
+        self._num_logprobs = params.logprobs
+        self.job = Job([prompt] if prompts is None else prompts, params, chat_options if kind == CHAT else None)
+
+    async def accepted(self) -> int:
+        """The number of prompt tokens, when the engine has them all. Raises ValueError or TypeError if it refuses one,
+        EngineDied."""
+        return _checked(await self.job.events.get())
+
+    async def _deltas(self) -> AsyncIterator[tuple[int, StreamDelta]]:
+        """Until all choices have ended. Raises EngineDied and FailedAnswer."""
+        num_left = self.job.num_choices
+        while num_left:
+            choice, delta = _checked(await self.job.events.get())
+            if delta["finish_reason"] == "error":
+                raise FailedAnswer(delta["error"])
+            num_left -= delta["finish_reason"] is not None
+            yield choice, delta
+
+    async def answer(self, responder: Responder) -> Row:
+        """The whole body. Raises as `accepted`, and FailedAnswer."""
+        num_prompt_tokens = await self.accepted()
+        samples = [Row(text="", token_ids=[], logprobs=[]) for _ in range(self.job.num_choices)]
+        async for choice, delta in self._deltas():
+            sample = samples[choice]
+            sample["text"] += delta["text"] or ""
+            sample["token_ids"] += delta["token_ids"]
+            sample["logprobs"] += delta["logprobs"] or []
+            sample["finish_reason"] = delta["finish_reason"]
+        output = {"num_prompt_tokens": num_prompt_tokens, "prompt_logprobs": None, "samples": samples}
+        return responder.body(self._kind, output, self._num_logprobs)
+
+    async def events(self, responder: Responder, num_prompt_tokens: int) -> AsyncIterator[str]:
+        """The answer as server-sent events. An error that comes now is an event too."""
+        head = responder.head(self._kind)
+        if self._kind == CHAT:
+            head["object"] = "chat.completion.chunk"
+        if self._includes_usage:
+            head["usage"] = None
+        num_tokens, starts = 0, [0] * self.job.num_choices
+        begun: set[int] = set()
+        try:
+            async for index, delta in self._deltas():
+                num_tokens += len(delta["token_ids"])
+                if not delta["text"] and delta["finish_reason"] is None and not delta["logprobs"]:
+                    continue  # The tokens so far are a part of a character.
+                choice = responder.choice(self._kind, index, delta, self._num_logprobs)
+                if self._kind == CHAT:
+                    content = {"content": choice.pop("message")["content"]}
+                    choice["delta"] = content if index in begun else {"role": "assistant"} | content
+                    begun.add(index)
+                elif choice["logprobs"] is not None:
+                    _shift(choice["logprobs"], starts, index)
+                yield _event(head | {"choices": [choice]})
+        except RuntimeError as error:
+            yield _event(error_body(str(error), "server_error"))
+            return
+        if self._includes_usage:
+            yield _event(head | {"choices": [], "usage": usage(num_prompt_tokens, num_tokens)})
+        yield "data: [DONE]\n\n"
+
+
+def _is_batch(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(each, str | list) for each in prompt)
+
+
+def _checked(event: Any) -> Any:
+    if isinstance(event, Exception):
+        raise event
+    return event
+
+
+def _shift(logprobs: Row, starts: list[int], index: int) -> None:
+    """Make the offsets of a part those of the whole text. starts: of the next part of each choice."""
+    length = sum(map(len, logprobs["tokens"]))
+    logprobs["text_offset"] = [starts[index] + offset for offset in logprobs["text_offset"]]
+    starts[index] += length
+
+
+def _event(body: Row) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+def error_body(message: str, kind: str, code: str | None = None) -> Row:
+    """An error as OpenAI writes it."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -1,0 +1,198 @@
+"""The thread that computes steps for the requests of an event loop."""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from nanovllm import LLM, ChatRenderer, SamplingParams, StreamDelta
+from nanovllm.openai_format.request_names import ChatOptions
+
+logger = logging.getLogger(__name__)
+
+REQUESTS_AT_ONCE = 32  # read between two steps: enough to fill a batch, but too few to delay a step by tokenizing them
+
+
+class ServerEnds(RuntimeError):
+    """No request is served any more."""
+
+
+class EngineDied(ServerEnds):
+    """A step has failed."""
+
+
+class Job:
+    """Prompts of one call, with the same parameters.
+
+    Attributes:
+        events: first the number of prompt tokens, then (index of the choice, StreamDelta) until each choice has ended;
+            or an exception at any time. The choices are the first prompt's samples, then the next one's.
+        num_choices: of all prompts.
+    """
+
+    def __init__(self, prompts: list[Any], params: SamplingParams, chat_options: ChatOptions | None):
+        """prompts: texts or token ids; conversations with chat_options."""
+        self.prompts, self.params, self.chat_options = prompts, params, chat_options
+        self.num_choices = len(prompts) * params.n
+        self.events: asyncio.Queue[Any] = asyncio.Queue()
+        self.is_cancelled = False  # written by the event loop
+        self.request_ids: list[int] = []  # written by the thread
+
+
+class EngineLoop:
+    """Runs an LLM in a thread of its own, which alone calls it.
+
+    Attributes:
+        error: what ended the engine; None while it works.
+    """
+
+    def __init__(self, llm: LLM, chat_template: str | None = None):
+        """chat_template: a Jinja template; None: the tokenizer's."""
+        self.error: BaseException | None = None
+        self.on_death: Callable[[], None] = lambda: None  # called in the event loop
+        self._llm = llm
+        self._tokenizer = llm.get_tokenizer()
+        self._renderer, self._chat_template = ChatRenderer(self._tokenizer), chat_template
+        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # new jobs and cancelled ones; None at the end
+        self._jobs: dict[int, tuple[Job, int]] = {}  # request id -> its job, index of the prompt
+        self._num_left: dict[int, int] = {}  # request id -> samples that have not ended
+        self._open: set[Job] = set()  # not cancelled yet; of the event loop
+        self._end: ServerEnds | None = None  # likewise
+        self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
+
+    # -- for the event loop ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Called in the event loop that submits jobs."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Drop all requests, and wait for the step under way."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def submit(self, job: Job) -> None:
+        """Its events begin to come. Raises ServerEnds."""
+        if self._end is not None:
+            raise self._end
+        self._open.add(job)
+        self._inbox.put(job)
+
+    def cancel(self, job: Job) -> None:
+        """Drop what is left of a job. Called at the end of each job."""
+        self._open.discard(job)
+        if not job.is_cancelled:
+            job.is_cancelled = True
+            self._inbox.put(job)
+
+    def end_calls(self, end: ServerEnds) -> None:
+        """Raise an exception in all calls under way, and in those to come."""
+        self._end = self._end or end
+        for job in self._open:
+            job.events.put_nowait(self._end)
+
+    def _die(self, error: BaseException) -> None:
+        self.end_calls(EngineDied(f"the engine died: {type(error).__name__}: {error}"))
+        self.on_death()
+
+    # -- in the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._read_inbox():
+                if not self._llm.is_finished():
+                    self._deliver(self._llm.step_deltas())
+            self._llm.abort_request()
+        except BaseException as error:
+            logger.error("the engine died", exc_info=error)
+            self.error = error
+            self._call(partial(self._die, error))
+
+    def _read_inbox(self) -> bool:
+        """Do what the event loop asks for, and wait for it if there is nothing else to do. Returns False at the end."""
+        for _ in range(REQUESTS_AT_ONCE):
+            try:
+                job = self._inbox.get(block=self._llm.is_finished())
+            except queue.Empty:
+                break
+            if job is None:
+                return False
+            if job.is_cancelled:
+                self._abort(job)
+            else:
+                self._add(job)
+        return True
+
+    def _add(self, job: Job) -> None:
+        num_prompt_tokens = 0
+        try:
+            for index, prompt in enumerate(job.prompts):
+                token_ids = self._read_prompt(prompt, job.chat_options)
+                request_id = self._llm.add_request(token_ids, job.params, streams=True)
+                job.request_ids.append(request_id)
+                self._jobs[request_id], self._num_left[request_id] = (job, index), job.params.n
+                num_prompt_tokens += len(token_ids)
+        except (TypeError, ValueError, ImportError) as error:
+            self._abort(job)
+            self._post([(job, error)])
+        else:
+            self._post([(job, num_prompt_tokens)])
+
+    def _read_prompt(self, prompt: Any, chat_options: ChatOptions | None) -> list[int]:
+        """Token ids. Raises ValueError or TypeError."""
+        if chat_options is None:
+            if isinstance(prompt, list):
+                return prompt
+            if not isinstance(prompt, str):
+                raise TypeError(f"prompt: must be a text or a list of token ids, not {type(prompt).__name__}")
+            prompt.encode()  # Raises for half of a surrogate pair.
+            return self._tokenizer(prompt, verbose=False)["input_ids"]
+        tools, kwargs, needed = chat_options
+        try:
+            for name in needed:
+                if name not in self._tokenizer.get_chat_template(self._chat_template, tools):
+                    raise ValueError(f"{name}: the chat template does not use it")
+            options = {"add_generation_prompt": True}
+            (token_ids,) = self._renderer.render([prompt], self._chat_template, kwargs, tools, **options)
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix("conversation 0: ").removeprefix("conversation 0, ")) from error
+        return token_ids
+
+    def _abort(self, job: Job) -> None:
+        for request_id in job.request_ids:
+            if self._jobs.pop(request_id, None) is not None:
+                self._llm.abort_request(request_id)
+                del self._num_left[request_id]
+
+    def _deliver(self, deltas: list[StreamDelta]) -> None:
+        events = []
+        for delta in deltas:
+            request_id = delta["request_id"]
+            if request_id not in self._jobs:
+                continue
+            job, index = self._jobs[request_id]
+            events.append((job, (index * job.params.n + delta["sample"], delta)))
+            if delta["finish_reason"] is not None:
+                self._num_left[request_id] -= 1
+                if not self._num_left[request_id]:
+                    del self._jobs[request_id], self._num_left[request_id]
+        self._post(events)
+
+    def _post(self, events: list[tuple[Job, Any]]) -> None:
+        """Hand events over, all of a step at once: a call for each would wake the event loop as often."""
+        self._call(partial(_put_all, events))
+
+    def _call(self, function: Callable[[], object]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:  # The event loop is closed: nobody waits.
+            logger.debug("the event loop has ended before the engine")
+
+
+def _put_all(events: list[tuple[Job, Any]]) -> None:
+    for job, event in events:
+        job.events.put_nowait(event)

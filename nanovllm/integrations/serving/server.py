@@ -1,0 +1,220 @@
+"""The server: routes, keys, errors, and the life of the process."""
+
+import asyncio
+import hmac
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from ipaddress import ip_address
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from nanovllm import LLM
+from nanovllm.integrations.serving.calls import Call, FailedAnswer, error_body
+from nanovllm.integrations.serving.engine_loop import EngineDied, EngineLoop, ServerEnds
+from nanovllm.openai_format.openai_batch import CHAT, COMPLETION, Kind, Responder
+from nanovllm.utils.text_json import parse_json
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 2**24
+SECONDS_TO_END = 1  # that the calls under way have when the server ends
+_TYPES = {401: "authentication_error", 500: "server_error", 503: "server_error"}
+
+
+class Api:
+    """The routes of OpenAI's API over one engine."""
+
+    def __init__(self, engine: EngineLoop, responder: Responder, api_key: str | None):
+        self._engine, self._responder = engine, responder
+        self._key = None if api_key is None else api_key.encode()
+
+    def app(self) -> Starlette:
+        routes = [
+            Route(CHAT.url, partial(self._complete, CHAT), methods=["POST"]),
+            Route(COMPLETION.url, partial(self._complete, COMPLETION), methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+        ]
+        handlers: Any = {HTTPException: _http_error, ServerEnds: _server_error, FailedAnswer: _server_error}
+        return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._engine.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self._engine.stop)
+
+    def _check_key(self, request: Request) -> None:
+        if self._key is None:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key):
+            raise HTTPException(401, "wrong API key: send the one of --api-key as 'Authorization: Bearer KEY'")
+
+    # -- models ------------------------------------------------------------------------------------------------------
+
+    async def _models(self, request: Request) -> Response:
+        self._check_key(request)
+        return JSONResponse({"object": "list", "data": [self._describe()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._check_key(request)
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._describe())
+
+    def _describe(self) -> dict[str, Any]:
+        return {"id": self._responder.model, "object": "model", "created": 0, "owned_by": "nanovllm"}
+
+    def _check_model(self, name: Any) -> None:
+        if name is not None and name != self._responder.model:
+            raise HTTPException(404, f"model {name!r} is not served: this is {self._responder.model!r}")
+
+    # -- completions -------------------------------------------------------------------------------------------------
+
+    async def _complete(self, kind: Kind, request: Request) -> Response:
+        self._check_key(request)
+        body = await _read_body(request)
+        self._check_model(body.get("model"))
+        try:
+            call = Call(kind, body)
+            self._engine.submit(call.job)
+            try:
+                if call.streams:
+                    return await self._stream(call)
+                return await self._answer(call, request)
+            except BaseException:
+                self._engine.cancel(call.job)
+                raise
+        except (ValueError, TypeError, ImportError) as error:
+            raise HTTPException(400, str(error)) from error
+
+    async def _answer(self, call: Call, request: Request) -> Response:
+        """Drops the job if the client leaves before it is done."""
+        answer = asyncio.ensure_future(call.answer(self._responder))
+        leaving = asyncio.ensure_future(_wait_for_disconnect(request))
+        try:
+            await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            return JSONResponse(answer.result()) if answer.done() else Response(status_code=499)  # Nobody reads it.
+        finally:
+            answer.cancel()
+            leaving.cancel()
+            self._engine.cancel(call.job)
+
+    async def _stream(self, call: Call) -> Response:
+        num_prompt_tokens = await call.accepted()  # Until then an error has a status of its own.
+        events = call.events(self._responder, num_prompt_tokens)
+        end = BackgroundTask(self._engine.cancel, call.job)  # also called when the client has left
+        headers = {"Cache-Control": "no-cache"}
+        return StreamingResponse(events, headers=headers, media_type="text/event-stream", background=end)
+
+
+async def _read_body(request: Request) -> dict[str, Any]:
+    # A page in a browser can post text to a loopback address, but not JSON.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, "the body must be JSON: send 'Content-Type: application/json'")
+    parts, size = [], 0
+    async for part in request.stream():
+        parts.append(part)
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+    try:
+        body = parse_json(b"".join(parts).decode())
+    except ValueError as error:
+        raise HTTPException(400, f"the body {error}") from error
+    if not isinstance(body, dict):
+        raise HTTPException(400, f"the body must be a JSON object, not {type(body).__name__}")
+    return body
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    kind = _TYPES.get(error.status_code, "invalid_request_error")
+    codes = {401: "invalid_api_key", 404: "not_found"}
+    body = error_body(error.detail, kind, codes.get(error.status_code))
+    return JSONResponse(body, error.status_code, headers=error.headers)
+
+
+async def _server_error(request: Request, error: Exception) -> Response:
+    status = 503 if type(error) is ServerEnds else 500
+    return JSONResponse(error_body(str(error), "server_error"), status)
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+class Server(uvicorn.Server):
+    """uvicorn with an Api. At its end it ends the calls under way, which could take minutes."""
+
+    def __init__(self, engine: EngineLoop, responder: Responder, api_key: str | None):
+        app = Api(engine, responder, api_key).app()
+        options: Any = {"log_level": "warning", "access_log": False, "lifespan": "on"}
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_END, **options))
+        self._engine = engine
+        engine.on_death = partial(setattr, self, "should_exit", True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.end_calls(ServerEnds("the server ends"))
+        await super().shutdown(sockets)
+
+
+def serve(
+    model: str,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    served_model_name: str | None = None,
+    chat_template: str | None = None,
+    **options: Any,
+) -> None:
+    """Serve a model until Ctrl-C, which raises KeyboardInterrupt.
+
+    Args:
+        model: a directory or a hub id.
+        host, port: the address; port 0 takes a free one.
+        api_key: what clients must send; None: the environment's NANOVLLM_API_KEY, or any.
+        served_model_name: the name that clients use; None: model.
+        chat_template: a Jinja template instead of the tokenizer's.
+        options: LLM's.
+
+    Raises:
+        ValueError, TypeError, OSError, MemoryError: a wrong option, or an address that is taken.
+        EngineDied: a step failed. The calls under way got status 500.
+    """
+    api_key = api_key or os.environ.get("NANOVLLM_API_KEY")
+    if api_key is None and not _is_loopback(host):
+        logger.warning("host=%s: whoever reaches this machine may use the model; consider --api-key", host)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Before the model is loaded, so that an address that is taken costs no minute.
+    with socket.create_server((host, port), family=family, backlog=2048) as listener, LLM(model, **options) as llm:
+        engine = EngineLoop(llm, chat_template)
+        responder = Responder(served_model_name or model, llm.get_tokenizer)
+        server = Server(engine, responder, api_key)
+        shown = f"[{host}]" if family == socket.AF_INET6 else host
+        print(f"Serving {responder.model} on http://{shown}:{listener.getsockname()[1]}/v1", flush=True)
+        server.run(sockets=[listener])
+    if engine.error is not None:
+        raise EngineDied(f"the engine died: {type(engine.error).__name__}: {engine.error}") from engine.error
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host == "localhost"

@@ -1,0 +1,433 @@
+"""`nanovllm serve`, asked by OpenAI's client: answers, streams, errors, clients that leave, and its end."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import transformers
+from checkpoints import assert_idle, greedy, make_ascii_checkpoint, make_llm
+
+from nanovllm import LLM, SamplingParams
+
+REASON = "needs OpenAI's client and the server's packages: pip install '.[test]'"
+openai = pytest.importorskip("openai", reason=REASON)
+pytest.importorskip("uvicorn", reason=REASON)
+pytest.importorskip("starlette", reason=REASON)
+server_module = pytest.importorskip("nanovllm.integrations.serving.server")
+EngineLoop = pytest.importorskip("nanovllm.integrations.serving.engine_loop").EngineLoop
+Responder = pytest.importorskip("nanovllm.openai_format.openai_batch").Responder
+
+KEY = "secret"
+MODEL = "tiny"
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHAT = [{"role": "user", "content": "name a block"}]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = make_ascii_checkpoint(tmp_path_factory.mktemp("serve"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    return path
+
+
+class Running:
+    """A server in a thread of this process."""
+
+    def __init__(self, llm: LLM):
+        self.llm = llm
+        self.engine = EngineLoop(llm)
+        self.server = server_module.Server(self.engine, Responder(MODEL, llm.get_tokenizer), KEY)
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/v1"
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listener]})
+        self.thread.start()
+
+    def end(self):
+        self.server.should_exit = True
+        self.thread.join(60)
+        self.listener.close()
+        assert not self.thread.is_alive()
+
+    def wait_until_idle(self):
+        deadline = time.monotonic() + 60
+        while (self.engine._open or not self.llm.is_finished()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert_idle(self.llm)
+        assert self.engine._jobs == {} == self.engine._num_left
+        assert not self.engine._open
+
+
+@pytest.fixture(scope="module")
+def running(path):
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=400, num_kvcache_blocks=1024) as llm:
+        running = Running(llm)
+        yield running
+        running.end()
+
+
+@pytest.fixture
+def client(running):
+    with openai.OpenAI(base_url=running.url, api_key=KEY, max_retries=0, timeout=120) as client:
+        yield client
+    running.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def expected(path):
+    """LLM.chat and LLM.generate of an engine of its own."""
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=400) as llm:
+        yield llm
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat(client, expected):
+    (whole,) = expected.chat(CHAT, greedy(20), use_tqdm=False)
+    options = {"temperature": 0, "max_tokens": 20, "extra_body": {"ignore_eos": True}}
+    answer = client.chat.completions.create(model=MODEL, messages=CHAT, **options)
+    assert answer.object == "chat.completion"
+    assert answer.model == MODEL
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", whole["text"])
+    assert choice.finish_reason == whole["finish_reason"]
+    assert answer.usage.prompt_tokens == whole["num_prompt_tokens"]
+    assert answer.usage.completion_tokens == len(whole["token_ids"])
+
+
+def test_a_streamed_chat(client, expected):
+    (whole,) = expected.chat(CHAT, greedy(20), use_tqdm=False)
+    options = {"temperature": 0, "max_tokens": 20, "stream": True, "stream_options": {"include_usage": True}}
+    options["extra_body"] = {"ignore_eos": True}
+    *parts, end = client.chat.completions.create(model=MODEL, messages=CHAT, **options)
+    assert {part.object for part in parts} == {"chat.completion.chunk"}
+    assert len({part.id for part in parts}) == 1
+    assert "".join(part.choices[0].delta.content for part in parts) == whole["text"]
+    assert [part.choices[0].delta.role for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
+    assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + [whole["finish_reason"]]
+    assert len(parts) > 10, "as they come"
+    assert end.choices == []
+    assert end.usage.completion_tokens == len(whole["token_ids"])
+    assert end.usage.prompt_tokens == whole["num_prompt_tokens"]
+
+
+def test_completions_of_several_prompts_and_samples(client, expected):
+    prompts = ["a block is", "the table names"]
+    params = SamplingParams(temperature=1, seed=5, max_tokens=12, n=2, logprobs=2, stop=["e"])
+    outputs = expected.generate(prompts, params, use_tqdm=False)
+    samples = [sample for output in outputs for sample in output["samples"]]
+    options = {"temperature": 1, "seed": 5, "max_tokens": 12, "n": 2, "logprobs": 2, "stop": "e"}
+    answer = client.completions.create(model=MODEL, prompt=prompts, **options)
+    streamed = [{"text": "", "tokens": [], "offsets": []} for _ in samples]
+    for part in client.completions.create(model=MODEL, prompt=prompts, **options, stream=True):
+        (choice,) = part.choices
+        streamed[choice.index]["text"] += choice.text
+        streamed[choice.index]["tokens"] += choice.logprobs.tokens
+        streamed[choice.index]["offsets"] += choice.logprobs.text_offset
+    for choice, sample, parts in zip(answer.choices, samples, streamed, strict=True):
+        assert choice.text == sample["text"] == parts["text"]
+        assert choice.finish_reason == sample["finish_reason"]
+        assert len(choice.logprobs.token_logprobs) == len(sample["token_ids"])
+        assert parts["tokens"] == choice.logprobs.tokens
+        assert parts["offsets"] == choice.logprobs.text_offset
+    token_ids = client.completions.create(model=MODEL, prompt=[5, 6, 7], temperature=0, max_tokens=4)
+    assert token_ids.usage.prompt_tokens == 3
+
+
+def test_log_probabilities_and_forms_of_chats(client):
+    answer = client.chat.completions.create(
+        model=MODEL, messages=CHAT, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3
+    )
+    content = answer.choices[0].logprobs.content
+    assert [len(token.top_logprobs) for token in content] == [3] * 5
+    answer = client.chat.completions.create(
+        model=MODEL, messages=CHAT, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+    )
+    assert answer.choices[0].message.content in ("yes", "no")
+
+
+def test_the_models(client):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "nanovllm"
+    with pytest.raises(openai.NotFoundError, match="other"):
+        client.models.retrieve("some/other")
+
+
+def test_a_thousand_at_once(running, expected):
+    prompts = [[5 + i % 7, 6, 7 + i % 50] for i in range(1000)]
+    whole = expected.generate(prompts, greedy(8), use_tqdm=False)
+
+    async def ask_all():
+        async with openai.AsyncOpenAI(base_url=running.url, api_key=KEY, max_retries=0, timeout=300) as client:
+
+            async def ask(i):
+                options = {"model": MODEL, "prompt": prompts[i], "temperature": 0, "max_tokens": 8}
+                options["extra_body"] = {"ignore_eos": True}
+                if i % 2:
+                    return (await client.completions.create(**options)).choices[0].text
+                return "".join(
+                    [part.choices[0].text async for part in await client.completions.create(**options, stream=True)]
+                )
+
+            return await asyncio.gather(*map(ask, range(1000)))
+
+    assert asyncio.run(ask_all()) == [output["text"] for output in whole]
+    running.wait_until_idle()
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["wrong", "s\u00e9cret", ""])
+def test_a_wrong_key(running, key):
+    request = post(running, {"model": MODEL, "messages": CHAT}, key=key)
+    assert request[0] == 401
+    assert request[1]["error"]["code"] == "invalid_api_key"
+    with openai.OpenAI(base_url=running.url, api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError, match="wrong API key"):
+            client.models.list()
+        with pytest.raises(openai.AuthenticationError):
+            client.completions.create(model=MODEL, prompt="a")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "empty"),
+        ({"messages": [{"role": "user"}]}, "content"),
+        ({"messages": [{"role": "user", "content": "a" * 5000}]}, "tokens"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "encoded"),
+        ({"extra_body": {"nonsense": 1}}, "nonsense"),
+        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"extra_body": {"structured_outputs": {"regex": "a(b"}}}, "regex"),
+        ({"extra_body": {"stream": "yes"}}, "stream"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests(client, options, message, stream):
+    options = {"model": MODEL, "messages": CHAT, "stream": stream} | options
+    if message == "encoded":  # The client refuses to send it.
+        status, body = post_text(client.base_url.port, json.dumps(options))
+        assert status == 400
+        assert "encoded" in body["error"]["message"]
+        return
+    with pytest.raises(openai.BadRequestError, match=message) as found:
+        client.chat.completions.create(**options)
+    assert found.value.type == "invalid_request_error"
+
+
+def post_text(port: int, text: str, kind: str = "application/json", url: str = "/v1/chat/completions", key: str = KEY):
+    """(status, JSON) of a request as no client would send it."""
+    import http.client
+
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    headers = {"Authorization": f"Bearer {key}".encode(), "Content-Type": kind}
+    connection.request("POST", url, body=text.encode(), headers=headers)
+    response = connection.getresponse()
+    found = response.status, json.loads(response.read())
+    connection.close()
+    return found
+
+
+def post(running, body, **options):
+    return post_text(running.listener.getsockname()[1], json.dumps(body), **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "message"),
+    [
+        ("{", 400, "is not JSON"),
+        ("[1]", 400, "must be a JSON object"),
+        ("{}", 400, "has no 'messages'"),
+        ('{"messages": ' + "[" * 500 + "]" * 500 + "}", 400, "nested"),
+        ('{"model": "other", "messages": []}', 404, "'other' is not served"),
+        (" " * (2**24 + 1), 413, "more than"),
+    ],
+    ids=["no JSON", "a list", "empty", "deep", "model", "large"],
+)
+def test_bad_bodies(running, text, status, message):
+    found = post_text(running.listener.getsockname()[1], text)
+    assert found[0] == status
+    assert message in found[1]["error"]["message"]
+
+
+def test_other_routes_and_kinds_of_bodies(running):
+    port = running.listener.getsockname()[1]
+    assert post_text(port, "{}", kind="text/plain")[0] == 415
+    status, body = post_text(port, "{}", url="/v1/embeddings")
+    assert (status, body["error"]["type"]) == (404, "invalid_request_error")
+    assert post_text(port, "{}", url="/v1/models")[0] == 405
+
+
+def test_an_answer_that_fails(running, client, monkeypatch):
+    """Of logits that are NaN, one request learns, and the others go on."""
+    deltas = running.llm.step_deltas
+
+    def damaged():
+        return [
+            delta | {"finish_reason": "error", "error": "NaN"} if delta["finish_reason"] else delta
+            for delta in deltas()
+        ]
+
+    monkeypatch.setattr(running.llm, "step_deltas", damaged)
+    options = {"model": MODEL, "prompt": "a", "max_tokens": 3}
+    with pytest.raises(openai.InternalServerError, match="NaN"):
+        client.completions.create(**options)
+    with pytest.raises(openai.APIError, match="NaN"):
+        list(client.completions.create(**options, stream=True))
+
+
+# -- clients that leave ------------------------------------------------------------------------------------------------
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_a_stream_that_is_left(running, client):
+    options = {"model": MODEL, "prompt": "a block", "extra_body": {"ignore_eos": True}, "n": 2}
+    before = running.llm.stats()["generated_tokens"]
+    with client.completions.create(**options, stream=True, max_tokens=390) as stream:
+        next(iter(stream))
+    running.wait_until_idle()
+    assert running.llm.stats()["generated_tokens"] - before < 700
+
+
+def test_an_answer_whose_client_leaves(running, client):
+    slow = {"prompt": "a block", "max_tokens": 390, "ignore_eos": True, "n": 20}
+    port = running.listener.getsockname()[1]
+    before = running.llm.stats()["generated_tokens"]
+    text = json.dumps(slow)
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json"
+        )
+        connection.sendall(f"{head}\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
+        wait_for(lambda: running.llm.stats()["running"] == 20)
+    running.wait_until_idle()
+    assert running.llm.stats()["generated_tokens"] - before < 20 * 380
+
+
+def test_many_streams_that_are_left(running):
+    async def leave_all():
+        async with openai.AsyncOpenAI(base_url=running.url, api_key=KEY, max_retries=0, timeout=300) as client:
+
+            async def leave(i):
+                options = {"model": MODEL, "prompt": [5, 6, i % 90], "max_tokens": 390, "stream": True}
+                stream = await client.completions.create(**options, extra_body={"ignore_eos": True})
+                async for _ in stream:
+                    break
+                await stream.close()
+
+            await asyncio.gather(*map(leave, range(100)))
+
+    asyncio.run(leave_all())
+    running.wait_until_idle()
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_dies(path, monkeypatch):
+    """Whoever waits gets status 500, and so does whoever comes later; the server ends."""
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=400) as llm:
+        running = Running(llm)
+        steps = []
+        step = llm.step_deltas
+
+        def failing():
+            steps.append(None)
+            if len(steps) > 20:
+                raise RuntimeError("a card fell off the bus")
+            return step()
+
+        monkeypatch.setattr(llm, "step_deltas", failing)
+        options = {"model": MODEL, "prompt": "a block", "max_tokens": 390, "extra_body": {"ignore_eos": True}}
+        with openai.OpenAI(base_url=running.url, api_key=KEY, max_retries=0, timeout=60) as client:
+            stream = client.completions.create(**options, stream=True)
+            next(iter(stream))
+            with pytest.raises(openai.InternalServerError, match="a card fell off the bus"):
+                client.completions.create(**options)
+            with pytest.raises(openai.APIError, match="a card fell off the bus"):
+                list(stream)
+        running.thread.join(60)
+        assert not running.thread.is_alive()
+        running.end()
+
+
+def start(path, *options, script=None) -> tuple[subprocess.Popen, str]:
+    """A server as a process, and its address."""
+    command = ["-m", "nanovllm"] if script is None else ["-c", script]
+    engine = ["--device", "cpu", "--max-model-len", "400", "--dtype", "float32"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "NANOVLLM_API_KEY": KEY}
+    process = subprocess.Popen(
+        [sys.executable, *command, "serve", str(path), "--port", "0", *engine, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    line = process.stdout.readline()
+    found = re.search(r"on (http://127\.0\.0\.1:\d+/v1)", line)
+    if found is None:
+        raise AssertionError(line + process.communicate()[1])
+    return process, found[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_ends_with_ctrl_c(path, number):
+    process, url = start(path, "--served-model-name", MODEL)
+    with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60) as client:
+        options = {"model": MODEL, "messages": CHAT, "extra_body": {"ignore_eos": True}}
+        with client.chat.completions.create(**options, stream=True) as stream:
+            next(iter(stream))
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "the server has ended" in errors
+
+
+def test_the_command_says_what_killed_the_engine(path):
+    script = (
+        "import sys; from nanovllm import LLM; from nanovllm.cli import main\n"
+        "def fail(self): raise RuntimeError('a card fell off the bus')\n"
+        "LLM.step_deltas = fail\n"
+        "sys.exit(main())"
+    )
+    process, url = start(path, script=script)
+    client = openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60)
+    with client, pytest.raises(openai.InternalServerError, match="a card fell off the bus"):
+        client.chat.completions.create(model=str(path), messages=CHAT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "nanovllm serve: the engine died: RuntimeError: a card fell off the bus" in errors
+
+
+def test_an_address_that_is_taken(path):
+    other = socket.create_server(("127.0.0.1", 0))
+    with other, pytest.raises(OSError, match="in use"):  # before the model is loaded
+        server_module.serve(str(path), port=other.getsockname()[1])
