@@ -1,7 +1,6 @@
 """Weights and problems of single products."""
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -69,8 +68,9 @@ def quantized(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
 
 def experts_problem(num_experts: int, N: int, K: int, top_k: int, dtype: torch.dtype, format: str) -> ExpertsProblem:
     """Of one token, whose tensors mean nothing. N: rows of each expert's gate and up projection."""
-    empty = partial(format_of_table(format).empty, dtype=dtype, device=torch.device("cpu"))
-    gate_up, down = empty((num_experts, N, K)), empty((num_experts, K, N // 2))
+    shapes = (N, K), (K, N // 2)
+    weights = (torch.zeros(num_experts, *shape, dtype=dtype) for shape in shapes)
+    gate_up, down = (format_of_table(format).quantize(weight, dtype) for weight in weights)
     x, logits = torch.empty(1, K, dtype=dtype), torch.empty(1, num_experts, dtype=dtype)
     key = Key.of("experts", get_context().is_prefill, gate_up)
     return ExpertsProblem(key, Normed(x, RMSNorm(K)), logits, gate_up, down, top_k, True, torch.empty_like(x), True)

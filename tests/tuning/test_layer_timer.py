@@ -32,7 +32,7 @@ GEMV, SPLIT_K = Choice("gemv", (16, 64, 1)), Choice("split-k", (32, 32, 1, 3, 0)
 def linear(operation: str, N: int, K: int, dtype=HALF, format: str = "float16", has_norm: bool = True) -> AnyProblem:
     """A product of a layer, whose tensors mean nothing."""
     x = torch.empty(1, K, dtype=dtype)
-    weight = format_of_table(format).empty((N, K), dtype, torch.device("cpu"))
+    weight = format_of_table(format).quantize(torch.zeros(N, K, dtype=dtype), dtype)
     return problem(operation, Normed(x, RMSNorm(K)) if has_norm else x, weight)
 
 

@@ -42,7 +42,7 @@ class Weight:
 
     @property
     def shape(self) -> torch.Size:
-        return self.values.shape
+        return self.format.shape_of(self.values)
 
     @property
     def device(self) -> torch.device:
@@ -93,6 +93,10 @@ class WeightFormat(ABC):
         """None if GPUs of this compute capability multiply such weights, else what they need."""
         return None
 
+    def shape_of(self, values: Tensor) -> torch.Size:
+        """`[..., N, K]`, of a format that has several numbers in one too."""
+        return values.shape
+
     @property
     def is_stored(self) -> bool:
         """Whether the checkpoint is in this format. Otherwise weights are quantized while they are loaded."""
@@ -114,15 +118,14 @@ class WeightFormat(ABC):
 
     def draw(self, parameter: Any, generator: torch.Generator) -> None:
         """Fill a weight, and what belongs to it, with numbers N(0, 0.02^2)."""
-        parameter.data.normal_(std=0.02, generator=generator)
+        # One expert at a time: all of them in float32 take much memory.
+        for expert in [None] if parameter.dim() == 2 else range(len(parameter)):
+            drawn = torch.empty(parameter.shape[-2:], dtype=torch.float32, device=parameter.device)
+            self.store(parameter, drawn.normal_(std=0.02, generator=generator), expert=expert)
 
     def packed(self, weight: Any) -> "tuple[WeightFormat, Any]":
         """A loaded parameter, or a tensor, as this machine multiplies it fastest, and its format then."""
         return self, weight
-
-    @abstractmethod
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Weight:
-        """An uninitialised weight `[..., N, K]` for inputs of a dtype."""
 
     @abstractmethod
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> Weight:

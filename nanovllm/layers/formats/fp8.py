@@ -92,17 +92,6 @@ class Fp8(WeightFormat):
             super().store(parameter.scale, scale, row // self.rows_of_scale, expert)
         super().store(parameter, values, row, expert)
 
-    def draw(self, parameter: Any, generator: torch.Generator) -> None:
-        # One expert at a time: all of them in float32 take much memory.
-        is_one = parameter.dim() == 2
-        for expert in [None] if is_one else range(len(parameter)):
-            drawn = torch.empty(parameter.shape[-2:], device=parameter.device).normal_(std=0.02, generator=generator)
-            self.store(parameter, drawn, expert=expert)
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Weight:
-        scale = torch.empty(self.scale_shape(shape), dtype=torch.float32, device=device)
-        return Weight(self, torch.empty(shape, dtype=E4M3, device=device), scale, dtype)
-
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> Weight:
         if weight.dim() == 2:
             return Weight(self, *self._quantized(weight), dtype)

@@ -41,9 +41,6 @@ class Packed(WeightFormat):
     def parameters(self, shape: tuple[int, ...], shards: dict, weight_loader: Any) -> dict[str, nn.Parameter]:
         raise NotImplementedError("weights are packed once they are loaded")
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Weight:
-        return self.quantize(torch.empty(shape, dtype=dtype, device=device), dtype)
-
     @staticmethod
     def pack(weight: Tensor) -> Any:
         """A packed copy of a weight `[N, K]`; of a parameter one with the same attributes."""

@@ -26,8 +26,8 @@ class Unquantized(WeightFormat):
     def packed(self, weight: Any) -> tuple[WeightFormat, Any]:
         return (Packed(), Packed.pack(weight)) if can_pack(weight) else (self, weight)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Weight:
-        return Weight(self, torch.empty(shape, dtype=dtype, device=device))
+    def draw(self, parameter: Any, generator: torch.Generator) -> None:
+        parameter.data.normal_(std=0.02, generator=generator)
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> Weight:
         return Weight(self, weight.to(dtype))

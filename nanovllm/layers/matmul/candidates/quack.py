@@ -155,7 +155,7 @@ class Quack(OptionalPackage, Candidate):
         (operation, _, N, K, format, num_experts), tile, num_rows, dtype = wanted
         x = torch.empty(num_rows, K, dtype=dtype, device=device)
         lead = (num_experts,) if num_experts > 1 else ()
-        weight = format_of_table(format).empty((*lead, N, K), dtype, device)
+        weight = format_of_table(format).quantize(x.new_empty(*lead, N, K), dtype)
         options: dict[str, Any] = {}
         if operation == "linear_add":
             options["out"] = x.new_empty(num_rows, N)
