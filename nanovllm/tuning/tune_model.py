@@ -74,7 +74,8 @@ def tune_model(
         num_multiprocessors = GpuFacts.of(gpu_device).num_multiprocessors
         tuner = Tuner(keys, present, timer.candidates.values(), num_multiprocessors, timer.fitted, top_k)
         versions = installed_versions(*_PACKAGES)
-        journal = Journal((gpu, keys, versions, sorted(timer.candidates), _COUNTS))
+        inputs = [type(problem.x).__name__ for problem in problems]  # whether they are normalized first
+        journal = Journal((gpu, keys, top_k, inputs, versions, sorted(timer.candidates), _COUNTS))
         known = journal.read()
         steps = [(phase, n) for phase, counts in _COUNTS.items() for n in counts if (phase, n) not in known]
         if known:

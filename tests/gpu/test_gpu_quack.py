@@ -292,7 +292,7 @@ def test_products_let_the_next_kernel_in_early(quack):
 def test_tensors_that_it_does_not_take(quack):
     def takes(x, weight):
         asked = problem("linear", x, weight)
-        return quack.supports(asked.key, asked.weight) and quack.launch(asked, Tile(128, 64)) is not None
+        return quack.supports(asked.key, asked.weight) and quack._takes_rows(x, asked.weight)
 
     x, weight = (torch.zeros(128, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     assert takes(x, weight)
