@@ -3,10 +3,12 @@
 import logging
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import lru_cache
+from itertools import islice, pairwise
 from typing import Any, cast
 from unittest.mock import patch
 
+import torch
 from jinja2 import TemplateError
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
@@ -20,6 +22,7 @@ from nanovllm import LLM, RequestOutput, SamplingParams
 logger = logging.getLogger(__name__)
 
 MODEL = "nanovllm"
+CPU_BLOCK_SIZE = 16  # On a CPU small blocks cost nothing, and choices share more of their context.
 _SUBCOMMANDS = ("run", "ls", "validate")
 
 # What the harness calls a request for a log-likelihood: its texts (None for a part of a longer text), the tokens of the
@@ -82,6 +85,8 @@ class NanoVLLM(TemplateLM):
             options["max_num_seqs"] = max_batch_size
         if device is not None:
             options["device"] = "cuda" if device == "cuda:0" else device
+        if options.get("device", "auto") == "cpu" or not torch.cuda.is_available():
+            options = {"kvcache_block_size": CPU_BLOCK_SIZE} | options
         self.llm = LLM(pretrained, **{"max_model_len": None, "seed": seed} | options)
         self.tokenizer = self.llm.get_tokenizer()
         self.max_length = self.llm.scheduler.max_seq_len - 1
@@ -159,27 +164,24 @@ class NanoVLLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """(sum of the continuation's log-probabilities, whether each of its tokens is the likeliest) of each request.
         A context that is too long is cut on the left."""
-        prompts, params = [], []
+        prompts: list[list[int]] = []
+        params, counts = [], []
+        block_size = self.llm.config.kvcache_block_size
         for _, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 raise ValueError(f"a continuation has {len(continuation)} tokens; 1 to {self.max_length} can be scored")
             tokens = [*context, *continuation][-self.max_length - 1 :]
-            prompts.append(tokens[:-1])
-            # The last token is the completion, so that a single one needs no logits of its context.
-            num_likeliest = 1 if len(continuation) > 1 else None
-            params.append(
-                SamplingParams(
-                    temperature=0,
-                    max_tokens=1,
-                    logprobs=1,
-                    prompt_logprobs=num_likeliest,
-                    allowed_token_ids=tokens[-1:],
-                )
-            )
+            # A request that wants log-probabilities of its prompt computes all of it. One for each token of the
+            # continuation computes less than a block if another request has had the context, as choices have.
+            is_shared = len(continuation) * block_size < len(tokens) - len(continuation)
+            counts.append(len(continuation) if is_shared or len(continuation) == 1 else 1)
+            for end in range(len(tokens) - counts[-1], len(tokens)):
+                prompts.append(tokens[:end])
+                params.append(_params(tokens[end], counts[-1] < len(continuation)))
         answers = []
-        outputs = self._run(prompts, params, disable_tqdm)
-        for (texts, _, continuation), output in zip(requests, outputs, strict=True):
-            answers.append(_score(continuation, output))
+        outputs = iter(self._run(prompts, params, disable_tqdm))
+        for (texts, _, continuation), count in zip(requests, counts, strict=True):
+            answers.append(_score(continuation, list(islice(outputs, count))))
             if texts is not None:  # A part of a longer text is kept with the whole.
                 self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
         return answers
@@ -222,12 +224,26 @@ class NanoVLLM(TemplateLM):
         return outputs
 
 
-def _score(continuation: list[int], output: RequestOutput) -> tuple[float, bool]:
-    """output: of the context and the continuation, whose last token is the completion."""
-    num_before = len(continuation) - 1
-    before = cast(list[dict[int, float]], output["prompt_logprobs"])[-num_before:] if num_before else []
+@lru_cache(maxsize=4096)
+def _params(token_id: int, wants_prompt: bool) -> SamplingParams:
+    """Of a request whose completion is this token, for its log-probability. wants_prompt: and for the prompt's."""
+    return SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        logprobs=1,
+        prompt_logprobs=1 if wants_prompt else None,
+        allowed_token_ids=[token_id],
+    )
+
+
+def _score(continuation: list[int], outputs: list[RequestOutput]) -> tuple[float, bool]:
+    """outputs: of the last tokens of the continuation, one each. The tokens before are the end of the first prompt."""
+    found = [cast(list[dict[int, float]], output["logprobs"])[0] for output in outputs]
+    num_before = len(continuation) - len(outputs)
+    if num_before:
+        found[:0] = cast(list[dict[int, float]], outputs[0]["prompt_logprobs"])[-num_before:]
     total, is_greedy = 0.0, True
-    for token_id, logprobs in zip(continuation, [*before, *cast(list, output["logprobs"])], strict=True):
+    for token_id, logprobs in zip(continuation, found, strict=True):
         total += logprobs[token_id]
         # Of tokens that are equally likely, greedy sampling takes the one with the lowest id.
         is_greedy &= token_id == min(logprobs, key=lambda other: (-logprobs[other], other))
