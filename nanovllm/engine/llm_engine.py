@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
+import torch
 from typing_extensions import Self
 
 from nanovllm.config import Config
@@ -26,6 +27,7 @@ from nanovllm.engine.sampling.logprobs import record_prompt_logprobs
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
+from nanovllm.models.loader import checked_tensors
 from nanovllm.models.tokenizer_files import load_tokenizer
 from nanovllm.sampling_params import SamplingParams, misplaced_option
 from nanovllm.utils.checks import quoted
@@ -86,6 +88,7 @@ class LLMEngine:
         self._in_flight: Step | None = None  # launched, its tokens not read yet
         self._aborted: list[Sequence] = []  # to be returned by the next _step
         self._watches_text = False  # a request has a text_stream
+        self._sleep_level = 0  # 0 while it is awake
         logger.info("ready in %.1f s", time.perf_counter() - start)
 
     def __enter__(self) -> Self:
@@ -184,6 +187,8 @@ class LLMEngine:
             manager = self.scheduler.block_manager
             capacity = len(manager.blocks) * manager.block_size
             seqs = longest_first(seqs, self.scheduler.max_seq_len, capacity, manager.enable_prefix_caching)
+        if self._sleep_level:
+            raise RuntimeError(f"{call.name}: the engine sleeps; call wake_up() first")
         self._lock.own(call)  # again, because the iterable of prompts may have used the engine itself
         if self.scheduler.is_finished():
             self._watches_text = False
@@ -349,6 +354,62 @@ class LLMEngine:
         inside a call."""
         with self._lock.no_other_thread("reset_prefix_cache()"):
             self.scheduler.block_manager.reset_prefix_cache()
+
+    # -- weights that change, and memory that others need meanwhile ---------------------------------------------------
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Overwrite weights, such as those of a trainer after a step. CUDA graphs and kernels stay.
+
+        Args:
+            weights: pairs of a name in the checkpoint and a tensor, whole as in the checkpoint, on any device and of
+                any float dtype. They need not be all weights. An engine with weights in fp8 quantizes them.
+
+        Raises:
+            ValueError, TypeError: an unknown name, a wrong shape or dtype, or no such pairs. Nothing has changed then.
+            RuntimeError: requests are unfinished, another thread is inside a call, the engine sleeps at level 2, or it
+                has exited.
+
+        The prefix cache is cleared. After any other exception some weights may be new and some old: update them again.
+        """
+        with self._lock.turn(Call("update_weights()")):
+            if self._sleep_level == 2:
+                raise RuntimeError("update_weights(): the weights' memory has been given back: call wake_up() first")
+            tensors = checked_tensors(self.model_runner.model, weights)
+            with self._lock.step():
+                self.scheduler.block_manager.reset_prefix_cache()
+                self.executor.update_weights(tensors)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give GPU memory back until `wake_up`, such as to a trainer in the same process.
+
+        Args:
+            level: 1 gives back the KV cache and the CUDA graphs, 2 the weights too.
+
+        Raises ValueError for another level, and RuntimeError as update_weights does, or if the engine sleeps already.
+        The prefix cache is cleared.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"level={quoted(level)}: must be 1 (the KV cache) or 2 (also the weights)")
+        with self._lock.turn(Call("sleep()")):
+            if self._sleep_level:
+                raise RuntimeError("sleep(): the engine sleeps already")
+            with self._lock.step():
+                self.scheduler.block_manager.reset_prefix_cache()
+                self._sleep_level = level
+                self.executor.call("sleep", level)
+
+    def wake_up(self) -> None:
+        """Take the memory again, and capture CUDA graphs again. After level 2 the weights are the checkpoint's. Does
+        nothing if the engine does not sleep.
+
+        Raises MemoryError if the memory is not free: the engine sleeps on then; and RuntimeError as update_weights.
+        """
+        with self._lock.turn(Call("wake_up()")):
+            if not self._sleep_level:
+                return
+            with self._lock.step():
+                self.executor.call("wake_up")
+                self._sleep_level = 0
 
     def is_finished(self) -> bool:
         """Whether no request is left to work on."""

@@ -3,7 +3,7 @@
 import gc
 import logging
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -41,7 +41,14 @@ from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.layers.stores.store import Store
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.layer_facts import few_layers, gate_up_weight, num_layer_params
-from nanovllm.models.loader import forget_loaders, load_dummy, load_model, num_checkpoint_params
+from nanovllm.models.loader import (
+    TensorFacts,
+    forget_loaders,
+    load_dummy,
+    load_model,
+    load_tensors,
+    num_checkpoint_params,
+)
 from nanovllm.models.make_model import make_model
 from nanovllm.models.model_size import attention_shape
 from nanovllm.utils.context import reset_context, set_context
@@ -96,6 +103,7 @@ class ModelRunner:
         self.block_size = config.kvcache_block_size
         # On a CPU, what chooses the number of threads of a step.
         self._threads = StepThreads(config.tensor_parallel_size) if device.type == "cpu" else None
+        self._weight_shapes: list[torch.Size] = []  # of the parameters, while they sleep
         self._free_at_start = free_memory(device)  # From the meeting of the ranks on they share memory.
 
     # -- start and end -----------------------------------------------------------------------------------------
@@ -239,6 +247,67 @@ class ModelRunner:
                 thread.join(ABORT_SECONDS)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    # -- weights that change, and memory that others need meanwhile ---------------------------------------------
+
+    def update_weights(self, tensors: Mapping[str, torch.Tensor | TensorFacts]) -> None:
+        """Overwrite the parameters that these tensors of a checkpoint stand for, by our names. Rank 0 has the tensors;
+        a worker has facts about them, and gets them from rank 0. Addresses stay, so CUDA graphs do too."""
+        self.model.unpack_weights()
+        load_tensors(self.model, self._received(tensors))
+        if self.device.type == "cpu":
+            self.model.pack_weights()
+        self.synchronize()  # The caller may change its tensors now.
+
+    def _received(self, tensors: Mapping[str, torch.Tensor | TensorFacts]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor on this rank."""
+        for name, given in tensors.items():
+            tensor = given if isinstance(given, torch.Tensor) else torch.empty(given.shape, dtype=given.dtype)
+            if self.tp.size > 1:
+                tensor = self.tp.broadcast(tensor.to(self.device).contiguous())
+            yield name, tensor
+
+    def sleep(self, level: int) -> None:
+        """Give the memory of the stores and of the CUDA graphs, which name its addresses, back to the device; at level
+        2 that of the weights too."""
+        self.synchronize()
+        self.model.unpack_weights()
+        free_stores(self.stores)
+        for graphs in (self.graphs, self.mixed_graphs, self.logit_steps.graphs):
+            graphs.clear()
+        self.logit_steps.logits = None
+        if level == 2:
+            self._weight_shapes = [parameter.shape for parameter in self.model.parameters()]
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.new_empty(0)
+            self.model.unpack_weights()  # A tied head lets go of the embedding.
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        """Undo `sleep`, with empty stores. Weights come from the checkpoint again. Raises MemoryError, and sleeps on,
+        if the memory is not free."""
+        level = 2 if self._weight_shapes else 1
+        try:
+            if level == 2:
+                for parameter, shape in zip(self.model.parameters(), self._weight_shapes, strict=True):
+                    parameter.data = parameter.data.new_empty(shape)
+                self._weight_shapes = []
+                self.model.unpack_weights()
+                self.load_weights()
+            elif self.device.type == "cpu":
+                self.model.pack_weights()
+            for store in self.stores:
+                store.allocate(self.num_kvcache_blocks, self.config.max_num_seqs)
+            if self.has_graphs:
+                self.capture_cudagraph(lambda done, total: None)
+        except torch.OutOfMemoryError as error:
+            free = free_memory(self.device) / 2**30
+            self.sleep(level)
+            raise MemoryError(
+                f"wake_up(): no room for what sleep() gave back ({free:.2f} GiB are free): end what else uses the GPU"
+            ) from error
 
     # -- one step ----------------------------------------------------------------------------------------------
 

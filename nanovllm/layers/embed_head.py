@@ -1,5 +1,6 @@
 """The vocabulary at both ends of the model: the embedding, and the head, whose tokens are divided over the ranks."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,9 +54,10 @@ class ParallelLMHead(nn.Module):
             self.shard_size = -(-vocab_size // (tp.size * SHARD_MULTIPLE)) * SHARD_MULTIPLE
         self.first = tp.rank * self.shard_size
         self.num_tokens = max(0, min(self.shard_size, vocab_size - self.first))
-        if tied_to is not None:
+        self._rows_of_embedding = None if tied_to is None else partial(self._rows_of, tied_to.weight)
+        if self._rows_of_embedding is not None:
             # Not a parameter: the embedding's loader fills it.
-            self.weight: torch.Tensor = tied_to.weight.data[self.first : self.first + self.num_tokens]
+            self.weight: torch.Tensor = self._rows_of_embedding()
         else:
             shape, shards = (self.num_tokens, hidden_size), {None: (vocab_size, hidden_size)}
             self.weight = make_parameter(shape, shards, self.weight_loader, self.format)
@@ -68,9 +70,19 @@ class ParallelLMHead(nn.Module):
         """hidden_states: [num_rows, hidden_size]."""
         return self.format.linear(hidden_states, Weight(self.format, self.weight))
 
+    def _rows_of(self, embedding: nn.Parameter) -> torch.Tensor:
+        return embedding.data[self.first : self.first + self.num_tokens]
+
     def pack_weight(self) -> None:
         """The same as `LinearBase.pack_weight`."""
         self.format, self.weight = self.format.packed(self.weight)
+
+    def unpack_weight(self) -> None:
+        """As `LinearBase.unpack_weight`. A tied head has the embedding's rows again."""
+        if self._rows_of_embedding is not None:
+            self.format, self.weight = Unquantized(), self._rows_of_embedding()
+        else:
+            self.format, self.weight = self.format.unpacked(self.weight)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of all tokens [num_rows, vocab_size], on every rank, from this rank's [num_rows, num_tokens].

@@ -53,6 +53,11 @@ class LinearBase(nn.Module):
         self.format, self.weight = self.format.packed(self.weight)
         self.products.clear()
 
+    def unpack_weight(self) -> None:
+        """Undo `pack_weight`, so that the weight can be loaded again."""
+        self.format, self.weight = self.format.unpacked(self.weight)
+        self.products.clear()
+
 
 class ReplicatedLinear(LinearBase):
     """y = x W^T + b, the same on every rank: [num_tokens, input_size] -> [num_tokens, output_size]."""

@@ -296,3 +296,9 @@ class DecoderForCausalLM(nn.Module, ABC):
         for module in [] if self.matmul.has_choice else self.modules():
             if isinstance(module, (LinearBase, ParallelLMHead)):
                 module.pack_weight()
+
+    def unpack_weights(self) -> None:
+        """Undo `pack_weights`, so that weights can be loaded again."""
+        for module in self.modules():
+            if isinstance(module, (LinearBase, ParallelLMHead)):
+                module.unpack_weight()

@@ -1,9 +1,10 @@
 """Weights: from safetensors files, or random ones, straight into the model's parameters."""
 
+import difflib
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +18,7 @@ from nanovllm.layers.formats.parameters import FLOATS
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.models.model_files import check_readable, read_json
 from nanovllm.models.other_formats import other_format
-from nanovllm.utils.checks import require
+from nanovllm.utils.checks import quoted, require
 from nanovllm.utils.interrupts import held_interrupt
 from nanovllm.utils.threads import torch_threads
 
@@ -26,6 +27,12 @@ logger = logging.getLogger(__name__)
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OF_OTHERS = ("adapter_", "consolidated", "scheduler", "optimizer", "training_")  # files beside a model's
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Checkpoints with a tied embedding may hold the head too, and older ones RoPE's frequencies. An fp8 KV cache reads the
+# scales (`engine.runner.startup.kv_scales`).
+_UNUSED = (
+    *("rotary_emb.inv_freq", "lm_head.weight", ".q_scale", ".k_scale", ".v_scale"),
+    *(".k_proj.output_scale", ".v_proj.output_scale"),
+)
 _HINT = "is config.json the same model's?"
 _MAX_NAMED = 5
 _ROWS_AT_ONCE = 4096
@@ -75,6 +82,51 @@ def load_model(model: Any, directory: str) -> None:
         # The largest first, so that no thread is left alone with one in the end.
         names = sorted(wanted, key=lambda name: -math.prod(wanted[name].shape))
         _load_all([(name, tensors[name], wanted[name]) for name in names])
+
+
+class TensorFacts(NamedTuple):
+    """What a rank must know of a tensor to receive it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def checked_tensors(model: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """{our name: tensor} of those (name in the checkpoint, tensor) that the model reads. Tensors that it ignores in a
+    checkpoint, such as a head that is tied, it ignores here as well.
+
+    Raises TypeError unless these are such pairs, and ValueError for a name that the model does not have, or that comes
+    twice, and for a wrong shape or dtype.
+    """
+    wanted, found = _wanted_tensors(model), {}
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
+            raise TypeError(f"weights: must be pairs of a name in the checkpoint and a tensor, not {quoted(pair)}")
+        theirs, tensor = pair
+        has_prefix = isinstance(theirs, str) and theirs.startswith(tuple(model.checkpoint_prefixes))
+        name = _our_name(theirs, model.checkpoint_prefixes) if has_prefix else theirs
+        if name not in wanted:
+            if isinstance(name, str) and name.endswith(_UNUSED):
+                continue
+            near = difflib.get_close_matches(str(theirs), wanted, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"weights: the model has no tensor {quoted(theirs)}{hint}")
+        if name in found:
+            raise ValueError(f"weights: {theirs!r} comes twice")
+        if tuple(tensor.shape) != wanted[name].shape:
+            shapes = f"{list(tensor.shape)}, the model needs {list(wanted[name].shape)}"
+            raise ValueError(f"weights: {theirs!r} has shape {shapes}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"weights: {theirs!r} has dtype {tensor.dtype}: must be a float")
+        found[name] = tensor
+    return found
+
+
+def load_tensors(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Fill the parameters that these tensors stand for, by our names (`checked_tensors`)."""
+    wanted = _wanted_tensors(model)
+    for name, tensor in tensors:
+        _load(name, _Tensor(tensor, Path("weights")), wanted[name])
 
 
 def check_checkpoint(model: Any, directory: str) -> None:
@@ -231,13 +283,7 @@ def _indexed_files(index: Path) -> list[Path]:
 
 def _check_all(wanted: dict[str, _Wanted], tensors: dict[str, _Tensor], directory: str) -> None:
     """Raises ValueError unless the checkpoint is complete, and has the right shapes and dtypes."""
-    # Checkpoints with a tied embedding may hold the head too, and older ones RoPE's frequencies. An fp8 KV cache reads
-    # the scales (`engine.runner.kv_scales`).
-    unused = (
-        *("rotary_emb.inv_freq", "lm_head.weight", ".q_scale", ".k_scale", ".v_scale"),
-        *(".k_proj.output_scale", ".v_proj.output_scale"),
-    )
-    extra = [name for name in tensors if name not in wanted and not name.endswith(unused)]
+    extra = [name for name in tensors if name not in wanted and not name.endswith(_UNUSED)]
     # The dtypes first, because quantized checkpoints also have other names.
     for name in (*wanted, *extra):
         needed = getattr(wanted[name].param, "stored_dtypes", FLOATS) if name in wanted else FLOATS

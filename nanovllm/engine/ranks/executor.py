@@ -12,6 +12,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.workers import WorkerError, Workers
 from nanovllm.engine.step import Step
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.models.loader import TensorFacts
 from nanovllm.utils.interrupts import held_interrupt
 from nanovllm.utils.progress import StartProgress
 
@@ -59,6 +60,11 @@ class Executor:
     def sample(self, step: Step) -> None:
         """`ModelRunner.sample` on all ranks."""
         self.call("sample", step, for_workers=())
+
+    def update_weights(self, tensors: dict[str, torch.Tensor]) -> None:
+        """`ModelRunner.update_weights` on all ranks."""
+        facts = {name: TensorFacts(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        self.call("update_weights", tensors, for_workers=(facts,))
 
     def call(self, method: str, *args, for_workers: tuple | None = None):
         """Run a method of the model runner on every rank; the result is rank 0's.

@@ -54,6 +54,11 @@ class DecodeGraphs:
         self.sizes, self.pool = sizes, pool or torch.cuda.graph_pool_handle()
         self.size_for = {n: sizes[bisect_left(sizes, n)] for n in range(1, sizes[-1] + 1)}
 
+    def clear(self) -> None:
+        """Give the graphs and their memory back. `use_sizes` begins anew."""
+        self._graphs.clear()
+        self.sizes, self.size_for, self.pool = [], {}, None
+
     def capture_all(self, decode: Compute, prepare: Compute, tell: Callable[[int, int], None]) -> None:
         """Capture each size, the largest first, so that the smaller ones fit into its memory. decode, prepare: as for
         `capture`. tell: as for `ModelRunner.capture_cudagraph`."""

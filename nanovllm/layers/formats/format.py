@@ -127,6 +127,10 @@ class WeightFormat(ABC):
         """A loaded parameter, or a tensor, as this machine multiplies it fastest, and its format then."""
         return self, weight
 
+    def unpacked(self, weight: Any) -> "tuple[WeightFormat, Any]":
+        """The inverse of `packed`: what can be loaded into, and its format."""
+        return self, weight
+
     @abstractmethod
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> Weight:
         """A weight `[N, K]` or `[num_experts, N, K]` of any float dtype in this format, for inputs of a dtype."""

@@ -44,12 +44,10 @@ class Packed(WeightFormat):
     @staticmethod
     def pack(weight: Tensor) -> Any:
         """A packed copy of a weight `[N, K]`; of a parameter one with the same attributes."""
-        values = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-        if not isinstance(weight, nn.Parameter):
-            return values
-        parameter = nn.Parameter(values, requires_grad=False)
-        vars(parameter).update(vars(weight))
-        return parameter
+        return _like(weight, torch.ops.mkldnn._reorder_linear_weight(weight.detach()))
+
+    def unpacked(self, weight: Any) -> tuple[WeightFormat, Any]:
+        return weight.format, _like(weight, weight.detach().to_dense())
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> Weight:
         return Weight(self, self.pack(weight.to(dtype)))
@@ -57,3 +55,12 @@ class Packed(WeightFormat):
     def linear(self, x: Input, weight: Weight) -> Tensor:
         x = x if isinstance(x, Tensor) else x.value()
         return torch.ops.mkldnn._linear_pointwise(x, weight.values, None, "none", [], "")
+
+
+def _like(weight: Tensor, values: Tensor) -> Any:
+    """The values as what the weight is: a tensor, or a parameter with its attributes."""
+    if not isinstance(weight, nn.Parameter):
+        return values
+    parameter = nn.Parameter(values, requires_grad=False)
+    vars(parameter).update(vars(weight))
+    return parameter
