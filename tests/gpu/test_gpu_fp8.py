@@ -164,7 +164,7 @@ def test_every_candidate_for_experts_in_fp8_equals_the_twin(name, constants, num
     """Of fewer experts than a model has, in the sizes of Qwen3-30B-A3B. Candidates that read inputs as they are differ
     by the rounding of these, which is 3 % of each product. The others differ where the tensor cores' sums, which may be
     0.1 % off, are rounded the other way. If such a number is the largest of its row, it moves the row's scale and so
-    every number of the row: one token may differ by 3 %, and the mean of eight by 2 %."""
+    every number of the row: a token may differ by 3 %, and of eight tokens two or three do so at times."""
     num_experts, hidden_size, intermediate, top_k = 16, 2048, 768, 4
     make_weight(128, 128, in_blocks)  # skips on other GPUs
     gate_up, down = (
@@ -189,7 +189,7 @@ def test_every_candidate_for_experts_in_fp8_equals_the_twin(name, constants, num
     assert candidate.supports(key, gate_up)
     found = candidate.launch(asked, constants)
     assert torch.equal(found[lens == 0], out[lens == 0])
-    max_distance = 0.08 if name == "experts-gemv" else 0.04 if num_tokens < 8 else 0.02
+    max_distance = 0.08 if name == "experts-gemv" else 0.04 if num_tokens <= 8 else 0.02
     assert distance((found - out)[lens > 0], total[lens > 0]) < max_distance
 
 

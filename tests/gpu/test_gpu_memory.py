@@ -193,6 +193,7 @@ def test_a_sleeping_engine_gives_its_memory_back(warm):
             assert abs(memory()[1] - awake) < 200 * 10**6, level
 
 
+@pytest.mark.slow
 def test_a_hundred_sleeps_take_no_more_memory_than_three(base, warm):
     path, _ = base
     with gpu_llm(path, max_num_seqs=4) as llm:
