@@ -288,10 +288,10 @@ class ModelRunner:
     def wake_up(self) -> None:
         """Undo `sleep`, with empty stores. Weights come from the checkpoint again. Raises MemoryError, and sleeps on,
         if the memory is not free."""
-        level = 2 if self._weight_shapes else 1
+        shapes = self._weight_shapes
         try:
-            if level == 2:
-                for parameter, shape in zip(self.model.parameters(), self._weight_shapes, strict=True):
+            if shapes:
+                for parameter, shape in zip(self.model.parameters(), shapes, strict=True):
                     parameter.data = parameter.data.new_empty(shape)
                 self._weight_shapes = []
                 self.model.unpack_weights()
@@ -302,11 +302,13 @@ class ModelRunner:
                 store.allocate(self.num_kvcache_blocks, self.config.max_num_seqs)
             if self.has_graphs:
                 self.capture_cudagraph(lambda done, total: None)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, MemoryError) as error:
             free = free_memory(self.device) / 2**30
-            self.sleep(level)
+            self.sleep(2 if shapes else 1)
+            self._weight_shapes = shapes  # Some parameters may have had no memory yet.
             raise MemoryError(
-                f"wake_up(): no room for what sleep() gave back ({free:.2f} GiB are free): end what else uses the GPU"
+                f"wake_up(): no room for what sleep() gave back ({free:.2f} GiB are free): end what else takes memory "
+                f"({error})"
             ) from error
 
     # -- one step ----------------------------------------------------------------------------------------------

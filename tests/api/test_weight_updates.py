@@ -147,6 +147,23 @@ def test_a_sleeping_engine_refuses_requests(paths):
         llm.sleep(3)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_finds_no_memory_sleeps_on(paths, level, monkeypatch):
+    def fail(*args) -> None:
+        raise MemoryError("all taken")
+
+    with make_llm(paths[0]) as llm:
+        llm.sleep(level)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.model_runner.kv_cache, "allocate", fail)
+            with pytest.raises(MemoryError, match=r"wake_up\(\): no room .*all taken"):
+                llm.wake_up()
+        with pytest.raises(RuntimeError, match="the engine sleeps"):
+            complete(llm, PROMPTS, greedy(3))
+        llm.wake_up()
+        assert complete(llm, PROMPTS, greedy(12)) == expected(paths[0])
+
+
 def mapped_bytes() -> int:
     """Of this process, whether they have been touched or not."""
     return 1024 * int(re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
