@@ -137,6 +137,7 @@ class Config(EngineOptions):
             self.kv_cache_dtype = "fp8"
         self._require_one_of("kv_cache_dtype")
         self._require_one_of("kv_cache_scales")
+        self._require_one_of("logprobs_mode")
         is_used = self.kv_cache_scales == "auto" or self.kv_cache_dtype != "auto"
         self._require("kv_cache_scales", is_used, "'auto' without kv_cache_dtype='fp8'")
         self._require("seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), "None or in 0..2**63 - 1")

@@ -39,6 +39,9 @@ class EngineOptions:
     num_kvcache_blocks: int = _speed_option(-1, "blocks of the KV cache; -1: as many as the memory holds")
     kvcache_gib: float | None = _speed_option(None, "GiB of KV cache; by default what gpu_memory_utilization leaves")
     kv_cache_dtype: Any = _option("auto", "keys and values in 8 bits: fp8", "auto", "fp8", "fp8_e4m3")
+    logprobs_mode: str = _option(
+        "raw_logprobs", "logprobs of the model, or of what tokens are drawn from", "raw_logprobs", "processed_logprobs"
+    )
     kv_cache_scales: str = _option("auto", "scales of an fp8 KV cache", "auto", "checkpoint", "calibrated", "one")
     device: str = _speed_option("auto", "auto, cpu, cuda, or cuda:N for the GPU number N")
     dtype: Any = _option(

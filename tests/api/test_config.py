@@ -133,6 +133,7 @@ WRONG = {
     "load_format": ([*CHOICE, "safetensors"], "auto, dummy"),
     "kv_cache_dtype": ([*CHOICE, "fp8_e5m2", "int8", "bfloat16"], "auto, fp8, fp8_e4m3"),
     "kv_cache_scales": (CHOICE, "auto, checkpoint, calibrated, one"),
+    "logprobs_mode": (CHOICE, "raw_logprobs, processed_logprobs"),
     "attention_backend": ([*CHOICE, "flash-attn", "xformers"], "auto, flash_attn, triton, torch"),
     "enable_prefix_caching": (FLAG, "True or False"),
     "mixed_step_rows": ([-1, 1025, 10**9, 1.0, "256", True, False, NAN, [256]], r"None.*0\.\.1024 "),

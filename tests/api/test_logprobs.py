@@ -82,3 +82,44 @@ def test_logprobs_end_where_the_completion_does(llm, reference):
     for prompt, output in zip(prompts, outputs, strict=True):
         assert 0 < len(output["token_ids"]) < 20
         assert_own_logprobs(reference, prompt, output)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.5},
+        {"temperature": 1.7, "top_k": 5},
+        {"temperature": 0.8, "top_p": 0.6, "logit_bias": {3: 2.0}},
+        {"temperature": 0.0, "logit_bias": {3: 50.0}},
+    ],
+    ids=str,
+)
+def test_processed_log_probabilities_are_those_of_the_draw(path, reference, fields):
+    """As a trainer needs them of its own samples."""
+    prompt = random_prompt(20, seed=3)
+    params = SamplingParams(**fields, max_tokens=12, ignore_eos=True, logprobs=7, seed=1)
+    found = {}
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        with make_llm(path, logprobs_mode=mode) as llm:
+            ((found[mode],),) = (generate(llm, [prompt], params),)
+    raw, processed = found["raw_logprobs"], found["processed_logprobs"]
+    assert raw["token_ids"] == processed["token_ids"]
+    logits = reference.logits(prompt, raw["token_ids"])
+    biased = logits.clone()
+    for token, bias in fields.get("logit_bias", {}).items():
+        biased[:, token] += bias
+    biased /= fields["temperature"] or 1.0
+    if "top_k" in fields:
+        biased[biased < biased.topk(fields["top_k"]).values[:, -1:]] = -torch.inf
+    if "top_p" in fields:
+        ordered = biased.softmax(-1).sort(descending=True).values
+        num_kept = (ordered.cumsum(-1) - ordered < fields["top_p"]).sum(1, keepdim=True)
+        # Equals of the last one that is kept are kept too.
+        biased[biased < biased.sort(descending=True).values.gather(1, num_kept - 1)] = -torch.inf
+    for output, rows in ((raw, logits), (processed, biased)):
+        rows = rows.log_softmax(-1)
+        for token, row, entries in zip(output["token_ids"], rows, output["logprobs"], strict=True):
+            assert next(iter(entries)) == token
+            assert len(entries) in (min(7, int((row > -torch.inf).sum())), 8)
+            for each, value in entries.items():
+                assert value == pytest.approx(float(row[each]), abs=2e-4)

@@ -1,5 +1,6 @@
 """Log-probabilities on their way from a step to the sequences that asked for them."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -24,6 +25,7 @@ class LogprobRows:
     owners: dict[int, tuple[int, int]]  # row of the step, in order -> (its entries, how many of the likeliest it wants)
     ids: torch.Tensor  # [entries, 1 + num_top], as values
     values: torch.Tensor
+    may_exclude: bool = False  # Tokens that cannot be drawn have a log-probability of -inf.
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "LogprobRows":
         """The same with other tensors."""
@@ -31,12 +33,18 @@ class LogprobRows:
 
     def by_row(self) -> dict[int, list[dict[int, float]]]:
         """{token id: log-probability} for each token of each row: the token first, then the likeliest. A token that is
-        among them keeps its first place; both its values are the same."""
+        among them keeps its first place; both its values are the same. Tokens that cannot be drawn are left out."""
         entries = zip(self.ids.tolist(), self.values.tolist(), strict=True)
-        return {
+        found = {
             row: [dict(zip(ids[: 1 + num_top], values, strict=False)) for ids, values in islice(entries, count)]
             for row, (count, num_top) in self.owners.items()
         }
+        if self.may_exclude:
+            found = {
+                row: [{token: value for token, value in each.items() if value > -math.inf} for each in tokens]
+                for row, tokens in found.items()
+            }
+        return found
 
 
 def record_prompt_logprobs(found: LogprobRows, seqs: list[Sequence]) -> None:
@@ -88,4 +96,5 @@ def prompt_logprobs(
     arrays = {"targets": np.concatenate(targets).astype(np.int64)}
     tokens = send_arrays(arrays, hidden_states.device)["targets"].split(_POSITIONS_AT_ONCE)
     found = [token_logprobs(some, token, num_top) for some, token in zip(logits, tokens, strict=True)]
-    return LogprobRows(owners, *(torch.cat(parts) for parts in zip(*found, strict=True)))
+    ids, values = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return LogprobRows(owners, ids, values)

@@ -32,6 +32,7 @@ class SamplingPipeline:
         self.vocab_size = config.hf_config.vocab_size
         self.max_num_seqs = config.max_num_seqs
         self.eos = config.eos
+        self.reports_processed = config.logprobs_mode == "processed_logprobs"
         self.device = device
         self._counts = TokenCounts(self.vocab_size, self.max_num_seqs, self.device)
 
@@ -49,11 +50,19 @@ class SamplingPipeline:
         tokens = self.sampler(logits, temperatures, step.seeds, step.positions, thresholds)
         if "reported" not in device:
             return tokens, None
-        # Of the model's own distribution, not of the edited logits.
         rows, reported = device["reported"], arrays["reported"].tolist()
         owners = {row: (1, cast(int, step.seqs[row].params.logprobs)) for row in reported}
         num_top = max(num_top for _, num_top in owners.values())
-        return tokens, LogprobRows(owners, *token_logprobs(model_logits[rows], tokens[rows], num_top))
+        reported_logits = model_logits[rows]  # of the model's own distribution
+        if self.reports_processed:
+            reported_logits = logits[rows].float()
+            if thresholds is not None:
+                is_low = reported_logits < thresholds[rows].unsqueeze(1)
+                reported_logits = reported_logits.masked_fill(is_low, -torch.inf)
+            chosen = temperatures[rows].unsqueeze(1)
+            reported_logits = reported_logits / torch.where(chosen > 0, chosen, 1.0)
+        found = token_logprobs(reported_logits, tokens[rows], num_top)
+        return tokens, LogprobRows(owners, *found, self.reports_processed)
 
     def _edited(
         self, logits: torch.Tensor, fed_tokens: torch.Tensor | None, device: dict[str, torch.Tensor]
