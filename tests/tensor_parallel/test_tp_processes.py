@@ -197,7 +197,7 @@ if __name__ == "__main__":
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
     _, err = rest(process)
-    assert process.returncode == -signal.SIGINT
+    assert process.returncode == -signal.SIGINT, err
     assert err.count("Traceback") == err.count("KeyboardInterrupt") == 1
     wait_until_gone(pids)
 
