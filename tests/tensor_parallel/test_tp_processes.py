@@ -197,7 +197,8 @@ if __name__ == "__main__":
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
     _, err = rest(process)
-    assert process.returncode == -signal.SIGINT, err
+    # Python forgets that Ctrl-C ended it, and says 1, if any library compiles code from a string while it exits.
+    assert process.returncode in (-signal.SIGINT, 1), err
     assert err.count("Traceback") == err.count("KeyboardInterrupt") == 1
     wait_until_gone(pids)
 
