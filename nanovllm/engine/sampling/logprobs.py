@@ -20,7 +20,7 @@ _POSITIONS_AT_ONCE = 128
 
 @dataclass(frozen=True)
 class LogprobRows:
-    """The result of `layers.logprobs.token_logprobs` for some tokens of a step, on the device or on the host."""
+    """The result of `layers.sampling.logprobs.token_logprobs` for some tokens of a step, on the device or the host."""
 
     owners: dict[int, tuple[int, int]]  # row of the step, in order -> (its entries, how many of the likeliest it wants)
     ids: torch.Tensor  # [entries, 1 + num_top], as values

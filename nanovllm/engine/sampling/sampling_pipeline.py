@@ -205,7 +205,7 @@ def _is_too_short(seq: Sequence) -> bool:
 
 
 class TokenCounts:
-    """The state for `layers.penalties.apply_penalties`: int32 [rows, vocab_size], a row for each penalized sequence.
+    """The state for `layers.sampling.penalties.apply_penalties`: int32 [rows, vocab_size], a row a penalized sequence.
 
     A sequence keeps its row from step to step until another one needs it. A lost row is written anew from the host's
     tokens. So nobody needs to say when a sequence ends, and there are never more rows than a step has sequences.

@@ -2,7 +2,7 @@
 
 Where GPUs map each other's memory, there are three ways besides NCCL. For the fewest tokens, the product itself writes
 its part to the other ranks' memory. In long prefills over two GPUs, one half of the tokens is summed while the other
-half is multiplied. Otherwise one kernel adds all parts and computes the norm. See `utils.residual_reducer`.
+half is multiplied. Otherwise one kernel adds all parts and computes the norm. See `layers.parallel.residual_reducer`.
 """
 
 from collections.abc import Iterable, Iterator

@@ -14,7 +14,7 @@ from nanovllm.layers.parallel.peer_memory import Peers, copy_bytes
 # With more than two ranks a one-shot sum moves more bytes than NCCL does, so it pays only for few tokens.
 _MAX_TOKENS_OF_MANY_RANKS = 512
 _MIN_LONG_TOKENS = 2048  # of a step; for fewer the transfer is too short to be hidden behind half of a product
-# A rank that sends part k has finished part k - 2 (see `layers.rank_sums` for the order). It therefore
+# A rank that sends part k has finished part k - 2 (see `layers.parallel.rank_sums` for the order). It therefore
 # received the other rank's part k - 2, which that rank sent after it had finished part k - 4. So slot k - 4 is free.
 _NUM_SLOTS = 4
 _NUM_ROUNDS = 1 << 15  # rounds over the slots until the numbers of arrivals repeat
