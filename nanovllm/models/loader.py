@@ -4,7 +4,8 @@ import difflib
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,6 +34,7 @@ _UNUSED = (
     *("rotary_emb.inv_freq", "lm_head.weight", ".q_scale", ".k_scale", ".v_scale"),
     *(".k_proj.output_scale", ".v_proj.output_scale"),
 )
+_EXPERTS_AT_ONCE = re.compile(r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|down_proj)")
 _HINT = "is config.json the same model's?"
 _MAX_NAMED = 5
 _ROWS_AT_ONCE = 4096
@@ -93,16 +95,14 @@ class TensorFacts(NamedTuple):
 
 def checked_tensors(model: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """{our name: tensor} of those (name in the checkpoint, tensor) that the model reads. Tensors that it ignores in a
-    checkpoint, such as a head that is tied, it ignores here as well.
+    checkpoint, such as a head that is tied, it ignores here as well. Experts may also come as transformers 5 holds them
+    in memory, those of a layer in one tensor.
 
     Raises TypeError unless these are such pairs, and ValueError for a name that the model does not have, or that comes
     twice, and for a wrong shape or dtype.
     """
     wanted, found = _wanted_tensors(model), {}
-    for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
-            raise TypeError(f"weights: must be pairs of a name in the checkpoint and a tensor, not {quoted(pair)}")
-        theirs, tensor = pair
+    for theirs, tensor in _split_experts(pairs, wanted):
         has_prefix = isinstance(theirs, str) and theirs.startswith(tuple(model.checkpoint_prefixes))
         name = _our_name(theirs, model.checkpoint_prefixes) if has_prefix else theirs
         if name not in wanted:
@@ -120,6 +120,27 @@ def checked_tensors(model: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> di
             raise ValueError(f"weights: {theirs!r} has dtype {tensor.dtype}: must be a float")
         found[name] = tensor
     return found
+
+
+def _split_experts(
+    pairs: Iterable[tuple[str, torch.Tensor]], wanted: Mapping[str, _Wanted]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The pairs, with one for each expert and projection in place of gate_up_proj [num_experts, 2 * intermediate_size,
+    hidden_size] and down_proj [num_experts, hidden_size, intermediate_size]."""
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
+            raise TypeError(f"weights: must be pairs of a name in the checkpoint and a tensor, not {quoted(pair)}")
+        name, tensor = pair
+        names = _EXPERTS_AT_ONCE.fullmatch(name) if isinstance(name, str) and tensor.dim() == 3 else None
+        if names is None:
+            yield name, tensor
+            continue
+        parts = ("gate_proj", "up_proj") if names["part"] == "gate_up_proj" else ("down_proj",)
+        if f"{names['experts']}.{len(tensor)}.{parts[0]}.weight" in wanted:
+            raise ValueError(f"weights: {name!r} has {len(tensor)} experts, the model has more")
+        for expert, matrix in enumerate(tensor.detach()):
+            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                yield f"{names['experts']}.{expert}.{part}.weight", rows
 
 
 def load_tensors(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 PROMPTS = [random_prompt(length, seed=length) for length in (40, 7, 33)]
 FAMILIES = [("qwen3", {}), ("qwen3", {"tie_word_embeddings": True}), ("qwen3_moe", {})]
@@ -75,6 +76,27 @@ def test_a_wrong_tensor_is_refused_before_anything_changes(paths, change, error,
         with pytest.raises(error, match=message):
             llm.update_weights([change, *tensors_of(paths[1]).items()])
         assert complete(llm, PROMPTS, greedy(12)) == expected(paths[0])
+
+
+@pytest.mark.parametrize("fields", FAMILIES, ids=["untied", "tied", "experts"])
+def test_a_model_of_transformers_gives_its_weights_by_its_own_names(fields, tmp_path):
+    """transformers 5 holds a layer's experts in two tensors, and a tied head not at all."""
+    family, overrides = fields
+    old, new = (make_checkpoint(tmp_path / str(seed), family=family, seed=seed, **overrides) for seed in (0, 1))
+    model = AutoModelForCausalLM.from_pretrained(new)
+    with make_llm(old) as llm:
+        llm.update_weights(model.named_parameters())
+        assert complete(llm, PROMPTS, greedy(12)) == expected(new)
+
+
+@pytest.mark.parametrize(("num", "message"), [(-1, "127 experts, the model has more"), (1, "did you mean")])
+def test_experts_of_another_number(num, message, tmp_path):
+    path = make_checkpoint(tmp_path, family="qwen3_moe")
+    with make_llm(path) as llm:
+        layer = "model.layers.0.mlp.experts"
+        experts = 128 + num
+        with pytest.raises(ValueError, match=message):
+            llm.update_weights([(f"{layer}.down_proj", torch.zeros(experts, 64, 768))])
 
 
 def test_a_tensor_that_comes_twice(paths):
