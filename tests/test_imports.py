@@ -100,7 +100,7 @@ def test_every_file_is_imported_without_triton():
 
 
 def test_other_programs_are_imported_only_when_they_are_used():
-    programs = {"accelerate", "datasets", "lm_eval", "pandas", "pyarrow", "ray", "starlette", "uvicorn"}
+    programs = {"accelerate", "datasets", "lm_eval", "pandas", "pyarrow", "ray", "starlette", "trl", "uvicorn"}
     script = (
         "import sys; before = set(sys.modules); import nanovllm, nanovllm.cli, nanovllm.integrations; nanovllm.LLM; "
         f"print(sorted((set(sys.modules) - before) & {programs}))"
