@@ -229,8 +229,14 @@ class LLM(LLMEngine):
                     raise ValueError(
                         f"completions[{i}]: has {len(token_ids)} tokens with its prompt; {limit} are possible"
                     )
-            params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-            outputs = self.generate(whole, params, use_tqdm)
+            # Prompts are not scored, so what the prefix cache has of them is not computed again.
+            params = {
+                num_tokens: SamplingParams(
+                    temperature=0, max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=-num_tokens
+                )
+                for num_tokens in set(map(len, endings))
+            }
+            outputs = self.generate(whole, [params[len(ending)] for ending in endings], use_tqdm)
         return [_score(i, *pair) for i, pair in enumerate(zip(endings, outputs, strict=True))]
 
 

@@ -131,6 +131,7 @@ class SamplingParams:
     n: int = 1  # samples; they share the prompt's full KV cache blocks
     logprobs: int | None = None  # log-probabilities of each completion token and the k likeliest, before any edit
     prompt_logprobs: int | None = None  # the same for each prompt token except the first
+    prompt_logprobs_start: int = 0  # index of the first prompt token that gets them; from the prompt's end if negative
     presence_penalty: float = 0.0  # subtracted from the logits of tokens that are in the completion
     frequency_penalty: float = 0.0  # the same, times the number of occurrences
     repetition_penalty: float = 1.0  # of tokens in prompt or completion (arXiv:1909.05858); 1 changes nothing
@@ -148,6 +149,9 @@ class SamplingParams:
         if self.max_tokens is not None:
             ok = self.min_tokens <= self.max_tokens
             require("min_tokens", self.min_tokens, ok, f"at most max_tokens, {self.max_tokens}")
+        start = self.prompt_logprobs_start
+        ok = start == 0 or self.prompt_logprobs is not None
+        require("prompt_logprobs_start", start, ok, "0 where prompt_logprobs is not given")
         _require_encodable("stop", *self.stop)
         _require_encodable("bad_words", *self.bad_words)
         is_once = len(dict(self.logit_bias)) == len(self.logit_bias)
@@ -323,6 +327,7 @@ _RULES = {
     "n": _integer(1, MAX_N, f"an integer in 1..{MAX_N}"),
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
+    "prompt_logprobs_start": _integer(-MAX_INT32, MAX_INT32, "an integer in -2**31 + 1..2**31 - 1"),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "repetition_penalty": _number(MIN_FLOAT, MAX_FLOAT, f"a finite number in {_LOW}..{_HIGH} (1 is none)"),

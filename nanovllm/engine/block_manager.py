@@ -186,10 +186,10 @@ class BlockManager:
                 self.blocks[block_id].update(-1, ())
 
     def _max_shared_blocks(self, seq: Sequence) -> int:
-        """Its full blocks, but not with its last token: that one is always computed."""
-        if not self.enable_prefix_caching or seq.needs_prompt_logits:
+        """Its full blocks before the first token whose logits are needed. Those of its last token always are."""
+        if not self.enable_prefix_caching:
             return 0
-        return (seq.num_tokens - 1) // self.block_size
+        return min(seq.num_tokens - 1, seq.first_needed_logits) // self.block_size
 
     def _find_shared_blocks(self, seq: Sequence) -> list[int]:
         """Ids of the blocks with its tokens in the prefix cache, up to the first miss."""

@@ -153,7 +153,7 @@ class Scheduler:
         """Note that a sequence has begun."""
         seq.scheduled_time = time.perf_counter()
         self.num_prompt_tokens += seq.num_prompt_tokens
-        if self.block_manager.enable_prefix_caching and not seq.needs_prompt_logits:
+        if self.block_manager.enable_prefix_caching and seq.first_needed_logits > 0:
             self.num_prefix_queries += seq.num_prompt_tokens
             self.num_prefix_hits += seq.num_shared_tokens
 

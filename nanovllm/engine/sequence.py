@@ -55,7 +55,9 @@ class Sequence:
     sample: int = 0  # index of the completion
     max_tokens: int = field(init=False)  # without a limit, sys.maxsize
     is_constrained: bool = field(init=False)  # the allowed tokens depend on the completion so far
-    needs_prompt_logits: bool = field(init=False)  # for prompt_logprobs, so no part of the prompt may be shared
+    # Position of the first prompt token whose logits prompt_logprobs still needs, so it cannot come from the prefix
+    # cache; sys.maxsize if none is.
+    first_needed_logits: int = sys.maxsize
 
     # Its result.
     text_stream: Any = None  # detokenizes token by token, for streams and stop strings
@@ -80,8 +82,12 @@ class Sequence:
         self.seed = self.seed if params.seed is None else params.seed
         self.is_constrained = self.grammar is not None or (edits is not None and edits.reads_completion)
         self.logprobs = None if params.logprobs is None else []
-        self.prompt_logprobs = None if params.prompt_logprobs is None else [None]
-        self.needs_prompt_logits = self.prompt_logprobs is not None and self.num_prompt_tokens > 1
+        self.prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            first, end, _ = slice(params.prompt_logprobs_start, None).indices(self.num_prompt_tokens)
+            self.prompt_logprobs = [None] * max(first, 1)
+            if len(self.prompt_logprobs) < end:
+                self.first_needed_logits = len(self.prompt_logprobs) - 1
 
     def __len__(self) -> int:
         return len(self.tokens)

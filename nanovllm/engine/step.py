@@ -38,7 +38,7 @@ class Step:
     max_seqlen_q: int = 0  # most new tokens of a sequence
     max_seqlen_k: int = 0  # most keys of a sequence
     reads_cache: bool = False  # A sequence has a cached prefix.
-    prompt_rows: list[tuple[int, int, int]] = field(default_factory=list)  # for `prompt_logprobs`
+    prompt_rows: list[tuple[int, int, int, int]] = field(default_factory=list)  # for `prompt_logprobs`
 
     # With needs_logits, on the device until the next step is launched: a row for each sequence, as the sampler wants.
     logits: torch.Tensor | None = None  # [num_seqs, vocab_size], any float dtype

@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -164,24 +164,16 @@ class NanoVLLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """(sum of the continuation's log-probabilities, whether each of its tokens is the likeliest) of each request.
         A context that is too long is cut on the left."""
-        prompts: list[list[int]] = []
-        params, counts = [], []
-        block_size = self.llm.config.kvcache_block_size
+        prompts, params = [], []
         for _, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 raise ValueError(f"a continuation has {len(continuation)} tokens; 1 to {self.max_length} can be scored")
             tokens = [*context, *continuation][-self.max_length - 1 :]
-            # A request that wants log-probabilities of its prompt computes all of it. One for each token of the
-            # continuation computes less than a block if another request has had the context, as choices have.
-            is_shared = len(continuation) * block_size < len(tokens) - len(continuation)
-            counts.append(len(continuation) if is_shared or len(continuation) == 1 else 1)
-            for end in range(len(tokens) - counts[-1], len(tokens)):
-                prompts.append(tokens[:end])
-                params.append(_params(tokens[end], counts[-1] < len(continuation)))
+            prompts.append(tokens[:-1])
+            params.append(_params(tokens[-1], len(continuation) - 1))
         answers = []
-        outputs = iter(self._run(prompts, params, disable_tqdm))
-        for (texts, _, continuation), count in zip(requests, counts, strict=True):
-            answers.append(_score(continuation, list(islice(outputs, count))))
+        for (texts, _, continuation), output in zip(requests, self._run(prompts, params, disable_tqdm), strict=True):
+            answers.append(_score(continuation, output))
             if texts is not None:  # A part of a longer text is kept with the whole.
                 self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
         return answers
@@ -225,23 +217,23 @@ class NanoVLLM(TemplateLM):
 
 
 @lru_cache(maxsize=4096)
-def _params(token_id: int, wants_prompt: bool) -> SamplingParams:
-    """Of a request whose completion is this token, for its log-probability. wants_prompt: and for the prompt's."""
+def _params(token_id: int, num_before: int) -> SamplingParams:
+    """For the log-probabilities of the last num_before tokens of a prompt, and of this token, its completion."""
     return SamplingParams(
         temperature=0,
         max_tokens=1,
         logprobs=1,
-        prompt_logprobs=1 if wants_prompt else None,
+        prompt_logprobs=1 if num_before else None,
+        prompt_logprobs_start=-num_before,
         allowed_token_ids=[token_id],
     )
 
 
-def _score(continuation: list[int], outputs: list[RequestOutput]) -> tuple[float, bool]:
-    """outputs: of the last tokens of the continuation, one each. The tokens before are the end of the first prompt."""
-    found = [cast(list[dict[int, float]], output["logprobs"])[0] for output in outputs]
-    num_before = len(continuation) - len(outputs)
-    if num_before:
-        found[:0] = cast(list[dict[int, float]], outputs[0]["prompt_logprobs"])[-num_before:]
+def _score(continuation: list[int], output: RequestOutput) -> tuple[float, bool]:
+    """output: of a prompt that ends with the continuation but for its last token, which is the completion."""
+    found = list(cast(list[dict[int, float]], output["logprobs"]))
+    if len(continuation) > 1:
+        found[:0] = cast(list[dict[int, float]], output["prompt_logprobs"])[1 - len(continuation) :]
     total, is_greedy = 0.0, True
     for token_id, logprobs in zip(continuation, found, strict=True):
         total += logprobs[token_id]

@@ -34,6 +34,20 @@ def test_score_is_the_models_own_log_probability(llm, reference):
         llm.score(prompts, [[1], ""])
 
 
+def test_prompts_that_are_scored_come_from_the_prefix_cache(path, reference):
+    context, completions = random_prompt(100, seed=5), [random_prompt(n, seed=n) for n in (1, 2, 7, 20)]
+    expected = [
+        reference.logits(context, tokens).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        for tokens in completions
+    ]
+    for options in ({}, {"max_num_batched_tokens": 32}):
+        with make_llm(path, **options) as llm:
+            scores = llm.score([context] * 4, completions, use_tqdm=False)
+            assert llm.stats()["prefix_cache_hits"] >= 2 * 96
+            for score, logprobs in zip(scores, expected, strict=True):
+                torch.testing.assert_close(torch.tensor(score["logprobs"]), logprobs, atol=1e-4, rtol=1e-4)
+
+
 def test_a_score_of_the_longest_pair_and_of_one_longer(path):
     with make_llm(path, max_model_len=50) as llm:
         (score,) = llm.score([random_prompt(40, seed=0)], [random_prompt(9, seed=1)], use_tqdm=False)

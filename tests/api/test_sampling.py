@@ -390,6 +390,36 @@ def test_prompt_logprobs_and_the_prefix_cache(base):
         assert_idle(llm)
 
 
+STARTS = [0, 1, 2, 33, 69, 70, 999, -1, -40, -70, -999]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap_steps": False}, {"max_num_batched_tokens": 24}, {"num_kvcache_blocks": 12}],
+    ids=["one-batch", "one-by-one", "chunked", "preempted"],
+)
+def test_prompt_logprobs_from_a_start_on(base, options):
+    """Those of the other tokens are the same as without it, whatever the prefix cache gives."""
+    prompt = random_prompt(70, seed=0)
+    with make_llm(base[0], enable_prefix_caching=False) as llm:
+        (whole,) = run(llm, [prompt], greedy(30, prompt_logprobs=2, logprobs=1))
+    params = [greedy(30, prompt_logprobs=2, prompt_logprobs_start=start, logprobs=1) for start in STARTS]
+    with make_llm(base[0], **options) as llm:
+        run(llm, [prompt], greedy(1))  # The prefix cache knows it.
+        for seq, start in zip(run(llm, [prompt] * len(STARTS), params), STARTS, strict=True):
+            first = max(1, slice(start, None).indices(70)[0])
+            assert seq.prompt_logprobs[:first] == [None] * first
+            assert len(seq.prompt_logprobs) == 70
+            for found, expected in zip(seq.prompt_logprobs[first:], whole.prompt_logprobs[first:], strict=True):
+                assert list(found) == list(expected)
+                assert list(found.values()) == pytest.approx(list(expected.values()), abs=1e-5)
+            assert seq.completion_token_ids == whole.completion_token_ids
+            if "num_kvcache_blocks" not in options:
+                assert seq.num_shared_tokens == min(first - 1, 69) // 16 * 16
+        assert ("num_kvcache_blocks" in options) == (llm.scheduler.num_preemptions > 0)
+        assert_idle(llm)
+
+
 # -- defaults -----------------------------------------------------------------------------------------------------
 
 

@@ -59,7 +59,7 @@ def sampling(**fields) -> SamplingParams:
 
 MIXED = [
     sampling(temperature=0.6, top_k=20, top_p=0.95),
-    sampling(temperature=0.0, repetition_penalty=1.8, logprobs=3, prompt_logprobs=2),
+    sampling(temperature=0.0, repetition_penalty=1.8, logprobs=3, prompt_logprobs=2, prompt_logprobs_start=-9),
     sampling(presence_penalty=1.5, frequency_penalty=1.0, top_p=0.9, seed=3),
     greedy(20),
     sampling(temperature=1.3, min_p=0.1, min_tokens=4, stop_token_ids=range(0, 300, 9), prompt_logprobs=0, logprobs=0),

@@ -141,7 +141,8 @@ class SequenceMaker:
                 seq.text_stream = TextStream(self.detokenizer, params, special.stop_strings)
             seqs.append(seq)
             if params.prompt_logprobs is not None and params.n > 1:
-                params = replace(params, prompt_logprobs=None)  # The first sample's are all the others'.
+                # The first sample's are all the others'.
+                params = replace(params, prompt_logprobs=None, prompt_logprobs_start=0)
         return seqs
 
     def encode_all(self, prompts: list[Prompt], name: str, **options: Any) -> list[array]:

@@ -1,6 +1,7 @@
 """Log-probabilities on their way from a step to the sequences that asked for them."""
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -53,20 +54,21 @@ def record_prompt_logprobs(found: LogprobRows, seqs: list[Sequence]) -> None:
         seq = seqs[row]
         known = cast(list[dict[int, float] | None], seq.prompt_logprobs)
         known += logprobs
-        seq.needs_prompt_logits = len(known) < seq.num_prompt_tokens
+        seq.first_needed_logits = len(known) - 1 if len(known) < seq.num_prompt_tokens else sys.maxsize
 
 
-def prompt_rows(seqs: list[Sequence]) -> list[tuple[int, int, int]]:
+def prompt_rows(seqs: list[Sequence]) -> list[tuple[int, int, int, int]]:
     """The tokens of a prefill that predict prompt tokens whose log-probabilities are wanted: (index of the sequence,
-    first of the batch, number)."""
+    first of the batch, number, first position that is predicted)."""
     rows, start = [], 0
     for i, seq in enumerate(seqs):
-        if seq.needs_prompt_logits:
-            # The last prompt token predicts the first one of the completion.
-            count = min(seq.num_scheduled_tokens, seq.num_prompt_tokens - 1 - seq.num_cached_tokens)
-            if count > 0:
-                rows.append((i, start, count))
-        start += seq.num_scheduled_tokens
+        num_cached, num_scheduled = seq.num_cached_tokens, seq.num_scheduled_tokens
+        first = max(num_cached, seq.first_needed_logits)
+        # The last prompt token predicts the first one of the completion.
+        end = min(num_cached + num_scheduled, seq.num_prompt_tokens - 1)
+        if first < end:
+            rows.append((i, start + first - num_cached, end - first, first + 1))
+        start += num_scheduled
     return rows
 
 
@@ -80,17 +82,16 @@ def prompt_logprobs(
         hidden_states: [num_tokens, hidden_size] of all the prefill's tokens.
         compute_logits: hidden states -> logits [.., vocab_size], with every rank's part.
     """
-    wanted = torch.cat([hidden_states[start : start + count] for _, start, count in step.prompt_rows])
+    wanted = torch.cat([hidden_states[start : start + count] for _, start, count, _ in step.prompt_rows])
     logits = map(compute_logits, wanted.split(_POSITIONS_AT_ONCE))
     if not step.seqs:  # a worker
         for _ in logits:
             pass
         return None
     owners, targets = {}, []
-    for row, _, count in step.prompt_rows:
+    for row, _, count, first in step.prompt_rows:
         seq = step.seqs[row]
         owners[row] = count, cast(int, seq.params.prompt_logprobs)
-        first = seq.num_cached_tokens + 1
         targets.append(np.frombuffer(seq.tokens, np.int32)[first : first + count])
     num_top = max(num_top for _, num_top in owners.values())
     arrays = {"targets": np.concatenate(targets).astype(np.int64)}
