@@ -1,0 +1,276 @@
+"""The gated delta rule, a linear attention (Yang et al. 2024, "Gated Delta Networks").
+
+Each value head has a state S `[key_dim, value_dim]`, which a token reads and changes:
+
+    S = exp(g) S;    S = S + k (beta (v - k S))^T;    o = q S / sqrt(key_dim)
+
+q, k and v come from a causal convolution (`causal_conv`). g is `-exp(A_log) softplus(a + dt_bias)`, beta is sigmoid(b).
+Neighbouring value heads share a key head. The output is `rms_norm(o) silu(z)` per head. Everything is computed in
+float32. The output of the rule is rounded to the dtype of the model before the norm, as transformers does.
+
+The functions share these arguments:
+
+- qkv: `[num_tokens, conv_dim]`, with conv_dim = 2 * num_key_heads * key_dim + num_value_heads * value_dim: q, k and v
+  before the convolution. This and the next three may be slices of a wider tensor, contiguous in the last dimension.
+- z: `[num_tokens, num_value_heads * value_dim]`.
+- b, a: `[num_tokens, num_value_heads]`.
+- conv_weight: `[conv_dim, taps]`, contiguous. The kernels have 4 taps.
+- A_log, dt_bias: `[num_value_heads]`.
+- norm_weight: `[value_dim]`; eps: added to the mean square of a head.
+- tails: `[num_slots, taps - 1, conv_dim]` in qkv's dtype, contiguous: the last inputs of a sequence's convolution, the
+  oldest first.
+- states: `[num_slots, num_value_heads, key_dim, value_dim]`, contiguous, float32 or bfloat16.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.linear_attention.causal_conv import convolve_torch
+from nanovllm.kernels.rms_norm import rms_norm_torch
+
+CHUNK = 64  # tokens that a prefill takes as one step of the state
+
+
+def delta_rule_decode(
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    tails: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    context_lens: Tensor,
+    num_key_heads: int,
+    num_value_heads: int,
+) -> Tensor:
+    """One token a row. Tails and states are updated in place.
+
+    Rows with equal slots are tokens of one sequence. They follow each other, in the order of their positions.
+
+    Args:
+        slots: int32 `[num_tokens]`; -1 is a padding row, whose output is zeros.
+        context_lens: int32 `[num_tokens]`, the tokens of the sequence up to the row's own. A row of 1 begins with a
+            state of zeros, whatever its slot holds.
+
+    Returns:
+        `[num_tokens, num_value_heads * value_dim]`.
+    """
+    inputs = qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, eps, tails, states
+    check_arguments(qkv, z, b, a, conv_weight, tails, states, num_key_heads, num_value_heads)
+    return delta_rule_decode_torch(*inputs, slots, context_lens, num_key_heads, num_value_heads)
+
+
+def delta_rule_prefill(
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    tails: Tensor,
+    states: Tensor,
+    cu_seqlens: Tensor,
+    reads: Tensor,
+    writes: Tensor,
+    snapshots: Tensor,
+    snapshot_lens: Tensor,
+    num_key_heads: int,
+    num_value_heads: int,
+) -> Tensor:
+    """A flat batch of sequences, by chunks.
+
+    No slot that a sequence writes is read or written by another sequence of the batch.
+
+    Args:
+        cu_seqlens: int32 `[num_seqs + 1]`, running totals from 0 of the new tokens.
+        reads: int32 `[num_seqs]`, the slot with the tail and the state that a sequence continues from; -1: zeros.
+        writes: int32 `[num_seqs]`, the slot for its last tail and state; it may be the one in `reads`. -1: none.
+        snapshots: int32 `[num_seqs]`, the slot for its tail and state after `snapshot_lens` tokens. -1: none.
+        snapshot_lens: int32 `[num_seqs]`, multiples of `CHUNK` from 1 up to the number of new tokens. Not read where
+            there is no snapshot.
+
+    Returns:
+        `[num_tokens, num_value_heads * value_dim]`.
+    """
+    inputs = qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, eps, tails, states
+    check_arguments(qkv, z, b, a, conv_weight, tails, states, num_key_heads, num_value_heads)
+    places = cu_seqlens, reads, writes, snapshots, snapshot_lens
+    return delta_rule_prefill_torch(*inputs, *places, num_key_heads, num_value_heads)
+
+
+def delta_rule_decode_torch(
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    tails: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    context_lens: Tensor,
+    num_key_heads: int,
+    num_value_heads: int,
+) -> Tensor:
+    """The twin. Rows of different sequences are computed together: first each sequence's first row, then the second."""
+    key_dim, value_dim = states.shape[2:]
+    out = qkv.new_zeros(len(qkv), num_value_heads, value_dim)
+    log_decay, beta = _gates(a, b, A_log, dt_bias)
+    ranks = _ranks(slots).masked_fill(slots < 0, -1)
+    back = torch.arange(conv_weight.shape[1] - 1, 0, -1, device=qkv.device)
+    for rank in range(int(ranks.max()) + 1 if len(ranks) else 0):
+        rows = torch.nonzero(ranks == rank).squeeze(1)
+        slot, position = slots[rows].long(), context_lens[rows, None] - 1
+        tail = torch.where((position >= back)[:, :, None], tails[slot], 0)
+        windows = torch.cat((tail, qkv[rows, None]), dim=1)
+        tails[slot] = windows[:, 1:]
+        q, k, v = _heads(convolve_torch(windows, conv_weight, key_dim, num_key_heads), states.shape, num_key_heads)
+        state = torch.where((position > 0)[:, :, None, None], states[slot].float(), 0)
+        state = state * log_decay[rows].exp()[:, :, None, None]
+        delta = (v - torch.einsum("rhk,rhkv->rhv", k, state)) * beta[rows, :, None]
+        state = state + k[:, :, :, None] * delta[:, :, None, :]
+        states[slot] = state.to(states.dtype)
+        out[rows] = torch.einsum("rhk,rhkv->rhv", q, state).to(out.dtype)
+    return _gated_norm(out, z, norm_weight, eps)
+
+
+def delta_rule_prefill_torch(
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    tails: Tensor,
+    states: Tensor,
+    cu_seqlens: Tensor,
+    reads: Tensor,
+    writes: Tensor,
+    snapshots: Tensor,
+    snapshot_lens: Tensor,
+    num_key_heads: int,
+    num_value_heads: int,
+) -> Tensor:
+    """The twin, with chunks too, one sequence after the other."""
+    key_dim, value_dim = states.shape[2:]
+    taps = conv_weight.shape[1]
+    out = qkv.new_empty(len(qkv), num_value_heads, value_dim)
+    log_decay, beta = _gates(a, b, A_log, dt_bias)
+    places = zip(*(each.tolist() for each in (reads, writes, snapshots, snapshot_lens)), strict=True)
+    bounds = cu_seqlens.tolist()
+    for (read, write, snapshot, snapshot_len), start, end in zip(places, bounds, bounds[1:], strict=False):
+        tail, state = qkv.new_zeros(tails.shape[1:]), qkv.new_zeros(states.shape[1:], dtype=torch.float32)
+        if read >= 0:
+            tail, state = tails[read], states[read].float()
+        inputs = torch.cat((tail, qkv[start:end]))
+        windows = inputs.unfold(0, taps, 1).transpose(1, 2)
+        mixed = convolve_torch(windows, conv_weight, key_dim, num_key_heads)
+        # Heads first, for products of matrices.
+        heads = [x.transpose(0, 1) for x in _heads(mixed, states.shape, num_key_heads)]
+        gates = [x[start:end].t() for x in (log_decay, beta)]
+        for first in range(0, end - start, CHUNK):
+            last = min(first + CHUNK, end - start)
+            chunk_out, state = _chunk_step(*(x[:, first:last] for x in (*heads, *gates)), state=state)
+            out[start + first : start + last] = chunk_out.transpose(0, 1).to(out.dtype)
+            if snapshot >= 0 and last == snapshot_len:
+                tails[snapshot], states[snapshot] = inputs[last : last + taps - 1], state.to(states.dtype)
+        if write >= 0:
+            tails[write], states[write] = inputs[len(inputs) - taps + 1 :], state.to(states.dtype)
+    return _gated_norm(out, z, norm_weight, eps)
+
+
+def _chunk_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The outputs of a chunk, and the state after it, by products of matrices.
+
+    A token's correction is `beta (v - k S)`, where S is the chunk's first state plus the corrections of the chunk's
+    earlier tokens. So all corrections are the solution of one triangular system.
+
+    q, k: `[heads, tokens, key_dim]`. v: `[heads, tokens, value_dim]`. log_decay, beta: `[heads, tokens]`. state:
+    `[heads, key_dim, value_dim]`.
+    """
+    total = log_decay.cumsum(1)[:, :, None]
+    decay = (total - total.transpose(1, 2)).tril().exp().tril()  # from each earlier token to each token
+    since_start, to_end = total.exp(), (total[:, -1:] - total).exp()
+    system = beta[:, :, None] * (k @ k.transpose(1, 2)) * decay
+    corrections = torch.linalg.solve_triangular(
+        system, beta[:, :, None] * (v - since_start * (k @ state)), upper=False, unitriangular=True
+    )
+    out = since_start * (q @ state) + ((q @ k.transpose(1, 2)) * decay) @ corrections
+    return out, since_start[:, -1:] * state + (to_end * k).transpose(1, 2) @ corrections
+
+
+def _gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """g and beta, float32 `[num_tokens, num_value_heads]`."""
+    return -A_log.float().exp() * F.softplus(a.float() + dt_bias.float()), b.float().sigmoid()
+
+
+def _heads(mixed: Tensor, state_shape: torch.Size, num_key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, scaled, k and v of each value head: `[num_tokens, num_value_heads, dim]`."""
+    _, num_value_heads, key_dim, value_dim = state_shape
+    size = num_key_heads * key_dim
+    q, k, v = mixed.split((size, size, num_value_heads * value_dim), dim=1)
+    group = num_value_heads // num_key_heads
+    q, k = (x.reshape(len(x), num_key_heads, key_dim).repeat_interleave(group, dim=1) for x in (q, k))
+    return q * key_dim**-0.5, k, v.reshape(len(v), num_value_heads, value_dim)
+
+
+def _gated_norm(out: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """out: `[num_tokens, num_value_heads, value_dim]`. Returns `[num_tokens, num_value_heads * value_dim]`."""
+    normed = rms_norm_torch(out.float(), weight, eps) * F.silu(z.reshape(out.shape).float())
+    return normed.to(out.dtype).flatten(1)
+
+
+def _ranks(slots: Tensor) -> Tensor:
+    """How many rows of the same sequence are right before each row."""
+    rows = torch.arange(len(slots), device=slots.device)
+    is_first = torch.ones_like(slots, dtype=torch.bool)
+    is_first[1:] = slots[1:] != slots[:-1]
+    return rows - torch.where(is_first, rows, 0).cummax(0).values
+
+
+def check_arguments(
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    conv_weight: Tensor,
+    tails: Tensor,
+    states: Tensor,
+    num_key_heads: int,
+    num_value_heads: int,
+) -> None:
+    """Raise ValueError if a function would read or write outside a tensor."""
+    key_dim, value_dim = states.shape[2:]
+    size = num_value_heads * value_dim
+    conv_dim = 2 * num_key_heads * key_dim + size
+    expected = {
+        "qkv": (qkv, (len(qkv), conv_dim)),
+        "z": (z, (len(qkv), size)),
+        "b": (b, (len(qkv), num_value_heads)),
+        "a": (a, (len(qkv), num_value_heads)),
+        "conv_weight": (conv_weight, (conv_dim, conv_weight.shape[1])),
+        "tails": (tails, (len(states), conv_weight.shape[1] - 1, conv_dim)),
+        "states": (states, (len(states), num_value_heads, key_dim, value_dim)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor.shape != shape or tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must be {list(shape)} with contiguous rows, not {list(tensor.shape)}")
+    if num_value_heads % num_key_heads:
+        raise ValueError(f"num_value_heads ({num_value_heads}) must be a multiple of num_key_heads ({num_key_heads})")
