@@ -130,7 +130,8 @@ class SamplingParams:
     stop_token_ids: Collection[int] = ()  # tokens that end it, besides the end-of-sequence tokens
     n: int = 1  # samples; they share the prompt's full KV cache blocks
     logprobs: int | None = None  # log-probabilities of each completion token and the k likeliest, before any edit
-    prompt_logprobs: int | None = None  # the same for each prompt token except the first
+    logprob_token_ids: Collection[int] | None = None  # tokens whose log-probabilities are added to those of logprobs
+    prompt_logprobs: int | None = None  # as logprobs, for each prompt token except the first
     prompt_logprobs_start: int = 0  # index of the first prompt token that gets them; from the prompt's end if negative
     presence_penalty: float = 0.0  # subtracted from the logits of tokens that are in the completion
     frequency_penalty: float = 0.0  # the same, times the number of occurrences
@@ -149,6 +150,8 @@ class SamplingParams:
         if self.max_tokens is not None:
             ok = self.min_tokens <= self.max_tokens
             require("min_tokens", self.min_tokens, ok, f"at most max_tokens, {self.max_tokens}")
+        ok = self.logprob_token_ids is None or self.logprobs is not None
+        require("logprob_token_ids", self.logprob_token_ids, ok, "None where logprobs is not given (0 gives no others)")
         start = self.prompt_logprobs_start
         ok = start == 0 or self.prompt_logprobs is not None
         require("prompt_logprobs_start", start, ok, "0 where prompt_logprobs is not given")
@@ -310,6 +313,13 @@ _PENALTY = _number(-2, 2, "a number in -2..2 that float32 can hold")
 _LOGPROBS = _integer(0, MAX_LOGPROBS, f"None or an integer in 0..{MAX_LOGPROBS}", optional=True)
 _TEXTS = _collection(_as_texts, _is_text, "a text or a list of texts, none of them empty")
 
+_TOKEN_IDS = _collection(
+    lambda ids: None if ids is None else _as_tuple(ids),
+    _is_token_id,
+    "a list of one or more token ids >= 0, or None",
+    optional=True,
+)
+
 _RULES = {
     "temperature": _number(0, MAX_FLOAT, f"0 (greedy), or a finite number in {_LOW}..{_HIGH}, as float32 can hold"),
     "max_tokens": _integer(1, MAX_INT32, "an integer in 1..2**31 - 1, or None", optional=True),
@@ -326,6 +336,7 @@ _RULES = {
     "stop_token_ids": _collection(_as_tuple, _is_token_id, "a list of token ids >= 0"),
     "n": _integer(1, MAX_N, f"an integer in 1..{MAX_N}"),
     "logprobs": _LOGPROBS,
+    "logprob_token_ids": _TOKEN_IDS,
     "prompt_logprobs": _LOGPROBS,
     "prompt_logprobs_start": _integer(-MAX_INT32, MAX_INT32, "an integer in -2**31 + 1..2**31 - 1"),
     "presence_penalty": _PENALTY,
@@ -336,11 +347,6 @@ _RULES = {
         _as_python, lambda form: form is None or isinstance(form, StructuredOutputsParams), "StructuredOutputsParams"
     ),
     "logit_bias": _collection(_as_pairs, _is_bias, f"a dict of token ids >= 0 to numbers in -{MAX_BIAS}..{MAX_BIAS}"),
-    "allowed_token_ids": _collection(
-        lambda ids: None if ids is None else _as_tuple(ids),
-        _is_token_id,
-        "a list of one or more token ids >= 0, or None",
-        optional=True,
-    ),
+    "allowed_token_ids": _TOKEN_IDS,
     "bad_words": _TEXTS,
 }

@@ -164,18 +164,26 @@ class NanoVLLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """(sum of the continuation's log-probabilities, whether each of its tokens is the likeliest) of each request.
         A context that is too long is cut on the left."""
-        prompts, params = [], []
-        for _, context, continuation in requests:
+        # Requests that differ in the last token alone are one prompt, whose last token they all need.
+        prompts: dict[tuple[int, ...], list[int]] = {}  # to the indices of the requests
+        for i, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
                 raise ValueError(f"a continuation has {len(continuation)} tokens; 1 to {self.max_length} can be scored")
             tokens = [*context, *continuation][-self.max_length - 1 :]
-            prompts.append(tokens[:-1])
-            params.append(_params(tokens[-1], len(continuation) - 1))
-        answers = []
-        for (texts, _, continuation), output in zip(requests, self._run(prompts, params, disable_tqdm), strict=True):
-            answers.append(_score(continuation, output))
-            if texts is not None:  # A part of a longer text is kept with the whole.
-                self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
+            prompts.setdefault(tuple(tokens[:-1]), []).append(i)
+        params = []
+        for indices in prompts.values():
+            continuations = [requests[i][2] for i in indices]
+            last_tokens = tuple(sorted({continuation[-1] for continuation in continuations}))
+            params.append(_params(last_tokens, max(map(len, continuations)) - 1))
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        outputs = self._run(list(map(list, prompts)), params, disable_tqdm)
+        for indices, output in zip(prompts.values(), outputs, strict=True):
+            for i in indices:
+                texts, _, continuation = requests[i]
+                answers[i] = _score(continuation, output)
+                if texts is not None:  # A part of a longer text is kept with the whole.
+                    self.cache_hook.add_partial("loglikelihood", texts, answers[i])
         return answers
 
     # -- answers -----------------------------------------------------------------------------------------------------
@@ -217,20 +225,20 @@ class NanoVLLM(TemplateLM):
 
 
 @lru_cache(maxsize=4096)
-def _params(token_id: int, num_before: int) -> SamplingParams:
-    """For the log-probabilities of the last num_before tokens of a prompt, and of this token, its completion."""
+def _params(token_ids: tuple[int, ...], num_before: int) -> SamplingParams:
+    """For the log-probabilities of the last num_before tokens of a prompt, and of each of token_ids after it."""
     return SamplingParams(
         temperature=0,
         max_tokens=1,
         logprobs=1,
+        logprob_token_ids=token_ids,
         prompt_logprobs=1 if num_before else None,
         prompt_logprobs_start=-num_before,
-        allowed_token_ids=[token_id],
     )
 
 
 def _score(continuation: list[int], output: RequestOutput) -> tuple[float, bool]:
-    """output: of a prompt that ends with the continuation but for its last token, which is the completion."""
+    """output: of a prompt that ends with all of the continuation except its last token."""
     found = list(cast(list[dict[int, float]], output["logprobs"]))
     if len(continuation) > 1:
         found[:0] = cast(list[dict[int, float]], output["prompt_logprobs"])[1 - len(continuation) :]

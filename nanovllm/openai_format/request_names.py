@@ -38,6 +38,7 @@ _UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "functions": (([],), "use tools"),
     "include_reasoning": ((True,), ""),
     "length_penalty": ((1,), HINTS["SamplingParams"]["length_penalty"]),
+    "logprob_token_ids": ((), "LLM.generate can"),
     "logits_processors": (([],), HINTS["SamplingParams"]["logits_processors"]),
     "mm_processor_kwargs": (({},), "prompts are text"),
     "modalities": ((["text"],), "answers are text"),

@@ -78,6 +78,27 @@ def test_each_sample_has_its_own_logprobs(llm, reference):
     assert [next(iter(each)) for each in output["prompt_logprobs"][1:]] == prompt[1:]
 
 
+def test_log_probabilities_of_given_tokens(llm, reference):
+    """Beside requests that want others, or none."""
+    prompts = [random_prompt(n, seed=n) for n in (5, 30, 17, 9)]
+    wanted = [[3, 250, 7], None, [9], None]
+    params = [
+        greedy(6, logprobs=1, logprob_token_ids=wanted[0]),
+        greedy(6, logprobs=4),
+        greedy(6, logprobs=0, logprob_token_ids=wanted[2]),
+        greedy(6),
+    ]
+    outputs = generate(llm, prompts, params)
+    assert outputs[3]["logprobs"] is None
+    for prompt, output, tokens, num_likeliest in zip(prompts[:3], outputs, wanted, (1, 4, 0), strict=False):
+        assert_own_logprobs(reference, prompt, output)
+        expected = reference.logits(prompt, output["token_ids"]).log_softmax(-1)
+        for found, row, own in zip(output["logprobs"], expected, output["token_ids"], strict=True):
+            likeliest = row.topk(num_likeliest).indices.tolist()
+            assert list(found) == list(dict.fromkeys([own, *likeliest, *(tokens or [])]))
+            assert [*found.values()] == pytest.approx(row[list(found)].tolist(), abs=1e-4)
+
+
 def test_logprobs_end_where_the_completion_does(llm, reference):
     prompts = [random_prompt(n, seed=n) for n in (5, 30, 17)]
     plain = generate(llm, prompts, greedy(20))

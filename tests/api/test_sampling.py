@@ -264,6 +264,7 @@ def test_extreme_numbers_draw_allowed_tokens(engines, temperature, penalty):
     [
         ({"stop_token_ids": [5, VOCAB_SIZE]}, r"stop_token_ids: token id 320 is outside the vocabulary, 0\.\.319"),
         ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids: token id 320 is outside the vocabulary"),
+        ({"logprobs": 0, "logprob_token_ids": [VOCAB_SIZE]}, "logprob_token_ids: token id 320 is outside the vocab"),
         ({"logit_bias": {2**31 - 1: 1}}, "logit_bias: token id 2147483647 is outside the vocabulary"),
         ({"bad_words": "a"}, r"bad_words=\('a',\): need the model's tokenizer.*skip_tokenizer_init"),
         ({"allowed_token_ids": EOS, "min_tokens": 1}, "no token is left to draw: allowed_token_ids.*min_tokens"),

@@ -102,6 +102,9 @@ def test_log_likelihoods_equal_those_of_the_hf_model(models):
         (long, " of slots"),
         ("ends with a space ", "b"),
         (long, long[:60]),
+        ("a block is", " of"),
+        ("a block is", " a row of"),
+        (long, " of slots and"),
     ]
     ours, theirs = (model.loglikelihood(instances("loglikelihood", *pairs)) for model in models)
     for own, other in zip(ours, theirs, strict=True):
@@ -149,8 +152,8 @@ def test_every_request_of_a_task_goes_to_the_engine_in_one_call(models, monkeypa
     )
     evaluate(models[0])
     assert len(calls) == 3, "one for each kind of request"
-    assert 24 * 4 in calls
     assert 26 in calls
+    assert any(24 <= num_prompts < 24 * 4 for num_prompts in calls), "choices of one token are one prompt"
 
 
 def test_thinking_is_not_judged(tiny, models):

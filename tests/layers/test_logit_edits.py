@@ -116,6 +116,10 @@ def test_token_logprobs(dtype, num_top, monkeypatch):
     logits = (torch.randn(7, VOCAB) * 3).to(dtype)
     logits[2, 3:] = -math.inf
     tokens = torch.randint(3, (7,))
+    wanted = torch.randint(VOCAB, (7, 3))
+    ids, values = token_logprobs(logits, tokens, num_top, wanted)
+    assert torch.equal(ids[:, -3:], wanted)
+    torch.testing.assert_close(values[:, -3:], logits.float().log_softmax(-1).gather(1, wanted))
     ids, values = token_logprobs(logits, tokens, num_top)
     expected = logits.float().log_softmax(-1)
     assert ids.shape == values.shape == (7, 1 + min(num_top, VOCAB))

@@ -63,7 +63,7 @@ MIXED = [
     sampling(presence_penalty=1.5, frequency_penalty=1.0, top_p=0.9, seed=3),
     greedy(20),
     sampling(temperature=1.3, min_p=0.1, min_tokens=4, stop_token_ids=range(0, 300, 9), prompt_logprobs=0, logprobs=0),
-    sampling(temperature=0.9, n=3, logprobs=1, top_k=50),
+    sampling(temperature=0.9, n=3, logprobs=1, top_k=50, logprob_token_ids=[7, 200]),
 ]
 
 

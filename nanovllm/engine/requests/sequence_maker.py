@@ -119,7 +119,8 @@ class SequenceMaker:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"{where_params}must be a SamplingParams, not {type(params).__name__}")
         special = NOTHING_SPECIAL
-        if params.structured_outputs is not None or params.stop or params.stop_token_ids or params.edits_logits:
+        names_tokens = params.stop or params.stop_token_ids or params.edits_logits or params.logprob_token_ids
+        if names_tokens or params.structured_outputs is not None:
             try:
                 params, special = self._special.read(params)
             except (ValueError, ImportError) as error:

@@ -61,6 +61,7 @@ class SpecialOptions:
             stop = tuple(s for s in params.stop if s not in stop_tokens.values())
             params = replace(params, stop=stop, stop_token_ids=(*params.stop_token_ids, *stop_tokens))
         self._check_vocabulary("stop_token_ids", params.stop_token_ids)
+        self._check_vocabulary("logprob_token_ids", params.logprob_token_ids or ())
         self._check_ends(params)
         stop_strings = self._stop_strings.get(cast(tuple[str, ...], params.stop)) if params.stop else None
         edits = None

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import cast
 
@@ -24,28 +24,41 @@ class LogprobRows:
     """The result of `layers.sampling.logprobs.token_logprobs` for some tokens of a step, on the device or the host."""
 
     owners: dict[int, tuple[int, int]]  # row of the step, in order -> (its entries, how many of the likeliest it wants)
-    ids: torch.Tensor  # [entries, 1 + num_top], as values
+    ids: torch.Tensor  # [entries, 1 + num_top + num_others], as values
     values: torch.Tensor
     may_exclude: bool = False  # Tokens that cannot be drawn have a log-probability of -inf.
+    num_others: dict[int, int] = field(default_factory=dict)  # row -> how many other tokens it wants, if any
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "LogprobRows":
         """The same with other tensors."""
         return replace(self, ids=function(self.ids), values=function(self.values))
 
     def by_row(self) -> dict[int, list[dict[int, float]]]:
-        """{token id: log-probability} for each token of each row: the token first, then the likeliest. A token that is
-        among them keeps its first place; both its values are the same. Tokens that cannot be drawn are left out."""
+        """{token id: log-probability} for each token of each row: the token first, then the likeliest, then others. A
+        token that comes again keeps its first place; its values are the same. Tokens that cannot be drawn are left
+        out."""
         entries = zip(self.ids.tolist(), self.values.tolist(), strict=True)
         found = {
             row: [dict(zip(ids[: 1 + num_top], values, strict=False)) for ids, values in islice(entries, count)]
             for row, (count, num_top) in self.owners.items()
         }
+        if self.num_others:
+            self._add_others(found)
         if self.may_exclude:
             found = {
                 row: [{token: value for token, value in each.items() if value > -math.inf} for each in tokens]
                 for row, tokens in found.items()
             }
         return found
+
+    def _add_others(self, found: dict[int, list[dict[int, float]]]) -> None:
+        """To what `by_row` has found of sampled tokens, which have one entry each."""
+        first = self.ids.shape[1] - max(self.num_others.values())
+        for entry, row in enumerate(self.owners):
+            if row in self.num_others:
+                places = slice(first, first + self.num_others[row])
+                ids, values = self.ids[entry, places].tolist(), self.values[entry, places].tolist()
+                found[row][0] |= zip(ids, values, strict=True)
 
 
 def record_prompt_logprobs(found: LogprobRows, seqs: list[Sequence]) -> None:

@@ -61,8 +61,9 @@ class SamplingPipeline:
                 reported_logits = reported_logits.masked_fill(is_low, -torch.inf)
             chosen = temperatures[rows].unsqueeze(1)
             reported_logits = reported_logits / torch.where(chosen > 0, chosen, 1.0)
-        found = token_logprobs(reported_logits, tokens[rows], num_top)
-        return tokens, LogprobRows(owners, *found, self.reports_processed)
+        found = token_logprobs(reported_logits, tokens[rows], num_top, device.get("others"))
+        num_others = {row: len(wanted) for row in reported if (wanted := step.seqs[row].params.logprob_token_ids)}
+        return tokens, LogprobRows(owners, *found, self.reports_processed, num_others)
 
     def _edited(
         self, logits: torch.Tensor, fed_tokens: torch.Tensor | None, device: dict[str, torch.Tensor]
@@ -122,6 +123,11 @@ class SamplingPipeline:
         arrays = {name: np.concatenate(values) for name, values in flat.items() if values}
         if reported:
             arrays["reported"] = np.array(reported, np.int64)
+            others = [seqs[row].params.logprob_token_ids or () for row in reported]
+            if any(others):
+                arrays["others"] = np.zeros((len(reported), max(map(len, others))), np.int64)
+                for entry, wanted in zip(arrays["others"], others, strict=True):
+                    entry[: len(wanted)] = wanted
         if truncated:
             truncations = [seqs[row].params for row in truncated]
             for name, off, dtype in (("top_k", 0, np.int32), ("top_p", 1, np.float32), ("min_p", 0, np.float32)):
