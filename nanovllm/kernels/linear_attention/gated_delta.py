@@ -185,7 +185,8 @@ def delta_rule_prefill_torch(
         gates = [x[start:end].t() for x in (log_decay, beta)]
         for first in range(0, end - start, CHUNK):
             last = min(first + CHUNK, end - start)
-            chunk_out, state = _chunk_step(*(x[:, first:last] for x in (*heads, *gates)), state=state)
+            q, k, v, g, beta_row = (x[:, first:last] for x in (*heads, *gates))
+            chunk_out, state = _chunk_step(q, k, v, g, beta_row, state)
             out[start + first : start + last] = chunk_out.transpose(0, 1).to(out.dtype)
             if snapshot >= 0 and last == snapshot_len:
                 tails[snapshot], states[snapshot] = inputs[last : last + taps - 1], state.to(states.dtype)
