@@ -6,7 +6,7 @@ python examples/grpo.py MODEL --rollouts transformers    # TRL's own way, to com
 
 Each line is a step. The engine gets the new weights after every update. `difference` is the largest one between its
 log-probabilities of the sampled tokens and those of the trainer's model. The last lines say how the reward rose, and
-what share of the time the rollouts took, with the updates of the engine, and without the first step and the comparison.
+what share of a step's time the rollouts took, with the updates of the engine, and without the comparison.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import mean
+from statistics import mean, median
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is experimental in TRL.
 
@@ -88,8 +88,10 @@ class Report(TrainerCallback):
         print(f"reward: {first:.3f} in the first {num} steps, {last:.3f} in the last")
         if self.differences:
             print(f"log-probabilities: engine and trainer differ by {max(self.differences):.1e} at most")
-        step, rollout, check = (sum(seconds[1:]) for seconds in self.seconds.values())
-        print(f"rollouts: {rollout:.1f} s of {step - check:.1f} s, {rollout / (step - check):.0%}")
+        rollout = median(self.seconds["rollout"])
+        checks = self.seconds["check"] or [0.0] * len(self.seconds["step"])
+        step = median(step - check for step, check in zip(self.seconds["step"], checks, strict=True))
+        print(f"rollouts: {rollout:.3f} s of the {step:.3f} s of a step, {rollout / step:.0%} (medians)")
 
 
 def now() -> float:

@@ -115,7 +115,7 @@ def test_a_group_has_completions_of_its_own_prompt(path, llm, make_trainer):
 
 
 def test_a_trained_model_answers_with_the_engine_as_it_does_itself(llm, make_trainer):
-    trainer = make_trainer(integration.Rollouts(llm), TEXTS)
+    trainer = make_trainer(integration.Rollouts(llm), TEXTS, gradient_checkpointing=False)
     trainer.train()
     output = integration.Rollouts(llm, temperature=0)(TEXTS, trainer)
     for prompt, completion in zip(output["prompt_ids"], output["completion_ids"], strict=True):
