@@ -130,7 +130,7 @@ def main() -> None:
             device="cuda" if on_gpu else "cpu",
             dtype="bfloat16" if on_gpu else "float32",
             gpu_memory_utilization=options.gpu_memory_utilization,
-            max_model_len=1024,
+            max_model_len=512 + options.max_tokens,
             max_num_seqs=min(options.completions, 512),
             logprobs_mode="processed_logprobs",
             seed=options.seed,
