@@ -1,8 +1,9 @@
-"""How long lm-evaluation-harness takes with this engine and with its own hf model, one thread each, in one run.
+"""CPU seconds of lm-evaluation-harness with this engine and with its own hf model, one thread each, in one run.
 
 python benchmarks/evaluation.py MODEL --dtype float32 --batch-size 1 16
 
-The tasks are those of tests/integrations/tasks. Loading is not counted. Needs the extra `eval`, and accelerate.
+The tasks are those of tests/integrations/tasks. Neither loading is counted nor what other programs do meanwhile. Needs
+the extra `eval`, and accelerate.
 """
 
 import argparse
@@ -41,11 +42,11 @@ def time_tasks(name: str, model) -> None:
     manager = TaskManager(include_path=".", include_defaults=False)
     for task, all_shots in SHOTS.items():
         for shots in all_shots:
-            start = time.perf_counter()
+            start = time.process_time()
             found = lm_eval.simple_evaluate(
                 model, tasks=[task], num_fewshot=shots, task_manager=manager, bootstrap_iters=0, verbosity="ERROR"
             )
-            seconds = time.perf_counter() - start
+            seconds = time.process_time() - start
             scores = {metric: value for metric, value in found["results"][task].items() if isinstance(value, float)}
             shown = ", ".join(f"{metric.split(',')[0]} {value:.4f}" for metric, value in scores.items())
             print(f"{task}, {shots or 0} examples, {name}: {seconds:.2f} s ({shown})", flush=True)

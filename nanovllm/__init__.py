@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.ranks.workers import WorkerError
     from nanovllm.engine.requests.chat import ChatRenderer, Conversation, as_conversations
     from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, Score, StreamDelta
+    from nanovllm.engine.requests.reasoning import ReasoningSplitter, opens_reasoning, split_reasoning
     from nanovllm.engine.requests.streaming import NO_PROMPT
     from nanovllm.llm import LLM
     from nanovllm.models.tokenizer_files import find_tokenizer
@@ -21,6 +22,7 @@ __all__ = [
     "Config",
     "Conversation",
     "EngineStats",
+    "ReasoningSplitter",
     "RequestChecker",
     "RequestOutput",
     "SamplingParams",
@@ -31,6 +33,8 @@ __all__ = [
     "as_conversations",
     "check_options",
     "find_tokenizer",
+    "opens_reasoning",
+    "split_reasoning",
 ]
 __version__ = "0.1.0"
 
@@ -40,6 +44,7 @@ _MODULES = {
     "ChatRenderer": "nanovllm.engine.requests.chat",
     "Config": "nanovllm.config",
     "Conversation": "nanovllm.engine.requests.chat",
+    "ReasoningSplitter": "nanovllm.engine.requests.reasoning",
     "RequestChecker": "nanovllm.engine.checks",
     "SamplingParams": "nanovllm.sampling_params",
     "StructuredOutputsParams": "nanovllm.sampling_params",
@@ -47,6 +52,8 @@ _MODULES = {
     "as_conversations": "nanovllm.engine.requests.chat",
     "check_options": "nanovllm.engine.checks",
     "find_tokenizer": "nanovllm.models.tokenizer_files",
+    "opens_reasoning": "nanovllm.engine.requests.reasoning",
+    "split_reasoning": "nanovllm.engine.requests.reasoning",
 }
 
 

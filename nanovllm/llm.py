@@ -12,9 +12,10 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.requests.chat import ChatRenderer, Conversation, Tool, misplaced_chat_option
 from nanovllm.engine.requests.outputs import RequestOutput, Score, StreamDelta, as_result
 from nanovllm.engine.requests.prompts import Prompt, as_prompts, pair_lazily, params_per_prompt
+from nanovllm.engine.requests.reasoning import add_reasoning, opens_reasoning
 from nanovllm.engine.requests.streaming import PromptFeed, new_deltas
 from nanovllm.sampling_params import SamplingParams, misplaced_option
-from nanovllm.utils.checks import require
+from nanovllm.utils.checks import quoted, require
 from nanovllm.utils.collector import old_objects_set_aside
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
 
@@ -43,6 +44,7 @@ class LLM(LLMEngine):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[Tool] | None = None,
+        split_reasoning: bool = False,
     ) -> list[RequestOutput]:
         """Answer conversations: the tokenizer's chat template, then `generate`.
 
@@ -57,6 +59,8 @@ class LLM(LLMEngine):
                 add_generation_prompt=False.
             tools: functions that the model may call, for the template: OpenAI's schemas, or Python functions with type
                 hints and a docstring in Google's style.
+            split_reasoning: give results the keys reasoning and content, the parts of their text before and after
+                </think>.
 
         Returns:
             One RequestOutput for each conversation.
@@ -69,6 +73,8 @@ class LLM(LLMEngine):
             pass  # Raises at once if generate would.
         if self.tokenizer is None:
             raise ValueError("chat() needs the model's tokenizer, but skip_tokenizer_init is set")
+        if not isinstance(split_reasoning, bool):
+            raise TypeError(f"split_reasoning={quoted(split_reasoning)}: must be True or False")
         if add_generation_prompt and continue_final_message:
             raise ValueError(
                 "continue_final_message=True: the last message is either continued or answered; pass "
@@ -82,7 +88,11 @@ class LLM(LLMEngine):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return self.generate(prompts, sampling_params, use_tqdm)
+        outputs = self.generate(prompts, sampling_params, use_tqdm)
+        if split_reasoning:
+            for prompt, output in zip(prompts, outputs, strict=True):
+                add_reasoning(output, opens_reasoning(self.tokenizer, prompt))
+        return outputs
 
     @cached_property
     def _chat_renderer(self) -> ChatRenderer:

@@ -26,6 +26,8 @@ class SampleOutput(TypedDict):
     logprobs: list[dict[int, float]] | None  # of each token {token id: log-probability}, the sampled token first
     metrics: RequestMetrics
     error: NotRequired[str]  # only with finish_reason "error": what went wrong
+    reasoning: NotRequired[str | None]  # only of chat(split_reasoning=True): what is between <think> and </think>
+    content: NotRequired[str | None]  # and the text after it
 
 
 class RequestOutput(SampleOutput):

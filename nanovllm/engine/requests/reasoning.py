@@ -1,0 +1,93 @@
+"""Reasoning: what a model thinks before it answers, taken out of the text of a chat's completion."""
+
+from typing import Any
+
+from nanovllm.engine.requests.outputs import RequestOutput
+
+OPENING, CLOSING = "<think>", "</think>"
+_TAIL_TOKENS = 16  # of a prompt: more than a tag and the space after it can have
+
+
+def opens_reasoning(tokenizer: Any, prompt_token_ids: list[int]) -> bool:
+    """Whether a prompt ends with the opening tag, as some chat templates end it: the completion goes on from there."""
+    return tokenizer.decode(prompt_token_ids[-_TAIL_TOKENS:]).rstrip().endswith(OPENING)
+
+
+class ReasoningSplitter:
+    """Splits a completion's text as it comes into `reasoning`, what is between <think> and </think>, and `content`.
+
+    Reasoning stands at the beginning or nowhere: a tag further on is content. White space around the reasoning belongs
+    to neither part. Text that may be the beginning of a tag is held back until that is decided.
+
+        splitter = ReasoningSplitter(opens_reasoning(tokenizer, prompt_token_ids))
+        for delta in llm.stream([prompt_token_ids], params):
+            reasoning, content = splitter.push(delta["text"], delta["finish_reason"] is not None)
+
+    Attributes:
+        has_reasoning: whether the text has such a part so far, which may be empty.
+    """
+
+    def __init__(self, is_open: bool = False):
+        """is_open: whether the prompt has the opening tag already."""
+        self.has_reasoning = is_open
+        self._read = self._read_reasoning if is_open else self._read_start
+        self._held = ""
+        self._is_trimmed = False  # The white space before the reasoning is over.
+
+    def push(self, text: str, is_last: bool = False) -> tuple[str, str]:
+        """What a text adds to (reasoning, content). is_last: nothing comes after it."""
+        self._held += text
+        return self._read(is_last)
+
+    def _read_start(self, is_last: bool) -> tuple[str, str]:
+        text = self._held.lstrip()
+        if text.startswith(OPENING):
+            self.has_reasoning = True
+            self._held, self._read = text[len(OPENING) :], self._read_reasoning
+            return self._read(is_last)
+        if OPENING.startswith(text) and not is_last:
+            return "", ""
+        self._read = self._read_content
+        return self._read(is_last)
+
+    def _read_reasoning(self, is_last: bool) -> tuple[str, str]:
+        if not self._is_trimmed:
+            self._held = self._held.lstrip()
+            self._is_trimmed = self._held != ""
+        reasoning, tag, rest = self._held.partition(CLOSING)
+        if tag:
+            self._held, self._read = rest, self._read_space
+            return reasoning.rstrip(), self._read(is_last)[1]
+        num_held = 0 if is_last else _num_of_tag(self._held)
+        reasoning = self._held[: len(self._held) - num_held].rstrip()
+        self._held = self._held[len(reasoning) :]
+        return reasoning, ""
+
+    def _read_space(self, is_last: bool) -> tuple[str, str]:
+        self._held = self._held.lstrip()
+        if self._held:
+            self._read = self._read_content
+        return "", self._read_content(is_last)[1]
+
+    def _read_content(self, is_last: bool) -> tuple[str, str]:
+        content, self._held = self._held, ""
+        return "", content
+
+
+def split_reasoning(text: str, is_open: bool = False) -> tuple[str | None, str]:
+    """(reasoning, content) of a whole text; reasoning is None if there is none. is_open: as ReasoningSplitter's."""
+    splitter = ReasoningSplitter(is_open)
+    reasoning, content = splitter.push(text, is_last=True)
+    return reasoning if splitter.has_reasoning else None, content
+
+
+def add_reasoning(output: RequestOutput, is_open: bool) -> None:
+    """Give a chat's result and its samples the keys reasoning and content. is_open: as ReasoningSplitter's."""
+    for sample in (output, *output.get("samples", ())):
+        text = sample["text"]
+        sample["reasoning"], sample["content"] = (None, None) if text is None else split_reasoning(text, is_open)
+
+
+def _num_of_tag(text: str) -> int:
+    """Characters at the end of the text that may begin the closing tag."""
+    return next((n for n in range(min(len(text), len(CLOSING) - 1), 0, -1) if CLOSING.startswith(text[-n:])), 0)
