@@ -74,15 +74,16 @@ def put(partial, number, inbox, sender):
     inbox[number % 2, sender, : len(partial)] = words | number << 32
 
 
+@pytest.mark.parametrize("is_wide", [False, True], ids=["", "float32 weight"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 64), (3, 100), (5, 256)])
-def test_pushed_sums(dtype, num_tokens, hidden, device):
+def test_pushed_sums(dtype, num_tokens, hidden, is_wide, device):
     """Rank 0 goes first, so what rank 1 would have sent it by then is put there; rank 1 takes what rank 0 has sent."""
     inboxes = make_inboxes(2, hidden, device)
     for number in (1, 2, 3):  # the inboxes of the first are used again by the third
         partials = [random(num_tokens, hidden, dtype=dtype, device=device) for _ in range(2)]
         residual = random(num_tokens, hidden, dtype=dtype, device=device)
-        weight = (1 + 0.3 * torch.randn(hidden, device=device)).to(dtype)
+        weight = (1 + 0.3 * torch.randn(hidden, device=device)).to(torch.float32 if is_wide else dtype)
         total = residual.clone()
         norm = push_add_norm_torch(partials, total, weight, EPS)
         put(partials[1], number, inboxes[0].own, sender=1)

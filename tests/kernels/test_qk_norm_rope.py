@@ -66,6 +66,20 @@ def test_kernel_equals_twin(num_tokens, num_heads, num_kv_heads, head_dim, dtype
     assert_close(run(kernel.qk_norm_rope_store, case), expected)
 
 
+def test_rows_may_be_a_part_of_longer_ones(device):
+    case = random_case(6, 4, 2, 32, torch.float32, device)
+    rows = torch.randn(6, 500, device=device)
+    part = rows[:, 3 : 3 + case[0].shape[1]]
+    part.copy_(case[0])
+    before = rows.clone()
+    expected, *caches = run(qk_norm_rope_store_torch, case)
+    others = [value.clone() if isinstance(value, torch.Tensor) else value for value in case[1:]]
+    qk_norm_rope_store_triton(part, *others)
+    assert_close([part, *others[5:7]], [expected, *caches])
+    part.copy_(case[0])
+    assert torch.equal(rows, before), "it wrote beside its part"
+
+
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("cache", [True, False])
 def test_norm_and_cache_are_optional(norm, cache, device):

@@ -22,8 +22,8 @@ def _to_e4m3(x, inverse_scale):
 @triton.jit
 def _qk_norm_rope_store_kernel(
     qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, kv_scales, eps,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    HALF_BLOCK: tl.constexpr, HEADS_BLOCK: tl.constexpr,
+    ROW: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS_BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -53,7 +53,7 @@ def _qk_norm_rope_store_kernel(
     offsets = heads * HEAD_DIM + dim
     dtype: tl.constexpr = qkv.dtype.element_ty
     heads_before = tl.where(is_q, 0, tl.where(is_v, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS))
-    first_at = qkv + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + heads_before * HEAD_DIM + offsets
+    first_at = qkv + token * ROW + heads_before * HEAD_DIM + offsets
     if HAS_CACHE:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         cached_at = slot * (NUM_KV_HEADS * HEAD_DIM) + offsets
@@ -138,7 +138,8 @@ def qk_norm_rope_store(
     holds of them, so that a prefill without a cached prefix computes the same from them as one that reads the cache.
 
     Args:
-        qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`, contiguous: q, then k, then v. Overwritten.
+        qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`: q, then k, then v, in contiguous rows with any
+            stride between them. Overwritten.
         q_weight: `[head_dim]`, or None for no norm.
         k_weight: `[head_dim]`, or None for no norm.
         eps: added to the mean square of a head.
@@ -228,8 +229,8 @@ def qk_norm_rope_store_triton(
 ) -> None:
     (num_tokens, width), all_heads = qkv.shape, num_heads + 2 * num_kv_heads
     head_dim = width // all_heads
-    if width % (2 * all_heads) or not qkv.is_contiguous():
-        raise ValueError(f"qkv must be contiguous, {all_heads} heads of an even size a row, not {list(qkv.shape)}")
+    if width % (2 * all_heads) or qkv.stride(1) != 1:
+        raise ValueError(f"qkv must be contiguous rows of {all_heads} heads of an even size, not {list(qkv.shape)}")
     rotary_dim = 0 if cos_sin_cache is None else cos_sin_cache.shape[1]
     if rotary_dim > head_dim or rotary_dim % 2:
         raise ValueError(f"cos_sin_cache must have an even number of columns up to {head_dim}, not {rotary_dim}")
@@ -252,7 +253,7 @@ def qk_norm_rope_store_triton(
     grid = (num_tokens, q_groups + kv_groups * (2 if has_cache else 1))
     launcher(_qk_norm_rope_store_kernel, grid, pdl and has_pdl(qkv.device))(
         qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, kv_scales, eps,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
+        ROW=qkv.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
         HALF_BLOCK=half_block, HEADS_BLOCK=heads_block, HAS_NORM=q_weight is not None, HAS_CACHE=has_cache,
         num_warps=min(max(heads_block * half_block // 256, 1), 8),
     )  # fmt: skip

@@ -7,7 +7,7 @@ over two ranks, whose sums a copy engine brings (see `LongSums`).
 Both compute `residual += sum of the ranks' parts` and return `residual / sqrt(mean(residual^2) + eps) * weight`, both
 rounded once. All ranks must call it with the same shapes: they wait for each other. Arguments of both functions:
     residual: `[num_tokens, hidden]`, contiguous, the same on all ranks; overwritten.
-    weight, eps: `[hidden]`, of residual's dtype; and what is added to the mean square.
+    weight, eps: `[hidden]`, of residual's dtype or float32; and what is added to the mean square.
     abort: int32 `[1]`; a value other than 0 ends all waiting, and the results then mean nothing.
     rank: this rank.
 """

@@ -101,7 +101,12 @@ def _collect_kernel(
     if PDL:
         gdc_launch_dependents()
     if weight is not None:
-        scale = tl.load(weight + word, mask=mask, other=0)
+        if weight.dtype.element_ty == tl.float32:
+            low_scale = tl.load(weight + 2 * word, mask=mask, other=0.0)
+            high_scale = tl.load(weight + 2 * word + 1, mask=mask, other=0.0)
+        else:
+            scale = tl.load(weight + word, mask=mask, other=0)
+            low_scale, high_scale = low_half(scale, DTYPE), high_half(scale, DTYPE)
     if PDL and partial is not None:
         gdc_wait()
     number = tl.load(step) + index
@@ -135,7 +140,7 @@ def _collect_kernel(
     if weight is not None:
         low, high = low_half(after, DTYPE), high_half(after, DTYPE)
         inverse_rms = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / (2 * WORDS) + eps)
-        low, high = low * inverse_rms * low_half(scale, DTYPE), high * inverse_rms * high_half(scale, DTYPE)
+        low, high = low * inverse_rms * low_scale, high * inverse_rms * high_scale
         tl.store(y + row, to_words(low, high, DTYPE), mask=mask)
 
 
@@ -163,7 +168,7 @@ def push_add_norm(
     Args:
         inboxes, index, residual: as of `collect`.
         partial: this rank's part, like residual.
-        weight, eps: `[hidden]`, of residual's dtype; and what is added to the mean square.
+        weight, eps: `[hidden]`, of residual's dtype or float32; and what is added to the mean square.
     """
     y = torch.empty_like(residual)
     _launch(inboxes, index, residual, True, partial, weight, y, eps)
@@ -195,7 +200,11 @@ def _launch(
 ) -> None:
     num_tokens, hidden = residual.shape
     block = triton.next_power_of_2(hidden // 2)
-    words = (None if x is None else x.view(torch.int32) for x in (partial, residual, weight, y))
+    # A weight in float32 is no words of two.
+    is_wide = weight is not None and weight.dtype == torch.float32
+    words = [None if x is None else x.view(torch.int32) for x in (partial, residual, None if is_wide else weight, y)]
+    if is_wide:
+        words[2] = weight
     launcher(_collect_kernel, (num_tokens,), pdl and has_pdl(residual.device))(
         inboxes.own, inboxes.addresses, inboxes.step, inboxes.abort, index, *words, eps,
         RANK=inboxes.rank, SIZE=len(inboxes.addresses), WORDS=hidden // 2, BLOCK=block,
