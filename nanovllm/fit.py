@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.kernels.gpu import GpuFacts
+from nanovllm.layers.stores.store import count_slots
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.model_size import GIB, meta_model, model_bytes
 
@@ -36,20 +37,22 @@ class Needs(NamedTuple):
         weights: parameters, scales and RoPE's tables.
         activations: of the largest step; an estimate.
         per_block: of each block of tokens: its keys and values, in all layers.
-        per_sequence: of each running sequence, however long it is.
+        per_slot: of each slot of states, one for each running sequence, however long it is.
     """
 
     weights: int
     activations: int
     per_block: int
-    per_sequence: int
+    per_slot: int
 
     def on(self, memory: int, config: Config) -> Fit:
         """What a GPU of this many bytes has room for."""
         room = int(memory * config.gpu_memory_utilization) - self.weights - self.activations - _OTHER_BYTES
-        num_blocks = max(0, (room - self.per_sequence * config.max_num_seqs) // self.per_block)
+        num_slots = count_slots(self.per_slot, config.max_num_seqs, max(0, room))
+        num_blocks = max(0, (room - self.per_slot * num_slots) // self.per_block)
         blocks_each = -(-cast(int, config.max_model_len) // config.kvcache_block_size)
-        return Fit(memory, num_blocks * config.kvcache_block_size, min(num_blocks // blocks_each, config.max_num_seqs))
+        num_seqs = min(num_slots, config.max_num_seqs) if num_slots else config.max_num_seqs
+        return Fit(memory, num_blocks * config.kvcache_block_size, min(num_blocks // blocks_each, num_seqs))
 
 
 def needs(config: Config) -> Needs:
@@ -61,7 +64,7 @@ def needs(config: Config) -> Needs:
     values = 2 * c.hidden_size + max(heads, 3 * c.intermediate_size // size)
     logits = config.max_num_seqs * c.vocab_size // size
     activations = (config.max_num_batched_tokens * values + logits) * config.dtype.itemsize
-    return Needs(sizes.weights + sizes.tables, activations, sizes.per_block, sizes.per_sequence)
+    return Needs(sizes.weights + sizes.tables, activations, sizes.per_block, sizes.per_slot)
 
 
 def print_fit(model: str, memory_gib: Sequence[float] = (), **options: Any) -> bool:

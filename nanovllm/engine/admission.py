@@ -30,7 +30,7 @@ class Admission:
     ):
         """min_chunk: no prompt is cut to fill fewer tokens."""
         self._manager, self._max_seq_len, self._min_chunk = manager, max_seq_len, min_chunk
-        self._scheduled: set[int] = set()  # hashes of the blocks that this step computes
+        self._scheduled: dict[int, Sequence] = {}  # hashes of the blocks that this step computes, and for whom
         self._max_reserved = len(manager.blocks) // RESERVED_SHARE
         self._num_reserved = 0  # blocks that stay free, because the running sequences may still need them
         self._is_open = len(running) < max_num_seqs
@@ -60,7 +60,7 @@ class Admission:
     def add_running(self, seq: Sequence) -> None:
         """Count a sequence whose prompt this step computes to its end."""
         if len(seq.tokens) >= seq.block_size:  # A shorter prompt fills no block that others could share.
-            self._scheduled.update(self._manager.hashes_scheduled(seq))
+            self._scheduled.update(dict.fromkeys(self._manager.hashes_scheduled(seq), seq))
         self._reserve(seq)
 
     def _reserve(self, seq: Sequence) -> None:

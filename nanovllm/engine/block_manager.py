@@ -1,7 +1,7 @@
 """BlockManager: which sequences own each block of the paged KV cache, and the prefix cache."""
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from itertools import count
@@ -9,7 +9,7 @@ from itertools import count
 import numpy as np
 import xxhash
 
-from nanovllm.engine.places import Places
+from nanovllm.engine.places import Place, Places
 from nanovllm.engine.sequence import Sequence
 
 
@@ -49,10 +49,11 @@ class BlockManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, others: Iterable[Places] = ()
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, places: Places | None = None
     ):
-        """others: the places in the model's other stores, which a sequence gets and gives back with its blocks."""
-        self.others = list(others)
+        """places: in the model's other stores, if there are some. A sequence gets a place and gives it back with its
+        blocks."""
+        self.places = places
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
@@ -73,9 +74,8 @@ class BlockManager:
 
     def can_allocate(self, seq: Sequence, reserve: int = 0) -> bool:
         """Whether there are blocks for all of the sequence's tokens, with `reserve` blocks left over."""
-        for places in self.others:
-            if not places.can_allocate(seq):
-                return False
+        if self.places is not None and not self.places.can_allocate():
+            return False
         num_free, num_blocks = len(self.free_block_ids) - reserve, seq.num_blocks
         # Most answers do not depend on how many blocks are shared, and need no look at the prefix cache.
         if num_blocks <= num_free:
@@ -90,6 +90,8 @@ class BlockManager:
         """Fill the sequence's block table, and set num_cached_tokens to what the prefix cache gave: never all tokens,
         because the logits of the last one are needed. Call can_allocate first."""
         shared = self._find_shared_blocks(seq) if len(seq.tokens) > self.block_size else []
+        if self.places is not None:
+            seq.place = self._allocate_place(self.places, seq, shared)
         # Shared blocks first: the next free block may be one of them.
         for block_id in shared:
             block = self.blocks[block_id]
@@ -101,8 +103,11 @@ class BlockManager:
         seq.num_cached_tokens = len(shared) * self.block_size
         if seq.num_shared_tokens < 0:
             seq.num_shared_tokens = seq.num_cached_tokens
-        if self.others:
-            seq.places = tuple(places.allocate(seq) for places in self.others)
+
+    def _allocate_place(self, places: Places, seq: Sequence, shared: list[int]) -> Place:
+        num_known = len(self._find_known_blocks(seq)) * self.block_size
+        content_id = self.blocks[shared[-1]].content_id if shared else 0
+        return places.allocate(len(shared) * self.block_size, content_id, num_known)
 
     def deallocate(self, seq: Sequence) -> None:
         """Drop the sequence's references. Its last block is freed, and so reused, first: the first one is the likeliest
@@ -113,9 +118,9 @@ class BlockManager:
             if block.ref_count == 0:
                 self.used_block_ids.remove(block_id)
                 self.free_block_ids[block_id] = None
-        for places in self.others:
-            places.deallocate(seq)
-            seq.places = ()
+        if self.places is not None and seq.place is not None:
+            self.places.deallocate(seq.place)
+            seq.place = None
         seq.block_table = []
         seq.num_cached_tokens = 0
         seq.num_scheduled_tokens = 0
@@ -151,6 +156,9 @@ class BlockManager:
                 block.content_id = next(self._content_ids)
                 self.hash_to_block_id[hash] = block.block_id
             prefix_id = block.content_id
+        if self.places is not None and seq.place is not None and seq.place.snapshot >= 0:
+            last = seq.block_table[seq.place.snapshot_end // self.block_size - 1]
+            self.places.keep_snapshot(seq.place, self.blocks[last].content_id)
 
     def hashes_scheduled(self, seq: Sequence) -> list[int]:
         """Hashes of the blocks that the sequence's scheduled tokens fill."""
@@ -165,15 +173,33 @@ class BlockManager:
         """Tokens that `allocate` would find in the prefix cache."""
         return len(self._find_shared_blocks(seq)) * self.block_size
 
-    def is_worth_waiting(self, seq: Sequence, scheduled: Container[int]) -> bool:
+    def is_worth_waiting(self, seq: Sequence, scheduled: Mapping[int, Sequence]) -> bool:
         """Whether the first block that the prefix cache lacks is among `scheduled`, hashes of blocks that this step
-        computes for others. After this step the sequence can share it instead of computing it again."""
-        num_shared = len(self._find_shared_blocks(seq))
-        return num_shared < self._max_shared_blocks(seq) and seq.block_hashes[num_shared] in scheduled
+        computes, and for whom. After this step the sequence can share it instead of computing it again."""
+        num_shared, max_shared = len(self._find_shared_blocks(seq)), self._max_shared_blocks(seq)
+        if num_shared == max_shared or self._hash(seq, num_shared) not in scheduled:
+            return False
+        if self.places is None:
+            return True
+        # It also needs the state after some of those blocks.
+        end = num_shared
+        while end < max_shared and self._hash(seq, end) in scheduled:
+            other = scheduled[self._hash(seq, end)]
+            end += 1
+        return self.places.request_snapshot(other, num_shared * self.block_size, end * self.block_size)
+
+    def request_usual_snapshots(self, seqs: Iterable[Sequence]) -> None:
+        """Have the step that computes these sequences take snapshots of their states for later ones, in addition to
+        those that others wait for."""
+        if self.enable_prefix_caching and self.places is not None:
+            for seq in seqs:
+                self.places.request_usual_snapshot(seq)
 
     def reset_prefix_cache(self) -> None:
         """Forget every known prefix; blocks in use stay with their owners."""
         self.hash_to_block_id.clear()
+        if self.places is not None:
+            self.places.forget_all()
         for block in self.blocks:
             block.update(-1, ())
 
@@ -181,6 +207,8 @@ class BlockManager:
         """Take the free blocks that hold a sequence's tokens out of the prefix cache."""
         for hash in seq.block_hashes:
             block_id = self.hash_to_block_id.get(hash)
+            if block_id is not None and self.places is not None:
+                self.places.forget(self.blocks[block_id].content_id)
             if block_id is not None and self.blocks[block_id].ref_count == 0:
                 del self.hash_to_block_id[hash]
                 self.blocks[block_id].update(-1, ())
@@ -192,6 +220,13 @@ class BlockManager:
         return min(seq.num_tokens - 1, seq.first_needed_logits) // self.block_size
 
     def _find_shared_blocks(self, seq: Sequence) -> list[int]:
+        """Ids of the blocks with its tokens in the prefix cache that it need not compute."""
+        found = self._find_known_blocks(seq)
+        if self.places is None:
+            return found
+        return found[: self.places.num_reusable_blocks([self.blocks[i].content_id for i in found])]
+
+    def _find_known_blocks(self, seq: Sequence) -> list[int]:
         """Ids of the blocks with its tokens in the prefix cache, up to the first miss."""
         found = []
         prefix_id = 0
@@ -202,10 +237,12 @@ class BlockManager:
                 break
             found.append(block_id)
             prefix_id = self.blocks[block_id].content_id
-        for places in self.others:
-            num_tokens = places.num_reusable_tokens(seq, len(found) * self.block_size)
-            found = found[: num_tokens // self.block_size]
         return found
+
+    def _hash(self, seq: Sequence, i: int) -> int:
+        """Of block i."""
+        self._extend_hashes(seq, i + 1)
+        return seq.block_hashes[i]
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
         """Compute the hashes of the first num_blocks blocks. The sequence keeps them, because it is looked up at every
@@ -220,6 +257,8 @@ class BlockManager:
         block = self.blocks[block_id]
         if self.hash_to_block_id.get(block.hash) == block_id:
             del self.hash_to_block_id[block.hash]
+            if self.places is not None:
+                self.places.forget(block.content_id)
         block.reset()
         self.used_block_ids.add(block_id)
         return block_id

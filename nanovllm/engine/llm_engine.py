@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from nanovllm.config import Config
 from nanovllm.engine.engine_lock import Call, EngineLock
-from nanovllm.engine.places import Slots
+from nanovllm.engine.places import Places
 from nanovllm.engine.ranks.executor import Executor
 from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, StreamDelta, engine_stats
 from nanovllm.engine.requests.prompts import Prompt, as_prompts, params_per_prompt
@@ -80,7 +80,7 @@ class LLMEngine:
         # Called once: by exit(), when the engine is collected, or when the interpreter ends.
         self._finalizer = weakref.finalize(self, self._lock.exit)
         runner = self.model_runner
-        make_places = [partial(Slots, config.max_num_seqs)] * (len(runner.stores) - 1)
+        make_places = partial(Places, runner.num_slots) if runner.num_slots else None
         self.scheduler = Scheduler(config, runner.num_kvcache_blocks, runner.mixed_step_rows, make_places)
         self._sequences = SequenceMaker(config, self.tokenizer, self.scheduler.length_limit)
         self._num_steps = 0

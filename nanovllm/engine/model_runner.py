@@ -76,7 +76,7 @@ class ModelRunner:
         mixed_step_rows: most tokens of a mixed step; 0 for no mixed steps.
         decode_inputs: the inputs of decode steps.
         graphs, mixed_graphs: the CUDA graphs of decode and of mixed steps, if there are some.
-        num_kvcache_blocks: blocks of the stores.
+        num_kvcache_blocks, num_slots: of the stores.
         logit_steps: runs steps whose requests ask for more than a temperature.
     """
 
@@ -95,6 +95,7 @@ class ModelRunner:
     graphs: DecodeGraphs
     mixed_graphs: DecodeGraphs
     num_kvcache_blocks: int
+    num_slots: int
     logit_steps: LogitSteps
 
     def __init__(self, config: Config, device: torch.device):
@@ -170,7 +171,7 @@ class ModelRunner:
         self.backend.prepare(self.attention_shape, windows, sizes, table)
         max_blocks = -(-max_model_len // self.block_size)
         places = config.max_num_seqs, max_blocks, self.block_size, device
-        self.decode_inputs = DecodeInputs(*places, self.backend, padded, self.mixed_step_rows, len(self.stores) - 1)
+        self.decode_inputs = DecodeInputs(*places, self.backend, padded, self.mixed_step_rows, len(self.stores) > 1)
         self.graphs, self.mixed_graphs = DecodeGraphs(device), DecodeGraphs(device)
 
     def load_weights(self) -> None:
@@ -195,7 +196,8 @@ class ModelRunner:
     def allocate_kv_cache(self) -> None:
         """All stores, as large as the budget allows. Raises MemoryError, with the numbers, if there is no room for one
         block."""
-        self.num_kvcache_blocks = allocate_stores(self.stores, self.config, self.device, self.tp, self._free_at_start)
+        args = self.stores, self.config, self.device, self.tp, self._free_at_start
+        self.num_kvcache_blocks, self.num_slots = allocate_stores(*args)
 
     @torch.inference_mode()
     def capture_cudagraph(self, tell: Callable[[int, int], None]) -> None:
@@ -299,7 +301,7 @@ class ModelRunner:
             elif self.device.type == "cpu":
                 self.model.pack_weights()
             for store in self.stores:
-                store.allocate(self.num_kvcache_blocks, self.config.max_num_seqs)
+                store.allocate(self.num_kvcache_blocks, self.num_slots)
             if self.has_graphs:
                 self.capture_cudagraph(lambda done, total: None)
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -357,8 +359,9 @@ class ModelRunner:
             "cu_seqlens_k": np.concatenate(([0], np.cumsum(num_keys))).astype(np.int32),
             "block_tables": tables,
         }
-        if seqs[0].places:
-            step.arrays["places"] = np.array([seq.places for seq in seqs], np.int32)
+        if seqs[0].place is not None:
+            slots = [seq.place.slots_of_step(seq.num_cached_tokens) for seq in seqs]
+            step.arrays["slots"] = np.ascontiguousarray(np.array(slots, np.int32).T)
 
     @staticmethod
     def prepare_block_tables(seqs: list[Sequence]) -> np.ndarray:
@@ -382,6 +385,9 @@ class ModelRunner:
         else:
             num_rows = sum(seq.num_scheduled_tokens for seq in step.seqs)
         self.decode_inputs.write(step, num_rows)
+        if step.num_prefilled and len(self.stores) > 1:
+            copies = (seq.place.copy_of_step(seq.num_cached_tokens) for seq in step.seqs if seq.is_prefilling)
+            step.slot_copies = [copy for copy in copies if copy is not None]
 
     @torch.inference_mode()
     def run(self, step: Step) -> None:
@@ -403,6 +409,9 @@ class ModelRunner:
                 self.run_model(send_prefill(step, self.device))
             else:
                 self.decode_inputs.send(step)
+                for source, target in step.slot_copies:
+                    for store in self.stores:
+                        store.copy(source, target)
                 if step.graph_size:
                     graphs = self.mixed_graphs if step.num_prefilled else self.graphs
                     graphs.replay(step.graph_size)

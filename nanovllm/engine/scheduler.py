@@ -35,7 +35,7 @@ class Scheduler:
         config: the engine's options.
         num_kvcache_blocks: blocks that were allocated.
         mixed_step_rows: most tokens of a mixed step; 0 for no such steps.
-        make_places: for each store of the model beside the KV cache, what makes its `Places`.
+        make_places: what makes the `Places` in the model's stores beside the KV cache; None without such stores.
 
     Attributes:
         waiting, running: the sequences, in order.
@@ -49,7 +49,7 @@ class Scheduler:
         config: Config,
         num_kvcache_blocks: int,
         mixed_step_rows: int = 0,
-        make_places: Iterable[Callable[[], Places]] = (),
+        make_places: Callable[[], Places] | None = None,
     ):
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = cast(int, config.max_num_batched_tokens)  # The checks made it a number.
@@ -63,12 +63,13 @@ class Scheduler:
         self._has_warned = False
         cache = num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
         self._make_block_manager = partial(BlockManager, *cache)
-        self._make_places = list(make_places)
+        self._make_places = make_places
         self.reset()
 
     def reset(self) -> None:
         """Drop all sequences and blocks. After an exception: Ctrl-C may have struck between any two lines."""
-        self.block_manager = self._make_block_manager(others=[make() for make in self._make_places])
+        places = None if self._make_places is None else self._make_places()
+        self.block_manager = self._make_block_manager(places=places)
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self._has_finished = False  # a sequence of `running`
@@ -113,6 +114,9 @@ class Scheduler:
 
     def _schedule_prefill(self, budget: int, mixed: MixedAdmission | None = None) -> list[Sequence]:
         """Waiting sequences, of which up to `budget` tokens are computed. mixed: beside a decode step."""
+        places = self.block_manager.places
+        if places is not None:
+            places.begin_step(takes_snapshots=mixed is None)
         min_chunk = 0 if mixed else budget // MIN_CHUNK_SHARE
         admission = Admission(self.block_manager, self.running, self.max_num_seqs, self.max_seq_len, min_chunk)
         seqs: list[Sequence] = []
@@ -137,6 +141,8 @@ class Scheduler:
             seq.num_scheduled_tokens = min(num_left, budget)
             budget -= seq.num_scheduled_tokens
             if seq.num_scheduled_tokens < num_left:
+                if places is not None:
+                    places.align_chunk(seq)
                 # A chunk, which ends the budget. The sequence keeps its blocks, so it goes to the very head of the
                 # queue: behind a sequence that finds no free block it would wait for ever.
                 deferred.insert(0, seq)
@@ -147,6 +153,8 @@ class Scheduler:
             if mixed:
                 mixed.add_running(seq)
         self.waiting.extendleft(reversed(deferred))
+        if places is not None:
+            self.block_manager.request_usual_snapshots(seqs)
         return seqs
 
     def _count_prompt(self, seq: Sequence) -> None:

@@ -44,7 +44,7 @@ class Sequence:
     num_scheduled_tokens: int = 0  # tokens after the cached ones that the step being launched computes
     pending_row: int = -1  # if the last token is a placeholder: its row of the sampled tokens of the step in flight
     block_table: list[int] = field(default_factory=list)  # ids of its blocks, in order
-    places: tuple[int, ...] = ()  # in each store beside the KV cache
+    place: Any = None  # engine.places.Place, its slot in stores beside the KV cache; None without such stores
     block_hashes: list[int] = field(default_factory=list)  # of its first full blocks, computed when needed
     end_token_ids: frozenset[int] = frozenset()  # tokens that end it, and NON_FINITE
     stop_tokens: dict[int, str] = field(default_factory=dict)  # those that a stop string stands for, and the string

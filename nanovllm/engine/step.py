@@ -34,6 +34,8 @@ class Step:
     # Of a decode step:
     graph_size: int = 0  # batch size of the CUDA graph that computes it; 0 for none
     buffer: int = -1  # rank 0: which host buffer of `DecodeInputs` holds the arrays
+    # Of a mixed step: prompts begin with copies of snapshots, (slot, the sequence's own slot).
+    slot_copies: list[tuple[int, int]] = field(default_factory=list)
     # Of a prefill:
     max_seqlen_q: int = 0  # most new tokens of a sequence
     max_seqlen_k: int = 0  # most keys of a sequence

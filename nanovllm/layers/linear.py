@@ -87,9 +87,13 @@ class ColumnParallelLinear(LinearBase):
         self.output_sizes = output_sizes
         self.parts = {key: self.part(key, tp) for key in output_sizes}
         rows = sum(num_rows for _, num_rows in self.parts.values())
-        shards = {key: (size, input_size) for key, size in output_sizes.items()}
-        shards[None] = (sum(output_sizes.values()), input_size)
+        sizes = self.checkpoint_sizes() | {None: sum(output_sizes.values())}
+        shards = {key: (size, input_size) for key, size in sizes.items()}
         super().__init__((rows, input_size), shards, bias, tp, matmul)
+
+    def checkpoint_sizes(self) -> dict:
+        """{shard id: rows of a tensor of the checkpoint}."""
+        return self.output_sizes
 
     def part(self, shard_id: Any, tp: TensorParallel) -> tuple[int, int]:
         """First row and number of rows of a checkpoint matrix that this rank has."""
@@ -144,18 +148,44 @@ class QKVParallelLinear(ColumnParallelLinear):
         bias: bool,
         tp: TensorParallel,
         matmul: Matmul,
+        **more_sizes: int,
     ):
+        """more_sizes: of further parts, which are split as q is."""
         self.num_heads = tp.shard(num_heads, "num_attention_heads")
         self.head_dim = head_dim
         self.first_kv_head, self.num_kv_heads = tp.shard_kv_heads(num_kv_heads)
         kv_size = num_kv_heads * head_dim
-        sizes = {"q": num_heads * head_dim, "k": kv_size, "v": kv_size}
+        sizes = {"q": num_heads * head_dim, "k": kv_size, "v": kv_size, **more_sizes}
         super().__init__(hidden_size, sizes, bias, tp, matmul)
 
     def part(self, shard_id: Any, tp: TensorParallel) -> tuple[int, int]:
-        if shard_id == "q":
-            return super().part(shard_id, tp)
-        return self.first_kv_head * self.head_dim, self.num_kv_heads * self.head_dim
+        if shard_id in ("k", "v"):
+            return self.first_kv_head * self.head_dim, self.num_kv_heads * self.head_dim
+        return super().part(shard_id, tp)
+
+
+class GatedQKVParallelLinear(QKVParallelLinear):
+    """The same, followed by a gate for each number of q: [num_tokens, this rank's (2 * num_heads + 2 * num_kv_heads) *
+    head_dim]. In the checkpoint's q_proj each head has the rows of its query and then those of its gate."""
+
+    def __init__(self, hidden_size: int, head_dim: int, num_heads: int, *args: Any):
+        super().__init__(hidden_size, head_dim, num_heads, *args, gate=num_heads * head_dim)
+
+    def checkpoint_sizes(self) -> dict:
+        return self.output_sizes | {"q": self.output_sizes["q"] + self.output_sizes["gate"]}
+
+    def weight_loader(self, param: Any, loaded: Any, shard_id: object = None) -> None:
+        if shard_id != "q":
+            super().weight_loader(param, loaded, shard_id)
+            return
+        first, num_rows = self.parts["q"]
+        first_gate = sum(self.parts[key][1] for key in "qkv")
+        for row in range(0, num_rows, self.head_dim):
+            start = 2 * (first + row)
+            load_rows(param, row, loaded, start, self.head_dim)
+            load_rows(param, first_gate + row, loaded, start + self.head_dim, self.head_dim)
+
+    bias_loader = weight_loader
 
 
 class RowParallelLinear(LinearBase):

@@ -9,18 +9,27 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store
+from nanovllm.kernels.sigmoid_gate import sigmoid_gate
 from nanovllm.layers.activation import Gated, GeluTanhAndMul
 from nanovllm.layers.attention.attention import Attention, AttentionBackend, AttentionShape
 from nanovllm.layers.attention.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding
 from nanovllm.layers.formats.parameters import scale_while_loading
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import (
+    GatedQKVParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from nanovllm.layers.linear_attention import GatedDeltaNet
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.rank_sums import NormedParts, begin_sums
 from nanovllm.layers.parallel.sharded_norm import ShardedRMSNorm, normalize_over_ranks
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
+from nanovllm.layers.stores.state_slots import StateSlots
 from nanovllm.layers.stores.store import Store
 from nanovllm.models.hf_config import check_switches, get_head_dim
 from nanovllm.models.spec import DecoderSpec
@@ -30,7 +39,7 @@ Rows = torch.Tensor | slice  # of a flat batch of tokens
 
 
 class DecoderAttention(nn.Module):
-    """Fused q/k/v projection, RMSNorm of q and k, RoPE, paged attention: each as the specification says.
+    """Fused q/k/v projection, RMSNorm of q and k, RoPE, paged attention, gate: each as the specification says.
 
     forward: the normed residual stream [num_tokens, hidden_size] -> the input of o_proj, [num_tokens, this rank's
     num_heads * head_dim]. The layer calls o_proj, because it adds to the residual stream.
@@ -51,7 +60,9 @@ class DecoderAttention(nn.Module):
         self.head_dim = get_head_dim(config)
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         heads = self.head_dim, num_heads, num_kv_heads
-        self.qkv_proj = QKVParallelLinear(config.hidden_size, *heads, spec.qkv_bias, tp, matmul)
+        projection = GatedQKVParallelLinear if spec.query_gate else QKVParallelLinear
+        self.has_gate = spec.query_gate
+        self.qkv_proj: QKVParallelLinear = projection(config.hidden_size, *heads, spec.qkv_bias, tp, matmul)
         self.o_proj = RowParallelLinear(num_heads * self.head_dim, config.hidden_size, spec.o_bias, tp, matmul)
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.eps = config.rms_norm_eps
@@ -68,7 +79,9 @@ class DecoderAttention(nn.Module):
 
     def forward(self, positions: torch.Tensor, hidden: Normed | NormedParts, rows: Rows | None = None) -> torch.Tensor:
         """rows: the tokens whose attention is needed, None for all. Of the others only keys and values are needed."""
-        qkv = self.qkv_proj(hidden)
+        qkv, gate = self.qkv_proj(hidden), None
+        if self.has_gate:
+            qkv, gate = qkv.tensor_split((-self.num_heads * self.head_dim,), dim=1)
         context = get_context()
         has_cache = self.attn.k_cache is not None  # The warm-up runs without one.
         if self.qk_norm == "full":
@@ -91,10 +104,14 @@ class DecoderAttention(nn.Module):
         heads = qkv.view(len(qkv), -1, self.head_dim)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if rows is None:
-            return self.attn(q, k, v, context).flatten(1)
-        if context.is_prefill:
-            return self.attn(q[rows], k, v, context.of_last_tokens()).flatten(1)
-        return self.attn(q, k, v, context).flatten(1)[rows]  # Plans are for all rows.
+            attended = self.attn(q, k, v, context).flatten(1)
+        elif context.is_prefill:
+            attended = self.attn(q[rows], k, v, context.of_last_tokens()).flatten(1)
+        else:
+            attended = self.attn(q, k, v, context).flatten(1)[rows]  # Plans are for all rows.
+        if gate is not None:
+            sigmoid_gate(attended, gate if rows is None else gate[rows])
+        return attended
 
     def _normalize_full_width(self, qkv: torch.Tensor) -> None:
         sizes = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -133,15 +150,28 @@ class DecoderMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and an MLP on a residual stream, with norms before them, after them, or both."""
+    """Attention and an MLP on a residual stream, with norms before them, after them, or both.
 
-    def __init__(self, config, spec: DecoderSpec, attention: DecoderAttention, mlp: nn.Module):
+    Attributes:
+        self_attn, linear_attn: what it has; the other one is None.
+        mixer: either of them.
+        output_proj: the mixer's output projection.
+    """
+
+    mixer: DecoderAttention | GatedDeltaNet
+    output_proj: RowParallelLinear
+
+    def __init__(self, config, spec: DecoderSpec, mixer: DecoderAttention | GatedDeltaNet, mlp: nn.Module):
         super().__init__()
+        self.self_attn: Any = mixer if isinstance(mixer, DecoderAttention) else None
+        self.linear_attn: Any = mixer if isinstance(mixer, GatedDeltaNet) else None
+        output_proj = mixer.o_proj if isinstance(mixer, DecoderAttention) else mixer.out_proj
+        # Past nn.Module, which would list their parameters a second time.
+        vars(self).update(mixer=mixer, output_proj=output_proj)
 
         def norm(is_there: bool) -> RMSNorm | None:
             return RMSNorm(config.hidden_size, config.rms_norm_eps, spec.norm_offset) if is_there else None
 
-        self.self_attn = attention
         self.mlp: Any = mlp
         # The first two have Llama's names in the checkpoint. A family with the others names them in its
         # `packed_modules_mapping`.
@@ -164,18 +194,17 @@ class DecoderLayer(nn.Module):
             next_norm of the residual stream.
         """
         residual = hidden.residual
-        attended = self.self_attn(positions, hidden, rows)
+        attended = self.mixer(positions, hidden, rows)
         if rows is not None:
             residual = residual[rows]
-        o_proj = self.self_attn.o_proj
-        hidden = o_proj.add(residual, attended, self.post_attention_layernorm, self.attention_output_norm)
+        hidden = self.output_proj.add(residual, attended, self.post_attention_layernorm, self.attention_output_norm)
         return self.mlp.add(residual, hidden, next_norm, self.mlp_output_norm)
 
     def summed_projections(self) -> list[RowParallelLinear]:
         """The projections whose results one kernel sums over the ranks and adds to the residual stream: both of the
         layer's, or none."""
         adds = self.attention_output_norm is None and isinstance(self.mlp, DecoderMLP)
-        return [self.self_attn.o_proj, self.mlp.down_proj] if adds else []
+        return [self.output_proj, self.mlp.down_proj] if adds else []
 
 
 class DecoderModel(nn.Module):
@@ -199,8 +228,12 @@ class DecoderModel(nn.Module):
         tables = {rope: RotaryEmbedding(get_head_dim(config), max_position, rope) for rope in set(spec.ropes) if rope}
         self.layers = nn.ModuleList()
         for i, (rope, mlp) in enumerate(zip(spec.ropes, mlps, strict=True)):
-            attention = DecoderAttention(config, spec, i, tables.get(rope), backend, tp, matmul)
-            self.layers.append(DecoderLayer(config, spec, attention, mlp))
+            mixer: DecoderAttention | GatedDeltaNet
+            if spec.is_linear(i):
+                mixer = GatedDeltaNet(config.hidden_size, spec.linear_attention, config.rms_norm_eps, tp, matmul)
+            else:
+                mixer = DecoderAttention(config, spec, i, tables.get(rope), backend, tp, matmul)
+            self.layers.append(DecoderLayer(config, spec, mixer, mlp))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, spec.norm_offset)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -253,7 +286,7 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     def _last_projections(self) -> list[nn.Module]:
         """Those whose outputs are added to the residual stream."""
-        names = ("self_attn.o_proj", "mlp.down_proj", "mlp.experts.down_proj")
+        names = ("self_attn.o_proj", "linear_attn.out_proj", "mlp.down_proj", "mlp.experts.down_proj")
         return [module for name, module in self.named_modules() if name.endswith(names)]
 
     @staticmethod
@@ -288,7 +321,9 @@ class DecoderForCausalLM(nn.Module, ABC):
     def make_stores(self, shape: AttentionShape) -> list[Store]:
         """What its sequences keep on the device: the paged KV cache, and stores in which a sequence has a slot each.
         Nothing is allocated yet. shape: of this rank's attention."""
-        return [PagedKVCache([module for module in self.modules() if isinstance(module, Attention)], shape)]
+        stores: list[Store] = [PagedKVCache([x for x in self.modules() if isinstance(x, Attention)], shape)]
+        linear_layers = [x for x in self.modules() if isinstance(x, GatedDeltaNet)]
+        return [*stores, StateSlots(linear_layers, shape.dtype, shape.device)] if linear_layers else stores
 
     def pack_weights(self) -> None:
         """Once the weights are loaded: let a CPU's products read them faster (`formats.packed`), if there is no other

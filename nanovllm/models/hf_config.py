@@ -39,6 +39,7 @@ _MAX_LAYERS = 1024  # The deepest published model has 126.
 # them (`DecoderForCausalLM.switches`); the others are refused.
 _SWITCHES: dict[str, Any] = {
     "attention_bias": False,
+    "attn_output_gate": True,  # only Qwen3.5's configurations have the key
     "mlp_bias": False,
     "qkv_bias": False,
     "o_bias": False,
@@ -102,16 +103,18 @@ def _text_config(config: Any) -> Any:
     if text is None:
         return config
     text.architectures = config.architectures
-    for name in ("dtype", "torch_dtype", "eos_token_id", "quantization_config"):
+    for name in ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings"):
         if vars(config).get(name) is not None:
             setattr(text, name, vars(config)[name])
     return text
 
 
 def check_hf_config(hf_config: Any, where: str) -> None:
-    """Raises ValueError, naming `where` and the field, for a configuration that none of our models can be built
-    from."""
+    """Raises ValueError, naming `where` and the field, for a configuration that none of our models can be built from.
+    Where every layer has experts and a shared one, intermediate_size becomes that one's."""
     _check_architecture(getattr(hf_config, "architectures", None), getattr(hf_config, "model_type", None), where)
+    if getattr(hf_config, "intermediate_size", None) is None and hasattr(hf_config, "shared_expert_intermediate_size"):
+        hf_config.intermediate_size = hf_config.shared_expert_intermediate_size
     fields = {name: getattr(hf_config, name, None) for name in (*_REQUIRED, *_OPTIONAL)}
     missing = [name for name in _REQUIRED if fields[name] is None]
     if missing:
@@ -159,6 +162,8 @@ def check_switches(hf_config: Any, read: frozenset[str]) -> None:
         value = rope_settings(hf_config).get(name, getattr(hf_config, name, None))
         if name not in read and value is not None and value != neutral:
             raise ValueError(f"{name}={quoted(value)}: is not supported for {hf_config.model_type}")
+    if "layer_types" in read:  # The family checks them itself.
+        return
     kinds = set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}
     if "sliding_window" in read:
         kinds.discard("sliding_attention")

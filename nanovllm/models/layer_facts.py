@@ -11,6 +11,7 @@ from nanovllm.layers.experts.experts import MixtureOfExperts
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.linear_attention import GatedDeltaNet
 from nanovllm.layers.matmul.problem import AnyProblem, ExpertsProblem, Problem
 from nanovllm.models.decoder import DecoderForCausalLM
 
@@ -19,14 +20,21 @@ Make = Callable[[int], AnyProblem]  # a product of a layer in the context's phas
 
 def layer_products(layer: Any) -> list[Make]:
     """A DecoderLayer's matrix products, in order, on new tensors with arbitrary content."""
-    qkv, o, mlp, mlp_norm = layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp, layer.post_attention_layernorm
+    mixer, o, mlp, mlp_norm = layer.mixer, layer.output_proj, layer.mlp, layer.post_attention_layernorm
+    projections = mixer.input_projections() if isinstance(mixer, GatedDeltaNet) else [mixer.qkv_proj]
     # Of o_proj and down_proj, which add to the residual stream unless a norm is in between.
     operation = "linear"
     if layer.attention_output_norm is None:
         operation = "linear_add" if o.tp.size == 1 else "linear_sum"
-    products = [_linear("linear", qkv, layer.input_layernorm), _linear(operation, o)]
+    products = [*(_linear("linear", each, layer.input_layernorm) for each in projections), _linear(operation, o)]
     if isinstance(mlp, MixtureOfExperts):
-        return [*products, _linear("linear", mlp.gate, mlp_norm), _experts(mlp, operation == "linear_add", mlp_norm)]
+        products += [_linear("linear", mlp.gate, mlp_norm), _experts(mlp, operation == "linear_add", mlp_norm)]
+        if mlp.shared_expert is None:
+            return products
+        shared = mlp.shared_expert
+        products += [_linear("linear_silu", shared.gate_up_proj, mlp_norm)]
+        products += [_linear("linear", mlp.shared_expert_gate, mlp_norm)]
+        return [*products, _linear("linear_add", shared.down_proj)]
     gate_up = _linear("linear_silu" if mlp.gelu is None else "linear", mlp.gate_up_proj, mlp_norm)
     return [*products, gate_up, _linear(operation, mlp.down_proj)]
 
@@ -78,10 +86,22 @@ def num_layer_params(model: DecoderForCausalLM) -> int:
     return num_params
 
 
+def attention_layers(model: DecoderForCausalLM) -> list[int]:
+    """The indices of the layers that have keys and values."""
+    layers: Any = model.model.layers
+    return [i for i, layer in enumerate(layers) if layer.self_attn is not None]
+
+
 def one_of_each_kind(layers: Any) -> list[int]:
     """The index of the first layer of each kind. Layers of one kind launch the same kernels."""
-    kinds = [(layer.self_attn.rotary_emb is None, layer.self_attn.attn.window, type(layer.mlp)) for layer in layers]
+    kinds = [(*_kind_of_mixer(layer.mixer), type(layer.mlp)) for layer in layers]
     return [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+
+
+def _kind_of_mixer(mixer: Any) -> tuple:
+    if isinstance(mixer, GatedDeltaNet):
+        return (GatedDeltaNet,)
+    return mixer.rotary_emb is None, mixer.attn.window
 
 
 @contextmanager

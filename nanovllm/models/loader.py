@@ -4,8 +4,7 @@ import difflib
 import logging
 import math
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,7 +33,8 @@ _UNUSED = (
     *("rotary_emb.inv_freq", "lm_head.weight", ".q_scale", ".k_scale", ".v_scale"),
     *(".k_proj.output_scale", ".v_proj.output_scale"),
 )
-_EXPERTS_AT_ONCE = re.compile(r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|down_proj)")
+# Layers that predict further tokens, which we do not have.
+_UNUSED_PARTS = ("mtp.",)
 _HINT = "is config.json the same model's?"
 _MAX_NAMED = 5
 _ROWS_AT_ONCE = 4096
@@ -56,6 +56,26 @@ class _Scaled:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._content[index].float() * self._factor
+
+
+class _OfExpert:
+    """One expert's matrix in a tensor of all experts, `[num_experts, rows, columns]`: as much of a slice as is asked of
+    those in files."""
+
+    def __init__(self, content: Any, expert: int, first: int, num_rows: int):
+        self._content, self._expert, self._first, self._num_rows = content, expert, first, num_rows
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        rows, *columns = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = slice(None).indices(self._num_rows) if rows is ... else rows.indices(self._num_rows)
+        index = (self._expert, slice(self._first + start, self._first + stop), *columns)
+        return self._content[index]
+
+    def get_shape(self) -> list[int]:
+        return [self._num_rows, self._content.get_shape()[2]]
+
+    def get_dtype(self) -> str:
+        return self._content.get_dtype()
 
 
 class _Wanted(NamedTuple):
@@ -106,7 +126,7 @@ def checked_tensors(model: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> di
         has_prefix = isinstance(theirs, str) and theirs.startswith(tuple(model.checkpoint_prefixes))
         name = _our_name(theirs, model.checkpoint_prefixes) if has_prefix else theirs
         if name not in wanted:
-            if isinstance(name, str) and name.endswith(_UNUSED):
+            if isinstance(name, str) and _is_unused(name):
                 continue
             near = difflib.get_close_matches(str(theirs), wanted, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -125,22 +145,40 @@ def checked_tensors(model: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> di
 def _split_experts(
     pairs: Iterable[tuple[str, torch.Tensor]], wanted: Mapping[str, _Wanted]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The pairs, with one for each expert and projection in place of gate_up_proj [num_experts, 2 * intermediate_size,
-    hidden_size] and down_proj [num_experts, hidden_size, intermediate_size]."""
+    """The pairs, with one for each expert and projection in place of `_expert_matrices`."""
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
             raise TypeError(f"weights: must be pairs of a name in the checkpoint and a tensor, not {quoted(pair)}")
         name, tensor = pair
-        names = _EXPERTS_AT_ONCE.fullmatch(name) if isinstance(name, str) and tensor.dim() == 3 else None
-        if names is None:
+        parts = _expert_matrices(name, tensor.shape) if isinstance(name, str) else []
+        if not parts:
             yield name, tensor
             continue
-        parts = ("gate_proj", "up_proj") if names["part"] == "gate_up_proj" else ("down_proj",)
-        if f"{names['experts']}.{len(tensor)}.{parts[0]}.weight" in wanted:
+        if parts[0][0].replace(".experts.0.", f".experts.{len(tensor)}.") in wanted:
             raise ValueError(f"weights: {name!r} has {len(tensor)} experts, the model has more")
-        for expert, matrix in enumerate(tensor.detach()):
-            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
-                yield f"{names['experts']}.{expert}.{part}.weight", rows
+        for part, expert, first, num_rows in parts:
+            yield part, tensor.detach()[expert, first : first + num_rows]
+
+
+def _expert_matrices(name: str, shape: Sequence[int]) -> list[tuple[str, int, int, int]]:
+    """What gate_up_proj [num_experts, 2 * intermediate_size, hidden_size] and down_proj [num_experts, hidden_size,
+    intermediate_size] of all experts of a layer consist of: for each expert and projection the name that it has by
+    itself, the expert, the first row and the number of rows. Empty for any other tensor."""
+    folder, _, kind = name.rpartition(".")
+    if not folder.endswith(".experts") or len(shape) != 3 or kind not in ("gate_up_proj", "down_proj"):
+        return []
+    num_experts, num_rows, _ = shape
+    projections = ["down_proj"] if kind == "down_proj" else ["gate_proj", "up_proj"]
+    count = num_rows // len(projections)
+    return [
+        (f"{folder}.{expert}.{projection}.weight", expert, i * count, count)
+        for expert in range(num_experts)
+        for i, projection in enumerate(projections)
+    ]
+
+
+def _is_unused(name: str) -> bool:
+    return name.endswith(_UNUSED) or name.startswith(_UNUSED_PARTS)
 
 
 def load_tensors(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -243,7 +281,11 @@ def open_tensors(directory: str, stack: ExitStack, prefixes: Mapping[str, str]) 
         for name in file.keys():  # noqa: SIM118 (not a dict)
             if name in tensors:
                 raise ValueError(f"{path}: tensor {name!r} is in {tensors[name].file.name} as well")
-            tensors[name] = _Tensor(file.get_slice(name), path)
+            content = file.get_slice(name)
+            parts = _expert_matrices(name, content.get_shape())
+            tensors |= {part: _Tensor(_OfExpert(content, *where), path) for part, *where in parts}
+            if not parts:
+                tensors[name] = _Tensor(content, path)
     if not any(name.startswith(tuple(prefixes)) for name in tensors):
         return tensors
     return {ours: tensor for name, tensor in tensors.items() if (ours := _our_name(name, prefixes))}
@@ -304,7 +346,7 @@ def _indexed_files(index: Path) -> list[Path]:
 
 def _check_all(wanted: dict[str, _Wanted], tensors: dict[str, _Tensor], directory: str) -> None:
     """Raises ValueError unless the checkpoint is complete, and has the right shapes and dtypes."""
-    extra = [name for name in tensors if name not in wanted and not name.endswith(_UNUSED)]
+    extra = [name for name in tensors if name not in wanted and not _is_unused(name)]
     # The dtypes first, because quantized checkpoints also have other names.
     for name in (*wanted, *extra):
         needed = getattr(wanted[name].param, "stored_dtypes", FLOATS) if name in wanted else FLOATS

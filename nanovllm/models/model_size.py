@@ -23,13 +23,13 @@ class ModelBytes(NamedTuple):
         weights: all parameters and their scales, in the dtypes that they have in memory.
         tables: RoPE's, for max_model_len positions.
         per_block: what the model's stores take of each block of tokens.
-        per_sequence: what they take of each running sequence.
+        per_slot: of each slot, one for each running sequence; 0 without such stores.
     """
 
     weights: int
     tables: int
     per_block: int
-    per_sequence: int
+    per_slot: int
 
 
 def meta_model(config: Any, rank: int = 0) -> nn.Module:
@@ -55,10 +55,10 @@ def model_bytes(config: Any, model: Any) -> ModelBytes:
     tp = TensorParallel(0, config.tensor_parallel_size)
     stores = model.make_stores(attention_shape(config, tp, torch.device("meta")))
     weights, tables = (sum(tensor.nbytes for tensor in each) for each in (model.parameters(), model.buffers()))
-    per_block, per_sequence = (
-        sum(getattr(store, name) for store in stores) for name in ("bytes_per_block", "bytes_per_sequence")
+    per_block, per_slot = (
+        sum(getattr(store, name) for store in stores) for name in ("bytes_per_block", "bytes_per_slot")
     )
-    return ModelBytes(weights, tables, per_block, per_sequence)
+    return ModelBytes(weights, tables, per_block, per_slot)
 
 
 def attention_shape(config: Any, tp: TensorParallel, device: torch.device) -> AttentionShape:

@@ -11,8 +11,10 @@ from nanovllm.utils.checks import one_line, quoted
 
 # Parts of a model that are never quantized, and those of a vision tower, which is not read. Others that a checkpoint
 # leaves unquantized do not load.
-_UNQUANTIZED = re.compile(r"(^|[.*:^])(lm_head|embed_tokens|[a-z_]*norm|mlp\.gate|gate)(\.\*)?\$?$")
-_UNREAD = re.compile(r"(^|[.*:^])(vision_tower|multi_modal_projector)([.*$]|$)")
+_UNQUANTIZED = re.compile(
+    r"(^|[.*:^])(lm_head|embed_tokens|[a-z_]*norm|mlp\.gate|gate|shared_expert_gate|conv1d|in_proj_(a|b|ba))(\.\*)?\$?$"
+)
+_UNREAD = re.compile(r"(^|[.*:^])(vision_tower|multi_modal_projector|visual|mtp)([.*$]|$)")
 
 
 class Quantization(NamedTuple):
@@ -82,7 +84,13 @@ def check_sizes(hf_config: Any, head_dim: int, format: WeightFormat, num_ranks: 
     has_experts = getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None)
     if has_experts:
         sizes["moe_intermediate_size"] = hf_config.moe_intermediate_size // num_ranks
-    if not has_experts or hf_config.mlp_only_layers or hf_config.decoder_sparse_step > 1:
+    if getattr(hf_config, "shared_expert_intermediate_size", 0):
+        sizes["shared_expert_intermediate_size"] = hf_config.shared_expert_intermediate_size // num_ranks
+    if getattr(hf_config, "linear_num_value_heads", None):  # Heads are taken one by one from the checkpoint's tensors.
+        sizes |= {"head_dim": head_dim}
+        sizes |= {name: getattr(hf_config, name) for name in ("linear_key_head_dim", "linear_value_head_dim")}
+    mlp_only, sparse_step = (getattr(hf_config, name, None) for name in ("mlp_only_layers", "decoder_sparse_step"))
+    if not has_experts or mlp_only or (sparse_step or 1) > 1:
         sizes["intermediate_size"] = hf_config.intermediate_size // num_ranks
     for name, size in sizes.items():
         if size % format.unit:

@@ -20,12 +20,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 
     @staticmethod
     def spec(config) -> DecoderSpec:
-        num_experts, top_k = count_experts(config), config.num_experts_per_tok
-        require("num_experts", num_experts, is_int(num_experts, 0, _MAX_EXPERTS), f"an integer in 0..{_MAX_EXPERTS}")
-        is_right = num_experts == 0 or is_int(top_k, 1, num_experts)
-        require("num_experts_per_tok", top_k, is_right, f"an integer in 1..{num_experts}")
-        for name in ("moe_intermediate_size", "decoder_sparse_step"):
-            require(name, getattr(config, name), is_int(getattr(config, name), 1), "an integer > 0")
+        check_experts(config)
         return Qwen3ForCausalLM.spec(config)
 
     @staticmethod
@@ -33,13 +28,32 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
         if not has_experts(config, layer):
             return DecoderMLP(config, spec, tp, matmul)
         sizes = config.hidden_size, config.moe_intermediate_size, count_experts(config), config.num_experts_per_tok
-        return MixtureOfExperts(*sizes, config.norm_topk_prob, tp, matmul)
+        # Families without this key divide.
+        normalize = getattr(config, "norm_topk_prob", True)
+        shared_size = getattr(config, "shared_expert_intermediate_size", 0)
+        return MixtureOfExperts(*sizes, normalize, tp, matmul, shared_size)
+
+
+def check_experts(config) -> None:
+    """Raises ValueError, naming the key, for numbers that cannot be."""
+    num_experts, top_k = count_experts(config), config.num_experts_per_tok
+    require("num_experts", num_experts, is_int(num_experts, 0, _MAX_EXPERTS), f"an integer in 0..{_MAX_EXPERTS}")
+    is_right = num_experts == 0 or is_int(top_k, 1, num_experts)
+    require("num_experts_per_tok", top_k, is_right, f"an integer in 1..{num_experts}")
+    for name in ("moe_intermediate_size", "decoder_sparse_step"):
+        value = getattr(config, name, 1)
+        require(name, value, is_int(value, 1), "an integer > 0")
 
 
 def has_experts(config, layer: int) -> bool:
     """Whether a layer has experts instead of an MLP."""
-    is_excluded = layer in (config.mlp_only_layers or ()) or (layer + 1) % config.decoder_sparse_step
-    return not is_excluded and count_experts(config) > 0
+    is_excluded = layer in mlp_only_layers(config) or (layer + 1) % getattr(config, "decoder_sparse_step", 1)
+    return not is_excluded and (count_experts(config) or 0) > 0
+
+
+def mlp_only_layers(config) -> list[int]:
+    """Layers that have an MLP, whatever decoder_sparse_step says. Qwen3.5 has none."""
+    return getattr(config, "mlp_only_layers", None) or []
 
 
 def count_experts(config) -> int | None:

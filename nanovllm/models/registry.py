@@ -17,6 +17,11 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "nanovllm.models.qwen2",
     "Qwen3ForCausalLM": "nanovllm.models.qwen3",
     "Qwen3MoeForCausalLM": "nanovllm.models.qwen3_moe",
+    "Qwen3NextForCausalLM": "nanovllm.models.qwen3_next",
+    "Qwen3_5ForCausalLM": "nanovllm.models.qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "nanovllm.models.qwen3_5",
+    "Qwen3_5MoeForCausalLM": "nanovllm.models.qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration": "nanovllm.models.qwen3_5_moe",
     "SmolLM3ForCausalLM": "nanovllm.models.smollm3",
 }
 

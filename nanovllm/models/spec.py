@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nanovllm.layers.attention.rotary_embedding import RopeParameters
+from nanovllm.layers.linear_attention import DeltaNetShape
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,11 @@ class DecoderSpec:
         o_bias: whether the output projection of attention has one.
         qk_norm: what is normalized before RoPE: each head of q and k, or all heads of q and all of k.
         norms: where a layer has norms: before attention and the MLP, after them, or both.
-        norm_offset: what the norms' weights in the checkpoint lack. Not with norms "before" only, because the kernels
-            that sum over GPUs before a norm read weights of the model's dtype, and these are float32.
+        norm_offset: what the norms' weights in the checkpoint lack, those of linear attention excepted.
+        query_gate: whether the q projection also gives a gate for each number of q. Attention's output is multiplied by
+            its sigmoid.
+        linear_layers: which layers have linear attention instead of attention. Empty if none has.
+        linear_attention: the shape of those.
         activation: of the gate of the MLP.
         embedding_scale: what embeddings are multiplied by.
         attention_scale: what the products of q and k are multiplied by; None for head_dim ** -0.5.
@@ -35,6 +39,9 @@ class DecoderSpec:
     qk_norm: Literal["head", "full"] | None = None
     norms: Literal["before", "after", "both"] = "before"
     norm_offset: float = 0.0
+    query_gate: bool = False
+    linear_layers: tuple[bool, ...] = ()
+    linear_attention: DeltaNetShape | None = None
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: float = 1.0
     attention_scale: float | None = None
@@ -42,12 +49,13 @@ class DecoderSpec:
     logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.norm_offset and self.norms == "before":
-            raise ValueError(f"norm_offset={self.norm_offset}: needs norms='after' or 'both'")
         if self.residual_scale != 1 and self.norms != "before":
             raise ValueError(f"residual_scale={self.residual_scale}: needs norms='before'")
         if self.logit_scale != 1 and self.norm_offset:
             raise ValueError(f"logit_scale={self.logit_scale}: needs norm_offset=0")
+
+    def is_linear(self, layer: int) -> bool:
+        return bool(self.linear_layers) and self.linear_layers[layer]
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None

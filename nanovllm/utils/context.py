@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What layers need to know of one step. Tensors are on the model's device, and int32 except last_tokens, int64.
+    """What layers need to know of one step. Tensors are on the model's device, and int32 unless noted.
 
     A row of a decode step is a sequence's new token. In a mixed step, a prompt has a row for each of its new tokens.
     """
@@ -26,9 +26,13 @@ class Context:
     context_lens: torch.Tensor | None = None  # [num_rows] decode: keys, the row's own included; 0 = padding
     # [num_seqs or num_rows, max_blocks], right-padded with -1; None in a prefill that reads nothing from the cache
     block_tables: torch.Tensor | None = None
-    # [num_seqs or num_rows, stores beside the KV cache]: the sequence's slot in each; -1 = padding; None without any
-    places: torch.Tensor | None = None
-    # [num_seqs] prefill: where each sequence ends in the batch. The model returns these hidden states; None: all.
+    # The sequences' slots in stores beside the KV cache; None without any. [num_rows]: each row's, -1 = padding. Of a
+    # prefill [4, num_seqs]: the slot that the state before the first new token is in, -1 = it is empty; the slot of the
+    # state after the last one; the slot of a snapshot, -1 = none; and the number of new tokens that it is taken after.
+    slots: torch.Tensor | None = None
+    # int64 [num_rows] mixed step, with slots: the rows in such an order that the rows of a prompt follow each other
+    row_order: torch.Tensor | None = None
+    # int64 [num_seqs] prefill: where each sequence ends in the batch. The model returns these hidden states; None: all.
     last_tokens: torch.Tensor | None = None
     attention: Any = None  # decode: `AttentionBackend.arguments`, which the back end alone reads
     num_sampled: int | None = None  # mixed step: the model returns only the first num_sampled rows, to sample from

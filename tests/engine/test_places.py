@@ -1,5 +1,6 @@
 """A store beside the paged KV cache: a state of fixed size for each sequence, in a limited number of slots."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -7,50 +8,43 @@ import torch
 from checkpoints import greedy, make_checkpoint, make_llm, random_prompt
 from schedulers import SIZE, add, make_scheduler, step
 
-from nanovllm.engine.places import Slots
-from nanovllm.layers.stores.store import Store
+from nanovllm.engine.places import Places
+from nanovllm.layers.stores.store import NUM_SNAPSHOTS, Store
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.utils.context import get_context
 
 
-class SnapshotSlots(Slots):
-    """Knows the state after the first block of any prefix."""
-
-    def num_reusable_tokens(self, seq, num_tokens):
-        return min(num_tokens, SIZE)
+def make(num_slots: int, **options):
+    return make_scheduler(make_places=partial(Places, num_slots, SIZE), **options)
 
 
-def make(num_slots: int, slots: type[Slots] = Slots, **options):
-    return make_scheduler(make_places=[lambda: slots(num_slots)], **options)
+def holders(scheduler) -> set[int]:
+    """Ids of the sequences that have a slot."""
+    return {seq.seq_id for seq in (*scheduler.waiting, *scheduler.running) if seq.place is not None}
 
 
-def holders(scheduler, num_slots: int) -> set[int]:
-    """Ids of the sequences that have a slot, which nobody shares."""
-    seqs = [seq for seq in (*scheduler.waiting, *scheduler.running) if seq.places]
-    slots = [slot for seq in seqs for slot in seq.places]
-    assert len(set(slots)) == len(slots) == len(seqs)
-    assert set(slots) <= set(range(num_slots))
-    return {seq.seq_id for seq in seqs}
+def run(scheduler) -> None:
+    while not scheduler.is_finished():
+        step(scheduler)
 
 
 def test_a_sequence_begins_only_with_a_slot_and_its_end_gives_it_back():
     scheduler = make(2)
-    seqs = [add(scheduler, 5, max_tokens=1 + i) for i in range(4)]
+    seqs = [add(scheduler, 3, max_tokens=1 + i) for i in range(4)]
     begun, _, finished = step(scheduler)
     assert begun == seqs[:2]
     assert finished == seqs[:1]
-    assert holders(scheduler, 2) == {seqs[1].seq_id}
+    assert holders(scheduler) == {seqs[1].seq_id}
     begun, is_prefill, _ = step(scheduler)
     assert (begun, is_prefill) == ([seqs[2]], True), "the slot is another's now"
-    while not scheduler.is_finished():
-        step(scheduler)
+    run(scheduler)
     assert [seq.num_completion_tokens for seq in seqs] == [1, 2, 3, 4]
     assert step_of_two(scheduler), "all slots are free again"
 
 
 def step_of_two(scheduler) -> bool:
-    add(scheduler, 5, max_tokens=1)
-    add(scheduler, 5, max_tokens=1)
+    add(scheduler, 3, max_tokens=1)
+    add(scheduler, 3, max_tokens=1)
     return len(step(scheduler)[0]) == 2
 
 
@@ -60,7 +54,7 @@ def test_preemption_gives_the_slot_back():
     while not scheduler.is_finished():
         step(scheduler)
         has_blocks = {seq.seq_id for seq in (*scheduler.waiting, *scheduler.running) if seq.block_table}
-        assert holders(scheduler, 3) == has_blocks, "who has blocks has a slot, and nobody else"
+        assert holders(scheduler) == has_blocks, "who has blocks has a slot, and nobody else"
     assert scheduler.num_preemptions > 0
     assert all(seq.num_completion_tokens == 12 for seq in seqs)
 
@@ -71,44 +65,137 @@ def test_a_prompt_in_chunks_keeps_its_slot():
     for _ in range(2):
         step(scheduler)
         assert scheduler.waiting[0] is seq
-        assert seq.places == (0,)
-    while not scheduler.is_finished():
-        step(scheduler)
-    assert seq.places == ()
-
-
-@pytest.mark.parametrize(("slots", "num_shared"), [(Slots, 0), (SnapshotSlots, SIZE)])
-def test_a_prefix_is_shared_as_far_as_its_state_is_known(slots, num_shared):
-    scheduler = make(4, slots)
-    prompt = list(range(100, 100 + 3 * SIZE + 1))
-    for expected in (0, num_shared):
-        seq = add(scheduler, prompt, max_tokens=1)
-        step(scheduler)
-        assert seq.num_shared_tokens == expected
+        assert seq.place.slot == 0
+    run(scheduler)
+    assert seq.place is None
 
 
 def test_abort_and_reset_give_slots_back():
     scheduler = make(2)
-    seqs = [add(scheduler, 5) for _ in range(3)]
+    seqs = [add(scheduler, 3) for _ in range(3)]
     step(scheduler)
     scheduler.abort([seqs[0].request_id, seqs[2].request_id])
-    assert holders(scheduler, 2) == {seqs[1].seq_id}
+    assert holders(scheduler) == {seqs[1].seq_id}
     scheduler.reset()
     assert step_of_two(scheduler)
+
+
+# -- snapshots of states --------------------------------------------------------------------------------------------
+
+BEGINNING = list(range(100, 100 + 2 * SIZE))
+
+
+def ask(scheduler, prompt: list[int]):
+    """A request alone, to its end: how many tokens it need not compute."""
+    seq = add(scheduler, prompt, max_tokens=1)
+    run(scheduler)
+    return seq.num_shared_tokens
+
+
+def test_the_end_of_a_prompt_is_kept():
+    scheduler = make(4)
+    assert ask(scheduler, [*BEGINNING, 1]) == 0
+    assert ask(scheduler, [*BEGINNING, 1]) == 2 * SIZE
+    assert ask(scheduler, [*BEGINNING, 2, 3, 4, 5, 6]) == 2 * SIZE
+    assert ask(scheduler, [*BEGINNING, 2, 3, 4, 5, 6]) == 3 * SIZE, "and that of the longer one"
+
+
+def test_a_beginning_is_kept_when_it_comes_a_second_time():
+    """The keys and values of two blocks are known, but the state only at the end of the first prompt."""
+    scheduler = make(4)
+    tails = [list(range(1000 * i, 1000 * i + SIZE + 1)) for i in range(4)]
+    assert [ask(scheduler, BEGINNING + tail) for tail in tails] == [0, 0, 2 * SIZE, 2 * SIZE]
+
+
+def test_requests_that_wait_share_a_beginning_at_once():
+    scheduler = make(8)
+    tails = [list(range(1000 * i, 1000 * i + SIZE + 1)) for i in range(4)]
+    seqs = [add(scheduler, BEGINNING + tail, max_tokens=1) for tail in tails]
+    assert step(scheduler)[0] == seqs[:1], "the others wait for its state"
+    assert step(scheduler)[0] == seqs[1:]
+    assert [seq.num_shared_tokens for seq in seqs] == [0, *[2 * SIZE] * 3]
+
+
+def test_who_shares_less_gets_an_earlier_snapshot():
+    scheduler = make(8)
+    prompts = [[*BEGINNING, 1, 2, 3, 4, 5, 6], [*BEGINNING, 1, 2, 3, 4, 7, 8], [*BEGINNING, 9, 9, 9, 9, 9]]
+    seqs = [add(scheduler, prompt, max_tokens=1) for prompt in prompts]
+    step(scheduler)
+    step(scheduler)
+    assert [seq.num_shared_tokens for seq in seqs] == [0, 2 * SIZE, 2 * SIZE]
+
+
+def test_nobody_waits_for_a_snapshot_that_will_not_be():
+    scheduler = make_scheduler(make_places=partial(Places, 8, 64))  # Prompts are shorter than the kernels' chunks.
+    seqs = [add(scheduler, [*BEGINNING, n], max_tokens=1) for n in range(3)]
+    assert step(scheduler)[0] == seqs
+    assert [seq.num_shared_tokens for seq in seqs] == [0, 0, 0]
+    scheduler = make(2)  # The first one has a slot, and the second slot is for its snapshot.
+    seqs = [add(scheduler, [*BEGINNING, n], max_tokens=9) for n in range(3)]
+    run(scheduler)
+    assert all(seq.num_completion_tokens == 9 for seq in seqs)
+
+
+def test_the_snapshot_used_longest_ago_is_dropped():
+    scheduler = make(4)
+    prompts = [[*range(1000 * i, 1000 * i + SIZE), 1] for i in range(1, 4)]
+    for prompt in prompts:  # Beside the sequence's own slot there are three.
+        assert ask(scheduler, prompt) == 0
+    assert ask(scheduler, prompts[0]) == SIZE
+    assert ask(scheduler, list(range(SIZE + 1))) == 0
+    assert [ask(scheduler, prompt) for prompt in (prompts[0], prompts[2])] == [SIZE, SIZE]
+    assert ask(scheduler, prompts[1]) == 0
+
+
+def test_sequences_come_before_snapshots():
+    scheduler = make(3)
+    ask(scheduler, [*BEGINNING, 1])
+    seqs = [add(scheduler, 3, max_tokens=2) for _ in range(3)]
+    begun = step(scheduler)[0]
+    assert begun == seqs[:2], "one stays for whoever may begin with the snapshot"
+    run(scheduler)
+    assert scheduler.block_manager.places.num_snapshots == 1
+
+
+def test_a_snapshot_goes_with_its_blocks():
+    scheduler = make(4, num_blocks=6)
+    ask(scheduler, [*BEGINNING, 1])
+    assert scheduler.block_manager.places.num_snapshots == 1
+    ask(scheduler, [9000 + n for n in range(5 * SIZE)])  # takes the blocks
+    assert ask(scheduler, [*BEGINNING, 1]) == 0
+    scheduler.block_manager.reset_prefix_cache()
+    assert scheduler.block_manager.places.num_snapshots == 0
+    assert ask(scheduler, [*BEGINNING, 1]) == 0
+
+
+def test_without_a_prefix_cache_there_are_no_snapshots():
+    scheduler = make(4, enable_prefix_caching=False)
+    assert ask(scheduler, [*BEGINNING, 1]) == ask(scheduler, [*BEGINNING, 1]) == 0
+    assert scheduler.block_manager.places.num_snapshots == 0
+
+
+def test_chunks_of_a_prompt_end_where_a_snapshot_can_be_taken():
+    scheduler = make_scheduler(make_places=partial(Places, 4, 4 * SIZE), max_num_batched_tokens=25)
+    prompt = list(range(60))
+    seq = add(scheduler, prompt, max_tokens=1)
+    step(scheduler)
+    assert seq.num_cached_tokens == 16
+    run(scheduler)
+    assert ask(scheduler, prompt) == 48
 
 
 class Counts(Store):
     """A state that counts its sequence's tokens, [slots]."""
 
     name = "counts"
-    bytes_per_sequence = 8
+    bytes_per_slot = 8
 
     def __init__(self):
         self.counts = None
-        self.num_freed = 0
+        self.num_freed = self.num_snapshots = 0
 
-    def allocate(self, num_blocks, num_seqs, is_shared=False):
-        self.counts = torch.full((num_seqs,), -1)
+    def allocate(self, num_blocks, num_slots, is_shared=False):
+        self.counts = torch.full((num_slots,), -1)
 
     def free(self):
         self.counts = None
@@ -118,16 +205,20 @@ class Counts(Store):
         """Before a forward pass: every sequence's tokens begin where its state ends."""
         _, positions = args
         context = get_context()
-        if context.is_prefill:
-            bounds = context.cu_seqlens_q.tolist()
-            spans = [positions[start:end].tolist() for start, end in pairwise(bounds)]
-        else:
-            spans = [[position] for position in positions.tolist()]
-        for (slot,), span in zip(context.places.tolist(), spans, strict=True):
-            if span[0] == 0:
-                self.counts[slot] = 0
-            assert self.counts[slot] == span[0]
-            self.counts[slot] += len(span)
+        if not context.is_prefill:
+            for slot, position in zip(context.slots.tolist(), positions.tolist(), strict=True):
+                assert self.counts[slot] == position
+                self.counts[slot] += 1
+            return
+        bounds = context.cu_seqlens_q.tolist()
+        spans = [positions[start:end].tolist() for start, end in pairwise(bounds)]
+        before = [0 if slot < 0 else int(self.counts[slot]) for slot in context.slots[0].tolist()]
+        assert before == [span[0] for span in spans]
+        for i, (_, slot, snapshot, num_tokens) in enumerate(context.slots.T.tolist()):
+            self.counts[slot] = before[i] + len(spans[i])
+            if snapshot >= 0:
+                self.counts[snapshot] = before[i] + num_tokens
+                self.num_snapshots += 1
 
 
 @pytest.mark.parametrize("overlap_steps", [True, False])
@@ -135,17 +226,18 @@ def test_an_engine_gives_each_sequence_a_slot(tmp_path, monkeypatch, overlap_ste
     """With chunks, preemptions, samples of one prompt and requests that share a beginning."""
     make_stores, counts = DecoderForCausalLM.make_stores, Counts()
     path = make_checkpoint(tmp_path)
-    beginning = random_prompt(40, seed=1)
+    beginning = random_prompt(70, seed=1)
     prompts = [random_prompt(n, seed=n) for n in (3, 90, 17, 50)] + [[*beginning, n] for n in range(4)]
-    options = {"num_kvcache_blocks": 12, "max_model_len": 160, "max_num_batched_tokens": 32, "max_num_seqs": 4}
+    options = {"num_kvcache_blocks": 12, "max_model_len": 160, "max_num_batched_tokens": 72, "max_num_seqs": 4}
     with make_llm(path, **options) as llm:
         expected = [out["token_ids"] for out in llm.generate(prompts, greedy(40), use_tqdm=False)]
     monkeypatch.setattr(DecoderForCausalLM, "make_stores", lambda *args: [*make_stores(*args), counts])
     with make_llm(path, **options, overlap_steps=overlap_steps) as llm:
-        assert len(counts.counts) == 4
+        assert len(counts.counts) == 4 + NUM_SNAPSHOTS
         llm.model_runner.model.model.register_forward_pre_hook(counts.count)
         found = [out["token_ids"] for out in llm.generate(prompts, greedy(40), use_tqdm=False)]
         assert found == expected
         assert llm.stats()["preemptions"] > 0
+        assert counts.num_snapshots > 0
     assert counts.counts is None
     assert counts.num_freed == 1

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.places import Places
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
@@ -52,6 +53,19 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert seq.num_cached_tokens == seq.num_tokens - 1, "a decode step computes the last token alone"
     if scheduler.is_finished():
         assert not scheduler.block_manager.used_block_ids
+    check_places(scheduler.block_manager.places, seqs)
+
+
+def check_places(places: Places | None, seqs: Iterable[Sequence]) -> None:
+    """Every slot is free, a sequence's, or a snapshot's. `seqs` are all sequences that may have one."""
+    for seq in seqs:
+        assert (seq.place is not None) == (places is not None and bool(seq.block_table))
+    if places is None:
+        return
+    held = [seq.place.slot for seq in seqs if seq.place is not None]
+    held += [seq.place.snapshot for seq in seqs if seq.place is not None and seq.place.snapshot >= 0]
+    slots = Counter([*held, *places._free, *places._snapshots.values()])
+    assert slots == Counter(range(places.num_slots))
 
 
 class SimulatedCache:
@@ -98,6 +112,45 @@ class SimulatedCache:
             assert chain == hash
 
 
+class SimulatedStates:
+    """slot -> the tokens whose state it holds."""
+
+    def __init__(self, manager: BlockManager, cache: SimulatedCache):
+        self.manager, self.cache = manager, cache
+        self.slots: dict[int, tuple[int, ...]] = {}
+        self.num_snapshots_read = 0
+
+    def run(self, seqs: list[Sequence], is_prefill: bool, before: list[tuple], after: list[tuple]) -> None:
+        """A step on the states. before, after: the tokens of each sequence's state."""
+        if not is_prefill:  # A mixed step begins with copies.
+            prompts = [seq for seq in seqs if seq.is_prefilling]
+            for copy in filter(None, (seq.place.copy_of_step(seq.num_cached_tokens) for seq in prompts)):
+                self.slots[copy[1]] = self.slots[copy[0]]
+        plans = [seq.place.slots_of_step(seq.num_cached_tokens) for seq in seqs]
+        if not is_prefill:
+            assert all(plan[2] < 0 for plan in plans)
+            plans = [(plan[1] if tokens else -1, plan[1], -1, 0) for plan, tokens in zip(plans, before, strict=True)]
+        written = [slot for plan in plans for slot in plan[1:3] if slot >= 0]
+        assert len(set(written)) == len(written), "two write to a slot"
+        for (source, slot, _, _), tokens in zip(plans, before, strict=True):
+            assert (self.slots[source] if source >= 0 else ()) == tokens, "the state of another prefix"
+            assert source == slot or source not in written, "a slot is read while it is written to"
+            self.num_snapshots_read += source not in (slot, -1)
+        for seq, (_, slot, snapshot, num_tokens), tokens in zip(seqs, plans, after, strict=True):
+            self.slots[slot] = tokens
+            if snapshot >= 0:
+                assert 0 < num_tokens <= seq.num_scheduled_tokens
+                self.slots[snapshot] = tokens[: seq.num_cached_tokens + num_tokens]
+
+    def check_findable(self) -> None:
+        """A snapshot is of the tokens that the block with its content id ends."""
+        for content_id, slot in self.manager.places._snapshots.items():
+            blocks = [self.manager.blocks[i] for i in self.manager.hash_to_block_id.values()]
+            (block,) = [block for block in blocks if block.content_id == content_id]
+            last = (block.block_id + 1) * self.manager.block_size - 1
+            assert self.slots[slot] == self.cache.slots[last]
+
+
 class FakeModel:
     """Computes steps as a ModelRunner would, from the sequences' counts and tables and the simulated cache alone.
 
@@ -107,6 +160,7 @@ class FakeModel:
     def __init__(self, scheduler: Scheduler, vocab_size: int, noise: int = 0):
         """noise: the token "sampled" where a prefill goes on, which nobody may take."""
         self.cache = SimulatedCache(scheduler.block_manager)
+        self.states = SimulatedStates(scheduler.block_manager, self.cache)
         self.vocab_size = vocab_size
         self.noise = noise
         self.sampled: list[int] = []  # The last step's tokens, where a step finds those that the host has not read.
@@ -121,8 +175,17 @@ class FakeModel:
         else:  # A mixed step has the prompts at its end.
             assert not prefilled[0]
             assert prefilled == sorted(prefilled)
+        before = [self._state_before(seq) for seq in seqs]
         self.sampled = [self._run_one(seq) for seq in seqs]
+        if self.cache.manager.places is not None:
+            self.states.run(seqs, is_prefill, before, [self._state_after(seq) for seq in seqs])
         return self.sampled
+
+    def _state_before(self, seq: Sequence) -> tuple[int, ...]:
+        return self.cache.read(seq, seq.num_cached_tokens - 1) if seq.num_cached_tokens else ()
+
+    def _state_after(self, seq: Sequence) -> tuple[int, ...]:
+        return self.cache.read(seq, seq.num_cached_tokens + seq.num_scheduled_tokens - 1)
 
     def _run_one(self, seq: Sequence) -> int:
         start, end = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens

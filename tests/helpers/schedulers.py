@@ -14,7 +14,7 @@ SIZE = 4
 EOS = 2
 
 
-def make_scheduler(num_blocks: int = 100, mixed_step_rows: int = 0, make_places=(), **changes) -> Scheduler:
+def make_scheduler(num_blocks: int = 100, mixed_step_rows: int = 0, make_places=None, **changes) -> Scheduler:
     """changes: options of Config."""
     options = {
         "max_num_seqs": 8,

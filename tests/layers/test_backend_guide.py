@@ -63,8 +63,11 @@ def test_the_back_end_of_the_guide_generates(code, tmp_path, monkeypatch):
 def test_the_store_of_the_guide(code):
     layers = [SimpleNamespace() for _ in range(3)]
     store = code.StateStore(layers, 10, CPU)
-    store.allocate(num_blocks=5, num_seqs=4)
-    assert sum(layer.states.nbytes for layer in layers) == 4 * store.bytes_per_sequence
+    store.allocate(num_blocks=5, num_slots=4)
+    assert sum(layer.states.nbytes for layer in layers) == 4 * store.bytes_per_slot
+    layers[1].states[0] = 7
+    store.copy(0, 3)
+    assert layers[1].states[3].eq(7).all()
     assert len({layer.states.data_ptr() for layer in layers}) == 3
     store.allocate(1, 4, is_shared=True)
     assert len({layer.states.data_ptr() for layer in layers}) == 1

@@ -154,7 +154,50 @@ def gemma3_text(draw):
     return common(draw, head_dim_is_free=True) | switches
 
 
+def qwen3_5_text(draw):
+    num_layers = draw.choice((2, 3, 4))
+    if draw.random() < 0.5:
+        kinds = {"full_attention_interval": 2}
+    else:  # The last layer may have linear attention.
+        full = draw.randrange(num_layers)
+        kinds = {
+            "layer_types": ["full_attention" if i == full else "linear_attention" for i in range(num_layers)],
+        }
+    num_key_heads = draw.choice((1, 2, 3))
+    heads = {
+        "linear_num_key_heads": num_key_heads,
+        "linear_num_value_heads": num_key_heads * draw.choice((1, 2, 3, 4)),
+        "linear_key_head_dim": draw.choice((8, 16, 24)),
+        "linear_value_head_dim": draw.choice((8, 16, 24)),
+    }
+    switches = {"attention_bias": draw.random() < 0.5, "num_hidden_layers": num_layers, **kinds, **heads}
+    scaling = draw.choice((None, YARN))
+    return common(draw, head_dim_is_free=True) | switches | {"rope_scaling": scaling}
+
+
+def with_shared_expert(draw: random.Random) -> dict:
+    num_experts = draw.choice((4, 5, 16))
+    return qwen3_5_text(draw) | {
+        "num_experts": num_experts,
+        "num_experts_per_tok": draw.randint(1, 4),
+        "moe_intermediate_size": draw.choice((24, 36)),
+        "shared_expert_intermediate_size": draw.choice((20, 40)),
+    }
+
+
+def qwen3_5_moe_text(draw):
+    return with_shared_expert(draw)
+
+
+def qwen3_next(draw):
+    fields = with_shared_expert(draw) | {"norm_topk_prob": draw.random() < 0.5}
+    if draw.random() < 0.5:
+        fields |= {"mlp_only_layers": [0]}
+    return fields
+
+
 FAMILIES = (llama, qwen2, qwen3, qwen3_moe, mistral, smollm3, phi3, olmo2, granite, gemma3_text)
+FAMILIES += (qwen3_5_text, qwen3_5_moe_text, qwen3_next)
 CASES = [
     pytest.param(family, seed, id=f"{family.__name__}-{seed}", marks=needs_family(family.__name__))
     for family in FAMILIES

@@ -51,14 +51,14 @@ class DecodeInputs:
         backend: AttentionBackend,
         padded: list[int] | None = None,
         mixed_step_rows: int = 0,
-        num_places: int = 0,
+        has_slots: bool = False,
     ):
         """
         Args:
             backend: prepared for as many rows as there can be. It may have arrays of its own.
             padded: as above; None pads nothing.
             mixed_step_rows: of the largest mixed step.
-            num_places: that each sequence has: stores beside the KV cache.
+            has_slots: whether there are stores beside the KV cache, in which each sequence has a slot.
         """
         self.padded = padded or list(range(max_num_seqs + 1))
         n = self.max_rows = max(self.padded[max_num_seqs], mixed_step_rows)
@@ -73,8 +73,8 @@ class DecodeInputs:
             "context_lens": ((n,), np.int32),
             "block_tables": ((n, max_blocks), np.int32),
         }
-        if num_places:
-            layout["places"] = ((n, num_places), np.int32)
+        if has_slots:
+            layout |= {"slots": ((n,), np.int32), "row_order": ((n,), np.int64)}
         self._names = tuple(layout)
         own = backend.layout()
         self._has_own_arrays = bool(own)
@@ -110,7 +110,8 @@ class DecodeInputs:
             block_tables=rows["block_tables"][:num_rows],
             attention=self._backend.arguments(rows, num_rows),
             num_sampled=num_seqs if is_mixed else None,
-            places=rows["places"][:num_rows] if "places" in rows else None,
+            slots=rows["slots"][:num_rows] if "slots" in rows else None,
+            row_order=rows["row_order"][:num_rows] if is_mixed and "slots" in rows else None,
         )
         positions, sampling = rows["positions"], (rows["temperatures"][:num_seqs], rows["seeds"][:num_seqs])
         return ModelInputs(self.input_ids[:num_rows], positions[:num_rows], context, *sampling, positions[:num_seqs])
@@ -164,11 +165,14 @@ class DecodeInputs:
         host["slot_mapping"][num_tokens:num_rows] = -1
         host["context_lens"][num_tokens:num_rows] = 0
         step.arrays = {name: host[name][:num_rows] for name in self._names}
-        if "places" in host:
-            places = host["places"]
-            places[:n] = np.reshape([seq.places for seq in seqs], (n, places.shape[1]))
-            places[n:num_tokens] = places[owners]
-            places[num_tokens:num_rows] = -1
+        if "slots" in host:
+            slots = host["slots"]
+            slots[:n] = [seq.place.slot for seq in seqs]
+            slots[n:num_tokens] = slots[owners]
+            slots[num_tokens:num_rows] = -1
+            if step.num_prefilled:  # The row of a prompt's last token is before those of the others.
+                sequence_of_row = np.concatenate((np.arange(n), owners, np.arange(num_tokens, num_rows)))
+                host["row_order"][:num_rows] = np.lexsort((host["positions"][:num_rows], sequence_of_row))
         if self._has_own_arrays:
             step.arrays |= self._backend.host_arrays(host, num_rows)
 
@@ -228,7 +232,7 @@ def send_prefill(step: Step, device: torch.device) -> ModelInputs:
         # Without a cached prefix, all keys and values are in the batch itself.
         block_tables=tensors["block_tables"] if step.reads_cache else None,
         last_tokens=tensors["last_tokens"],
-        places=tensors.get("places"),
+        slots=tensors.get("slots"),
     )
     names = ("temperatures", "seeds", "sample_positions")
     return ModelInputs(tensors["input_ids"], tensors["positions"], context, *map(tensors.__getitem__, names))

@@ -162,8 +162,10 @@ def rope_parameters(hf_config: Any, layer_type: str | None = None) -> RopeParame
     if any(isinstance(value, dict) for value in settings.values()):
         raise ValueError(f"rope settings by kind of layer are not supported: {', '.join(settings)}")
 
-    # Some writers store unused settings as null, which is the same as absent.
-    settings = {name: value for name, value in settings.items() if value is not None}
+    # Some writers store unused settings as null, which is the same as absent. mRoPE's sections of the dimensions have
+    # positions of their own in images, and the same positions in text.
+    of_images = ("mrope_section", "mrope_interleaved")
+    settings = {name: value for name, value in settings.items() if value is not None and name not in of_images}
     base = settings.pop("rope_theta", getattr(hf_config, "rope_theta", None))
     base = 10000.0 if base is None else base
     require("rope_theta", base, is_number(base), "a number")

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.kernels.sigmoid_gate import sigmoid_gate
+from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.all_formats import get_weight_format, weight_format
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.formats.parameters import load_rows
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from nanovllm.layers.matmul.matmul import Matmul, Products, compute
 from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.parallel.rank_sums import NormedParts, add_over_ranks
@@ -80,11 +82,20 @@ class Experts(nn.Module):
         self.down_proj = RowParallelExperts(num_experts, intermediate_size, hidden_size, tp)
 
 
+class SharedExpert(nn.Module):
+    """An MLP that every token passes through, under its names in checkpoints."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, tp: TensorParallel, matmul: Matmul):
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, False, tp, matmul)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, False, tp, matmul)
+
+
 class MixtureOfExperts(nn.Module):
     """Router and experts, in place of an MLP.
 
     A token's experts are the top_k with the highest softmax of the router's logits, which is computed in float32. They
-    are weighted with it.
+    are weighted with it. A shared expert is weighted with the sigmoid of a gate.
     """
 
     def __init__(
@@ -96,12 +107,16 @@ class MixtureOfExperts(nn.Module):
         normalize: bool,
         tp: TensorParallel,
         matmul: Matmul,
+        shared_size: int = 0,
     ):
-        """intermediate_size: of one expert. normalize: whether a token's weights are divided by their sum."""
+        """intermediate_size: of one expert. normalize: whether a token's weights are divided by their sum. shared_size:
+        the intermediate size of the shared expert; 0 for none."""
         super().__init__()
         self.tp, self.top_k, self.normalize = tp, top_k, normalize
         with weight_format(None):
             self.gate = ReplicatedLinear(hidden_size, num_experts, False, tp, matmul)
+            self.shared_expert_gate: Any = ReplicatedLinear(hidden_size, 1, False, tp, matmul) if shared_size else None
+        self.shared_expert: Any = SharedExpert(hidden_size, shared_size, tp, matmul) if shared_size else None
         self.experts = Experts(num_experts, hidden_size, intermediate_size, tp)
         self.products = Products(matmul, self.experts.gate_up_proj)
 
@@ -128,4 +143,15 @@ class MixtureOfExperts(nn.Module):
         product, down = self.products["experts"], self.experts.down_proj.matrix
         key, row = product.row
         options = self.top_k, self.normalize, out, operation == "linear_add", lens
-        return compute(ExpertsProblem(key, x, logits, product.weight, down, *options), row[len(x)])
+        y = compute(ExpertsProblem(key, x, logits, product.weight, down, *options), row[len(x)])
+        if self.shared_expert is not None:
+            self._add_shared(y, x)
+        return y
+
+    def _add_shared(self, y: torch.Tensor, x: torch.Tensor | Normed) -> None:
+        """Add the shared expert's output for x to y. Its gate multiplies the input of its last product, which is
+        narrower."""
+        gated = self.shared_expert.gate_up_proj.silu(x)
+        gated = gated.value() if isinstance(gated, Gated) else gated
+        sigmoid_gate(gated, self.shared_expert_gate(x))
+        self.shared_expert.down_proj.part_of_sum("linear_add", gated, y)

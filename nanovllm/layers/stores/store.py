@@ -2,6 +2,21 @@
 
 from abc import ABC, abstractmethod
 
+# Slots beyond those of max_num_seqs sequences, for snapshots of states.
+NUM_SNAPSHOTS = 64
+# At most one part in this many of the stores' memory is slots. A sequence that waits for a slot is one that would be
+# preempted soon if the keys and values of others had no room.
+_SLOTS_SHARE = 2
+
+
+def count_slots(bytes_per_slot: int, max_num_seqs: int, num_bytes: int | None = None) -> int:
+    """How many slots there are, in a budget of num_bytes for all stores, or None for no limit; 0 if they have no size.
+    At least one, whatever the budget."""
+    if not bytes_per_slot:
+        return 0
+    wanted = max_num_seqs + NUM_SNAPSHOTS
+    return wanted if num_bytes is None else max(1, min(wanted, num_bytes // _SLOTS_SHARE // bytes_per_slot))
+
 
 class Store(ABC):
     """Memory on one rank's device that belongs to the sequences: their keys and values, or a state of fixed size each.
@@ -13,16 +28,16 @@ class Store(ABC):
     Attributes:
         name: for the log and for errors.
         bytes_per_block: of each block of kvcache_block_size tokens.
-        bytes_per_sequence: of each sequence that may run at once, however long it is.
+        bytes_per_slot: of each slot; there is one for each sequence that runs, however long it is.
     """
 
     name: str
     bytes_per_block: int = 0
-    bytes_per_sequence: int = 0
+    bytes_per_slot: int = 0
 
     @abstractmethod
-    def allocate(self, num_blocks: int, num_seqs: int, is_shared: bool = False) -> None:
-        """Allocate room for so many blocks and sequences, and give it to the layers.
+    def allocate(self, num_blocks: int, num_slots: int, is_shared: bool = False) -> None:
+        """Allocate so many blocks and slots, and give them to the layers.
 
         is_shared: all layers share one layer's memory, for steps whose results mean nothing.
         """
@@ -30,3 +45,7 @@ class Store(ABC):
     @abstractmethod
     def free(self) -> None:
         """Give the memory back, if there is any: the layers forget it too."""
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy the content of a slot to another one, in stream order."""
+        return None

@@ -8,6 +8,7 @@ from typing import Protocol, cast
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.places import Place
 from nanovllm.engine.runner.cuda_graphs import graph_batch_sizes
 from nanovllm.engine.runner.inputs import DecodeInputs
 from nanovllm.engine.sequence import Sequence
@@ -77,7 +78,7 @@ def trace_steps(runner: StepRunner) -> None:
     trace_products(runner.model, runner.decode_inputs.max_rows, most_tokens)
     num_blocks = -(-_NUM_SLOTS // block_size)
     for store in runner.stores:
-        store.allocate(num_blocks, config.max_num_seqs, is_shared=True)
+        store.allocate(num_blocks, 1, is_shared=True)
     seq = _decoding_sequence(block_size)
     for size in telling_batch_sizes(config.max_num_seqs):
         _compute(runner, Step([seq] * size, False))
@@ -101,7 +102,7 @@ def warmup_kernels(runner: StepRunner, num_blocks: int) -> None:
 
 def _compute(runner: StepRunner, step: Step) -> None:
     for seq in step.seqs:
-        seq.places = (0,) * (len(runner.stores) - 1)
+        seq.place = Place(0)
     runner.prepare(step)
     runner.run(step)
 

@@ -18,6 +18,7 @@ from nanovllm.layers.attention.attention import Attention
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.layer_facts import attention_layers
 from nanovllm.models.loader import open_tensors
 from nanovllm.utils.context import Context, step_context
 
@@ -77,7 +78,7 @@ def checkpoint_scales(
     scales, missing = torch.ones(like.shape), []
     with ExitStack() as stack:
         tensors = open_tensors(config.model, stack, model.checkpoint_prefixes)
-        for layer in range(len(scales)):
+        for of_layer, layer in zip(scales, attention_layers(model), strict=True):
             for i, part in enumerate("kv"):
                 names = [f"model.layers.{layer}.{name.format(part)}" for name in _NAMES]
                 name = next((name for name in names if name in tensors), None)
@@ -91,7 +92,7 @@ def checkpoint_scales(
                         f"{tensors[name].file}: tensor {name!r} must hold one number above 0, or one for each of "
                         f"{num_kv_heads} KV heads, not {values.tolist()[: num_kv_heads + 1]}"
                     )
-                scales[layer, i] = values.expand(num_kv_heads)[first : first + count]
+                of_layer[i] = values.expand(num_kv_heads)[first : first + count]
     if len(missing) == 2 * len(scales):
         return None
     if missing:
