@@ -10,6 +10,7 @@ import torch
 from nanovllm.kernels.matmul.fp8 import E4M3
 from nanovllm.layers.formats.format import WeightFormat
 from nanovllm.models.hf_config import get_head_dim, windows_of_layers
+from nanovllm.models.qwen3_5 import delta_net_shape, has_linear_attention, linear_layers
 from nanovllm.models.qwen3_moe import count_experts, has_experts
 
 
@@ -30,6 +31,8 @@ class ModelSize:
     expert_share: float  # the share of them that a token uses; 0 without experts
     head_params: int
     windows: dict[int | None, int]  # the number of layers with each sliding window, None for all keys
+    state_numbers: int  # of a sequence's states, of layers with linear attention
+    tail_numbers: int  # of the last inputs of their convolutions
     num_heads: int
     head_dim: int
     kv_bytes_per_key: int  # of one layer
@@ -47,22 +50,35 @@ class ModelSize:
         """dtype: of the model, and of all that has no format or dtype of its own. weight_format: of the layers."""
         c = hf_config
         head_dim = get_head_dim(c)
-        attention = c.hidden_size * head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
+        query_gates = 1 if has_linear_attention(c) else 0
+        attention = c.hidden_size * head_dim * ((2 + query_gates) * c.num_attention_heads + 2 * c.num_key_value_heads)
+        is_linear, linear_attention, states, tails = (False,) * c.num_hidden_layers, 0, 0, 0
+        if has_linear_attention(c):
+            is_linear, shape = linear_layers(c), delta_net_shape(c)
+            outputs = shape.num_value_heads * shape.value_dim
+            linear_attention = c.hidden_size * (sum(shape.sizes.values()) + outputs)
+            linear_attention += shape.conv_dim * shape.num_taps
+            states, tails = outputs * shape.key_dim, shape.conv_dim * (shape.num_taps - 1)
+        num_linear = sum(is_linear)
         mlps, expert_params, expert_share = c.num_hidden_layers * 3 * c.hidden_size * c.intermediate_size, 0, 0.0
         if num_experts := count_experts(c):
             num_layers = sum(has_experts(c, layer) for layer in range(c.num_hidden_layers))
             expert_share = c.num_experts_per_tok / num_experts
             expert_params = num_layers * num_experts * 3 * c.hidden_size * c.moe_intermediate_size
+            shared_size = getattr(c, "shared_expert_intermediate_size", 0)
             routers = num_layers * num_experts * c.hidden_size
+            routers += num_layers * c.hidden_size * (3 * shared_size + (1 if shared_size else 0))
             mlps = mlps // c.num_hidden_layers * (c.num_hidden_layers - num_layers) + routers
             mlps += int(expert_share * expert_params)
         kv_itemsize = (kv_cache_dtype or dtype).itemsize
         return cls(
-            layer_params=c.num_hidden_layers * attention + mlps,
+            layer_params=(c.num_hidden_layers - num_linear) * attention + num_linear * linear_attention + mlps,
             expert_params=expert_params,
             expert_share=expert_share,
             head_params=c.vocab_size * c.hidden_size,
-            windows=dict(Counter(windows_of_layers(c))),
+            windows=dict(Counter(w for w, linear in zip(windows_of_layers(c), is_linear, strict=True) if not linear)),
+            state_numbers=num_linear * states,
+            tail_numbers=num_linear * tails,
             num_heads=c.num_attention_heads,
             head_dim=head_dim,
             kv_bytes_per_key=2 * c.num_key_value_heads * head_dim * kv_itemsize,
@@ -79,6 +95,10 @@ class ModelSize:
         """Bytes that a step reads of these weights."""
         layers = self.params_read(batch_size) - self.head_params
         return layers * self.layer_itemsize + self.head_params * self.itemsize
+
+    def state_bytes(self) -> int:
+        """Of one sequence: states in float32, and tails."""
+        return 4 * self.state_numbers + self.itemsize * self.tail_numbers
 
     def decode_keys(self, context: int) -> int:
         """How many keys a token with this context length reads, summed over the layers."""
@@ -98,14 +118,15 @@ def floor_seconds(
 ) -> float:
     """Seconds for one pass: prefill FLOPs at the matrix rate; then for every decode step its keys and values
     and its weights read once at the copy bandwidth, or its matrix products where those take longer. A layer with a
-    sliding window attends to no more keys than that. All requests decode side by side from the start; `shared` prompt
-    tokens are computed once.
+    sliding window attends to no more keys than that. States of linear attention are read and written once a step, and a
+    prefill multiplies three times with them for each token. All requests decode side by side from the start; `shared`
+    prompt tokens are computed once.
     """
     layer_flops, flops = 0.0, 0.0
     for i, n in enumerate(prompt_lens):
         cached = shared if i else 0
         layer_flops += 2 * size.layer_params * (n - cached)
-        flops += 2 * size.head_params
+        flops += 2 * size.head_params + 6 * size.state_numbers * (n - cached)
         flops += 4 * size.num_heads * size.head_dim * (size.prefill_keys(n) - size.prefill_keys(cached))
     seconds = layer_flops / ceilings.layer_flops + flops / ceilings.flops
 
@@ -115,7 +136,8 @@ def floor_seconds(
         weights = size.bytes_read(len(contexts)) / ceilings.bandwidth
         products = len(contexts) * products_of_one
         cache = sum(map(size.decode_keys, contexts)) * size.kv_bytes_per_key / ceilings.bandwidth
-        seconds += cache + max(weights, products)
+        states = 2 * len(contexts) * size.state_bytes() / ceilings.bandwidth
+        seconds += cache + states + max(weights, products)
     return seconds / num_gpus
 
 

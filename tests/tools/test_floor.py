@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from nanovllm.bench.floor import Ceilings, ModelSize, floor_seconds
 from nanovllm.layers.formats.fp8 import Fp8
@@ -116,3 +117,16 @@ def test_published_windows():
     assert size_of("gemma-3-4b").windows == {1024: 29, None: 5}
     assert size_of("Qwen2.5-7B").windows == {None: 28}  # use_sliding_window is false.
     assert size_of("Phi-4-mini-instruct").windows == {262144: 32}
+
+
+@pytest.mark.skipif("qwen3_5_text" not in CONFIG_MAPPING, reason="this transformers does not know Qwen3.5")
+def test_states_are_read_and_written_once_a_step():
+    size = size_of("Qwen3.5-9B")
+    assert size.windows == {None: 8}
+    assert size.state_bytes() == 24 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)
+    one_step = floor_seconds(size, CEILINGS, [1, 1], [2, 2], 0, 1) - floor_seconds(size, CEILINGS, [1, 1], [1, 1], 0, 1)
+    keys = 4 * 8 * size.kv_bytes_per_key
+    assert one_step == pytest.approx((2 * size.params_read(2) + 4 * size.state_bytes() + keys) / 4e12)
+    prefill = floor_seconds(size, CEILINGS, [1000], [1], 0, 1)
+    flops = 2 * size.layer_params * 1000 + 2 * size.head_params + 2 * 8 * 16 * 256 * 1000**2
+    assert prefill == pytest.approx((flops + 6 * 24 * 32 * 128 * 128 * 1000) / 8e14)
