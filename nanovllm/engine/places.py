@@ -6,8 +6,7 @@ from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 
 from nanovllm.engine.sequence import Sequence
-
-STATE_CHUNK = 64  # tokens that the kernels of a prefill compute together
+from nanovllm.kernels.linear_attention.gated_delta import CHUNK
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +49,7 @@ class Places:
     for all tokens up to there.
     """
 
-    def __init__(self, num_slots: int, chunk: int = STATE_CHUNK):
+    def __init__(self, num_slots: int, chunk: int = CHUNK):
         """chunk: a prefill's kernels know the state after each so many of its new tokens."""
         self.num_slots = num_slots
         self._chunk = chunk
