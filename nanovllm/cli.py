@@ -313,6 +313,8 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument(
         "--chat-template", type=_file, metavar="FILE", help="a Jinja template instead of the tokenizer's"
     )
+    split_help = "give what a model thinks before </think> as reasoning_content (and reasoning), apart from the content"
+    parser.add_argument("--split-reasoning", action="store_true", help=split_help)
     add_options(parser.add_argument_group("engine (docs/reference.md)"), EngineOptions, _ENGINE)
     parser.set_defaults(run=_serve, interrupted="the server has ended")
 

@@ -99,19 +99,29 @@ class Responder:
         }
 
     def choice(self, kind: Kind, index: int, sample: Mapping[str, Any], num_logprobs: int | None) -> Row:
-        """sample: a SampleOutput or a StreamDelta."""
+        """sample: a SampleOutput or a StreamDelta; one with `reasoning` and `content` is split."""
         choice = {"index": index, "finish_reason": sample["finish_reason"], "logprobs": None}
         if num_logprobs is not None:
             pairs = zip(sample["token_ids"], sample["logprobs"], strict=True)
             steps = [self._texts.step(token_id, logprobs, num_logprobs) for token_id, logprobs in pairs]
             choice["logprobs"] = _chat_logprobs(steps) if kind == CHAT else _completion_logprobs(steps)
         if kind == CHAT:
-            return choice | {"message": {"role": "assistant", "content": sample["text"]}}
+            return choice | {"message": {"role": "assistant"} | _message(sample)}
         return choice | {"text": sample["text"]}
 
     @cached_property
     def _texts(self) -> "_TokenTexts":
         return _TokenTexts(self._load_tokenizer())
+
+
+def _message(sample: Mapping[str, Any]) -> Row:
+    if "content" not in sample:
+        return {"content": sample["text"]}
+    if sample["reasoning"] is None:
+        return {"content": sample["content"]}
+    # DeepSeek's name, which chat templates read too, and vLLM's. Clients know one of them.
+    names = ("reasoning_content", "reasoning")
+    return {"content": sample["content"]} | dict.fromkeys(names, sample["reasoning"])
 
 
 def usage(num_prompt_tokens: int, num_completion_tokens: int) -> Row:

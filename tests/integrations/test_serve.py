@@ -47,10 +47,10 @@ def path(tmp_path_factory):
 class Running:
     """A server in a thread of this process."""
 
-    def __init__(self, llm: LLM):
+    def __init__(self, llm: LLM, chat_template: str | None = None, **options):
         self.llm = llm
-        self.engine = EngineLoop(llm)
-        self.server = server_module.Server(self.engine, Responder(MODEL, llm.get_tokenizer), KEY)
+        self.engine = EngineLoop(llm, chat_template)
+        self.server = server_module.Server(self.engine, Responder(MODEL, llm.get_tokenizer), KEY, **options)
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/v1"
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listener]})
@@ -123,6 +123,43 @@ def test_a_streamed_chat(client, expected):
     assert end.choices == []
     assert end.usage.completion_tokens == len(whole["token_ids"])
     assert end.usage.prompt_tokens == whole["num_prompt_tokens"]
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["opened by the model", "opened by the template"])
+def test_reasoning_apart_from_the_content(path, is_open):
+    pytest.importorskip("llguidance", reason="needs the extra structured")
+    form = "<think>\n" * (not is_open) + r"[a-z ]{30}\n</think>\n\n[a-z]{5}"
+    options = {"temperature": 0.9, "max_tokens": 100, "seed": 2, "n": 2}
+    options["extra_body"] = {"structured_outputs": {"regex": form}}
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=400) as llm:
+        running = Running(
+            llm,
+            TEMPLATE.replace("<assistant>", "<assistant><think>\n" if is_open else "<assistant>"),
+            splits_reasoning=True,
+        )
+        with openai.OpenAI(base_url=running.url, api_key=KEY, max_retries=0, timeout=120) as client:
+            whole = client.chat.completions.create(model=MODEL, messages=CHAT, **options)
+            parts = [*client.chat.completions.create(model=MODEL, messages=CHAT, **options, stream=True)]
+            options["extra_body"] = {"structured_outputs": {"regex": "[a-z]{9}"}}
+            plain = client.chat.completions.create(model=MODEL, messages=CHAT, **options)
+            text = client.completions.create(model=MODEL, prompt="a block", max_tokens=3)
+        running.end()
+    for choice in whole.choices:
+        message = choice.message
+        assert re.fullmatch("[a-z ]{1,30}", message.reasoning_content)
+        assert message.reasoning == message.reasoning_content
+        assert re.fullmatch("[a-z]{5}", message.content)
+        deltas = [part.choices[0].delta for part in parts if part.choices[0].index == choice.index]
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == message.reasoning_content
+        assert "".join(delta.content for delta in deltas) == message.content
+        assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+        assert len([delta for delta in deltas if getattr(delta, "reasoning", None)]) > 5, "as it comes"
+    if is_open:  # Whatever comes is thought until the tag that ends it.
+        assert (plain.choices[0].message.content, len(plain.choices[0].message.reasoning)) == ("", 9)
+    else:
+        assert len(plain.choices[0].message.content) == 9
+        assert not hasattr(plain.choices[0].message, "reasoning")
+    assert text.choices[0].text
 
 
 def test_completions_of_several_prompts_and_samples(client, expected):

@@ -4,7 +4,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from nanovllm import StreamDelta
+from nanovllm import ReasoningSplitter, StreamDelta, split_reasoning
 from nanovllm.integrations.serving.engine_loop import Job
 from nanovllm.openai_format.openai_batch import CHAT, COMPLETION, Kind, Responder, read_request, usage
 from nanovllm.openai_format.request_names import Row, make_params, read_parameters
@@ -23,9 +23,10 @@ class Call:
         streams: whether the answer is sent in parts.
     """
 
-    def __init__(self, kind: Kind, body: Row):
-        """Raises ValueError or TypeError with what cannot be served."""
+    def __init__(self, kind: Kind, body: Row, splits_reasoning: bool = False):
+        """splits_reasoning: of chats. Raises ValueError or TypeError with what cannot be served."""
         self._kind = kind
+        self._splits_reasoning = splits_reasoning and kind == CHAT
         body = {name: value for name, value in body.items() if value is not None}
         self.streams = body.pop("stream", False)
         if not isinstance(self.streams, bool):
@@ -72,6 +73,10 @@ class Call:
             sample["token_ids"] += delta["token_ids"]
             sample["logprobs"] += delta["logprobs"] or []
             sample["finish_reason"] = delta["finish_reason"]
+        if self._splits_reasoning:
+            for sample in samples:
+                parts = split_reasoning(sample["text"], self.job.opens_reasoning)
+                sample["reasoning"], sample["content"] = parts
         output = {"num_prompt_tokens": num_prompt_tokens, "prompt_logprobs": None, "samples": samples}
         return responder.body(self._kind, output, self._num_logprobs)
 
@@ -84,15 +89,23 @@ class Call:
             head["usage"] = None
         num_tokens, starts = 0, [0] * self.job.num_choices
         begun: set[int] = set()
+        splitters = [ReasoningSplitter(self.job.opens_reasoning) for _ in starts] if self._splits_reasoning else []
         try:
             async for index, delta in self._deltas():
                 num_tokens += len(delta["token_ids"])
-                if not delta["text"] and delta["finish_reason"] is None and not delta["logprobs"]:
-                    continue  # The tokens so far are a part of a character.
-                choice = responder.choice(self._kind, index, delta, self._num_logprobs)
+                sample: Row = {**delta}
+                if splitters:
+                    parts = splitters[index].push(delta["text"] or "", delta["finish_reason"] is not None)
+                    sample["reasoning"], sample["content"] = parts[0] or None, parts[1]
+                has_text = any(parts) if splitters else delta["text"]
+                if not has_text and delta["finish_reason"] is None and not delta["logprobs"]:
+                    continue  # The tokens so far are a part of a character, or of a tag.
+                choice = responder.choice(self._kind, index, sample, self._num_logprobs)
                 if self._kind == CHAT:
-                    content = {"content": choice.pop("message")["content"]}
-                    choice["delta"] = content if index in begun else {"role": "assistant"} | content
+                    message = choice.pop("message")
+                    if index in begun:
+                        del message["role"]
+                    choice["delta"] = message
                     begun.add(index)
                 elif choice["logprobs"] is not None:
                     _shift(choice["logprobs"], starts, index)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nanovllm import LLM, ChatRenderer, SamplingParams, StreamDelta
+from nanovllm import LLM, ChatRenderer, SamplingParams, StreamDelta, opens_reasoning
 from nanovllm.openai_format.request_names import ChatOptions
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class Job:
         events: first the number of prompt tokens, then (index of the choice, StreamDelta) until each choice has ended;
             or an exception at any time. The choices are the first prompt's samples, then the next one's.
         num_choices: of all prompts.
+        opens_reasoning: known with the first event: whether the chat template has opened it.
     """
 
     def __init__(self, prompts: list[Any], params: SamplingParams, chat_options: ChatOptions | None):
@@ -39,7 +40,8 @@ class Job:
         self.num_choices = len(prompts) * params.n
         self.events: asyncio.Queue[Any] = asyncio.Queue()
         self.is_cancelled = False  # written by the event loop
-        self.request_ids: list[int] = []  # written by the thread
+        self.opens_reasoning = False  # written by the thread, as request_ids
+        self.request_ids: list[int] = []
 
 
 class EngineLoop:
@@ -136,6 +138,8 @@ class EngineLoop:
                 job.request_ids.append(request_id)
                 self._jobs[request_id], self._num_left[request_id] = (job, index), job.params.n
                 num_prompt_tokens += len(token_ids)
+                if job.chat_options is not None:
+                    job.opens_reasoning = opens_reasoning(self._tokenizer, token_ids)
         except (TypeError, ValueError, ImportError) as error:
             self._abort(job)
             self._post([(job, error)])

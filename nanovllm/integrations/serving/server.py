@@ -35,8 +35,8 @@ _TYPES = {401: "authentication_error", 500: "server_error", 503: "server_error"}
 class Api:
     """The routes of OpenAI's API over one engine."""
 
-    def __init__(self, engine: EngineLoop, responder: Responder, api_key: str | None):
-        self._engine, self._responder = engine, responder
+    def __init__(self, engine: EngineLoop, responder: Responder, api_key: str | None, splits_reasoning: bool = False):
+        self._engine, self._responder, self._splits_reasoning = engine, responder, splits_reasoning
         self._key = None if api_key is None else api_key.encode()
 
     def app(self) -> Starlette:
@@ -89,7 +89,7 @@ class Api:
         body = await _read_body(request)
         self._check_model(body.get("model"))
         try:
-            call = Call(kind, body)
+            call = Call(kind, body, self._splits_reasoning)
             self._engine.submit(call.job)
             try:
                 if call.streams:
@@ -163,8 +163,8 @@ async def _server_error(request: Request, error: Exception) -> Response:
 class Server(uvicorn.Server):
     """uvicorn with an Api. At its end it ends the calls under way, which could take minutes."""
 
-    def __init__(self, engine: EngineLoop, responder: Responder, api_key: str | None):
-        app = Api(engine, responder, api_key).app()
+    def __init__(self, engine: EngineLoop, responder: Responder, api_key: str | None, splits_reasoning: bool = False):
+        app = Api(engine, responder, api_key, splits_reasoning).app()
         options: Any = {"log_level": "warning", "access_log": False, "lifespan": "on"}
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_END, **options))
         self._engine = engine
@@ -182,6 +182,7 @@ def serve(
     api_key: str | None = None,
     served_model_name: str | None = None,
     chat_template: str | None = None,
+    split_reasoning: bool = False,
     **options: Any,
 ) -> None:
     """Serve a model until Ctrl-C, which raises KeyboardInterrupt.
@@ -192,6 +193,7 @@ def serve(
         api_key: what clients must send; None: the environment's NANOVLLM_API_KEY, or any.
         served_model_name: the name that clients use; None: model.
         chat_template: a Jinja template instead of the tokenizer's.
+        split_reasoning: whether chats' answers have what the model thinks apart from their content.
         options: LLM's.
 
     Raises:
@@ -206,7 +208,7 @@ def serve(
     with socket.create_server((host, port), family=family, backlog=2048) as listener, LLM(model, **options) as llm:
         engine = EngineLoop(llm, chat_template)
         responder = Responder(served_model_name or model, llm.get_tokenizer)
-        server = Server(engine, responder, api_key)
+        server = Server(engine, responder, api_key, split_reasoning)
         shown = f"[{host}]" if family == socket.AF_INET6 else host
         print(f"Serving {responder.model} on http://{shown}:{listener.getsockname()[1]}/v1", flush=True)
         server.run(sockets=[listener])
