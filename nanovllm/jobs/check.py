@@ -35,6 +35,7 @@ def check_batch(
     chat_template: str | None = None,
     chat_template_kwargs: Row | None = None,
     line_parameters: bool = True,
+    split_reasoning: bool = False,
     use_tqdm: bool = True,
     **options: Any,
 ) -> Check:
@@ -53,6 +54,7 @@ def check_batch(
         chat_template=chat_template,
         chat_template_kwargs=chat_template_kwargs or {},
         line_parameters=line_parameters,
+        split_reasoning=split_reasoning,
     )
     inputs = Inputs(find_files(input), id_column=id_column)
     with line_bar("Checking ids", use_tqdm) as bar:

@@ -13,7 +13,7 @@ import torch
 from nanovllm import LLM, NO_PROMPT
 from nanovllm.jobs.arguments import Arguments, Model
 from nanovllm.jobs.inputs import RawLine
-from nanovllm.jobs.lines import ANSWER_KEYS, OPTIONAL_KEYS, Line, Row, answer_row, column_name, read_id
+from nanovllm.jobs.lines import OPTIONAL_KEYS, Line, Row, answer_row, column_name, read_id
 from nanovllm.jobs.reader import Prepared, Preparer
 from nanovllm.jobs.writer import Output, error_row
 from nanovllm.utils.text_json import to_json
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 # its longest answer is complete.
 _BLOCKS_AT_ONCE, _BATCH = 8, 256
 _BLOCKS_AHEAD = 2  # at the actor, and not begun
-_ADDED = (*ANSWER_KEYS[1:], *OPTIONAL_KEYS, "error")  # columns of the answers
 
 
 Done = Callable[[tuple[Prepared, Output]], object]  # takes a line and its RequestOutput
@@ -96,8 +95,9 @@ class GenerateActor:
 
     A row is a line as run_batch reads it: a prompt, and perhaps parameters of its own. All columns are kept. These are
     added: text, finish_reason, num_prompt_tokens and num_completion_tokens; samples, logprobs and prompt_logprobs,
-    which are JSON; and error, which says why a row has no answer and is null for all others. Columns of the input with
-    such a name become `input_text` and so on. Needs Ray: pip install 'ray[data]' pyarrow.
+    which are JSON; reasoning with split_reasoning; and error, which says why a row has no answer and is null for all
+    others. Columns of the input with such a name become `input_text` and so on. Needs Ray: pip install 'ray[data]'
+    pyarrow.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class GenerateActor:
         chat_template: str | None = None,
         chat_template_kwargs: Row | None = None,
         line_parameters: bool = True,
+        split_reasoning: bool = False,
         seed: int | None = None,
         num_threads: int = 1,
         **options: Any,
@@ -126,6 +127,7 @@ class GenerateActor:
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs or {},
             line_parameters=line_parameters,
+            split_reasoning=split_reasoning,
             seed=seed,
         )
         self._responder = self._arguments.responder()
@@ -177,8 +179,9 @@ class GenerateActor:
             else:
                 line: Line = each.line._replace(columns={}, openai=None)  # type: ignore[union-attr]
                 answers.append(answer_row(each.id, line, output, self._responder))
-        table = batch.rename_columns([column_name(name, batch.column_names, _ADDED) for name in batch.column_names])
-        for name in _ADDED:
+        added = (*self._arguments.line_format.added_keys[1:], "error")
+        table = batch.rename_columns([column_name(name, batch.column_names, added) for name in batch.column_names])
+        for name in added:
             values = [answer.get(name) for answer in answers]
             if name in OPTIONAL_KEYS:
                 values = [None if value is None else to_json(value) for value in values]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from nanovllm import Conversation, SamplingParams, as_conversations
+from nanovllm import Conversation, SamplingParams, as_conversations, split_reasoning
 from nanovllm.openai_format import openai_batch
 from nanovllm.openai_format.request_names import (
     CHAT_OPTIONS,
@@ -46,6 +46,7 @@ class Line(NamedTuple):
     columns: Row  # what the answer repeats of the input
     chat_options: ChatOptions
     openai: openai_batch.Kind | None = None  # the kind of OpenAI's request, which is answered in OpenAI's format
+    opens_reasoning: bool | None = None  # whether the chat template has opened it; None if the answer is not split
 
     @property
     def is_chat(self) -> bool:
@@ -65,6 +66,7 @@ class LineFormat:
     chat_template: str | None = None  # a Jinja template; None: the tokenizer's
     chat_template_kwargs: Row = field(default_factory=dict)  # its variables
     line_parameters: bool = True  # False: columns called as parameters are data
+    split_reasoning: bool = False  # True: what a model thinks before </think> is a chat's `reasoning`, not its text
     seed: int | None = None  # makes the answers reproducible, however often the job is interrupted; None: drawn afresh
 
     def __post_init__(self) -> None:
@@ -76,6 +78,7 @@ class LineFormat:
         require("id_column", self.id_column, is_name, "a column's name")
         is_flag = isinstance(self.line_parameters, bool)
         require("line_parameters", self.line_parameters, is_flag, "True or False")
+        require("split_reasoning", self.split_reasoning, isinstance(self.split_reasoning, bool), "True or False")
         SamplingParams(seed=self.seed)  # Raises if it is none.
         _ = self._base_params, self._template_parts
 
@@ -84,6 +87,16 @@ class LineFormat:
         names = [option.name for option in fields(self) if option.name != "sampling"]
         defaults = LineFormat()
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(defaults, name)}
+
+    @cached_property
+    def added_keys(self) -> tuple[str, ...]:
+        """Those that an answer may have."""
+        return (*ANSWER_KEYS, *self.text_keys, *OPTIONAL_KEYS)
+
+    @property
+    def text_keys(self) -> tuple[str, ...]:
+        """Those of added_keys that an answer may lack, and whose values are texts."""
+        return ("reasoning",) if self.split_reasoning else ()
 
     @cached_property
     def _base_params(self) -> SamplingParams:
@@ -116,7 +129,7 @@ class LineFormat:
         given = {name: value for name, value in row.items() if self._is_parameter(name, value, is_chat)}
         options, chat_options = read_parameters(given, is_chat)
         columns = {
-            column_name(name, row): value
+            column_name(name, row, self.added_keys): value
             for name, value in row.items()
             if self.copies(name) and not (name in CHAT_OPTIONS and name in given)
         }
@@ -218,7 +231,7 @@ def is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and value != value)
 
 
-def column_name(name: str, columns: Container[str], added: Container[str] = (*ANSWER_KEYS, *OPTIONAL_KEYS)) -> str:
+def column_name(name: str, columns: Container[str], added: Container[str]) -> str:
     """What one of the columns of the input is called in the output, where the names of `added` are taken."""
     if name not in added:
         return name
@@ -269,15 +282,30 @@ def id_bytes(line_id: LineId) -> bytes:
 
 def answer_row(line_id: LineId, line: Line, output: Mapping[str, Any], responder: openai_batch.Responder) -> Row:
     """A row of output. output: the RequestOutput."""
+    if line.opens_reasoning is not None:
+        output = _split(output, line.opens_reasoning)
     if line.openai is not None:
         return responder.answer(line.openai, line_id, output, line.params.logprobs)
     samples = output.get("samples") or [output]
     num_tokens = output["num_prompt_tokens"], sum(len(sample["token_ids"]) for sample in samples)
-    row = dict(zip(ANSWER_KEYS, (line_id, output["text"], output["finish_reason"], *num_tokens), strict=True))
+    row = {"id": line_id} | _answer(output) | dict(zip(ANSWER_KEYS[-2:], num_tokens, strict=True))
     if len(samples) > 1:
-        row["samples"] = [{"text": each["text"], "finish_reason": each["finish_reason"]} for each in samples]
+        row["samples"] = list(map(_answer, samples))
     row |= {name: output[name] for name in ("logprobs", "prompt_logprobs") if output[name] is not None}
     return row | line.columns
+
+
+def _answer(sample: Mapping[str, Any]) -> Row:
+    """sample: a SampleOutput, or one with `reasoning` and `content`."""
+    row = {"text": sample.get("content", sample["text"]), "finish_reason": sample["finish_reason"]}
+    return row | {"reasoning": sample["reasoning"]} if "content" in sample else row
+
+
+def _split(output: Mapping[str, Any], is_open: bool) -> Row:
+    """The result with `reasoning` and `content`, and so its samples. is_open: as ReasoningSplitter's."""
+    split = {"samples": [_split(sample, is_open) for sample in output["samples"]]} if "samples" in output else {}
+    reasoning, content = split_reasoning(output["text"], is_open)
+    return {**output, **split, "reasoning": reasoning, "content": content}
 
 
 class Answered(NamedTuple):

@@ -27,8 +27,8 @@ class ParquetFormat:
         if found.ids_are_integers:
             columns["id"] = number
         for name in filter(line_format.copies, found.columns):
-            columns[column_name(name, found.columns)] = kept.get(name, text)
-        columns |= dict.fromkeys(OPTIONAL_KEYS, text)
+            columns[column_name(name, found.columns, line_format.added_keys)] = kept.get(name, text)
+        columns |= dict.fromkeys((*line_format.text_keys, *OPTIONAL_KEYS), text)
         self._schema = pa.schema(columns)
         self._texts = {name for name, kind in columns.items() if kind == text}
 

@@ -76,6 +76,7 @@ def run_batch(
     chat_template: str | None = None,
     chat_template_kwargs: Row | None = None,
     line_parameters: bool = True,
+    split_reasoning: bool = False,
     seed: int | None = None,
     ordered: bool = False,
     overwrite: bool = False,
@@ -95,8 +96,8 @@ def run_batch(
             .jsonl or .parquet, of which the folder is `answers.jsonl.job`.
         model: as LLM takes it; or an LLM.
         format: of the parts, "jsonl" or "parquet"; None: that of a file, or Parquet for an input of Parquet.
-        prompt_column, id_column, template, system, chat_template, chat_template_kwargs, line_parameters, seed: see
-            LineFormat.
+        prompt_column, id_column, template, system, chat_template, chat_template_kwargs, line_parameters,
+            split_reasoning, seed: see LineFormat.
         ordered: keep the order of the input.
         overwrite: delete the answers in the folder and start over.
         retry_errors: try the lines of _errors.jsonl again. Or a file of corrected lines, which are found by their ids:
@@ -133,6 +134,7 @@ def run_batch(
         chat_template=chat_template,
         chat_template_kwargs=chat_template_kwargs or {},
         line_parameters=line_parameters,
+        split_reasoning=split_reasoning,
         seed=seed,
     )
     cluster = _check_cluster(replicas, ray_address, model)

@@ -1,8 +1,9 @@
 """Reasoning: what a model thinks before it answers, taken out of the text of a chat's completion."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.requests.outputs import RequestOutput
+if TYPE_CHECKING:  # It needs torch, and jobs read their lines without.
+    from nanovllm.engine.requests.outputs import RequestOutput
 
 OPENING, CLOSING = "<think>", "</think>"
 _TAIL_TOKENS = 16  # of a prompt: more than a tag and the space after it can have
@@ -81,7 +82,7 @@ def split_reasoning(text: str, is_open: bool = False) -> tuple[str | None, str]:
     return reasoning if splitter.has_reasoning else None, content
 
 
-def add_reasoning(output: RequestOutput, is_open: bool) -> None:
+def add_reasoning(output: "RequestOutput", is_open: bool) -> None:
     """Give a chat's result and its samples the keys reasoning and content. is_open: as ReasoningSplitter's."""
     for sample in (output, *output.get("samples", ())):
         text = sample["text"]
