@@ -52,7 +52,7 @@ class Places:
     def __init__(self, num_slots: int, chunk: int = CHUNK):
         """chunk: a prefill's kernels know the state after each so many of its new tokens."""
         self.num_slots = num_slots
-        self._chunk = chunk
+        self.chunk = chunk
         self._free = list(range(num_slots))
         self._snapshots: OrderedDict[int, int] = OrderedDict()  # content id -> slot; used longest ago first
         self._sources: set[int] = set()  # slots that the step being scheduled reads
@@ -102,7 +102,7 @@ class Places:
     def align_chunk(self, seq: Sequence) -> None:
         """Let the chunk of a prompt that is scheduled end where a kernel's chunk does, if it is long enough: then the
         next step can take snapshots."""
-        end = (seq.num_cached_tokens + seq.num_scheduled_tokens) // self._chunk * self._chunk
+        end = (seq.num_cached_tokens + seq.num_scheduled_tokens) // self.chunk * self.chunk
         if end > seq.num_cached_tokens:
             seq.num_scheduled_tokens = end - seq.num_cached_tokens
 
@@ -117,9 +117,9 @@ class Places:
             return False
         if place.snapshot >= 0 and place.snapshot_end <= end:
             return place.snapshot_end > first
-        unit = math.lcm(self._chunk, seq.block_size)
+        unit = math.lcm(self.chunk, seq.block_size)
         end = min(end, seq.num_cached_tokens + seq.num_scheduled_tokens) // unit * unit
-        if end <= max(first, seq.num_cached_tokens) or (end - seq.num_cached_tokens) % self._chunk:
+        if end <= max(first, seq.num_cached_tokens) or (end - seq.num_cached_tokens) % self.chunk:
             return False
         slot = place.snapshot if place.snapshot >= 0 else self._take()
         if slot < 0:

@@ -114,10 +114,12 @@ class Scheduler:
 
     def _schedule_prefill(self, budget: int, mixed: MixedAdmission | None = None) -> list[Sequence]:
         """Waiting sequences, of which up to `budget` tokens are computed. mixed: beside a decode step."""
+        min_chunk = 0 if mixed else budget // MIN_CHUNK_SHARE
         places = self.block_manager.places
         if places is not None:
             places.begin_step(takes_snapshots=mixed is None)
-        min_chunk = 0 if mixed else budget // MIN_CHUNK_SHARE
+            if not mixed:  # A shorter chunk would end where no state can be kept.
+                min_chunk = min(max(min_chunk, places.chunk), budget)
         admission = Admission(self.block_manager, self.running, self.max_num_seqs, self.max_seq_len, min_chunk)
         seqs: list[Sequence] = []
         deferred: list[Sequence] = []

@@ -221,7 +221,7 @@ def test_a_crowd_that_thrashes_a_small_cache(seed, overlap, max_num_seqs, mixed_
     check_outputs(scheduler, [seq for _, seq in arrivals], seen)
     assert scheduler.num_preemptions >= 10
     assert (seen["snapshot read"] > 0) == (num_slots is not None)
-    assert seen["chunk"] >= (5 if mixed_step_rows else 10)
+    assert seen["chunk"] >= (5 if mixed_step_rows or num_slots else 10)
     assert seen["shared"] >= 10
     assert seen["several readers"] >= 10
     assert (seen["mixed"] >= 5) == bool(mixed_step_rows)
