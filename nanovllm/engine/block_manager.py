@@ -153,6 +153,8 @@ class BlockManager:
             if known is not block and known.holds(tokens, prefix_id):
                 block.content_id = known.content_id
             else:
+                if self.places is not None and known is not block:
+                    self.places.forget(known.content_id)
                 block.content_id = next(self._content_ids)
                 self.hash_to_block_id[hash] = block.block_id
             prefix_id = block.content_id
