@@ -161,6 +161,29 @@ def test_logprobs_are_those_of_a_cpu(base, chunk):
             torch.testing.assert_close(*map(torch.tensor, values), rtol=1e-3, atol=1e-3)
 
 
+def test_logprobs_of_a_prompt_in_the_prefix_cache_are_those_of_a_cpu(base):
+    prompt = random_prompt(600, seed=0)
+    starts = [-9, 0, 300, -300]
+    params = [
+        greedy(8, logprobs=1, logprob_token_ids=[3, 250], prompt_logprobs=2, prompt_logprobs_start=start)
+        for start in starts
+    ]
+    found = []
+    for make in (make_llm, gpu_llm):
+        with make(base[0]) as llm:
+            run(llm, [prompt], greedy(1))
+            found.append(run(llm, [prompt] * len(starts), params))
+            assert_idle(llm)
+    for cpu, gpu, start in zip(*found, starts, strict=True):
+        first = max(1, range(600)[start])
+        assert gpu.num_shared_tokens == (first - 1) // 256 * 256
+        assert gpu.prompt_logprobs[:first] == cpu.prompt_logprobs[:first] == [None] * first
+        entries = ([*seq.prompt_logprobs[first:], *seq.logprobs] for seq in (gpu, cpu))
+        for a, b in zip(*entries, strict=True):
+            assert a.keys() == b.keys()
+            torch.testing.assert_close(*(torch.tensor([each[i] for i in b]) for each in (a, b)), rtol=1e-3, atol=1e-3)
+
+
 def test_structured_outputs_are_those_of_a_cpu(base):
     pytest.importorskip("llguidance")
     forms = [
