@@ -47,7 +47,9 @@ def test_pipeline_equals_its_twin(vocab_size, dtype):
     fields = [each for each in SETTINGS if "stop_token_ids" not in each] * 4
     params = [SamplingParams(seed=i, **each) for i, each in enumerate(fields)]
     generator = torch.Generator().manual_seed(0)
-    config = SimpleNamespace(hf_config=SimpleNamespace(vocab_size=vocab_size), max_num_seqs=32, eos=(5, 7))
+    config = SimpleNamespace(
+        hf_config=SimpleNamespace(vocab_size=vocab_size), max_num_seqs=32, eos=(5, 7), logprobs_mode="raw_logprobs"
+    )
     pipelines = {name: SamplingPipeline(config, torch.device(name)) for name in ("cpu", "cuda")}
     seqs = [decoding(i + 1, each, vocab_size) for i, each in enumerate(params)]
     for step in range(4):
