@@ -178,7 +178,7 @@ def test_logprobs_of_a_prompt_in_the_prefix_cache_are_those_of_a_cpu(base):
             assert_idle(llm)
     for cpu, gpu, start in zip(*found, starts, strict=True):
         first = max(1, range(600)[start])
-        assert gpu.num_shared_tokens == (first - 1) // 256 * 256
+        assert gpu.num_shared_tokens == (first - 1) // gpu.block_size * gpu.block_size
         assert gpu.prompt_logprobs[:first] == cpu.prompt_logprobs[:first] == [None] * first
         entries = ([*seq.prompt_logprobs[first:], *seq.logprobs] for seq in (gpu, cpu))
         for a, b in zip(*entries, strict=True):
