@@ -6,7 +6,15 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.linear_attention.gated_delta import delta_rule_decode_torch, delta_rule_prefill_torch
+from nanovllm.kernels.linear_attention import chunked_delta
+from nanovllm.kernels.linear_attention.gated_delta import (
+    delta_rule_decode,
+    delta_rule_decode_torch,
+    delta_rule_decode_triton,
+    delta_rule_prefill,
+    delta_rule_prefill_torch,
+    delta_rule_prefill_triton,
+)
 
 EPS = 1e-6
 TAPS = 4
@@ -125,3 +133,158 @@ def test_a_padding_row_gives_zeros():
     assert out[:2].isfinite().all()
     assert states[[1, 3, 7]].isnan().all()
     assert tails[[1, 3, 7]].isnan().all()
+
+
+# Sums in another order. In 16 bits also the rounding of q, k, v, states and corrections for the products.
+TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(2, 2), (2, 4), (1, 3)])
+def test_decode_kernels_equal_twin(heads, state_dtype, dtype, device):
+    """Rows that continue and rows that begin, prompts of 2 to 9 rows, padding."""
+    layer = Layer(*heads, 16, device, dtype, state_dtype=state_dtype, seed=heads[1])
+    layer.fill(0, 2, 5, 7)
+    slots = [0, 1, 1, 2, 3, 3, 3, 5, 5, 4, 4, 4, 4, *[7] * 9, -1, -1]
+    lens = [9, 1, 2, 3, 1, 2, 3, 2, 3, 1, 2, 3, 4, *range(4, 13), 0, 0]
+    inputs = layer.inputs(len(slots))
+    expected = layer.run(delta_rule_decode_torch, inputs, slots, lens)
+    actual = layer.run(delta_rule_decode_triton, inputs, slots, lens)
+    assert_close(actual[1:2], expected[1:2], 0)
+    # The twin rounds a state after every row, the kernel after a sequence's last one.
+    rounding = 2e-5 if state_dtype == torch.float32 else 6e-2
+    assert_close(actual[:1], expected[:1], max(TOLERANCE[dtype] / 8, rounding))
+    assert_close(actual[2:], expected[2:], rounding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(2, 2), (1, 3)])
+def test_prefill_kernels_equal_twin(heads, state_dtype, dtype, device):
+    layer = Layer(*heads, 16, device, dtype, state_dtype=state_dtype, seed=heads[1])
+    layer.fill(0, 2, 5)
+    lens = [1, 70, 2, 64, 0, 129]
+    inputs = layer.inputs(sum(lens))
+    places = starts(lens), [0, -1, 2, -1, -1, 5], [0, 1, 3, -1, -1, 5], [-1, 4, -1, 7, -1, 6], [0, 64, 0, 64, 0, 128]
+    expected = layer.run(delta_rule_prefill_torch, inputs, *places)
+    actual = layer.run(delta_rule_prefill_triton, inputs, *places)
+    assert_close(actual[1:2], expected[1:2], 0)
+    tolerance = TOLERANCE[dtype]
+    assert_close(actual[:1], expected[:1], tolerance)
+    assert_close(actual[2:], expected[2:], tolerance if state_dtype == torch.float32 else max(tolerance, 1e-2))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lengths_in_wide_slices(seed, device, monkeypatch):
+    """Heads of 64 in several slices of columns, and more sequences than a program compares at a time."""
+    monkeypatch.setattr(chunked_delta, "_choose_columns", lambda *args: 32)
+    generator = torch.Generator().manual_seed(seed)
+    lens = torch.randint(1, 150, (3,), generator=generator).tolist()
+    layer = Layer(1, 2, 64, device, seed=seed)
+    layer.fill(1)
+    places = starts(lens), [-1, 1, -1], [0, 2, 3], [4, 5, 6], [max(n // 64 * 64, 64) for n in lens]
+    places[3][:] = [slot if n >= 64 else -1 for slot, n in zip(places[3], lens, strict=True)]
+    inputs = layer.inputs(sum(lens))
+    expected = layer.run(delta_rule_prefill_torch, inputs, *places)
+    assert_close(layer.run(delta_rule_prefill_triton, inputs, *places), expected, TOLERANCE[torch.float32])
+
+
+@pytest.mark.slow
+def test_many_short_sequences(device):
+    lens = [1 + i % 2 for i in range(300)]
+    layer = Layer(1, 1, 16, device, num_slots=300)
+    places = starts(lens), [-1] * 300, range(300), [-1] * 300, [0] * 300
+    inputs = layer.inputs(sum(lens))
+    expected = layer.run(delta_rule_prefill_torch, inputs, *places)
+    assert_close(layer.run(delta_rule_prefill_triton, inputs, *places), expected, TOLERANCE[torch.float32])
+
+
+def test_equal_tokens_without_decay(device):
+    """All keys of a chunk are equal, the hardest case for the inverse."""
+    layer = Layer(1, 2, 16, device)
+    layer.A_log.fill_(-20)
+    qkv, z, b, a = (x[:1].expand(200, -1).contiguous() for x in layer.inputs(200))
+    places = [0, 200], [-1], [0], [-1], [0]
+    expected = layer.run(delta_rule_prefill_torch, (qkv, z, b + 8, a), *places)
+    assert_close(layer.run(delta_rule_prefill_triton, (qkv, z, b + 8, a), *places), expected, TOLERANCE[torch.float32])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN, in Triton's interpreter
+def test_a_sequence_of_nan_spoils_no_other(device):
+    layer = Layer(1, 2, 16, device)
+    layer.fill(0, 1, 2)
+    lens = [40, 70, 50]
+    inputs = layer.inputs(sum(lens))
+    places = starts(lens), [0, 1, 2], [0, 1, 2], [-1] * 3, [0] * 3
+    expected, *_ = layer.run(delta_rule_prefill_triton, inputs, *places)
+    for x in inputs:
+        x[40:110] = float("nan")
+    out, *_ = layer.run(delta_rule_prefill_triton, inputs, *places)
+    assert torch.equal(out[:40], expected[:40])
+    assert torch.equal(out[110:], expected[110:])
+    assert out[40:110].isnan().all()
+
+
+def test_wrong_arguments_are_refused(device):
+    layer = Layer(2, 4, 16, device)
+    layer.fill(0)
+    qkv, z, b, a = layer.inputs(1)
+    for inputs, message in (
+        ((qkv[:, 1:], z, b, a), "qkv must be"),
+        ((qkv, z[:, ::2], b, a), "z must be"),
+        ((qkv, z, b[:, :1], a), "b must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer.run(delta_rule_decode, inputs, [0], [3])
+        with pytest.raises(ValueError, match=message):
+            layer.run(delta_rule_prefill, inputs, [0, 1], [0], [0], [-1], [0])
+    layer = Layer(2, 4, 24, device)
+    for function, places in (
+        (delta_rule_decode_triton, ([0], [1])),
+        (delta_rule_prefill_triton, ([0, 1], [-1], [0], [-1], [0])),
+    ):
+        with pytest.raises(ValueError, match="values of one size"):
+            layer.run(function, layer.inputs(1), *places)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_value_heads", [16, 32, 48])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_published_sizes(num_value_heads, dtype):
+    layer = Layer(16, num_value_heads, 128, "cuda", dtype)
+    layer.fill(0, 1)
+    lens = [300, 1, 64, 513]
+    inputs = layer.inputs(sum(lens))
+    places = starts(lens), [0, -1, -1, 1], [0, 2, 3, 1], [4, -1, -1, 5], [256, 0, 0, 512]
+    expected = layer.run(delta_rule_prefill_torch, inputs, *places)
+    actual = layer.run(delta_rule_prefill, inputs, *places)
+    assert_close(actual[1:2], expected[1:2], 0)
+    assert_close(actual[:1], expected[:1], max(TOLERANCE[dtype], 1e-3))
+    assert_close(actual[2:], expected[2:], max(TOLERANCE[dtype], 1e-3))
+    rows = [x[:6] for x in inputs]
+    places = [0, 1, 6, 6, 6, -1], [301, 514, 1, 2, 3, 0]
+    expected = layer.run(delta_rule_decode_torch, rows, *places)
+    actual = layer.run(delta_rule_decode, rows, *places)
+    assert_close(actual[1:], expected[1:], 1e-4)
+    assert_close(actual[:1], expected[:1], max(TOLERANCE[dtype] / 8, 1e-4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_states_after_4000_tokens(state_dtype):
+    """Of a prefill, and of a prefill that decodes half of them, against the twin in float32."""
+    layer = Layer(16, 32, 128, "cuda", torch.bfloat16, state_dtype=state_dtype)
+    inputs = layer.inputs(4000)
+    exact = Layer(16, 32, 128, "cuda")
+    exact.conv_weight = layer.conv_weight.float()
+    places = [0, 4000], [-1], [0], [-1], [0]
+    _, _, expected = exact.run(delta_rule_prefill_torch, [x.float() for x in inputs], *places)
+    _, _, actual = layer.run(delta_rule_prefill, inputs, *places)
+    half = [x[:2000] for x in inputs]
+    layer.keep(layer.run(delta_rule_prefill, half, [0, 2000], [-1], [0], [-1], [0]))
+    for i in range(2000, 4000):
+        layer.keep(layer.run(delta_rule_decode, [x[i : i + 1] for x in inputs], [0], [i + 1]))
+    for states in (actual, layer.states):
+        error = (states[0].float() - expected[0]).norm() / expected[0].norm()
+        assert error < (0.01 if state_dtype == torch.float32 else 0.03)

@@ -8,15 +8,163 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
+from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.linear_attention.chunks import CHUNK, count_chunks, find_chunk
+from nanovllm.kernels.triton_stub import tl, triton
+
+TAPS = 4  # of the kernels, as all published models have
 L2_EPS = 1e-6  # that of the published models, which their configurations do not name
+_L2_EPS = tl.constexpr(L2_EPS)
+_ROW_TILE = 512  # channels of a program
 
 
 def convolve_torch(windows: Tensor, weight: Tensor, key_dim: int, num_key_heads: int) -> Tensor:
-    """Of each token q, k and v, float32 `[num_tokens, conv_dim]`.
+    """The twin of both kernels: of each token q, k and v, float32 `[num_tokens, conv_dim]`.
 
     windows: `[num_tokens, taps, conv_dim]`, the inputs that a token sees, its own last. weight: `[conv_dim, taps]`.
     """
     mixed = F.silu((windows.float() * weight.float().t()).sum(1))
     heads = mixed[:, : 2 * num_key_heads * key_dim].view(len(mixed), 2 * num_key_heads, key_dim)
     heads *= torch.rsqrt(heads.square().sum(-1, keepdim=True) + L2_EPS)
+    return mixed
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def load_float(pointers, mask):
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _silu_and_norm(mixed, is_normed):
+    """mixed: float32 [rows, DIM], a head in each row. is_normed: true of q and k."""
+    mixed = silu(mixed)
+    inverse_norm = tl.rsqrt(tl.sum(mixed * mixed, axis=1)[:, None] + _L2_EPS)
+    return tl.where(is_normed, mixed * inverse_norm, mixed)
+
+
+@triton.jit
+def count_rows(slots, row, slot, num_rows):
+    """How many rows from this one on have this slot."""
+    count = 1
+    while tl.load(slots + row + count, mask=row + count < num_rows, other=-1) == slot:
+        count += 1
+    return count
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _convolve_rows_kernel(
+    mixed, qkv, weight, tails, slots, context_lens, num_rows, qkv_stride,
+    NUM_NORMED: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The program of a sequence's first row serves the first three, which see the tail, and writes the new tail. So no
+    other program reads what this one writes."""
+    CONV_DIM: tl.constexpr = NUM_HEADS * DIM
+    row = tl.program_id(0)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    channel = head * DIM + tl.arange(0, DIM)[None, :]
+    inside = channel < CONV_DIM
+    is_normed = head < NUM_NORMED
+    if PDL:
+        gdc_launch_dependents()
+    slot = tl.load(slots + row).to(tl.int64)
+    # The rows of a sequence follow each other.
+    is_first = (slot >= 0) & (tl.load(slots + row - 1, mask=row >= 1, other=-1) != slot)
+    is_fourth = (slot >= 0) & (tl.load(slots + row - 3, mask=row >= 3, other=-1) == slot)
+    w0 = load_float(weight + channel * 4, inside)
+    w1 = load_float(weight + channel * 4 + 1, inside)
+    w2 = load_float(weight + channel * 4 + 2, inside)
+    w3 = load_float(weight + channel * 4 + 3, inside)
+    position = tl.where(is_first, tl.load(context_lens + row) - 1, 0)
+    tail = tails + slot * (3 * CONV_DIM) + channel
+    x0 = load_float(tail, channel < tl.where(position >= 3, CONV_DIM, 0))
+    x1 = load_float(tail + CONV_DIM, channel < tl.where(position >= 2, CONV_DIM, 0))
+    x2 = load_float(tail + 2 * CONV_DIM, channel < tl.where(position >= 1, CONV_DIM, 0))
+    if PDL:
+        gdc_wait()
+    x_at = qkv + row.to(tl.int64) * qkv_stride + channel
+    mixed_at = mixed + row.to(tl.int64) * CONV_DIM + channel
+    if is_first:
+        count = count_rows(slots, row, slot, num_rows)
+        for i in range(0, tl.minimum(count, 3)):
+            x3 = load_float(x_at + i * qkv_stride, inside)
+            value = _silu_and_norm(x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3, is_normed)
+            tl.store(mixed_at + i * CONV_DIM, value.to(mixed.dtype.element_ty), mask=inside)
+            x0, x1, x2 = x1, x2, x3
+        if count > 3:
+            last = x_at + (count - 1).to(tl.int64) * qkv_stride
+            x0 = load_float(last - 2 * qkv_stride, inside)
+            x1 = load_float(last - qkv_stride, inside)
+            x2 = load_float(last, inside)
+        tl.store(tail, x0.to(tails.dtype.element_ty), mask=inside)
+        tl.store(tail + CONV_DIM, x1.to(tails.dtype.element_ty), mask=inside)
+        tl.store(tail + 2 * CONV_DIM, x2.to(tails.dtype.element_ty), mask=inside)
+    elif is_fourth:
+        value = load_float(x_at, inside) * w3
+        value += load_float(x_at - qkv_stride, inside) * w2
+        value += load_float(x_at - 2 * qkv_stride, inside) * w1
+        value += load_float(x_at - 3 * qkv_stride, inside) * w0
+        tl.store(mixed_at, _silu_and_norm(value, is_normed).to(mixed.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _convolve_sequences_kernel(
+    mixed, qkv, weight, tails, cu_seqlens, reads, num_seqs, qkv_stride,
+    NUM_NORMED: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Each program computes one head of a chunk. It leaves the tails as they are, since others read them."""
+    CONV_DIM: tl.constexpr = NUM_HEADS * DIM
+    head = tl.program_id(0)
+    seq, start, length, first = find_chunk(cu_seqlens, tl.program_id(1), num_seqs)
+    if first >= length:
+        return
+    row = first + tl.arange(0, CHUNK)[:, None]
+    channel = head * DIM + tl.arange(0, DIM)[None, :]
+    token = (start + row).to(tl.int64)
+    slot = tl.load(reads + seq).to(tl.int64)
+    inside = (row < length) & (channel < CONV_DIM)
+    value = load_float(qkv + token * qkv_stride + channel, inside) * load_float(weight + channel * 4 + 3, channel >= 0)
+    for back in tl.static_range(1, 4):
+        x = load_float(qkv + (token - back) * qkv_stride + channel, inside & (row >= back))
+        if first == 0:
+            in_tail = (slot * 3 + 3 + row - back) * CONV_DIM + channel
+            x += load_float(tails + in_tail, inside & (row < tl.where(slot >= 0, back, 0)))
+        value += x * load_float(weight + channel * 4 + 3 - back, channel >= 0)
+    value = _silu_and_norm(value, head < NUM_NORMED)
+    tl.store(mixed + token * CONV_DIM + channel, value.to(mixed.dtype.element_ty), mask=inside)
+
+
+def convolve_rows_triton(
+    qkv: Tensor, weight: Tensor, tails: Tensor, slots: Tensor, context_lens: Tensor, dim: int, num_key_heads: int
+) -> Tensor:
+    """q, k and v of a decode step, float32 `[num_tokens, conv_dim]`; padding rows are left as they are. Writes the new
+    tails. dim: of all heads. The other arguments are those of `gated_delta.delta_rule_decode`."""
+    num_rows, conv_dim = qkv.shape
+    num_heads = conv_dim // dim
+    mixed = torch.empty(num_rows, conv_dim, dtype=torch.float32, device=qkv.device)
+    heads = max(1, _ROW_TILE // dim)
+    launcher(_convolve_rows_kernel, (num_rows, triton.cdiv(num_heads, heads)), has_pdl(qkv.device))(
+        mixed, qkv, weight, tails, slots, context_lens, num_rows, qkv.stride(0),
+        NUM_NORMED=2 * num_key_heads, NUM_HEADS=num_heads, DIM=dim, HEADS=heads, num_warps=4,
+    )  # fmt: skip
+    return mixed
+
+
+def convolve_sequences_triton(
+    qkv: Tensor, weight: Tensor, tails: Tensor, cu_seqlens: Tensor, reads: Tensor, dim: int, num_key_heads: int
+) -> Tensor:
+    """q, k and v of a prefill, `[num_tokens, conv_dim]` in qkv's dtype. The arguments are as above, and those of
+    `gated_delta.delta_rule_prefill`."""
+    num_tokens, conv_dim = qkv.shape
+    num_seqs, num_heads = len(reads), conv_dim // dim
+    mixed = torch.empty(num_tokens, conv_dim, dtype=qkv.dtype, device=qkv.device)
+    launcher(_convolve_sequences_kernel, (num_heads, count_chunks(num_tokens, num_seqs)))(
+        mixed, qkv, weight, tails, cu_seqlens, reads, num_seqs, qkv.stride(0),
+        NUM_NORMED=2 * num_key_heads, NUM_HEADS=num_heads, DIM=dim, CHUNK=CHUNK, num_warps=4,
+    )  # fmt: skip
     return mixed

@@ -26,10 +26,100 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.linear_attention.causal_conv import convolve_torch
+from nanovllm.kernels import use_kernels
+from nanovllm.kernels.dependent_launch import await_previous, gdc_launch_dependents, gdc_wait, has_pdl
+from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.linear_attention.causal_conv import (
+    TAPS,
+    convolve_rows_triton,
+    convolve_sequences_triton,
+    convolve_torch,
+    count_rows,
+    load_float,
+    silu,
+)
+from nanovllm.kernels.linear_attention.chunked_delta import scan_chunks, softplus
+from nanovllm.kernels.linear_attention.chunks import CHUNK
 from nanovllm.kernels.rms_norm import rms_norm_torch
+from nanovllm.kernels.triton_stub import tl, triton
 
-CHUNK = 64  # tokens that a prefill takes as one step of the state
+_NORM_TILE = 1024  # numbers of a program
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _decode_kernel(
+    out, mixed, z, b, a, A_log, dt_bias, norm_weight, states, slots, context_lens, num_rows, z_stride, b_stride,
+    a_stride, scale, eps,
+    NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The program of a sequence's first row computes all its rows. It reads the state before it waits, because the
+    states were written in an earlier step."""
+    CONV_DIM: tl.constexpr = (2 * NUM_KEY_HEADS + NUM_HEADS) * DIM
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+    slot = tl.load(slots + row).to(tl.int64)
+    dims = tl.arange(0, DIM)
+    out_at = out + (row.to(tl.int64) * NUM_HEADS + head) * DIM + dims
+    if slot < 0:
+        if PDL:
+            gdc_wait()
+        tl.store(out_at, tl.zeros([DIM], out.dtype.element_ty))
+        return
+    if tl.load(slots + row - 1, mask=row >= 1, other=-1) == slot:
+        return
+    state_at = states + (slot * NUM_HEADS + head) * (DIM * DIM) + dims[:, None] * DIM + dims[None, :]
+    has_begun = tl.load(context_lens + row) > 1
+    state = load_float(state_at, dims[:, None] < tl.where(has_begun, DIM, 0))
+    rate = tl.exp(tl.load(A_log + head).to(tl.float32))
+    bias = tl.load(dt_bias + head).to(tl.float32)
+    weight = tl.load(norm_weight + dims).to(tl.float32)
+    count = count_rows(slots, row, slot, num_rows)
+    if PDL:
+        gdc_wait()
+    row = row.to(tl.int64)
+    q_at = mixed + row * CONV_DIM + head // (NUM_HEADS // NUM_KEY_HEADS) * DIM + dims
+    k_at = q_at + NUM_KEY_HEADS * DIM
+    v_at = mixed + row * CONV_DIM + (2 * NUM_KEY_HEADS + head) * DIM + dims
+    z_at = z + row * z_stride + head * DIM + dims
+    for i in range(0, count):
+        q = tl.load(q_at + i * CONV_DIM) * scale
+        k = tl.load(k_at + i * CONV_DIM)
+        v = tl.load(v_at + i * CONV_DIM)
+        gate = tl.load(z_at + i * z_stride).to(tl.float32)
+        decay = tl.exp(-rate * softplus(tl.load(a + (row + i) * a_stride + head).to(tl.float32) + bias))
+        beta = tl.sigmoid(tl.load(b + (row + i) * b_stride + head).to(tl.float32))
+        # Both products are with the old state, so that neither waits for the other.
+        known = tl.sum(k[:, None] * state, axis=0)
+        value = tl.sum(q[:, None] * state, axis=0)
+        delta = beta * (v - decay * known)
+        state = decay * state + k[:, None] * delta[None, :]
+        value = decay * value + tl.sum(q * k, axis=0) * delta
+        value = value.to(out.dtype.element_ty).to(tl.float32)
+        inverse_rms = tl.rsqrt(tl.sum(value * value, axis=0) / DIM + eps)
+        value = value * inverse_rms * weight * silu(gate)
+        tl.store(out_at + i * (NUM_HEADS * DIM), value.to(out.dtype.element_ty))
+    tl.store(state_at, state.to(states.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gated_norm_kernel(
+    out, z, norm_weight, num_tokens, z_stride, eps,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    await_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    dims = tl.arange(0, DIM)[None, :]
+    inside = (head < NUM_HEADS) & (dims >= 0)
+    out_at = out + (token * NUM_HEADS + head) * DIM + dims
+    value = load_float(out_at, inside)
+    gate = load_float(z + token * z_stride + head * DIM + dims, inside)
+    weight = tl.load(norm_weight + dims).to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(value * value, axis=1)[:, None] / DIM + eps)
+    value = value * inverse_rms * weight * silu(gate)
+    tl.store(out_at, value.to(out.dtype.element_ty), mask=inside)
 
 
 def delta_rule_decode(
@@ -63,7 +153,8 @@ def delta_rule_decode(
     """
     inputs = qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, eps, tails, states
     check_arguments(qkv, z, b, a, conv_weight, tails, states, num_key_heads, num_value_heads)
-    return delta_rule_decode_torch(*inputs, slots, context_lens, num_key_heads, num_value_heads)
+    function = delta_rule_decode_triton if use_kernels(qkv) else delta_rule_decode_torch
+    return function(*inputs, slots, context_lens, num_key_heads, num_value_heads)
 
 
 def delta_rule_prefill(
@@ -104,7 +195,8 @@ def delta_rule_prefill(
     inputs = qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, eps, tails, states
     check_arguments(qkv, z, b, a, conv_weight, tails, states, num_key_heads, num_value_heads)
     places = cu_seqlens, reads, writes, snapshots, snapshot_lens
-    return delta_rule_prefill_torch(*inputs, *places, num_key_heads, num_value_heads)
+    function = delta_rule_prefill_triton if use_kernels(qkv) else delta_rule_prefill_torch
+    return function(*inputs, *places, num_key_heads, num_value_heads)
 
 
 def delta_rule_decode_torch(
@@ -178,7 +270,7 @@ def delta_rule_prefill_torch(
         if read >= 0:
             tail, state = tails[read], states[read].float()
         inputs = torch.cat((tail, qkv[start:end]))
-        windows = inputs.unfold(0, taps, 1).transpose(1, 2)
+        windows = torch.stack([inputs[tap : tap + end - start] for tap in range(taps)], dim=1)
         mixed = convolve_torch(windows, conv_weight, key_dim, num_key_heads)
         # Heads first, for products of matrices.
         heads = [x.transpose(0, 1) for x in _heads(mixed, states.shape, num_key_heads)]
@@ -244,6 +336,85 @@ def _ranks(slots: Tensor) -> Tensor:
     is_first = torch.ones_like(slots, dtype=torch.bool)
     is_first[1:] = slots[1:] != slots[:-1]
     return rows - torch.where(is_first, rows, 0).cummax(0).values
+
+
+def delta_rule_decode_triton(
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    tails: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    context_lens: Tensor,
+    num_key_heads: int,
+    num_value_heads: int,
+) -> Tensor:
+    """Two launches. The first one writes q, k and v and the new tails, which several heads share."""
+    dim = _check_kernel(conv_weight, states)
+    num_rows = len(qkv)
+    out = torch.empty(num_rows, num_value_heads * dim, dtype=qkv.dtype, device=qkv.device)
+    if num_rows == 0:
+        return out
+    mixed = convolve_rows_triton(qkv, conv_weight, tails, slots, context_lens, dim, num_key_heads)
+    launcher(_decode_kernel, (num_value_heads, num_rows), has_pdl(qkv.device))(
+        out, mixed, z, b, a, A_log, dt_bias, norm_weight, states, slots, context_lens, num_rows,
+        z.stride(0), b.stride(0), a.stride(0), dim**-0.5, eps,
+        NUM_KEY_HEADS=num_key_heads, NUM_HEADS=num_value_heads, DIM=dim, num_warps=8 if dim > 64 else 4,
+    )  # fmt: skip
+    return out
+
+
+def delta_rule_prefill_triton(
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    tails: Tensor,
+    states: Tensor,
+    cu_seqlens: Tensor,
+    reads: Tensor,
+    writes: Tensor,
+    snapshots: Tensor,
+    snapshot_lens: Tensor,
+    num_key_heads: int,
+    num_value_heads: int,
+) -> Tensor:
+    """Four launches: the convolution, what a chunk needs of its own tokens alone, the scan over chunks, the norm."""
+    dim = _check_kernel(conv_weight, states)
+    num_tokens = len(qkv)
+    out = torch.empty(num_tokens, num_value_heads * dim, dtype=qkv.dtype, device=qkv.device)
+    if num_tokens == 0:
+        return out
+    mixed = convolve_sequences_triton(qkv, conv_weight, tails, cu_seqlens, reads, dim, num_key_heads)
+    places = cu_seqlens, reads, writes, snapshots, snapshot_lens
+    scan_chunks(out, qkv, mixed, b, a, A_log, dt_bias, tails, states, *places, num_key_heads)
+    heads = max(1, _NORM_TILE // dim)
+    launcher(_gated_norm_kernel, (num_tokens, triton.cdiv(num_value_heads, heads)), has_pdl(qkv.device))(
+        out, z, norm_weight, num_tokens, z.stride(0), eps, NUM_HEADS=num_value_heads, DIM=dim, HEADS=heads, num_warps=4
+    )
+    return out
+
+
+def _check_kernel(conv_weight: Tensor, states: Tensor) -> int:
+    """The size of all heads. Raises ValueError for sizes that the kernels do not have."""
+    key_dim, value_dim = states.shape[2:]
+    if conv_weight.shape[1] != TAPS or key_dim != value_dim or key_dim not in (16, 32, 64, 128):
+        raise ValueError(
+            f"on a GPU, linear attention needs a convolution of {TAPS} taps, and keys and values of one size, 16, 32, "
+            f"64 or 128: here {conv_weight.shape[1]} taps, keys of {key_dim} and values of {value_dim}"
+        )
+    return key_dim
 
 
 def check_arguments(

@@ -1,0 +1,240 @@
+"""The gated delta rule over chunks of 64 tokens, by products of matrices.
+
+A token corrects the state by `beta (v - k S)`, where S is the chunk's first state, decayed, plus the corrections of the
+chunk's earlier tokens (Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length").
+With D[i, j] the decay from token j to token i and d its decay since the chunk's start, all corrections C of a chunk are
+
+    C = (I + tril(beta K K^T D, -1))^-1 beta (V - d K S)
+    out = d Q S + tril(Q K^T D) C
+
+The inverse and `tril(Q K^T D)` depend on the chunk alone. One kernel computes them for all chunks at once. A second one
+walks over each sequence's chunks with a slice of the state's columns in registers.
+"""
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.gpu import GpuFacts
+from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.linear_attention.chunks import CHUNK, count_chunks, find_chunk
+from nanovllm.kernels.shared_memory import fitting_stages
+from nanovllm.kernels.triton_stub import tl, triton
+
+
+@triton.jit
+def softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
+
+
+@triton.jit
+def _inverse(A, CHUNK: tl.constexpr, dtype: tl.constexpr):
+    """`(I + A)^-1` of a strictly lower triangular A [CHUNK, CHUNK] in float32, multiplied in `dtype`.
+
+    X, the inverses of the diagonal blocks of size n, gives those of size 2n: `X - X (A in between) X`. No entry of an
+    inverse exceeds 1, since it is a product of contractions.
+    """
+    row = tl.arange(0, CHUNK)[:, None]
+    column = tl.arange(0, CHUNK)[None, :]
+    X = tl.where(row == column, 1.0, 0.0) - tl.where((row // 2 == column // 2) & (row > column), A, 0.0)
+    LEVELS: tl.constexpr = 5
+    tl.static_assert(CHUNK == 2 ** (LEVELS + 1))
+    for level in tl.static_range(1, LEVELS + 1):
+        size = 2**level
+        is_between = (row // (2 * size) == column // (2 * size)) & (row // size > column // size)
+        between = tl.where(is_between, A, 0.0).to(dtype)
+        rounded = X.to(dtype)
+        product = tl.dot(between, rounded, input_precision="ieee")
+        X -= tl.dot(rounded, product.to(dtype), input_precision="ieee")
+    return X
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _prepare_chunks_kernel(
+    inverses, scores, log_decays, mixed, b, a, A_log, dt_bias, cu_seqlens, num_seqs, b_stride, a_stride, scale,
+    NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
+    INVERSE_DTYPE: tl.constexpr,
+):  # fmt: skip
+    CONV_DIM: tl.constexpr = (2 * NUM_KEY_HEADS + NUM_HEADS) * DIM
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    _seq, start, length, first = find_chunk(cu_seqlens, chunk, num_seqs)
+    if first >= length:
+        return
+    row = tl.arange(0, CHUNK)
+    inside = first + row < length
+    token = (start + first + row).to(tl.int64)
+    # Tokens past the end have no decay and no correction.
+    x = tl.load(a + token * a_stride + head, mask=inside, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(A_log + head).to(tl.float32))
+    log_decay = tl.where(inside, -rate * softplus(x + tl.load(dt_bias + head).to(tl.float32)), 0.0)
+    log_decay = tl.cumsum(log_decay, axis=0)
+    beta = tl.sigmoid(tl.load(b + token * b_stride + head, mask=inside, other=0.0).to(tl.float32))
+    beta = tl.where(inside, beta, 0.0)
+
+    dims = tl.arange(0, DIM)
+    key_head = head // (NUM_HEADS // NUM_KEY_HEADS)
+    q_at = mixed + token[:, None] * CONV_DIM + key_head * DIM + dims[None, :]
+    q = tl.load(q_at, mask=inside[:, None], other=0.0)
+    k = tl.load(q_at + NUM_KEY_HEADS * DIM, mask=inside[:, None], other=0.0)
+    is_seen = row[:, None] >= row[None, :]
+    # A positive exponent belongs to a later token, and may overflow.
+    decay = tl.exp(tl.where(is_seen, log_decay[:, None] - log_decay[None, :], float("-inf")))
+    system = tl.dot(k, tl.trans(k), input_precision="ieee") * decay * beta[:, None]
+    system = tl.where(row[:, None] > row[None, :], system, 0.0)
+    inverse = _inverse(system, CHUNK, INVERSE_DTYPE) * beta[None, :]
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * decay * scale
+
+    in_order = chunk.to(tl.int64) * NUM_HEADS + head
+    tile = in_order * (CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :]
+    tl.store(inverses + tile, inverse.to(inverses.dtype.element_ty))
+    tl.store(scores + tile, score.to(scores.dtype.element_ty))
+    tl.store(log_decays + in_order * CHUNK + row, log_decay)
+
+
+@triton.jit
+def _input_at(qkv, tails, read, start, position, channel, qkv_stride, CONV_DIM: tl.constexpr):
+    """A sequence's input at a position from -3 on. Those below 0 are in the tail that it began with."""
+    is_new = position >= 0
+    token = (start + position).to(tl.int64)
+    new = tl.load(qkv + token * qkv_stride + channel, mask=channel < tl.where(is_new, CONV_DIM, 0), other=0.0)
+    old_at = tails + (read * 3 + 3 + position) * CONV_DIM + channel
+    old = tl.load(old_at, mask=channel < tl.where(is_new | (read < 0), 0, CONV_DIM), other=0.0)
+    return tl.where(is_new, new, old)
+
+
+@triton.jit
+def _store_tail(qkv, tails, read, slot, start, length, channel, qkv_stride, CONV_DIM: tl.constexpr):
+    x0 = _input_at(qkv, tails, read, start, length - 3, channel, qkv_stride, CONV_DIM)
+    x1 = _input_at(qkv, tails, read, start, length - 2, channel, qkv_stride, CONV_DIM)
+    x2 = _input_at(qkv, tails, read, start, length - 1, channel, qkv_stride, CONV_DIM)
+    at = tails + slot * (3 * CONV_DIM) + channel
+    tl.store(at, x0, mask=channel < CONV_DIM)
+    tl.store(at + CONV_DIM, x1, mask=channel < CONV_DIM)
+    tl.store(at + 2 * CONV_DIM, x2, mask=channel < CONV_DIM)
+
+
+@triton.jit
+def _scan_chunks_kernel(
+    out, qkv, mixed, inverses, scores, log_decays, tails, states,
+    cu_seqlens, reads, writes, snapshots, snapshot_lens, qkv_stride, scale,
+    NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each program has COLUMNS columns of a value head's state. It also stores CHANNELS channels of the tails."""
+    CONV_DIM: tl.constexpr = (2 * NUM_KEY_HEADS + NUM_HEADS) * DIM
+    BLOCKS: tl.constexpr = DIM // COLUMNS
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    seq = tl.program_id(2)
+    start = tl.load(cu_seqlens + seq)
+    length = tl.load(cu_seqlens + seq + 1) - start
+    read = tl.load(reads + seq).to(tl.int64)
+    write = tl.load(writes + seq).to(tl.int64)
+    snapshot = tl.load(snapshots + seq).to(tl.int64)
+    snapshot_len = tl.load(snapshot_lens + seq)
+
+    channel = (head * BLOCKS + block) * CHANNELS + tl.arange(0, CHANNELS)
+    if snapshot >= 0:
+        _store_tail(qkv, tails, read, snapshot, start, snapshot_len, channel, qkv_stride, CONV_DIM)
+    if write >= 0:
+        _store_tail(qkv, tails, read, write, start, length, channel, qkv_stride, CONV_DIM)
+
+    row = tl.arange(0, CHUNK)
+    dims = tl.arange(0, DIM)
+    columns = block * COLUMNS + tl.arange(0, COLUMNS)
+    in_state = head * (DIM * DIM) + dims[:, None] * DIM + columns[None, :]
+    state_at = states + read * (NUM_HEADS * DIM * DIM) + in_state
+    state = tl.load(state_at, mask=columns[None, :] < tl.where(read >= 0, DIM, 0), other=0.0).to(tl.float32)
+    q_column = head // (NUM_HEADS // NUM_KEY_HEADS) * DIM + dims[None, :]
+    v_column = (2 * NUM_KEY_HEADS + head) * DIM + columns[None, :]
+    dtype: tl.constexpr = mixed.dtype.element_ty
+    first_chunk = start // CHUNK + seq
+    num_chunks = tl.cdiv(length, CHUNK)
+    kept_chunks = tl.where(snapshot >= 0, snapshot_len // CHUNK, 0)
+    # Up to the snapshot, and from there to the end. A loop without a branch inside can be pipelined.
+    for part in range(0, 2):
+        for i in tl.range(tl.where(part == 0, 0, kept_chunks), tl.where(part == 0, kept_chunks, num_chunks),
+                          num_stages=STAGES):  # fmt: skip
+            token = (start + i * CHUNK + row).to(tl.int64)[:, None]
+            inside = (i * CHUNK + row < length)[:, None]
+            in_order = (first_chunk + i).to(tl.int64) * NUM_HEADS + head
+            tile = in_order * (CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :]
+            q_at = mixed + token * CONV_DIM + q_column
+            k = tl.load(q_at + NUM_KEY_HEADS * DIM, mask=inside, other=0.0)
+            v = tl.load(mixed + token * CONV_DIM + v_column, mask=inside, other=0.0)
+            inverse = tl.load(inverses + tile)
+            q = tl.load(q_at, mask=inside, other=0.0)
+            score = tl.load(scores + tile)
+            log_decay = tl.load(log_decays + in_order * CHUNK + row)
+            total = tl.load(log_decays + in_order * CHUNK + CHUNK - 1)
+            since_start = tl.exp(log_decay)[:, None]
+            rounded = state.to(dtype)
+            known = since_start * tl.dot(k, rounded, input_precision="ieee")
+            correction = tl.dot(inverse, (v.to(tl.float32) - known).to(dtype), input_precision="ieee")
+            to_end = (correction * tl.exp(total - log_decay)[:, None]).to(dtype)
+            value = tl.dot(q, rounded, input_precision="ieee") * (since_start * scale)
+            value = tl.dot(score, correction.to(dtype), value, input_precision="ieee")
+            state = tl.dot(tl.trans(k), to_end, state * tl.exp(total), input_precision="ieee")
+            out_at = out + token * (NUM_HEADS * DIM) + head * DIM + columns[None, :]
+            tl.store(out_at, value.to(out.dtype.element_ty), mask=inside)
+        slot = tl.where(part == 0, snapshot, write)
+        if slot >= 0:
+            tl.store(states + slot * (NUM_HEADS * DIM * DIM) + in_state, state.to(states.dtype.element_ty))
+
+
+def scan_chunks(
+    out: Tensor,
+    qkv: Tensor,
+    mixed: Tensor,
+    b: Tensor,
+    a: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    tails: Tensor,
+    states: Tensor,
+    cu_seqlens: Tensor,
+    reads: Tensor,
+    writes: Tensor,
+    snapshots: Tensor,
+    snapshot_lens: Tensor,
+    num_key_heads: int,
+) -> None:
+    """The rule's outputs before the norm into out, and new tails and states. On a GPU, or in Triton's interpreter.
+
+    out: `[num_tokens, num_value_heads * dim]`. mixed: q, k and v after the convolution `[num_tokens, conv_dim]`,
+    contiguous, in the dtype that the products are computed in. The other arguments are those of
+    `gated_delta.delta_rule_prefill`.
+    """
+    num_tokens, conv_dim = mixed.shape
+    num_seqs, num_heads, dim = len(reads), states.shape[1], states.shape[2]
+    num_chunks = count_chunks(num_tokens, num_seqs)
+    inverses, scores = mixed.new_empty(2, num_chunks, num_heads, CHUNK, CHUNK).unbind(0)
+    log_decays = torch.empty(num_chunks, num_heads, CHUNK, dtype=torch.float32, device=mixed.device)
+    scale = dim**-0.5
+    # An inverse has no large entries, and float16 rounds them eight times as finely as bfloat16.
+    inverse_dtype = tl.float32 if mixed.dtype == torch.float32 else tl.float16
+    sizes = {"NUM_KEY_HEADS": num_key_heads, "NUM_HEADS": num_heads, "DIM": dim, "CHUNK": CHUNK}
+    launcher(_prepare_chunks_kernel, (num_heads, num_chunks))(
+        inverses, scores, log_decays, mixed, b, a, A_log, dt_bias, cu_seqlens, num_seqs, b.stride(0), a.stride(0),
+        scale, **sizes, INVERSE_DTYPE=inverse_dtype, num_warps=4,
+    )  # fmt: skip
+    columns = _choose_columns(num_seqs * num_heads, dim, mixed.device)
+    channels = triton.next_power_of_2(triton.cdiv(conv_dim, num_heads * (dim // columns)))
+    stage_bytes = (2 * dim + columns + 2 * CHUNK) * CHUNK * mixed.element_size()
+    stages = max(1, fitting_stages(stage_bytes, _STAGES, mixed.device))
+    launcher(_scan_chunks_kernel, (dim // columns, num_heads, num_seqs))(
+        out, qkv, mixed, inverses, scores, log_decays, tails, states, cu_seqlens, reads, writes, snapshots,
+        snapshot_lens, qkv.stride(0), scale, **sizes, COLUMNS=columns, CHANNELS=channels, STAGES=stages, num_warps=4,
+    )  # fmt: skip
+
+
+_STAGES = 2
+
+
+def _choose_columns(num_states: int, dim: int, device: torch.device) -> int:
+    """Columns of a program: few where there are few states, so that all multiprocessors have work. A wider slice reads
+    q and k less often."""
+    columns = min(dim, 64)
+    while columns > 32 and num_states * (dim // columns) < GpuFacts.of(device).num_multiprocessors:
+        columns //= 2
+    return columns
