@@ -165,6 +165,6 @@ def convolve_sequences_triton(
     mixed = torch.empty(num_tokens, conv_dim, dtype=qkv.dtype, device=qkv.device)
     launcher(_convolve_sequences_kernel, (num_heads, count_chunks(num_tokens, num_seqs)))(
         mixed, qkv, weight, tails, cu_seqlens, reads, num_seqs, qkv.stride(0),
-        NUM_NORMED=2 * num_key_heads, NUM_HEADS=num_heads, DIM=dim, CHUNK=CHUNK, num_warps=4,
+        NUM_NORMED=2 * num_key_heads, NUM_HEADS=num_heads, DIM=dim, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
     return mixed

@@ -365,7 +365,7 @@ def delta_rule_decode_triton(
     launcher(_decode_kernel, (num_value_heads, num_rows), has_pdl(qkv.device))(
         out, mixed, z, b, a, A_log, dt_bias, norm_weight, states, slots, context_lens, num_rows,
         z.stride(0), b.stride(0), a.stride(0), dim**-0.5, eps,
-        NUM_KEY_HEADS=num_key_heads, NUM_HEADS=num_value_heads, DIM=dim, num_warps=8 if dim > 64 else 4,
+        NUM_KEY_HEADS=num_key_heads, NUM_HEADS=num_value_heads, DIM=dim, num_warps=8 if dim > 64 else 4, maxnreg=128,
     )  # fmt: skip
     return out
 
