@@ -178,7 +178,7 @@ def test_prefill_kernels_equal_twin(heads, state_dtype, dtype, device):
 @pytest.mark.parametrize("seed", range(4))
 def test_random_lengths_in_wide_slices(seed, device, monkeypatch):
     """Heads of 64 in several slices of columns, and more sequences than a program compares at a time."""
-    monkeypatch.setattr(chunked_delta, "_choose_columns", lambda *args: 32)
+    monkeypatch.setattr(chunked_delta, "choose_scan", lambda *args: chunked_delta.ScanConfig(32, 4, 1))
     generator = torch.Generator().manual_seed(seed)
     lens = torch.randint(1, 150, (3,), generator=generator).tolist()
     layer = Layer(1, 2, 64, device, seed=seed)

@@ -11,14 +11,38 @@ The inverse and `tril(Q K^T D)` depend on the chunk alone. One kernel computes t
 walks over each sequence's chunks with a slice of the state's columns in registers.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.linear_attention.chunks import CHUNK, count_chunks, find_chunk
-from nanovllm.kernels.shared_memory import fitting_stages
+from nanovllm.kernels.shared_memory import fits, held_stages
 from nanovllm.kernels.triton_stub import tl, triton
+
+# For float32 alone: three products on tensor cores are nearly exact, and cost a tenth of the registers of "ieee".
+_PRECISION = tl.constexpr("tf32x3")
+
+
+class ScanConfig(NamedTuple):
+    """Launch constants of the scan."""
+
+    columns: int  # of a state, for a program
+    num_warps: int
+    num_stages: int  # of the load pipeline, each with the tiles of a chunk
+
+
+def choose_scan(num_states: int, dim: int, itemsize: int, device: torch.device) -> ScanConfig:
+    """Narrow slices where there are few states, so that all multiprocessors have work. A wider slice reads q and k less
+    often. num_states: sequences times value heads."""
+    columns = min(dim, 32)
+    if itemsize < 4 and dim > 64 and num_states * dim >= 128 * GpuFacts.of(device).num_multiprocessors:
+        columns = 64
+    stage_bytes = (2 * dim + columns + 2 * CHUNK) * CHUNK * itemsize
+    needed = stage_bytes * held_stages(2, device) + dim * columns * itemsize
+    return ScanConfig(columns, 4 if columns <= 32 else 8, 2 if itemsize < 4 and fits(needed, device) else 1)
 
 
 @triton.jit
@@ -43,8 +67,8 @@ def _inverse(A, CHUNK: tl.constexpr, dtype: tl.constexpr):
         is_between = (row // (2 * size) == column // (2 * size)) & (row // size > column // size)
         between = tl.where(is_between, A, 0.0).to(dtype)
         rounded = X.to(dtype)
-        product = tl.dot(between, rounded, input_precision="ieee")
-        X -= tl.dot(rounded, product.to(dtype), input_precision="ieee")
+        product = tl.dot(between, rounded, input_precision=_PRECISION)
+        X -= tl.dot(rounded, product.to(dtype), input_precision=_PRECISION)
     return X
 
 
@@ -79,10 +103,10 @@ def _prepare_chunks_kernel(
     is_seen = row[:, None] >= row[None, :]
     # A positive exponent belongs to a later token, and may overflow.
     decay = tl.exp(tl.where(is_seen, log_decay[:, None] - log_decay[None, :], float("-inf")))
-    system = tl.dot(k, tl.trans(k), input_precision="ieee") * decay * beta[:, None]
+    system = tl.dot(k, tl.trans(k), input_precision=_PRECISION) * decay * beta[:, None]
     system = tl.where(row[:, None] > row[None, :], system, 0.0)
     inverse = _inverse(system, CHUNK, INVERSE_DTYPE) * beta[None, :]
-    score = tl.dot(q, tl.trans(k), input_precision="ieee") * decay * scale
+    score = tl.dot(q, tl.trans(k), input_precision=_PRECISION) * decay * scale
 
     in_order = chunk.to(tl.int64) * NUM_HEADS + head
     tile = in_order * (CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :]
@@ -169,12 +193,12 @@ def _scan_chunks_kernel(
             total = tl.load(log_decays + in_order * CHUNK + CHUNK - 1)
             since_start = tl.exp(log_decay)[:, None]
             rounded = state.to(dtype)
-            known = since_start * tl.dot(k, rounded, input_precision="ieee")
-            correction = tl.dot(inverse, (v.to(tl.float32) - known).to(dtype), input_precision="ieee")
+            known = since_start * tl.dot(k, rounded, input_precision=_PRECISION)
+            correction = tl.dot(inverse, (v.to(tl.float32) - known).to(dtype), input_precision=_PRECISION)
             to_end = (correction * tl.exp(total - log_decay)[:, None]).to(dtype)
-            value = tl.dot(q, rounded, input_precision="ieee") * (since_start * scale)
-            value = tl.dot(score, correction.to(dtype), value, input_precision="ieee")
-            state = tl.dot(tl.trans(k), to_end, state * tl.exp(total), input_precision="ieee")
+            value = tl.dot(q, rounded, input_precision=_PRECISION) * (since_start * scale)
+            value = tl.dot(score, correction.to(dtype), value, input_precision=_PRECISION)
+            state = tl.dot(tl.trans(k), to_end, state * tl.exp(total), input_precision=_PRECISION)
             out_at = out + token * (NUM_HEADS * DIM) + head * DIM + columns[None, :]
             tl.store(out_at, value.to(out.dtype.element_ty), mask=inside)
         slot = tl.where(part == 0, snapshot, write)
@@ -218,23 +242,11 @@ def scan_chunks(
         inverses, scores, log_decays, mixed, b, a, A_log, dt_bias, cu_seqlens, num_seqs, b.stride(0), a.stride(0),
         scale, **sizes, INVERSE_DTYPE=inverse_dtype, num_warps=4,
     )  # fmt: skip
-    columns = _choose_columns(num_seqs * num_heads, dim, mixed.device)
-    channels = triton.next_power_of_2(triton.cdiv(conv_dim, num_heads * (dim // columns)))
-    stage_bytes = (2 * dim + columns + 2 * CHUNK) * CHUNK * mixed.element_size()
-    stages = max(1, fitting_stages(stage_bytes, _STAGES, mixed.device))
-    launcher(_scan_chunks_kernel, (dim // columns, num_heads, num_seqs))(
+    config = choose_scan(num_seqs * num_heads, dim, mixed.element_size(), mixed.device)
+    blocks = dim // config.columns
+    channels = triton.next_power_of_2(triton.cdiv(conv_dim, num_heads * blocks))
+    launcher(_scan_chunks_kernel, (blocks, num_heads, num_seqs))(
         out, qkv, mixed, inverses, scores, log_decays, tails, states, cu_seqlens, reads, writes, snapshots,
-        snapshot_lens, qkv.stride(0), scale, **sizes, COLUMNS=columns, CHANNELS=channels, STAGES=stages, num_warps=4,
+        snapshot_lens, qkv.stride(0), scale, **sizes, COLUMNS=config.columns, CHANNELS=channels,
+        STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
-
-
-_STAGES = 2
-
-
-def _choose_columns(num_states: int, dim: int, device: torch.device) -> int:
-    """Columns of a program: few where there are few states, so that all multiprocessors have work. A wider slice reads
-    q and k less often."""
-    columns = min(dim, 64)
-    while columns > 32 and num_states * (dim // columns) < GpuFacts.of(device).num_multiprocessors:
-        columns //= 2
-    return columns
