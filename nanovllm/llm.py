@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from nanovllm.engine.engine_lock import Call
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.requests.chat import ChatRenderer, Conversation, Tool, misplaced_chat_option
+from nanovllm.engine.requests.chat import ChatRenderer, Conversation, Tool, as_conversations, misplaced_chat_option
 from nanovllm.engine.requests.outputs import RequestOutput, Score, StreamDelta, as_result
 from nanovllm.engine.requests.prompts import Prompt, as_prompts, pair_lazily, params_per_prompt
-from nanovllm.engine.requests.reasoning import add_reasoning, opens_reasoning
+from nanovllm.engine.requests.reasoning import add_reasoning, goes_on_reasoning, opens_reasoning
 from nanovllm.engine.requests.streaming import PromptFeed, new_deltas
 from nanovllm.sampling_params import SamplingParams, misplaced_option
 from nanovllm.utils.checks import quoted, require
@@ -80,8 +80,9 @@ class LLM(LLMEngine):
                 "continue_final_message=True: the last message is either continued or answered; pass "
                 "add_generation_prompt=False with it"
             )
+        conversations = as_conversations(messages)
         prompts = self._chat_renderer.render(
-            messages,
+            conversations,
             chat_template,
             chat_template_kwargs,
             tools,
@@ -90,8 +91,9 @@ class LLM(LLMEngine):
         )
         outputs = self.generate(prompts, sampling_params, use_tqdm)
         if split_reasoning:
-            for prompt, output in zip(prompts, outputs, strict=True):
-                add_reasoning(output, opens_reasoning(self.tokenizer, prompt))
+            for conversation, prompt, output in zip(conversations, prompts, outputs, strict=True):
+                is_continued = continue_final_message and goes_on_reasoning(conversation[-1])
+                add_reasoning(output, is_continued or opens_reasoning(self.tokenizer, prompt))
         return outputs
 
     @cached_property

@@ -129,6 +129,17 @@ def test_chats_without_an_end_of_the_reasoning_or_without_reasoning(llm):
     assert unsplit.keys() == plain.keys() - {"reasoning", "content"}
 
 
+@pytest.mark.parametrize(
+    ("begun", "is_open"), [("<think>\na b c d e f g h i j", True), ("<think>a</think> b", False), ("a", False)]
+)
+def test_a_message_that_is_continued(llm, begun, is_open):
+    messages = [*CHAT, {"role": "assistant", "content": begun}]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    (output,) = llm.chat(iter(messages), greedy(10), use_tqdm=False, split_reasoning=True, **options)
+    parts = (output["text"].strip(), "") if is_open else (None, output["text"])
+    assert (output["reasoning"], output["content"]) == parts
+
+
 def test_a_stream_as_the_docstring_has_it(llm):
     tokenizer = llm.get_tokenizer()
     for is_open in (True, False):

@@ -14,6 +14,13 @@ def opens_reasoning(tokenizer: Any, prompt_token_ids: list[int]) -> bool:
     return tokenizer.decode(prompt_token_ids[-_TAIL_TOKENS:]).rstrip().endswith(OPENING)
 
 
+def goes_on_reasoning(message: dict[str, Any]) -> bool:
+    """Whether the reasoning of a message that is to be continued has not ended."""
+    parts = message.get("content") or ""
+    text = parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
+    return text.lstrip().startswith(OPENING) and CLOSING not in text
+
+
 class ReasoningSplitter:
     """Splits a completion's text as it comes into `reasoning`, what is between <think> and </think>, and `content`.
 
