@@ -69,20 +69,18 @@ def test_stats_count_preemptions_and_surplus_tokens_of_nobody(path, reference):
         assert llm.stats()["generated_tokens"] == sum(map(len, outputs))
 
 
-def test_a_score_asks_the_prefix_cache_nothing(path):
+def test_what_log_probabilities_of_a_prompt_ask_the_prefix_cache(path):
+    """Those of all tokens ask nothing. A score asks for its prompt."""
+    prompt = random_prompt(40, seed=0)
     with make_llm(path) as llm:
-        complete(llm, [random_prompt(40, seed=0)] * 2, greedy(2))
+        complete(llm, [prompt] * 2, greedy(2))
         before = llm.stats()
-        llm.score([random_prompt(40, seed=0)], [[5]], use_tqdm=False)
+        complete(llm, [prompt], greedy(1, prompt_logprobs=0))
         after = llm.stats()
-    assert after["prompt_tokens"] - before["prompt_tokens"] == 41
-    for name in ("prefix_cache_queries", "prefix_cache_hits", "prefix_cache_hit_rate"):
-        assert after[name] == before[name]
-
-
-def test_no_prefix_cache_is_asked_nothing(path):
-    with make_llm(path, enable_prefix_caching=False) as llm:
-        complete(llm, [random_prompt(40, seed=0)] * 2, greedy(2))
-        stats = llm.stats()
-    assert stats["prompt_tokens"] == 80
-    assert (stats["prefix_cache_queries"], stats["prefix_cache_hits"], stats["prefix_cache_hit_rate"]) == (0, 0, 0.0)
+        assert after["prompt_tokens"] - before["prompt_tokens"] == 40
+        for name in ("prefix_cache_queries", "prefix_cache_hits", "prefix_cache_hit_rate"):
+            assert after[name] == before[name]
+        llm.score([prompt], [[5]], use_tqdm=False)
+        scored = llm.stats()
+        assert scored["prefix_cache_queries"] - after["prefix_cache_queries"] == 41
+        assert scored["prefix_cache_hits"] - after["prefix_cache_hits"] == 32
