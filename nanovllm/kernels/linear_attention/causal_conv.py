@@ -57,7 +57,7 @@ def count_rows(slots, row, slot, num_rows):
     return count
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "context_lens"])
 def _convolve_rows_kernel(
     mixed, qkv, weight, tails, slots, context_lens, num_rows, qkv_stride,
     NUM_NORMED: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
@@ -112,7 +112,7 @@ def _convolve_rows_kernel(
         tl.store(mixed_at, _silu_and_norm(value, is_normed).to(mixed.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["cu_seqlens", "reads"])
 def _convolve_sequences_kernel(
     mixed, qkv, weight, tails, cu_seqlens, reads, num_seqs, qkv_stride,
     NUM_NORMED: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.linear_attention.chunks import CHUNK, count_chunks, find_chunk
 from nanovllm.kernels.shared_memory import fits, held_stages
@@ -34,15 +33,13 @@ class ScanConfig(NamedTuple):
     num_stages: int  # of the load pipeline, each with the tiles of a chunk
 
 
-def choose_scan(num_states: int, dim: int, itemsize: int, device: torch.device) -> ScanConfig:
-    """Narrow slices where there are few states, so that all multiprocessors have work. A wider slice reads q and k less
-    often. num_states: sequences times value heads."""
+def choose_scan(dim: int, itemsize: int, device: torch.device) -> ScanConfig:
+    """Slices so narrow that one long sequence gives work to most multiprocessors. A wider one reads q and k less often.
+    The choice depends on the model alone: another one in mid-run would wait for a compilation."""
     columns = min(dim, 32)
-    if itemsize < 4 and dim > 64 and num_states * dim >= 128 * GpuFacts.of(device).num_multiprocessors:
-        columns = 64
     stage_bytes = (2 * dim + columns + 2 * CHUNK) * CHUNK * itemsize
     needed = stage_bytes * held_stages(2, device) + dim * columns * itemsize
-    return ScanConfig(columns, 4 if columns <= 32 else 8, 2 if itemsize < 4 and fits(needed, device) else 1)
+    return ScanConfig(columns, 4, 2 if itemsize < 4 and fits(needed, device) else 1)
 
 
 @triton.jit
@@ -72,7 +69,9 @@ def _inverse(A, CHUNK: tl.constexpr, dtype: tl.constexpr):
     return X
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "b_stride", "a_stride"], do_not_specialize_on_alignment=["b", "a", "cu_seqlens"]
+)
 def _prepare_chunks_kernel(
     inverses, scores, log_decays, mixed, b, a, A_log, dt_bias, cu_seqlens, num_seqs, b_stride, a_stride, scale,
     NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
@@ -137,7 +136,8 @@ def _store_tail(qkv, tails, read, slot, start, length, channel, qkv_stride, CONV
     tl.store(at + 2 * CONV_DIM, x2, mask=channel < CONV_DIM)
 
 
-@triton.jit
+# Where a step's numbers are in memory changes from step to step.
+@triton.jit(do_not_specialize_on_alignment=["cu_seqlens", "reads", "writes", "snapshots", "snapshot_lens"])
 def _scan_chunks_kernel(
     out, qkv, mixed, inverses, scores, log_decays, tails, states,
     cu_seqlens, reads, writes, snapshots, snapshot_lens, qkv_stride, scale,
@@ -242,7 +242,7 @@ def scan_chunks(
         inverses, scores, log_decays, mixed, b, a, A_log, dt_bias, cu_seqlens, num_seqs, b.stride(0), a.stride(0),
         scale, **sizes, INVERSE_DTYPE=inverse_dtype, num_warps=4,
     )  # fmt: skip
-    config = choose_scan(num_seqs * num_heads, dim, mixed.element_size(), mixed.device)
+    config = choose_scan(dim, mixed.element_size(), mixed.device)
     blocks = dim // config.columns
     channels = triton.next_power_of_2(triton.cdiv(conv_dim, num_heads * blocks))
     launcher(_scan_chunks_kernel, (blocks, num_heads, num_seqs))(

@@ -22,6 +22,8 @@ The functions share these arguments:
 - states: `[num_slots, num_value_heads, key_dim, value_dim]`, contiguous, float32 or bfloat16.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,7 +48,21 @@ from nanovllm.kernels.triton_stub import tl, triton
 _NORM_TILE = 1024  # numbers of a program
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+class DecodeConfig(NamedTuple):
+    """Launch constants."""
+
+    num_warps: int
+    max_registers: int  # of a thread; with half a multiprocessor's, one program loads a state while another computes
+
+
+def choose_decode(dim: int) -> DecodeConfig:
+    return DecodeConfig(8 if dim > 64 else 4, 128)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "b_stride", "a_stride"],
+    do_not_specialize_on_alignment=["b", "a", "slots", "context_lens"],
+)
 def _decode_kernel(
     out, mixed, z, b, a, A_log, dt_bias, norm_weight, states, slots, context_lens, num_rows, z_stride, b_stride,
     a_stride, scale, eps,
@@ -362,10 +378,12 @@ def delta_rule_decode_triton(
     if num_rows == 0:
         return out
     mixed = convolve_rows_triton(qkv, conv_weight, tails, slots, context_lens, dim, num_key_heads)
+    config = choose_decode(dim)
     launcher(_decode_kernel, (num_value_heads, num_rows), has_pdl(qkv.device))(
         out, mixed, z, b, a, A_log, dt_bias, norm_weight, states, slots, context_lens, num_rows,
         z.stride(0), b.stride(0), a.stride(0), dim**-0.5, eps,
-        NUM_KEY_HEADS=num_key_heads, NUM_HEADS=num_value_heads, DIM=dim, num_warps=8 if dim > 64 else 4, maxnreg=128,
+        NUM_KEY_HEADS=num_key_heads, NUM_HEADS=num_value_heads, DIM=dim, num_warps=config.num_warps,
+        maxnreg=config.max_registers,
     )  # fmt: skip
     return out
 
