@@ -10,6 +10,7 @@ from nanovllm.engine.requests.chat import ChatRenderer, as_tools
 
 DEMO_MODEL = Path(__file__).parents[2] / "assets" / "demo-model"
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
+IMAGE = {"type": "image_url", "image_url": {"url": "file:///cat.png"}}
 HELLO = {"role": "user", "content": "introduce yourself"}
 
 
@@ -169,6 +170,7 @@ def test_content_as_text_parts(llm):
         ({"role": "user", "content": ["hello"]}, r"content\[0\]"),
         ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}, r"content\[1\]"),
         ({"role": "user", "content": [{"type": "text", "text": 5}]}, r"content\[0\]"),
+        ({"role": "user", "content": [IMAGE]}, r"content\[0\] has type 'image_url': only the text part of a model"),
     ],
     ids=repr,
 )

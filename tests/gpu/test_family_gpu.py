@@ -15,6 +15,9 @@ With weights and KV cache in fp8, twelve results of a layer are rounded to e4m3 
 gate, up and down; keys and values. The gate's count twice, because SiLU is steeper than a line through 0. e4m3's
 significand has 4 bits, so rounding changes a number by 2^-4 of it at most. The mean of all rows is held to that,
 without the factor of four.
+
+Linear attention normalizes the output of each head, however small it is: of a token whose query and keys are nearly
+orthogonal, rounding may change the sign. So hybrids are held to twice these numbers, in the mean of all rows.
 """
 
 from functools import cache
@@ -47,6 +50,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+HYBRID = {"head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
 FAMILIES = {
     "llama": {"head_dim": 64, "rope_scaling": LLAMA3},
     "mistral": {"head_dim": 64, "sliding_window": 8},
@@ -70,13 +74,17 @@ FAMILIES = {
     },
     "qwen2": {},
     "qwen3": {"head_dim": 128},
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": HYBRID
+    | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+    | {"shared_expert_intermediate_size": 64},
     "qwen3_moe": {"head_dim": 64, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
 }
 # Its sizes, except for the number of layers and the vocabulary.
 QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": NUM_LAYERS, "head_dim": 128}
 QWEN3_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_shard_size": "9GB"}
 # The last prompt comes in two chunks, of which the second reads the cache.
-CHUNK = 200
+CHUNK = 179  # It has 64 tokens of the last prompt, and a hybrid's chunks are multiples of 64.
 OPTIONS = {
     "kvcache_block_size": 256,
     "num_kvcache_blocks": 24,
@@ -109,15 +117,16 @@ def make_family(directory, family, **changes):
     family = "qwen3" if family == "Qwen3-8B" else family
     path = make_checkpoint(directory, family=family, dtype=torch.bfloat16, **fields | changes)
     edit_tensors(path, lambda tensors: soften_attention(tensors, family))
-    if family == "qwen3_moe":
-        edit_tensors(path, choose_experts_by_token)
+    if "num_experts" in fields:
+        edit_tensors(path, lambda tensors: choose_experts_by_token(tensors, float(family == "qwen3_moe")))
     return path
 
 
 def soften_attention(tensors, family) -> None:
     """Bring the scores to about N(0, 1)."""
     for name, tensor in tensors.items():
-        if name.endswith("norm.weight") and family == "gemma3_text":
+        has_offset = family == "gemma3_text" or (family.startswith("qwen3_5") and "linear_attn" not in name)
+        if name.endswith("norm.weight") and has_offset:
             tensor -= 1
         elif name.endswith("q_proj.weight"):
             tensor *= 0.35
@@ -125,18 +134,18 @@ def soften_attention(tensors, family) -> None:
             tensor[: SHAPE["hidden_size"]] *= 0.35
 
 
-def choose_experts_by_token(tensors) -> None:
+def choose_experts_by_token(tensors, one: float) -> None:
     """Let a token's id choose its experts, by wide margins. Where two experts are nearly equal, rounding would choose
-    another one, and change the token's whole state."""
+    another one, and change the token's whole state. one: a norm's weight that changes nothing."""
     num_experts = len(tensors["model.layers.0.mlp.gate.weight"])
     embedding = tensors["model.embed_tokens.weight"]
     order = torch.arange(len(embedding)).unsqueeze(1) + torch.arange(num_experts)
     embedding[:, :num_experts] = order % num_experts / 8
     for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             tensor[:num_experts] = 0  # This part of the residual stream stays as it is.
         elif name.endswith("post_attention_layernorm.weight"):
-            tensor[:num_experts] = 1
+            tensor[:num_experts] = one
         elif name.endswith("mlp.gate.weight"):
             tensor.zero_().fill_diagonal_(1)
 
@@ -183,14 +192,22 @@ def errors(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[floa
     return [of_rows.max().item() for of_rows in errors_of_rows(found, expected)]
 
 
-def assert_rounded_to_fp8(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+def assert_rounded_to_fp8(found: list[torch.Tensor], expected: list[torch.Tensor], family: str) -> None:
+    most = 2 if is_hybrid(family) else 1
     for i, of_rows in enumerate(errors_of_rows(found, expected)):
-        assert fp8_bound(i + 1) / 8 < of_rows.mean() < fp8_bound(i + 1), f"after layer {i} of {NUM_LAYERS}"
+        assert fp8_bound(i + 1) / 8 < of_rows.mean() < most * fp8_bound(i + 1), f"after layer {i} of {NUM_LAYERS}"
 
 
-def assert_within_rounding(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for i, error in enumerate(errors(found, expected)):
-        assert error < bound(i + 1), f"after layer {i} of {NUM_LAYERS}"
+def assert_within_rounding(found: list[torch.Tensor], expected: list[torch.Tensor], family: str) -> None:
+    for i, of_rows in enumerate(errors_of_rows(found, expected)):
+        if is_hybrid(family):
+            assert of_rows.mean() < 2 * bound(i + 1) / 4, f"after layer {i} of {NUM_LAYERS}"
+        else:
+            assert of_rows.max() < bound(i + 1), f"after layer {i} of {NUM_LAYERS}"
+
+
+def is_hybrid(family: str) -> bool:
+    return family.startswith("qwen3_5")
 
 
 @pytest.fixture(scope="module")
@@ -238,14 +255,15 @@ def test_float32_on_a_cpu_is_transformers_layer_by_layer(make_case, family):
 def test_bfloat16_on_a_cpu_is_within_rounding(make_case, family):
     case = make_case(family)
     with make_llm(case.path, dtype="bfloat16", **OPTIONS) as llm:
-        assert_within_rounding(layer_outputs(llm), case.outputs)
+        assert_within_rounding(layer_outputs(llm), case.outputs, family)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe"])  # test_family_fp8.py has the others.
+# test_family_fp8.py has the others.
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe", "qwen3_5_text"])
 def test_fp8_on_a_cpu_is_within_rounding(make_case, family):
     case = make_case(family)
     with make_llm(case.path, dtype="bfloat16", **OPTIONS | FP8) as llm:
-        assert_rounded_to_fp8(layer_outputs(llm), case.outputs)
+        assert_rounded_to_fp8(layer_outputs(llm), case.outputs, family)
 
 
 # The settings, and the first layer that they change.
@@ -274,7 +292,7 @@ def test_bfloat16_on_a_gpu_is_within_rounding(make_case, family):
     case = make_case(family)
     options = {"attention_backend": "triton", "dtype": "bfloat16", "enforce_eager": True}
     with gpu_llm(case.path, **OPTIONS | options) as llm:
-        assert_within_rounding(layer_outputs(llm), case.outputs)
+        assert_within_rounding(layer_outputs(llm), case.outputs, family)
 
 
 @pytest.mark.gpu
@@ -298,7 +316,7 @@ def test_a_gpu_with_little_shared_memory(make_case, monkeypatch, family):
         tokens = complete(llm, PROMPTS, greedy(DECODE_STEPS))
         assert all(len(completion) == DECODE_STEPS for completion in tokens)
     with gpu_llm(case.path, **OPTIONS | options, enforce_eager=True) as llm:
-        assert_within_rounding(layer_outputs(llm), case.outputs)
+        assert_within_rounding(layer_outputs(llm), case.outputs, family)
     if family == "gemma3_text":
         assert {(each.rows, each.keys) for each in tiles} == {(64, 32)}
 
@@ -309,7 +327,7 @@ def test_fp8_on_a_gpu_is_within_rounding(make_case, family):
     case = make_case(family)
     options = {"attention_backend": "triton", "dtype": "bfloat16", "enforce_eager": True}
     with gpu_llm(case.path, **OPTIONS | FP8 | options) as llm:
-        assert_rounded_to_fp8(layer_outputs(llm), case.outputs)
+        assert_rounded_to_fp8(layer_outputs(llm), case.outputs, family)
 
 
 @pytest.mark.gpu

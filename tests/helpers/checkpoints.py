@@ -60,6 +60,9 @@ def make_checkpoint(
     }
     if family == "qwen3":
         fields["head_dim"] = 32
+    if family.startswith(("qwen3_5", "qwen3_next")):  # Of their own defaults a layer has 32 heads of 128.
+        fields |= {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        fields |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "full_attention_interval": 2}
     if not family.startswith("qwen"):  # Their defaults are of a larger vocabulary.
         fields |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     # Gemma 3's settings differ by the kind of layer, and both releases read the old spelling.

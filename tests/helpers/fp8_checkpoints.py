@@ -53,6 +53,11 @@ def dequantized(values: Tensor, scale: Tensor) -> Tensor:
     return (group(values.float(), rows, columns) * scale[:, None, :, None]).reshape(values.shape)
 
 
+def is_quantized(name: str) -> bool:
+    """Whether a checkpoint in fp8 has a module of this name in fp8."""
+    return name.endswith(("proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"))
+
+
 def weight_group(weight: Tensor, in_blocks: bool) -> tuple[int, int]:
     return (128, 128) if in_blocks else (1, weight.shape[1])
 
@@ -66,7 +71,7 @@ def make_fp8_checkpoint(directory: Path, in_blocks: bool, **fields) -> Path:
 
 def quantize_checkpoint(path: Path, in_blocks: bool) -> None:
     def quantize(tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if name.endswith("proj.weight")]:
+        for name in [name for name in tensors if is_quantized(name.removesuffix(".weight"))]:
             values, scale = rounded(tensors[name], *weight_group(tensors[name], in_blocks))
             tensors[name] = values
             tensors[name + ("_scale_inv" if in_blocks else "_scale")] = scale
@@ -84,7 +89,7 @@ def reference_model(path: Path, in_blocks: bool, with_inputs: bool = True) -> to
                 for of_expert in weight.data:
                     of_expert.copy_(dequantized(*rounded(of_expert, *weight_group(of_expert, in_blocks))))
             module.forward = partial(_experts, module, in_blocks if with_inputs else None)
-        elif name.endswith("proj"):
+        elif is_quantized(name):
             weight = module.weight.data
             module.weight.data = dequantized(*rounded(weight, *weight_group(weight, in_blocks)))
             if with_inputs:

@@ -10,6 +10,10 @@ from nanovllm.layers.formats.fp8 import Fp8
 
 # Sizes that two ranks may divide, in units of 16.
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+HYBRID = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+HYBRID |= {"linear_value_head_dim": 32, "head_dim": 32, "full_attention_interval": 2}
+SHARED_EXPERT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHARED_EXPERT |= {"shared_expert_intermediate_size": 64}
 FAMILIES = {
     "llama": {},
     "mistral": {"sliding_window": 16},
@@ -25,6 +29,9 @@ FAMILIES = {
     "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16, "sliding_window_pattern": 2},
     "qwen2": {},
     "qwen3": {},
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": HYBRID | SHARED_EXPERT,
+    "qwen3_next": HYBRID | SHARED_EXPERT | {"mlp_only_layers": [0]},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]},
 }
 PROMPT, COMPLETION = random_prompt(40, 1), random_prompt(60, 2)
@@ -83,6 +90,25 @@ def test_experts_in_blocks(tmp_path):
     quantize_checkpoint(path, in_blocks=True)
     names = [f"model.layers.1.{name}" for name in ("mlp.gate", "input_layernorm")]
     edit_json(path / "config.json", quantization_config=BLOCKS | {"modules_to_not_convert": ["lm_head", *names]})
+    with make_llm(path) as llm:
+        found = scored(llm, PROMPT, COMPLETION)
+    assert (found - expected).norm() < 0.2 * (unrounded - expected).norm()
+
+
+@needs_family("qwen3_5_moe_text")
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next"])
+def test_hybrids_in_blocks(family, tmp_path):
+    """As published: the gates of linear attention and of the shared expert are not quantized."""
+    sizes = {"hidden_size": 128, "head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    sizes |= {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "intermediate_size": 128}
+    path = make_checkpoint(tmp_path, family=family, **SHAPE | HYBRID | SHARED_EXPERT | sizes)
+    expected = reference_logprobs(path, PROMPT, COMPLETION, in_blocks=True)
+    unrounded = reference_logprobs(path, PROMPT, COMPLETION, in_blocks=True, with_inputs=False)
+    quantize_checkpoint(path, in_blocks=True)
+    gates = ["in_proj_a", "in_proj_b", "in_proj_ba", "conv1d"]
+    names = [f"model.layers.0.linear_attn.{gate}" for gate in gates] + ["model.layers.0.mlp.shared_expert_gate"]
+    ignored = {"modules_to_not_convert": ["lm_head", "model.visual", "mtp.fc", "model.layers.0.mlp.gate", *names]}
+    edit_json(path / "config.json", quantization_config=BLOCKS | ignored)
     with make_llm(path) as llm:
         found = scored(llm, PROMPT, COMPLETION)
     assert (found - expected).norm() < 0.2 * (unrounded - expected).norm()

@@ -53,6 +53,14 @@ FAMILIES = {
         "<|im_end|>",
         ("<|im_end|>", "<|endoftext|>"),
     ),
+    "Qwen3.5": Family(
+        "qwen3_5_text",
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+        CHATML.replace("assistant\n", "assistant\n<think>\n"),  # Thinking is on by default.
+        ("<|im_start|>", "user\nHi", "<|im_end|>", "\n", "<|im_start|>", "assistant\n", "<think>", "\n"),
+        "<|im_end|>",
+        ("<|im_end|>", "<|endoftext|>"),
+    ),
     "Mistral": Family(
         "mistral",
         ("<unk>", "<s>", "</s>", "[INST]", "[/INST]"),

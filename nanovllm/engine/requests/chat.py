@@ -24,6 +24,8 @@ _OF_TRANSFORMERS = (
     *("tokenize", "tokenizer_kwargs", "truncation"),
 )
 
+# How the types of a message's parts begin that are no texts.
+_NO_TEXTS = ("image", "video", "audio", "input_image", "input_audio")
 _MAX_KNOWN = 64  # templates of which is kept what they expect
 _PROBES = ("first-probe", "second-probe")  # texts that no template has of its own
 
@@ -63,6 +65,9 @@ def _check_message(message: Any, where: str) -> Message:
     if not isinstance(content, list | tuple):
         raise ValueError(f"{where}: content must be a text or a list of text parts, not {type(content).__name__}")
     for k, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind.startswith(_NO_TEXTS):
+            raise ValueError(f"{where}: content[{k}] has type {quoted(kind)}: only the text part of a model is loaded")
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f'{where}: content[{k}] must be {{"type": "text", "text": ...}}')
     return checked | {"content": [dict(part) for part in content]}
