@@ -94,6 +94,8 @@ def print_fit(model: str, memory_gib: Sequence[float] = (), **options: Any) -> b
     kv_per_token = needed.per_block / config.kvcache_block_size
     print(f"  KV cache         {kv_per_token / 1024:8.1f} KiB a token, ", end="")
     print(f"{length * kv_per_token / GIB:.2f} GiB for a sequence of {length} tokens")
+    if needed.per_slot:
+        print(f"  states           {needed.per_slot / GIB:8.3f} GiB a running sequence, and as much a snapshot")
     print(f"\n{'GPU':>26}  {'fits':4}  {'tokens in the KV cache':>22}  {f'sequences of {length} tokens':>24}")
     cards = [(f"{gib:g} GiB", int(gib * GIB)) for gib in memory_gib or CARDS_GIB]
     if torch.cuda.is_available() and not memory_gib:
