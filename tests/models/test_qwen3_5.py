@@ -33,6 +33,7 @@ HEADS = {
     "linear_value_head_dim": 32,
     "head_dim": 32,
     "num_hidden_layers": 4,
+    "full_attention_interval": 4,
 }
 EXPERTS = {
     "num_experts": 4,
