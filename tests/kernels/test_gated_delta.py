@@ -136,7 +136,7 @@ def test_a_padding_row_gives_zeros():
 
 
 # Sums in another order. In 16 bits also the rounding of q, k, v, states and corrections for the products.
-TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -371,7 +371,11 @@ def delta_rule_decode_triton(
     num_key_heads: int,
     num_value_heads: int,
 ) -> Tensor:
-    """Two launches. The first one writes q, k and v and the new tails, which several heads share."""
+    """Two launches. The first one writes q, k and v and the new tails, which several heads share.
+
+    Both are dependent launches (`dependent_launch`), and read slots, lengths, tails and states before they wait. So an
+    ordinary launch must come between two calls with the same states, as between any two steps.
+    """
     dim = _check_kernel(conv_weight, states)
     num_rows = len(qkv)
     out = torch.empty(num_rows, num_value_heads * dim, dtype=qkv.dtype, device=qkv.device)
