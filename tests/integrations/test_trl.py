@@ -1,6 +1,9 @@
 """TRL's GRPOTrainer, which learns from completions of an engine in its process: a few steps on tiny models."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 integration = pytest.importorskip("nanovllm.integrations.trl")
 
 pytestmark = pytest.mark.slow
+EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -152,3 +156,15 @@ def test_weights_that_are_no_numbers_end_the_training(llm, make_trainer):
     trainer.model.get_input_embeddings().weight.data.fill_(torch.nan)
     with pytest.raises(RuntimeError, match=r"step 0: .*NaN"):
         integration.Rollouts(llm)(TEXTS, trainer)
+
+
+@pytest.mark.parametrize("rollouts", ["nanovllm", "transformers"])
+def test_the_example_runs(rollouts, path):
+    sizes = ["--steps", "2", "--completions", "8", "--group", "4", "--batch-size", "4", "--max-tokens", "8", "--cpu"]
+    command = [sys.executable, EXAMPLE, path, "--rollouts", rollouts, *sizes]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("step ", "reward", "log-prob", "rollouts"))]
+    assert len(lines) == (5 if rollouts == "nanovllm" else 4)
+    assert lines[1].startswith("step 2: reward")
+    assert lines[-1].endswith("(medians)")
