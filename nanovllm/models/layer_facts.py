@@ -19,22 +19,29 @@ Make = Callable[[int], AnyProblem]  # a product of a layer in the context's phas
 
 
 def layer_products(layer: Any) -> list[Make]:
-    """A DecoderLayer's matrix products, in order, on new tensors with arbitrary content."""
+    """A DecoderLayer's matrix products on new tensors with arbitrary content."""
+    mixer, mlp, products = layer.mixer, layer.mlp, main_products(layer)
+    if isinstance(mixer, GatedDeltaNet):
+        products += [_linear("linear", each, layer.input_layernorm) for each in mixer.input_projections()[1:]]
+    if isinstance(mlp, MixtureOfExperts) and mlp.shared_expert is not None:
+        norm, shared = layer.post_attention_layernorm, mlp.shared_expert
+        products += [_linear("linear_silu", shared.gate_up_proj, norm), _linear("linear_add", shared.down_proj)]
+        products += [_linear("linear", mlp.shared_expert_gate, norm)]
+    return products
+
+
+def main_products(layer: Any) -> list[Make]:
+    """Those of layer_products that every layer has, in order: the input projection of attention or linear attention,
+    and the output projection; gate and up, or the router; down, or the experts."""
     mixer, o, mlp, mlp_norm = layer.mixer, layer.output_proj, layer.mlp, layer.post_attention_layernorm
-    projections = mixer.input_projections() if isinstance(mixer, GatedDeltaNet) else [mixer.qkv_proj]
+    projection = mixer.input_projections()[0] if isinstance(mixer, GatedDeltaNet) else mixer.qkv_proj
     # Of o_proj and down_proj, which add to the residual stream unless a norm is in between.
     operation = "linear"
     if layer.attention_output_norm is None:
         operation = "linear_add" if o.tp.size == 1 else "linear_sum"
-    products = [*(_linear("linear", each, layer.input_layernorm) for each in projections), _linear(operation, o)]
+    products = [_linear("linear", projection, layer.input_layernorm), _linear(operation, o)]
     if isinstance(mlp, MixtureOfExperts):
-        products += [_linear("linear", mlp.gate, mlp_norm), _experts(mlp, operation == "linear_add", mlp_norm)]
-        if mlp.shared_expert is None:
-            return products
-        shared = mlp.shared_expert
-        products += [_linear("linear_silu", shared.gate_up_proj, mlp_norm)]
-        products += [_linear("linear", mlp.shared_expert_gate, mlp_norm)]
-        return [*products, _linear("linear_add", shared.down_proj)]
+        return [*products, _linear("linear", mlp.gate, mlp_norm), _experts(mlp, operation == "linear_add", mlp_norm)]
     gate_up = _linear("linear_silu" if mlp.gelu is None else "linear", mlp.gate_up_proj, mlp_norm)
     return [*products, gate_up, _linear(operation, mlp.down_proj)]
 

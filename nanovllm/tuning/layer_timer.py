@@ -41,11 +41,11 @@ class LayerTimer:
     for its result. GELU, norms after o and down, and sums over ranks are left out: linear_sum is timed as linear_add.
     """
 
-    def __init__(self, problems: Sequence[AnyProblem], attention: TimedAttention):
+    def __init__(self, problems: Sequence[AnyProblem], attention: TimedAttention, has_attention: bool = True):
         """problems: of q, k, v; o; gate and up, or the router; down, or the experts; for any number of tokens. Their
-        tensors are not used."""
+        tensors are not used. has_attention: whether the layer has it. Linear attention is left out."""
         self.problems = tuple(problems)
-        self.attention = attention
+        self.attention, self._has_attention = attention, has_attention
         self.device = device = attention.shape.device
         keys = [problem.key for problem in problems]
         are_quantized = [problem.weight.scale is not None for problem in problems]
@@ -147,7 +147,7 @@ class LayerTimer:
         y: Any = residual
         for i, (problem, choice) in enumerate(zip(layer, picks, strict=True)):
             y = self._launch(self._with_tensors(problem, i, residual, y, residual), choice)
-            if i == 0 and not context.is_prefill:
+            if i == 0 and self._has_attention and not context.is_prefill:
                 y = self.attention(y, context)
 
     def _with_tensors(self, problem: AnyProblem, i: int, stream: torch.Tensor, before: Any, out: Any) -> AnyProblem:

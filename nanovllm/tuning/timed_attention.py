@@ -53,9 +53,10 @@ class TimedAttention:
         )
 
     def __call__(self, qkv: torch.Tensor, context: Context) -> torch.Tensor:
-        """qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`, overwritten.
+        """qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`, perhaps with further columns, overwritten.
         Returns `[num_tokens, num_heads * head_dim]`."""
         num_heads, num_kv_heads, head_dim = self.shape[:3]
+        qkv = qkv[:, : (num_heads + 2 * num_kv_heads) * head_dim]
         attn, weight = self._attn, self._norm_weight
         qk_norm_rope_store(
             qkv, weight, weight, 1e-6, self._cos_sin_cache, self._positions[: len(qkv)], attn.k_cache, attn.v_cache,

@@ -29,8 +29,9 @@ from nanovllm.layers.matmul.table import (
     write_table,
 )
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.models.layer_facts import layer_products
+from nanovllm.models.layer_facts import main_products
 from nanovllm.models.make_model import make_model
+from nanovllm.models.qwen3_5 import has_linear_attention, linear_layers
 from nanovllm.tuning.journal import Journal
 from nanovllm.tuning.progress import Progress
 from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Picks, Result, Tuner
@@ -54,55 +55,66 @@ def tune_model(
 ) -> None:
     """Measure a model's products on a GPU, and write the table to `output`, into the package, or to the user's cache.
     What a run that was stopped has measured is not measured again. Raises ValueError with a message for the user."""
-    layer = meta_layer(model, num_gpus, quantization)
-    problems = layer_problems(layer)
+    layers = meta_layers(model, num_gpus, quantization)
     if dry_run:
-        _list(problems)
+        for layer in layers:
+            _list(layer_problems(layer))
         return
     gpu_device = _gpu(device)
-    from nanovllm.tuning.layer_timer import LayerTimer
-    from nanovllm.tuning.timed_attention import TimedAttention
-
     with torch.cuda.device(gpu_device):
         gpu = GpuFacts.of(gpu_device).name
         path = output or (package_path(gpu) if into_package else user_path(gpu))
         print(f"{model} on {num_gpus} x {gpu}")
-        start = time.perf_counter()
-        present = load_table(gpu_device)
-        timer = LayerTimer(problems, TimedAttention(_attention_shape(layer, gpu_device), present, max(DECODE_TOKENS)))
-        keys, top_k = keys_and_top_k(problems)
-        num_multiprocessors = GpuFacts.of(gpu_device).num_multiprocessors
-        tuner = Tuner(keys, present, timer.candidates.values(), num_multiprocessors, timer.fitted, top_k)
-        versions = installed_versions(*_PACKAGES)
-        inputs = [type(problem.x).__name__ for problem in problems]  # whether they are normalized first
-        journal = Journal((gpu, keys, top_k, inputs, versions, sorted(timer.candidates), _COUNTS))
-        known = journal.read()
-        steps = [(phase, n) for phase, counts in _COUNTS.items() for n in counts if (phase, n) not in known]
-        if known:
-            num_steps = len(known) + len(steps)
-            print(f"{len(known)} of {num_steps} numbers of tokens were measured by a run that was stopped.")
-            print(f"To measure them anew, remove {journal.path}", flush=True)
-        with Progress("compiling kernels", "kernel") as progress:
-            timer.compile(_trials(tuner, steps), progress.show)
-        # What a step needs less than the most counts as done when the next one begins.
-        ends = dict(zip(steps, accumulate(tuner.most_timings(*step) for step in steps), strict=True))
-        total = max(ends.values(), default=0)
-        with Progress("measuring", "layer", total) as progress:
+        shape = next(_attention_shape(layer, gpu_device) for layer in layers if layer.self_attn is not None)
+        for layer in layers:
+            start = time.perf_counter()
+            num_rows = _tune_layer(layer, shape, gpu_device, path)
+            print(f"{num_rows} rows in {time.perf_counter() - start:.0f} s: {path}")
 
-            def time_layer(phase: str, num_tokens: int, picks: Picks) -> float | None:
-                progress.step()
-                return timer(phase, num_tokens, picks)
 
-            def keep(phase: str, num_tokens: int, result: Result) -> None:
-                journal.add(phase, num_tokens, result)
-                progress.show(ends[phase, num_tokens], total)
+def _tune_layer(layer: Any, shape: AttentionShape, device: torch.device, path: Path) -> int:
+    """Measure a layer's products, and add them to the table at `path`. Returns the number of its rows. shape: of the
+    model's attention, which is computed between the products if the layer has it."""
+    from nanovllm.tuning.layer_timer import LayerTimer
+    from nanovllm.tuning.timed_attention import TimedAttention
 
-            found = tuner.tune(time_layer, _COUNTS, progress.tell, known, keep)
+    gpu, problems = GpuFacts.of(device).name, layer_problems(layer)
+    present = load_table(device)
+    attention = TimedAttention(shape, present, max(DECODE_TOKENS))
+    timer = LayerTimer(problems, attention, has_attention=layer.self_attn is not None)
+    keys, top_k = keys_and_top_k(problems)
+    num_multiprocessors = GpuFacts.of(device).num_multiprocessors
+    tuner = Tuner(keys, present, timer.candidates.values(), num_multiprocessors, timer.fitted, top_k)
+    versions = installed_versions(*_PACKAGES)
+    inputs = [type(problem.x).__name__ for problem in problems]  # whether they are normalized first
+    journal = Journal((gpu, keys, top_k, inputs, versions, sorted(timer.candidates), _COUNTS))
+    known = journal.read()
+    steps = [(phase, n) for phase, counts in _COUNTS.items() for n in counts if (phase, n) not in known]
+    if known:
+        num_steps = len(known) + len(steps)
+        print(f"{len(known)} of {num_steps} numbers of tokens were measured by a run that was stopped.")
+        print(f"To measure them anew, remove {journal.path}", flush=True)
+    with Progress("compiling kernels", "kernel") as progress:
+        timer.compile(_trials(tuner, steps), progress.show)
+    # What a step needs less than the most counts as done when the next one begins.
+    ends = dict(zip(steps, accumulate(tuner.most_timings(*step) for step in steps), strict=True))
+    total = max(ends.values(), default=0)
+    with Progress("measuring", "layer", total) as progress:
+
+        def time_layer(phase: str, num_tokens: int, picks: Picks) -> float | None:
+            progress.step()
+            return timer(phase, num_tokens, picks)
+
+        def keep(phase: str, num_tokens: int, result: Result) -> None:
+            journal.add(phase, num_tokens, result)
+            progress.show(ends[phase, num_tokens], total)
+
+        found = tuner.tune(time_layer, _COUNTS, progress.tell, known, keep)
     # An existing file keeps its rows of other models.
     before = read_table(path) if path.is_file() else Table()
     write_table(path, gpu, before.updated(Table(found.rows, found.settings, versions)))
     journal.remove()
-    print(f"{len(found.rows)} rows in {time.perf_counter() - start:.0f} s: {path}")
+    return len(found.rows)
 
 
 def _gpu(name: str) -> torch.device:
@@ -118,22 +130,25 @@ def _gpu(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
-def meta_layer(model: str, num_gpus: int = 1, quantization: str | None = None) -> Any:
-    """A model's DecoderLayer on one GPU of num_gpus, without memory. Raises ValueError if there is no such model, or if
-    it cannot be split."""
+def meta_layers(model: str, num_gpus: int = 1, quantization: str | None = None) -> list[Any]:
+    """The first DecoderLayer of a model on one GPU of num_gpus, without memory; of a hybrid, the first one with
+    attention and the first one without. Raises ValueError if there is no such model, or if it cannot be split."""
     options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True}
     # float16 takes the same time as bfloat16.
     config = Config(model, dtype="bfloat16", quantization=quantization, tensor_parallel_size=num_gpus, **options)
-    config.hf_config.num_hidden_layers = 1
+    c = config.hf_config
+    kinds = linear_layers(c) if has_linear_attention(c) else (False,)
+    first_ones = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    c.num_hidden_layers = max(first_ones) + 1
     tp = TensorParallel(size=num_gpus)
     with weight_format(config.weight_format):
-        decoder: Any = make_model(config.hf_config, config.dtype, torch.device("meta"), 1, TorchBackend(), tp, Matmul())
-    return decoder.model.layers[0]
+        decoder: Any = make_model(c, config.dtype, torch.device("meta"), 1, TorchBackend(), tp, Matmul())
+    return [decoder.model.layers[i] for i in first_ones]
 
 
 def layer_problems(layer: Any) -> list[AnyProblem]:
-    """A DecoderLayer's products, of one token."""
-    return [make(1) for make in layer_products(layer)]
+    """A DecoderLayer's main products, of one token."""
+    return [make(1) for make in main_products(layer)]
 
 
 def keys_and_top_k(problems: Iterable[AnyProblem]) -> tuple[list[Key], int]:

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 
 import pytest
+from checkpoints import needs_family
 
 from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE
 from nanovllm.layers.matmul.candidates import ALL
 from nanovllm.layers.matmul.row import Row
 from nanovllm.layers.matmul.table import Choice, Key, Table, package_table
-from nanovllm.tuning.tune_model import keys_and_top_k, layer_problems, meta_layer
+from nanovllm.tuning.tune_model import keys_and_top_k, layer_problems, meta_layers
 from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Tuner
 
 KEYS = [
@@ -335,8 +336,15 @@ def test_a_layer_with_experts_is_tuned():
     ],
 )
 def test_rows_of_every_kind_of_layer(model, gate_up):
-    keys, top_k = keys_and_top_k(layer_problems(meta_layer(model)))
+    keys, top_k = keys_and_top_k(layer_problems(meta_layers(model)[0]))
     tuner = Tuner(keys, Table(), ALL, H200, top_k=top_k)
     table = tuner.tune(lambda phase, num_tokens, picks: 100.0, {"decode": (1, 64), "prefill": (2048,)}, print)
     assert set(table.rows) == {in_phase(shape, phase) for shape in keys for phase in ("decode", "prefill")}
     assert table.settings["padding"].keys() == {f"{gate_up} bfloat16"}
+
+
+@needs_family("qwen3_5_text")
+def test_both_kinds_of_layers_of_a_hybrid():
+    linear, attention = ({problem.key.N for problem in layer_problems(layer)} for layer in meta_layers("Qwen3.5-9B"))
+    assert linear - attention == {2 * 2048 + 2 * 4096 + 2 * 32}
+    assert attention - linear == {2 * 4096 + 2 * 1024}
