@@ -173,10 +173,11 @@ class GatedDeltaNet(nn.Module):
 
     def _decode(self, inputs: list[Tensor], context: Context) -> Tensor:
         order = context.row_order
-        rows: list[Any] = [*inputs, context.slots, context.context_lens]
+        # Slots and lengths first, because the kernels read these before the launch before them has ended.
+        rows: list[Any] = [context.slots, context.context_lens, *inputs]
         if order is not None:
             rows = [x[order] for x in rows]
-        *inputs, slots, lens = rows
+        slots, lens, *inputs = rows
         arguments: Any = (*inputs, *self._weights(), self.tails, self.states, slots, lens, *self._heads())
         out = delta_rule_decode(*arguments)
         return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
