@@ -5,7 +5,16 @@ import signal
 
 import pytest
 import torch
-from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
+from checkpoints import (
+    Reference,
+    assert_idle,
+    complete,
+    greedy,
+    make_checkpoint,
+    make_llm,
+    needs_family,
+    random_prompt,
+)
 from gpu_engines import DEMO_MODEL, DEMO_PROMPTS, REGRET, needs_demo_model
 from listeners import LOOPBACK, listening_addresses
 
@@ -42,6 +51,30 @@ def test_tokens_in_float32(shared, eager):
         agreeing = sum(a == b for a, b in zip(complete(llm, prompts, params), drawn, strict=True))
         assert agreeing >= len(prompts) - 1
         assert_idle(llm)
+
+
+@needs_family("qwen3_5_text")
+@pytest.mark.parametrize("eager", [False, True])
+def test_tokens_of_a_hybrid(tmp_path, eager):
+    """Its key heads, value heads and query heads are split, and its norms have weights in float32."""
+    path = make_checkpoint(tmp_path, family="qwen3_5_text", num_hidden_layers=4, head_dim=64)
+    reference = Reference(path)
+    prompts = reference.draw_prompts((3, 40, 1, 300), 10)
+    prompts += reference.draw_prompts((530, 600), 10, prefix=random_prompt(515, seed=1))
+    expected = reference.greedy(prompts, 10)
+    options = GPU | {"dtype": "float32", "enforce_eager": eager, "max_num_batched_tokens": 700}
+    with make_llm(path, tensor_parallel_size=2, **options) as llm:
+        for num_seqs in (6, 6, 3, 1):
+            assert complete(llm, prompts[:num_seqs], greedy(10)) == expected[:num_seqs]
+        assert llm.scheduler.num_prefix_hits >= 3 * 512
+        assert_idle(llm)
+    # In 16 bits, by kernels that sum over the GPUs.
+    agreeing = []
+    for size in (1, 2):
+        options["dtype"] = "bfloat16"
+        with make_llm(path, tensor_parallel_size=size, **options) as llm:
+            agreeing.append(complete(llm, prompts, greedy(3)))
+    assert sum(a == b for a, b in zip(*agreeing, strict=True)) >= 4
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -95,9 +128,11 @@ def test_decode_steps_of_forty(tmp_path, eager):
         assert_idle(llm)
 
 
-def test_log_probabilities_of_long_prefills(tmp_path):
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_5_text", marks=needs_family("qwen3_5_text"))])
+def test_log_probabilities_of_long_prefills(tmp_path, family):
     """Steps whose sums travel in two parts: as close to float32 as one GPU is, whatever the parts are."""
-    path = make_checkpoint(tmp_path, head_dim=64, num_hidden_layers=5, attention_bias=True, hidden_size=192)
+    fields = {"head_dim": 64, "num_hidden_layers": 5, "attention_bias": True, "hidden_size": 192}
+    path = make_checkpoint(tmp_path, family=family, **fields)
     prompts = [random_prompt(length, seed=length) for length in (900, 1000, 513, 700, 983, 1001, 600, 999, 450, 7)]
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
     logprobs = []
