@@ -26,7 +26,6 @@ def layer_products(layer: Any) -> list[Make]:
     if isinstance(mlp, MixtureOfExperts) and mlp.shared_expert is not None:
         norm, shared = layer.post_attention_layernorm, mlp.shared_expert
         products += [_linear("linear_silu", shared.gate_up_proj, norm), _linear("linear_add", shared.down_proj)]
-        products += [_linear("linear", mlp.shared_expert_gate, norm)]
     return products
 
 
@@ -69,7 +68,8 @@ def _experts(mlp: MixtureOfExperts, add: bool, norm: RMSNorm | None) -> Make:
         lens = None
         if key.phase == "decode":
             lens = torch.ones(num_tokens, dtype=torch.int32, device=x.device)
-        tensors = Normed(x, norm) if norm else x, x.new_empty(num_tokens, key.experts), weight
+        logits = x.new_empty(num_tokens, len(mlp.gate.weight))[:, : key.experts]
+        tensors = Normed(x, norm) if norm else x, logits, weight
         down, out = mlp.experts.down_proj.matrix, torch.empty_like(x)
         return ExpertsProblem(key, *tensors, down, mlp.top_k, mlp.normalize, out, add, lens)
 

@@ -13,6 +13,9 @@ from nanovllm.utils.checks import is_int, require
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
     """Qwen3.5 whose MLPs are mixtures of experts, one of which every token has, by a gate of its own."""
 
+    packed_modules_mapping = Qwen3_5ForCausalLM.packed_modules_mapping | {
+        "gate": {"gate": "router", "shared_expert_gate": "shared"}
+    }
     switches = Qwen3_5ForCausalLM.switches | {"num_experts", "num_local_experts"}
 
     @staticmethod

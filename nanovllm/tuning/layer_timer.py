@@ -158,7 +158,8 @@ class LayerTimer:
         key = problem.key._replace(phase="prefill" if get_context().is_prefill else "decode")
         if isinstance(problem, ExpertsProblem):
             lens = get_context().context_lens
-            return problem._replace(key=key, x=hidden, logits=before, out=out, add=True, context_lens=lens)
+            logits = before[:, : key.experts]
+            return problem._replace(key=key, x=hidden, logits=logits, out=out, add=True, context_lens=lens)
         if i in (0, 2):
             return problem._replace(key=key, x=hidden)
         x = before if isinstance(before, Gated) else before[:, : key.K]

@@ -47,9 +47,9 @@ CHOICES = [
 ]
 
 
-def make_layer(tp=None, dtype=torch.float32, seed=0, matmul=None):
+def make_layer(tp=None, dtype=torch.float32, seed=0, matmul=None, shared_size=0):
     sizes = HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K
-    layer = MixtureOfExperts(*sizes, True, tp or TensorParallel(), matmul or Matmul()).to(dtype)
+    layer = MixtureOfExperts(*sizes, True, tp or TensorParallel(), matmul or Matmul(), shared_size).to(dtype)
     torch.manual_seed(seed)
     for parameter in layer.parameters():
         parameter.data.normal_(std=0.3)
@@ -331,6 +331,32 @@ class Recorder(Candidate):
     def launch(self, problem, constants):
         self.asked.add((self.name, constants, problem.context_lens is None))
         return problem.out
+
+
+class Unkept(Normed):
+    """Computed anew for each product, as by kernels that contain the norm."""
+
+    def value(self):
+        return RMSNorm.forward(self._norm, self.residual)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_shared_expert_reads_the_residual_stream_before_it_changes(num_ranks):
+    residual, norm = make_input(5)
+    x, total, out = norm(residual), residual.clone(), residual.clone()
+    for rank in range(num_ranks):
+        layer = make_layer(TensorParallel(rank, num_ranks), seed=rank, shared_size=32)
+        experts, shared, logits = layer.experts, layer.shared_expert, F.linear(x, layer.gate.weight)
+        routed = route_torch(logits[:, :NUM_EXPERTS], TOP_K, True)
+        total += experts_sum(x, routed, experts.gate_up_proj.matrix, experts.down_proj.matrix)
+        gate, up = F.linear(x, shared.gate_up_proj.weight).chunk(2, dim=1)
+        weight = logits[:, NUM_EXPERTS].sigmoid().unsqueeze(1)
+        total += weight * F.linear(F.silu(gate) * up, shared.down_proj.weight)
+        if num_ranks == 1:
+            layer.part_of_sum("linear_add", Unkept(out, norm), out)
+        else:
+            out += layer.part_of_sum("linear", Unkept(residual, norm))
+    torch.testing.assert_close(out, total)
 
 
 def test_every_kernel_of_the_table_is_compiled_at_the_start():

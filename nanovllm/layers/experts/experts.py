@@ -82,6 +82,29 @@ class Experts(nn.Module):
         self.down_proj = RowParallelExperts(num_experts, intermediate_size, hidden_size, tp)
 
 
+class Router(ReplicatedLinear):
+    """The router, with the gate of a shared expert as a further row of its weight: one launch less than two products.
+    Shard ids: "router" and "shared"; None of a router alone.
+
+    forward: [num_tokens, hidden_size] -> [num_tokens, num_experts, and more if there is a gate].
+    """
+
+    def __init__(self, hidden_size: int, num_experts: int, has_gate: bool, tp: TensorParallel, matmul: Matmul):
+        self.num_experts = num_experts
+        # Rows of whole 16 bytes in its result.
+        num_rows = -(-(num_experts + 1) // 8) * 8 if has_gate else num_experts
+        super().__init__(hidden_size, num_rows, False, tp, matmul)
+        if has_gate:
+            shards = {"router": (num_experts, hidden_size), "shared": (1, hidden_size)}
+            self.weight.shards |= shards  # type: ignore[attr-defined]
+            self.weight.data[num_experts + 1 :] = 0
+
+    def weight_loader(self, param: Any, loaded: Any, shard_id: object = None) -> None:
+        param.format.store(param, loaded[:], self.num_experts if shard_id == "shared" else 0)
+
+    bias_loader = weight_loader
+
+
 class SharedExpert(nn.Module):
     """An MLP that every token passes through, under its names in checkpoints."""
 
@@ -114,8 +137,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.tp, self.top_k, self.normalize = tp, top_k, normalize
         with weight_format(None):
-            self.gate = ReplicatedLinear(hidden_size, num_experts, False, tp, matmul)
-            self.shared_expert_gate: Any = ReplicatedLinear(hidden_size, 1, False, tp, matmul) if shared_size else None
+            self.gate = Router(hidden_size, num_experts, shared_size > 0, tp, matmul)
         self.shared_expert: Any = SharedExpert(hidden_size, shared_size, tp, matmul) if shared_size else None
         self.experts = Experts(num_experts, hidden_size, intermediate_size, tp)
         self.products = Products(matmul, self.experts.gate_up_proj)
@@ -134,7 +156,15 @@ class MixtureOfExperts(nn.Module):
 
     def part_of_sum(self, operation: str, x: torch.Tensor | Normed, out: torch.Tensor | None = None) -> Any:
         """The same as RowParallelLinear's."""
-        logits = self.gate(x)
+        results = logits = self.gate(x)
+        gated: Any = None
+        if self.shared_expert is not None:
+            logits = results[:, : self.gate.num_experts]
+            # Before the experts, who may overwrite the residual stream that x is the norm of. The gate multiplies the
+            # input of the last product, which is narrower than its result.
+            gated = self.shared_expert.gate_up_proj.silu(x)
+            gated = gated.value() if isinstance(gated, Gated) else gated
+            sigmoid_gate(gated, results[:, self.gate.num_experts :][:, :1])
         if out is None:
             out = logits.new_empty(len(x), self.gate.weight.shape[1])
         lens = get_context().context_lens
@@ -144,14 +174,6 @@ class MixtureOfExperts(nn.Module):
         key, row = product.row
         options = self.top_k, self.normalize, out, operation == "linear_add", lens
         y = compute(ExpertsProblem(key, x, logits, product.weight, down, *options), row[len(x)])
-        if self.shared_expert is not None:
-            self._add_shared(y, x)
+        if gated is not None:
+            self.shared_expert.down_proj.part_of_sum("linear_add", gated, y)
         return y
-
-    def _add_shared(self, y: torch.Tensor, x: torch.Tensor | Normed) -> None:
-        """Add the shared expert's output for x to y. Its gate multiplies the input of its last product, which is
-        narrower."""
-        gated = self.shared_expert.gate_up_proj.silu(x)
-        gated = gated.value() if isinstance(gated, Gated) else gated
-        sigmoid_gate(gated, self.shared_expert_gate(x))
-        self.shared_expert.down_proj.part_of_sum("linear_add", gated, y)
