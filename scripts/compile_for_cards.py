@@ -41,7 +41,6 @@ from nanovllm.kernels.experts.experts import TileConfig
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.shared_memory import fits, held_stages
 from nanovllm.layers.attention.gpu_backend import GpuBackend
-from nanovllm.layers.parallel import residual_reducer
 from nanovllm.layers.parallel import tensor_parallel as parallel
 from nanovllm.layers.parallel.residual_reducer import make_reducer
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
@@ -253,7 +252,6 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
             (model_runner, "load_quack", lambda *args, **options: None),
             (GpuBackend, "use_flash_attn4", lambda *args, **options: None),
             (parallel, "_run", lambda *args: None),
-            (residual_reducer, "copy_bytes", lambda *args: None),
         ):
             stack.enter_context(patch.object(target, name, value))
         for block in (FakeTensorMode(allow_non_fake_inputs=True), _OnPretendedCards(), torch.inference_mode()):

@@ -3,7 +3,6 @@
 Every parameter knows how it is loaded (`parameters`), and the weight's format how it is stored (`formats`).
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from nanovllm.layers.formats.parameters import load_rows, make_parameter
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.matmul import Matmul, Products
-from nanovllm.layers.parallel.rank_sums import NormedParts, add_over_ranks
+from nanovllm.layers.parallel.rank_sums import add_over_ranks
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 
 
@@ -110,15 +109,8 @@ class ColumnParallelLinear(LinearBase):
 
     bias_loader = weight_loader
 
-    def forward(self, x: Input | NormedParts) -> Any:
-        product = self.products["linear"]
-        if not isinstance(x, NormedParts):
-            return product(x)
-        y, start = x.residual.new_empty(len(x.residual), len(self.weight)), 0
-        for part in x.parts:
-            product(part, y[start : start + len(part)])
-            start += len(part)
-        return y
+    def forward(self, x: Input) -> Any:
+        return self.products["linear"](x)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -202,12 +194,12 @@ class RowParallelLinear(LinearBase):
     def add(
         self,
         residual: Tensor,
-        x: Tensor | Gated | Iterable[Tensor | Gated],
+        x: Tensor | Gated,
         norm: RMSNorm | None,
         output_norm: RMSNorm | None = None,
-    ) -> Normed | NormedParts:
+    ) -> Normed:
         """Add y, or output_norm(y), to residual, in place. Returns norm of the sum; without a norm, the sum itself."""
-        if self.tp.size > 1 or self.tp.reducer is not None or not isinstance(x, Tensor | Normed | Gated):
+        if self.tp.size > 1 or self.tp.reducer is not None:
             return add_over_ranks(self, residual, x, norm, output_norm)
         if output_norm is not None:
             output_norm.add_to(residual, self.products["linear"](x))

@@ -13,7 +13,6 @@ from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.matmul.matmul import Matmul
-from nanovllm.layers.parallel.rank_sums import NormedParts
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.utils.context import Context, get_context
 
@@ -155,7 +154,7 @@ class GatedDeltaNet(nn.Module):
         first = self.tp.rank * len(param)
         param.data.copy_(loaded[first : first + len(param)])
 
-    def forward(self, positions: Tensor, hidden: Normed | NormedParts, rows: Tensor | slice | None = None) -> Tensor:
+    def forward(self, positions: Tensor, hidden: Normed, rows: Tensor | slice | None = None) -> Tensor:
         """rows: the tokens whose output is needed, None for all. The states need all tokens."""
         context, inputs = get_context(), self._project(hidden)
         out = self._prefill(inputs, context) if context.is_prefill else self._decode(inputs, context)
@@ -191,14 +190,12 @@ class GatedDeltaNet(nn.Module):
     def input_projections(self) -> list[DeltaNetProjection]:
         return [self.in_proj_qkvz, self.in_proj_ba] if self.in_proj is None else [self.in_proj]
 
-    def _project(self, hidden: Normed | NormedParts) -> list[Any]:
+    def _project(self, hidden: Normed) -> list[Any]:
         """q, k and v side by side, z, b, a."""
         sizes = self.shape.sizes
         widths = [self.shape.conv_dim, sizes["z"]]
         if self.in_proj is not None:
             return list(self.in_proj(hidden).split((*widths, sizes["b"], sizes["a"]), dim=1))
-        if isinstance(hidden, NormedParts):
-            hidden = Normed(hidden.value(), None)  # Parts can be read once.
         qkvz, gates = self.in_proj_qkvz(hidden), self.in_proj_ba(hidden)
         return [*qkvz.split(widths, dim=1), *gates.split((sizes["b"], sizes["a"]), dim=1)]
 

@@ -1,7 +1,6 @@
 """The decoder that all families share: attention and a gated MLP on a residual stream."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -25,7 +24,7 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.linear_attention import GatedDeltaNet
 from nanovllm.layers.matmul.matmul import Matmul
-from nanovllm.layers.parallel.rank_sums import NormedParts, begin_sums
+from nanovllm.layers.parallel.rank_sums import begin_sums
 from nanovllm.layers.parallel.sharded_norm import ShardedRMSNorm, normalize_over_ranks
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
@@ -77,7 +76,7 @@ class DecoderAttention(nn.Module):
         self.rotary_emb = rotary_emb
         self.attn = Attention(self.head_dim, backend, spec.window(layer), spec.attention_scale)
 
-    def forward(self, positions: torch.Tensor, hidden: Normed | NormedParts, rows: Rows | None = None) -> torch.Tensor:
+    def forward(self, positions: torch.Tensor, hidden: Normed, rows: Rows | None = None) -> torch.Tensor:
         """rows: the tokens whose attention is needed, None for all. Of the others only keys and values are needed."""
         qkv, gate = self.qkv_proj(hidden), None
         if self.has_gate:
@@ -132,20 +131,15 @@ class DecoderMLP(nn.Module):
     def add(
         self,
         residual: torch.Tensor,
-        hidden: Normed | NormedParts,
+        hidden: Normed,
         norm: RMSNorm | None,
         output_norm: RMSNorm | None = None,
-    ) -> Normed | NormedParts:
+    ) -> Normed:
         """Add the MLP's output for `hidden`, or output_norm of it, to residual [num_tokens, hidden_size], in place.
         Returns norm of the sum; without a norm, the sum itself."""
-        # The input of down_proj, [num_tokens, this rank's intermediate_size]; in parts if the hidden states are.
-        gated: torch.Tensor | Gated | Iterator[torch.Tensor | Gated]
-        if self.gelu is not None:
-            gated = self.gelu(self.gate_up_proj(hidden))
-        elif isinstance(hidden, NormedParts):
-            gated = map(self.gate_up_proj.silu, hidden.parts)
-        else:
-            gated = self.gate_up_proj.silu(hidden)
+        # The input of down_proj, [num_tokens, this rank's intermediate_size].
+        gated: torch.Tensor | Gated
+        gated = self.gate_up_proj.silu(hidden) if self.gelu is None else self.gelu(self.gate_up_proj(hidden))
         return self.down_proj.add(residual, gated, norm, output_norm)
 
 
@@ -181,8 +175,8 @@ class DecoderLayer(nn.Module):
         self.mlp_output_norm = norm(spec.norms != "before")
 
     def forward(
-        self, positions: torch.Tensor, hidden: Normed | NormedParts, next_norm: RMSNorm | None, rows: Rows | None = None
-    ) -> Normed | NormedParts:
+        self, positions: torch.Tensor, hidden: Normed, next_norm: RMSNorm | None, rows: Rows | None = None
+    ) -> Normed:
         """
         Args:
             positions: int64 [num_tokens].

@@ -30,7 +30,6 @@ from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.matmul.row import Row
 from nanovllm.layers.matmul.table import Choice, Key, Table, package_table
-from nanovllm.layers.parallel.rank_sums import NormedParts
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.layer_facts import num_layer_params
 from nanovllm.models.loader import load_dummy, load_model
@@ -276,30 +275,6 @@ def test_the_result_is_normalized_before_it_is_added():
     layer, (residual, norm) = make_layer(), make_input(9)
     expected = residual + 2 * (expected_result(layer, residual, norm) - residual)
     layer.add(residual, Normed(residual, norm), norm, OutputNorm())
-    torch.testing.assert_close(residual, expected)
-
-
-def test_a_prefill_in_parts_is_the_same_prefill():
-    class SumsAtOnce:
-        is_posting = False
-
-        def __init__(self):
-            self.long_sums = self
-
-        def send(self, partial):
-            return partial
-
-        def finish(self, residual, partial, weight, eps):
-            residual += partial
-            return residual
-
-    whole, (residual, norm) = make_layer(), make_input(9)
-    expected = expected_result(whole, residual, norm)
-    layer = make_layer(TensorParallel(reducer=SumsAtOnce()))
-    parts = NormedParts(residual, iter(norm(residual).split(5)))
-    with step_context(Context(is_prefill=True)):
-        result = layer.add(residual, parts, norm)
-        torch.testing.assert_close(result.value(), expected)
     torch.testing.assert_close(residual, expected)
 
 

@@ -107,9 +107,6 @@ class AloneReducer:
     def takes(self, num_tokens):
         return True
 
-    def takes_parts(self, num_tokens):
-        return False
-
     def partial(self, num_tokens):
         return torch.full((num_tokens, 32), float("nan"), dtype=torch.float16)
 

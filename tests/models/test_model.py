@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from backends import decode_context, prepare
 
-from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.layers.attention.attention import AttentionShape
 from nanovllm.layers.attention.rotary_embedding import RopeParameters
 from nanovllm.layers.attention.torch_backend import TorchBackend
@@ -85,60 +84,6 @@ def test_a_product_is_added_to_the_residual_in_place(bias):
     expected = residual + F.linear(x, layer.weight, layer.bias)
     assert layer.add(residual, x, None).value() is residual
     torch.testing.assert_close(residual, expected)
-
-
-class SumsInTurns:
-    """Stands in for a ResidualReducer whose rank is alone; takes note of the order in which sums begin and end."""
-
-    is_posting = False
-
-    def __init__(self, min_tokens):
-        self.long_sums, self.log, self.min_tokens = self, [], min_tokens
-
-    def begin_pass(self, num_sums, is_posting):
-        assert not is_posting
-
-    def takes_parts(self, num_tokens):
-        return num_tokens >= self.min_tokens
-
-    def takes(self, num_tokens):
-        return False
-
-    def send(self, partial):
-        self.log.append("send")
-        return partial
-
-    def finish(self, residual, partial, weight, eps):
-        self.log.append("finish")
-        residual += partial
-        return rms_norm_torch(residual, weight, eps)
-
-
-@pytest.mark.parametrize("lens", [[2], [3, 1, 7], [16]])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_a_prefill_in_parts_is_the_same_prefill(model, lens, has_bias):
-    """Where a part is sent and when it is finished must not matter to anything but time."""
-    ends = torch.tensor([0, *lens]).cumsum(0)
-    cu_seqlens = ends.int()
-    input_ids = torch.randint(50, (sum(lens),))
-    positions = torch.cat([torch.arange(n) for n in lens])
-    reducer = SumsInTurns(sum(lens))
-    config = preset_config("Qwen3-0.6B")
-    config.update({"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 50})
-    config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "attention_bias": has_bias})
-    models = [
-        Qwen3ForCausalLM(config, 64, TorchBackend(), tp, Matmul())
-        for tp in (TensorParallel(), TensorParallel(reducer=reducer))
-    ]
-    outputs = []
-    for model in models:
-        load_dummy(model.requires_grad_(False), seed=1)
-        with step_context(Context(True, cu_seqlens, cu_seqlens, max(lens), max(lens), last_tokens=ends[1:] - 1)):
-            outputs.append(model(input_ids, positions))
-    torch.testing.assert_close(*outputs)
-    # None of a layer's four sums is finished right after it was sent, except for the last. Beside that one the next
-    # layer's product goes. (The last layer's sums are of few tokens.)
-    assert reducer.log == ["send", "send", "finish", "send", "finish", "send", "finish", "finish"] * 2
 
 
 def test_parameters_of_a_layer(model):

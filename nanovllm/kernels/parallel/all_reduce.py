@@ -1,11 +1,10 @@
 """Sum over tensor-parallel GPUs, residual addition and RMS norm in one launch, over memory that all GPUs map.
 
 Every rank reads all partial sums and adds them up itself, in float32 and in the order of ranks. So all ranks get the
-same bits. `pull_add_norm` is for many tokens (`posted_sums` is faster for few). `add_norm_arrived` is for long prefills
-over two ranks, whose sums a copy engine brings (see `LongSums`).
+same bits. `posted_sums` is faster for few tokens.
 
-Both compute `residual += sum of the ranks' parts` and return `residual / sqrt(mean(residual^2) + eps) * weight`, both
-rounded once. All ranks must call it with the same shapes: they wait for each other. Arguments of both functions:
+It computes `residual += sum of the ranks' parts` and returns `residual / sqrt(mean(residual^2) + eps) * weight`, both
+rounded once. All ranks must call it with the same shapes: they wait for each other. Arguments:
     residual: `[num_tokens, hidden]`, contiguous, the same on all ranks; overwritten.
     weight, eps: `[hidden]`, of residual's dtype or float32; and what is added to the mean square.
     abort: int32 `[1]`; a value other than 0 ends all waiting, and the results then mean nothing.
@@ -22,8 +21,6 @@ from nanovllm.kernels.triton_stub import tl, triton
 
 # The most programs of a pull. Each one waits for its peers once, and fewer do not use all of NVLink.
 MAX_PULL_PROGRAMS = 256
-# The most programs of `add_norm_arrived`. Each one checks for itself whether the second sum has arrived.
-MAX_ADD_NORM_PROGRAMS = 1056
 
 
 @triton.jit
@@ -109,52 +106,8 @@ def pull_add_norm(
     return y
 
 
-@triton.jit(do_not_specialize=["num_tokens", "number"])
-def _add_norm_kernel(
-    residual, first, second, weight, y, arrival, number, abort, num_tokens, eps,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    mask = column < HIDDEN
-    scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    seen = tl.atomic_add(arrival, 0, sem="acquire", scope="sys")
-    while (seen != number) & (tl.load(abort, volatile=True) == 0):
-        seen = tl.atomic_add(arrival, 0, sem="acquire", scope="sys")
-    tl.debug_barrier()
-    stride = tl.full([1], HIDDEN, tl.int64)
-    for token in range(program, num_tokens, tl.num_programs(0)):
-        row = token * stride + column
-        total = tl.load(residual + row, mask=mask, other=0.0).to(tl.float32)
-        total += tl.load(first + row, mask=mask, other=0.0).to(tl.float32)
-        total += tl.load(second + row, mask=mask, other=0.0).to(tl.float32)
-        _store_sum_and_norm(total, residual, y, row, mask, scale, eps, HIDDEN)
-
-
-def add_norm_arrived(
-    residual: Tensor,
-    first: Tensor,
-    second: Tensor,
-    weight: Tensor,
-    eps: float,
-    arrival: Tensor,
-    number: int,
-    abort: Tensor,
-) -> Tensor:
-    """The sum of `first` and `second`, in this order and like residual. Waits until `arrival`, an int32 scalar that
-    another device sets, is `number`, which is below 2^31."""
-    num_tokens, hidden = residual.shape
-    y = torch.empty_like(residual)
-    block = triton.next_power_of_2(hidden)
-    launcher(_add_norm_kernel, (min(num_tokens, MAX_ADD_NORM_PROGRAMS),))(
-        residual, first, second, weight, y, arrival, number, abort, num_tokens, eps,
-        HIDDEN=hidden, BLOCK=block, num_warps=min(max(block // 256, 1), 16),
-    )  # fmt: skip
-    return y
-
-
 def add_norm_torch(residual: Tensor, partials: list[Tensor], weight: Tensor, eps: float) -> Tensor:
-    """The twin of both functions, for partial sums in this process."""
+    """The twin, for partial sums in this process."""
     total = residual.float()
     for partial in partials:
         total = total + partial.float()

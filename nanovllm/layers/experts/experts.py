@@ -17,7 +17,7 @@ from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from nanovllm.layers.matmul.matmul import Matmul, Products, compute
 from nanovllm.layers.matmul.problem import ExpertsProblem
-from nanovllm.layers.parallel.rank_sums import NormedParts, add_over_ranks
+from nanovllm.layers.parallel.rank_sums import add_over_ranks
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.utils.context import get_context
 
@@ -145,14 +145,13 @@ class MixtureOfExperts(nn.Module):
     def add(
         self,
         residual: torch.Tensor,
-        hidden: Normed | NormedParts,
+        hidden: Normed,
         norm: RMSNorm | None,
         output_norm: RMSNorm | None = None,
-    ) -> Normed | NormedParts:
+    ) -> Normed:
         """norm(residual + y), overwriting residual with the sum, of the experts' output y of hidden; with an
         output_norm norm(residual + output_norm(y)). residual: [num_tokens, hidden_size]."""
-        x = hidden.parts if isinstance(hidden, NormedParts) else hidden
-        return add_over_ranks(self, residual, x, norm, output_norm)
+        return add_over_ranks(self, residual, hidden, norm, output_norm)
 
     def part_of_sum(self, operation: str, x: torch.Tensor | Normed, out: torch.Tensor | None = None) -> Any:
         """The same as RowParallelLinear's."""

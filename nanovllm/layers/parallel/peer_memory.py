@@ -104,12 +104,6 @@ class PeerMemory:
         self.address_table = torch.tensor(self.addresses, dtype=torch.int64, device=device)
 
 
-def copy_bytes(target: int, source: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
-    """Copy between device addresses, which may be a peer's, in stream order, by a copy engine."""
-    size, handle = ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream.cuda_stream)
-    _call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), size, handle)
-
-
 class _Allocation:
     """Bytes on the current device, for torch.as_tensor. They live as long as a tensor of them."""
 
