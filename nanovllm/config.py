@@ -29,9 +29,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 DTYPES |= {"half": torch.float16, "float": torch.float32}  # vLLM's names
 FP8_CAPABILITY = 8, 9  # of the oldest GPUs that convert and multiply e4m3
 CPU_KVCACHE_GIB = 2.0
-# Longer prefill steps are faster, but take memory for activations from the KV cache: at most this share of the GPU's.
-_STEP_TOKENS, _LONG_STEP_TOKENS = 16384, 32768
-_LONG_STEP_SHARE = 1 / 40
 MAX_MIXED_STEP_ROWS = 1024  # Attention keeps tens of kilobytes of partial sums for one row.
 # A CUDA grid has at most 65,535 programs on its second axis, where attention has one a sequence and a few hundred more.
 MAX_NUM_SEQS = 2**15
@@ -52,7 +49,7 @@ class Config(EngineOptions):
 
     The checks change some: `model` becomes a str, the directory or the published shape. `device` becomes "cuda" or
     "cpu", `dtype` and `kv_cache_dtype` a torch.dtype, and `eos` a tuple. `tokenizer` becomes its directory, or None if
-    there is none. `max_num_batched_tokens` and `max_model_len` become numbers, and `hf_config` the model's.
+    there is none. `max_model_len` becomes a number, and `hf_config` the model's.
 
     Attributes that the checks set:
         generation_config: the content of the model's generation_config.json; {} if there is none.
@@ -95,7 +92,7 @@ class Config(EngineOptions):
     def _check_values(self) -> None:
         self._require_int("max_num_seqs", 1, MAX_NUM_SEQS)
         self._require_int("max_model_len", 2, MAX_MODEL_LEN, none="the model's own")
-        self._require_int("max_num_batched_tokens", 1, MAX_NUM_BATCHED_TOKENS, none="one that suits the GPU")
+        self._require_int("max_num_batched_tokens", 1, MAX_NUM_BATCHED_TOKENS)
         self._require_int("tensor_parallel_size", 1, 8)
         seconds = self.watchdog_timeout
         is_time = seconds is None or (is_number(seconds) and 1 <= seconds <= MAX_WATCHDOG_SECONDS)
@@ -113,7 +110,7 @@ class Config(EngineOptions):
         )
         is_gib = gib is None or (is_number(gib) and 0 < gib <= MAX_KVCACHE_GIB)
         self._require("kvcache_gib", is_gib, f"a number in (0, {MAX_KVCACHE_GIB}], or None to derive it")
-        most = min(MAX_MIXED_STEP_ROWS, self.max_num_batched_tokens or _STEP_TOKENS)
+        most = min(MAX_MIXED_STEP_ROWS, self.max_num_batched_tokens)
         allowed = f"None, or in 0..{most} (the smaller of 1024 and max_num_batched_tokens)"
         self._require("mixed_step_rows", rows is None or is_int(rows, 0, most), allowed)
         one_rank = not rows or self.tensor_parallel_size == 1
@@ -264,18 +261,6 @@ class Config(EngineOptions):
             f"less than {-(-MAX_SLOTS // self.max_model_len)} with max_model_len={self.max_model_len}: a step counts "
             "the tokens of all its sequences in 32 bits",
         )
-        if self.max_num_batched_tokens is None:
-            self.max_num_batched_tokens = _LONG_STEP_TOKENS if self._takes_long_steps() else _STEP_TOKENS
-
-    def _takes_long_steps(self) -> bool:
-        if self.device != "cuda" or self.tensor_parallel_size > 1:  # Of several GPUs it was not measured.
-            return False
-        config, head_dim = self.hf_config, get_head_dim(self.hf_config)
-        num_heads = config.num_attention_heads + 2 * config.num_key_value_heads
-        # The residual and what the norm makes of it; q, k and v; gate and up.
-        values = 2 * config.hidden_size + num_heads * head_dim + 2 * config.intermediate_size
-        memory = self._gpu().total_memory
-        return _LONG_STEP_TOKENS * values * self.dtype.itemsize <= _LONG_STEP_SHARE * memory
 
     def _resolve_eos(self) -> None:
         file = Path(self.model, "generation_config.json")

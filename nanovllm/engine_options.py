@@ -28,7 +28,7 @@ class EngineOptions:
     """Options of one engine, as a caller gives them. What `Config` turns into another type is Any."""
 
     model: Any = field(metadata={"help": "a directory, a hub id, or with dummy weights a published shape"})
-    max_num_batched_tokens: int | None = _speed_option(None, "tokens of a prefill step; by default what suits the GPU")
+    max_num_batched_tokens: int = _speed_option(16384, "tokens of a prefill step")
     max_num_seqs: int = _speed_option(512, "sequences of a step")
     max_model_len: int | None = _option(4096, "tokens of the longest sequence, prompt and completion")
     gpu_memory_utilization: float = _speed_option(0.9, "share of the GPU's memory for this engine")

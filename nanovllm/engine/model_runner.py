@@ -165,7 +165,7 @@ class ModelRunner:
         self.mixed_step_rows = choose_mixed_step_rows(config, self.has_graphs, gate_up_weight(self.model), table)
         padded = padded_batches(self.model, config.max_num_seqs)
         max_model_len = cast(int, config.max_model_len)  # The checks made them numbers.
-        limits = cast(int, config.max_num_batched_tokens), max_model_len
+        limits = config.max_num_batched_tokens, max_model_len
         sizes = StepSizes(*limits, max(padded[-1], self.mixed_step_rows), self.num_layer_params)
         windows = list(dict.fromkeys(layer.window for layer in self.kv_cache.layers))
         self.backend.prepare(self.attention_shape, windows, sizes, table)

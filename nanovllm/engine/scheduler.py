@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import cast
 
 from nanovllm.config import Config
 from nanovllm.engine.admission import Admission, MixedAdmission
@@ -52,7 +51,7 @@ class Scheduler:
         make_places: Callable[[], Places] | None = None,
     ):
         self.max_num_seqs = config.max_num_seqs
-        self.max_num_batched_tokens = cast(int, config.max_num_batched_tokens)  # The checks made it a number.
+        self.max_num_batched_tokens = config.max_num_batched_tokens
         self.mixed_step_rows = mixed_step_rows
         self.length_limit = LengthLimit(config, num_kvcache_blocks)
         self.max_seq_len = self.length_limit.max_seq_len

@@ -111,7 +111,7 @@ SIZE = [value for value in COUNT if value is not None]
 FLAG = [0, 1, None, "yes", "False", 1.0]
 CHOICE = ["", "gpu", "AUTO", "auto ", None, 1, True, ["auto"], b"auto"]
 WRONG = {
-    "max_num_batched_tokens": ([*SIZE, 2**20 + 1], r"1\.\.1048576, or None"),
+    "max_num_batched_tokens": ([*COUNT, 2**20 + 1], r"1\.\.1048576"),
     "max_num_seqs": ([*COUNT, 32769], r"1\.\.32768"),
     "max_model_len": ([*SIZE, 1, 2**24 + 1], r"2\.\.16777216, or None"),
     "gpu_memory_utilization": ([0, 0.0, -0.1, 1.01, 90, NAN, INF, -INF, "0.9", None, True, [0.9]], r"\(0, 1\]"),

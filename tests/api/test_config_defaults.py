@@ -65,26 +65,6 @@ def test_a_sequence_has_one_chunk_of_dual_chunk_attention(model_dir, local_size,
         limit.check(expected)
 
 
-@pytest.mark.parametrize(
-    ("model", "memory_gib", "options", "expected"),
-    [
-        ("Qwen3-0.6B", 141, {}, 32768),
-        ("Qwen3-0.6B", 79, {}, 32768),
-        ("Qwen3-0.6B", 24, {}, 16384),
-        ("Qwen3-8B", 141, {}, 32768),
-        ("Qwen3-8B", 79, {}, 16384),
-        ("Qwen3-32B", 141, {}, 16384),
-        ("Qwen3-0.6B", 141, {"device": "cpu"}, 16384),
-        ("Qwen3-0.6B", 141, {"tensor_parallel_size": 2}, 16384),
-        ("Qwen3-0.6B", 141, {"max_num_batched_tokens": 100}, 100),
-        ("Qwen3-0.6B", 24, {"max_num_batched_tokens": 40000}, 40000),
-    ],
-)
-def test_prefill_steps_are_longer_where_there_is_much_memory(monkeypatch, model, memory_gib, options, expected):
-    use_gpu(monkeypatch, memory_gib)
-    assert dummy(model=model, **options).max_num_batched_tokens == expected
-
-
 # End-of-sequence tokens
 
 
@@ -212,11 +192,12 @@ def test_the_current_gpu_is_the_first_unless_another_is_chosen(a_gpu, monkeypatc
     assert dummy(device="cuda:0").device_index == 0
 
 
-def test_the_chosen_gpus_memory_counts(a_gpu, monkeypatch):
-    facts = [replace(HOPPER, total_memory=gib * 2**30) for gib in (24, 141)]
+def test_the_chosen_gpus_facts_count(a_gpu, monkeypatch):
+    facts = [replace(HOPPER, capability=capability) for capability in ((8, 0), (9, 0))]
     monkeypatch.setattr(GpuFacts, "of", lambda device: facts[device.index])
-    assert dummy(device="cuda:0").max_num_batched_tokens == 16384
-    assert dummy(device="cuda:1").max_num_batched_tokens == 32768
+    assert dummy(device="cuda:1", kv_cache_dtype="fp8").kv_cache_dtype == torch.float8_e4m3fn
+    with pytest.raises(ValueError, match="kv_cache_dtype"):
+        dummy(device="cuda:0", kv_cache_dtype="fp8")
 
 
 @pytest.mark.parametrize("device", ["cuda:2", "cuda:99999999999999999999"])

@@ -72,7 +72,7 @@ def trace_steps(runner: StepRunner) -> None:
     """Run steps like those of the start and of later requests, on small stores that all layers share. So no list of
     kernels and shapes has to be kept up to date. The results mean nothing."""
     config, block_size = runner.config, runner.config.kvcache_block_size
-    most_tokens, longest = cast(int, config.max_num_batched_tokens), cast(int, config.max_model_len)
+    most_tokens, longest = config.max_num_batched_tokens, cast(int, config.max_model_len)
     num_tokens = min(_LONG_PREFILL, most_tokens, longest)
     _compute(runner, Step([_sequence(num_tokens, block_size)], True, 1))  # Without a cache, as warmup_model does.
     trace_products(runner.model, runner.decode_inputs.max_rows, most_tokens)
@@ -133,7 +133,7 @@ def _trace_truncation(logits: torch.Tensor) -> None:
 def warmup_batches(config: Config, num_blocks: int) -> Iterator[list[Sequence]]:
     """Prefills that need every variant of the kernels: of one sequence and of two, short and as long as any variant
     asks and a step may be, with a cached prefix and without, in the cache's first blocks."""
-    most_tokens = cast(int, config.max_num_batched_tokens)
+    most_tokens = config.max_num_batched_tokens
     longest = min(cast(int, config.max_model_len), num_blocks * config.kvcache_block_size)
     # 256 are the most that our kernel is given without a cached prefix where flash-attn-4 has the rest of a long step.
     for num_cached, num_new in ((0, 1), (0, 17), (0, 256), (0, 512), (16, 1), (16, 17), (16, 512)):

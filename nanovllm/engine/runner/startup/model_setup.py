@@ -1,7 +1,6 @@
 """What a ModelRunner's start chooses: the back end, the products' kernels, and how many rows steps have."""
 
 from functools import partial
-from typing import cast
 
 import torch
 
@@ -37,7 +36,7 @@ def choose_mixed_step_rows(config: Config, has_graphs: bool, gate_up: Weight, ta
     if num_rows is None:
         is_measured = has_graphs and config.tensor_parallel_size == 1
         measured = mixed_step_rows(table, Key.of("linear", False, gate_up)) if is_measured else 0
-        num_rows = min(measured, cast(int, config.max_num_batched_tokens))
+        num_rows = min(measured, config.max_num_batched_tokens)
     return num_rows if min(num_rows, config.max_num_seqs) > 1 else 0
 
 
