@@ -243,7 +243,7 @@ class Scheduler:
         """
         finished = []
         num_ignored = 0
-        logprobs = None if step.logprobs is None else step.logprobs.by_row()
+        logprobs = None if step.logprobs is None else step.logprobs.of_samples()
         for row, (seq, token_id) in enumerate(zip(step.seqs, token_ids, strict=True)):
             if seq.pending_row != row:  # Its prefill goes on, or it had ended before.
                 num_ignored += 1
@@ -255,7 +255,7 @@ class Scheduler:
             else:
                 seq.resolve_pending(token_id)
                 if logprobs is not None and row in logprobs:
-                    seq.logprobs += logprobs[row]
+                    seq.logprobs.append(logprobs[row])
                 if is_end:
                     self._end_at(seq, token_id)
             if seq.status is SequenceStatus.FINISHED:

@@ -63,7 +63,8 @@ class Sequence:
     text_stream: Any = None  # detokenizes token by token, for streams and stop strings
     text: str | None = None
     num_streamed_tokens: int = 0  # of the completion, in deltas
-    logprobs: list[dict[int, float]] | None = field(init=False)  # of each completion token
+    # Of each completion token: its own log-probability, or where others are wanted {token id: log-probability}.
+    logprobs: list[float | dict[int, float]] | None = field(init=False)
     prompt_logprobs: list[dict[int, float] | None] | None = field(init=False)
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_reason: str | int | None = None  # the stop string or the token of stop_token_ids that ended it
@@ -124,6 +125,14 @@ class Sequence:
     @property
     def completion_token_ids(self) -> list[int]:
         return self.tokens[self.num_prompt_tokens :].tolist()
+
+    def completion_logprobs(self, start: int = 0, end: int | None = None) -> list[dict[int, float]] | None:
+        """{token id: log-probability} for each completion token from start to end; None unless asked for."""
+        if self.logprobs is None:
+            return None
+        found, first = self.logprobs[start:end], self.num_prompt_tokens + start
+        tokens = self.tokens[first : first + len(found)]
+        return [each if isinstance(each, dict) else {token: each} for token, each in zip(tokens, found, strict=True)]
 
     @property
     def num_completion_tokens(self) -> int:

@@ -67,7 +67,7 @@ def _sample_output(seq: Sequence) -> SampleOutput:
         token_ids=seq.completion_token_ids,
         finish_reason=cast(str, seq.finish_reason),
         stop_reason=seq.stop_reason,
-        logprobs=seq.logprobs,
+        logprobs=seq.completion_logprobs(),
         metrics=RequestMetrics(
             queued=scheduled - arrival,
             time_to_first_token=None if seq.first_token_time is None else seq.first_token_time - arrival,

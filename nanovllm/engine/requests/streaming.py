@@ -30,7 +30,7 @@ def new_deltas(seqs: list[Sequence], finished: list[Sequence]) -> Iterator[Strea
             request_id=seq.request_id,
             text=None if seq.text_stream is None else seq.text_stream.take(),
             token_ids=seq.tokens[first + start : first + end].tolist(),
-            logprobs=None if seq.logprobs is None else seq.logprobs[start:end],
+            logprobs=seq.completion_logprobs(start, end),
             finish_reason=seq.finish_reason if is_last else None,
             stop_reason=seq.stop_reason if is_last else None,
         )

@@ -33,6 +33,12 @@ class LogprobRows:
         """The same with other tensors."""
         return replace(self, ids=function(self.ids), values=function(self.values))
 
+    def of_samples(self) -> dict[int, float | dict[int, float]]:
+        """What `Sequence.logprobs` records of each row, where rows have one entry each."""
+        if self.ids.shape[1] == 1:  # A dict for each token would cost several times as much, in the middle of a step.
+            return dict(zip(self.owners, self.values.flatten().tolist(), strict=True))
+        return {row: entry for row, [entry] in self.by_row().items()}
+
     def by_row(self) -> dict[int, list[dict[int, float]]]:
         """{token id: log-probability} for each token of each row: the token first, then the likeliest, then others. A
         token that comes again keeps its first place; its values are the same. Tokens that cannot be drawn are left

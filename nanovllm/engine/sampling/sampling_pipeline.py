@@ -62,7 +62,9 @@ class SamplingPipeline:
             chosen = temperatures[rows].unsqueeze(1)
             reported_logits = reported_logits / torch.where(chosen > 0, chosen, 1.0)
         found = token_logprobs(reported_logits, tokens[rows], num_top, device.get("others"))
-        num_others = {row: len(wanted) for row in reported if (wanted := step.seqs[row].params.logprob_token_ids)}
+        num_others = {}
+        if "others" in device:
+            num_others = {row: len(wanted) for row in reported if (wanted := step.seqs[row].params.logprob_token_ids)}
         return tokens, LogprobRows(owners, *found, self.reports_processed, num_others)
 
     def _edited(
@@ -115,8 +117,10 @@ class SamplingPipeline:
             if edits is not None:
                 forbidden.append(edits.banned)
                 forbidden.append(np.array(edits.completing(seq.tokens, seq.num_completion_tokens), np.int64))
-            if _is_too_short(seq):
+            if params.min_tokens and _is_too_short(seq):
                 forbidden.append(np.array(self._ends(seq), np.int64))
+            if not forbidden:
+                continue
             flat["forbidden"] += [tokens + first for tokens in forbidden]
             if sum(map(len, forbidden)) >= self.vocab_size and len(set(np.concatenate(forbidden))) == self.vocab_size:
                 seq.error = "no token is left to draw: bad_words and min_tokens, which keeps away the ends, exclude all"
