@@ -254,7 +254,7 @@ class Scheduler:
                 num_ignored += 1
             else:
                 seq.resolve_pending(token_id)
-                if logprobs is not None and row in logprobs:
+                if logprobs is not None and seq.logprobs is not None and row in logprobs:
                     seq.logprobs.append(logprobs[row])
                 if is_end:
                     self._end_at(seq, token_id)
