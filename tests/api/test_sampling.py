@@ -362,11 +362,11 @@ def test_logprobs(base, alone, options):
         completion = seq.completion_token_ids
         assert len(completion) == 20
         if num_top is None:
-            assert seq.logprobs is None
+            assert seq.completion_logprobs() is None
         else:
-            assert len(seq.logprobs) == 20
+            assert len(seq.completion_logprobs()) == 20
             for found, logits, token in zip(
-                seq.logprobs, reference.logits(prompt, completion), completion, strict=True
+                seq.completion_logprobs(), reference.logits(prompt, completion), completion, strict=True
             ):
                 assert_logprobs(found, logits, token, num_top)
         if num_prompt_top is None:

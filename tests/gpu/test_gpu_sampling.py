@@ -156,7 +156,10 @@ def test_logprobs_are_those_of_a_cpu(base, chunk):
         found = run(llm, prompts, params)
         assert_idle(llm)
     for gpu, cpu in zip(found, expected, strict=True):
-        entries = [*gpu.prompt_logprobs[1:], *gpu.logprobs], [*cpu.prompt_logprobs[1:], *cpu.logprobs]
+        entries = (
+            [*gpu.prompt_logprobs[1:], *gpu.completion_logprobs()],
+            [*cpu.prompt_logprobs[1:], *cpu.completion_logprobs()],
+        )
         for a, b in zip(*entries, strict=True):
             assert next(iter(a)) == next(iter(b))
             values = list(a.values()), list(b.values())
@@ -180,7 +183,7 @@ def test_logprobs_of_a_prompt_in_the_prefix_cache_are_those_of_a_cpu(base):
         first = max(1, range(600)[start])
         assert gpu.num_shared_tokens == (first - 1) // gpu.block_size * gpu.block_size
         assert gpu.prompt_logprobs[:first] == cpu.prompt_logprobs[:first] == [None] * first
-        entries = ([*seq.prompt_logprobs[first:], *seq.logprobs] for seq in (gpu, cpu))
+        entries = ([*seq.prompt_logprobs[first:], *seq.completion_logprobs()] for seq in (gpu, cpu))
         for a, b in zip(*entries, strict=True):
             assert a.keys() == b.keys()
             torch.testing.assert_close(*(torch.tensor([each[i] for i in b]) for each in (a, b)), rtol=1e-3, atol=1e-3)
