@@ -13,6 +13,7 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "nanovllm.models.llama",
     "MistralForCausalLM": "nanovllm.models.mistral",
     "Olmo2ForCausalLM": "nanovllm.models.olmo2",
+    "Olmo3ForCausalLM": "nanovllm.models.olmo3",
     "Phi3ForCausalLM": "nanovllm.models.phi3",
     "Qwen2ForCausalLM": "nanovllm.models.qwen2",
     "Qwen3ForCausalLM": "nanovllm.models.qwen3",

@@ -65,8 +65,8 @@ def make_checkpoint(
         fields |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "full_attention_interval": 2}
     if not family.startswith("qwen"):  # Their defaults are of a larger vocabulary.
         fields |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    # Gemma 3's settings differ by the kind of layer, and both releases read the old spelling.
-    if int(transformers.__version__.split(".")[0]) >= 5 and family != "gemma3_text":
+    # The settings of these differ by the kind of layer, and both releases read the old spelling.
+    if int(transformers.__version__.split(".")[0]) >= 5 and family not in ("gemma3_text", "olmo3"):
         scaling = rope_scaling or {"rope_type": "default"}
         fields["rope_parameters"] = {"rope_theta": rope_theta, **scaling}
     else:

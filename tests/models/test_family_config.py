@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -78,6 +79,8 @@ def family_dir(model_dir):
         ("qwen3_moe", {"mlp_only_layers": [-1]}, r"mlp_only_layers=\[-1\]: must be a list of layers"),
         ("qwen3_moe", {"num_experts_per_tok": 129}, r"num_experts_per_tok=129: must be an integer in 1\.\.128"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0: is not supported for olmo2"),
+        ("olmo3", {"use_sliding_window": False, **WINDOW}, "use_sliding_window=False: is not supported for olmo3"),
+        ("olmo3", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types="),
         ("granite", {"mlp_bias": True}, "mlp_bias=True: is not supported for granite"),
         ("granite", {"logits_scaling": 0}, "logits_scaling=0: must be a finite number > 0"),
         ("granite", {"residual_multiplier": "0.22"}, "residual_multiplier='0.22': must be a finite number > 0"),
@@ -179,13 +182,15 @@ PUBLISHED = {
     "Phi-4-mini-instruct": 3.84,
     "OLMo-2-1124-7B": 7.3,
     "OLMo-2-1124-13B": 13.7,
+    "Olmo-3-1025-7B": 7.3,
+    "Olmo-3-1125-32B": 32.2,
     "gemma-3-1b": 1.0,
     "gemma-3-4b": 3.88,
     "gemma-3-12b": 11.77,
     "gemma-3-27b": 27.0,
 }
 # Those of families that are not in all releases of transformers that we support.
-NEWER = {"SmolLM3-3B": "smollm3"}
+NEWER = {"SmolLM3-3B": "smollm3", "Olmo-3-1025-7B": "olmo3", "Olmo-3-1125-32B": "olmo3"}
 NEWER |= {name: "qwen3_5_moe_text" if "A3B" in name else "qwen3_5_text" for name in PUBLISHED if "Qwen3." in name}
 
 

@@ -20,6 +20,7 @@ FAMILIES = {
     "phi3": {"partial_rotary_factor": 0.75, "head_dim": 16},
     "smollm3": {},
     "olmo2": {},
+    "olmo3": {"sliding_window": 16},
     "granite": {
         "embedding_multiplier": 8.0,
         "attention_multiplier": 0.2,

@@ -142,6 +142,17 @@ def olmo2(draw):
     return common(draw) | {"attention_bias": draw.random() < 0.5, "rope_scaling": None}
 
 
+def olmo3(draw):
+    num_layers = draw.choice((2, 3, 4))
+    fields = {"num_hidden_layers": num_layers, "sliding_window": window(draw)}
+    if draw.random() < 0.5:
+        kinds = ("sliding_attention", "full_attention")
+        fields["layer_types"] = [draw.choice(kinds) for _ in range(num_layers)]
+    # transformers 5 gives this base to layers with a window, whatever the configuration says.
+    rope = {"rope_theta": 5e5, "rope_scaling": draw.choice((None, YARN))}
+    return common(draw) | fields | rope | {"attention_bias": draw.random() < 0.5}
+
+
 def gemma3_text(draw):
     switches = {
         "attention_bias": draw.random() < 0.5,
@@ -196,7 +207,7 @@ def qwen3_next(draw):
     return fields
 
 
-FAMILIES = (llama, qwen2, qwen3, qwen3_moe, mistral, smollm3, phi3, olmo2, granite, gemma3_text)
+FAMILIES = (llama, qwen2, qwen3, qwen3_moe, mistral, smollm3, phi3, olmo2, olmo3, granite, gemma3_text)
 FAMILIES += (qwen3_5_text, qwen3_5_moe_text, qwen3_next)
 CASES = [
     pytest.param(family, seed, id=f"{family.__name__}-{seed}", marks=needs_family(family.__name__))
