@@ -1,0 +1,278 @@
+"""Linear layers of 1 to 32 tokens with weights of 4 bits, fused with the norm, the activation or the sum beside them.
+
+Such a layer takes as long as reading its weights, if each weight takes few instructions. Plain cores need three a
+weight at least. So tensor cores multiply, of whose columns one token fills one of eight. Weights are their first
+operand: they come to shared memory by asynchronous copies, and are decoded in the registers that tensor cores read.
+
+The warps of a program multiply the same rows of the weight by different chunks of K, so that a warp has many rows for
+each number of x that it loads. Their sums are added at the end; those of several programs as in `split_k`.
+
+Scales multiply the sums of a group, in float32, so that tensor cores multiply small integers exactly. Where a chunk has
+several groups, each has a column of the second operand for itself, with zeros in the other groups' rows. Zeros of
+groups are subtracted from these sums too: the sum of the group's x, times the difference from the zero of 8.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents, gdc_wait, has_pdl, prefetch_lines
+from nanovllm.kernels.launch import launcher
+from nanovllm.kernels.matmul.four_bit import CHUNK, FourBit, check_four_bit, decode, ones_like, scale_of
+from nanovllm.kernels.matmul.linear_checks import check_result
+from nanovllm.kernels.triton_stub import tl, triton
+
+MAX_COLUMNS = 32  # of the second operand: tokens, times groups in a chunk
+MAX_NORM_SIZE = 8192
+_NORM_TILE = 1024
+
+
+class FourBitGemvConfig(NamedTuple):
+    """Launch constants, all numbers powers of two except num_stages."""
+
+    rows: int  # weight rows of a program, at least 16; two make one output column with `silu`
+    splits: int  # programs among which K is divided
+    num_warps: int  # chunks of K that are multiplied side by side
+    num_stages: int  # of the load pipeline
+    by_sums: bool  # whether the offset of integers is subtracted from sums instead of from each weight
+    prefetch: int = 0  # first columns of its split that a program asks into L2 while it waits; 0 for none
+
+
+@triton.jit
+def _load_scales(scale, zero, row, chunk, column, is_chunk, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+                 E2M1: tl.constexpr):  # fmt: skip
+    """The scales of [chunk, row, column], and their zeros, or the scales again. One for all columns if GROUPS is 1."""
+    if GROUPS == 1:
+        index = row[None, :, None] * (K // GROUP) + (chunk * 128 // GROUP)[:, None, None]
+        mask = is_chunk[:, None, None]
+    else:
+        group = chunk[:, None, None] * GROUPS + (column % GROUPS)[None, None, :]
+        index = row[None, :, None] * (K // GROUP) + group
+        mask = group < K // GROUP
+    found = tl.load(scale + index, mask=mask, other=0)
+    of_zero = found
+    if zero is not None:
+        of_zero = tl.load(zero + index, mask=mask, other=0)
+    return found, of_zero
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gemv_kernel(
+    x, norm_weight, weight, scale, zero, bias, y, partial, arrivals, M, N, x_stride, y_stride, eps,
+    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_CHUNKS: tl.constexpr, NORM_TILE: tl.constexpr,
+    BY_SUMS: tl.constexpr, E2M1: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PREFETCH: tl.constexpr,
+    COMPILED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y [M, N] = f(x) W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU; f: norm or none. GROUPS: of a
+    chunk of 128 columns. COLUMNS: of the second operand. CHUNKS: multiplied side by side."""
+    TOKENS: tl.constexpr = COLUMNS // GROUPS
+    BYTES: tl.constexpr = 64  # of a row's chunk
+    ALL_CHUNKS: tl.constexpr = (K + 127) // 128
+    IS_WHOLE: tl.constexpr = SPLITS * SPLIT_CHUNKS * 128 == K
+    if PDL:
+        gdc_launch_dependents()
+    tile, split = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, ROWS)
+    if SILU:
+        # Even rows of the tile are gates, from the weight's first N rows, odd ones the ups that belong to them.
+        OUTPUTS: tl.constexpr = ROWS // 2
+        output = tile * OUTPUTS + lane // 2
+        row = tl.minimum(output, N - 1) + lane % 2 * N
+    else:
+        OUTPUTS: tl.constexpr = ROWS  # type: ignore[no-redef]
+        output = tile * OUTPUTS + lane
+        # Rows that do not exist repeat the last one.
+        row = tl.minimum(output, N - 1)
+    row = row.to(tl.int64)
+    first = split * SPLIT_CHUNKS
+    if PREFETCH > 0:
+        lines = tl.arange(0, PREFETCH) * 128
+        within = tl.minimum(first * BYTES + lines, K // 2 - 1)
+        prefetch_lines(weight + row[:, None] * (K // 2) + within[None, :])
+    index = tl.arange(0, CHUNKS)
+    column = tl.arange(0, COLUMNS)
+    byte = tl.arange(0, BYTES)
+    chunk = first + index
+    found, of_zero = _load_scales(scale, zero, row, chunk, column, chunk < ALL_CHUNKS, K, GROUP, GROUPS, E2M1)
+    # Above this line nothing may be read that a kernel writes, and nothing may be written (see dependent_launch).
+    if PDL:
+        gdc_wait()
+
+    token = column // GROUPS
+    low_k = byte // 16 * 32 + byte % 16
+    weights = weight + row[None, :, None] * (K // 2) + (chunk * BYTES)[:, None, None] + byte[None, None, :]
+    k = chunk[:, None, None] * 128 + low_k[None, :, None]
+    values = x + token[None, None, :] * x_stride + k
+    is_value = (token < M)[None, None, :]
+    if GROUPS > 1:
+        # A group's own columns are zero in the rows of the others.
+        is_value = is_value & ((byte // (64 // GROUPS))[None, :, None] == (column % GROUPS)[None, None, :])
+    if norm_weight is not None:
+        factors = norm_weight + k
+    dtype: tl.constexpr = x.dtype.element_ty
+    OFFSET: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
+    total = tl.zeros([CHUNKS, ROWS, COLUMNS], tl.float32)
+    for start in range(0, SPLIT_CHUNKS, CHUNKS):
+        if IS_WHOLE:
+            packed = tl.load(weights + start * BYTES)
+            low = tl.load(values + start * 128, mask=is_value, other=0.0)
+            high = tl.load(values + start * 128 + 16, mask=is_value, other=0.0)
+        else:
+            is_byte = (chunk * BYTES)[:, None, None] + byte[None, None, :] < K // 2 - start * BYTES
+            packed = tl.load(weights + start * BYTES, mask=is_byte, other=0)
+            is_inside = is_value & (k < K - start * 128)
+            low = tl.load(values + start * 128, mask=is_inside, other=0.0)
+            high = tl.load(values + start * 128 + 16, mask=is_inside, other=0.0)
+        if norm_weight is not None:
+            factor = tl.load(factors + start * 128, mask=k < K - start * 128, other=0.0)
+            low = (low.to(tl.float32) * factor.to(tl.float32)).to(dtype)
+            factor = tl.load(factors + start * 128 + 16, mask=k < K - start * 128, other=0.0)
+            high = (high.to(tl.float32) * factor.to(tl.float32)).to(dtype)
+        # The pipeline loads early only what is multiplied by tensor cores.
+        later = chunk + (start + CHUNKS)
+        next_found, next_zero = _load_scales(
+            scale, zero, row, later, column, later < ALL_CHUNKS, K, GROUP, GROUPS, E2M1
+        )
+        low_weights = decode(packed, 0, E2M1, dtype, COMPILED)
+        high_weights = decode(packed, 1, E2M1, dtype, COMPILED)
+        if not E2M1 and not BY_SUMS:
+            low_weights = low_weights - (OFFSET + 8)
+            high_weights = high_weights - (OFFSET + 8)
+        sums = tl.dot(low_weights, low, out_dtype=tl.float32)
+        sums = tl.dot(high_weights, high, sums)
+        if zero is not None or BY_SUMS:
+            ones = ones_like(packed, dtype, COMPILED)
+            of_ones = tl.dot(ones, low, out_dtype=tl.float32)
+            of_ones = tl.dot(ones, high, of_ones)
+            if zero is not None:
+                assumed = -OFFSET if BY_SUMS else 8
+                sums += of_ones * (assumed - of_zero.to(tl.float32))
+            else:
+                sums -= of_ones * (OFFSET + 8)
+        total += sums * scale_of(found, E2M1)
+        found, of_zero = next_found, next_zero
+
+    acc = tl.sum(total, axis=0)
+    if GROUPS > 1:
+        acc = tl.sum(tl.reshape(acc, (ROWS, TOKENS, GROUPS)), axis=2)
+    acc = tl.trans(acc)
+    token = tl.arange(0, TOKENS)
+    is_token = (token < M)[:, None]
+    if SPLITS > 1:
+        partials = partial + tile * (SPLITS * TOKENS * ROWS) + token[:, None] * ROWS + lane[None, :]
+        tl.store(partials + split * (TOKENS * ROWS), acc, mask=is_token)
+        # One thread does the atomic: it may release the stores of all only after all have made theirs.
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") < SPLITS - 1:
+            return
+        # Everyone has counted, so the counter can go back to zero for the next launch.
+        tl.store(arrivals + tile, 0)
+        # ".cg" goes past L1, which need not know what other multiprocessors wrote.
+        acc = tl.load(partials, mask=is_token, other=0.0, cache_modifier=".cg")
+        for other in tl.static_range(1, SPLITS):
+            acc += tl.load(partials + other * (TOKENS * ROWS), mask=is_token, other=0.0, cache_modifier=".cg")
+    if norm_weight is not None:
+        # Only now, so that no product waits for the sum of squares.
+        part = tl.arange(0, NORM_TILE)[None, :]
+        squares = tl.zeros([TOKENS, NORM_TILE], tl.float32)
+        for start in range(0, K, NORM_TILE):
+            value = tl.load(x + token[:, None] * x_stride + start + part, mask=is_token & (part < K - start), other=0.0)
+            squares += value.to(tl.float32) * value.to(tl.float32)
+        acc *= tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+    if bias is not None:
+        acc += tl.load(bias + row).to(tl.float32)[None, :]
+    result = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    if SILU:
+        # Rounded, as it would be between two kernels.
+        acc = acc.to(dtype).to(tl.float32)
+        gate, up = tl.split(tl.reshape(acc, (TOKENS, OUTPUTS, 2)))
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+    inside = is_token & (result < N)[None, :]
+    y += token[:, None] * y_stride + result[None, :]
+    if ADD:
+        acc += tl.load(y, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y, acc.to(dtype), mask=inside)
+
+
+def groups_of_chunk(weight: FourBit) -> int:
+    """How many groups of columns have a scale of their own in a chunk."""
+    return max(1, CHUNK // weight.group) if weight.scale.shape[-1] > 1 else 1
+
+
+def max_tokens(weight: FourBit) -> int:
+    return MAX_COLUMNS // groups_of_chunk(weight)
+
+
+def four_bit_gemv(
+    x: Tensor,
+    weight: FourBit,
+    y: Tensor,
+    bias: Tensor | None,
+    config: FourBitGemvConfig,
+    arrivals: Tensor | None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    silu: bool = False,
+    add: bool = False,
+    pdl: bool = False,
+) -> None:
+    """`y = f(x) W^T + bias`, summed in float32 and rounded once, where f is the RMS norm or nothing.
+
+    Rows of x don't influence each other. Equal calls give equal bits; another number of tokens may round differently.
+
+    Args:
+        x: `[M, K]`, M in 1..max_tokens(weight), bfloat16 or float16, any row stride.
+        weight: `[N, K]`.
+        y: `[M, N]` of x's dtype, any row stride; shares no memory with x.
+        bias: `[N]`, any float dtype, or None.
+        config: by_sums is for integers and an x in bfloat16.
+        arrivals: from `split_k.make_arrivals`; None if config has one split.
+        norm_weight, eps: of the norm (Zhang & Sennrich 2019), and what is added to the mean square: `[K]`, any float
+            dtype, K at most MAX_NORM_SIZE. x times its weight is rounded to x's dtype, before the factor of its mean
+            square; so float16 has no norm, which could overflow.
+        silu: whether y `[M, N / 2]` becomes `silu(gate) * up` (Shazeer 2020) instead. The weight holds the gate's N / 2
+            rows and then the up's. Both results are rounded to x's dtype in between.
+        add: whether the result is added to y, before it is rounded.
+        pdl: programmatic dependent launch (see `dependent_launch`). Weights are read before the wait.
+
+    Raises:
+        ValueError: another shape, layout or dtype; the message begins with the argument's name.
+    """
+    check_four_bit(weight, x.dtype)
+    num_rows, K = weight.shape
+    M, most = len(x), max_tokens(weight)
+    if x.dim() != 2 or not 1 <= M <= most or x.shape[1] != K or x.stride(1) != 1:
+        raise ValueError(
+            f"x must be [1..{most}, {K}] with contiguous rows, not {list(x.shape)} with strides {x.stride()}"
+        )
+    if norm_weight is not None and (norm_weight.shape != (K,) or K > MAX_NORM_SIZE or x.dtype != torch.bfloat16):
+        raise ValueError(
+            f"norm_weight must be [{K}] of at most {MAX_NORM_SIZE} for an x in bfloat16, not {list(norm_weight.shape)} "
+            f"for {x.dtype}"
+        )
+    if bias is not None and (bias.shape != (num_rows,) or not bias.is_contiguous()):
+        raise ValueError(f"bias must be a contiguous [{num_rows}], not {list(bias.shape)}")
+    check_result(y, x, weight.values, silu)
+    rows, splits, num_warps, num_stages, by_sums, prefetch = config
+    if by_sums and (weight.is_e2m1 or x.dtype != torch.bfloat16):
+        raise ValueError(f"config must not have by_sums for e2m1 numbers, or an x in {x.dtype}")
+    tiles, partial = triton.cdiv(num_rows, rows), None
+    groups = groups_of_chunk(weight)
+    columns = max(8, triton.next_power_of_2(M) * groups)
+    if splits > 1:
+        if arrivals is None or tiles > arrivals.numel():
+            raise ValueError(f"arrivals must hold the counters of {tiles} tiles")
+        partial = torch.empty(tiles * splits * columns // groups * rows, dtype=torch.float32, device=x.device)
+    split_chunks = triton.cdiv(triton.cdiv(K, CHUNK), splits * num_warps) * num_warps
+    has_pdl_here = pdl and has_pdl(x.device)
+    lines = triton.next_power_of_2(triton.cdiv(min(prefetch, split_chunks * CHUNK) // 2, CACHE_LINE))
+    launcher(_gemv_kernel, (tiles, splits), has_pdl_here)(
+        x, norm_weight, *weight, bias, y, partial, arrivals if splits > 1 else None, M, y.shape[1], x.stride(0),
+        y.stride(0), eps, K=K, GROUP=weight.group, GROUPS=groups, COLUMNS=columns, ROWS=rows, CHUNKS=num_warps,
+        SPLITS=splits, SPLIT_CHUNKS=split_chunks, NORM_TILE=min(_NORM_TILE, triton.next_power_of_2(K)),
+        BY_SUMS=by_sums, E2M1=weight.is_e2m1, SILU=silu, ADD=add, PREFETCH=lines if prefetch and has_pdl_here else 0,
+        COMPILED=x.is_cuda, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip

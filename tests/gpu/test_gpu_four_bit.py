@@ -1,0 +1,135 @@
+"""Products of weights in 4 bits on a GPU: decoded in registers, against their plain-torch twins."""
+
+from itertools import product
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from four_bit_weights import KINDS, distance, make_four_bit
+
+from nanovllm.kernels.matmul.four_bit import FourBit, dequantize_torch
+from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig, four_bit_gemv, max_tokens
+from nanovllm.kernels.matmul.four_bit_tiles import (
+    FourBitTileConfig,
+    arrange,
+    four_bit_tiles,
+    rms_norm_arrange,
+    silu_and_mul_arrange,
+)
+from nanovllm.kernels.matmul.split_k import make_arrivals
+from nanovllm.kernels.rms_norm import rms_norm_torch
+from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
+
+pytestmark = pytest.mark.gpu
+DTYPES = torch.bfloat16, torch.float16
+MAX_DISTANCE = {torch.bfloat16: 4e-3, torch.float16: 1e-3}  # roundings of the result and of norms
+kinds = pytest.mark.parametrize("kind", KINDS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
+# Compiling a kernel takes a second.
+groups = pytest.mark.parametrize(
+    ("dtype", "group"), [(DTYPES[0], 32), (DTYPES[0], 128), (DTYPES[1], 64), (DTYPES[1], 4096)]
+)
+
+
+@pytest.fixture(scope="module")
+def arrivals() -> torch.Tensor:
+    return make_arrivals("cuda")
+
+
+@dtypes
+@kinds
+def test_every_number_is_decoded_exactly(kind, dtype, arrivals):
+    """A product with the identity is the weight."""
+    K = 256
+    codes = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(16 * K // 2 // 256).view(16, K // 2)
+    weight = make_four_bit(kind, (16, K), 32, dtype, "cuda")._replace(values=codes)
+    expected = dequantize_torch(weight).to(dtype).t()
+    x = torch.eye(K, device="cuda", dtype=dtype)
+    found = x.new_empty(K, 16)
+    for start in range(0, K, 8):
+        part = slice(start, start + 8)
+        four_bit_gemv(x[part], weight, found[part], None, FourBitGemvConfig(16, 1, 2, 3, False), None)
+    assert torch.equal(found, expected)
+    four_bit_tiles(arrange(x), weight, found, None, FourBitTileConfig(64, 64, 128, 1, 4, 3), None)
+    assert torch.equal(found, expected)
+
+
+@groups
+@kinds
+def test_gemv(group, kind, dtype, arrivals):
+    K = 4096
+    for (N, rows, splits, num_warps), num_tokens in product(((6144, 64, 1, 4), (331, 32, 2, 8)), (1, 3, 8)):
+        weight = make_four_bit(kind, (N, K), group, dtype, "cuda")
+        if num_tokens > max_tokens(weight):
+            continue
+        x, y = (torch.randn(num_tokens, size, device="cuda").to(dtype) for size in (K, N))
+        expected = y.float() + x.float() @ dequantize_torch(weight).t()
+        config = FourBitGemvConfig(rows, splits, num_warps, 3, kind != "e2m1" and dtype == torch.bfloat16)
+        four_bit_gemv(x, weight, y, None, config, arrivals, add=True, pdl=True)
+        assert distance(y, expected) < MAX_DISTANCE[dtype]
+    assert not arrivals.any()
+
+
+@kinds
+@pytest.mark.parametrize("by_sums", [False, True])
+def test_gemv_with_norm_and_activation(kind, by_sums, arrivals):
+    """x is far from order one, so that sums of offsets are large."""
+    K, N = 4096, 1024
+    weight = make_four_bit(kind, (2 * N, K), 128, torch.bfloat16, "cuda")
+    x = (20 * torch.randn(4, K, device="cuda") + 5).bfloat16()
+    norm = torch.rand(K, device="cuda").bfloat16() + 0.5
+    normed = rms_norm_torch(x, norm, 1e-6).float()
+    expected = silu_and_mul_torch((normed @ dequantize_torch(weight).t()).bfloat16())
+    y = x.new_empty(4, N)
+    config = FourBitGemvConfig(32, 2, 4, 4, by_sums and kind != "e2m1")
+    four_bit_gemv(x, weight, y, None, config, arrivals, norm_weight=norm, eps=1e-6, silu=True, pdl=True)
+    # The twin rounds the norm, the kernel x times its weight.
+    assert distance(y, expected.float()) < 0.01
+
+
+@groups
+@kinds
+def test_tiles(group, kind, dtype, arrivals):
+    K = 4096
+    for N, num_tokens, *constants in (
+        (331, 16, 64, 16, 256, 2, 4, 4),
+        (331, 50, 128, 64, 128, 4, 4, 3),
+        (6144, 300, 128, 128, 128, 1, 8, 4),
+    ):
+        weight = make_four_bit(kind, (N, K), group, dtype, "cuda")
+        x, y = (torch.randn(num_tokens, size, device="cuda").to(dtype) for size in (K, N))
+        expected = y.float() + x.float() @ dequantize_torch(weight).to(dtype).float().t()
+        config = FourBitTileConfig(*constants).fitted(x.device)
+        assert config is not None
+        four_bit_tiles(arrange(x), weight, y, None, config, arrivals, add=True, pdl=True)
+        assert distance(y, expected) < MAX_DISTANCE[dtype]
+    assert not arrivals.any()
+
+
+def test_arranged_norms_and_activations():
+    x = torch.randn(5, 2 * 12288, device="cuda").bfloat16()
+    norm = torch.rand(4096, device="cuda").bfloat16()
+    half, hidden = x[:, :12288], x[:, :4096]
+    for found, expected in (
+        (arrange(half), half),
+        (rms_norm_arrange(hidden, norm, 1e-6), rms_norm_torch(hidden, norm, 1e-6)),
+        (silu_and_mul_arrange(x), silu_and_mul_torch(x)),
+    ):
+        K = expected.shape[1]
+        ordered = expected.reshape(5, -1, 2, 8, 2).permute(0, 4, 2, 1, 3).reshape(5, K)
+        torch.testing.assert_close(found, ordered, rtol=1e-2, atol=1e-3)
+
+
+def test_repeated_launches_give_equal_bits(arrivals):
+    weight = make_four_bit("symmetric", (4096, 4096), 128, torch.bfloat16, "cuda")
+    x = torch.randn(4, 4096, device="cuda").bfloat16()
+
+    def run(weight: FourBit) -> torch.Tensor:
+        y = x.new_empty(4, 4096)
+        four_bit_gemv(x, weight, y, None, FourBitGemvConfig(64, 4, 4, 4, False), arrivals, pdl=True)
+        return y
+
+    first = run(weight)
+    assert all(torch.equal(run(weight), first) for _ in range(20))

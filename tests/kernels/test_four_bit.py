@@ -1,0 +1,140 @@
+"""Products of weights in 4 bits against their plain-torch twins, on odd sizes."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from four_bit_weights import distance, make_four_bit
+
+from nanovllm.kernels.matmul import four_bit_tiles as tiles
+from nanovllm.kernels.matmul.four_bit import FourBit, codes_torch, dequantize_torch
+from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig, four_bit_gemv, max_tokens
+from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig, arrange_torch, four_bit_tiles
+from nanovllm.kernels.matmul.split_k import make_arrivals
+from nanovllm.kernels.rms_norm import rms_norm_torch
+from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
+
+# Triton's interpreter multiplies bfloat16 wrongly.
+# One rounding of the result, relative to its norm.
+DTYPE, MAX_DISTANCE = (torch.bfloat16, 4e-3) if torch.cuda.is_available() else (torch.float16, 5e-4)
+GEMV, TILES = FourBitGemvConfig(16, 1, 2, 3, False), FourBitTileConfig(16, 16, 64, 1, 2, 3)
+
+
+def test_columns_of_a_unit_are_halves_of_its_bytes():
+    values = torch.arange(16).repeat(2)[None].byte()
+    values[:, 16:] += 16 * 5
+    codes = codes_torch(values)[0]
+    assert codes.tolist() == [*range(16), *[0] * 16, *range(16), *[5] * 16]
+
+
+def test_numbers_are_those_of_their_definitions():
+    values = (torch.arange(16) + 16 * torch.arange(16).flip(0)).byte()[None]
+    scale, zero = torch.tensor([[0.5]]), torch.tensor([[3]], dtype=torch.uint8)
+    assert dequantize_torch(FourBit(values, scale))[0, :16].tolist() == [(q - 8) / 2 for q in range(16)]
+    assert dequantize_torch(FourBit(values, scale, zero))[0, 16:].tolist() == [(q - 3) / 2 for q in reversed(range(16))]
+    e2m1 = dequantize_torch(FourBit(values, torch.tensor([[130]], dtype=torch.uint8)))[0, :16]
+    magnitudes = [0.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0]
+    assert e2m1.tolist() == magnitudes + [-each for each in magnitudes]
+
+
+# kind, tokens, N, K, group, constants, what is fused: the smallest, rows and columns past the last tile, groups within
+# and beyond a chunk, all columns in one group, splits of which the last is short.
+GEMV_CASES = [
+    ("symmetric", 1, 1, 32, 32, GEMV, ""),
+    ("symmetric", 3, 37, 576, 64, GEMV._replace(splits=2), "silu"),
+    ("symmetric", 16, 20, 416, 416, GEMV._replace(splits=4, num_warps=1), "add"),
+    ("zeros", 2, 40, 1024, 512, GEMV._replace(rows=32, num_warps=4), "bias"),
+    ("zeros", 5, 18, 160, 32, GEMV, "silu"),
+    ("e2m1", 1, 34, 288, 32, GEMV._replace(splits=2), "add"),
+    ("e2m1", 4, 17, 128, 32, GEMV, ""),
+]
+
+
+@pytest.mark.parametrize(("kind", "M", "N", "K", "group", "config", "fused"), GEMV_CASES)
+def test_gemv(kind, M, N, K, group, config, fused, device):
+    weight = make_four_bit(kind, (N * (1 + (fused == "silu")), K), group, DTYPE, device)
+    x, y = torch.randn(M, K + 8, device=device).to(DTYPE)[:, :K], torch.randn(M, N, device=device).to(DTYPE)
+    bias = torch.randn(N, device=device) if fused == "bias" else None
+    expected = x.float() @ dequantize_torch(weight).t()
+    if fused == "silu":
+        expected = silu_and_mul_torch(expected.to(DTYPE)).float()
+    if fused == "add":
+        expected += y.float()
+    if bias is not None:
+        expected += bias
+    arrivals = make_arrivals(device)
+    four_bit_gemv(x, weight, y, bias, config, arrivals, silu=fused == "silu", add=fused == "add")
+    assert distance(y, expected) < MAX_DISTANCE
+    assert not arrivals.any()
+
+
+TILE_CASES = [
+    ("symmetric", 1, 1, 32, 32, TILES, False),
+    ("symmetric", 35, 37, 576, 64, TILES._replace(tile_k=128, splits=2), True),
+    ("symmetric", 16, 20, 416, 416, TILES._replace(tile_k=256), False),
+    ("zeros", 20, 40, 1024, 512, TILES._replace(rows=32, tokens=32, splits=4), True),
+    ("zeros", 5, 18, 160, 32, TILES._replace(tile_k=128), False),
+    ("e2m1", 17, 34, 288, 32, TILES._replace(splits=2), True),
+]
+
+
+@pytest.mark.parametrize(("kind", "M", "N", "K", "group", "config", "add"), TILE_CASES)
+def test_tiles(kind, M, N, K, group, config, add, device):
+    """Of the weights that dequantizing gives, rounded."""
+    weight = make_four_bit(kind, (N, K), group, DTYPE, device)
+    x, y = torch.randn(M, K, device=device).to(DTYPE), torch.randn(M, N, device=device).to(DTYPE)
+    bias = None if add else torch.randn(N, device=device)
+    expected = x.float() @ dequantize_torch(weight).to(DTYPE).float().t() + (y.float() if add else bias)
+    arrivals = make_arrivals(device)
+    four_bit_tiles(arrange_torch(x), weight, y, bias, config, arrivals, add=add)
+    assert distance(y, expected) < MAX_DISTANCE
+    assert not arrivals.any()
+
+
+@pytest.mark.parametrize("K", [32, 96, 1056])
+def test_arranged_inputs(K, device):
+    x, weight = torch.randn(3, 2 * K, device=device).to(DTYPE), torch.rand(K, device=device)
+    half = x[:, :K]
+    assert torch.equal(tiles._arranged(half, None, 0.0, K, False), arrange_torch(half))
+    normed = tiles._arranged(half, weight, 1e-6, K, False)
+    torch.testing.assert_close(normed, arrange_torch(rms_norm_torch(half, weight, 1e-6)), rtol=2e-2, atol=1e-3)
+    gated = tiles._arranged(x, None, 0.0, K, True)
+    torch.testing.assert_close(gated, arrange_torch(silu_and_mul_torch(x)), rtol=2e-2, atol=1e-3)
+    if device == "cpu":
+        assert torch.equal(tiles.arrange(half), arrange_torch(half))
+
+
+def test_parts_of_a_word_meet_their_columns(device):
+    """What `arrange` puts side by side are the columns of one place in words."""
+    codes = codes_torch(torch.randint(0, 256, (1, 64), dtype=torch.uint8))
+    values = torch.stack([codes.unflatten(-1, (-1, 2, 16))[..., i, :] for i in (0, 1)])
+    words = (values[0] | values[1] << 4).flatten().view(torch.int16).int() & 0xFFFF
+    places = torch.stack([words >> 4 * place & 15 for place in range(4)]).flatten()
+    assert arrange_torch(codes).flatten().tolist() == places.tolist()
+
+
+def test_wrong_arguments_are_named(device):
+    weight = make_four_bit("symmetric", (16, 256), 128, DTYPE, device)
+    x, y = torch.zeros(1, 256, device=device, dtype=DTYPE), torch.zeros(1, 16, device=device, dtype=DTYPE)
+    wrong = {
+        "weight": {"weight": weight._replace(values=weight.values[:, ::2])},
+        "scale": {"weight": weight._replace(scale=weight.scale[:, :1].expand(16, 3))},
+        "zero": {"weight": weight._replace(zero=weight.scale)},
+        "x": {"x": x.float()},
+        "bias": {"bias": x[0]},
+        "y": {"y": y.t()},
+        "config": {"config": GEMV._replace(by_sums=True), "x": x.half(), "y": y.half()},
+        "arrivals": {"config": GEMV._replace(splits=2)},
+        "norm_weight": {"norm_weight": x[0, :8]},
+    }
+    for name, change in wrong.items():
+        given = {"x": x, "weight": weight, "y": y, "bias": None, "config": GEMV, "arrivals": None} | change
+        with pytest.raises(ValueError, match=f"^{name} must"):
+            four_bit_gemv(**given)
+    too_many = torch.zeros(33, 256, device=device, dtype=DTYPE)
+    assert max_tokens(weight) == 32
+    with pytest.raises(ValueError, match=r"^x must be \[1\.\.32, 256\]"):
+        four_bit_gemv(too_many, weight, y, None, GEMV, None)
+    with pytest.raises(ValueError, match=r"^x must be"):
+        four_bit_tiles(x[:, :32], weight, y, None, TILES, None)
