@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 
 from four_bit_weights import KINDS, distance, make_four_bit
 
+from nanovllm.kernels.experts import four_bit_experts, four_bit_experts_gemv
+from nanovllm.kernels.experts.experts import add_pairs, experts_torch, route, sort_by_expert
 from nanovllm.kernels.matmul.four_bit import FourBit, dequantize_torch
 from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig, four_bit_gemv, max_tokens
 from nanovllm.kernels.matmul.four_bit_tiles import (
@@ -133,3 +135,39 @@ def test_repeated_launches_give_equal_bits(arrivals):
 
     first = run(weight)
     assert all(torch.equal(run(weight), first) for _ in range(20))
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_experts", "top_k", "hidden", "intermediate", "group"),
+    [("symmetric", 128, 8, 2048, 768, 128), ("e2m1", 32, 4, 2880, 2880, 32), ("zeros", 16, 2, 1024, 512, 64)],
+)
+def test_experts(kind, num_experts, top_k, hidden, intermediate, group):
+    dtype = torch.bfloat16
+    gate_up = make_four_bit(kind, (num_experts, 2 * intermediate, hidden), group, dtype, "cuda")
+    down = make_four_bit(kind, (num_experts, hidden, intermediate), group, dtype, "cuda")
+    biases = [torch.randn(weight.shape[:2], device="cuda").to(dtype) for weight in (gate_up, down)]
+    dense = [dequantize_torch(weight) for weight in (gate_up, down)]
+    norm = torch.rand(hidden, device="cuda").to(dtype) + 0.5
+    for num_tokens in (1, 5, 200):
+        x, out = (torch.randn(num_tokens, hidden, device="cuda").to(dtype) for _ in range(2))
+        lens = torch.ones(num_tokens, dtype=torch.int32, device="cuda")
+        lens[3:4] = 0
+        experts, shares = route(torch.randn(num_tokens, num_experts, device="cuda"), top_k, True, lens)
+        products = (
+            lambda x, i, w=weight, b=bias: x.float() @ w[i].t() + b[i].float()
+            for weight, bias in zip(dense, biases, strict=True)
+        )
+        normed = rms_norm_torch(x, norm, 1e-6)
+        expected = out.float() + experts_torch(normed, experts, shares, num_experts, *products)
+        if num_tokens <= four_bit_experts_gemv.MAX_TOKENS:
+            configs = [
+                four_bit_experts_gemv.FourBitExpertsConfig(32, num_warps, 3, kind != "e2m1") for num_warps in (4, 8)
+            ]
+            hidden_values = four_bit_experts_gemv.gate_up(x, norm, 1e-6, experts, gate_up, biases[0], configs[0])
+            options = experts, shares, down, biases[1], out.clone(), True, configs[1]
+            assert distance(four_bit_experts_gemv.down(hidden_values, *options), expected) < 0.01
+        order, starts = sort_by_expert(experts, num_experts)
+        arranged = rms_norm_arrange(x, norm, 1e-6)
+        hidden_values = four_bit_experts.gate_up(arranged, order, starts, gate_up, biases[0], None)
+        y = four_bit_experts.down(hidden_values, order, starts, shares, down, biases[1], None)
+        assert distance(add_pairs(y, out, True, lens), expected) < 0.01

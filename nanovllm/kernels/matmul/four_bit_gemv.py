@@ -40,16 +40,15 @@ class FourBitGemvConfig(NamedTuple):
 
 
 @triton.jit
-def _load_scales(scale, zero, row, chunk, column, is_chunk, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-                 E2M1: tl.constexpr):  # fmt: skip
+def _load_scales(scale, zero, row, chunk, column, is_chunk, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
     """The scales of [chunk, row, column], and their zeros, or the scales again. One for all columns if GROUPS is 1."""
     if GROUPS == 1:
-        index = row[None, :, None] * (K // GROUP) + (chunk * 128 // GROUP)[:, None, None]
+        index = row[:, :, None] * (K // GROUP) + (chunk * 128 // GROUP)[:, None, None]
         mask = is_chunk[:, None, None]
     else:
         group = chunk[:, None, None] * GROUPS + (column % GROUPS)[None, None, :]
-        index = row[None, :, None] * (K // GROUP) + group
-        mask = group < K // GROUP
+        index = row[:, :, None] * (K // GROUP) + group
+        mask = is_chunk[:, None, None] & (group < K // GROUP)
     found = tl.load(scale + index, mask=mask, other=0)
     of_zero = found
     if zero is not None:
@@ -57,72 +56,50 @@ def _load_scales(scale, zero, row, chunk, column, is_chunk, K: tl.constexpr, GRO
     return found, of_zero
 
 
-@triton.jit(do_not_specialize=["M"])
-def _gemv_kernel(
-    x, norm_weight, weight, scale, zero, bias, y, partial, arrivals, M, N, x_stride, y_stride, eps,
-    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_CHUNKS: tl.constexpr, NORM_TILE: tl.constexpr,
-    BY_SUMS: tl.constexpr, E2M1: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PREFETCH: tl.constexpr,
-    COMPILED: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def sums_of_chunks(
+    x, norm_weight, weight, scale, zero, row, first, is_there, is_token, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr, STEPS: tl.constexpr, STRIDE: tl.constexpr, IS_WHOLE: tl.constexpr, K: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, BY_SUMS: tl.constexpr, E2M1: tl.constexpr, COMPILED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [M, N] = f(x) W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU; f: norm or none. GROUPS: of a
-    chunk of 128 columns. COLUMNS: of the second operand. CHUNKS: multiplied side by side."""
-    TOKENS: tl.constexpr = COLUMNS // GROUPS
+    """The products of rows of a weight and columns of x, [CHUNKS, ROWS, COLUMNS] in float32, each of other chunks.
+
+    x: pointers to the rows of x, [CHUNKS or 1, 1, COLUMNS]. row: of the weight, [CHUNKS or 1, ROWS], int64. first:
+    [CHUNKS], the first of STEPS chunks, each STRIDE after the one before. is_there: [CHUNKS], whether it has any.
+    is_token: [COLUMNS]. IS_WHOLE: whether all those chunks are whole. GROUPS: of a chunk of 128 columns. With PDL
+    weights and scales are read before the wait for the previous launch, which this contains."""
     BYTES: tl.constexpr = 64  # of a row's chunk
     ALL_CHUNKS: tl.constexpr = (K + 127) // 128
-    IS_WHOLE: tl.constexpr = SPLITS * SPLIT_CHUNKS * 128 == K
-    if PDL:
-        gdc_launch_dependents()
-    tile, split = tl.program_id(0), tl.program_id(1)
-    lane = tl.arange(0, ROWS)
-    if SILU:
-        # Even rows of the tile are gates, from the weight's first N rows, odd ones the ups that belong to them.
-        OUTPUTS: tl.constexpr = ROWS // 2
-        output = tile * OUTPUTS + lane // 2
-        row = tl.minimum(output, N - 1) + lane % 2 * N
-    else:
-        OUTPUTS: tl.constexpr = ROWS  # type: ignore[no-redef]
-        output = tile * OUTPUTS + lane
-        # Rows that do not exist repeat the last one.
-        row = tl.minimum(output, N - 1)
-    row = row.to(tl.int64)
-    first = split * SPLIT_CHUNKS
-    if PREFETCH > 0:
-        lines = tl.arange(0, PREFETCH) * 128
-        within = tl.minimum(first * BYTES + lines, K // 2 - 1)
-        prefetch_lines(weight + row[:, None] * (K // 2) + within[None, :])
-    index = tl.arange(0, CHUNKS)
+    dtype: tl.constexpr = x.dtype.element_ty
+    OFFSET: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
     column = tl.arange(0, COLUMNS)
     byte = tl.arange(0, BYTES)
-    chunk = first + index
-    found, of_zero = _load_scales(scale, zero, row, chunk, column, chunk < ALL_CHUNKS, K, GROUP, GROUPS, E2M1)
+    found, of_zero = _load_scales(scale, zero, row, first, column, is_there & (first < ALL_CHUNKS), K, GROUP, GROUPS)
     # Above this line nothing may be read that a kernel writes, and nothing may be written (see dependent_launch).
     if PDL:
         gdc_wait()
 
-    token = column // GROUPS
-    low_k = byte // 16 * 32 + byte % 16
-    weights = weight + row[None, :, None] * (K // 2) + (chunk * BYTES)[:, None, None] + byte[None, None, :]
-    k = chunk[:, None, None] * 128 + low_k[None, :, None]
-    values = x + token[None, None, :] * x_stride + k
-    is_value = (token < M)[None, None, :]
+    weights = weight + row[:, :, None] * (K // 2) + (first * BYTES)[:, None, None] + byte[None, None, :]
+    k = first[:, None, None] * 128 + (byte // 16 * 32 + byte % 16)[None, :, None]
+    values = x + k
+    is_value = is_token[None, None, :]
     if GROUPS > 1:
         # A group's own columns are zero in the rows of the others.
         is_value = is_value & ((byte // (64 // GROUPS))[None, :, None] == (column % GROUPS)[None, None, :])
     if norm_weight is not None:
         factors = norm_weight + k
-    dtype: tl.constexpr = x.dtype.element_ty
-    OFFSET: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
     total = tl.zeros([CHUNKS, ROWS, COLUMNS], tl.float32)
-    for start in range(0, SPLIT_CHUNKS, CHUNKS):
+    for step in range(0, STEPS):
+        start = step * STRIDE
         if IS_WHOLE:
             packed = tl.load(weights + start * BYTES)
             low = tl.load(values + start * 128, mask=is_value, other=0.0)
             high = tl.load(values + start * 128 + 16, mask=is_value, other=0.0)
         else:
-            is_byte = (chunk * BYTES)[:, None, None] + byte[None, None, :] < K // 2 - start * BYTES
-            packed = tl.load(weights + start * BYTES, mask=is_byte, other=0)
-            is_inside = is_value & (k < K - start * 128)
+            is_byte = (first * BYTES)[:, None, None] + byte[None, None, :] < K // 2 - start * BYTES
+            packed = tl.load(weights + start * BYTES, mask=is_byte & is_there[:, None, None], other=0)
+            is_inside = is_value & (k < K - start * 128) & is_there[:, None, None]
             low = tl.load(values + start * 128, mask=is_inside, other=0.0)
             high = tl.load(values + start * 128 + 16, mask=is_inside, other=0.0)
         if norm_weight is not None:
@@ -131,10 +108,9 @@ def _gemv_kernel(
             factor = tl.load(factors + start * 128 + 16, mask=k < K - start * 128, other=0.0)
             high = (high.to(tl.float32) * factor.to(tl.float32)).to(dtype)
         # The pipeline loads early only what is multiplied by tensor cores.
-        later = chunk + (start + CHUNKS)
-        next_found, next_zero = _load_scales(
-            scale, zero, row, later, column, later < ALL_CHUNKS, K, GROUP, GROUPS, E2M1
-        )
+        later = first + (start + STRIDE)
+        is_later = is_there & (later < ALL_CHUNKS)
+        next_found, next_zero = _load_scales(scale, zero, row, later, column, is_later, K, GROUP, GROUPS)
         low_weights = decode(packed, 0, E2M1, dtype, COMPILED)
         high_weights = decode(packed, 1, E2M1, dtype, COMPILED)
         if not E2M1 and not BY_SUMS:
@@ -153,7 +129,61 @@ def _gemv_kernel(
                 sums -= of_ones * (OFFSET + 8)
         total += sums * scale_of(found, E2M1)
         found, of_zero = next_found, next_zero
+    return total
 
+
+@triton.jit
+def inverse_rms(x, is_token, eps, TOKENS: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr):
+    """[TOKENS, 1]. x: pointers to rows, of the same shape."""
+    part = tl.arange(0, TILE)[None, :]
+    squares = tl.zeros([TOKENS, TILE], tl.float32)
+    for start in range(0, K, TILE):
+        value = tl.load(x + start + part, mask=is_token & (part < K - start), other=0.0)
+        squares += value.to(tl.float32) * value.to(tl.float32)
+    return tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gemv_kernel(
+    x, norm_weight, weight, scale, zero, bias, y, partial, arrivals, M, N, x_stride, y_stride, eps,
+    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_CHUNKS: tl.constexpr, NORM_TILE: tl.constexpr,
+    BY_SUMS: tl.constexpr, E2M1: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PREFETCH: tl.constexpr,
+    COMPILED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y [M, N] = f(x) W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU; f: norm or none. GROUPS: of a
+    chunk of 128 columns. COLUMNS: of the second operand. CHUNKS: multiplied side by side."""
+    TOKENS: tl.constexpr = COLUMNS // GROUPS
+    if PDL:
+        gdc_launch_dependents()
+    tile, split = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, ROWS)
+    if SILU:
+        # Even rows of the tile are gates, from the weight's first N rows, odd ones the ups that belong to them.
+        OUTPUTS: tl.constexpr = ROWS // 2
+        output = tile * OUTPUTS + lane // 2
+        row = tl.minimum(output, N - 1) + lane % 2 * N
+    else:
+        OUTPUTS: tl.constexpr = ROWS  # type: ignore[no-redef]
+        output = tile * OUTPUTS + lane
+        # Rows that do not exist repeat the last one.
+        row = tl.minimum(output, N - 1)
+    row = row.to(tl.int64)
+    first = split * SPLIT_CHUNKS
+    if PREFETCH > 0:
+        lines = tl.arange(0, PREFETCH) * 128
+        within = tl.minimum(first * 64 + lines, K // 2 - 1)
+        prefetch_lines(weight + row[:, None] * (K // 2) + within[None, :])
+    index = tl.arange(0, CHUNKS)
+    token = tl.arange(0, COLUMNS) // GROUPS
+    tokens = x + (token * x_stride)[None, None, :]
+    total = sums_of_chunks(
+        tokens, norm_weight, weight, scale, zero, row[None, :], first + index, index >= 0,
+        token < M, ROWS, COLUMNS, CHUNKS, SPLIT_CHUNKS // CHUNKS, CHUNKS, SPLITS * SPLIT_CHUNKS * 128 == K, K, GROUP,
+        GROUPS, BY_SUMS, E2M1, COMPILED, PDL,
+    )  # fmt: skip
+
+    dtype: tl.constexpr = x.dtype.element_ty
     acc = tl.sum(total, axis=0)
     if GROUPS > 1:
         acc = tl.sum(tl.reshape(acc, (ROWS, TOKENS, GROUPS)), axis=2)
@@ -175,12 +205,7 @@ def _gemv_kernel(
             acc += tl.load(partials + other * (TOKENS * ROWS), mask=is_token, other=0.0, cache_modifier=".cg")
     if norm_weight is not None:
         # Only now, so that no product waits for the sum of squares.
-        part = tl.arange(0, NORM_TILE)[None, :]
-        squares = tl.zeros([TOKENS, NORM_TILE], tl.float32)
-        for start in range(0, K, NORM_TILE):
-            value = tl.load(x + token[:, None] * x_stride + start + part, mask=is_token & (part < K - start), other=0.0)
-            squares += value.to(tl.float32) * value.to(tl.float32)
-        acc *= tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+        acc *= inverse_rms(x + token[:, None] * x_stride, is_token, eps, TOKENS, K, NORM_TILE)
     if bias is not None:
         acc += tl.load(bias + row).to(tl.float32)[None, :]
     result = tile * OUTPUTS + tl.arange(0, OUTPUTS)

@@ -109,7 +109,7 @@ def _arranged(x: Tensor, norm_weight: Tensor | None, eps: float, K: int, silu: b
 
 
 @triton.jit
-def _spread(of_groups, ROWS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr):
+def spread(of_groups, ROWS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr):
     """A number of each word of a tile from one of each group, [ROWS, GROUPS]."""
     return tl.reshape(tl.broadcast_to(of_groups[:, :, None], (ROWS, GROUPS, WORDS // GROUPS)), (ROWS, WORDS))
 
@@ -162,14 +162,14 @@ def _tile_kernel(
             x1 = tl.load(values + at + PLACE, mask=inside, other=0.0)
             x2 = tl.load(values + at + 2 * PLACE, mask=inside, other=0.0)
             x3 = tl.load(values + at + 3 * PLACE, mask=inside, other=0.0)
-        factor = _spread(scale_of(of_group, E2M1).to(dtype), ROWS, GROUPS, WORDS)
+        factor = spread(scale_of(of_group, E2M1).to(dtype), ROWS, GROUPS, WORDS)
         w0 = decode(packed, 0, E2M1, dtype, COMPILED)
         w1 = decode(packed, 1, E2M1, dtype, COMPILED)
         w2 = decode(packed, 2, E2M1, dtype, COMPILED)
         w3 = decode(packed, 3, E2M1, dtype, COMPILED)
         if zero is not None:
             of_zero = tl.load(zero + scales + before, mask=group < K // GROUP - before, other=0)
-            subtrahend = _spread((of_zero.to(tl.float32) + OFFSET).to(dtype), ROWS, GROUPS, WORDS)
+            subtrahend = spread((of_zero.to(tl.float32) + OFFSET).to(dtype), ROWS, GROUPS, WORDS)
             w0 -= subtrahend
             w1 -= subtrahend
             w2 -= subtrahend
