@@ -32,6 +32,7 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _UNUSED = (
     *("rotary_emb.inv_freq", "lm_head.weight", ".q_scale", ".k_scale", ".v_scale"),
     *(".k_proj.output_scale", ".v_proj.output_scale"),
+    ".activation_scale",  # See `Fp8Tensors`.
 )
 # Layers that predict further tokens, which we do not have.
 _UNUSED_PARTS = ("mtp.",)
@@ -232,6 +233,8 @@ def _load(name: str, tensor: _Tensor, wanted: _Wanted) -> None:
         if not (scales.isfinite() & (scales >= 0)).all():
             raise ValueError(f"{tensor.file}: tensor {name!r} must hold finite scales >= 0: download the file again")
     factor, content = getattr(param, "loading_factor", 1), tensor.content
+    if getattr(param, "is_one_number", False):
+        content = content[...].expand(param.shards[wanted.shard_id])  # type: ignore[attr-defined]
     if factor != 1:
         content = _Scaled(content, factor)
     getattr(param, "weight_loader", default_weight_loader)(param, content, wanted.shard_id)
@@ -392,14 +395,15 @@ def _wanted_tensors(model: nn.Module) -> dict[str, _Wanted]:
             continue
         *parents, module, kind = name.split(".")
         kind = getattr(param, "checkpoint_name", kind)
+        shapes = dict.fromkeys(shards, ()) if getattr(param, "is_one_number", False) else shards
         part_names = getattr(model, "packed_modules_mapping", {}).get(module, {module: None})
         for part_name, shard_id in part_names.items():
             if not hasattr(param, "num_experts"):
-                wanted[".".join((*parents, part_name, kind))] = _Wanted(param, shard_id, shards[shard_id])
+                wanted[".".join((*parents, part_name, kind))] = _Wanted(param, shard_id, shapes[shard_id])
                 continue
             for expert in range(param.num_experts):
                 key = expert, shard_id
-                wanted[".".join((*parents, str(expert), part_name, kind))] = _Wanted(param, key, shards[key])
+                wanted[".".join((*parents, str(expert), part_name, kind))] = _Wanted(param, key, shapes[key])
     return wanted
 
 

@@ -51,8 +51,8 @@ def _read(settings: Mapping, where: str) -> Quantization:
         raise ValueError(
             f"{where} with quant_method {quoted(method)}: these settings are not supported. Checkpoints load in "
             "bfloat16, float16 and float32, and in fp8 as quant_method 'fp8' with weight_block_size [128, 128] and "
-            "dynamic activations or as compressed-tensors' FP8_DYNAMIC; use the unquantized checkpoint, perhaps with "
-            "quantization='fp8'"
+            "dynamic activations, or null, or as compressed-tensors' FP8_DYNAMIC; use the unquantized checkpoint, "
+            "perhaps with quantization='fp8'"
         )
     if settings.get("transform_config"):  # Weights that were rotated: without the transforms the results are wrong.
         raise ValueError(f"{where}: transform_config is not supported; use a checkpoint without transforms")

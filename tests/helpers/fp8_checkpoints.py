@@ -93,7 +93,7 @@ def reference_model(path: Path, in_blocks: bool, with_inputs: bool = True) -> to
             weight = module.weight.data
             module.weight.data = dequantized(*rounded(weight, *weight_group(weight, in_blocks)))
             if with_inputs:
-                module.register_forward_pre_hook(_round_input(in_blocks))
+                module.register_forward_pre_hook(round_input(in_blocks))
     return model
 
 
@@ -102,7 +102,8 @@ def _rounded_input(x: Tensor, in_blocks: bool) -> Tensor:
     return dequantized(*rounded(rows, 1, 128 if in_blocks else x.shape[-1])).view(x.shape)
 
 
-def _round_input(in_blocks: bool):
+def round_input(in_blocks: bool):
+    """A hook of a linear layer."""
     return lambda module, args: (_rounded_input(args[0], in_blocks),)
 
 

@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from nanovllm.layers.formats.format import WeightFormat
-from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks
+from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks, Fp8Tensors
 from nanovllm.layers.formats.packed import Packed
 from nanovllm.layers.formats.unquantized import Unquantized
 
 # Those that a checkpoint may declare in its config.json.
-DECLARED: tuple[type[WeightFormat], ...] = (Fp8, Fp8Blocks)
+DECLARED: tuple[type[WeightFormat], ...] = (Fp8, Fp8Blocks, Fp8Tensors)
 # What LLM(quantization=...) may be: weights are quantized while they are loaded.
 QUANTIZATIONS: dict[str, WeightFormat] = {"fp8": Fp8()}
 

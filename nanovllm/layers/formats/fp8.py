@@ -150,6 +150,28 @@ class Fp8Blocks(Fp8):
         return quantize_blocks_torch(weight)
 
 
+@dataclass(frozen=True)
+class Fp8Tensors(Fp8):
+    """A scale for each tensor of the checkpoint, which becomes that of all its output channels. Each token of the input
+    has a scale of its own, also where the checkpoint has one for all inputs: it is no coarser, and saturates nothing.
+    """
+
+    ignored_key = "modules_to_not_convert"
+
+    @classmethod
+    def declared(cls, method: str, settings: Mapping[str, Any]) -> "WeightFormat | None":
+        """Mistral's checkpoints."""
+        is_right = method == "fp8" and settings.get("fmt", "e4m3") == "e4m3"
+        is_whole = settings.get("weight_block_size", ()) is None  # Left out it means blocks of 128 x 128.
+        has_scheme = settings.get("activation_scheme", "dynamic") in ("dynamic", "static")
+        return cls(scale_name="weight_scale_inv") if is_right and is_whole and has_scheme else None
+
+    def parameters(self, shape: tuple[int, ...], shards: dict, weight_loader: Any) -> dict[str, nn.Parameter]:
+        parameters = super().parameters(shape, shards, weight_loader)
+        vars(parameters["weight_scale"])["is_one_number"] = True
+        return parameters
+
+
 def is_e4m3(scheme: Any) -> bool:
     """Whether compressed-tensors' scheme of weights, inputs or a KV cache is e4m3."""
     is_symmetric = isinstance(scheme, Mapping) and scheme.get("symmetric", True) is True

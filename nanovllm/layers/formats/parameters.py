@@ -34,10 +34,12 @@ def make_parameter(
             checkpoint_name (its own): its last name in the checkpoint.
             stored_dtypes (floats): safetensors' names of what the checkpoint may hold.
             is_scale (False): whether it must hold finite numbers >= 0.
+            is_one_number (False): whether a tensor of the checkpoint is one number, for all of its shard.
             takes_factor (True): whether `scale_while_loading` multiplies it.
     """
     parameter: Any = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
-    defaults = {"rows_of_weight": 1, "stored_dtypes": FLOATS, "is_scale": False, "takes_factor": True}
+    defaults = {"rows_of_weight": 1, "stored_dtypes": FLOATS, "takes_factor": True}
+    defaults |= {"is_scale": False, "is_one_number": False}
     vars(parameter).update(defaults | attributes, shards=shards, weight_loader=weight_loader, format=format)
     return parameter
 
