@@ -99,6 +99,7 @@ class DecoderAttention(nn.Module):
             self.num_heads,
             self.num_kv_heads,
             pdl=not context.is_prefill,
+            query_scales=self.rotary_emb.query_scales if self.rotary_emb else None,
         )
         heads = qkv.view(len(qkv), -1, self.head_dim)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)

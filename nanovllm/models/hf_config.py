@@ -49,6 +49,7 @@ _SWITCHES: dict[str, Any] = {
     "use_bidirectional_attention": False,
     "is_causal": True,
     "attention_chunk_size": None,
+    "llama_4_scaling_beta": None,
     "no_rope_layers": None,
     "partial_rotary_factor": 1.0,
     "qk_layernorm": False,

@@ -11,6 +11,8 @@ ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": "nanovllm.models.gemma3",
     "GraniteForCausalLM": "nanovllm.models.granite",
     "LlamaForCausalLM": "nanovllm.models.llama",
+    "Ministral3ForCausalLM": "nanovllm.models.ministral3",
+    "Mistral3ForConditionalGeneration": "nanovllm.models.ministral3",
     "MistralForCausalLM": "nanovllm.models.mistral",
     "Olmo2ForCausalLM": "nanovllm.models.olmo2",
     "Olmo3ForCausalLM": "nanovllm.models.olmo3",

@@ -50,10 +50,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 HYBRID = {"head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
 FAMILIES = {
     "llama": {"head_dim": 64, "rope_scaling": LLAMA3},
     "mistral": {"head_dim": 64, "sliding_window": 8},
+    "ministral3": {"head_dim": 64, "rope_scaling": YARN | {"llama_4_scaling_beta": 0.3}},
     "phi3": {"partial_rotary_factor": 0.75},
     "smollm3": {},
     "olmo2": {},

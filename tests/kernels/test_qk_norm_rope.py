@@ -1,5 +1,7 @@
 """The fused q/k norm, rotation and cache write: kernel against twin, twin against transformers' modules."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -105,6 +107,16 @@ def test_heads_that_are_rotated_in_part_or_not_at_all(head_dim, rotary_dim, norm
     if not norm:
         assert torch.equal(q[..., rotary_dim or 0 :], before[..., rotary_dim or 0 :])
         assert (rotary_dim is None) == torch.equal(q, before)
+
+
+@pytest.mark.parametrize("rotary_dim", [32, None])
+def test_queries_that_grow_with_their_position(rotary_dim, device):
+    case = with_rotary_dim(random_case(5, 3, 2, 32, torch.float32, device), rotary_dim)
+    scales = 1 + torch.rand(MAX_POSITION, device=device)
+    expected, *caches = run(qk_norm_rope_store_torch, case)
+    expected.view(5, 7, 32)[:, :3] *= scales[case[5], None, None]
+    for function in (qk_norm_rope_store_torch, qk_norm_rope_store_triton, kernel.qk_norm_rope_store):
+        assert_close(run(partial(function, query_scales=scales), case), (expected, *caches))
 
 
 def test_what_it_must_not_touch(device):

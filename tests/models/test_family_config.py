@@ -23,6 +23,7 @@ from nanovllm.models.registry import model_class
 ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
@@ -35,6 +36,7 @@ ARCHITECTURES = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 LONGROPE = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64}
 LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+QUERIES = {"rope_type": "default", "llama_4_scaling_beta": 0.1}
 WINDOW = {"sliding_window": 64}
 
 
@@ -69,6 +71,8 @@ def family_dir(model_dir):
         ("llama", {"rope_parameters": LONGROPE | {"long_factor": [2.0] * 7}}, "long_factor must hold 8 numbers"),
         ("llama", {"rope_parameters": LONGROPE | {"long_factor": ["2"] * 8}}, r"long_factor=\['2'"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 8.0}}, "rope_type='dynamic' is not supported"),
+        ("mistral", {"rope_parameters": QUERIES}, "llama_4_scaling_beta=0.1: is not supported for mistral"),
+        ("ministral3", {"rope_parameters": QUERIES}, "llama_4_scaling_beta=0.1 needs original_max_position_embeddings"),
         ("mistral", {"attention_bias": True}, "attention_bias=True: is not supported for mistral"),
         ("mistral", {"sliding_window": 0}, "sliding_window=0: must be an integer"),
         # transformers would give all layers the window.
@@ -175,6 +179,9 @@ PUBLISHED = {
     "Llama-3.1-70B": 70.6,
     "Mistral-7B-v0.3": 7.25,
     "Mistral-Nemo-Base-2407": 12.2,
+    "Ministral-3-3B-Base-2512": 3.4,
+    "Ministral-3-8B-Base-2512": 8.4,
+    "Ministral-3-14B-Base-2512": 13.5,
     "granite-3.3-2b-instruct": 2.53,
     "granite-3.3-8b-instruct": 8.17,
     "SmolLM3-3B": 3.08,
@@ -191,6 +198,7 @@ PUBLISHED = {
 }
 # Those of families that are not in all releases of transformers that we support.
 NEWER = {"SmolLM3-3B": "smollm3", "Olmo-3-1025-7B": "olmo3", "Olmo-3-1125-32B": "olmo3"}
+NEWER |= {name: "ministral3" for name in PUBLISHED if "Ministral-3" in name}
 NEWER |= {name: "qwen3_5_moe_text" if "A3B" in name else "qwen3_5_text" for name in PUBLISHED if "Qwen3." in name}
 
 

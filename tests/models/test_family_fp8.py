@@ -14,9 +14,11 @@ HYBRID = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_he
 HYBRID |= {"linear_value_head_dim": 32, "head_dim": 32, "full_attention_interval": 2}
 SHARED_EXPERT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SHARED_EXPERT |= {"shared_expert_intermediate_size": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 FAMILIES = {
     "llama": {},
     "mistral": {"sliding_window": 16},
+    "ministral3": {"head_dim": 16, "rope_scaling": YARN | {"llama_4_scaling_beta": 0.3}},
     "phi3": {"partial_rotary_factor": 0.75, "head_dim": 16},
     "smollm3": {},
     "olmo2": {},

@@ -101,6 +101,12 @@ def mistral(draw):
     return common(draw, head_dim_is_free=True) | {"sliding_window": draw.choice((None, window(draw)))}
 
 
+def ministral3(draw):
+    beta = draw.choice((0.1, 0.7))
+    scaling = draw.choice((YARN, YARN | {"mscale": 1.0, "mscale_all_dim": 1.0})) | {"llama_4_scaling_beta": beta}
+    return mistral(draw) | {"rope_scaling": scaling}
+
+
 def smollm3(draw):
     switches = {"attention_bias": draw.random() < 0.5, **layers_with_a_window(draw)}
     fields = common(draw) | switches | {"num_hidden_layers": 4}
@@ -207,7 +213,7 @@ def qwen3_next(draw):
     return fields
 
 
-FAMILIES = (llama, qwen2, qwen3, qwen3_moe, mistral, smollm3, phi3, olmo2, olmo3, granite, gemma3_text)
+FAMILIES = (llama, qwen2, qwen3, qwen3_moe, mistral, ministral3, smollm3, phi3, olmo2, olmo3, granite, gemma3_text)
 FAMILIES += (qwen3_5_text, qwen3_5_moe_text, qwen3_next)
 CASES = [
     pytest.param(family, seed, id=f"{family.__name__}-{seed}", marks=needs_family(family.__name__))

@@ -21,7 +21,7 @@ def _to_e4m3(x, inverse_scale):
 
 @triton.jit
 def _qk_norm_rope_store_kernel(
-    qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, kv_scales, eps,
+    qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, kv_scales, query_scales, eps,
     ROW: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS_BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr, PDL: tl.constexpr,
@@ -101,6 +101,10 @@ def _qk_norm_rope_store_kernel(
             second = second * inverse_rms[:, None] * second_scale
         if ROTARY_DIM > 0:
             first, second = first * cos - second * sin, second * cos + first * sin
+        if query_scales is not None:
+            query_scale = tl.load(query_scales + tl.load(positions + token))
+            query_scale = tl.where(is_q, query_scale, 1.0)
+            first, second = first * query_scale, second * query_scale
         first, second = first.to(dtype), second.to(dtype)
         first_key, second_key = first, second
         if HAS_CACHE:  # noqa: SIM102 (no cache, no scales)
@@ -130,6 +134,7 @@ def qk_norm_rope_store(
     num_heads: int,
     num_kv_heads: int,
     pdl: bool = False,
+    query_scales: Tensor | None = None,
 ) -> None:
     """Normalizes and rotates q and k inside qkv, and stores k and v in the paged cache.
 
@@ -153,13 +158,15 @@ def qk_norm_rope_store(
         num_heads: query heads of this rank.
         num_kv_heads: key heads (and value heads) of this rank.
         pdl: programmatic dependent launch (see `dependent_launch`); all but qkv is read before the wait.
+        query_scales: float32 `[max_position]`, what q is multiplied by at each position after its rotation; None for 1.
 
     The kernel raises ValueError if it would read or write outside qkv or the caches. Positions and slots are not
     checked.
     """
     function = qk_norm_rope_store_triton if use_kernels(qkv) else qk_norm_rope_store_torch
     caches = k_cache, v_cache, slot_mapping, kv_scales
-    function(qkv, q_weight, k_weight, eps, cos_sin_cache, positions, *caches, num_heads, num_kv_heads, pdl)
+    heads = num_heads, num_kv_heads
+    function(qkv, q_weight, k_weight, eps, cos_sin_cache, positions, *caches, *heads, pdl, query_scales)
 
 
 def qk_norm_rope_store_torch(
@@ -176,6 +183,7 @@ def qk_norm_rope_store_torch(
     num_heads: int,
     num_kv_heads: int,
     pdl: bool = False,
+    query_scales: Tensor | None = None,
 ) -> None:
     """The twin."""
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
@@ -190,6 +198,8 @@ def qk_norm_rope_store_torch(
         value = torch.cat(parts, dim=1)
     if cos_sin_cache is not None:
         value = apply_rotary_emb(value, *cos_sin_cache[positions].chunk(2, dim=-1))
+    if query_scales is not None:
+        value[:, :num_heads] *= query_scales[positions, None, None]
     qk.copy_(value)
     if k_cache is not None:
         stored = slot_mapping >= 0
@@ -226,6 +236,7 @@ def qk_norm_rope_store_triton(
     num_heads: int,
     num_kv_heads: int,
     pdl: bool = False,
+    query_scales: Tensor | None = None,
 ) -> None:
     (num_tokens, width), all_heads = qkv.shape, num_heads + 2 * num_kv_heads
     head_dim = width // all_heads
@@ -252,7 +263,7 @@ def qk_norm_rope_store_triton(
     q_groups, kv_groups = triton.cdiv(num_heads, heads_block), triton.cdiv(num_kv_heads, heads_block)
     grid = (num_tokens, q_groups + kv_groups * (2 if has_cache else 1))
     launcher(_qk_norm_rope_store_kernel, grid, pdl and has_pdl(qkv.device))(
-        qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, kv_scales, eps,
+        qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, kv_scales, query_scales, eps,
         ROW=qkv.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
         HALF_BLOCK=half_block, HEADS_BLOCK=heads_block, HAS_NORM=q_weight is not None, HAS_CACHE=has_cache,
         num_warps=min(max(heads_block * half_block // 256, 1), 8),

@@ -36,6 +36,8 @@ class RopeParameters:
     mscale: float | None = None  # weight of the numerator of the derived attention factor
     mscale_all_dim: float | None = None  # weight of its denominator
     truncate: bool = True  # whether the ends of the ramp are rounded outwards to whole pairs
+    # Any type may have this: how much the scores grow with the logarithm of the query's position (Llama 4's).
+    llama_4_scaling_beta: float | None = None
     # Only llama3 has these: the same two bounds, of which the low one is that of the slow pairs.
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
@@ -59,6 +61,8 @@ class RopeParameters:
         for name in needed.get(self.type, ()):
             if not getattr(self, name):
                 raise ValueError(f"rope_type={quoted(self.type)} needs {name}")
+        if self.llama_4_scaling_beta and not self.original_max_position_embeddings:
+            raise ValueError(f"llama_4_scaling_beta={self.llama_4_scaling_beta} needs original_max_position_embeddings")
         if self.type == "llama3" and not self.low_freq_factor < self.high_freq_factor:
             bounds = f"low_freq_factor={self.low_freq_factor}, high_freq_factor={self.high_freq_factor}"
             raise ValueError(f"{bounds}: the first must be less than the second")
@@ -110,6 +114,14 @@ class RopeParameters:
         pair = torch.arange(dim // 2, dtype=torch.float32, device=period.device)
         kept = 1.0 - ((pair - start) / (end - start)).clamp(0.0, 1.0)
         return 1.0 / (self.factor * period) * (1.0 - kept) + 1.0 / period * kept
+
+    def query_scales(self, max_position: int) -> Tensor | None:
+        """What queries are multiplied by at each position: float32 `[max_position]`, one step up for each original
+        context before it; None where that is 1 everywhere."""
+        beta, trained = self.llama_4_scaling_beta, self.original_max_position_embeddings
+        if not beta or not trained or max_position <= trained:
+            return None
+        return 1 + beta * torch.log(1 + torch.floor(torch.arange(max_position, dtype=torch.float32) / trained))
 
     def _llama3_frequencies(self, frequencies: Tensor) -> Tensor:
         """Fast pairs keep their frequency, slow ones are interpolated, and between them it changes linearly with the
@@ -164,8 +176,8 @@ def rope_parameters(hf_config: Any, layer_type: str | None = None) -> RopeParame
 
     # Some writers store unused settings as null, which is the same as absent. mRoPE's sections of the dimensions have
     # positions of their own in images, and the same positions in text.
-    of_images = ("mrope_section", "mrope_interleaved")
-    settings = {name: value for name, value in settings.items() if value is not None and name not in of_images}
+    unused = ("mrope_section", "mrope_interleaved", "max_position_embeddings")  # The last is the configuration's own.
+    settings = {name: value for name, value in settings.items() if value is not None and name not in unused}
     base = settings.pop("rope_theta", getattr(hf_config, "rope_theta", None))
     base = 10000.0 if base is None else base
     require("rope_theta", base, is_number(base), "a number")
@@ -176,7 +188,9 @@ def rope_parameters(hf_config: Any, layer_type: str | None = None) -> RopeParame
     if rope_type == "su":  # the first name of longrope, in early checkpoints
         rope_type = "longrope"
     if rope_type == "default" or rope_type not in SUPPORTED_TYPES:
-        return RopeParameters(float(base), rope_type, partial_rotary_factor=partial)
+        names = "llama_4_scaling_beta", "original_max_position_embeddings"
+        of_queries = {name: settings.get(name) for name in names} if names[0] in settings else {}
+        return RopeParameters(float(base), rope_type, partial_rotary_factor=partial, **of_queries)
 
     if rope_type in ("yarn", "longrope"):
         trained = getattr(hf_config, "original_max_position_embeddings", None)
@@ -213,9 +227,11 @@ class RotaryEmbedding(nn.Module):
 
     Attributes:
         cos_sin_cache: float32 `[max_position, rotary_dim]`, each position's cosines and then its sines.
+        query_scales: float32 `[max_position]`, what queries are multiplied by; None for 1.
     """
 
     cos_sin_cache: Tensor
+    query_scales: Tensor | None
 
     def __init__(self, head_dim: int, max_position: int, rope: RopeParameters) -> None:
         super().__init__()
@@ -223,9 +239,13 @@ class RotaryEmbedding(nn.Module):
         angles = torch.outer(positions, rope.inverse_frequencies(head_dim, max_position))
         cache = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_scaling
         self.register_buffer("cos_sin_cache", cache, persistent=False)
+        self.register_buffer("query_scales", rope.query_scales(max_position), persistent=False)
 
     def forward(self, positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q `[num_tokens, num_heads, head_dim]` and k `[num_tokens, num_kv_heads, head_dim]`, rotated, in new tensors.
         positions: int32 or int64 `[num_tokens]`, each below max_position."""
         cos, sin = self.cos_sin_cache[positions].chunk(2, dim=-1)
-        return apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
+        q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
+        if self.query_scales is not None:
+            q = (q * self.query_scales[positions, None, None]).to(k.dtype)
+        return q, k

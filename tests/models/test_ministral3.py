@@ -1,0 +1,127 @@
+"""Ministral 3's checkpoints: the text part of a larger model, in fp8 with one scale for each tensor."""
+
+import pytest
+import torch
+from checkpoints import (
+    Reference,
+    complete,
+    edit_json,
+    edit_tensors,
+    greedy,
+    make_checkpoint,
+    make_llm,
+    needs_family,
+    random_prompt,
+)
+from fp8_checkpoints import dequantized, is_quantized, round_input, rounded, scored
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from nanovllm.layers.attention.rotary_embedding import RopeParameters, RotaryEmbedding
+
+pytestmark = needs_family("ministral3")
+
+ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.3}
+STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False}
+STATIC |= {"modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]}
+PROMPT, COMPLETION = random_prompt(40, 1), random_prompt(60, 2)
+
+
+def make(directory, **fields):
+    return make_checkpoint(directory, family="ministral3", rope_scaling=ROPE, head_dim=16, **fields)
+
+
+def nest(path, outer: str, model_type: str = "ministral3", **fields) -> None:
+    """Make the checkpoint the text part of one with a vision tower. outer: what names begin with."""
+
+    def rename(tensors):
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[outer + name.removeprefix("model.")] = tensors.pop(name)
+        if outer == "language_model.model.":
+            tensors["language_model.lm_head.weight"] = tensors.pop("lm_head.weight")
+        tensors["vision_tower.ln_pre.weight"] = torch.zeros(8)
+        tensors["multi_modal_projector.norm.weight"] = torch.zeros(8)
+
+    edit_tensors(path, rename)
+    text = AutoConfig.from_pretrained(path).to_dict() | {"model_type": model_type}
+    (path / "config.json").unlink()
+    larger = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"]}
+    larger |= {"tie_word_embeddings": False}
+    vision = {"model_type": "pixtral", "hidden_size": 8}
+    edit_json(path / "config.json", **larger, text_config=text, vision_config=vision, **fields)
+
+
+def quantize(tensors) -> None:
+    """As Mistral publishes them."""
+    for name in [name for name in tensors if is_quantized(name.removesuffix(".weight"))]:
+        values, scale = rounded(tensors[name], *tensors[name].shape)
+        tensors[name] = values
+        tensors[name + "_scale_inv"] = scale.reshape(())
+        tensors[name.removesuffix("weight") + "activation_scale"] = torch.tensor(0.01)
+
+
+@pytest.mark.parametrize("outer", ["model.language_model.", "language_model.model."])
+def test_the_text_part_of_a_model_with_a_vision_tower(tmp_path, outer):
+    path = make(tmp_path)
+    reference = Reference(path)
+    prompts = reference.draw_prompts((20, 90), 8)
+    nest(path, outer)
+    with make_llm(path, max_model_len=128) as llm:
+        assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
+
+
+def test_another_text_model_is_refused(tmp_path):
+    path = make_checkpoint(tmp_path, family="llama")
+    nest(path, "model.language_model.", model_type="llama")
+    with pytest.raises(ValueError, match=r"text_config\.model_type='llama': must be mistral or ministral3"):
+        make_llm(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_one_scale_for_each_tensor(tmp_path, num_ranks):
+    path = make(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path).float().eval()
+    for name, module in model.named_modules():
+        if is_quantized(name):
+            weight = module.weight.data
+            module.weight.data = dequantized(*rounded(weight, *weight.shape))
+    tokens = torch.tensor([PROMPT + COMPLETION])
+    results = []
+    for rounds in (False, True):
+        hooks = [m.register_forward_pre_hook(round_input(False)) for n, m in model.named_modules() if is_quantized(n)]
+        if not rounds:
+            for hook in hooks:
+                hook.remove()
+        with torch.inference_mode():
+            logits = model(tokens).logits[0, len(PROMPT) - 1 : -1]
+        results.append(logits.log_softmax(-1).gather(1, torch.tensor(COMPLETION)[:, None]).flatten())
+    unrounded, expected = results
+    edit_tensors(path, quantize)
+    nest(path, "model.language_model.", quantization_config=STATIC)
+    with make_llm(path, tensor_parallel_size=num_ranks) as llm:
+        found = scored(llm, PROMPT, COMPLETION)
+    # Each rank rounds its own columns of some inputs.
+    bound = 0.2 if num_ranks == 1 else 1.5
+    assert (found - expected).norm() < bound * (unrounded - expected).norm()
+
+
+def test_a_scale_of_another_shape_is_refused(tmp_path):
+    path = make(tmp_path)
+    edit_tensors(path, quantize)
+    name = "model.layers.1.mlp.up_proj.weight_scale_inv"
+    edit_tensors(path, lambda tensors: tensors.update({name: torch.ones(96, 1)}))
+    edit_json(path / "config.json", quantization_config=STATIC)
+    with pytest.raises(ValueError, match=rf"tensor '{name}' has shape \[96, 1\], the model needs \[\]"):
+        make_llm(path)
+
+
+def test_queries_grow_at_each_original_context():
+    rope = RopeParameters(original_max_position_embeddings=16, llama_4_scaling_beta=0.5)
+    rotary = RotaryEmbedding(8, 40, rope)
+    q = torch.ones(3, 1, 8)
+    positions = torch.tensor([15, 16, 39])
+    grown, _ = rotary(positions, q, q)
+    plain, _ = RotaryEmbedding(8, 40, RopeParameters())(positions, q, q)
+    expected = 1 + 0.5 * torch.tensor([1.0, 2.0, 3.0]).log()
+    torch.testing.assert_close(grown / plain, expected[:, None, None].expand(3, 1, 8))
+    assert RotaryEmbedding(8, 16, rope).query_scales is None  # No sequence is longer.
