@@ -242,7 +242,7 @@ class Config(EngineOptions):
                 f"{found[0]}.{found[1]}; use the unquantized checkpoint without quantization{offer}"
             )
         name = str(self.dtype).removeprefix("torch.")
-        is_taken = self.device == "cpu" or name == "bfloat16"
+        is_taken = self.device == "cpu" or name == "bfloat16" or not format.needs_bfloat16
         require("dtype", name, is_taken, "bfloat16 with weights in fp8")
 
     def _gpu(self) -> GpuFacts:

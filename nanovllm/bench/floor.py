@@ -9,9 +9,10 @@ import torch
 
 from nanovllm.kernels.matmul.fp8 import E4M3
 from nanovllm.layers.formats.format import WeightFormat
+from nanovllm.layers.formats.fp8 import Fp8
 from nanovllm.models.hf_config import get_head_dim, windows_of_layers
 from nanovllm.models.qwen3_5 import delta_net_shape, has_linear_attention, linear_layers
-from nanovllm.models.qwen3_moe import count_experts, has_experts
+from nanovllm.models.qwen3_moe import count_experts, expert_size, has_experts
 
 
 class Ceilings(NamedTuple):
@@ -37,7 +38,8 @@ class ModelSize:
     head_dim: int
     kv_bytes_per_key: int  # of one layer
     itemsize: int
-    layer_itemsize: int  # of the layers' weights
+    layer_itemsize: float  # bytes of a number of the layers' weights
+    expert_itemsize: float  # of the experts' weights
 
     @classmethod
     def of(
@@ -64,13 +66,17 @@ class ModelSize:
         if num_experts := count_experts(c):
             num_layers = sum(has_experts(c, layer) for layer in range(c.num_hidden_layers))
             expert_share = c.num_experts_per_tok / num_experts
-            expert_params = num_layers * num_experts * 3 * c.hidden_size * c.moe_intermediate_size
+            expert_params = num_layers * num_experts * 3 * c.hidden_size * expert_size(c)
             shared_size = getattr(c, "shared_expert_intermediate_size", 0)
             routers = num_layers * num_experts * c.hidden_size
             routers += num_layers * c.hidden_size * (3 * shared_size + (1 if shared_size else 0))
             mlps = mlps // c.num_hidden_layers * (c.num_hidden_layers - num_layers) + routers
             mlps += int(expert_share * expert_params)
         kv_itemsize = (kv_cache_dtype or dtype).itemsize
+        expert_itemsize = layer_itemsize = float(dtype.itemsize)
+        if weight_format is not None and weight_format.bits is not None:
+            expert_itemsize = weight_format.bits / 8
+            layer_itemsize = layer_itemsize if weight_format.experts_only else expert_itemsize
         return cls(
             layer_params=(c.num_hidden_layers - num_linear) * attention + num_linear * linear_attention + mlps,
             expert_params=expert_params,
@@ -83,7 +89,8 @@ class ModelSize:
             head_dim=head_dim,
             kv_bytes_per_key=2 * c.num_key_value_heads * head_dim * kv_itemsize,
             itemsize=dtype.itemsize,
-            layer_itemsize=dtype.itemsize if weight_format is None else E4M3.itemsize,
+            layer_itemsize=layer_itemsize,
+            expert_itemsize=expert_itemsize,
         )
 
     def params_read(self, batch_size: int) -> float:
@@ -93,8 +100,9 @@ class ModelSize:
 
     def bytes_read(self, batch_size: int) -> float:
         """Bytes that a step reads of these weights."""
-        layers = self.params_read(batch_size) - self.head_params
-        return layers * self.layer_itemsize + self.head_params * self.itemsize
+        experts = (1 - (1 - self.expert_share) ** batch_size) * self.expert_params
+        others = self.params_read(batch_size) - self.head_params - experts
+        return experts * self.expert_itemsize + others * self.layer_itemsize + self.head_params * self.itemsize
 
     def state_bytes(self) -> int:
         """Of one sequence: states in float32, and tails."""
@@ -155,7 +163,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, weight_format: We
     for pause in (0, 1, 1, 1, 1):
         time.sleep(pause)
         flops = _matrix_rate(device, dtype, 8192)
-        layer_flops = flops if weight_format is None else _fp8_rate(device, 8192)
+        layer_flops = _fp8_rate(device, 8192) if isinstance(weight_format, Fp8) else flops
         measured.append(Ceilings(_copy_bandwidth(device, 2**32), flops, layer_flops))
     return Ceilings(*map(max, zip(*measured, strict=True)))
 

@@ -180,6 +180,15 @@ class GatedQKVParallelLinear(QKVParallelLinear):
     bias_loader = weight_loader
 
 
+def columns_of_rank(param: Any, shard_id: object, tp: TensorParallel) -> slice:
+    """Those of a tensor of the checkpoint that fill a rank's part of a parameter. Its columns need not be the
+    parameter's: weights may be packed once they are cut."""
+    num_columns = param.shards[shard_id][1]
+    size = max(1, num_columns // tp.size)  # All ranks have the scales of whole rows.
+    start = tp.rank * size % num_columns
+    return slice(start, start + size)
+
+
 class RowParallelLinear(LinearBase):
     """y = x W^T + b with W's columns, the input features, split over the ranks, and y summed over the ranks.
 
@@ -218,9 +227,7 @@ class RowParallelLinear(LinearBase):
         return self.bias if self.tp.rank == 0 else None
 
     def weight_loader(self, param: Any, loaded: Any, shard_id: object = None) -> None:
-        num_columns = param.shape[1]
-        start = self.tp.rank * num_columns % param.shards[shard_id][1]  # 0 for the scales of whole rows
-        param.format.store(param, loaded[:, start : start + num_columns])
+        param.format.store(param, loaded[:, columns_of_rank(param, shard_id, self.tp)])
 
     def bias_loader(self, param: Any, loaded: Any, shard_id: object = None) -> None:
         param.data.copy_(loaded[:])

@@ -228,10 +228,8 @@ def _load_all(tasks: list[tuple[str, _Tensor, _Wanted]]) -> None:
 
 def _load(name: str, tensor: _Tensor, wanted: _Wanted) -> None:
     param = wanted.param
-    if getattr(param, "is_scale", False):  # A wrong one would show in the results alone.
-        scales = tensor.content[...]
-        if not (scales.isfinite() & (scales >= 0)).all():
-            raise ValueError(f"{tensor.file}: tensor {name!r} must hold finite scales >= 0: download the file again")
+    if getattr(param, "is_scale", False) and not param.format.are_scales(tensor.content[...]):  # type: ignore[attr-defined]
+        raise ValueError(f"{tensor.file}: tensor {name!r} must hold finite scales >= 0: download the file again")
     factor, content = getattr(param, "loading_factor", 1), tensor.content
     if getattr(param, "is_one_number", False):
         content = content[...].expand(param.shards[wanted.shard_id])  # type: ignore[attr-defined]

@@ -50,12 +50,15 @@ def _read(settings: Mapping, where: str) -> Quantization:
     if format is None:
         raise ValueError(
             f"{where} with quant_method {quoted(method)}: these settings are not supported. Checkpoints load in "
-            "bfloat16, float16 and float32, and in fp8 as quant_method 'fp8' with weight_block_size [128, 128] and "
-            "dynamic activations, or null, or as compressed-tensors' FP8_DYNAMIC; use the unquantized checkpoint, "
+            "bfloat16, float16 and float32, in fp8 as quant_method 'fp8' with weight_block_size [128, 128] and "
+            "dynamic activations, or null, or as compressed-tensors' FP8_DYNAMIC, in MXFP4 as quant_method 'mxfp4' or "
+            "as compressed-tensors' mxfp4-pack-quantized without input_activations; use the unquantized checkpoint, "
             "perhaps with quantization='fp8'"
         )
     if settings.get("transform_config"):  # Weights that were rotated: without the transforms the results are wrong.
         raise ValueError(f"{where}: transform_config is not supported; use a checkpoint without transforms")
+    if format.experts_only:
+        return Quantization(format, bool(scheme))
     ignored = format.ignored_key
     if isinstance(settings.get(ignored), str):
         raise TypeError(f"{ignored} must be a list of names, not a text")
@@ -76,14 +79,21 @@ def checkpoint_quantization(hf_config: Any) -> Quantization:
 
 def check_sizes(hf_config: Any, head_dim: int, format: WeightFormat, num_ranks: int) -> None:
     """Raises ValueError, naming the size, if a model's weights, divided over the ranks, do not fit the format."""
-    sizes = {
-        "hidden_size": hf_config.hidden_size,
-        "num_attention_heads * head_dim": hf_config.num_attention_heads // num_ranks * head_dim,
-        "num_key_value_heads * head_dim": max(1, hf_config.num_key_value_heads // num_ranks) * head_dim,
-    }
+    sizes = {"hidden_size": hf_config.hidden_size}
+    if not format.experts_only:
+        sizes |= {
+            "num_attention_heads * head_dim": hf_config.num_attention_heads // num_ranks * head_dim,
+            "num_key_value_heads * head_dim": max(1, hf_config.num_key_value_heads // num_ranks) * head_dim,
+        }
     has_experts = getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None)
+    if format.experts_only and not has_experts:
+        raise ValueError(
+            f"quantization_config with quant_method {format.name!r}: is of experts alone, and this model has none; use "
+            "the unquantized checkpoint"
+        )
     if has_experts:
-        sizes["moe_intermediate_size"] = hf_config.moe_intermediate_size // num_ranks
+        name = "moe_intermediate_size" if hasattr(hf_config, "moe_intermediate_size") else "intermediate_size"
+        sizes[name] = getattr(hf_config, name) // num_ranks
     if getattr(hf_config, "shared_expert_intermediate_size", 0):
         sizes["shared_expert_intermediate_size"] = hf_config.shared_expert_intermediate_size // num_ranks
     if getattr(hf_config, "linear_num_value_heads", None):  # Heads are taken one by one from the checkpoint's tensors.

@@ -56,6 +56,11 @@ def mlp_only_layers(config) -> list[int]:
     return getattr(config, "mlp_only_layers", None) or []
 
 
+def expert_size(config) -> int:
+    """The intermediate size of an expert. Families without other MLPs call it intermediate_size."""
+    return getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+
+
 def count_experts(config) -> int | None:
     """None for a family without experts. transformers 5 writes the key num_local_experts; older releases leave
     num_experts at its default then."""

@@ -190,7 +190,7 @@ def test_heads_that_do_not_divide_the_hidden_size(model_dir):
             Config(directory)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors", "mxfp4", None])
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors", None])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_a_quantized_checkpoint_is_refused_by_name(model_dir, method, load_format):
     settings = {"bits": 4} | ({"quant_method": method} if method else {})

@@ -9,10 +9,9 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, make_llm, random_prompt
 
-from nanovllm.engine.runner.startup import model_setup
 from nanovllm.layers.formats import all_formats
 from nanovllm.layers.formats.format import Weight
-from nanovllm.layers.matmul.candidates import make_candidates
+from nanovllm.layers.matmul.candidates.dequantized import Dequantized
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "adding-a-format.md").read_text()
 
@@ -26,7 +25,7 @@ def guide(monkeypatch) -> SimpleNamespace:
     guide = SimpleNamespace(**names)
     monkeypatch.setitem(all_formats.QUANTIZATIONS, "int8", guide.Int8())
     monkeypatch.setattr(all_formats, "DECLARED", (*all_formats.DECLARED, guide.Int8))  # for format_of_table
-    monkeypatch.setattr(model_setup, "make_candidates", lambda *args: [*make_candidates(*args), guide.Dequantized()])
+    monkeypatch.setattr(Dequantized, "formats", (*Dequantized.formats, "int8"))
     return guide
 
 

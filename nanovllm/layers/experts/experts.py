@@ -14,7 +14,7 @@ from nanovllm.layers.formats.all_formats import get_weight_format, weight_format
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.formats.parameters import load_rows
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear, columns_of_rank
 from nanovllm.layers.matmul.matmul import Matmul, Products, compute
 from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.parallel.rank_sums import add_over_ranks
@@ -33,7 +33,7 @@ class ExpertsLinear(nn.Module):
         """shape: this rank's part of an expert's weight. shards: of one expert, as in `linear`."""
         super().__init__()
         self.tp = tp
-        self.format = get_weight_format()
+        self.format = get_weight_format(of_experts=True)
         all_shards = {(expert, key): full for expert in range(num_experts) for key, full in shards.items()}
         parameters = self.format.parameters((num_experts, *shape), all_shards, self.weight_loader)
         for name, parameter in parameters.items():
@@ -68,9 +68,7 @@ class RowParallelExperts(ExpertsLinear):
         super().__init__(num_experts, shape, shards, tp)
 
     def weight_loader(self, param: Any, loaded: Any, shard_id: tuple[int, None]) -> None:
-        num_columns = param.shape[2]
-        start = self.tp.rank * num_columns % param.shards[shard_id][1]  # 0 for the scales of whole rows
-        param.format.store(param, loaded[:, start : start + num_columns], expert=shard_id[0])
+        param.format.store(param, loaded[:, columns_of_rank(param, shard_id, self.tp)], expert=shard_id[0])
 
 
 class Experts(nn.Module):

@@ -6,13 +6,14 @@ from contextvars import ContextVar
 
 from nanovllm.layers.formats.format import WeightFormat
 from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks, Fp8Tensors
+from nanovllm.layers.formats.mxfp4 import Mxfp4
 from nanovllm.layers.formats.packed import Packed
 from nanovllm.layers.formats.unquantized import Unquantized
 
 # Those that a checkpoint may declare in its config.json.
-DECLARED: tuple[type[WeightFormat], ...] = (Fp8, Fp8Blocks, Fp8Tensors)
+DECLARED: tuple[type[WeightFormat], ...] = (Fp8, Fp8Blocks, Fp8Tensors, Mxfp4)
 # What LLM(quantization=...) may be: weights are quantized while they are loaded.
-QUANTIZATIONS: dict[str, WeightFormat] = {"fp8": Fp8()}
+QUANTIZATIONS: dict[str, WeightFormat] = {"fp8": Fp8(), "mxfp4": Mxfp4()}
 
 
 def format_of_table(name: str) -> WeightFormat:
@@ -35,5 +36,7 @@ def weight_format(value: WeightFormat | None) -> Iterator[None]:
         _weight_format.reset(token)
 
 
-def get_weight_format() -> WeightFormat:
-    return _weight_format.get() or Unquantized()
+def get_weight_format(of_experts: bool = False) -> WeightFormat:
+    """The format of a layer that is made now. of_experts: whether it is of a mixture's experts."""
+    format = _weight_format.get()
+    return Unquantized() if format is None or (format.experts_only and not of_experts) else format

@@ -78,6 +78,8 @@ class WeightFormat(ABC):
     kind: ClassVar[str] = ""  # in messages: "weights in fp8"
     unit: ClassVar[int] = 1  # of a weight's rows and columns on each rank
     ignored_key: ClassVar[str] = ""  # where config.json lists the modules that are not in this format
+    needs_bfloat16: ClassVar[bool] = False  # of its products' inputs, on a GPU
+    bits: ClassVar[float | None] = None  # of a number, its part of a scale included; None: those of the model's dtype
 
     @classmethod
     def declared(cls, method: str, settings: Mapping[str, Any]) -> "WeightFormat | None":
@@ -101,6 +103,15 @@ class WeightFormat(ABC):
     def is_stored(self) -> bool:
         """Whether the checkpoint is in this format. Otherwise weights are quantized while they are loaded."""
         return True
+
+    @property
+    def experts_only(self) -> bool:
+        """Whether only the weights of experts are in this format."""
+        return False
+
+    def are_scales(self, scales: Tensor) -> bool:
+        """Whether a checkpoint's scales may be right. Wrong ones would show in the results alone."""
+        return bool((scales.isfinite() & (scales >= 0)).all())
 
     @abstractmethod
     def parameters(self, shape: tuple[int, ...], shards: dict, weight_loader: Any) -> dict[str, nn.Parameter]:
@@ -138,6 +149,10 @@ class WeightFormat(ABC):
     def quantize_input(self, x: Input, unit: int = 1) -> Quantized:
         """A product's input as it is multiplied. unit: the result may have further rows, up to a multiple of it."""
         return Quantized(value_of(x), None)
+
+    def dequantized(self, weight: Weight) -> Tensor:
+        """The numbers of a weight, in a new tensor. Only the candidate `Dequantized` asks for it."""
+        raise NotImplementedError(f"weights in {self.kind} are multiplied as they are")
 
     @abstractmethod
     def linear(self, x: Input, weight: Weight) -> Tensor:

@@ -42,6 +42,8 @@ class Fp8(WeightFormat):
     kind = "fp8"
     unit = 16  # what torch._scaled_mm takes
     ignored_key = "ignore"
+    needs_bfloat16 = True
+    bits = 8
     is_blocked: ClassVar[bool] = False
     rows_of_scale: ClassVar[int] = 1
 
@@ -115,8 +117,7 @@ class Fp8(WeightFormat):
         product = dequantize_torch(values, scale) @ self.dequantized(weight).t()
         return product.to(weight.dtype)
 
-    @staticmethod
-    def dequantized(weight: Weight) -> Tensor:
+    def dequantized(self, weight: Weight) -> Tensor:
         """float32, of the weight's shape."""
         return dequantize_torch(weight.values, weight.scale)
 

@@ -46,10 +46,16 @@ def make_parameter(
 
 def scale_while_loading(modules: Iterable[nn.Module], factor: float) -> None:
     """Have the loader multiply what it loads into these modules by a factor, biases included, in float32 and rounded
-    once. Of a weight that is stored with scales, these are multiplied."""
+    once. Of a weight that is stored with scales, these are multiplied. Raises ValueError if the scales are powers of
+    two."""
     if factor == 1:
         return
     for module in modules:
+        weights = [parameter for name, parameter in module.named_parameters() if "weight" in name]
+        if not any(getattr(parameter, "takes_factor", True) for parameter in weights):
+            raise ValueError(
+                f"the checkpoint's weights cannot be multiplied by {factor}; use the unquantized checkpoint"
+            )
         for parameter in module.parameters():
             if getattr(parameter, "takes_factor", True):
                 parameter.loading_factor = factor  # type: ignore[attr-defined]

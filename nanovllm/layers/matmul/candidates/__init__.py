@@ -5,6 +5,7 @@ import torch
 from nanovllm.kernels import HAS_TRITON
 from nanovllm.layers.matmul.candidate import Candidate
 from nanovllm.layers.matmul.candidates.cublas import Cublas
+from nanovllm.layers.matmul.candidates.dequantized import Dequantized
 from nanovllm.layers.matmul.candidates.expert_tiles import ExpertTiles
 from nanovllm.layers.matmul.candidates.experts_gemv import ExpertsGemv
 from nanovllm.layers.matmul.candidates.fused_silu import FusedSilu
@@ -17,13 +18,13 @@ from nanovllm.layers.matmul.candidates.split_k import SplitK
 
 # What the tuner tries.
 ALL: tuple[type[Candidate], ...] = (
-    *(Cublas, ScaledMm, Gemv, SplitK, FusedSilu, Quack, ExpertTiles, ExpertsGemv, QuackExperts),
+    *(Cublas, ScaledMm, Dequantized, Gemv, SplitK, FusedSilu, Quack, ExpertTiles, ExpertsGemv, QuackExperts),
 )
 
 
 def make_candidates(device: torch.device | None = None, quack: Quack | None = None) -> list[Candidate]:
     """Those that run on a device; without one the defaults. quack: None without quack-kernels."""
-    candidates: list[Candidate] = [Cublas(), ScaledMm(), Onednn(), ExpertTiles()]
+    candidates: list[Candidate] = [Cublas(), ScaledMm(), Dequantized(), Onednn(), ExpertTiles()]
     if HAS_TRITON and device is not None and device.type == "cuda":
         candidates += [Gemv(), SplitK(device), FusedSilu(), ExpertsGemv()]
     return candidates if quack is None else [*candidates, quack, QuackExperts(quack)]
