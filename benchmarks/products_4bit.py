@@ -27,7 +27,7 @@ from torch import Tensor
 
 from nanovllm.kernels.launch import compile_ahead
 from nanovllm.kernels.matmul.four_bit import FourBit, dequantize_torch
-from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig, four_bit_gemv, max_tokens
+from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig, four_bit_gemv
 from nanovllm.kernels.matmul.four_bit_tiles import (
     FourBitTileConfig,
     arrange,
@@ -149,7 +149,7 @@ def runs(name: str, num_tokens: int, case: Case) -> Iterator[tuple[str, tuple, C
     """(kernel, constants, launch) that are tried for a product."""
     N, K, *_ = SHAPES[name]
     count = torch.cuda.get_device_properties(case.x.device).multi_processor_count
-    if num_tokens <= max_tokens(case.weights[0]) // 2:
+    if num_tokens <= 16:
         for config in gemv_configs(N, K, num_tokens, count):
             yield "gemv", config, partial(case.gemv, config=config)
     if num_tokens > 4:

@@ -12,7 +12,7 @@ from four_bit_weights import KINDS, distance, make_four_bit
 from nanovllm.kernels.experts import four_bit_experts, four_bit_experts_gemv
 from nanovllm.kernels.experts.experts import add_pairs, experts_torch, route, sort_by_expert
 from nanovllm.kernels.matmul.four_bit import FourBit, dequantize_torch
-from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig, four_bit_gemv, max_tokens
+from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig, four_bit_gemv
 from nanovllm.kernels.matmul.four_bit_tiles import (
     FourBitTileConfig,
     arrange,
@@ -64,11 +64,11 @@ def test_gemv(group, kind, dtype, arrivals):
     K = 4096
     for (N, rows, splits, num_warps), num_tokens in product(((6144, 64, 1, 4), (331, 32, 2, 8)), (1, 3, 8)):
         weight = make_four_bit(kind, (N, K), group, dtype, "cuda")
-        if num_tokens > max_tokens(weight):
+        config = FourBitGemvConfig(rows, splits, num_warps, 3, kind != "e2m1" and dtype == torch.bfloat16)
+        if num_tokens > config.max_tokens(weight):
             continue
         x, y = (torch.randn(num_tokens, size, device="cuda").to(dtype) for size in (K, N))
         expected = y.float() + x.float() @ dequantize_torch(weight).t()
-        config = FourBitGemvConfig(rows, splits, num_warps, 3, kind != "e2m1" and dtype == torch.bfloat16)
         four_bit_gemv(x, weight, y, None, config, arrivals, add=True, pdl=True)
         assert distance(y, expected) < MAX_DISTANCE[dtype]
     assert not arrivals.any()

@@ -9,7 +9,7 @@ from four_bit_weights import distance, make_four_bit
 
 from nanovllm.kernels.matmul import four_bit_tiles as tiles
 from nanovllm.kernels.matmul.four_bit import FourBit, codes_torch, dequantize_torch
-from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig, four_bit_gemv, max_tokens
+from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig, four_bit_gemv
 from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig, arrange_torch, four_bit_tiles
 from nanovllm.kernels.matmul.split_k import make_arrivals
 from nanovllm.kernels.rms_norm import rms_norm_torch
@@ -125,7 +125,6 @@ def test_wrong_arguments_are_named(device):
         "bias": {"bias": x[0]},
         "y": {"y": y.t()},
         "config": {"config": GEMV._replace(by_sums=True), "x": x.half(), "y": y.half()},
-        "arrivals": {"config": GEMV._replace(splits=2)},
         "norm_weight": {"norm_weight": x[0, :8]},
     }
     for name, change in wrong.items():
@@ -133,7 +132,7 @@ def test_wrong_arguments_are_named(device):
         with pytest.raises(ValueError, match=f"^{name} must"):
             four_bit_gemv(**given)
     too_many = torch.zeros(33, 256, device=device, dtype=DTYPE)
-    assert max_tokens(weight) == 32
+    assert GEMV.max_tokens(weight) == 32
     with pytest.raises(ValueError, match=r"^x must be \[1\.\.32, 256\]"):
         four_bit_gemv(too_many, weight, y, None, GEMV, None)
     with pytest.raises(ValueError, match=r"^x must be"):

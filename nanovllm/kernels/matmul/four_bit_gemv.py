@@ -21,9 +21,12 @@ from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents,
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.four_bit import CHUNK, FourBit, check_four_bit, decode, ones_like, scale_of
 from nanovllm.kernels.matmul.linear_checks import check_result
+from nanovllm.kernels.shared_memory import fitting_stages
 from nanovllm.kernels.triton_stub import tl, triton
 
-MAX_COLUMNS = 32  # of the second operand: tokens, times groups in a chunk
+# Columns of the second operand, which are tokens times groups in a chunk: those of tensor cores' instruction, and as
+# many as a program has registers for, times its rows.
+_MIN_COLUMNS, _MAX_TILE = 8, 512
 MAX_NORM_SIZE = 8192
 _NORM_TILE = 1024
 
@@ -37,6 +40,21 @@ class FourBitGemvConfig(NamedTuple):
     num_stages: int  # of the load pipeline
     by_sums: bool  # whether the offset of integers is subtracted from sums instead of from each weight
     prefetch: int = 0  # first columns of its split that a program asks into L2 while it waits; 0 for none
+
+    @property
+    def columns(self) -> int:
+        """The most columns of the second operand."""
+        return max(_MIN_COLUMNS, _MAX_TILE // self.rows)
+
+    def max_tokens(self, weight: FourBit) -> int:
+        return self.columns // groups_of_chunk(weight)
+
+    def fitted(self, device: torch.device) -> "FourBitGemvConfig | None":
+        """These constants, with as many stages as the card's shared memory holds; None if it does not hold two."""
+        # Two bytes a number of x, and four with those of the norm's weight.
+        stage_bytes = self.num_warps * CHUNK * (self.rows // 2 + 2 * self.columns + 4)
+        num_stages = fitting_stages(stage_bytes, self.num_stages, device)
+        return self._replace(num_stages=num_stages) if num_stages else None
 
 
 @triton.jit
@@ -226,10 +244,6 @@ def groups_of_chunk(weight: FourBit) -> int:
     return max(1, CHUNK // weight.group) if weight.scale.shape[-1] > 1 else 1
 
 
-def max_tokens(weight: FourBit) -> int:
-    return MAX_COLUMNS // groups_of_chunk(weight)
-
-
 def four_bit_gemv(
     x: Tensor,
     weight: FourBit,
@@ -249,12 +263,13 @@ def four_bit_gemv(
     Rows of x don't influence each other. Equal calls give equal bits; another number of tokens may round differently.
 
     Args:
-        x: `[M, K]`, M in 1..max_tokens(weight), bfloat16 or float16, any row stride.
+        x: `[M, K]`, M in 1..config.max_tokens(weight), bfloat16 or float16, any row stride.
         weight: `[N, K]`.
         y: `[M, N]` of x's dtype, any row stride; shares no memory with x.
         bias: `[N]`, any float dtype, or None.
         config: by_sums is for integers and an x in bfloat16.
-        arrivals: from `split_k.make_arrivals`; None if config has one split.
+        arrivals: from `split_k.make_arrivals`; None if config has one split. K is not split if the result has more
+            tiles than this has counters.
         norm_weight, eps: of the norm (Zhang & Sennrich 2019), and what is added to the mean square: `[K]`, any float
             dtype, K at most MAX_NORM_SIZE. x times its weight is rounded to x's dtype, before the factor of its mean
             square; so float16 has no norm, which could overflow.
@@ -268,7 +283,7 @@ def four_bit_gemv(
     """
     check_four_bit(weight, x.dtype)
     num_rows, K = weight.shape
-    M, most = len(x), max_tokens(weight)
+    M, most = len(x), config.max_tokens(weight)
     if x.dim() != 2 or not 1 <= M <= most or x.shape[1] != K or x.stride(1) != 1:
         raise ValueError(
             f"x must be [1..{most}, {K}] with contiguous rows, not {list(x.shape)} with strides {x.stride()}"
@@ -286,10 +301,10 @@ def four_bit_gemv(
         raise ValueError(f"config must not have by_sums for e2m1 numbers, or an x in {x.dtype}")
     tiles, partial = triton.cdiv(num_rows, rows), None
     groups = groups_of_chunk(weight)
-    columns = max(8, triton.next_power_of_2(M) * groups)
+    columns = max(_MIN_COLUMNS, triton.next_power_of_2(M) * groups)
+    if tiles > (0 if arrivals is None else arrivals.numel()):
+        splits = 1
     if splits > 1:
-        if arrivals is None or tiles > arrivals.numel():
-            raise ValueError(f"arrivals must hold the counters of {tiles} tiles")
         partial = torch.empty(tiles * splits * columns // groups * rows, dtype=torch.float32, device=x.device)
     split_chunks = triton.cdiv(triton.cdiv(K, CHUNK), splits * num_warps) * num_warps
     has_pdl_here = pdl and has_pdl(x.device)
