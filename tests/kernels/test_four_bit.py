@@ -124,7 +124,6 @@ def test_wrong_arguments_are_named(device):
         "x": {"x": x.float()},
         "bias": {"bias": x[0]},
         "y": {"y": y.t()},
-        "config": {"config": GEMV._replace(by_sums=True), "x": x.half(), "y": y.half()},
         "norm_weight": {"norm_weight": x[0, :8]},
     }
     for name, change in wrong.items():

@@ -21,7 +21,8 @@ from torch import Tensor
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.four_bit import CHUNK, FourBit, check_four_bit
-from nanovllm.kernels.matmul.four_bit_gemv import groups_of_chunk, inverse_rms, sums_of_chunks
+from nanovllm.kernels.matmul.four_bit_gemv import groups_of_chunk, has_small_offset, inverse_rms, sums_of_chunks
+from nanovllm.kernels.shared_memory import fitting_stages
 from nanovllm.kernels.triton_stub import tl, triton
 
 MAX_TOKENS = 16
@@ -37,6 +38,13 @@ class FourBitExpertsConfig(NamedTuple):
     num_warps: int  # chunks of K, or in `down` of all experts' K, that are multiplied side by side
     num_stages: int  # of the load pipeline
     by_sums: bool  # whether the offset of integers is subtracted from sums instead of from each weight
+
+    def fitted(self, device: torch.device) -> "FourBitExpertsConfig | None":
+        """These constants, with as many stages as the card's shared memory holds; None if it does not hold two."""
+        # Two bytes a number of x, and four with those of the norm's weight.
+        stage_bytes = self.num_warps * CHUNK * (self.rows // 2 + 2 * _COLUMNS + 4)
+        num_stages = fitting_stages(stage_bytes, self.num_stages, device)
+        return self._replace(num_stages=num_stages) if num_stages else None
 
 
 @triton.jit
@@ -97,13 +105,14 @@ def gate_up(
     Returns: `[num_tokens * top_k, intermediate]`; rows of pairs without an expert mean nothing.
     """
     num_experts, num_rows, K = weight.shape
-    _check(x, experts, weight, bias, config)
+    _check(x, experts, weight, bias)
     if x.shape != (len(experts), K) or num_rows % 2:
         raise ValueError(f"x must be [{len(experts)}, {K}], and weight have an even number of rows, not {num_rows}")
     if norm_weight is not None and (norm_weight.shape != (K,) or K > MAX_NORM_SIZE or x.dtype != torch.bfloat16):
         raise ValueError(f"norm_weight must be [{K}] of at most {MAX_NORM_SIZE} for an x in bfloat16, not in {x.dtype}")
     N = num_rows // 2
     rows, num_warps, num_stages, by_sums = config
+    by_sums = by_sums and has_small_offset(weight, x.dtype)
     y = torch.empty(experts.numel(), N, dtype=x.dtype, device=x.device)
     launcher(_gate_up_kernel, (triton.cdiv(num_rows, rows), experts.numel()), has_pdl(x.device))(
         x, norm_weight, experts, *weight, bias, y, x.stride(0), num_experts, N, eps, K=K, TOP_K=experts.shape[1],
@@ -172,7 +181,7 @@ def down(
     out: `[num_tokens, hidden_size]` of x's dtype, rows contiguous. Returned.
     """
     num_experts, N, K = weight.shape
-    _check(x, experts, weight, bias, config)
+    _check(x, experts, weight, bias)
     num_tokens, top_k = experts.shape
     if x.shape != (num_tokens * top_k, K) or not x.is_contiguous():
         raise ValueError(f"x must be a contiguous [{num_tokens * top_k}, {K}], not {list(x.shape)}")
@@ -181,6 +190,7 @@ def down(
     if out.shape != (num_tokens, N) or out.stride(1) != 1 or out.dtype != x.dtype:
         raise ValueError(f"out must be [{num_tokens}, {N}] with contiguous rows, not {list(out.shape)} {out.dtype}")
     rows, num_warps, num_stages, by_sums = config
+    by_sums = by_sums and has_small_offset(weight, x.dtype)
     slots = triton.next_power_of_2(top_k)
     num_warps = max(num_warps, slots)
     launcher(_down_kernel, (triton.cdiv(N, rows), num_tokens), has_pdl(x.device))(
@@ -192,7 +202,7 @@ def down(
     return out
 
 
-def _check(x: Tensor, experts: Tensor, weight: FourBit, bias: Tensor | None, config: FourBitExpertsConfig) -> None:
+def _check(x: Tensor, experts: Tensor, weight: FourBit, bias: Tensor | None) -> None:
     check_four_bit(weight, x.dtype)
     num_experts, rows, _ = weight.shape
     if experts.dim() != 2 or not 1 <= len(experts) <= MAX_TOKENS or not experts.is_contiguous():
@@ -201,5 +211,3 @@ def _check(x: Tensor, experts: Tensor, weight: FourBit, bias: Tensor | None, con
         raise ValueError(f"x must have contiguous rows, not {list(x.shape)} with strides {x.stride()}")
     if bias is not None and (bias.shape != (num_experts, rows) or not bias.is_contiguous()):
         raise ValueError(f"bias must be a contiguous [{num_experts}, {rows}], not {list(bias.shape)}")
-    if config.by_sums and (weight.is_e2m1 or x.dtype != torch.bfloat16):
-        raise ValueError(f"config must not have by_sums for e2m1 numbers, or an x in {x.dtype}")

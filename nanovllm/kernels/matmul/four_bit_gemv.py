@@ -244,6 +244,11 @@ def groups_of_chunk(weight: FourBit) -> int:
     return max(1, CHUNK // weight.group) if weight.scale.shape[-1] > 1 else 1
 
 
+def has_small_offset(weight: FourBit, dtype: torch.dtype) -> bool:
+    """Whether what `decode` adds to integers may be subtracted from their sums in float32."""
+    return not weight.is_e2m1 and dtype == torch.bfloat16
+
+
 def four_bit_gemv(
     x: Tensor,
     weight: FourBit,
@@ -267,7 +272,7 @@ def four_bit_gemv(
         weight: `[N, K]`.
         y: `[M, N]` of x's dtype, any row stride; shares no memory with x.
         bias: `[N]`, any float dtype, or None.
-        config: by_sums is for integers and an x in bfloat16.
+        config: by_sums has an effect on integers and an x in bfloat16 alone. In float16 the offset is too large.
         arrivals: from `split_k.make_arrivals`; None if config has one split. K is not split if the result has more
             tiles than this has counters.
         norm_weight, eps: of the norm (Zhang & Sennrich 2019), and what is added to the mean square: `[K]`, any float
@@ -297,8 +302,7 @@ def four_bit_gemv(
         raise ValueError(f"bias must be a contiguous [{num_rows}], not {list(bias.shape)}")
     check_result(y, x, weight.values, silu)
     rows, splits, num_warps, num_stages, by_sums, prefetch = config
-    if by_sums and (weight.is_e2m1 or x.dtype != torch.bfloat16):
-        raise ValueError(f"config must not have by_sums for e2m1 numbers, or an x in {x.dtype}")
+    by_sums = by_sums and has_small_offset(weight, x.dtype)
     tiles, partial = triton.cdiv(num_rows, rows), None
     groups = groups_of_chunk(weight)
     columns = max(_MIN_COLUMNS, triton.next_power_of_2(M) * groups)
