@@ -8,6 +8,10 @@ from nanovllm.layers.matmul.candidates.cublas import Cublas
 from nanovllm.layers.matmul.candidates.dequantized import Dequantized
 from nanovllm.layers.matmul.candidates.expert_tiles import ExpertTiles
 from nanovllm.layers.matmul.candidates.experts_gemv import ExpertsGemv
+from nanovllm.layers.matmul.candidates.four_bit_experts import FourBitExperts
+from nanovllm.layers.matmul.candidates.four_bit_experts_gemv import FourBitExpertsGemv
+from nanovllm.layers.matmul.candidates.four_bit_gemv import FourBitGemv
+from nanovllm.layers.matmul.candidates.four_bit_tiles import FourBitTiles
 from nanovllm.layers.matmul.candidates.fused_silu import FusedSilu
 from nanovllm.layers.matmul.candidates.gemv import Gemv
 from nanovllm.layers.matmul.candidates.onednn import Onednn
@@ -19,6 +23,7 @@ from nanovllm.layers.matmul.candidates.split_k import SplitK
 # What the tuner tries.
 ALL: tuple[type[Candidate], ...] = (
     *(Cublas, ScaledMm, Dequantized, Gemv, SplitK, FusedSilu, Quack, ExpertTiles, ExpertsGemv, QuackExperts),
+    *(FourBitGemv, FourBitTiles, FourBitExperts, FourBitExpertsGemv),
 )
 
 
@@ -27,4 +32,5 @@ def make_candidates(device: torch.device | None = None, quack: Quack | None = No
     candidates: list[Candidate] = [Cublas(), ScaledMm(), Dequantized(), Onednn(), ExpertTiles()]
     if HAS_TRITON and device is not None and device.type == "cuda":
         candidates += [Gemv(), SplitK(device), FusedSilu(), ExpertsGemv()]
+        candidates += [FourBitGemv(device), FourBitTiles(device), FourBitExperts(), FourBitExpertsGemv()]
     return candidates if quack is None else [*candidates, quack, QuackExperts(quack)]

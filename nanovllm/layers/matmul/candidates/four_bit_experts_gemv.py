@@ -1,0 +1,55 @@
+"""Our kernels for the experts of a few tokens and weights of 4 bits, which contain the norm."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels import use_kernels
+from nanovllm.kernels.experts import four_bit_experts_gemv as kernels
+from nanovllm.kernels.experts.experts import route
+from nanovllm.kernels.experts.four_bit_experts_gemv import FourBitExpertsConfig
+from nanovllm.kernels.matmul.four_bit import DTYPES
+from nanovllm.layers.formats.format import Weight, value_of
+from nanovllm.layers.matmul.candidate import Candidate
+from nanovllm.layers.matmul.candidates.four_bit import FORMATS, four_bit
+from nanovllm.layers.matmul.problem import ExpertsProblem, is_waiting_norm
+from nanovllm.layers.matmul.table import Key
+
+
+class FourBitExpertsGemv(Candidate):
+    """constants: two `FourBitExpertsConfig`s, for gate_up and down."""
+
+    name = "experts-gemv-4bit"
+    operations = ("experts",)
+    formats = FORMATS
+
+    def supports(self, key: Key, weight: Weight) -> bool:
+        return self.is_for(key) and use_kernels(weight.values) and weight.dtype in DTYPES
+
+    def fitted(self, weight: Weight, constants: tuple) -> tuple | None:
+        configs = tuple(FourBitExpertsConfig(*each).fitted(weight.device) for each in constants)
+        return None if None in configs else configs
+
+    def launch(self, problem: ExpertsProblem, constants: tuple) -> Tensor | None:
+        _, x, logits, weight, down, top_k, normalize, out, add, context_lens = problem
+        if len(x) > kernels.MAX_TOKENS:
+            return None
+        gate_up_config, down_config = (FourBitExpertsConfig(*each) for each in constants)
+        norm_weight, eps = None, 0.0
+        # In float16 the norm's weight could overflow before the factor of the mean square.
+        if is_waiting_norm(x) and weight.dtype == torch.bfloat16 and len(x.weight) <= kernels.MAX_NORM_SIZE:
+            values, norm_weight, eps = x.residual, x.weight, x.eps
+        else:
+            values = value_of(x)
+        experts, shares = route(logits, top_k, normalize, context_lens)
+        hidden = kernels.gate_up(values, norm_weight, eps, experts, four_bit(weight), None, gate_up_config)
+        return kernels.down(hidden, experts, shares, four_bit(down), None, out, add, down_config)
+
+    @classmethod
+    def challengers(cls, key: Key, num_tokens: int, top_k: int, num_multiprocessors: int) -> Iterator[tuple]:
+        if not cls.is_for(key) or num_tokens > kernels.MAX_TOKENS:
+            return
+        for gate_up in ((16, 4, 4), (32, 4, 4), (64, 4, 4), (32, 8, 3)):
+            for down in ((16, 4, 4), (32, 8, 3), (16, 8, 4)):
+                yield FourBitExpertsConfig(*gate_up, True), FourBitExpertsConfig(*down, True)

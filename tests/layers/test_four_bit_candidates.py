@@ -1,0 +1,114 @@
+"""The candidates for weights of 4 bits give what the dequantized weights do, whatever stands before a product."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from products import default_result, problem
+
+from nanovllm.kernels.matmul import four_bit_gemv as gemv_kernels
+from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig
+from nanovllm.layers.activation import Gated
+from nanovllm.layers.formats.mxfp4 import Mxfp4
+from nanovllm.layers.layernorm import Normed, RMSNorm
+from nanovllm.layers.matmul.candidates import (
+    FourBitExperts,
+    FourBitExpertsGemv,
+    FourBitGemv,
+    FourBitTiles,
+    four_bit_experts,
+    four_bit_experts_gemv,
+    four_bit_gemv,
+    four_bit_tiles,
+)
+from nanovllm.layers.matmul.problem import ExpertsProblem
+from nanovllm.layers.matmul.table import Key
+
+H200 = 132
+FORMATS = {"mxfp4": Mxfp4()}
+DTYPE = torch.float16  # Triton's interpreter multiplies bfloat16 wrongly.
+DEVICE = torch.device("cpu")
+
+
+@pytest.fixture
+def kernels_everywhere(monkeypatch):
+    """Triton's interpreter runs the kernels."""
+    if torch.cuda.is_available():
+        pytest.skip("the kernels would be compiled for a GPU")
+    for module in (four_bit_experts, four_bit_experts_gemv, four_bit_gemv, four_bit_tiles):
+        monkeypatch.setattr(module, "use_kernels", lambda x: True)
+
+
+def assert_close(found, expected) -> None:
+    found, expected = (each.value() if isinstance(each, Gated) else each for each in (found, expected))
+    assert (found.float() - expected.float()).norm() <= 3e-3 * expected.float().norm()
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("operation", ["linear", "linear_silu", "linear_add", "linear_sum"])
+def test_products(operation, format, kernels_everywhere):
+    weight = format.quantize(torch.randn(48, 64) / 8, DTYPE)
+    norm = RMSNorm(64).to(DTYPE).requires_grad_(False)
+    candidates = [
+        (FourBitGemv(DEVICE), (16, 2, 1, 3, True, 0)),
+        (FourBitTiles(DEVICE), (16, 16, 64, 1, 2, 3)),
+    ]
+    for candidate, constants in candidates:
+        for x in (torch.randn(3, 64).to(DTYPE), Gated(torch.randn(3, 128).to(DTYPE))):
+            for given in (x, Normed(x, norm) if isinstance(x, torch.Tensor) else x):
+                bias = None if operation in ("linear_silu", "linear_add") else torch.randn(48).to(DTYPE)
+                out = torch.randn(3, 48).to(DTYPE) if operation in ("linear_add", "linear_sum") else None
+                asked = problem(operation, given, weight, bias, out)
+                expected = default_result(asked._replace(out=None if out is None else out.clone()))
+                assert candidate.supports(asked.key, weight)
+                assert_close(candidate.launch(asked, candidate.fitted(weight, constants)), expected)
+
+
+def test_more_tokens_than_a_program_has_registers_for_are_left_to_others(kernels_everywhere):
+    weight, candidate = Mxfp4().quantize(torch.randn(16, 128), DTYPE), FourBitGemv(DEVICE)
+    for num_tokens, is_computed in ((2, True), (3, False)):  # with four groups in a chunk and eight columns
+        asked = problem("linear", torch.randn(num_tokens, 128).to(DTYPE), weight)
+        assert (candidate.launch(asked, (64, 1, 1, 3, False, 0)) is not None) == is_computed
+    assert not candidate.supports(asked.key, Mxfp4().quantize(torch.randn(16, 128), torch.float32))
+    assert not candidate.supports(asked.key._replace(format="bfloat16"), weight)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize(
+    ("candidate", "constants"),
+    [
+        (FourBitExperts(), ()),
+        (FourBitExperts(), ((16, 32, 64, 2, 3), (16, 64, 128, 2, 3))),
+        (FourBitExpertsGemv(), ((16, 1, 3, True), (16, 2, 3, True))),
+    ],
+)
+def test_experts(candidate, constants, format, kernels_everywhere):
+    num_experts, top_k, hidden_size, intermediate = 4, 2, 64, 32
+    gate_up, down = (
+        format.quantize(torch.randn(num_experts, *shape) / 8, DTYPE)
+        for shape in ((2 * intermediate, hidden_size), (hidden_size, intermediate))
+    )
+    x, out = torch.randn(3, hidden_size).to(DTYPE), torch.randn(3, hidden_size).to(DTYPE)
+    lens, norm = torch.tensor([1, 0, 1], dtype=torch.int32), RMSNorm(hidden_size).to(DTYPE).requires_grad_(False)
+    key = Key.of("experts", False, gate_up)
+    for given, add in ((x, True), (Normed(x, norm), False)):
+        options = gate_up, down, top_k, True, out.clone(), add, lens
+        asked = ExpertsProblem(key, given, torch.randn(3, num_experts), *options)
+        expected = default_result(asked._replace(out=out.clone()))
+        assert candidate.supports(key, gate_up)
+        assert_close(candidate.launch(asked, candidate.fitted(gate_up, constants))[::2], expected[::2])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_challengers_are_few_and_fit_their_bounds(format):
+    for N, K in ((6144, 4096), (4096, 12288), (1024, 2048)):
+        for num_tokens in (1, 16, 64, 2048):
+            key = Key("linear", "decode", N, K, format)
+            found = list(FourBitGemv.challengers(key, num_tokens, 1, H200))
+            assert all(num_tokens <= gemv_kernels.FourBitGemvConfig(*each).columns for each in found)
+            tiles = [FourBitTileConfig(*each) for each in FourBitTiles.challengers(key, num_tokens, 1, H200)]
+            assert all(each.tokens <= max(16, 2 * num_tokens) and each.num_stages >= 2 for each in tiles)
+            assert len(found) + len(tiles) < 100
+            assert bool(found) == (num_tokens <= 16)
+            assert bool(tiles) == (num_tokens > 4)
