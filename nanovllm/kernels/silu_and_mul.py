@@ -1,5 +1,7 @@
 """The activations over a fused gate-and-up projection: SwiGLU, and GEGLU with the approximation by tanh."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +13,26 @@ from nanovllm.kernels.triton_stub import tl, triton
 
 # 4 warps, where each thread loads 16 bytes of gate and 16 bytes of up, in half precision.
 _BLOCK = 1024
+
+
+class SwigluClamp(NamedTuple):
+    """What gpt-oss has instead of SwiGLU: `gate * sigmoid(alpha * gate) * (up + 1)`, of a gate of at most `limit` and
+    an up from -limit to limit."""
+
+    alpha: float
+    limit: float
+
+
+@triton.jit
+def gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """SwiGLU of float32 numbers, or with a LIMIT that of a `SwigluClamp`. ALPHA and LIMIT are compiled in."""
+    if LIMIT is None:
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        result = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+    return result
 
 
 @triton.jit
@@ -47,9 +69,13 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     return gelu_tanh_and_mul_triton(x) if use_kernels(x) else gelu_tanh_and_mul_torch(x)
 
 
-def silu_and_mul_torch(x: Tensor) -> Tensor:
+def silu_and_mul_torch(x: Tensor, clamp: SwigluClamp | None = None) -> Tensor:
+    """The twin, and with a clamp that of `gated`."""
     gate, up = x.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(x.dtype)
+    if clamp is None:
+        return (F.silu(gate) * up).to(x.dtype)
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return (gate * torch.sigmoid(clamp.alpha * gate) * (up + 1)).to(x.dtype)
 
 
 def gelu_tanh_and_mul_torch(x: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def _experts(mlp: MixtureOfExperts, add: bool, norm: RMSNorm | None) -> Make:
         logits = x.new_empty(num_tokens, len(mlp.gate.weight))[:, : key.experts]
         tensors = Normed(x, norm) if norm else x, logits, weight
         down, out = mlp.experts.down_proj.matrix, torch.empty_like(x)
-        return ExpertsProblem(key, *tensors, down, mlp.top_k, mlp.normalize, out, add, lens)
+        return ExpertsProblem(key, *tensors, down, mlp.top_k, mlp.normalize, out, add, lens, *mlp.extras)
 
     return make
 

@@ -226,7 +226,7 @@ def _with_weights(problem: AnyProblem, device: torch.device) -> AnyProblem:
         return like.format.quantize(values, like.dtype)
 
     if isinstance(problem, ExpertsProblem):
-        return problem._replace(weight=weight(problem.weight), down=weight(problem.down))
+        return problem._replace(weight=weight(problem.weight), down=weight(problem.down), bias=None, down_bias=None)
     return problem._replace(weight=weight(problem.weight), bias=None)
 
 

@@ -10,13 +10,16 @@ from gpus import pretend_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_inputs import make_rows
-from products import experts_sum, plain
+from products import default_result, experts_sum, plain
 
 from nanovllm.kernels.experts import experts_gemv
 from nanovllm.kernels.experts.experts import TileConfig, add_pairs, down, gate_up, route, route_torch, sort_by_expert
 from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.rms_norm import rms_norm_torch
+from nanovllm.kernels.silu_and_mul import SwigluClamp
+from nanovllm.layers.matmul.problem import ExpertsProblem
+from nanovllm.layers.matmul.table import Key
 
 EPS = 1e-6
 # Of results of order one.
@@ -242,6 +245,43 @@ def test_the_twins_are_the_formula(normalize):
             gate, up = (gate_up_weight[expert].double() @ token).chunk(2)
             total += share[expert] * (down_weight[expert].double() @ (F.silu(gate) * up))
         torch.testing.assert_close(result, total.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("kernels", ["tiles", "few tokens"])
+def test_biases_and_the_clamped_activation(dtype, kernels, device):
+    """Of gpt-oss: both kinds of kernels, and their twin, against the formula."""
+    num_tokens, num_experts, top_k, hidden_size, intermediate = 5, 6, 2, 40, 24
+    clamp = SwigluClamp(1.702, 1.5)
+    x, logits = (torch.randn(num_tokens, n, device=device).to(dtype) for n in (hidden_size, num_experts))
+    weights = make_weights(num_experts, hidden_size, intermediate, dtype, device)
+    bias, down_bias = (torch.randn(num_experts, w.shape[1], device=device).to(dtype) for w in weights)
+    experts, shares = route_torch(logits, top_k, True)
+    expected = torch.zeros(num_tokens, hidden_size, device=device)
+    for token in range(num_tokens):
+        for expert, share in zip(experts[token].tolist(), shares[token], strict=True):
+            gate, up = (weights[0][expert].float() @ x[token].float() + bias[expert].float()).chunk(2)
+            gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
+            hidden = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            expected[token] += share * (weights[1][expert].float() @ hidden + down_bias[expert].float())
+    out = torch.zeros(num_tokens, hidden_size, dtype=dtype, device=device)
+    if kernels == "tiles":
+        order, starts = sort_by_expert(experts, num_experts)
+        hidden = gate_up(x, order, starts, weights[0], TileConfig(16, 16, 16, 4, 2), bias=bias, clamp=clamp)
+        y = down(hidden, order, starts, shares, weights[1], TileConfig(16, 32, 16, 4, 2), bias=down_bias)
+        add_pairs(y, out, False)
+    else:
+        options = {"bias": bias, "clamp": clamp}
+        config = ExpertsGemvConfig(4, 16, 4)
+        hidden = experts_gemv.gate_up(x, None, 0.0, logits, weights[0], top_k, None, config, **options)
+        experts_gemv.down(hidden, logits, weights[1], top_k, True, out, False, None, config, bias=down_bias)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
+    key = Key.of("experts", False, plain(weights[0]))
+    options = top_k, True, torch.zeros_like(out), False, None, bias, down_bias, clamp
+    problem = ExpertsProblem(key, x.cpu(), logits.cpu(), *map(plain, weights), *options)
+    if device == "cpu":
+        torch.testing.assert_close(default_result(problem).float(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_wrong_arguments(device):

@@ -30,6 +30,7 @@ All five are dependent launches (see `dependent_launch`). Arguments of both prod
         rows, 1]`, or of blocks `[num_experts, rows / 128, columns / 128]`. x's: float32, any strides, a number for each
         row of x, `[len(x), 1]`, or with a weight in blocks `[len(x), columns / 128]`.
     dtype: of the result; None: x's.
+    bias: of each expert, `[num_experts, rows]`, contiguous, any float dtype; None for none.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.linear_checks import BLOCK
 from nanovllm.kernels.shared_memory import fitting_stages
-from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
+from nanovllm.kernels.silu_and_mul import SwigluClamp, gated, silu_and_mul_torch
 from nanovllm.kernels.triton_stub import TensorDescriptor, tl, triton
 
 _E4M3 = torch.float8_e4m3fn
@@ -237,14 +238,15 @@ def _add_product(acc, tile_weights, values, scales, x_scales, is_column, start_k
 # The stride between groups is the number of tokens.
 @triton.jit(do_not_specialize=["group_stride"])
 def _experts_kernel(
-    x, x_scale, weight, weight_scale, order, starts, weights, y, x_stride, scale_stride, group_stride, num_experts,
-    num_columns, K: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
+    x, x_scale, weight, weight_scale, bias, order, starts, weights, y, x_stride, scale_stride, group_stride,
+    num_experts, num_columns, K: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr, BLOCK: tl.constexpr,
-    SILU: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    SILU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SILU: y [sorted pairs, num_columns] of x [tokens, K]. Otherwise y [pairs, num_columns] of x [sorted pairs, K],
-    times the weights. weight: a pointer, or with TMA a descriptor of [all experts' rows, K]. BLOCK: its columns and
-    rows that share a scale, a multiple of K_TILE; 0 if rows do. scale_stride, group_stride: of x_scale."""
+    """SILU: y [sorted pairs, num_columns] of x [tokens, K], `gated` by ALPHA and LIMIT. Otherwise y [pairs,
+    num_columns] of x [sorted pairs, K], times the weights. weight: a pointer, or with TMA a descriptor of [all experts'
+    rows, K]. BLOCK: its columns and rows that share a scale, a multiple of K_TILE; 0 if rows do. scale_stride,
+    group_stride: of x_scale."""
     await_previous(PDL)
     column_tiles = tl.cdiv(num_columns, COLUMNS)
     tile = tl.program_id(0) // column_tiles
@@ -317,8 +319,13 @@ def _experts_kernel(
         acc *= factor
         if SILU:
             up *= factor
+    if bias is not None:
+        bias += first_row + column
+        acc += tl.load(bias, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        if SILU:
+            up += tl.load(bias + num_columns, mask=is_column, other=0.0).to(tl.float32)[:, None]
     if SILU:
-        acc = acc / (1.0 + tl.exp(-acc)) * up
+        acc = gated(acc, up, ALPHA, LIMIT)
     else:
         acc *= tl.load(weights + pair)[None, :]
     y_tile = y + y_row.to(tl.int64)[:, None] * num_columns + (first_column + column)[None, :]
@@ -335,12 +342,15 @@ def gate_up(
     weight_scale: Tensor | None = None,
     x_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
+    clamp: SwigluClamp | None = None,
 ) -> Tensor:
     """`silu(x Wg^T) * (x Wu^T)` (Shazeer 2020) of each pair's token with its expert's weights, in the order of the
     experts; summed in float32, rounded once.
 
     x: `[num_tokens, hidden_size]`, rows contiguous.
-    weight: `[num_experts, 2 * intermediate, hidden_size]`, of each expert Wg, then Wu.
+    weight: `[num_experts, 2 * intermediate, hidden_size]`, of each expert Wg, then Wu. The bias likewise.
+    clamp: what is computed instead of SwiGLU.
 
     Returns: `[num_pairs, intermediate]`, row i for pair order[i]; rows of pairs without an expert mean nothing.
     """
@@ -351,7 +361,8 @@ def gate_up(
             f"{list(x.shape)} with strides {x.stride()}"
         )
     y = torch.empty(len(order), rows // 2, dtype=dtype or x.dtype, device=x.device)
-    return _launch(x, order, starts, None, weight, config, weight_scale, x_scale, y, len(order) // max(len(x), 1))
+    top_k = len(order) // max(len(x), 1)
+    return _launch(x, order, starts, None, weight, config, weight_scale, x_scale, bias, y, top_k, clamp)
 
 
 def down(
@@ -365,9 +376,10 @@ def down(
     weight_scale: Tensor | None = None,
     x_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """`x W^T` of each pair with its expert's weight, times the router's weight, in the order of the pairs; summed in
-    float32, rounded once.
+    """`x W^T + bias` of each pair with its expert's weight, times the router's weight, in the order of the pairs;
+    summed in float32, rounded once.
 
     x: `[num_pairs, intermediate]`, contiguous, from `gate_up`.
     weights: float32 `[num_tokens, top_k]`, contiguous, from `route`.
@@ -382,7 +394,7 @@ def down(
             f"not {list(x.shape)}"
         )
     y = torch.empty(*weights.shape, hidden_size, dtype=dtype or x.dtype, device=x.device)
-    return _launch(x, order, starts, weights, weight, config, weight_scale, x_scale, y, weights.shape[1])
+    return _launch(x, order, starts, weights, weight, config, weight_scale, x_scale, bias, y, weights.shape[1])
 
 
 def check_scales(x: Tensor, weight: Tensor, weight_scale: Tensor | None, x_scale: Tensor | None = None) -> None:
@@ -405,6 +417,12 @@ def check_scales(x: Tensor, weight: Tensor, weight_scale: Tensor | None, x_scale
         raise ValueError(f"x_scale must be {list(needed)} for an x in e4m3, else None; x is in {x.dtype}")
 
 
+def check_bias(bias: Tensor | None, weight: Tensor) -> None:
+    """Raise ValueError unless there is none, or one of a weight `[num_experts, rows, columns]`."""
+    if bias is not None and (bias.shape != weight.shape[:2] or not bias.is_contiguous()):
+        raise ValueError(f"bias must be a contiguous {list(weight.shape[:2])}, not {list(bias.shape)}")
+
+
 def _launch(
     x: Tensor,
     order: Tensor,
@@ -414,11 +432,14 @@ def _launch(
     config: TileConfig | None,
     weight_scale: Tensor | None,
     x_scale: Tensor | None,
+    bias: Tensor | None,
     y: Tensor,
     top_k: int,
+    clamp: SwigluClamp | None = None,
 ) -> Tensor:
     """y. weights: None for `gate_up`."""
     check_scales(x, weight, weight_scale, x_scale)
+    check_bias(bias, weight)
     if weight_scale is not None and x_scale is None:
         raise ValueError(f"x must be in e4m3 with an x_scale for a weight in e4m3, not in {x.dtype}")
     num_experts, num_rows, K = weight.shape
@@ -440,9 +461,10 @@ def _launch(
         rows = weight.view(num_experts * num_rows, K)
         weight = TensorDescriptor.from_tensor(rows, [columns, k_tile])
     launcher(_experts_kernel, (num_tiles * triton.cdiv(num_columns, columns),), has_pdl(x.device))(
-        x, x_scale, weight, weight_scale, order, starts, weights, y, x.stride(0), *x_scale_strides, num_experts,
+        x, x_scale, weight, weight_scale, bias, order, starts, weights, y, x.stride(0), *x_scale_strides, num_experts,
         num_columns, K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts),
-        TOKENS=tokens, COLUMNS=columns, K_TILE=k_tile, BLOCK=block, SILU=weights is None, TMA=has_tma,
+        TOKENS=tokens, COLUMNS=columns, K_TILE=k_tile, BLOCK=block, SILU=weights is None,
+        ALPHA=clamp and clamp.alpha, LIMIT=clamp and clamp.limit, TMA=has_tma,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return y
@@ -514,14 +536,16 @@ def experts_torch(
     num_experts: int,
     gate_up: Callable[[Tensor, int], Tensor],
     down: Callable[[Tensor, int], Tensor],
+    clamp: SwigluClamp | None = None,
 ) -> Tensor:
     """The twin of `gate_up`, `down` and `add_pairs`: the weighted sum of each token's experts, float32 `[num_tokens,
-    hidden_size]`. experts, weights: from `route_torch`. gate_up, down: the product of rows by an expert's weight."""
+    hidden_size]`. experts, weights: from `route_torch`. gate_up, down: the product of rows by an expert's weight, its
+    bias included. clamp: as in `gate_up`."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():
         if expert == num_experts:  # of padding
             continue
         token, slot = (experts == expert).nonzero(as_tuple=True)
-        y = down(silu_and_mul_torch(gate_up(x[token], expert)), expert).float()
+        y = down(silu_and_mul_torch(gate_up(x[token], expert), clamp), expert).float()
         total.index_add_(0, token, y * weights[token, slot, None])
     return total

@@ -12,6 +12,7 @@ Arguments of both functions:
     config: launch constants.
     weight_scale: of a weight in e4m3: float32, contiguous, `[num_experts, rows, 1]`, or of blocks
         `[num_experts, rows / 128, columns / 128]`; else None.
+    bias: of each expert, `[num_experts, rows]`, contiguous, any float dtype; None for none.
 
 Both are dependent launches (see `dependent_launch`). `gate_up` lets `down` start after its own wait. So `down` may read
 the logits, and the weights of their experts, before it waits for `gate_up`. It has to be the next launch.
@@ -23,10 +24,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
-from nanovllm.kernels.experts.experts import check_scales
+from nanovllm.kernels.experts.experts import check_bias, check_scales
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.gemv import unroll_factor
 from nanovllm.kernels.matmul.linear_checks import BLOCK
+from nanovllm.kernels.silu_and_mul import SwigluClamp, gated
 from nanovllm.kernels.triton_stub import tl, triton
 
 MAX_TOKENS = 16
@@ -43,11 +45,13 @@ class ExpertsGemvConfig(NamedTuple):
 
 @triton.jit
 def _gate_up_kernel(
-    x, norm_weight, logits, weight, weight_scale, context_lens, y, x_stride, logits_stride, num_experts, N, eps,
+    x, norm_weight, logits, weight, weight_scale, bias, context_lens, y, x_stride, logits_stride, num_experts, N, eps,
     K: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr,
-    VECTOR: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    VECTOR: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [tokens * TOP_K, N] = silu(gate) * up of norm(x). BLOCK: columns and rows that share a scale; 0 if rows do."""
+    """y [tokens * TOP_K, N] = gate and up of norm(x), `gated` by ALPHA and LIMIT. BLOCK: columns and rows that share a
+    scale; 0 if rows do."""
     token, slot = tl.program_id(1) // TOP_K, tl.program_id(1) % TOP_K
     k = tl.arange(0, K_TILE)
     if norm_weight is not None:
@@ -109,8 +113,10 @@ def _gate_up_kernel(
     result = tl.sum(acc, axis=1)
     if BLOCK == 0 and weight_scale is not None:
         result *= row_scale
+    if bias is not None:
+        result += tl.load(bias + weight_row, mask=column < N, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(result, (OUTPUTS, 2)))
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    result = gated(gate, up, ALPHA, LIMIT)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     tl.store(y + tl.program_id(1) * N + output, result.to(y.dtype.element_ty), mask=output < N)
 
@@ -125,26 +131,30 @@ def gate_up(
     context_lens: Tensor | None,
     config: ExpertsGemvConfig,
     weight_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    clamp: SwigluClamp | None = None,
 ) -> Tensor:
     """`silu(x Wg^T) * (x Wu^T)` (Shazeer 2020) of each token with each of its experts, summed in float32.
 
     x: `[num_tokens, hidden_size]`, 1 to MAX_TOKENS tokens, rows contiguous; the products' input is its RMS norm
         (Zhang & Sennrich 2019) with this weight and eps, rounded to x's dtype. norm_weight None: x itself.
-    weight: of each expert Wg, then Wu: `[num_experts, 2 * intermediate, hidden_size]`.
+    weight: of each expert Wg, then Wu: `[num_experts, 2 * intermediate, hidden_size]`. The bias likewise.
+    clamp: what is computed instead of SwiGLU.
 
     Returns: `[num_tokens * top_k, intermediate]`; rows of padding mean nothing.
     """
     num_tokens, K = x.shape
-    num_experts = _check(x, logits, weight, weight_scale, top_k)
+    num_experts = _check(x, logits, weight, weight_scale, bias, top_k)
     if weight.shape[1] % 2 or (norm_weight is not None and (norm_weight.shape != (K,) or K > MAX_NORM_SIZE)):
         raise ValueError(f"weight must have an even number of rows, norm_weight {K} of at most {MAX_NORM_SIZE} numbers")
     N = weight.shape[1] // 2
     y = torch.empty(num_tokens * top_k, N, dtype=x.dtype, device=x.device)
     rows, k_tile, num_warps = config
     launcher(_gate_up_kernel, (triton.cdiv(2 * N, rows), num_tokens * top_k), has_pdl(x.device))(
-        x, norm_weight, logits, weight, weight_scale, context_lens, y, x.stride(0), logits.stride(0), num_experts, N,
-        eps, K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts), ROWS=rows, K_TILE=k_tile,
-        VECTOR=16 // x.element_size(), UNROLL=_unroll_factor(weight, k_tile), BLOCK=_block(weight, weight_scale),
+        x, norm_weight, logits, weight, weight_scale, bias, context_lens, y, x.stride(0), logits.stride(0),
+        num_experts, N, eps, K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts), ROWS=rows,
+        K_TILE=k_tile, VECTOR=16 // x.element_size(), UNROLL=_unroll_factor(weight, k_tile),
+        BLOCK=_block(weight, weight_scale), ALPHA=clamp and clamp.alpha, LIMIT=clamp and clamp.limit,
         num_warps=num_warps,
     )  # fmt: skip
     return y
@@ -152,7 +162,7 @@ def gate_up(
 
 @triton.jit
 def _down_kernel(
-    x, logits, weight, weight_scale, context_lens, out, logits_stride, out_stride, num_experts, N,
+    x, logits, weight, weight_scale, bias, context_lens, out, logits_stride, out_stride, num_experts, N,
     K: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, ROWS: tl.constexpr,
     K_TILE: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr, NORMALIZE: tl.constexpr,
     ADD: tl.constexpr, PDL: tl.constexpr,
@@ -216,6 +226,8 @@ def _down_kernel(
     of_experts = tl.sum(acc, axis=2)
     if BLOCK == 0 and weight_scale is not None:
         of_experts *= row_scale
+    if bias is not None:
+        of_experts += tl.load(bias + weight_row, mask=inside_rows, other=0.0).to(tl.float32)
     result = tl.sum(of_experts * (share / total)[:, None], axis=0)
     if ADD:
         result += before
@@ -233,9 +245,10 @@ def down(
     context_lens: Tensor | None,
     config: ExpertsGemvConfig,
     weight_scale: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """The sum over each token's experts of `x W^T`, times the expert's probability, in float32 and rounded once: added
-    to `out`, or into it.
+    """The sum over each token's experts of `x W^T + bias`, times the expert's probability, in float32 and rounded
+    once: added to `out`, or into it.
 
     x: `[num_tokens * top_k, intermediate]`, contiguous, from `gate_up`.
     weight: `[num_experts, hidden_size, intermediate]`.
@@ -243,14 +256,14 @@ def down(
     out: `[num_tokens, hidden_size]` of x's dtype, rows contiguous. Returned.
     """
     num_experts, N, K = weight.shape
-    _check(x, logits, weight, weight_scale, top_k)
+    _check(x, logits, weight, weight_scale, bias, top_k)
     if x.shape != (len(logits) * top_k, K) or not x.is_contiguous():
         raise ValueError(f"x must be a contiguous [{len(logits) * top_k}, {K}], not {list(x.shape)}")
     if out.shape != (len(logits), N) or out.stride(1) != 1 or out.dtype != x.dtype:
         raise ValueError(f"out must be [{len(logits)}, {N}] {x.dtype} with contiguous rows, not {list(out.shape)}")
     rows, k_tile, num_warps = config
     launcher(_down_kernel, (triton.cdiv(N, rows), len(logits)), has_pdl(x.device))(
-        x, logits, weight, weight_scale, context_lens, out, logits.stride(0), out.stride(0), num_experts, N,
+        x, logits, weight, weight_scale, bias, context_lens, out, logits.stride(0), out.stride(0), num_experts, N,
         K=K, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=triton.next_power_of_2(num_experts),
         ROWS=rows, K_TILE=k_tile, VECTOR=16 // x.element_size(), UNROLL=_unroll_factor(weight, k_tile),
         BLOCK=_block(weight, weight_scale), NORMALIZE=normalize, ADD=add, num_warps=num_warps,
@@ -267,7 +280,9 @@ def _block(weight: Tensor, weight_scale: Tensor | None) -> int:
     return 0 if weight_scale is None or weight_scale.shape[1] == weight.shape[1] else BLOCK
 
 
-def _check(x: Tensor, logits: Tensor, weight: Tensor, weight_scale: Tensor | None, top_k: int) -> int:
+def _check(
+    x: Tensor, logits: Tensor, weight: Tensor, weight_scale: Tensor | None, bias: Tensor | None, top_k: int
+) -> int:
     """The number of experts. Raises ValueError unless the arguments fit together."""
     num_tokens, num_experts = logits.shape
     if not 1 <= num_tokens <= MAX_TOKENS or not 1 <= top_k <= num_experts or logits.stride(1) != 1:
@@ -282,4 +297,5 @@ def _check(x: Tensor, logits: Tensor, weight: Tensor, weight_scale: Tensor | Non
     if x.stride(1) != 1:
         raise ValueError(f"x must have contiguous rows, not {list(x.shape)} with strides {x.stride()}")
     check_scales(x, weight, weight_scale)
+    check_bias(bias, weight)
     return num_experts

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.sigmoid_gate import sigmoid_gate
+from nanovllm.kernels.silu_and_mul import SwigluClamp
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.all_formats import get_weight_format, weight_format
 from nanovllm.layers.formats.format import Weight
-from nanovllm.layers.formats.parameters import load_rows
+from nanovllm.layers.formats.parameters import load_rows, make_parameter
+from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear, columns_of_rank
 from nanovllm.layers.matmul.matmul import Matmul, Products, compute
@@ -23,19 +25,25 @@ from nanovllm.utils.context import get_context
 
 
 class ExpertsLinear(nn.Module):
-    """The same layer of all experts: `weight`, `[num_experts, N, K]`, and its scales if it is in fp8. Shard ids are
-    (expert, shard id of a layer without experts)."""
+    """The same layer of all experts: `weight`, `[num_experts, N, K]`, its scales if its format has some, and perhaps a
+    bias `[num_experts, N]`. Shard ids are (expert, shard id of a layer without experts)."""
 
     weight: nn.Parameter
     weight_loader: Any
+    bias_loader: Any
 
-    def __init__(self, num_experts: int, shape: tuple[int, int], shards: dict, tp: TensorParallel):
+    def __init__(self, num_experts: int, shape: tuple[int, int], shards: dict, bias: bool, tp: TensorParallel):
         """shape: this rank's part of an expert's weight. shards: of one expert, as in `linear`."""
         super().__init__()
         self.tp = tp
         self.format = get_weight_format(of_experts=True)
         all_shards = {(expert, key): full for expert in range(num_experts) for key, full in shards.items()}
         parameters = self.format.parameters((num_experts, *shape), all_shards, self.weight_loader)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            bias_shards = {key: full[:1] for key, full in all_shards.items()}
+            options = bias_shards, self.bias_loader, Unquantized()
+            parameters["bias"] = make_parameter((num_experts, shape[0]), *options)
         for name, parameter in parameters.items():
             parameter.num_experts = num_experts  # type: ignore[attr-defined]
             self.register_parameter(name, parameter)
@@ -49,35 +57,45 @@ class ExpertsLinear(nn.Module):
 class ColumnParallelExperts(ExpertsLinear):
     """Gate and up projection of each expert, whose rows are split over the ranks. Shard ids: (expert, 0 or 1)."""
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, tp: TensorParallel):
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, bias: bool, tp: TensorParallel):
         self.num_rows = tp.shard(intermediate_size, "moe_intermediate_size")
         shards = dict.fromkeys(range(2), (intermediate_size, hidden_size))
-        super().__init__(num_experts, (2 * self.num_rows, hidden_size), shards, tp)
+        super().__init__(num_experts, (2 * self.num_rows, hidden_size), shards, bias, tp)
 
     def weight_loader(self, param: Any, loaded: Any, shard_id: tuple[int, int]) -> None:
         expert, part = shard_id
         load_rows(param, part * self.num_rows, loaded, self.tp.rank * self.num_rows, self.num_rows, expert)
 
+    bias_loader = weight_loader
+
 
 class RowParallelExperts(ExpertsLinear):
     """Down projection of each expert, whose columns are split over the ranks. Shard ids: (expert, None)."""
 
-    def __init__(self, num_experts: int, intermediate_size: int, hidden_size: int, tp: TensorParallel):
+    def __init__(self, num_experts: int, intermediate_size: int, hidden_size: int, bias: bool, tp: TensorParallel):
         shards = {None: (hidden_size, intermediate_size)}
         shape = hidden_size, tp.shard(intermediate_size, "moe_intermediate_size")
-        super().__init__(num_experts, shape, shards, tp)
+        super().__init__(num_experts, shape, shards, bias, tp)
 
     def weight_loader(self, param: Any, loaded: Any, shard_id: tuple[int, None]) -> None:
         param.format.store(param, loaded[:, columns_of_rank(param, shard_id, self.tp)], expert=shard_id[0])
+
+    def bias_loader(self, param: Any, loaded: Any, shard_id: tuple[int, None]) -> None:
+        param.format.store(param, loaded[:], expert=shard_id[0])
+
+    @property
+    def bias_of_rank(self) -> torch.Tensor | None:
+        """Only rank 0 adds the bias, or the sum would contain it several times."""
+        return self.bias if self.tp.rank == 0 else None
 
 
 class Experts(nn.Module):
     """The weights of all experts, under their names in checkpoints."""
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, tp: TensorParallel):
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, bias: bool, tp: TensorParallel):
         super().__init__()
-        self.gate_up_proj = ColumnParallelExperts(num_experts, hidden_size, intermediate_size, tp)
-        self.down_proj = RowParallelExperts(num_experts, intermediate_size, hidden_size, tp)
+        self.gate_up_proj = ColumnParallelExperts(num_experts, hidden_size, intermediate_size, bias, tp)
+        self.down_proj = RowParallelExperts(num_experts, intermediate_size, hidden_size, bias, tp)
 
 
 class Router(ReplicatedLinear):
@@ -87,11 +105,13 @@ class Router(ReplicatedLinear):
     forward: [num_tokens, hidden_size] -> [num_tokens, num_experts, and more if there is a gate].
     """
 
-    def __init__(self, hidden_size: int, num_experts: int, has_gate: bool, tp: TensorParallel, matmul: Matmul):
+    def __init__(
+        self, hidden_size: int, num_experts: int, has_gate: bool, bias: bool, tp: TensorParallel, matmul: Matmul
+    ):
         self.num_experts = num_experts
         # Rows of whole 16 bytes in its result.
         num_rows = -(-(num_experts + 1) // 8) * 8 if has_gate else num_experts
-        super().__init__(hidden_size, num_rows, False, tp, matmul)
+        super().__init__(hidden_size, num_rows, bias, tp, matmul)
         if has_gate:
             shards = {"router": (num_experts, hidden_size), "shared": (1, hidden_size)}
             self.weight.shards |= shards  # type: ignore[attr-defined]
@@ -129,16 +149,24 @@ class MixtureOfExperts(nn.Module):
         tp: TensorParallel,
         matmul: Matmul,
         shared_size: int = 0,
+        biases: bool = False,
+        clamp: SwigluClamp | None = None,
     ):
         """intermediate_size: of one expert. normalize: whether a token's weights are divided by their sum. shared_size:
-        the intermediate size of the shared expert; 0 for none."""
+        the intermediate size of the shared expert; 0 for none. biases: whether router and experts have some. clamp:
+        what the experts compute instead of SwiGLU."""
         super().__init__()
-        self.tp, self.top_k, self.normalize = tp, top_k, normalize
+        self.tp, self.top_k, self.normalize, self.clamp = tp, top_k, normalize, clamp
         with weight_format(None):
-            self.gate = Router(hidden_size, num_experts, shared_size > 0, tp, matmul)
+            self.gate = Router(hidden_size, num_experts, shared_size > 0, biases, tp, matmul)
         self.shared_expert: Any = SharedExpert(hidden_size, shared_size, tp, matmul) if shared_size else None
-        self.experts = Experts(num_experts, hidden_size, intermediate_size, tp)
+        self.experts = Experts(num_experts, hidden_size, intermediate_size, biases, tp)
         self.products = Products(matmul, self.experts.gate_up_proj)
+
+    @property
+    def extras(self) -> tuple[torch.Tensor | None, torch.Tensor | None, SwigluClamp | None]:
+        """The last fields of an `ExpertsProblem`."""
+        return self.experts.gate_up_proj.bias, self.experts.down_proj.bias_of_rank, self.clamp
 
     def add(
         self,
@@ -169,7 +197,7 @@ class MixtureOfExperts(nn.Module):
         lens = None if lens is None else lens[: len(x)]
         product, down = self.products["experts"], self.experts.down_proj.matrix
         key, row = product.row
-        options = self.top_k, self.normalize, out, operation == "linear_add", lens
+        options = self.top_k, self.normalize, out, operation == "linear_add", lens, *self.extras
         y = compute(ExpertsProblem(key, x, logits, product.weight, down, *options), row[len(x)])
         if gated is not None:
             self.shared_expert.down_proj.part_of_sum("linear_add", gated, y)

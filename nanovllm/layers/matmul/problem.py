@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeGuard
 
 from torch import Tensor
 
+from nanovllm.kernels.silu_and_mul import SwigluClamp
 from nanovllm.layers.formats.format import Input, Weight
 from nanovllm.layers.layernorm import Normed
 from nanovllm.layers.matmul.table import Key
@@ -38,7 +39,7 @@ class Problem(NamedTuple):
 
 
 class ExpertsProblem(NamedTuple):
-    """The weighted sum of each token's experts, `down(silu(gate x) * up x)`."""
+    """The weighted sum of each token's experts, `down(silu(gate x) * up x)`, or with a clamp what that says."""
 
     key: Key
     x: Tensor | Normed  # [num_tokens, hidden_size]
@@ -50,6 +51,9 @@ class ExpertsProblem(NamedTuple):
     out: Tensor  # [num_tokens, hidden_size]
     add: bool  # whether the sum is added to `out`, or written to it
     context_lens: Tensor | None = None  # int32 [num_tokens]; 0 for padding, which gets no expert
+    bias: Tensor | None = None  # [num_experts, 2 * intermediate], of gate and up
+    down_bias: Tensor | None = None  # [num_experts, hidden_size]
+    clamp: SwigluClamp | None = None
 
 
 AnyProblem = Problem | ExpertsProblem

@@ -1,6 +1,6 @@
 """Our kernels for the experts of any number of tokens, and on a CPU their twins."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -41,18 +41,19 @@ class ExpertTiles(Candidate):
         return None if None in configs else configs
 
     def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
-        _, x, logits, weight, down_weight, top_k, normalize, out, add, context_lens = problem
+        _, x, logits, weight, down_weight, top_k, normalize, out, add, context_lens, bias, down_bias, clamp = problem
         if not use_kernels(logits):
             routed = route_torch(logits, top_k, normalize, context_lens)
-            total = experts_torch(value_of(x), *routed, len(weight), weight.linear_of, down_weight.linear_of)
+            products = _product(weight, bias), _product(down_weight, down_bias)
+            total = experts_torch(value_of(x), *routed, len(weight), *products, clamp)
             return out.copy_(out.float() + total if add else total)
         gate_up_config, down_config = (TileConfig(*each) for each in constants) if constants else (None, None)
         experts, weights = route(logits, top_k, normalize, context_lens)
         order, starts = sort_by_expert(experts, len(weight))
         values, options = _operands(x, weight)
-        hidden = gate_up(values, order, starts, weight.values, gate_up_config, **options)
+        hidden = gate_up(values, order, starts, weight.values, gate_up_config, **options, bias=bias, clamp=clamp)
         values, options = _operands(hidden, down_weight)
-        y = down(values, order, starts, weights, down_weight.values, down_config, **options)
+        y = down(values, order, starts, weights, down_weight.values, down_config, **options, bias=down_bias)
         return add_pairs(y, out, add, context_lens)
 
     @classmethod
@@ -81,6 +82,13 @@ _TILES_IN_FP8 = (
     (((64, 128, 4, 4), (64, 128, 4, 3)), ((128, 128, 4, 4), (64, 128, 4, 4))),
     (((128, 128, 8, 3), (64, 128, 4, 4)), ((128, 128, 4, 4), (128, 128, 8, 4), (256, 128, 8, 3))),
 )
+
+
+def _product(weight: Weight, bias: Tensor | None) -> Callable[[Tensor, int], Tensor]:
+    """The plain product of rows by an expert's weight."""
+    if bias is None:
+        return weight.linear_of
+    return lambda x, expert: weight.linear_of(x, expert) + bias[expert]
 
 
 def _operands(x: Input, weight: Weight) -> tuple[Tensor, dict[str, Any]]:

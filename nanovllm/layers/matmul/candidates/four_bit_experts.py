@@ -34,12 +34,12 @@ class FourBitExperts(Candidate):
         return None if None in configs else configs
 
     def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
-        _, x, logits, weight, down, top_k, normalize, out, add, context_lens = problem
+        _, x, logits, weight, down, top_k, normalize, out, add, context_lens, bias, down_bias, clamp = problem
         gate_up_config, down_config = (FourBitExpertTiles(*each) for each in constants) if constants else (None, None)
         experts, shares = route(logits, top_k, normalize, context_lens)
         order, starts = sort_by_expert(experts, len(weight))
-        hidden = kernels.gate_up(arranged(x), order, starts, four_bit(weight), None, gate_up_config)
-        y = kernels.down(hidden, order, starts, shares, four_bit(down), None, down_config)
+        hidden = kernels.gate_up(arranged(x), order, starts, four_bit(weight), bias, gate_up_config, clamp)
+        y = kernels.down(hidden, order, starts, shares, four_bit(down), down_bias, down_config)
         return add_pairs(y, out, add, context_lens)
 
     @classmethod

@@ -15,7 +15,8 @@ from nanovllm.layers.matmul.table import Key
 
 
 class QuackExperts(Candidate):
-    """It has the precision and the shapes of `Quack`. constants: two `Tile`s, for gate_up and down."""
+    """It has the precision and the shapes of `Quack`, and neither biases nor a clamp. constants: two `Tile`s, for
+    gate_up and down."""
 
     name = "quack-experts"
     operations = ("experts",)
@@ -28,7 +29,7 @@ class QuackExperts(Candidate):
         return self.is_for(key) and key.experts <= MAX_EXPERTS and self._quack.can_multiply(key, weight)
 
     def launch(self, problem: ExpertsProblem, constants: tuple) -> Tensor | None:
-        if not self._quack.works:
+        if not self._quack.works or problem.bias is not None or problem.clamp is not None:
             return None
         gate_up_tile, down_tile = (Tile(*each) for each in constants)
         pairs, multiply = _SortedPairs(problem), self._quack.multiply
