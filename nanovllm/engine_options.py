@@ -47,7 +47,7 @@ class EngineOptions:
     dtype: Any = _option(
         "auto", "of weights and activations", "auto", "bfloat16", "float16", "float32", "half", "float"
     )
-    quantization: str | None = _option(None, "round the weights while they are loaded: fp8 or mxfp4")
+    quantization: str | None = _option(None, "round the weights while they are loaded: fp8, int4 or mxfp4")
     load_format: str = _option("auto", "dummy: random weights", "auto", "dummy")
     attention_backend: str = _speed_option("auto", "what computes attention", "auto", "flash_attn", "triton", "torch")
     enable_prefix_caching: bool = _speed_option(True, "share the KV cache blocks of equal beginnings")

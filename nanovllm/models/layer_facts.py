@@ -86,11 +86,18 @@ def gate_up_weight(model: DecoderForCausalLM) -> Weight:
 def num_layer_params(model: DecoderForCausalLM) -> int:
     """Parameters of one layer on this rank, of experts only those that a token uses."""
     layer: Any = model.model.layers[-1]
-    num_params = sum(parameter.numel() for parameter in layer.parameters())
+    num_params = sum(map(_num_params, layer.parameters()))
     if isinstance(layer.mlp, MixtureOfExperts):
         for weight in layer.mlp.experts.parameters():
-            num_params -= weight.numel() // len(weight) * (len(weight) - layer.mlp.top_k)
+            num_params -= _num_params(weight) // len(weight) * (len(weight) - layer.mlp.top_k)
     return num_params
+
+
+def _num_params(parameter: Any) -> int:
+    format = getattr(parameter, "format", None)
+    if getattr(parameter, "is_scale", False):
+        return 0
+    return parameter.numel() if format is None else format.shape_of(parameter).numel()
 
 
 def attention_layers(model: DecoderForCausalLM) -> list[int]:

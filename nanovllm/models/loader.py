@@ -82,7 +82,7 @@ class _OfExpert:
 class _Wanted(NamedTuple):
     """What one tensor of a checkpoint fills."""
 
-    param: nn.Parameter
+    param: Any  # nn.Parameter
     shard_id: object  # for the parameter's weight_loader
     shape: tuple[int, ...]  # on all ranks together
 
@@ -228,11 +228,11 @@ def _load_all(tasks: list[tuple[str, _Tensor, _Wanted]]) -> None:
 
 def _load(name: str, tensor: _Tensor, wanted: _Wanted) -> None:
     param = wanted.param
-    if getattr(param, "is_scale", False) and not param.format.are_scales(tensor.content[...]):  # type: ignore[attr-defined]
+    if getattr(param, "is_scale", False) and not param.format.are_scales(tensor.content[...]):
         raise ValueError(f"{tensor.file}: tensor {name!r} must hold finite scales >= 0: download the file again")
     factor, content = getattr(param, "loading_factor", 1), tensor.content
     if getattr(param, "is_one_number", False):
-        content = content[...].expand(param.shards[wanted.shard_id])  # type: ignore[attr-defined]
+        content = content[...].expand(param.shards[wanted.shard_id])
     if factor != 1:
         content = _Scaled(content, factor)
     getattr(param, "weight_loader", default_weight_loader)(param, content, wanted.shard_id)
@@ -240,7 +240,9 @@ def _load(name: str, tensor: _Tensor, wanted: _Wanted) -> None:
 
 def num_checkpoint_params(model: nn.Module) -> int:
     """Numbers in the whole model, on all ranks."""
-    return sum(math.prod(wanted.shape) for wanted in _wanted_tensors(model).values())
+    found = _wanted_tensors(model).values()
+    weights = [wanted for wanted in found if not getattr(wanted.param, "is_scale", False)]
+    return sum(math.prod(wanted.shape) * getattr(wanted.param, "numbers_each", 1) for wanted in weights)
 
 
 def forget_loaders(model: nn.Module) -> None:

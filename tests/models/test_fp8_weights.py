@@ -201,7 +201,7 @@ def test_a_cache_of_integers_is_refused(tmp_path):
         make_llm(path)
 
 
-@pytest.mark.parametrize("value", ["int4", "awq", 8, True])
+@pytest.mark.parametrize("value", ["int3", "awq", 8, True])
 def test_other_quantizations_are_refused(value):
     with pytest.raises(ValueError, match=f"quantization={value!r}: must be None or one of fp8"):
         dummy(quantization=value)

@@ -180,6 +180,12 @@ def check_four_bit(weight: FourBit, dtype: torch.dtype) -> None:
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
+def pack_torch(codes: Tensor) -> Tensor:
+    """uint8 `[..., N, K / 2]` of codes 0..15 in the order of their columns, uint8 `[..., N, K]`."""
+    low, high = codes.unflatten(-1, (-1, 2, UNIT // 2)).unbind(-2)
+    return (low | high << 4).flatten(-2)
+
+
 def codes_torch(values: Tensor) -> Tensor:
     """The codes 0..15 of `[..., N, K / 2]` in the order of their columns: uint8 `[..., N, K]`."""
     units = values.unflatten(-1, (-1, UNIT // 2))
@@ -188,12 +194,11 @@ def codes_torch(values: Tensor) -> Tensor:
 
 def dequantize_torch(weight: FourBit) -> Tensor:
     """float32, of the weight's shape."""
-    codes = codes_torch(weight.values).long()
-    groups = codes.unflatten(-1, (-1, weight.group))
+    groups = codes_torch(weight.values).unflatten(-1, (-1, weight.group))
     if weight.is_e2m1:
-        numbers = torch.tensor([*_E2M1, *(-each for each in _E2M1)], device=codes.device)[groups]
+        numbers = torch.tensor([*_E2M1, *(-each for each in _E2M1)], device=groups.device)[groups.int()]
         scale = torch.exp2(weight.scale.double() - 127).float()
     else:
         zero = 8 if weight.zero is None else weight.zero.unsqueeze(-1)
-        numbers, scale = (groups - zero).float(), weight.scale.float()
+        numbers, scale = groups.float() - zero, weight.scale.float()
     return (numbers * scale.unsqueeze(-1)).flatten(-2)

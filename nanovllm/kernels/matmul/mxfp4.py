@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.matmul.four_bit import UNIT
+from nanovllm.kernels.matmul.four_bit import UNIT, pack_torch
 
 GROUP = UNIT  # columns that share a scale
 _NUM_EXPONENTS = 255  # 255 itself means NaN.
@@ -30,16 +30,10 @@ def quantize_torch(weight: Tensor) -> tuple[Tensor, Tensor]:
     # A middle belongs to the even code beside it: it is rounded up from an odd one.
     below, up_to = torch.bucketize(magnitude, middles), torch.bucketize(magnitude, middles, right=True)
     codes = torch.where(below % 2 == 0, below, up_to) + 8 * torch.signbit(scaled)
-    return pack(codes.to(torch.uint8).flatten(-2)), exponent.to(torch.uint8)
-
-
-def pack(codes: Tensor) -> Tensor:
-    """uint8 `[..., K / 2]`, as in `four_bit`, of codes 0..15 in the order of their columns, uint8 `[..., K]`."""
-    low, high = codes.unflatten(-1, (-1, 2, UNIT // 2)).unbind(-2)
-    return (low | high << 4).flatten(-2)
+    return pack_torch(codes.to(torch.uint8).flatten(-2)), exponent.to(torch.uint8)
 
 
 def pack_pairs(pairs: Tensor) -> Tensor:
-    """The same of bytes `[..., K / 2]` as checkpoints have them: byte i holds column 2 i in its low half, and column
-    2 i + 1 in its high half."""
-    return pack(torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2))
+    """Values, as in `four_bit`, of bytes `[..., K / 2]` as checkpoints have them: byte i holds column 2 i
+    in its low half, and column 2 i + 1 in its high half."""
+    return pack_torch(torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2))

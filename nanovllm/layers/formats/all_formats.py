@@ -6,6 +6,7 @@ from contextvars import ContextVar
 
 from nanovllm.layers.formats.format import WeightFormat
 from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks, Fp8Tensors
+from nanovllm.layers.formats.int4 import Int4
 from nanovllm.layers.formats.mxfp4 import Mxfp4
 from nanovllm.layers.formats.packed import Packed
 from nanovllm.layers.formats.unquantized import Unquantized
@@ -13,12 +14,12 @@ from nanovllm.layers.formats.unquantized import Unquantized
 # Those that a checkpoint may declare in its config.json.
 DECLARED: tuple[type[WeightFormat], ...] = (Fp8, Fp8Blocks, Fp8Tensors, Mxfp4)
 # What LLM(quantization=...) may be: weights are quantized while they are loaded.
-QUANTIZATIONS: dict[str, WeightFormat] = {"fp8": Fp8(), "mxfp4": Mxfp4()}
+QUANTIZATIONS: dict[str, WeightFormat] = {"fp8": Fp8(), "int4": Int4(), "mxfp4": Mxfp4()}
 
 
 def format_of_table(name: str) -> WeightFormat:
     """The format with this name in tables; unquantized ones are called by their dtype there."""
-    formats: tuple[type[WeightFormat], ...] = (*DECLARED, Packed)
+    formats: tuple[type[WeightFormat], ...] = (*DECLARED, Int4, Packed)
     return next((cls() for cls in formats if cls.name == name), Unquantized())
 
 

@@ -32,6 +32,7 @@ class Weight:
     Attributes:
         values: in the format's own dtype.
         scale: what values are multiplied by; None in a format without scales.
+        zero: what is subtracted from values first; None if the format says what, or nothing is.
         input_dtype: of the products' input and result, if that is not the dtype of values.
     """
 
@@ -39,6 +40,7 @@ class Weight:
     values: Tensor
     scale: Tensor | None = None
     input_dtype: torch.dtype | None = None
+    zero: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -63,8 +65,8 @@ class Weight:
 
     def linear_of(self, x: Tensor, expert: int) -> Tensor:
         """`x W^T` of one expert's weight, by the format's plain product."""
-        scale = None if self.scale is None else self.scale[expert]
-        return self.format.linear(x, Weight(self.format, self.values[expert], scale, self.input_dtype))
+        scale, zero = (None if each is None else each[expert] for each in (self.scale, self.zero))
+        return self.format.linear(x, Weight(self.format, self.values[expert], scale, self.input_dtype, zero))
 
     def new_empty(self, *size: int) -> Tensor:
         """A tensor for inputs or results."""
@@ -76,7 +78,6 @@ class WeightFormat(ABC):
 
     name: ClassVar[str]  # what candidates call it
     kind: ClassVar[str] = ""  # in messages: "weights in fp8"
-    unit: ClassVar[int] = 1  # of a weight's rows and columns on each rank
     ignored_key: ClassVar[str] = ""  # where config.json lists the modules that are not in this format
     needs_bfloat16: ClassVar[bool] = False  # of its products' inputs, on a GPU
     bits: ClassVar[float | None] = None  # of a number, its part of a scale included; None: those of the model's dtype
@@ -94,6 +95,16 @@ class WeightFormat(ABC):
     def check_gpu(self, capability: tuple[int, int]) -> str | None:
         """None if GPUs of this compute capability multiply such weights, else what they need."""
         return None
+
+    @property
+    def unit(self) -> int:
+        """Of how many columns a weight on each rank must have a multiple."""
+        return 1
+
+    @property
+    def row_unit(self) -> int:
+        """The same of its rows."""
+        return self.unit
 
     def shape_of(self, values: Tensor) -> torch.Size:
         """`[..., N, K]`, of a format that has several numbers in one too."""
@@ -131,7 +142,7 @@ class WeightFormat(ABC):
         """Fill a weight, and what belongs to it, with numbers N(0, 0.02^2)."""
         # One expert at a time: all of them in float32 take much memory.
         for expert in [None] if parameter.dim() == 2 else range(len(parameter)):
-            drawn = torch.empty(parameter.shape[-2:], dtype=torch.float32, device=parameter.device)
+            drawn = torch.empty(self.shape_of(parameter)[-2:], dtype=torch.float32, device=parameter.device)
             self.store(parameter, drawn.normal_(std=0.02, generator=generator), expert=expert)
 
     def packed(self, weight: Any) -> "tuple[WeightFormat, Any]":

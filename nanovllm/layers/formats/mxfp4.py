@@ -71,7 +71,7 @@ class Mxfp4(WeightFormat):
         scale = make_parameter(of(GROUP, shape), scale_shards, weight_loader, self, torch.uint8, **options)
         options = {"stored_dtypes": ("U8",) if self.is_stored else FLOATS, "takes_factor": not self.is_stored}
         if self.is_stored:
-            options["checkpoint_name"] = "weight_packed"
+            options |= {"checkpoint_name": "weight_packed", "numbers_each": 2}
             shards = {key: of(2, full) for key, full in shards.items()}
         options |= {"scale": scale, "input_dtype": torch.get_default_dtype()}
         weight = make_parameter(of(2, shape), shards, weight_loader, self, torch.uint8, **options)
@@ -91,12 +91,6 @@ class Mxfp4(WeightFormat):
             values, scale = quantize_torch(values)
             super().store(parameter.scale, scale, row, expert)
         super().store(parameter, values, row, expert)
-
-    def draw(self, parameter: Any, generator: torch.Generator) -> None:
-        for expert in [None] if parameter.dim() == 2 else range(len(parameter)):
-            shape = self.shape_of(parameter)[-2:]
-            drawn = torch.empty(shape, dtype=torch.float32, device=parameter.device)
-            self.store(parameter, drawn.normal_(std=0.02, generator=generator), expert=expert)
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> Weight:
         return Weight(self, *quantize_torch(weight), dtype)

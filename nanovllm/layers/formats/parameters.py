@@ -33,12 +33,13 @@ def make_parameter(
             rows_of_weight (1): how many rows of the weight one row stands for.
             checkpoint_name (its own): its last name in the checkpoint.
             stored_dtypes (floats): safetensors' names of what the checkpoint may hold.
-            is_scale (False): whether it must hold finite numbers >= 0.
+            numbers_each (1): of the model, in each number of a tensor of the checkpoint.
+            is_scale (False): whether it belongs to a weight, and must hold what the format's `are_scales` says.
             is_one_number (False): whether a tensor of the checkpoint is one number, for all of its shard.
             takes_factor (True): whether `scale_while_loading` multiplies it.
     """
     parameter: Any = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
-    defaults = {"rows_of_weight": 1, "stored_dtypes": FLOATS, "takes_factor": True}
+    defaults = {"rows_of_weight": 1, "stored_dtypes": FLOATS, "takes_factor": True, "numbers_each": 1}
     defaults |= {"is_scale": False, "is_one_number": False}
     vars(parameter).update(defaults | attributes, shards=shards, weight_loader=weight_loader, format=format)
     return parameter

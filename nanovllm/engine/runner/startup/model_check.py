@@ -59,7 +59,7 @@ def _check_memory(config: Config, model: Any, rank: int, free: int) -> None:
         return
     dtype = str(config.dtype).removeprefix("torch.")
     remedy += "; dtype='bfloat16'" if config.dtype.itemsize > 2 else ""
-    remedy += "; quantization='fp8'" if config.weight_format is None else ""
+    remedy += "; quantization='fp8' or 'int4'" if config.weight_format is None else ""
     raise MemoryError(
         f"model={config.model!r}: its weights take {needed / GIB:.2f} GiB in {dtype}, and {free / GIB:.2f} GiB are "
         f"{where}. What helps: {remedy}"

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from nanovllm.kernels import use_kernels
 from nanovllm.layers.formats.format import Weight
+from nanovllm.layers.formats.int4 import Int4
 from nanovllm.layers.formats.mxfp4 import Mxfp4
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.matmul.candidate import Candidate
@@ -17,7 +18,7 @@ class Dequantized(Candidate):
 
     name = "dequantized"
     operations = ("linear", "linear_silu", "linear_add", "linear_sum", "experts")
-    formats = (Mxfp4.name,)
+    formats = (Int4.name, Mxfp4.name)
     is_default = True
 
     def launch(self, problem: AnyProblem, constants: tuple = ()) -> Tensor:
