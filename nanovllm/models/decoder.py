@@ -13,7 +13,8 @@ from nanovllm.layers.activation import Gated, GeluTanhAndMul
 from nanovllm.layers.attention.attention import Attention, AttentionBackend, AttentionShape
 from nanovllm.layers.attention.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding
-from nanovllm.layers.formats.parameters import scale_while_loading
+from nanovllm.layers.formats.parameters import make_parameter, scale_while_loading
+from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import (
     GatedQKVParallelLinear,
@@ -74,7 +75,11 @@ class DecoderAttention(nn.Module):
             parts, sizes = self.qkv_proj.parts, self.qkv_proj.output_sizes
             self.q_norm, self.k_norm = (ShardedRMSNorm(*parts[name], sizes[name], self.eps) for name in "qk")
         self.rotary_emb = rotary_emb
-        self.attn = Attention(self.head_dim, backend, spec.window(layer), spec.attention_scale)
+        self.sinks: nn.Parameter | None = None
+        if spec.sinks:
+            shards = {None: (num_heads,)}
+            self.sinks = make_parameter((self.num_heads,), shards, self.load_sinks, Unquantized())
+        self.attn = Attention(self.head_dim, backend, spec.window(layer), spec.attention_scale, self.sinks)
 
     def forward(self, positions: torch.Tensor, hidden: Normed, rows: Rows | None = None) -> torch.Tensor:
         """rows: the tokens whose attention is needed, None for all. Of the others only keys and values are needed."""
@@ -112,6 +117,10 @@ class DecoderAttention(nn.Module):
         if gate is not None:
             sigmoid_gate(attended, gate if rows is None else gate[rows])
         return attended
+
+    def load_sinks(self, param: Any, loaded: Any, shard_id: object = None) -> None:
+        start = self.tp.rank * self.num_heads
+        param.format.store(param, loaded[start : start + self.num_heads])
 
     def _normalize_full_width(self, qkv: torch.Tensor) -> None:
         sizes = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim

@@ -16,6 +16,7 @@ class DecoderSpec:
         windows: how many keys a token of each layer sees, its own included; None for all. Empty if no layer has one.
         qkv_bias: whether the q, k and v projections have biases.
         o_bias: whether the output projection of attention has one.
+        sinks: whether each head has a sink in the softmax's sum (`kernels.attention.paged_cache`).
         qk_norm: what is normalized before RoPE: each head of q and k, or all heads of q and all of k.
         norms: where a layer has norms: before attention and the MLP, after them, or both.
         norm_offset: what the norms' weights in the checkpoint lack, those of linear attention excepted.
@@ -36,6 +37,7 @@ class DecoderSpec:
     windows: tuple[int | None, ...] = ()
     qkv_bias: bool = False
     o_bias: bool = False
+    sinks: bool = False
     qk_norm: Literal["head", "full"] | None = None
     norms: Literal["before", "after", "both"] = "before"
     norm_offset: float = 0.0

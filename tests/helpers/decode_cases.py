@@ -80,6 +80,7 @@ def paged_decode(
     scale,
     window=None,
     kv_scales=None,
+    sinks=None,
     plan=None,
     workspace=None,
     config=None,
@@ -93,11 +94,11 @@ def paged_decode(
         return kernel.paged_decode(q, k_cache, v_cache, block_tables, scale, plan, workspace, config)
     plan = make_plan(context_lens, num_kv_heads, window=window) if plan is None else plan
     workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, len(plan))
-    options = {"windowed": window is not None, "kv_scales": kv_scales}
+    options = {"windowed": window is not None, "kv_scales": kv_scales, "sinks": sinks}
     return kernel.paged_decode(q, k_cache, v_cache, block_tables, scale, plan, workspace, config, **options)
 
 
-def dense_decode(q, k_cache, v_cache, context_lens, block_tables, scale, window=None):
+def dense_decode(q, k_cache, v_cache, context_lens, block_tables, scale, window=None, sinks=None):
     """The definition, in float64, key by key."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
@@ -110,7 +111,10 @@ def dense_decode(q, k_cache, v_cache, context_lens, block_tables, scale, window=
             for cache in (k_cache, v_cache)
         )
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-        weights = (torch.einsum("hd,jhd->hj", q[i].double().cpu(), k) * scale).softmax(-1)
+        scores = torch.einsum("hd,jhd->hj", q[i].double().cpu(), k) * scale
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double().cpu()[:, None]), dim=1)
+        weights = scores.softmax(-1)[:, : len(k)]
         out[i] = torch.einsum("hj,jhd->hd", weights, v)
     return out
 

@@ -54,6 +54,19 @@ def test_any_number_of_pieces(num_pieces, device):
     assert torch.equal(first, again)
 
 
+@pytest.mark.parametrize("window", [None, 1, 70])
+@pytest.mark.parametrize("tma", [False, pytest.param(True, marks=needs_tma)])
+def test_sinks_count_once_in_each_row(window, tma, device):
+    """Also where a row is cut into splits, and whether they are larger or smaller than the scores."""
+    dtype = torch.float16 if tma or torch.cuda.is_available() else torch.float32
+    case = make_case([100, 0, 64, 420, 1], 4, 2, 64, 64, dtype, device, seed=3, window=window)
+    case["sinks"] = torch.tensor([-30.0, 0.5, 4.0, 30.0], dtype=dtype, device=device)
+    plan = make_plan(case["context_lens"], 2, 12, window)
+    check(case, plan=plan, config=DecodeConfig(32, 1, 3, tma=tma))
+    with pytest.raises(ValueError, match=r"sinks must be a contiguous \[4\]"):
+        paged_decode(**case | {"sinks": case["sinks"][:3]}, plan=plan)
+
+
 @pytest.mark.parametrize("window", [1, 16, 63, 64, 65, 129, 500])
 @pytest.mark.parametrize("tma", [False, pytest.param(True, marks=needs_tma)])
 def test_a_window_ends_anywhere(window, tma, device):

@@ -95,7 +95,7 @@ def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, paged, dtype,
     return Case(arguments, list(zip(q.split(lens_q), k_seqs, v_seqs, strict=True)))
 
 
-def dense_attention(q, k, v, scale, window):
+def dense_attention(q, k, v, scale, window, sinks=None):
     """The definition, in float64: [len_q, heads, dim] over [len_k, kv_heads, dim], bottom-right causal."""
     unseen = 0 if window is None else max(0, len(k) - len(q) + 1 - window)
     k, v = k[unseen:], v[unseen:]
@@ -106,12 +106,15 @@ def dense_attention(q, k, v, scale, window):
     len_q, len_k = scores.shape[1:]
     distance = torch.arange(len_q)[:, None] + len_k - len_q - torch.arange(len_k)
     visible = (distance >= 0) & (distance < (window or math.inf))
-    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~visible, float("-inf")).softmax(-1), v)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().cpu()[:, None, None].expand(-1, len_q, 1)), dim=-1)
+    return torch.einsum("hij,jhd->ihd", scores.softmax(-1)[..., :len_k], v)
 
 
 def check(case: Case):
     dtype = case.arguments["q"].dtype
-    options = case.arguments["scale"], case.arguments["window"]
+    options = case.arguments["scale"], case.arguments["window"], case.arguments.get("sinks")
     expected = torch.cat([dense_attention(*sequence, *options) for sequence in case.sequences])
     functions = [prefill_attention_torch, paged_prefill]
     if dtype == torch.bfloat16 and not torch.cuda.is_available():
@@ -150,6 +153,19 @@ def test_ragged_batch(num_heads, num_kv_heads, head_dim, block_size, paged, dtyp
 @pytest.mark.parametrize("block_size", [16, 32, 256])
 def test_cached_prefix(lens, block_size, device):
     check(make_case(lens, 4, 2, 32, block_size, True, torch.float32, device, seed=block_size))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 20, 500])
+def test_sinks(window, paged, device):
+    lens = [(70, 20), (0, 37), (0, 1)] if paged else [(0, 90), (0, 1)]
+    for dtype in (torch.float32, torch.float16):
+        case = make_case(lens, 4, 2, 32, 16, paged, dtype, device, seed=1, window=window)
+        case.arguments["sinks"] = torch.tensor([-30.0, 0.5, 4.0, 30.0], dtype=dtype, device=device)
+        check(case)
+    case.arguments["sinks"] = case.arguments["sinks"][:3]
+    with pytest.raises(ValueError, match=r"sinks must be a contiguous \[4\]"):
+        paged_prefill(**case.arguments)
 
 
 @pytest.mark.parametrize("head_dim", [96, 256])

@@ -1,4 +1,4 @@
-"""Windows in the back ends that a GPU has: what they ask of the flash-attn packages, and what they compute."""
+"""Windows and sinks in the back ends that a GPU has: what they ask of the flash-attn packages, and compute."""
 
 import sys
 from types import ModuleType
@@ -39,9 +39,11 @@ class Layers:
         self.cu_q, self.cu_k = (torch.tensor(np.cumsum([0, *n]), device=device).int() for n in (num_new, num_keys))
         self.sizes = max(num_new), max(num_keys)
 
-    def attend(self, backend: AttentionBackend, window: int | None, is_prefill: bool) -> torch.Tensor:
+    def attend(
+        self, backend: AttentionBackend, window: int | None, is_prefill: bool, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """A prefill, or a decode step of each sequence's last token."""
-        layer = Attention(self.head_dim, backend, window)
+        layer = Attention(self.head_dim, backend, window, sinks=sinks)
         layer.k_cache, layer.v_cache = self.caches
         if is_prefill:
             tables = self.tables if any(cached for cached, _ in self.lens) else None
@@ -55,7 +57,7 @@ class Layers:
 
 
 @pytest.mark.parametrize("lens", [[(0, 400), (0, 3)], [(300, 20), (0, 7)]])
-def test_layers_with_a_window_are_not_flash_attn_4s(lens, device):
+def test_layers_with_a_window_or_sinks_are_not_flash_attn_4s(lens, device):
     def package(q, k, v, **options):
         return torch.full_like(q, 7.0), None
 
@@ -65,6 +67,9 @@ def test_layers_with_a_window_are_not_flash_attn_4s(lens, device):
     assert (layers.attend(backend, None, True) == 7.0).all()
     expected = layers.attend(TorchBackend(), 30, True)
     torch.testing.assert_close(layers.attend(backend, 30, True), expected, atol=1e-5, rtol=1e-5)
+    sinks = torch.randn(HEADS, device=device)
+    expected = layers.attend(TorchBackend(), None, True, sinks)
+    torch.testing.assert_close(layers.attend(backend, None, True, sinks), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("window", "window_size"), [(None, (-1, -1)), (1, (0, 0)), (512, (511, 0))])
@@ -84,16 +89,41 @@ def test_what_flash_attn_2_is_asked_for(monkeypatch, window, window_size):
     assert [(call["window_size"], call["causal"]) for call in calls] == [(window_size, True)] * 2
 
 
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_flash_attn_2_without_sinks_becomes_attention_with_them(monkeypatch, is_prefill):
+    """By the sums that the package returns: here those of one key each."""
+
+    def prefill(q, k, v, return_attn_probs, **options):
+        assert return_attn_probs
+        scores = (q * k.repeat_interleave(2, dim=1)).sum(-1) * options["softmax_scale"]
+        return v.repeat_interleave(2, dim=1), scores.t(), None
+
+    def decode(q, k_cache, v_cache, return_softmax_lse, block_table, **options):
+        assert return_softmax_lse
+        k, v = (cache[block_table[:, 0].long(), 0].repeat_interleave(2, dim=1) for cache in (k_cache, v_cache))
+        return v.unsqueeze(1), (q.squeeze(1) * k).sum(-1, keepdim=True) * options["softmax_scale"]
+
+    package = ModuleType("flash_attn")
+    package.flash_attn_varlen_func, package.flash_attn_with_kvcache = prefill, decode
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    layers, sinks = Layers([(0, 1), (0, 1)], 16, torch.float32, "cpu"), torch.randn(HEADS)
+    expected = layers.attend(TorchBackend(), None, is_prefill, sinks)
+    torch.testing.assert_close(layers.attend(FlashAttnBackend(), None, is_prefill, sinks), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_prefill", [True, False])
 @pytest.mark.parametrize("lens", [[(0, 1500), (0, 3)], [(2000, 20), (600, 700), (0, 7), (0, 1)]])
 @pytest.mark.parametrize("window", [1, 128, 512, 700, 4096])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_all_back_ends_agree(head_dim, window, lens, is_prefill):
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_all_back_ends_agree(head_dim, window, lens, is_prefill, has_sinks):
     layers = Layers(lens, head_dim, torch.bfloat16, "cuda")
-    expected = layers.attend(TorchBackend(), window, is_prefill)
+    sinks = torch.randn(HEADS, dtype=torch.bfloat16, device="cuda") if has_sinks else None
+    expected = layers.attend(TorchBackend(), window, is_prefill, sinks)
     backends: list = [TritonBackend()]
     if HAS_FLASH_ATTN and flash_attn_has(torch.bfloat16, head_dim):
         backends.append(FlashAttnBackend())
     for backend in backends:
-        torch.testing.assert_close(layers.attend(backend, window, is_prefill), expected, atol=3e-2, rtol=3e-2)
+        found = layers.attend(backend, window, is_prefill, sinks)
+        torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)

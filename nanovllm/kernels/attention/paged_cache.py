@@ -17,6 +17,9 @@ the scales, not each key and value.
     kv_scales: float32 `[2, num_kv_heads]`, contiguous, of the keys and of the values in caches of float8_e4m3fn; else
         None.
 
+    sinks: `[num_heads]`, contiguous, any float dtype: of each head a further score, whose weight counts in the sum of
+        the softmax and multiplies no value (Xiao et al. 2023, arXiv:2309.17453; learned by gpt-oss); None: none.
+
 They return a contiguous tensor like q, computed in float32, and raise ValueError as `check_layout` does.
 """
 
@@ -67,6 +70,18 @@ def check_scales(kv_scales: torch.Tensor | None, num_kv_heads: int, is_fp8: bool
         raise ValueError(
             f"kv_scales must be a contiguous float32 [2, {num_kv_heads}] for caches of float8_e4m3fn, else None"
         )
+
+
+def check_sinks(sinks: torch.Tensor | None, num_heads: int) -> None:
+    """Raise ValueError unless there is none, or one for each head."""
+    if sinks is not None and (sinks.shape != (num_heads,) or not sinks.is_contiguous()):
+        raise ValueError(f"sinks must be a contiguous [{num_heads}], not {list(sinks.shape)}")
+
+
+@triton.jit
+def load_sinks(sinks_ptr, heads, is_head):
+    """The scores of these heads' sinks in units of log2, with which a running softmax begins; its sum is 1 then."""
+    return tl.load(sinks_ptr + heads, mask=is_head, other=0.0).to(tl.float32) * 1.4426950408889634
 
 
 @triton.jit

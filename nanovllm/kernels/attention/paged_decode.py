@@ -19,7 +19,7 @@ import math
 import torch
 
 from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, SPLIT_UNIT, DecodeConfig, DecodeWorkspace
-from nanovllm.kernels.attention.paged_cache import check_layout, key_slots, load_blocks
+from nanovllm.kernels.attention.paged_cache import check_layout, check_sinks, key_slots, load_blocks, load_sinks
 from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents, gdc_wait, has_pdl, prefetch_lines
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
@@ -178,8 +178,8 @@ def _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK: tl.const
 # The table's width follows the longest context. Specialising on it would compile the kernel again in mid-run.
 @triton.jit(do_not_specialize=["table_stride"])
 def _paged_decode_kernel(
-    out_ptr, q_ptr, k_desc, v_desc, k_cache_ptr, v_cache_ptr, kv_scales_ptr, block_tables_ptr, plan_ptr,
-    partial_ptr, lse_ptr, arrivals_ptr, q_stride, table_stride, scale_log2,
+    out_ptr, q_ptr, k_desc, v_desc, k_cache_ptr, v_cache_ptr, kv_scales_ptr, sinks_ptr, block_tables_ptr,
+    plan_ptr, partial_ptr, lse_ptr, arrivals_ptr, q_stride, table_stride, scale_log2,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     LINE: tl.constexpr, WINDOWED: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
@@ -226,6 +226,10 @@ def _paged_decode_kernel(
     q_row = q_ptr + row * q_stride + kv_head * GROUP * HEAD_DIM
     head_max = tl.full([PADDED_GROUP], float("-inf"), dtype=tl.float32)
     head_sum = tl.zeros([PADDED_GROUP], dtype=tl.float32)
+    if sinks_ptr is not None:  # noqa: SIM102 (is known when the kernel is compiled)
+        if split == 0:
+            head_max = load_sinks(sinks_ptr, kv_head * GROUP + heads, heads < GROUP)
+            head_sum += 1.0
     # Values are masked as well as keys: a slot past the end may hold NaN, and 0 * NaN is not 0.
     if TMA:
         q = tl.load(q_row + heads[None, :] * HEAD_DIM + dims[:, None], mask=(heads < GROUP)[None, :], other=0.0)
@@ -305,6 +309,7 @@ def paged_decode(
     pdl: bool = False,
     windowed: bool = False,
     kv_scales: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of each row's token to the keys of its plan. `paged_cache` describes the arguments that are not
     described here.
@@ -316,12 +321,13 @@ def paged_decode(
         workspace: memory that the splits share.
         config: launch constants; with `tma` only where `has_tma`.
         pdl: programmatic dependent launch (see `dependent_launch`). The plan, block_tables and kv_scales are read
-            before the wait.
+            before the wait, as sinks may be.
         windowed: whether the plan was made for a window, whose pieces may begin inside a tile.
 
     Raises ValueError also for too small a workspace, or another layout of the plan.
     """
     check_layout(q, k_cache, v_cache, True, kv_scales)
+    check_sinks(sinks, q.shape[1])
     (batch_size, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
     out = torch.empty((batch_size, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if batch_size == 0:
@@ -338,7 +344,7 @@ def paged_decode(
     k_desc, v_desc = _descriptors(k_cache, v_cache, config.tile) if config.tma else (None, None)
     group = num_heads // num_kv_heads
     launcher(_paged_decode_kernel, (num_kv_heads, len(plan)), pdl and has_pdl(q.device))(
-        out, q, k_desc, v_desc, k_cache, v_cache, kv_scales, block_tables, plan,
+        out, q, k_desc, v_desc, k_cache, v_cache, kv_scales, sinks, block_tables, plan,
         workspace.partial, workspace.lse, workspace.arrivals,
         q.stride(0), block_tables.stride(0), scale * math.log2(math.e),
         NUM_KV_HEADS=num_kv_heads, GROUP=group,

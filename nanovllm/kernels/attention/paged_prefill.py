@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.attention.paged_cache import check_layout, key_slots, load_blocks
+from nanovllm.kernels.attention.paged_cache import check_layout, check_sinks, key_slots, load_blocks, load_sinks
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.shared_memory import fits
@@ -115,7 +115,7 @@ def _attend(
 # The table's width changes from step to step. Specialising on it would compile the kernel again in mid-run.
 @triton.jit(do_not_specialize=["table_stride"])
 def _paged_prefill_kernel(
-    out_ptr, q_ptr, k_ptr, v_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, block_tables_ptr, kv_scales_ptr,
+    out_ptr, q_ptr, k_ptr, v_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, block_tables_ptr, kv_scales_ptr, sinks_ptr,
     q_stride, k_stride, v_stride, table_stride, scale_log2,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr,
@@ -162,6 +162,9 @@ def _paged_prefill_kernel(
     acc = tl.zeros([TILE_ROWS, PADDED_DIM], dtype=tl.float32)
     row_max = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([TILE_ROWS], dtype=tl.float32)
+    if sinks_ptr is not None:
+        row_max = load_sinks(sinks_ptr, heads, queries < len_q)
+        row_sum += 1.0
     # Only the tiles that the diagonal, the end of the keys or a window's start cuts need a mask.
     first_unmasked = 0
     if WINDOW is not None:
@@ -202,6 +205,7 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
     kv_scales: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a flat batch of sequences. `paged_cache` describes the arguments that are not described here.
 
@@ -217,6 +221,7 @@ def paged_prefill(
     keys, values = (k_cache, v_cache) if paged else (k, v)
     kv_scales = kv_scales if paged else None
     check_layout(q, keys, values, paged, kv_scales)
+    check_sinks(sinks, q.shape[1])
     (total_q, num_heads, head_dim), num_kv_heads = q.shape, keys.shape[-2]
     out = torch.empty((total_q, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if total_q == 0:
@@ -227,7 +232,7 @@ def paged_prefill(
     grid = (num_kv_heads, cu_seqlens_q.numel() - 1, triton.cdiv(max_seqlen_q * group, tiles.rows))
     tables = block_tables if paged else cu_seqlens_k  # It is not read without a table.
     launcher(_paged_prefill_kernel, grid)(
-        out, q, keys, values, cu_seqlens_q, cu_seqlens_k, tables, kv_scales,
+        out, q, keys, values, cu_seqlens_q, cu_seqlens_k, tables, kv_scales, sinks,
         q.stride(0), keys.stride(-3), values.stride(-3), tables.stride(0) if paged else 0, scale * math.log2(math.e),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim,
         TILE_ROWS=tiles.rows, TILE_KEYS=tiles.keys, BLOCK_SIZE=keys.shape[1] if paged else tiles.keys, PAGED=paged,

@@ -109,6 +109,8 @@ class Attention(nn.Module):
     Args:
         window: the number of keys that a token attends to, its own included (sliding-window attention); None: all.
         scale: factor of the scores; None: `head_dim ** -0.5`.
+        sinks: `[num_heads]` of this rank, as in `kernels.attention.paged_cache`; None: none. They are another module's
+            parameter.
 
     Attributes:
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], of q's dtype or float8_e4m3fn, set by the
@@ -116,8 +118,18 @@ class Attention(nn.Module):
         kv_scales: float32 [2, num_kv_heads], of the keys and of the values in a float8 cache; None for any other.
     """
 
-    def __init__(self, head_dim: int, backend: AttentionBackend, window: int | None = None, scale: float | None = None):
+    sinks: Tensor | None
+
+    def __init__(
+        self,
+        head_dim: int,
+        backend: AttentionBackend,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ):
         super().__init__()
+        vars(self)["sinks"] = sinks  # past nn.Module, which would list them a second time
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window = window
         self.backend = backend

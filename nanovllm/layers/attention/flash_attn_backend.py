@@ -38,7 +38,7 @@ class FlashAttnBackend(GpuBackend):
     def own_prefill(self, layer, q, k, v, context):
         if context.block_tables is not None:
             k, v = layer.k_cache, layer.v_cache
-        return self.varlen_func(
+        out = self.varlen_func(
             q,
             k,
             v,
@@ -50,7 +50,12 @@ class FlashAttnBackend(GpuBackend):
             causal=True,
             window_size=_window_size(layer.window),
             block_table=context.block_tables,
+            return_attn_probs=layer.sinks is not None,
         )
+        if layer.sinks is None:
+            return out
+        out, log_sums, _ = out
+        return _with_sinks(out, log_sums.t(), layer.sinks)
 
     def decode(self, layer, q, context):
         out = self.with_kvcache(
@@ -62,8 +67,18 @@ class FlashAttnBackend(GpuBackend):
             softmax_scale=layer.scale,
             causal=True,
             window_size=_window_size(layer.window),
+            return_softmax_lse=layer.sinks is not None,
         )
-        return out.squeeze(1)
+        if layer.sinks is None:
+            return out.squeeze(1)
+        out, log_sums = out
+        return _with_sinks(out.squeeze(1), log_sums.squeeze(-1), layer.sinks)
+
+
+def _with_sinks(out: torch.Tensor, log_sums: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Attention `[num_tokens, num_heads, head_dim]` with sinks in the sums of its softmax, made of one without.
+    log_sums: the logarithms of the sums without, float32 `[num_tokens, num_heads]`."""
+    return out * torch.sigmoid(log_sums - sinks.float()).unsqueeze(-1).to(out.dtype)
 
 
 def _window_size(window: int | None) -> tuple[int, int]:

@@ -12,7 +12,8 @@ from nanovllm.utils.context import Context
 
 
 class GpuBackend(AttentionBackend):
-    """A back end that leaves prefills to flash-attn-4, except for short prompts, few tokens and layers with a window.
+    """A back end that leaves prefills to flash-attn-4, except for short prompts, few tokens, and layers with a
+    window or sinks.
 
     A call of flash-attn-4 costs the host twice as much as one of our kernels. So it pays only if the device works on a
     layer for longer than the host launches it: for steps of many new tokens, and for sequences with many keys.
@@ -57,8 +58,9 @@ class GpuBackend(AttentionBackend):
         is_short = context.block_tables is None and longest <= self.max_short_prompt
         are_few = len(k) < self.flash_attn4_min_tokens and longest <= self.max_few_keys
         reads_fp8 = context.block_tables is not None and layer.kv_scales is not None
+        is_plain = layer.window is None and layer.sinks is None
         out = None
-        if self.flash_attn4 is not None and layer.window is None and not is_short and not are_few and not reads_fp8:
+        if self.flash_attn4 is not None and is_plain and not is_short and not are_few and not reads_fp8:
             out = self.flash_attn4.prefill(q, k, v, layer.k_cache, layer.v_cache, context, layer.scale)
         return self.own_prefill(layer, q, k, v, context) if out is None else out
 

@@ -1,6 +1,6 @@
 """Attention over the paged KV cache in plain torch: the CPU's back end, and the twin that the kernels are held to."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,12 +37,12 @@ class TorchBackend(AttentionBackend):
 
     def prefill(self, layer, q, k, v, context):
         lengths = context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q
-        options = context.block_tables, layer.scale, layer.window, layer.kv_scales
+        options = context.block_tables, layer.scale, layer.window, layer.kv_scales, layer.sinks
         return prefill_attention_torch(q, k, v, layer.k_cache, layer.v_cache, *lengths, *options)
 
     def decode(self, layer, q, context):
         plan = context.attention[layer.window]
-        return plan.attend(q, layer.k_cache, layer.v_cache, layer.scale, layer.kv_scales)
+        return plan.attend(q, layer.k_cache, layer.v_cache, layer.scale, layer.kv_scales, layer.sinks)
 
 
 def prefill_attention_torch(
@@ -58,6 +58,7 @@ def prefill_attention_torch(
     scale: float,
     window: int | None = None,
     kv_scales: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a flat batch of sequences, one at a time; arguments and result as in `paged_prefill`. Only
     the kernel uses `max_seqlen_q`."""
@@ -79,23 +80,37 @@ def prefill_attention_torch(
             keys = _gather(k_cache, slots, None if kv_scales is None else kv_scales[0], q.dtype)
             values = _gather(v_cache, slots, None if kv_scales is None else kv_scales[1], q.dtype)
         mask = None
-        if num_cached > 0 or (window is not None and window < len_k):
+        if num_cached > 0 or sinks is not None or (window is not None and window < len_k):
             # is_causal aligns the triangle at the top left; queries after a prefix need it at the bottom right.
             mask = torch.ones(len_q, len(keys), dtype=torch.bool, device=q.device).tril(num_cached - first_key)
             if window is not None:
                 mask = mask.triu(num_cached - first_key + 1 - window)
         queries, keys, values = [x.transpose(0, 1).unsqueeze(0) for x in (q[chunk], keys, values)]
-        attended = F.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=True,
-        )
+        if sinks is not None:
+            of_heads = sinks.view(-1, 1, 1)
+            attended = _attend_with_sinks(queries, keys, values, mask, of_heads, scale, enable_gqa=True)
+        else:
+            options: Any = {"attn_mask": mask, "is_causal": mask is None, "scale": scale, "enable_gqa": True}
+            attended = F.scaled_dot_product_attention(queries, keys, values, **options)
         out[chunk] = attended.squeeze(0).transpose(0, 1)
     return out
+
+
+def _attend_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor, scale: float, **options: bool
+) -> Tensor:
+    """`F.scaled_dot_product_attention` with a sink: a further key of value 0, which every query sees. All keys get a
+    further dimension, of 0, and this one has 1 there and 0 elsewhere. So the query's number there decides its score.
+
+    mask: of bool, or what is added to the scores. sinks: `[..., 1]` for q `[..., head_dim]`, broadcast.
+    """
+    of_queries = (sinks.float() / scale).to(q.dtype).expand(*q.shape[:-1], 1)
+    k, v = F.pad(k, (0, 1, 0, 1)), F.pad(v, (0, 1, 0, 1))
+    k[..., -1, -1] = 1
+    seen = mask.new_full((*mask.shape[:-1], 1), True if mask.dtype == torch.bool else 0)
+    mask = torch.cat((mask, seen), dim=-1)
+    q = torch.cat((q, of_queries), dim=-1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **options)[..., :-1]
 
 
 def decode_attention_torch(
@@ -107,6 +122,7 @@ def decode_attention_torch(
     scale: float,
     window: int | None = None,
     kv_scales: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one query token a row to its context; arguments and result as in `paged_decode`. context_lens: int32
     `[batch_size]`, keys of each row, its own included; 0 gives zeros. window, kv_scales: as in `Attention`.
@@ -116,7 +132,7 @@ def decode_attention_torch(
     (_, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, block_size, q.dtype, q.device, k_cache.dtype)
     plan = DecodePlan(context_lens.cpu().numpy(), block_tables.cpu().numpy(), shape, window)
-    return plan.attend(q, k_cache, v_cache, scale, kv_scales)
+    return plan.attend(q, k_cache, v_cache, scale, kv_scales, sinks)
 
 
 class DecodeGroup(NamedTuple):
@@ -162,7 +178,15 @@ class DecodePlan:
         sizes = most, shape.num_kv_heads, shape.head_dim
         self._keys, self._values = torch.empty(2, *sizes, dtype=cache_dtype, device=device)
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, kv_scales: Tensor | None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        kv_scales: Tensor | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """`decode_attention_torch` of one layer."""
         out = (torch.empty if self._covers_all else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
         _, _, num_kv_heads, head_dim = k_cache.shape
@@ -173,7 +197,11 @@ class DecodePlan:
             keys, values = [x.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2) for x in (keys, values)]
             # The heads that share a KV head become its queries, which saves a copy of the keys for each of them.
             queries = q.index_select(0, rows).view(num_rows, num_kv_heads, -1, head_dim)
-            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+            if sinks is None:
+                attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+            else:
+                of_heads = sinks.view(num_kv_heads, -1, 1)
+                attended = _attend_with_sinks(queries, keys, values, mask, of_heads, scale)
             out.index_copy_(0, rows, attended.reshape(num_rows, -1, head_dim))
         return out
 

@@ -50,7 +50,7 @@ class TritonBackend(GpuBackend):
 
     def own_prefill(self, layer, q, k, v, context):
         lengths = context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q
-        options = context.block_tables, layer.scale, layer.window, layer.kv_scales
+        options = context.block_tables, layer.scale, layer.window, layer.kv_scales, layer.sinks
         return paged_prefill(q, k, v, layer.k_cache, layer.v_cache, *lengths, *options)
 
     def decode(self, layer, q, context):
@@ -58,5 +58,5 @@ class TritonBackend(GpuBackend):
         _, block_size, num_kv_heads, head_dim = layer.k_cache.shape
         tma = has_tma(head_dim, block_size, q.element_size(), q.device)
         config = self.constants.config(len(q), num_kv_heads, tma)
-        options = {"pdl": True, "windowed": layer.window is not None, "kv_scales": layer.kv_scales}
-        return paged_decode(q, *caches, tables, layer.scale, plan, self.workspace, config, **options)
+        options = {"windowed": layer.window is not None, "kv_scales": layer.kv_scales, "sinks": layer.sinks}
+        return paged_decode(q, *caches, tables, layer.scale, plan, self.workspace, config, pdl=True, **options)
