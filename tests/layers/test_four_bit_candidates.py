@@ -10,6 +10,7 @@ from products import default_result, problem
 from nanovllm.kernels.matmul import four_bit_gemv as gemv_kernels
 from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig
 from nanovllm.layers.activation import Gated
+from nanovllm.layers.formats.int4 import Int4
 from nanovllm.layers.formats.mxfp4 import Mxfp4
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.candidates import (
@@ -26,7 +27,7 @@ from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.matmul.table import Key
 
 H200 = 132
-FORMATS = {"mxfp4": Mxfp4()}
+FORMATS = {"int4": Int4(), "mxfp4": Mxfp4()}
 DTYPE = torch.float16  # Triton's interpreter multiplies bfloat16 wrongly.
 DEVICE = torch.device("cpu")
 
