@@ -219,6 +219,10 @@ class Config(EngineOptions):
         """Find the formats of the weights and of the KV cache."""
         stored = checkpoint_quantization(self.hf_config)
         self.weight_format: WeightFormat | None = stored.weights or QUANTIZATIONS.get(self.quantization or "")
+        if stored.weights is not None:
+            names = [name for name, format in QUANTIZATIONS.items() if isinstance(stored.weights, type(format))]
+            allowed = f"None or {names[0]!r}, of a checkpoint in {names[0]}"
+            self._require("quantization", self.quantization in (None, *names), allowed)
         if self.weight_format is not None:
             check_sizes(self.hf_config, get_head_dim(self.hf_config), self.weight_format, self.tensor_parallel_size)
             self._check_products(self.weight_format)

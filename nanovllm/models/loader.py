@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.layers.formats.parameters import FLOATS
+from nanovllm.layers.formats.parameters import FLOATS, Unpacking
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.models.model_files import check_readable, read_json
 from nanovllm.models.other_formats import other_format
@@ -36,6 +36,7 @@ _UNUSED = (
 )
 # Layers that predict further tokens, which we do not have.
 _UNUSED_PARTS = ("mtp.",)
+_INTEGERS = ("I32", "I64", "U8")
 _HINT = "is config.json the same model's?"
 _MAX_NAMED = 5
 _ROWS_AT_ONCE = 4096
@@ -137,8 +138,9 @@ def checked_tensors(model: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> di
         if tuple(tensor.shape) != wanted[name].shape:
             shapes = f"{list(tensor.shape)}, the model needs {list(wanted[name].shape)}"
             raise ValueError(f"weights: {theirs!r} has shape {shapes}")
-        if not tensor.is_floating_point():
-            raise ValueError(f"weights: {theirs!r} has dtype {tensor.dtype}: must be a float")
+        needed = "an integer" if getattr(wanted[name].param, "stored_dtypes", FLOATS)[0] in _INTEGERS else "a float"
+        if tensor.is_floating_point() != (needed == "a float"):
+            raise ValueError(f"weights: {theirs!r} has dtype {tensor.dtype}: must be {needed}")
         found[name] = tensor
     return found
 
@@ -230,11 +232,16 @@ def _load(name: str, tensor: _Tensor, wanted: _Wanted) -> None:
     param = wanted.param
     if getattr(param, "is_scale", False) and not param.format.are_scales(tensor.content[...]):
         raise ValueError(f"{tensor.file}: tensor {name!r} must hold finite scales >= 0: download the file again")
+    check = getattr(param, "check", None)
+    if check is not None and (fault := check(tensor.content[...], wanted.shard_id)) is not None:
+        raise ValueError(f"{tensor.file}: tensor {name!r} {fault}")
     factor, content = getattr(param, "loading_factor", 1), tensor.content
     if getattr(param, "is_one_number", False):
         content = content[...].expand(param.shards[wanted.shard_id])
     if factor != 1:
         content = _Scaled(content, factor)
+    if (packing := getattr(param, "packing", None)) is not None:
+        content = Unpacking(content, packing, param.shards[wanted.shard_id])
     getattr(param, "weight_loader", default_weight_loader)(param, content, wanted.shard_id)
 
 
@@ -396,6 +403,8 @@ def _wanted_tensors(model: nn.Module) -> dict[str, _Wanted]:
         *parents, module, kind = name.split(".")
         kind = getattr(param, "checkpoint_name", kind)
         shapes = dict.fromkeys(shards, ()) if getattr(param, "is_one_number", False) else shards
+        if (packing := getattr(param, "packing", None)) is not None:
+            shapes = {key: packing.shape(shape) for key, shape in shards.items()}
         part_names = getattr(model, "packed_modules_mapping", {}).get(module, {module: None})
         for part_name, shard_id in part_names.items():
             if not hasattr(param, "num_experts"):

@@ -46,14 +46,18 @@ def _read(settings: Mapping, where: str) -> Quantization:
         )
     if method == "compressed-tensors" and scheme and not settings.get("config_groups"):
         return Quantization(None, True)
-    format = next(filter(None, (cls.declared(method, settings) for cls in DECLARED)), None)
+    try:
+        format = next(filter(None, (cls.declared(method, settings) for cls in DECLARED)), None)
+    except ValueError as error:
+        raise ValueError(f"{where} with quant_method {quoted(method)}: {error}") from None
     if format is None:
         raise ValueError(
             f"{where} with quant_method {quoted(method)}: these settings are not supported. Checkpoints load in "
             "bfloat16, float16 and float32, in fp8 as quant_method 'fp8' with weight_block_size [128, 128] and "
             "dynamic activations, or null, or as compressed-tensors' FP8_DYNAMIC, in MXFP4 as quant_method 'mxfp4' or "
-            "as compressed-tensors' mxfp4-pack-quantized without input_activations; use the unquantized checkpoint, "
-            "perhaps with quantization='fp8'"
+            "as compressed-tensors' mxfp4-pack-quantized without input_activations, and in int4 as quant_method 'awq' "
+            "or 'gptq' or as compressed-tensors' pack-quantized; use the unquantized checkpoint, perhaps with "
+            "quantization='fp8' or 'int4'"
         )
     if settings.get("transform_config"):  # Weights that were rotated: without the transforms the results are wrong.
         raise ValueError(f"{where}: transform_config is not supported; use a checkpoint without transforms")

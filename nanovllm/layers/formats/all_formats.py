@@ -7,12 +7,17 @@ from contextvars import ContextVar
 from nanovllm.layers.formats.format import WeightFormat
 from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks, Fp8Tensors
 from nanovllm.layers.formats.int4 import Int4
+from nanovllm.layers.formats.int4_checkpoints import AwqInt4, CompressedInt4, GptqInt4
 from nanovllm.layers.formats.mxfp4 import Mxfp4
 from nanovllm.layers.formats.packed import Packed
 from nanovllm.layers.formats.unquantized import Unquantized
 
 # Those that a checkpoint may declare in its config.json.
-DECLARED: tuple[type[WeightFormat], ...] = (Fp8, Fp8Blocks, Fp8Tensors, Mxfp4)
+DECLARED: tuple[type[WeightFormat], ...] = (
+    *(Fp8, Fp8Blocks, Fp8Tensors),
+    *(CompressedInt4, AwqInt4, GptqInt4),
+    Mxfp4,
+)
 # What LLM(quantization=...) may be: weights are quantized while they are loaded.
 QUANTIZATIONS: dict[str, WeightFormat] = {"fp8": Fp8(), "int4": Int4(), "mxfp4": Mxfp4()}
 

@@ -80,7 +80,6 @@ class WeightFormat(ABC):
     kind: ClassVar[str] = ""  # in messages: "weights in fp8"
     ignored_key: ClassVar[str] = ""  # where config.json lists the modules that are not in this format
     needs_bfloat16: ClassVar[bool] = False  # of its products' inputs, on a GPU
-    bits: ClassVar[float | None] = None  # of a number, its part of a scale included; None: those of the model's dtype
 
     @classmethod
     def declared(cls, method: str, settings: Mapping[str, Any]) -> "WeightFormat | None":
@@ -94,6 +93,11 @@ class WeightFormat(ABC):
 
     def check_gpu(self, capability: tuple[int, int]) -> str | None:
         """None if GPUs of this compute capability multiply such weights, else what they need."""
+        return None
+
+    @property
+    def bits(self) -> float | None:
+        """Of a number, its part of a scale included; None: those of the model's dtype."""
         return None
 
     @property

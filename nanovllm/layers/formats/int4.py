@@ -17,6 +17,7 @@ from nanovllm.layers.formats.format import Input, Weight, WeightFormat, value_of
 from nanovllm.layers.formats.parameters import make_parameter
 
 GROUPS = (128, 64, 32)  # columns that share a scale where weights are rounded while they are loaded
+ZERO = 8  # of weights without zeros of their own
 _NUMBERS_AT_ONCE = 2**22  # that are rounded: in float32 they take memory beside the weights
 
 
@@ -27,7 +28,6 @@ class Int4(WeightFormat):
 
     name = "int4"
     kind = "int4"
-    bits = 4 + 16 / GROUPS[0]
 
     @property
     def is_stored(self) -> bool:
@@ -36,6 +36,10 @@ class Int4(WeightFormat):
     @property
     def unit(self) -> int:
         return UNIT
+
+    @property
+    def bits(self) -> float:
+        return 4 + 16 / GROUPS[0]
 
     @property
     def row_unit(self) -> int:
@@ -57,14 +61,19 @@ class Int4(WeightFormat):
         return Weight(self, layer.weight, layer.weight_scale, layer.weight.input_dtype, zero)
 
     def store(self, parameter: Any, values: Tensor, row: int = 0, expert: int | None = None) -> None:
-        if parameter.dtype != torch.uint8 or not values.is_floating_point():
+        if parameter.is_scale:
             super().store(parameter, values, row, expert)
+            return
+        if not values.is_floating_point():
+            super().store(parameter, pack_torch(values), row, expert)
             return
         group = 2 * parameter.shape[-1] // parameter.scale.shape[-1]
         for part in values.split(max(1, _NUMBERS_AT_ONCE // values.shape[1])):
             packed, scale = round_groups(part.to(parameter.device), group, parameter.scale.dtype)
             super().store(parameter, packed, row, expert)
             super().store(parameter.scale, scale, row, expert)
+            if (zero := getattr(parameter, "zero", None)) is not None:
+                super().store(zero, torch.full_like(scale, ZERO), row, expert)
             row += len(part)
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> Weight:
