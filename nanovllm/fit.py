@@ -8,8 +8,9 @@ import torch
 from nanovllm.config import Config
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.stores.store import count_slots
-from nanovllm.models.hf_config import get_head_dim
+from nanovllm.models.decoder import layer_heads
 from nanovllm.models.model_size import GIB, meta_model, model_bytes
+from nanovllm.models.registry import model_class
 
 CARDS_GIB = (8, 12, 16, 24, 32, 48, 80, 141)
 # What an engine uses beside its model and a step's activations: workspaces of libraries, compiled kernels, CUDA graphs.
@@ -60,7 +61,9 @@ def needs(config: Config) -> Needs:
     sizes = model_bytes(config, meta_model(config))
     c, size = config.hf_config, config.tensor_parallel_size
     # The widest point of a step is an MLP: the residual stream, its norm, gate and up, and their product.
-    heads = (c.num_attention_heads + 2 * c.num_key_value_heads) * get_head_dim(c) // size
+    spec = model_class(c).spec(c)
+    of_layers = {layer_heads(c, spec, layer) for layer in range(c.num_hidden_layers)}
+    heads = max((c.num_attention_heads + 2 * x.num_kv_heads) * x.head_dim for x in of_layers) // size
     values = 2 * c.hidden_size + max(heads, 3 * c.intermediate_size // size)
     logits = config.max_num_seqs * c.vocab_size // size
     activations = (config.max_num_batched_tokens * values + logits) * config.dtype.itemsize

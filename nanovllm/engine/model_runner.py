@@ -50,7 +50,7 @@ from nanovllm.models.loader import (
     num_checkpoint_params,
 )
 from nanovllm.models.make_model import make_model
-from nanovllm.models.model_size import attention_shape
+from nanovllm.models.model_size import attention_shapes
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.progress import StartProgress
 from nanovllm.utils.threads import StepThreads, torch_threads
@@ -67,7 +67,7 @@ class ModelRunner:
 
     Attributes:
         tp: this rank's place among the ranks.
-        attention_shape, backend: of the rank's attention, and what computes it.
+        attention_shape, backend: of the rank's attention in its first layers, and what computes it.
         has_graphs: whether decode steps are captured in CUDA graphs.
         quack: quack-kernels, if they are used.
         model: the model; its weights are loaded last.
@@ -147,8 +147,8 @@ class ModelRunner:
         """The model without its weights, and what goes with it."""
         config, device, self.tp = self.config, self.device, tp
         table = load_table(device)  # First, because a user's table may be broken.
-        self.attention_shape = attention_shape(config, tp, device)
-        self.backend = select_backend(config.attention_backend, self.attention_shape)
+        shapes = attention_shapes(config, tp, device)
+        self.attention_shape, self.backend = shapes[0], select_backend(config.attention_backend, *shapes)
         self.has_graphs = config.device == "cuda" and not config.enforce_eager and self.backend.supports_cuda_graphs
         # With two GPUs it gained nothing.
         self.quack = load_quack(config.dtype, device, decodes=self.has_graphs) if tp.size == 1 else None
@@ -167,8 +167,8 @@ class ModelRunner:
         max_model_len = cast(int, config.max_model_len)  # The checks made them numbers.
         limits = config.max_num_batched_tokens, max_model_len
         sizes = StepSizes(*limits, max(padded[-1], self.mixed_step_rows), self.num_layer_params)
-        windows = list(dict.fromkeys(layer.window for layer in self.kv_cache.layers))
-        self.backend.prepare(self.attention_shape, windows, sizes, table)
+        for shape, windows in self.kv_cache.windows.items():
+            self.backend.prepare(shape, windows, sizes, table)
         max_blocks = -(-max_model_len // self.block_size)
         places = config.max_num_seqs, max_blocks, self.block_size, device
         self.decode_inputs = DecodeInputs(*places, self.backend, padded, self.mixed_step_rows, len(self.stores) > 1)

@@ -11,7 +11,7 @@ from nanovllm.kernels.triton_stub import tl, triton
 
 @triton.jit
 def _rms_norm_kernel(
-    x, weight, y, x_stride, y_stride, eps,
+    x, weight, y, sum_scale, x_stride, y_stride, eps,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
@@ -28,6 +28,8 @@ def _rms_norm_kernel(
     normed = value * inverse_rms * scale
     if ADD:
         normed += before
+        if sum_scale is not None:
+            normed *= tl.load(sum_scale).to(tl.float32)
     tl.store(y_at, normed.to(y.dtype.element_ty), mask=mask)
 
 
@@ -41,10 +43,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     return (rms_norm_triton if use_kernels(x) else rms_norm_torch)(x, weight, eps, out)
 
 
-def rms_norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`residual += rms_norm(x)`, in float32, rounded once. Arguments and errors are those of `rms_norm`; residual is
-    like x. Returns residual."""
-    return (rms_norm_add_triton if use_kernels(x) else rms_norm_add_torch)(residual, x, weight, eps)
+def rms_norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float, sum_scale: Tensor | None = None) -> Tensor:
+    """`residual = (residual + rms_norm(x)) * sum_scale`, in float32, rounded once. Arguments and errors are those of
+    `rms_norm`; residual is like x. sum_scale: `[1]`; None for 1. Returns residual."""
+    return (rms_norm_add_triton if use_kernels(x) else rms_norm_add_torch)(residual, x, weight, eps, sum_scale)
 
 
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -55,8 +57,11 @@ def rms_norm_torch(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = N
     return normed if out is None else out.copy_(normed)
 
 
-def rms_norm_add_torch(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return residual.copy_(residual.float() + rms_norm_torch(x.float(), weight, eps))
+def rms_norm_add_torch(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, sum_scale: Tensor | None = None
+) -> Tensor:
+    total = residual.float() + rms_norm_torch(x.float(), weight, eps)
+    return residual.copy_(total if sum_scale is None else total * sum_scale.float())
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -64,11 +69,13 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = 
     return _launch(x, weight, eps, y, add=False)
 
 
-def rms_norm_add_triton(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _launch(x, weight, eps, residual, add=True)
+def rms_norm_add_triton(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, sum_scale: Tensor | None = None
+) -> Tensor:
+    return _launch(x, weight, eps, residual, add=True, sum_scale=sum_scale)
 
 
-def _launch(x: Tensor, weight: Tensor, eps: float, y: Tensor, add: bool) -> Tensor:
+def _launch(x: Tensor, weight: Tensor, eps: float, y: Tensor, add: bool, sum_scale: Tensor | None = None) -> Tensor:
     num_tokens, hidden = x.shape
     if x.stride(1) != 1 or weight.shape != (hidden,):
         raise ValueError(
@@ -85,6 +92,6 @@ def _launch(x: Tensor, weight: Tensor, eps: float, y: Tensor, add: bool) -> Tens
     block = triton.next_power_of_2(hidden)
     num_warps = min(max(block // 256, 1), 16)  # 8 elements a thread are one 16-byte load of a half-precision row
     launcher(_rms_norm_kernel, (num_tokens,), has_pdl(x.device))(
-        x, weight, y, x.stride(0), y.stride(0), eps, HIDDEN=hidden, BLOCK=block, ADD=add, num_warps=num_warps
+        x, weight, y, sum_scale, x.stride(0), y.stride(0), eps, HIDDEN=hidden, BLOCK=block, ADD=add, num_warps=num_warps
     )
     return y

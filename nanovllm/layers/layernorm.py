@@ -23,6 +23,8 @@ class RMSNorm(nn.Module):
     def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0) -> None:
         super().__init__()
         self.eps, self.offset = eps, offset
+        # What `add_to` multiplies the sum by, `[1]`: another module's parameter; None for 1.
+        self.sum_scale: Tensor | None = None
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=torch.float32 if offset else None))
         if offset:
             cast(Any, self.weight).weight_loader = self.weight_loader
@@ -37,8 +39,8 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, out)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + norm(x), overwriting residual; both `[num_tokens, hidden_size]`."""
-        return rms_norm_add(residual, x, self.weight, self.eps)
+        """(residual + norm(x)) * sum_scale, overwriting residual; both `[num_tokens, hidden_size]`."""
+        return rms_norm_add(residual, x, self.weight, self.eps, self.sum_scale)
 
 
 class Normed:

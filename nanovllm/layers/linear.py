@@ -156,6 +156,21 @@ class QKVParallelLinear(ColumnParallelLinear):
         return super().part(shard_id, tp)
 
 
+class KeysAsValuesParallelLinear(QKVParallelLinear):
+    """The same for a checkpoint without a projection of values: k's is v's too. Its rows are there twice, because keys
+    and values get norms of their own."""
+
+    def checkpoint_sizes(self) -> dict:
+        return {key: size for key, size in self.output_sizes.items() if key != "v"}
+
+    def weight_loader(self, param: Any, loaded: Any, shard_id: object = None) -> None:
+        super().weight_loader(param, loaded, shard_id)
+        if shard_id == "k":
+            super().weight_loader(param, loaded, "v")
+
+    bias_loader = weight_loader
+
+
 class GatedQKVParallelLinear(QKVParallelLinear):
     """The same, followed by a gate for each number of q: [num_tokens, this rank's (2 * num_heads + 2 * num_kv_heads) *
     head_dim]. In the checkpoint's q_proj each head has the rows of its query and then those of its gate."""

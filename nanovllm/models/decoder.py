@@ -18,6 +18,7 @@ from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import (
     GatedQKVParallelLinear,
+    KeysAsValuesParallelLinear,
     LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -32,14 +33,19 @@ from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.layers.stores.state_slots import StateSlots
 from nanovllm.layers.stores.store import Store
 from nanovllm.models.hf_config import check_switches, get_head_dim
-from nanovllm.models.spec import DecoderSpec
+from nanovllm.models.spec import DecoderSpec, LayerHeads
 from nanovllm.utils.context import get_context
 
 Rows = torch.Tensor | slice  # of a flat batch of tokens
 
 
+def layer_heads(config, spec: DecoderSpec, layer: int) -> LayerHeads:
+    """The heads of a layer's keys and values."""
+    return spec.heads[layer] if spec.heads else LayerHeads(config.num_key_value_heads, get_head_dim(config))
+
+
 class DecoderAttention(nn.Module):
-    """Fused q/k/v projection, RMSNorm of q and k, RoPE, paged attention, gate: each as the specification says.
+    """Fused q/k/v projection, RMSNorm of q, k and v, RoPE, paged attention, gate: each as the specification says.
 
     forward: the normed residual stream [num_tokens, hidden_size] -> the input of o_proj, [num_tokens, this rank's
     num_heads * head_dim]. The layer calls o_proj, because it adds to the residual stream.
@@ -57,10 +63,12 @@ class DecoderAttention(nn.Module):
     ):
         super().__init__()
         self.tp = tp
-        self.head_dim = get_head_dim(config)
-        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        heads = self.head_dim, num_heads, num_kv_heads
+        of_layer = layer_heads(config, spec, layer)
+        self.head_dim, num_heads = of_layer.head_dim, config.num_attention_heads
+        heads = self.head_dim, num_heads, of_layer.num_kv_heads
         projection = GatedQKVParallelLinear if spec.query_gate else QKVParallelLinear
+        if of_layer.keys_are_values:
+            projection = KeysAsValuesParallelLinear
         self.has_gate = spec.query_gate
         self.qkv_proj: QKVParallelLinear = projection(config.hidden_size, *heads, spec.qkv_bias, tp, matmul)
         self.o_proj = RowParallelLinear(num_heads * self.head_dim, config.hidden_size, spec.o_bias, tp, matmul)
@@ -68,7 +76,7 @@ class DecoderAttention(nn.Module):
         self.eps = config.rms_norm_eps
         self.q_norm: Any = None
         self.k_norm: Any = None
-        self.qk_norm = spec.qk_norm
+        self.qk_norm, self.value_norm = spec.qk_norm, spec.value_norm
         if spec.qk_norm == "head":
             self.q_norm, self.k_norm = (RMSNorm(self.head_dim, self.eps, spec.norm_offset) for _ in "qk")
         elif spec.qk_norm == "full":
@@ -105,6 +113,7 @@ class DecoderAttention(nn.Module):
             self.num_kv_heads,
             pdl=not context.is_prefill,
             query_scales=self.rotary_emb.query_scales if self.rotary_emb else None,
+            has_value_norm=self.value_norm,
         )
         heads = qkv.view(len(qkv), -1, self.head_dim)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
@@ -183,6 +192,10 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = norm(spec.norms != "after")  # before the MLP
         self.attention_output_norm = norm(spec.norms != "before")
         self.mlp_output_norm = norm(spec.norms != "before")
+        if spec.layer_scalars:
+            self.layer_scalar = nn.Parameter(torch.ones(1))
+            # Past nn.Module, as above.
+            vars(self.mlp_output_norm)["sum_scale"] = self.layer_scalar
 
     def forward(
         self, positions: torch.Tensor, hidden: Normed, next_norm: RMSNorm | None, rows: Rows | None = None
@@ -229,14 +242,15 @@ class DecoderModel(nn.Module):
         self.embedding_scale = spec.embedding_scale
         self.embed_tokens = ReplicatedEmbedding(config.vocab_size, config.hidden_size)
         # Layers with the same settings share a table.
-        tables = {rope: RotaryEmbedding(get_head_dim(config), max_position, rope) for rope in set(spec.ropes) if rope}
+        keys = [(rope, layer_heads(config, spec, i).head_dim) for i, rope in enumerate(spec.ropes)]
+        tables = {key: RotaryEmbedding(key[1], max_position, key[0]) for key in set(keys) if key[0]}
         self.layers = nn.ModuleList()
-        for i, (rope, mlp) in enumerate(zip(spec.ropes, mlps, strict=True)):
+        for i, (key, mlp) in enumerate(zip(keys, mlps, strict=True)):
             mixer: DecoderAttention | GatedDeltaNet
             if spec.is_linear(i):
                 mixer = GatedDeltaNet(config.hidden_size, spec.linear_attention, config.rms_norm_eps, tp, matmul)
             else:
-                mixer = DecoderAttention(config, spec, i, tables.get(rope), backend, tp, matmul)
+                mixer = DecoderAttention(config, spec, i, tables.get(key), backend, tp, matmul)
             self.layers.append(DecoderLayer(config, spec, mixer, mlp))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, spec.norm_offset)
 
@@ -284,6 +298,7 @@ class DecoderForCausalLM(nn.Module, ABC):
         mlps = [self.mlp(config, spec, i, tp, matmul) for i in range(config.num_hidden_layers)]
         self.model = DecoderModel(config, spec, mlps, max_position, backend, tp, matmul)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.logit_softcap = spec.logit_softcap
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
         scale_while_loading([self.model.norm], spec.logit_scale)
         scale_while_loading(self._last_projections(), spec.residual_scale)
@@ -316,7 +331,10 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden states [num_rows, hidden_size] -> logits of this rank's part of the vocabulary."""
-        return self.lm_head(hidden_states)
+        logits = self.lm_head(hidden_states)
+        if self.logit_softcap is not None:
+            logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
+        return logits
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The results of compute_logits on all ranks -> logits [num_rows, vocab_size], on all ranks."""
@@ -324,8 +342,10 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     def make_stores(self, shape: AttentionShape) -> list[Store]:
         """What its sequences keep on the device: the paged KV cache, and stores in which a sequence has a slot each.
-        Nothing is allocated yet. shape: of this rank's attention."""
-        stores: list[Store] = [PagedKVCache([x for x in self.modules() if isinstance(x, Attention)], shape)]
+        Nothing is allocated yet. shape: of this rank's attention, in all that its layers share."""
+        mixers = [x for x in self.modules() if isinstance(x, DecoderAttention)]
+        shapes = [shape._replace(num_kv_heads=x.num_kv_heads, head_dim=x.head_dim) for x in mixers]
+        stores: list[Store] = [PagedKVCache([x.attn for x in mixers], shapes)]
         linear_layers = [x for x in self.modules() if isinstance(x, GatedDeltaNet)]
         return [*stores, StateSlots(linear_layers, shape.dtype, shape.device)] if linear_layers else stores
 

@@ -115,7 +115,7 @@ def one_of_each_kind(layers: Any) -> list[int]:
 def _kind_of_mixer(mixer: Any) -> tuple:
     if isinstance(mixer, GatedDeltaNet):
         return (GatedDeltaNet,)
-    return mixer.rotary_emb is None, mixer.attn.window
+    return mixer.rotary_emb is None, mixer.attn.window, mixer.head_dim, mixer.num_kv_heads
 
 
 @contextmanager

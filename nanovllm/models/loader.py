@@ -266,7 +266,7 @@ def load_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
     device = next(model.parameters()).device
     of_all, of_rank = (torch.Generator(device=device).manual_seed(s) for s in (seed, seed + 1 + rank))
     for name, param in model.named_parameters():
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "layer_scalar")):
             param.data.fill_(1.0)
         elif not getattr(param, "is_scale", False):  # Scales come with their weights.
             is_whole = tuple(param.shape) == getattr(param, "shards", {None: tuple(param.shape)}).get(None)
@@ -408,6 +408,8 @@ def _wanted_tensors(model: nn.Module) -> dict[str, _Wanted]:
         part_names = getattr(model, "packed_modules_mapping", {}).get(module, {module: None})
         for part_name, shard_id in part_names.items():
             if not hasattr(param, "num_experts"):
+                if shard_id not in shards:  # of values that keys serve as
+                    continue
                 wanted[".".join((*parents, part_name, kind))] = _Wanted(param, shard_id, shapes[shard_id])
                 continue
             for expert in range(param.num_experts):

@@ -12,6 +12,8 @@ from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.make_model import make_model
+from nanovllm.models.registry import model_class
+from nanovllm.models.spec import LayerHeads
 
 GIB = 2**30
 
@@ -53,7 +55,7 @@ def meta_model(config: Any, rank: int = 0) -> nn.Module:
 def model_bytes(config: Any, model: Any) -> ModelBytes:
     """Counts the bytes of a rank's model, which may be a `meta_model`, in an engine with this `Config`."""
     tp = TensorParallel(0, config.tensor_parallel_size)
-    stores = model.make_stores(attention_shape(config, tp, torch.device("meta")))
+    stores = model.make_stores(attention_shapes(config, tp, torch.device("meta"))[0])
     weights, tables = (sum(tensor.nbytes for tensor in each) for each in (model.parameters(), model.buffers()))
     per_block, per_slot = (
         sum(getattr(store, name) for store in stores) for name in ("bytes_per_block", "bytes_per_slot")
@@ -61,9 +63,12 @@ def model_bytes(config: Any, model: Any) -> ModelBytes:
     return ModelBytes(weights, tables, per_block, per_slot)
 
 
-def attention_shape(config: Any, tp: TensorParallel, device: torch.device) -> AttentionShape:
-    """The shape of a rank's attention in an engine with this `Config`."""
-    num_heads = tp.shard(config.hf_config.num_attention_heads, "num_attention_heads")
-    _, num_kv_heads = tp.shard_kv_heads(config.hf_config.num_key_value_heads)
-    sizes = num_heads, num_kv_heads, get_head_dim(config.hf_config), config.kvcache_block_size
-    return AttentionShape(*sizes, config.dtype, device, config.kv_cache_dtype)
+def attention_shapes(config: Any, tp: TensorParallel, device: torch.device) -> list[AttentionShape]:
+    """The shapes that the layers of a rank's attention have in an engine with this `Config`."""
+    c = config.hf_config
+    spec = model_class(c).spec(c)
+    heads = spec.heads or [LayerHeads(c.num_key_value_heads, get_head_dim(c))]
+    num_heads = tp.shard(c.num_attention_heads, "num_attention_heads")
+    common = config.kvcache_block_size, config.dtype, device, config.kv_cache_dtype
+    shapes = (AttentionShape(num_heads, tp.shard_kv_heads(x.num_kv_heads)[1], x.head_dim, *common) for x in heads)
+    return list(dict.fromkeys(shapes))

@@ -152,7 +152,7 @@ def test_no_step_of_the_start_is_larger_than_a_later_one(path, options, monkeypa
             launched.append((kind, len(step.seqs), num_tokens))
             prepare(step)
 
-        runner.prepare, kv_cache = watch, runner.kv_cache.tensor
+        runner.prepare, kv_cache = watch, runner.kv_cache.tensors
         runner.kv_cache.free()
         trace_steps(runner)
         runner.kv_cache.use(kv_cache)

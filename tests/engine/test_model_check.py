@@ -104,7 +104,7 @@ def test_bytes_are_those_of_the_engine(num_ranks, options):
     config = AutoConfig.for_model("qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **sizes, vocab_size=320)
     options = options | {"tensor_parallel_size": num_ranks, "max_model_len": 100, "load_format": "dummy"}
     with make_llm("a shape", hf_config=config, **options) as llm:
-        model, cache = llm.model_runner.model, llm.model_runner.kv_cache.tensor
+        model, cache = llm.model_runner.model, llm.model_runner.kv_cache.tensors[0]
         sizes = model_bytes(llm.config, meta_model(llm.config))
         tensors = [*model.parameters(), *model.buffers()]
         assert sizes.weights + sizes.tables == sum(tensor.nbytes for tensor in tensors)

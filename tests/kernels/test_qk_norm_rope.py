@@ -119,6 +119,25 @@ def test_queries_that_grow_with_their_position(rotary_dim, device):
         assert_close(run(partial(function, query_scales=scales), case), (expected, *caches))
 
 
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(32, 32), (80, 16), (512, 512)])
+def test_values_that_are_normalized(head_dim, rotary_dim, cache, device):
+    case = list(with_rotary_dim(random_case(5, 3, 2, head_dim, torch.bfloat16, device), rotary_dim))
+    if not cache:
+        case[6:9] = None, None, None
+    values = case[0].view(5, 7, head_dim)[:, 5:].float()
+    normed = values / (values.square().mean(-1, keepdim=True) + EPS).sqrt()
+    plain, *_ = run(qk_norm_rope_store_torch, case)
+    for function in (qk_norm_rope_store_torch, qk_norm_rope_store_triton):
+        qkv, _, v_cache = run(partial(function, has_value_norm=True), case)
+        assert_close((qkv[:, : 5 * head_dim],), (plain[:, : 5 * head_dim],))
+        found = qkv.view(5, 7, head_dim)[:, 5:]
+        assert_close((found,), (normed.bfloat16(),))
+        if cache:
+            slots = case[8]
+            assert torch.equal(v_cache.view(-1, 2, head_dim)[slots[slots >= 0]], found[slots >= 0])
+
+
 def test_what_it_must_not_touch(device):
     case = random_case(6, 4, 2, 32, torch.float32, device)
     qkv, k_cache, v_cache = run(qk_norm_rope_store_triton, case)

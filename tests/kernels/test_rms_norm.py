@@ -40,6 +40,13 @@ def test_sums_equal_twins(num_tokens, hidden, dtype, device):
     # A sum near zero is a difference of larger numbers.
     torch.testing.assert_close(found, expected, rtol=RTOL[dtype], atol=1e-5)
     assert_close(expected, (residual.float() + rms_norm_torch(x.float(), weight, EPS)).to(dtype))
+    scale = torch.full((1,), 0.7, dtype=dtype, device=device)
+    expected, found = residual.clone(), residual.clone()
+    rms_norm_add_torch(expected, x, weight, EPS, scale)
+    rms_norm_add_triton(found, x, weight, EPS, scale)
+    torch.testing.assert_close(found, expected, rtol=RTOL[dtype], atol=1e-5)
+    total = residual.float() + rms_norm_torch(x.float(), weight, EPS)
+    assert_close(expected, (total * scale.float()).to(dtype))
 
 
 def test_strided_rows(device):

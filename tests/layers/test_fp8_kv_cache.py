@@ -135,7 +135,7 @@ def test_twice_the_tokens_in_the_same_memory(path):
     for dtype, cache in (("bfloat16", "auto"), ("bfloat16", "fp8"), ("float32", "fp8")):
         with make_llm(path, dtype=dtype, kv_cache_dtype=cache, num_kvcache_blocks=-1, kvcache_gib=0.01) as llm:
             capacity.append(llm.model_runner.num_kvcache_blocks)
-            kv_cache = llm.model_runner.kv_cache.tensor
+            kv_cache = llm.model_runner.kv_cache.tensors[0]
             assert kv_cache.dtype == (torch.bfloat16 if cache == "auto" else torch.float8_e4m3fn)
             assert kv_cache.numel() * kv_cache.itemsize <= 0.01 * 2**30
     assert capacity[0] * 2 <= capacity[1] <= capacity[0] * 2 + 1
@@ -151,7 +151,7 @@ def test_the_cache_holds_what_was_computed(path, dtype):
             complete(llm, [random_prompt(100, seed=1)], greedy(1))
             runner = llm.model_runner
             full = [block.block_id for block in llm.scheduler.block_manager.blocks if block.hash != -1]
-            kv = runner.kv_cache.tensor[:, :, full].double()  # [2, layers, blocks, block_size, kv_heads, head_dim]
+            kv = runner.kv_cache.tensors[0][:, :, full].double()  # [2, layers, blocks, block_size, kv_heads, head_dim]
             if cache == "fp8":
                 assert E4M3_MAX / 16 < kv.abs().max() < E4M3_MAX / 2
                 kv *= runner.kv_cache.scales.transpose(0, 1)[:, :, None, None, :, None]

@@ -33,20 +33,24 @@ class PrefillTiles(NamedTuple):
         tiles = 2 * (stages - 1) if stages > 1 else 1
         return (self.rows + self.keys * tiles) * row_bytes + self.rows * self.keys * itemsize
 
+    @property
+    def are_smallest(self) -> bool:
+        return self.rows <= _FEWEST_ROWS and self.keys <= _FEWEST_KEYS
+
     def smaller(self) -> "PrefillTiles":
-        """The tiles with half as many keys, or, from 32 keys down, half as many rows."""
-        if self.keys > _FEW_KEYS or self.rows <= _FEW_ROWS:
+        """The tiles with half as many keys, or, from 32 keys down, half as many rows; at last half as many of those."""
+        if self.keys > _FEW_KEYS or (self.rows <= _FEW_ROWS and self.keys > _FEWEST_KEYS):
             return self._replace(keys=self.keys // 2)
         return self._replace(rows=self.rows // 2, num_warps=max(4, self.num_warps // 2))
 
 
-_FEW_KEYS, _FEW_ROWS, _FEWEST_KEYS = 32, 64, 16
+_FEW_KEYS, _FEW_ROWS, _FEWEST_KEYS, _FEWEST_ROWS = 32, 64, 16, 16
 
 
 def choose_tiles(padded_dim: int, itemsize: int, max_rows: int, paged: bool, device: torch.device) -> PrefillTiles:
     """The tiles that were measured to be the fastest, made smaller until they fit the card's shared memory."""
     tiles = _fastest_tiles(padded_dim, itemsize, max_rows, paged)
-    while tiles.keys > _FEWEST_KEYS and not fits(tiles.shared_bytes(padded_dim, itemsize, device), device):
+    while not tiles.are_smallest and not fits(tiles.shared_bytes(padded_dim, itemsize, device), device):
         tiles = tiles.smaller()
     return tiles
 
@@ -56,6 +60,8 @@ def _fastest_tiles(padded_dim: int, itemsize: int, max_rows: int, paged: bool) -
     does not run on tensor cores, which would round its products."""
     if itemsize == 4:
         return PrefillTiles(32 if padded_dim <= 128 else 16, 32, 8, 1)
+    if padded_dim > 256:  # not measured: larger tiles would not leave the results in registers
+        return PrefillTiles(64, 32, 8, 2)
     if 64 < padded_dim <= 128 and not paged:
         return PrefillTiles(64 if max_rows <= 256 else 128, 32, 4, 3)
     if max_rows <= 64:

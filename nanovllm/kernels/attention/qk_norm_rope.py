@@ -24,7 +24,7 @@ def _qk_norm_rope_store_kernel(
     qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, kv_scales, query_scales, eps,
     ROW: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS_BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_CACHE: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_VALUE_NORM: tl.constexpr, HAS_CACHE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     ROTARY_HALF: tl.constexpr = ROTARY_DIM // 2
@@ -63,11 +63,21 @@ def _qk_norm_rope_store_kernel(
             inverse_scale = tl.div_rn(1.0, scale)  # exact, for the scale is a power of two
 
     if is_v:
-        if HAS_CACHE:
+        if HAS_CACHE or HAS_VALUE_NORM:
             if PDL:
                 gdc_wait()
-            first_values = tl.load(first_at, mask=mask)
-            second_values = tl.load(first_at + shift, mask=mask)
+            first_values = tl.load(first_at, mask=mask, other=0.0)
+            second_values = tl.load(first_at + shift, mask=mask, other=0.0)
+        if HAS_VALUE_NORM:
+            squares = first_values.to(tl.float32) * first_values.to(tl.float32)
+            squares += second_values.to(tl.float32) * second_values.to(tl.float32)
+            value_scale = tl.rsqrt(tl.sum(squares, axis=1) / HEAD_DIM + eps)[:, None]
+            first_values = (first_values.to(tl.float32) * value_scale).to(dtype)
+            second_values = (second_values.to(tl.float32) * value_scale).to(dtype)
+            if kv_scales is None:
+                tl.store(first_at, first_values, mask=mask)
+                tl.store(first_at + shift, second_values, mask=mask)
+        if HAS_CACHE:
             if kv_scales is not None:
                 first_values = _to_e4m3(first_values, inverse_scale)
                 second_values = _to_e4m3(second_values, inverse_scale)
@@ -135,6 +145,7 @@ def qk_norm_rope_store(
     num_kv_heads: int,
     pdl: bool = False,
     query_scales: Tensor | None = None,
+    has_value_norm: bool = False,
 ) -> None:
     """Normalizes and rotates q and k inside qkv, and stores k and v in the paged cache.
 
@@ -159,6 +170,7 @@ def qk_norm_rope_store(
         num_kv_heads: key heads (and value heads) of this rank.
         pdl: programmatic dependent launch (see `dependent_launch`); all but qkv is read before the wait.
         query_scales: float32 `[max_position]`, what q is multiplied by at each position after its rotation; None for 1.
+        has_value_norm: whether each head of v is RMS-normalized, without a weight, and stored so.
 
     The kernel raises ValueError if it would read or write outside qkv or the caches. Positions and slots are not
     checked.
@@ -166,7 +178,7 @@ def qk_norm_rope_store(
     function = qk_norm_rope_store_triton if use_kernels(qkv) else qk_norm_rope_store_torch
     caches = k_cache, v_cache, slot_mapping, kv_scales
     heads = num_heads, num_kv_heads
-    function(qkv, q_weight, k_weight, eps, cos_sin_cache, positions, *caches, *heads, pdl, query_scales)
+    function(qkv, q_weight, k_weight, eps, cos_sin_cache, positions, *caches, *heads, pdl, query_scales, has_value_norm)
 
 
 def qk_norm_rope_store_torch(
@@ -184,6 +196,7 @@ def qk_norm_rope_store_torch(
     num_kv_heads: int,
     pdl: bool = False,
     query_scales: Tensor | None = None,
+    has_value_norm: bool = False,
 ) -> None:
     """The twin."""
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
@@ -201,6 +214,8 @@ def qk_norm_rope_store_torch(
     if query_scales is not None:
         value[:, :num_heads] *= query_scales[positions, None, None]
     qk.copy_(value)
+    if has_value_norm:
+        v.copy_(rms_norm_torch(v, torch.ones(head_dim, device=v.device), eps))
     if k_cache is not None:
         stored = slot_mapping >= 0
         slots = slot_mapping[stored].long()
@@ -237,6 +252,7 @@ def qk_norm_rope_store_triton(
     num_kv_heads: int,
     pdl: bool = False,
     query_scales: Tensor | None = None,
+    has_value_norm: bool = False,
 ) -> None:
     (num_tokens, width), all_heads = qkv.shape, num_heads + 2 * num_kv_heads
     head_dim = width // all_heads
@@ -261,10 +277,11 @@ def qk_norm_rope_store_triton(
     half_block = triton.next_power_of_2(head_dim // 2)
     has_cache = k_cache is not None
     q_groups, kv_groups = triton.cdiv(num_heads, heads_block), triton.cdiv(num_kv_heads, heads_block)
-    grid = (num_tokens, q_groups + kv_groups * (2 if has_cache else 1))
+    grid = (num_tokens, q_groups + kv_groups * (2 if has_cache or has_value_norm else 1))
     launcher(_qk_norm_rope_store_kernel, grid, pdl and has_pdl(qkv.device))(
         qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, kv_scales, query_scales, eps,
         ROW=qkv.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
-        HALF_BLOCK=half_block, HEADS_BLOCK=heads_block, HAS_NORM=q_weight is not None, HAS_CACHE=has_cache,
+        HALF_BLOCK=half_block, HEADS_BLOCK=heads_block, HAS_NORM=q_weight is not None,
+        HAS_VALUE_NORM=has_value_norm, HAS_CACHE=has_cache,
         num_warps=min(max(heads_block * half_block // 256, 1), 8),
     )  # fmt: skip

@@ -64,10 +64,10 @@ class AttentionBackend(ABC):
         """Why it cannot run here, in words; None if it can."""
 
     def prepare(self, shape: AttentionShape, windows: Sequence[int | None], sizes: StepSizes, table: Table) -> None:
-        """Allocate what all layers and steps share. Called once, before the first step.
+        """Allocate what all layers of this shape and steps share. Called once, before the first step.
 
         Args:
-            windows: each window that a layer has, once.
+            windows: each window that such a layer has, once.
             table: settings that were measured on this GPU.
         """
         return None

@@ -2,6 +2,7 @@
 
 from nanovllm.layers.attention.attention import AttentionBackend, AttentionShape
 from nanovllm.layers.attention.flash_attn_backend import FlashAttnBackend
+from nanovllm.layers.attention.several_shapes import SeveralShapes
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.attention.triton_backend import TritonBackend
 
@@ -9,8 +10,11 @@ from nanovllm.layers.attention.triton_backend import TritonBackend
 BACKENDS: tuple[type[AttentionBackend], ...] = (TritonBackend, FlashAttnBackend, TorchBackend)
 
 
-def select_backend(name: str, shape: AttentionShape) -> AttentionBackend:
-    """The back end that `attention_backend=name` selects. Raises ValueError, with the reason, if it cannot run."""
+def select_backend(name: str, shape: AttentionShape, *others: AttentionShape) -> AttentionBackend:
+    """The back end that `attention_backend=name` selects, for a model with these shapes of layers. Raises ValueError,
+    with the reason, if it cannot run."""
+    if others:
+        return SeveralShapes({each: select_backend(name, each) for each in (shape, *others)})
     if name == "auto":
         return next(backend for backend in BACKENDS if backend.obstacle(shape) is None)()
     backend = next(backend for backend in BACKENDS if backend.name == name)

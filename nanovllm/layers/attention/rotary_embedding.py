@@ -13,7 +13,7 @@ from nanovllm.utils.checks import is_number, quoted, require
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_TYPES = ("default", "linear", "yarn", "llama3", "longrope")
+SUPPORTED_TYPES = ("default", "linear", "proportional", "yarn", "llama3", "longrope")
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,16 @@ class RopeParameters:
     """How positions become angles; the fields of a Hugging Face rope configuration under their own names.
 
     Types: "default" (Su et al. 2021), "linear" (Chen et al. 2023, position interpolation), "yarn" (Peng et al. 2023),
-    "llama3" (the Llama 3.1 model cards) and "longrope" (Ding et al. 2024).
+    "llama3" (the Llama 3.1 model cards), "longrope" (Ding et al. 2024) and "proportional" (Gemma 4): pairs are of the
+    whole head, and the first of them turn as in the default.
     """
 
     base: float = 10000.0  # theta of the paper: dimension pair i turns at base ** (-2i / rotary_dim) radians a position
     type: str = "default"
     factor: float = 1.0  # how many times longer than the trained context positions may get
     original_max_position_embeddings: int | None = None  # the trained context in tokens (all but linear)
-    partial_rotary_factor: float = 1.0  # share of a head's dimensions that are rotated: the first ones
+    # Share of a head's dimensions that are rotated: the first ones; of proportional, the share of its pairs.
+    partial_rotary_factor: float = 1.0
     attention_factor: float | None = None  # multiplies cos and sin (yarn and longrope); None derives it
     # Only yarn has these.
     beta_fast: float = 32.0  # pairs that turn more often than this within the trained context stay as they are
@@ -83,7 +85,7 @@ class RopeParameters:
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many of a head's dimensions are rotated. Raises ValueError if they do not come in pairs."""
-        size = int(head_dim * self.partial_rotary_factor)
+        size = head_dim if self.type == "proportional" else int(head_dim * self.partial_rotary_factor)
         if size < 2 or size % 2:
             share = f" ({size} of {head_dim}: partial_rotary_factor={self.partial_rotary_factor})"
             raise ValueError(
@@ -101,6 +103,9 @@ class RopeParameters:
             return 1.0 / period
         if self.type == "linear":
             return 1.0 / period / self.factor
+        if self.type == "proportional":
+            is_turned = torch.arange(dim // 2, device=period.device) < int(self.partial_rotary_factor * dim // 2)
+            return torch.where(is_turned, 1.0 / period / self.factor, 0.0)
         if self.type == "llama3":
             return self._llama3_frequencies(1.0 / period)
         if self.type == "longrope":
@@ -201,7 +206,7 @@ def rope_parameters(hf_config: Any, layer_type: str | None = None) -> RopeParame
         # In transformers zero means "not set" here.
         settings["beta_fast"] = settings.get("beta_fast") or 32.0
         settings["beta_slow"] = settings.get("beta_slow") or 1.0
-    elif "factor" not in settings:
+    elif rope_type != "proportional" and "factor" not in settings:
         raise ValueError(f"rope_type={quoted(rope_type)} needs a factor")
     for name in ("short_factor", "long_factor"):
         factors = settings.get(name, ())

@@ -8,7 +8,7 @@ from nanovllm.kernels.attention.paged_prefill import paged_prefill
 from nanovllm.layers.attention.decode_constants import DecodeConstants
 from nanovllm.layers.attention.gpu_backend import GpuBackend
 
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
 
 
 class TritonBackend(GpuBackend):

@@ -69,9 +69,10 @@ class TensorParallel:
 def check_shardable(hf_config, size: int) -> None:
     """Raises ValueError, naming the number, if `size` ranks cannot share a model of this configuration."""
     for name in ("num_attention_heads", "intermediate_size", "moe_intermediate_size"):
-        if hasattr(hf_config, name):
+        if getattr(hf_config, name, None) is not None:
             _check_divides(size, getattr(hf_config, name), name)
     _check_kv_heads(size, getattr(hf_config, "num_key_value_heads", hf_config.num_attention_heads))
+    _check_kv_heads(size, getattr(hf_config, "num_global_key_value_heads", 1), "num_global_key_value_heads")
 
 
 def _check_divides(size: int, number: int, what: str) -> None:
@@ -79,11 +80,10 @@ def _check_divides(size: int, number: int, what: str) -> None:
         raise ValueError(f"tensor_parallel_size={size}: must divide the model's {what} ({number})")
 
 
-def _check_kv_heads(size: int, num_kv_heads: int) -> None:
+def _check_kv_heads(size: int, num_kv_heads: int, name: str = "num_key_value_heads") -> None:
     if num_kv_heads % size and size % num_kv_heads:
         raise ValueError(
-            f"tensor_parallel_size={size}: must divide the model's num_key_value_heads ({num_kv_heads}), or be a "
-            "multiple of it"
+            f"tensor_parallel_size={size}: must divide the model's {name} ({num_kv_heads}), or be a multiple of it"
         )
 
 

@@ -12,42 +12,65 @@ from nanovllm.layers.stores.zeros import store_zeros
 
 
 class PagedKVCache(Store):
-    """One tensor for all layers, each of which holds its slices of it as `k_cache` and `v_cache`.
+    """One tensor for all layers with the same heads, each of which holds its slices of it as `k_cache` and `v_cache`.
 
     Block b of a sequence's block table holds the keys and values of block_size tokens, in the slots from
     b * block_size on.
 
     Attributes:
         layers: the attention layers, in order.
-        tensor: [2, layers, blocks, block_size, kv_heads, head_dim]: keys, values; None until it is allocated.
+        shapes: of the layers.
+        tensors: [2, layers, blocks, block_size, kv_heads, head_dim] for each shape: keys, values; empty until they are
+            allocated.
         scales: float32 [layers, 2, kv_heads] of a float8 cache, of keys and values; None for any other.
     """
 
     name = "KV cache"
 
-    def __init__(self, layers: Sequence[Attention], shape: AttentionShape):
-        self.layers, self._device = layers, shape.device
-        self._dtype = shape.cache_dtype or shape.dtype
-        self._block_shape = shape.block_size, shape.num_kv_heads, shape.head_dim
-        self.bytes_per_block = 2 * len(layers) * math.prod(self._block_shape) * self._dtype.itemsize
-        self.tensor: Tensor | None = None
+    def __init__(self, layers: Sequence[Attention], shapes: Sequence[AttentionShape]):
+        """Raises ValueError for a float8 cache of layers with different heads."""
+        self.layers, self.shapes, first = layers, list(shapes), shapes[0]
+        self._device, self._dtype = first.device, first.cache_dtype or first.dtype
+        numbers = sum(math.prod(self._block_shape(shape)) for shape in shapes)
+        self.bytes_per_block = 2 * numbers * self._dtype.itemsize
+        self.tensors: list[Tensor] = []
         self.scales: Tensor | None = None
-        if shape.is_fp8_cache:
-            sizes = len(layers), 2, shape.num_kv_heads
-            self.scales = torch.ones(*sizes, dtype=torch.float32, device=shape.device)
+        if first.is_fp8_cache:
+            if len(set(shapes)) > 1:
+                raise ValueError("kv_cache_dtype='fp8': is not supported for layers with different heads; use 'auto'")
+            sizes = len(layers), 2, first.num_kv_heads
+            self.scales = torch.ones(*sizes, dtype=torch.float32, device=first.device)
+
+    @staticmethod
+    def _block_shape(shape: AttentionShape) -> tuple[int, int, int]:
+        return shape.block_size, shape.num_kv_heads, shape.head_dim
+
+    @property
+    def windows(self) -> dict[AttentionShape, list[int | None]]:
+        """The windows that layers of each shape have, once each."""
+        windows: dict[AttentionShape, list[int | None]] = {}
+        for layer, shape in zip(self.layers, self.shapes, strict=True):
+            of_shape = windows.setdefault(shape, [])
+            if layer.window not in of_shape:
+                of_shape.append(layer.window)
+        return windows
 
     def allocate(self, num_blocks: int, num_slots: int, is_shared: bool = False) -> None:
-        num_layers = 1 if is_shared else len(self.layers)
-        shape = (2, num_layers, num_blocks, *self._block_shape)
-        tensor = store_zeros(shape, self._dtype, self._device, self.name)
-        self.use(tensor.expand(2, len(self.layers), *shape[2:]))
+        tensors = []
+        for shape in dict.fromkeys(self.shapes):
+            count = self.shapes.count(shape)
+            sizes = (2, 1 if is_shared else count, num_blocks, *self._block_shape(shape))
+            tensor = store_zeros(sizes, self._dtype, self._device, self.name)
+            tensors.append(tensor.expand(2, count, *sizes[2:]))
+        self.use(tensors)
 
     def free(self) -> None:
-        self.use(None)
+        self.use([])
 
-    def use(self, tensor: Tensor | None) -> None:
-        """Give each layer its slices of the cache; None takes them away."""
-        self.tensor = tensor
-        for i, layer in enumerate(self.layers):
-            layer.k_cache, layer.v_cache = (None, None) if tensor is None else tensor[:, i]
-            layer.kv_scales = None if tensor is None or self.scales is None else self.scales[i]
+    def use(self, tensors: Sequence[Tensor]) -> None:
+        """Give each layer its slices of the cache; an empty list takes them away."""
+        self.tensors = list(tensors)
+        slices = {shape: iter(x.unbind(1)) for shape, x in zip(dict.fromkeys(self.shapes), self.tensors, strict=False)}
+        for i, (layer, shape) in enumerate(zip(self.layers, self.shapes, strict=True)):
+            layer.k_cache, layer.v_cache = next(slices[shape]) if slices else (None, None)
+            layer.kv_scales = None if not slices or self.scales is None else self.scales[i]

@@ -14,13 +14,13 @@ from nanovllm.layers.matmul.table import Key, Table
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.layer_facts import gate_up_weight
-from nanovllm.models.model_size import attention_shape
+from nanovllm.models.model_size import attention_shapes
 
 
 def check_backend(config: Config) -> None:
     """Raises ValueError, with the reason, if the attention back end that is asked for cannot run here."""
     tp = TensorParallel(0, config.tensor_parallel_size)
-    select_backend(config.attention_backend, attention_shape(config, tp, torch.device(config.device)))
+    select_backend(config.attention_backend, *attention_shapes(config, tp, torch.device(config.device)))
 
 
 def make_matmul(config: Config, table: Table, device: torch.device, quack: Quack | None) -> Matmul:
