@@ -44,6 +44,7 @@ from nanovllm.layers.attention.gpu_backend import GpuBackend
 from nanovllm.layers.parallel import tensor_parallel as parallel
 from nanovllm.layers.parallel.residual_reducer import make_reducer
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.layer_facts import few_layers
 from nanovllm.models.presets import PRESET_NAMES, preset_config
 
@@ -288,13 +289,14 @@ def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str,
     for model in models:
         yield model, {}
         config = preset_config(model)
-        num_experts = getattr(config, "num_experts", 0)
-        kind = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads, num_experts > 0
+        num_experts, global_head_dim = getattr(config, "num_experts", 0) or 0, getattr(config, "global_head_dim", None)
+        kind = global_head_dim or get_head_dim(config), num_experts > 0
         if kind not in kinds:
             kinds.add(kind)
             yield model, {"dtype": "float32"}
             if capability >= _FP8_CARD:
-                yield model, _FP8
+                # A KV cache in fp8 is not for layers with different heads.
+                yield model, _FP8 if global_head_dim is None else {"quantization": "fp8"}
 
 
 def family_models() -> list[str]:

@@ -40,6 +40,8 @@ class ModelSize:
     itemsize: int
     layer_itemsize: float  # bytes of a number of the layers' weights
     expert_itemsize: float  # of the experts' weights
+    # (head_dim, kv_bytes_per_key) of the layers without a window, where they differ from the others'.
+    global_heads: tuple[int, int] | None = None
 
     @classmethod
     def of(
@@ -54,6 +56,13 @@ class ModelSize:
         head_dim = get_head_dim(c)
         query_gates = 1 if has_linear_attention(c) else 0
         attention = c.hidden_size * head_dim * ((2 + query_gates) * c.num_attention_heads + 2 * c.num_key_value_heads)
+        kv_itemsize, windows = (kv_cache_dtype or dtype).itemsize, windows_of_layers(c)
+        global_heads, more_attention = None, 0
+        if (global_dim := getattr(c, "global_head_dim", None)) is not None:
+            num_kv_heads = c.num_global_key_value_heads
+            global_heads = global_dim, 2 * num_kv_heads * global_dim * kv_itemsize
+            num_heads = 2 * c.num_attention_heads + (1 if c.attention_k_eq_v else 2) * num_kv_heads
+            more_attention = windows.count(None) * (c.hidden_size * global_dim * num_heads - attention)
         is_linear, linear_attention, states, tails = (False,) * c.num_hidden_layers, 0, 0, 0
         if has_linear_attention(c):
             is_linear, shape = linear_layers(c), delta_net_shape(c)
@@ -72,17 +81,17 @@ class ModelSize:
             routers += num_layers * c.hidden_size * (3 * shared_size + (1 if shared_size else 0))
             mlps = mlps // c.num_hidden_layers * (c.num_hidden_layers - num_layers) + routers
             mlps += int(expert_share * expert_params)
-        kv_itemsize = (kv_cache_dtype or dtype).itemsize
         expert_itemsize = layer_itemsize = float(dtype.itemsize)
         if weight_format is not None and weight_format.bits is not None:
             expert_itemsize = weight_format.bits / 8
             layer_itemsize = layer_itemsize if weight_format.experts_only else expert_itemsize
+        attentions = (c.num_hidden_layers - num_linear) * attention + more_attention + num_linear * linear_attention
         return cls(
-            layer_params=(c.num_hidden_layers - num_linear) * attention + num_linear * linear_attention + mlps,
+            layer_params=attentions + mlps,
             expert_params=expert_params,
             expert_share=expert_share,
             head_params=c.vocab_size * c.hidden_size,
-            windows=dict(Counter(w for w, linear in zip(windows_of_layers(c), is_linear, strict=True) if not linear)),
+            windows=dict(Counter(w for w, linear in zip(windows, is_linear, strict=True) if not linear)),
             state_numbers=num_linear * states,
             tail_numbers=num_linear * tails,
             num_heads=c.num_attention_heads,
@@ -91,6 +100,7 @@ class ModelSize:
             itemsize=dtype.itemsize,
             layer_itemsize=layer_itemsize,
             expert_itemsize=expert_itemsize,
+            global_heads=global_heads,
         )
 
     def params_read(self, batch_size: int) -> float:
@@ -108,17 +118,26 @@ class ModelSize:
         """Of one sequence: states in float32, and tails."""
         return 4 * self.state_numbers + self.itemsize * self.tail_numbers
 
-    def decode_keys(self, context: int) -> int:
-        """How many keys a token with this context length reads, summed over the layers."""
-        return sum(layers * min(context, window or context) for window, layers in self.windows.items())
+    def of_window(self, window: int | None) -> tuple[int, int]:
+        """(head_dim, kv_bytes_per_key) of the layers with this window."""
+        own = self.head_dim, self.kv_bytes_per_key
+        return own if window is not None else self.global_heads or own
 
-    def prefill_keys(self, n: int) -> float:
-        """The keys that a prompt's n tokens attend to, summed over the tokens and the layers."""
-        keys = 0.0
+    def cache_bytes(self, context: int) -> int:
+        """Bytes of keys and values that a token with this context length reads in all layers."""
+        return sum(
+            layers * min(context, window or context) * self.of_window(window)[1]
+            for window, layers in self.windows.items()
+        )
+
+    def attention_flops(self, n: int) -> float:
+        """Of a prompt's n tokens in all layers, each to the keys up to its own."""
+        flops = 0.0
         for window, layers in self.windows.items():
             seen = min(n, window or n)
-            keys += layers * (seen * seen / 2 + (n - seen) * seen)  # The first ones see half of the window.
-        return keys
+            keys = seen * seen / 2 + (n - seen) * seen  # The first ones see half of the window.
+            flops += 4 * self.num_heads * self.of_window(window)[0] * layers * keys
+        return flops
 
 
 def floor_seconds(
@@ -135,7 +154,7 @@ def floor_seconds(
         cached = shared if i else 0
         layer_flops += 2 * size.layer_params * (n - cached)
         flops += 2 * size.head_params + 6 * size.state_numbers * (n - cached)
-        flops += 4 * size.num_heads * size.head_dim * (size.prefill_keys(n) - size.prefill_keys(cached))
+        flops += size.attention_flops(n) - size.attention_flops(cached)
     seconds = layer_flops / ceilings.layer_flops + flops / ceilings.flops
 
     products_of_one = 2 * size.layer_params / ceilings.layer_flops + 2 * size.head_params / ceilings.flops
@@ -143,7 +162,7 @@ def floor_seconds(
         contexts = [n + step for n, out in zip(prompt_lens, output_lens, strict=True) if out > step]
         weights = size.bytes_read(len(contexts)) / ceilings.bandwidth
         products = len(contexts) * products_of_one
-        cache = sum(map(size.decode_keys, contexts)) * size.kv_bytes_per_key / ceilings.bandwidth
+        cache = sum(map(size.cache_bytes, contexts)) / ceilings.bandwidth
         states = 2 * len(contexts) * size.state_bytes() / ceilings.bandwidth
         seconds += cache + states + max(weights, products)
     return seconds / num_gpus

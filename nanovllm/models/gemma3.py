@@ -34,8 +34,6 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
             local_rope = rope_parameters(config, "sliding_attention")
         else:  # in the spelling of transformers 4
             local_rope = RopeParameters(config.rope_local_base_freq)
-        # Rounded to the model's dtype, as it was in training.
-        scale = torch.tensor(config.hidden_size**0.5, dtype=torch.get_default_dtype(), device="cpu")
         return DecoderSpec(
             tuple(local_rope if is_local else global_rope for is_local in local_layers(config)),
             windows_of_layers(config),
@@ -45,9 +43,14 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
             norms="both",
             norm_offset=1.0,
             activation="gelu_tanh",
-            embedding_scale=scale.item(),
+            embedding_scale=rounded_embedding_scale(config),
             attention_scale=config.query_pre_attn_scalar**-0.5,
         )
+
+
+def rounded_embedding_scale(config) -> float:
+    """Rounded to the model's dtype, as it was in training."""
+    return torch.tensor(config.hidden_size**0.5, dtype=torch.get_default_dtype(), device="cpu").item()
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):

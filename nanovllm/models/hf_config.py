@@ -26,9 +26,11 @@ _REQUIRED = (
     "rms_norm_eps",
 )
 _FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "norm_topk_prob")
-_SIZES = ("head_dim", "sliding_window", "sliding_window_pattern")
+_GLOBAL = ("global_head_dim", "num_global_key_value_heads")  # of layers without a window
+_SIZES = ("head_dim", "sliding_window", "sliding_window_pattern", *_GLOBAL)
+_OF_LAYERS = ("gemma4_text", "gemma4_unified_text")  # types of models whose layers differ in these sizes
 _FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-_POSITIVE_NUMBERS = ("query_pre_attn_scalar", "rope_local_base_freq", *_FACTORS)
+_POSITIVE_NUMBERS = ("final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq", *_FACTORS)
 _LAYERS = ("max_window_layers", "mlp_only_layers", "no_rope_layers")
 _QUANTIZATIONS = ("quantization_config", "compression_config")
 _CHUNKS = "dual_chunk_attention_config"
@@ -41,12 +43,16 @@ _SWITCHES: dict[str, Any] = {
     "attention_bias": False,
     "attn_output_gate": True,  # only Qwen3.5's configurations have the key
     "mlp_bias": False,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": False,
     "qkv_bias": False,
     "o_bias": False,
     "hidden_act": "silu",
     "sliding_window": None,
     "use_sliding_window": False,
-    "use_bidirectional_attention": False,
+    "use_bidirectional_attention": False,  # null in newer configurations
     "is_causal": True,
     "attention_chunk_size": None,
     "llama_4_scaling_beta": None,
@@ -102,12 +108,37 @@ def _text_config(config: Any) -> Any:
     """The configuration of the text model, where it is a part of a larger model."""
     text = getattr(config, "text_config", None)
     if text is None:
-        return config
+        return plain_config(config)
     text.architectures = config.architectures
     for name in ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings"):
         if vars(config).get(name) is not None:
             setattr(text, name, vars(config)[name])
-    return text
+    return plain_config(text)
+
+
+def plain_config(config: Any) -> Any:
+    """The configuration with plain attributes. Where head_dim and num_key_value_heads differ between layers,
+    transformers 5 keeps a configuration for each layer, and none of the sizes for all. Then the result has those of the
+    layers with a window under these names, and the others' under the names of `_GLOBAL`, as in published checkpoints.
+    Raises ValueError if more differs."""
+    if config.model_type not in _OF_LAYERS:
+        return config
+    content = config.to_dict()
+    of_layers = content.pop("per_layer_config", None) or {}
+    content |= {"global_head_dim": content["head_dim"], "num_global_key_value_heads": content["num_key_value_heads"]}
+    kinds = content["layer_types"]
+    full = {layer for layer, kind in enumerate(kinds) if kind == "full_attention"}
+    sizes = [dict(of_layer) for of_layer in of_layers.values()]
+    is_right = not of_layers or (set(map(int, of_layers)) == full and all(x == sizes[0] for x in sizes))
+    is_right = is_right and all(set(of_layer) <= {"head_dim", "num_key_value_heads"} for of_layer in sizes)
+    allowed = "head_dim and num_key_value_heads alone, the same for all layers of full_attention"
+    require("per_layer_config", of_layers, is_right, allowed)
+    if sizes:
+        content["global_head_dim"] = sizes[0].get("head_dim", content["head_dim"])
+        content["num_global_key_value_heads"] = sizes[0].get("num_key_value_heads", content["num_key_value_heads"])
+    from transformers import PreTrainedConfig
+
+    return PreTrainedConfig(**content)
 
 
 def check_hf_config(hf_config: Any, where: str) -> None:
@@ -124,6 +155,7 @@ def check_hf_config(hf_config: Any, where: str) -> None:
     num_heads, num_kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
     if num_heads % num_kv_heads:
         raise ValueError(f"{where}: num_key_value_heads={num_kv_heads}: must divide num_attention_heads ({num_heads})")
+    _check_global_heads(fields, where)
     if fields["head_dim"] is not None:
         require(f"{where}: head_dim", fields["head_dim"], fields["head_dim"] % 2 == 0, "even")
     else:
@@ -142,6 +174,15 @@ def check_hf_config(hf_config: Any, where: str) -> None:
         raise ValueError(f"{where}: {error}") from error
     except (TypeError, AttributeError, ArithmeticError) as error:  # All other fields are checked.
         raise ValueError(f"{where}: cannot be used: {one_line(error)}") from error
+
+
+def _check_global_heads(fields: Mapping[str, Any], where: str) -> None:
+    """Those of layers without a window, where they differ."""
+    head_dim, num_kv_heads = (fields[name] for name in _GLOBAL)
+    require(f"{where}: global_head_dim", head_dim, not (head_dim or 0) % 2, "even")
+    is_divisor = num_kv_heads is None or fields["num_attention_heads"] % num_kv_heads == 0
+    allowed = f"a divisor of num_attention_heads ({fields['num_attention_heads']})"
+    require(f"{where}: num_global_key_value_heads", num_kv_heads, is_divisor, allowed)
 
 
 def supported_length(hf_config: Any) -> int:
@@ -266,7 +307,7 @@ def _check_values(fields: Mapping[str, Any], where: str) -> None:
         elif name == "mlp_only_layers":
             are_layers = isinstance(value, list) and all(is_int(layer, 0) for layer in value)
             require(field, value, are_layers, "a list of layers, counted from 0")
-        elif name == "per_layer_config" and value:
+        elif name == "per_layer_config" and value and fields.get("model_type") not in _OF_LAYERS:
             raise ValueError(
                 f"{field}={quoted(value)}: is not supported: all layers must have the same sizes and switches"
             )

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from nanovllm.models.hf_config import plain_config
+
 _FAMILIES = json.loads(Path(__file__).with_suffix(".json").read_text())
 # Name -> (organization of the hub, fields of its config.json in the spelling of transformers 4, which 5 reads too)
 _PRESETS = {
@@ -30,4 +32,4 @@ def preset_config(name: str) -> Any:
 
     if fields["model_type"] not in CONFIG_MAPPING:
         raise ValueError(f"{name}: transformers {__version__} does not know {fields['model_type']}: upgrade it")
-    return AutoConfig.for_model(**fields)
+    return plain_config(AutoConfig.for_model(**fields))

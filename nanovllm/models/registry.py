@@ -9,6 +9,10 @@ from nanovllm.utils.checks import quoted
 ARCHITECTURES = {
     "Gemma3ForCausalLM": "nanovllm.models.gemma3",
     "Gemma3ForConditionalGeneration": "nanovllm.models.gemma3",
+    "Gemma4ForCausalLM": "nanovllm.models.gemma4",
+    "Gemma4ForConditionalGeneration": "nanovllm.models.gemma4",
+    "Gemma4UnifiedForCausalLM": "nanovllm.models.gemma4",
+    "Gemma4UnifiedForConditionalGeneration": "nanovllm.models.gemma4",
     "GraniteForCausalLM": "nanovllm.models.granite",
     "LlamaForCausalLM": "nanovllm.models.llama",
     "Ministral3ForCausalLM": "nanovllm.models.ministral3",

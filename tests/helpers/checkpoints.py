@@ -65,8 +65,16 @@ def make_checkpoint(
         fields |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "full_attention_interval": 2}
     if not family.startswith("qwen"):  # Their defaults are of a larger vocabulary.
         fields |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if family.startswith("gemma4"):
+        rope = {"sliding_attention": {"rope_type": "default", "rope_theta": rope_theta}}
+        rope["full_attention"] = rope_scaling or {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+        rope["full_attention"] = {"rope_theta": 4 * rope_theta, **rope["full_attention"]}
+        fields |= {"head_dim": 32, "global_head_dim": 64, "rope_parameters": rope, "tie_word_embeddings": True}
+        fields |= {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+        if family == "gemma4_text":
+            fields["hidden_size_per_layer_input"] = 0
     # The settings of these differ by the kind of layer, and both releases read the old spelling.
-    if int(transformers.__version__.split(".")[0]) >= 5 and family not in ("gemma3_text", "olmo3"):
+    elif int(transformers.__version__.split(".")[0]) >= 5 and family not in ("gemma3_text", "olmo3"):
         scaling = rope_scaling or {"rope_type": "default"}
         fields["rope_parameters"] = {"rope_theta": rope_theta, **scaling}
     else:
@@ -94,6 +102,9 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         is_norm = name.endswith("norm.weight")
         parameter.data.normal_(float(is_norm), 0.1 if is_norm else 0.15, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5, generator=generator)
 
 
 def make_tokenizer(

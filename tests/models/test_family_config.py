@@ -21,6 +21,7 @@ from nanovllm.models.presets import PRESET_NAMES, preset_config
 from nanovllm.models.registry import model_class
 
 ARCHITECTURES = {
+    "gemma4_text": "Gemma4ForCausalLM",
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
@@ -38,6 +39,7 @@ LONGROPE = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embed
 LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 QUERIES = {"rope_type": "default", "llama_4_scaling_beta": 0.1}
 WINDOW = {"sliding_window": 64}
+NO_PLE = {"hidden_size_per_layer_input": 0}
 
 
 @pytest.fixture
@@ -85,6 +87,19 @@ def family_dir(model_dir):
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0: is not supported for olmo2"),
         ("olmo3", {"use_sliding_window": False, **WINDOW}, "use_sliding_window=False: is not supported for olmo3"),
         ("olmo3", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types="),
+        ("gemma4_text", {}, "hidden_size_per_layer_input=256: is not supported for gemma4_text"),
+        (
+            "gemma4_text",
+            NO_PLE | {"num_kv_shared_layers": 1},
+            "num_kv_shared_layers=1: is not supported for gemma4_text",
+        ),
+        (
+            "gemma4_text",
+            NO_PLE | {"enable_moe_block": True, "num_experts": 4},
+            "enable_moe_block=True: is not supported",
+        ),
+        ("gemma4_text", NO_PLE | {"use_bidirectional_attention": "all"}, "is_causal=False"),
+        ("gemma4_text", NO_PLE | {"global_head_dim": 31}, "global_head_dim=31: must be even"),
         ("granite", {"mlp_bias": True}, "mlp_bias=True: is not supported for granite"),
         ("granite", {"logits_scaling": 0}, "logits_scaling=0: must be a finite number > 0"),
         ("granite", {"residual_multiplier": "0.22"}, "residual_multiplier='0.22': must be a finite number > 0"),
@@ -195,9 +210,12 @@ PUBLISHED = {
     "gemma-3-4b": 3.88,
     "gemma-3-12b": 11.77,
     "gemma-3-27b": 27.0,
+    "gemma-4-12B": 11.95,
+    "gemma-4-31B": 30.7,
 }
 # Those of families that are not in all releases of transformers that we support.
 NEWER = {"SmolLM3-3B": "smollm3", "Olmo-3-1025-7B": "olmo3", "Olmo-3-1125-32B": "olmo3"}
+NEWER |= {"gemma-4-12B": "gemma4_unified_text", "gemma-4-31B": "gemma4_text"}
 NEWER |= {name: "ministral3" for name in PUBLISHED if "Ministral-3" in name}
 NEWER |= {name: "qwen3_5_moe_text" if "A3B" in name else "qwen3_5_text" for name in PUBLISHED if "Qwen3." in name}
 

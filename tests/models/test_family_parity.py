@@ -171,6 +171,31 @@ def gemma3_text(draw):
     return common(draw, head_dim_is_free=True) | switches
 
 
+def gemma4_text(draw):
+    num_layers, num_kv_heads = draw.choice((2, 3, 4)), draw.choice((1, 2, 4))
+    kinds = [draw.choice(("sliding_attention", "full_attention")) for _ in range(num_layers - 1)]
+    fields = common(draw, head_dim_is_free=True) | {
+        "num_hidden_layers": num_layers,
+        "layer_types": [*kinds, "full_attention"],  # transformers lets the last layer see all.
+        "sliding_window": window(draw),
+        "num_attention_heads": 4,
+        "num_key_value_heads": num_kv_heads,
+        "global_head_dim": draw.choice((64, 96, 512)),
+        "attention_k_eq_v": draw.random() < 0.5,
+        "num_global_key_value_heads": draw.choice((None, 1, 2)),
+        "final_logit_softcapping": draw.choice((None, 3.0)),
+        "attention_bias": draw.random() < 0.5,
+        "rope_theta": draw.choice((30.0, 1e4)),
+    }
+    share = draw.choice((0.25, 0.5, 1.0))
+    scaling = {"rope_type": "proportional", "partial_rotary_factor": share, "factor": draw.choice((1.0, 4.0))}
+    return fields | {"rope_scaling": draw.choice((None, scaling))}
+
+
+def gemma4_unified_text(draw):
+    return gemma4_text(draw)
+
+
 def qwen3_5_text(draw):
     num_layers = draw.choice((2, 3, 4))
     if draw.random() < 0.5:
@@ -214,7 +239,7 @@ def qwen3_next(draw):
 
 
 FAMILIES = (llama, qwen2, qwen3, qwen3_moe, mistral, ministral3, smollm3, phi3, olmo2, olmo3, granite, gemma3_text)
-FAMILIES += (qwen3_5_text, qwen3_5_moe_text, qwen3_next)
+FAMILIES += (gemma4_text, gemma4_unified_text, qwen3_5_text, qwen3_5_moe_text, qwen3_next)
 CASES = [
     pytest.param(family, seed, id=f"{family.__name__}-{seed}", marks=needs_family(family.__name__))
     for family in FAMILIES

@@ -93,8 +93,8 @@ GEMMA = {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["fu
 def test_a_layer_with_a_window_reads_no_more_keys(context, decode_keys, prefill_keys):
     size = size_of("gemma-3-1b", **GEMMA)
     assert size.windows == {512: 5, None: 1}
-    assert size.decode_keys(context) == decode_keys
-    assert size.prefill_keys(context) == prefill_keys
+    assert size.cache_bytes(context) == decode_keys * 2 * 256 * 2
+    assert size.attention_flops(context) == prefill_keys * 4 * 4 * 256
 
 
 def test_seconds_with_windows():
@@ -111,6 +111,14 @@ def test_seconds_with_windows():
     pairs += 5 * 400 * 512 + (1000**2 - 600**2) / 2  # 400 tokens of the second, all beyond the window
     flops = 2 * size.layer_params * 1001 + 4 * size.head_params + 4 * 4 * 256 * pairs
     assert seconds([1, 1]) == pytest.approx(flops / 8e14)
+
+
+@pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING, reason="this transformers does not know Gemma 4")
+def test_layers_with_other_heads():
+    size = size_of("gemma-4-31B")
+    assert size.windows == {1024: 50, None: 10}
+    assert size.cache_bytes(5000) == 2 * 2 * (50 * 1024 * 16 * 256 + 10 * 5000 * 4 * 512)
+    assert size.attention_flops(100) == 4 * 32 * (50 * 256 + 10 * 512) * 100**2 / 2
 
 
 def test_published_windows():
