@@ -32,6 +32,7 @@ from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.layers.stores.state_slots import StateSlots
 from nanovllm.layers.stores.store import Store
+from nanovllm.models.expert_tensors import ExpertPart, stacked_experts
 from nanovllm.models.hf_config import check_switches, get_head_dim
 from nanovllm.models.spec import DecoderSpec, LayerHeads
 from nanovllm.utils.context import get_context
@@ -312,6 +313,11 @@ class DecoderForCausalLM(nn.Module, ABC):
     @abstractmethod
     def spec(config) -> DecoderSpec:
         """What this family's configuration asks for."""
+
+    @staticmethod
+    def split_experts(name: str, content: Any) -> dict[str, ExpertPart]:
+        """What a tensor of a checkpoint consists of, if it is one of several experts (`expert_tensors`)."""
+        return stacked_experts(name, content)
 
     @staticmethod
     def mlp(config, spec: DecoderSpec, layer: int, tp: TensorParallel, matmul: Matmul) -> nn.Module:

@@ -30,7 +30,11 @@ _GLOBAL = ("global_head_dim", "num_global_key_value_heads")  # of layers without
 _SIZES = ("head_dim", "sliding_window", "sliding_window_pattern", *_GLOBAL)
 _OF_LAYERS = ("gemma4_text", "gemma4_unified_text")  # types of models whose layers differ in these sizes
 _FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-_POSITIVE_NUMBERS = ("final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq", *_FACTORS)
+_ACTIVATION = ("swiglu_alpha", "swiglu_limit")
+_POSITIVE_NUMBERS = (
+    *("final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq"),
+    *(*_FACTORS, *_ACTIVATION),
+)
 _LAYERS = ("max_window_layers", "mlp_only_layers", "no_rope_layers")
 _QUANTIZATIONS = ("quantization_config", "compression_config")
 _CHUNKS = "dual_chunk_attention_config"
@@ -71,6 +75,8 @@ _SWITCHES: dict[str, Any] = {
     "logit_scale": 1.0,
     "num_experts": None,
     "num_local_experts": None,
+    "swiglu_alpha": None,
+    "swiglu_limit": None,
 }
 
 

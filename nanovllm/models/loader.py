@@ -4,7 +4,7 @@ import difflib
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import nn
 
 from nanovllm.layers.formats.parameters import FLOATS, Unpacking
 from nanovllm.layers.formats.unquantized import Unquantized
+from nanovllm.models.expert_tensors import Splitter, stacked_experts
 from nanovllm.models.model_files import check_readable, read_json
 from nanovllm.models.other_formats import other_format
 from nanovllm.utils.checks import quoted, require
@@ -60,26 +61,6 @@ class _Scaled:
         return self._content[index].float() * self._factor
 
 
-class _OfExpert:
-    """One expert's matrix in a tensor of all experts, `[num_experts, rows, columns]`: as much of a slice as is asked of
-    those in files."""
-
-    def __init__(self, content: Any, expert: int, first: int, num_rows: int):
-        self._content, self._expert, self._first, self._num_rows = content, expert, first, num_rows
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        rows, *columns = index if isinstance(index, tuple) else (index,)
-        start, stop, _ = slice(None).indices(self._num_rows) if rows is ... else rows.indices(self._num_rows)
-        index = (self._expert, slice(self._first + start, self._first + stop), *columns)
-        return self._content[index]
-
-    def get_shape(self) -> list[int]:
-        return [self._num_rows, self._content.get_shape()[2]]
-
-    def get_dtype(self) -> str:
-        return self._content.get_dtype()
-
-
 class _Wanted(NamedTuple):
     """What one tensor of a checkpoint fills."""
 
@@ -99,7 +80,7 @@ def load_model(model: Any, directory: str) -> None:
         ValueError: a damaged file; or a missing or extra tensor, or one of a wrong shape or dtype, with its file.
     """
     with ExitStack() as stack:
-        tensors = open_tensors(directory, stack, model.checkpoint_prefixes)
+        tensors = _tensors_of(model, directory, stack)
         wanted = _wanted_tensors(model)
         _check_all(wanted, tensors, directory)
         _log_unread_files(Path(directory))
@@ -124,7 +105,7 @@ def checked_tensors(model: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> di
     twice, and for a wrong shape or dtype.
     """
     wanted, found = _wanted_tensors(model), {}
-    for theirs, tensor in _split_experts(pairs, wanted):
+    for theirs, tensor in _split_experts(model, pairs, wanted):
         has_prefix = isinstance(theirs, str) and theirs.startswith(tuple(model.checkpoint_prefixes))
         name = _our_name(theirs, model.checkpoint_prefixes) if has_prefix else theirs
         if name not in wanted:
@@ -146,38 +127,21 @@ def checked_tensors(model: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> di
 
 
 def _split_experts(
-    pairs: Iterable[tuple[str, torch.Tensor]], wanted: Mapping[str, _Wanted]
+    model: Any, pairs: Iterable[tuple[str, torch.Tensor]], wanted: Mapping[str, _Wanted]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The pairs, with one for each expert and projection in place of `_expert_matrices`."""
+    """The pairs, with one for each expert and projection in place of those of all experts."""
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
             raise TypeError(f"weights: must be pairs of a name in the checkpoint and a tensor, not {quoted(pair)}")
         name, tensor = pair
-        parts = _expert_matrices(name, tensor.shape) if isinstance(name, str) else []
+        parts = model.split_experts(name, tensor.detach()) if isinstance(name, str) else {}
         if not parts:
             yield name, tensor
             continue
-        if parts[0][0].replace(".experts.0.", f".experts.{len(tensor)}.") in wanted:
+        if next(iter(parts)).replace(".experts.0.", f".experts.{len(tensor)}.") in wanted:
             raise ValueError(f"weights: {name!r} has {len(tensor)} experts, the model has more")
-        for part, expert, first, num_rows in parts:
-            yield part, tensor.detach()[expert, first : first + num_rows]
-
-
-def _expert_matrices(name: str, shape: Sequence[int]) -> list[tuple[str, int, int, int]]:
-    """What gate_up_proj [num_experts, 2 * intermediate_size, hidden_size] and down_proj [num_experts, hidden_size,
-    intermediate_size] of all experts of a layer consist of: for each expert and projection the name that it has by
-    itself, the expert, the first row and the number of rows. Empty for any other tensor."""
-    folder, _, kind = name.rpartition(".")
-    if not folder.endswith(".experts") or len(shape) != 3 or kind not in ("gate_up_proj", "down_proj"):
-        return []
-    num_experts, num_rows, _ = shape
-    projections = ["down_proj"] if kind == "down_proj" else ["gate_proj", "up_proj"]
-    count = num_rows // len(projections)
-    return [
-        (f"{folder}.{expert}.{projection}.weight", expert, i * count, count)
-        for expert in range(num_experts)
-        for i, projection in enumerate(projections)
-    ]
+        for part, content in parts.items():
+            yield part, content[...]
 
 
 def _is_unused(name: str) -> bool:
@@ -194,7 +158,7 @@ def load_tensors(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
 def check_checkpoint(model: Any, directory: str) -> None:
     """Raise what `load_model` would raise for the headers. The model may be on the meta device."""
     with ExitStack() as stack:
-        _check_all(_wanted_tensors(model), open_tensors(directory, stack, model.checkpoint_prefixes), directory)
+        _check_all(_wanted_tensors(model), _tensors_of(model, directory, stack), directory)
 
 
 def has_other_head(directory: str, prefixes: Mapping[str, str]) -> bool:
@@ -278,9 +242,11 @@ def default_weight_loader(param: nn.Parameter, loaded: Any, shard_id: object) ->
     param.data.copy_(loaded[...])
 
 
-def open_tensors(directory: str, stack: ExitStack, prefixes: Mapping[str, str]) -> dict[str, _Tensor]:
-    """{our name: tensor} over all files of a checkpoint. Reads only headers. prefixes: the model's
-    `checkpoint_prefixes`."""
+def open_tensors(
+    directory: str, stack: ExitStack, prefixes: Mapping[str, str], split_experts: Splitter = stacked_experts
+) -> dict[str, _Tensor]:
+    """{our name: tensor} over all files of a checkpoint. Reads only headers. prefixes, split_experts: the model's
+    `checkpoint_prefixes` and `split_experts`."""
     tensors: dict[str, _Tensor] = {}
     for path in _checkpoint_files(Path(directory)):
         check_readable(path)
@@ -292,13 +258,15 @@ def open_tensors(directory: str, stack: ExitStack, prefixes: Mapping[str, str]) 
             if name in tensors:
                 raise ValueError(f"{path}: tensor {name!r} is in {tensors[name].file.name} as well")
             content = file.get_slice(name)
-            parts = _expert_matrices(name, content.get_shape())
-            tensors |= {part: _Tensor(_OfExpert(content, *where), path) for part, *where in parts}
-            if not parts:
-                tensors[name] = _Tensor(content, path)
+            parts = split_experts(name, content) or {name: content}
+            tensors |= {part: _Tensor(its_content, path) for part, its_content in parts.items()}
     if not any(name.startswith(tuple(prefixes)) for name in tensors):
         return tensors
     return {ours: tensor for name, tensor in tensors.items() if (ours := _our_name(name, prefixes))}
+
+
+def _tensors_of(model: Any, directory: str, stack: ExitStack) -> dict[str, _Tensor]:
+    return open_tensors(directory, stack, model.checkpoint_prefixes, model.split_experts)
 
 
 def _our_name(name: str, prefixes: Mapping[str, str]) -> str | None:

@@ -13,6 +13,7 @@ ARCHITECTURES = {
     "Gemma4ForConditionalGeneration": "nanovllm.models.gemma4",
     "Gemma4UnifiedForCausalLM": "nanovllm.models.gemma4",
     "Gemma4UnifiedForConditionalGeneration": "nanovllm.models.gemma4",
+    "GptOssForCausalLM": "nanovllm.models.gpt_oss",
     "GraniteForCausalLM": "nanovllm.models.granite",
     "LlamaForCausalLM": "nanovllm.models.llama",
     "Ministral3ForCausalLM": "nanovllm.models.ministral3",

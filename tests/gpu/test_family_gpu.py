@@ -58,6 +58,7 @@ FAMILIES = {
     "ministral3": {"head_dim": 64, "rope_scaling": YARN | {"llama_4_scaling_beta": 0.3}},
     "phi3": {"partial_rotary_factor": 0.75},
     "smollm3": {},
+    "gpt_oss": {"head_dim": 64, "sliding_window": 70, "num_local_experts": 8, "num_experts_per_tok": 3},
     "olmo2": {},
     "olmo3": {"sliding_window": 70},
     "granite": {

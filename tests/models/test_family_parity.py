@@ -238,8 +238,23 @@ def qwen3_next(draw):
     return fields
 
 
+def gpt_oss(draw):
+    num_experts = draw.choice((4, 5, 16))
+    scaling = draw.choice((YARN | {"truncate": False}, YARN | {"factor": 32.0, "truncate": False}, None))
+    return common(draw, head_dim_is_free=True) | {
+        "attention_bias": draw.random() < 0.7,
+        "sliding_window": window(draw),
+        "num_hidden_layers": draw.choice((2, 3)),
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": draw.randint(1, 4),
+        "intermediate_size": draw.choice((24, 36)),
+        "swiglu_limit": draw.choice((0.5, 7.0)),
+        "rope_scaling": scaling,
+    }
+
+
 FAMILIES = (llama, qwen2, qwen3, qwen3_moe, mistral, ministral3, smollm3, phi3, olmo2, olmo3, granite, gemma3_text)
-FAMILIES += (gemma4_text, gemma4_unified_text, qwen3_5_text, qwen3_5_moe_text, qwen3_next)
+FAMILIES += (gemma4_text, gemma4_unified_text, qwen3_5_text, qwen3_5_moe_text, qwen3_next, gpt_oss)
 CASES = [
     pytest.param(family, seed, id=f"{family.__name__}-{seed}", marks=needs_family(family.__name__))
     for family in FAMILIES

@@ -113,6 +113,18 @@ FAMILIES = {
         "<|end_of_text|>",
         ("<|end_of_text|>",),
     ),
+    "gpt-oss": Family(
+        "gpt_oss",
+        (
+            *("<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>"),
+            "<|call|>",
+        ),
+        "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+        ("<|start|>", "user", "<|message|>", "Hi", "<|end|>", "<|start|>", "assistant"),
+        "<|return|>",
+        ("<|return|>", "<|endoftext|>", "<|call|>"),
+    ),
     "OLMo-2": Family(
         "olmo2",
         ("<|endoftext|>", "<|pad|>"),

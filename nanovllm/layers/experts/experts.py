@@ -29,6 +29,7 @@ class ExpertsLinear(nn.Module):
     bias `[num_experts, N]`. Shard ids are (expert, shard id of a layer without experts)."""
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
     weight_loader: Any
     bias_loader: Any
 
@@ -39,7 +40,7 @@ class ExpertsLinear(nn.Module):
         self.format = get_weight_format(of_experts=True)
         all_shards = {(expert, key): full for expert in range(num_experts) for key, full in shards.items()}
         parameters = self.format.parameters((num_experts, *shape), all_shards, self.weight_loader)
-        self.bias: nn.Parameter | None = None
+        self.register_parameter("bias", None)
         if bias:
             bias_shards = {key: full[:1] for key, full in all_shards.items()}
             options = bias_shards, self.bias_loader, Unquantized()

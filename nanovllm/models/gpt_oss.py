@@ -1,0 +1,43 @@
+"""gpt-oss (arXiv:2508.10925)."""
+
+from typing import Any
+
+from torch import nn
+
+from nanovllm.kernels.silu_and_mul import SwigluClamp
+from nanovllm.layers.experts.experts import MixtureOfExperts
+from nanovllm.layers.matmul.matmul import Matmul
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.expert_tensors import ExpertPart, interleaved_experts
+from nanovllm.models.hf_config import rope_of_layers, windows_of_layers
+from nanovllm.models.qwen3_moe import check_experts, count_experts
+from nanovllm.models.spec import DecoderSpec
+
+
+class GptOssForCausalLM(DecoderForCausalLM):
+    """A sink for each head, and experts with biases in place of each MLP. Every other layer has a window."""
+
+    packed_modules_mapping = DecoderForCausalLM.packed_modules_mapping | {"gate": {"router": None}}
+    switches = frozenset(
+        {"attention_bias", "sliding_window", "num_experts", "num_local_experts", "swiglu_alpha", "swiglu_limit"}
+    )
+
+    @staticmethod
+    def spec(config) -> DecoderSpec:
+        check_experts(config)
+        bias = bool(config.attention_bias)
+        ropes, windows = rope_of_layers(config), windows_of_layers(config)
+        return DecoderSpec(ropes, windows, qkv_bias=bias, o_bias=bias, sinks=True)
+
+    @staticmethod
+    def split_experts(name: str, content: Any) -> dict[str, ExpertPart]:
+        return interleaved_experts(name, content)
+
+    @staticmethod
+    def mlp(config, spec: DecoderSpec, layer: int, tp: TensorParallel, matmul: Matmul) -> nn.Module:
+        sizes = config.hidden_size, config.intermediate_size, count_experts(config), config.num_experts_per_tok
+        # Before transformers 5 the configuration has no alpha.
+        clamp = SwigluClamp(getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0))
+        # The softmax over a token's experts alone is that over all, divided by their sum.
+        return MixtureOfExperts(*sizes, True, tp, matmul, biases=True, clamp=clamp)

@@ -1,0 +1,142 @@
+"""gpt-oss: checkpoints in MXFP4 and in floats, ranks, changes of weights, and what is refused."""
+
+import shutil
+
+import pytest
+import torch
+from checkpoints import (
+    Reference,
+    assert_idle,
+    complete,
+    edit_json,
+    edit_tensors,
+    greedy,
+    make_checkpoint,
+    make_llm,
+    needs_family,
+    random_prompt,
+)
+
+from nanovllm.kernels.matmul.four_bit import FourBit, codes_torch, dequantize_torch
+from nanovllm.kernels.matmul.mxfp4 import quantize_torch
+
+pytestmark = needs_family("gpt_oss")
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+SHAPE |= {"rope_scaling": YARN | {"original_max_position_embeddings": 32}, "rope_theta": 150000.0}
+# As published.
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+    ],
+}
+
+
+def pack_experts(tensors: dict[str, torch.Tensor]) -> None:
+    """As the published checkpoints have them."""
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        values, scales = quantize_torch(tensors.pop(name).transpose(1, 2))
+        codes = codes_torch(values)
+        pairs = codes[..., ::2] | codes[..., 1::2] << 4
+        tensors[f"{name}_blocks"] = pairs.unflatten(-1, (-1, 16))
+        tensors[f"{name}_scales"] = scales
+
+
+def unpack_experts(tensors: dict[str, torch.Tensor]) -> None:
+    """As transformers does it."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
+        packed = tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales")
+        tensors[name] = convert_moe_packed_tensors(*packed, dtype=torch.float32).contiguous()
+
+
+def make_packed(directory, **fields):
+    """A checkpoint in MXFP4, and one of the same numbers in float32."""
+    packed, plain = directory / "packed", directory / "plain"
+    make_checkpoint(packed, family="gpt_oss", **SHAPE | {"sliding_window": 16} | fields)
+    edit_tensors(packed, pack_experts)
+    shutil.copytree(packed, plain)
+    edit_tensors(plain, unpack_experts)
+    edit_json(packed / "config.json", quantization_config=MXFP4)
+    return packed, plain
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return make_packed(tmp_path_factory.mktemp("gpt_oss"))
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoints):
+    return Reference(checkpoints[1])
+
+
+@pytest.mark.parametrize(("is_packed", "num_ranks"), [(True, 1), (True, 2), (False, 2)])
+def test_tokens_are_those_of_transformers(checkpoints, reference, is_packed, num_ranks):
+    """Over two ranks too, in chunks, with preemption, and windows shorter and longer than the prompt."""
+    prompts = reference.draw_prompts((10, 26, 90), 12)
+    options = {"tensor_parallel_size": num_ranks, "num_kvcache_blocks": 9, "max_num_batched_tokens": 20}
+    with make_llm(checkpoints[0 if is_packed else 1], max_model_len=128, **options) as llm:
+        assert complete(llm, prompts, greedy(12)) == reference.greedy(prompts, 12)
+        layer = llm.model_runner.model.model.layers[0]
+        assert layer.mlp.experts.gate_up_proj.weight.dtype == (torch.uint8 if is_packed else torch.float32)
+        assert layer.self_attn.o_proj.weight.dtype == torch.float32
+        assert_idle(llm)
+
+
+def test_changed_weights(checkpoints, reference, tmp_path):
+    """As trainers have them: under the names and in the layout of transformers."""
+    prompts = reference.draw_prompts((20, 30), 8)
+    other = make_checkpoint(tmp_path, family="gpt_oss", seed=5, **SHAPE | {"sliding_window": 16})
+    with make_llm(other, max_model_len=128) as llm:
+        assert complete(llm, prompts, greedy(8)) != reference.greedy(prompts, 8)
+        llm.update_weights(reference.model.state_dict().items())
+        assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
+
+
+def test_random_weights_of_a_published_shape_are_in_mxfp4(checkpoints):
+    with make_llm(checkpoints[0], load_format="dummy", max_model_len=128) as llm:
+        experts = llm.model_runner.model.model.layers[1].mlp.experts
+        for weight in (experts.gate_up_proj.matrix, experts.down_proj.matrix):
+            assert (weight.format.dequantized(weight).std((1, 2)) - 0.02).abs().max() < 0.002
+        assert len(complete(llm, [random_prompt(20, 1)], greedy(4))[0]) == 4
+
+
+def test_rounded_while_loaded(checkpoints):
+    """Biases, sinks and the router stay as they are. The experts of this checkpoint are in MXFP4 already."""
+    prompt, completion = random_prompt(20, 1), random_prompt(20, 2)
+    reference, expected = Reference(checkpoints[1]), []
+    for rounds in (False, True):
+        for name, module in reference.model.named_modules():
+            if rounds and name.endswith(("q_proj", "k_proj", "v_proj", "o_proj")):
+                module.weight.data = dequantize_torch(FourBit(*quantize_torch(module.weight.data)))
+        logprobs = reference.logits(prompt, completion).log_softmax(-1)
+        expected.append(logprobs.gather(1, torch.tensor(completion)[:, None]).flatten())
+    for name, tolerance in (("mxfp4", 1e-4), ("fp8", 1.0)):
+        with make_llm(checkpoints[1], quantization=name, max_model_len=128) as llm:
+            (score,) = llm.score([prompt], [completion], use_tqdm=False)
+        difference = (torch.tensor(score["logprobs"]) - expected[name == "mxfp4"]).abs().max()
+        assert 0 < difference < tolerance, name
+
+
+def test_groups_that_ranks_would_cut(tmp_path):
+    packed, _ = make_packed(tmp_path, intermediate_size=96)
+    with pytest.raises(ValueError, match="MXFP4 need sizes that are multiples of 32 on each rank, and its intermed"):
+        make_llm(packed, tensor_parallel_size=2)
+
+
+def test_scales_that_are_no_numbers(tmp_path):
+    packed, _ = make_packed(tmp_path)
+    edit_tensors(packed, lambda tensors: tensors["model.layers.1.mlp.experts.down_proj_scales"].fill_(255))
+    with pytest.raises(ValueError, match=r"layers.1.mlp.experts.*must hold finite scales"):
+        make_llm(packed)
+
+
+def test_a_missing_sink_is_named(tmp_path):
+    packed, _ = make_packed(tmp_path)
+    edit_tensors(packed, lambda tensors: tensors.pop("model.layers.1.self_attn.sinks"))
+    with pytest.raises(ValueError, match=r"lacks 'model.layers.1.self_attn.sinks'"):
+        make_llm(packed)
