@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.checks import RequestChecker, check_options
     from nanovllm.engine.ranks.workers import WorkerError
     from nanovllm.engine.requests.chat import ChatRenderer, Conversation, as_conversations
+    from nanovllm.engine.requests.harmony import with_channels
     from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, Score, StreamDelta
     from nanovllm.engine.requests.reasoning import ReasoningSplitter, opens_reasoning, split_reasoning
     from nanovllm.engine.requests.streaming import NO_PROMPT
@@ -35,6 +36,7 @@ __all__ = [
     "find_tokenizer",
     "opens_reasoning",
     "split_reasoning",
+    "with_channels",
 ]
 __version__ = "0.1.0"
 
@@ -54,6 +56,7 @@ _MODULES = {
     "find_tokenizer": "nanovllm.models.tokenizer_files",
     "opens_reasoning": "nanovllm.engine.requests.reasoning",
     "split_reasoning": "nanovllm.engine.requests.reasoning",
+    "with_channels": "nanovllm.engine.requests.harmony",
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 from nanovllm.engine.engine_lock import Call
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.requests.chat import ChatRenderer, Conversation, Tool, as_conversations, misplaced_chat_option
+from nanovllm.engine.requests.harmony import with_channels
 from nanovllm.engine.requests.outputs import RequestOutput, Score, StreamDelta, as_result
 from nanovllm.engine.requests.prompts import Prompt, as_prompts, pair_lazily, params_per_prompt
 from nanovllm.engine.requests.reasoning import add_reasoning, goes_on_reasoning, opens_reasoning
@@ -60,7 +61,8 @@ class LLM(LLMEngine):
             tools: functions that the model may call, for the template: OpenAI's schemas, or Python functions with type
                 hints and a docstring in Google's style.
             split_reasoning: give results the keys reasoning and content, the parts of their text before and after
-                </think>.
+                </think>, or those in the channel analysis and in others. With channels (gpt-oss) their text has the
+                special tokens.
 
         Returns:
             One RequestOutput for each conversation.
@@ -89,6 +91,8 @@ class LLM(LLMEngine):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
+        if split_reasoning:
+            sampling_params = with_channels(self.tokenizer, sampling_params)
         outputs = self.generate(prompts, sampling_params, use_tqdm)
         if split_reasoning:
             for conversation, prompt, output in zip(conversations, prompts, outputs, strict=True):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from nanovllm import ChatRenderer, find_tokenizer, opens_reasoning
+from nanovllm import ChatRenderer, find_tokenizer, opens_reasoning, with_channels
 from nanovllm.jobs.inputs import Inputs, RawLine
 from nanovllm.jobs.lines import Line, LineFormat, LineId
 from nanovllm.openai_format.request_names import ChatOptions
@@ -84,7 +84,8 @@ class Preparer:
                 is_wrong = isinstance(prompt, Exception)
                 result = prompt if is_wrong else line._replace(prompt=prompt, chat_options=ChatOptions())
                 if self._format.split_reasoning and line.is_chat and isinstance(result, Line):
-                    result = result._replace(opens_reasoning=opens_reasoning(self._tokenizer, prompt))
+                    params = with_channels(self._tokenizer, line.params)
+                    result = result._replace(opens_reasoning=opens_reasoning(self._tokenizer, prompt), params=params)
             outcome = (result, None) if isinstance(result, Line) else (None, str(result))
             prepared.append(Prepared(position, raw.id, raw.file, raw.number, *outcome))
         return prepared

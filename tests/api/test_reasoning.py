@@ -4,11 +4,23 @@ import re
 
 import pytest
 import transformers
-from checkpoints import greedy, make_ascii_checkpoint, make_llm
+from checkpoints import greedy, make_ascii_checkpoint, make_checkpoint, make_llm, make_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
-from nanovllm import LLM, ReasoningSplitter, SamplingParams, StructuredOutputsParams, opens_reasoning, split_reasoning
+from nanovllm import (
+    LLM,
+    ReasoningSplitter,
+    SamplingParams,
+    StructuredOutputsParams,
+    opens_reasoning,
+    split_reasoning,
+    with_channels,
+)
+
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+TO_TOOL = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
 
 
 @pytest.mark.parametrize(
@@ -29,6 +41,27 @@ from nanovllm import LLM, ReasoningSplitter, SamplingParams, StructuredOutputsPa
         ("Say <think>a</think>", False, None, "Say <think>a</think>"),
         ("a</think>b", False, None, "a</think>b"),
         ("<think>a<think>b</think>c</think>d", False, "a<think>b", "c</think>d"),
+        (f"{ANALYSIS}Two and two.<|end|><|start|>assistant{FINAL}Four.<|return|>", False, "Two and two.", "Four."),
+        (f"{ANALYSIS}a<|end|><|start|>assistant{ANALYSIS}b<|end|><|start|>assistant{FINAL}c", False, "a\nb", "c"),
+        (f"{FINAL}Four.", False, None, "Four."),
+        (f"{ANALYSIS}Two and <|en", False, "Two and <|en", ""),  # ended by max_tokens
+        (f"{ANALYSIS}Two.<|end|><|start|>assistant<|channel|>fi", False, "Two.", ""),
+        (f"{ANALYSIS}Two.{FINAL}Four.", False, "Two.", "Four."),
+        (
+            f"{ANALYSIS}I add.<|end|><|start|>assistant{TO_TOOL}{{}}<|call|>",
+            False,
+            "I add.",
+            f"{TO_TOOL}{{}}",
+        ),
+        (  # the recipient before the channel, and a text for the user before the call
+            "<|channel|>commentary<|message|>Adding.<|end|><|start|>assistant to=functions.add<|channel|>commentary "
+            "<|constrain|>json<|message|>{}",
+            False,
+            None,
+            f"Adding.\n{TO_TOOL}{{}}",
+        ),
+        ("<|channel|>analysis to=python<|message|>1 + 1", False, None, "<|channel|>analysis to=python<|message|>1 + 1"),
+        ("<|chan", False, None, "<|chan"),
     ],
 )
 def test_whole_texts(text, is_open, reasoning, content):
@@ -57,6 +90,25 @@ def test_streams(parts, is_open, data):
     rest = splitter.push("", is_last=True)
     assert [found[0] + rest[0], found[1] + rest[1]] == [reasoning or "", content]
     assert splitter.has_reasoning == (reasoning is not None)
+
+
+channel_pieces = st.lists(
+    st.sampled_from([ANALYSIS, FINAL, TO_TOOL, "<|end|>", "<|start|>assistant", "<|", "end", "|>", "<", "a", "b c"]),
+    max_size=8,
+)
+
+
+@given(channel_pieces, st.data())
+def test_streams_of_channels(parts, data):
+    """However the text is cut, a stream adds up to the parts of the whole."""
+    text = "".join((ANALYSIS, *parts))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    splitter, found = ReasoningSplitter(), ["", ""]
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        found = [before + added for before, added in zip(found, splitter.push(text[start:end]), strict=True)]
+    rest = splitter.push("", is_last=True)
+    reasoning, content = split_reasoning(text)
+    assert [found[0] + rest[0], found[1] + rest[1]] == [reasoning, content]
 
 
 @given(pieces, st.booleans())
@@ -164,3 +216,48 @@ def test_a_request_that_has_failed(llm):
         llm.chat([good, long], greedy(3), use_tqdm=False, split_reasoning=True)
     with pytest.raises(TypeError, match="split_reasoning"):
         llm.chat(good, greedy(3), use_tqdm=False, split_reasoning="yes")
+
+
+# -- channels ----------------------------------------------------------------------------------------------------------
+
+HARMONY = (
+    *("<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>", "<|call|>"),
+    *("analysis", "final", "assistant"),
+)
+
+
+@pytest.fixture(scope="module")
+def channels_path(tmp_path_factory):
+    path = make_checkpoint(tmp_path_factory.mktemp("channels"))
+    template = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    template += "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    make_tokenizer(path, HARMONY, "<|return|>", chat_template=template)
+    return path
+
+
+def answer_of(tokenizer) -> list[int]:
+    text = f"{ANALYSIS}ab<|end|><|start|>assistant{FINAL}cd"
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_chats_of_a_model_with_channels(channels_path):
+    with make_llm(channels_path, skip_tokenizer_init=False, max_model_len=200) as llm:
+        answer = answer_of(llm.tokenizer)
+        params = SamplingParams(temperature=0, max_tokens=len(answer), logit_bias={answer[0]: 100.0})
+        for given in (params, [params]):
+            (output,) = llm.chat(CHAT, given, use_tqdm=False, split_reasoning=True)
+            assert output["text"].startswith("<|channel|>")
+            assert (output["reasoning"], output["content"]) == (None, "")
+        (output,) = llm.chat(CHAT, params, use_tqdm=False)
+        assert "<|channel|>" not in output["text"]
+        text = llm.tokenizer.decode(answer)
+        assert split_reasoning(text) == ("ab", "cd")
+
+
+def test_only_models_with_channels_keep_their_special_tokens(channels_path, llm):
+    params = SamplingParams()
+    assert with_channels(llm.tokenizer, params) is params
+    tokenizer = AutoTokenizer.from_pretrained(channels_path)
+    assert not with_channels(tokenizer, params).skip_special_tokens
+    assert not with_channels(tokenizer, None).skip_special_tokens
+    assert [each.skip_special_tokens for each in with_channels(tokenizer, [params, params])] == [False, False]

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.engine.requests.harmony import CHANNEL, HarmonySplitter
+
 if TYPE_CHECKING:  # It needs torch, and jobs read their lines without.
     from nanovllm.engine.requests.outputs import RequestOutput
 
@@ -22,7 +24,8 @@ def goes_on_reasoning(message: dict[str, Any]) -> bool:
 
 
 class ReasoningSplitter:
-    """Splits a completion's text as it comes into `reasoning`, what is between <think> and </think>, and `content`.
+    """Splits a completion's text as it comes into `reasoning`, what is between <think> and </think>, and `content`; or
+    by channels, if it begins with <|channel|> (gpt-oss, with skip_special_tokens=False).
 
     Reasoning stands at the beginning or nowhere: a tag further on is content. White space around the reasoning belongs
     to neither part. Text that may be the beginning of a tag is held back until that is decided.
@@ -40,6 +43,7 @@ class ReasoningSplitter:
         self.has_reasoning = is_open
         self._read = self._read_reasoning if is_open else self._read_start
         self._held = ""
+        self._channels = HarmonySplitter()
         self._is_trimmed = False  # The white space before the reasoning is over.
 
     def push(self, text: str, is_last: bool = False) -> tuple[str, str]:
@@ -53,10 +57,19 @@ class ReasoningSplitter:
             self.has_reasoning = True
             self._held, self._read = text[len(OPENING) :], self._read_reasoning
             return self._read(is_last)
-        if OPENING.startswith(text) and not is_last:
+        if text.startswith(CHANNEL):
+            self._read = self._read_channels
+            return self._read(is_last)
+        if (OPENING.startswith(text) or CHANNEL.startswith(text)) and not is_last:
             return "", ""
         self._read = self._read_content
         return self._read(is_last)
+
+    def _read_channels(self, is_last: bool) -> tuple[str, str]:
+        text, self._held = self._held, ""
+        parts = self._channels.push(text, is_last)
+        self.has_reasoning = self._channels.has_reasoning
+        return parts
 
     def _read_reasoning(self, is_last: bool) -> tuple[str, str]:
         if not self._is_trimmed:

@@ -47,6 +47,7 @@ class Call:
             raise ValueError("prompt_logprobs: is not served; use LLM.generate or LLM.score")
         self._num_logprobs = params.logprobs
         self.job = Job([prompt] if prompts is None else prompts, params, chat_options if kind == CHAT else None)
+        self.job.splits_reasoning = self._splits_reasoning
 
     async def accepted(self) -> int:
         """The number of prompt tokens, when the engine has them all. Raises ValueError or TypeError if it refuses one,

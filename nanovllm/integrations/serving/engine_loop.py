@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nanovllm import LLM, ChatRenderer, SamplingParams, StreamDelta, opens_reasoning
+from nanovllm import LLM, ChatRenderer, SamplingParams, StreamDelta, opens_reasoning, with_channels
 from nanovllm.openai_format.request_names import ChatOptions
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class Job:
         events: first the number of prompt tokens, then (index of the choice, StreamDelta) until each choice has ended;
             or an exception at any time. The choices are the first prompt's samples, then the next one's.
         num_choices: of all prompts.
+        splits_reasoning: whether the text is split into what the model thinks and what it says.
         opens_reasoning: known with the first event: whether the chat template has opened it.
     """
 
@@ -40,6 +41,7 @@ class Job:
         self.num_choices = len(prompts) * params.n
         self.events: asyncio.Queue[Any] = asyncio.Queue()
         self.is_cancelled = False  # written by the event loop
+        self.splits_reasoning = False
         self.opens_reasoning = False  # written by the thread, as request_ids
         self.request_ids: list[int] = []
 
@@ -130,11 +132,13 @@ class EngineLoop:
         return True
 
     def _add(self, job: Job) -> None:
-        num_prompt_tokens = 0
+        num_prompt_tokens, params = 0, job.params
+        if job.splits_reasoning:
+            params = with_channels(self._tokenizer, params)
         try:
             for index, prompt in enumerate(job.prompts):
                 token_ids = self._read_prompt(prompt, job.chat_options)
-                request_id = self._llm.add_request(token_ids, job.params, streams=True)
+                request_id = self._llm.add_request(token_ids, params, streams=True)
                 job.request_ids.append(request_id)
                 self._jobs[request_id], self._num_left[request_id] = (job, index), job.params.n
                 num_prompt_tokens += len(token_ids)
