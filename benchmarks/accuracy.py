@@ -1,4 +1,4 @@
-"""What 8 bits cost in accuracy: one table for all formats, of a model with real weights and of English prose.
+"""What 8 bits and 4 bits cost in accuracy: one table for all formats, of real weights and of English prose.
 
 python scripts/real_model.py && python benchmarks/accuracy.py    # SmolLM2-135M-Instruct, in float32 on a CPU
 python benchmarks/accuracy.py --dtype bfloat16
@@ -42,6 +42,7 @@ def formats() -> dict[str, dict]:
     if "quantization" in {field.name for field in fields(Config)}:
         weights = {"quantization": "fp8"}
         found |= {"fp8 weights": weights, "fp8 weights and KV cache": weights | fp8_kv}
+        found |= {f"{name} weights": {"quantization": name} for name in ("int4", "mxfp4")}
     return found
 
 
@@ -120,12 +121,14 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--pieces", type=int, default=8, help="of the text, for the perplexity")
+    parser.add_argument("--formats", nargs="+", default=list(formats()), choices=list(formats()), metavar="FORMAT")
     args = parser.parse_args()
     first_texts, first_losses = None, None
     print(f"Python {sys.version.split()[0]}\n")
     print("| format | perplexity | more | greedy tokens shared | new paragraphs | right before | 3,000 back |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for name, options in formats().items():
+    for name in args.formats:
+        options = formats()[name]
         with LLM(args.model, device=args.device, dtype=args.dtype, use_tqdm=False, **options) as llm:
             texts, losses = continuations(llm), token_losses(llm, args.pieces)
             if first_texts is None:

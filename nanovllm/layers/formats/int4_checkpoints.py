@@ -184,7 +184,8 @@ class AwqInt4(StoredInt4):
         if method != "awq":
             return None
         _require("bits", settings.get("bits", settings.get("w_bit")), (4,))
-        version = settings.get("version") or settings.get("format") or "gemm"
+        names = ("version", "checkpoint_format", "format")
+        version = next((settings[name] for name in names if settings.get(name)), "gemm")
         _require("version", str(version).lower(), ("gemm",))
         _require("zero_point", settings.get("zero_point", True), (True,))
         return cls(_group_size(settings.get("group_size", settings.get("q_group_size", 128))), True)
