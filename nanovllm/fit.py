@@ -58,7 +58,8 @@ class Needs(NamedTuple):
 
 def needs(config: Config) -> Needs:
     """Raises MemoryError for a model with a weight of 2**63 bytes or more."""
-    sizes = model_bytes(config, meta_model(config))
+    model = meta_model(config)
+    sizes = model_bytes(config, model)
     c, size = config.hf_config, config.tensor_parallel_size
     # The widest point of a step is an MLP: the residual stream, its norm, gate and up, and their product.
     spec = model_class(c).spec(c)
@@ -66,8 +67,14 @@ def needs(config: Config) -> Needs:
     heads = max((c.num_attention_heads + 2 * x.num_kv_heads) * x.head_dim for x in of_layers) // size
     values = 2 * c.hidden_size + max(heads, 3 * c.intermediate_size // size)
     logits = config.max_num_seqs * c.vocab_size // size
-    activations = (config.max_num_batched_tokens * values + logits) * config.dtype.itemsize
+    activations = (config.max_num_batched_tokens * values + logits + _largest_packed(model)) * config.dtype.itemsize
     return Needs(sizes.weights + sizes.tables, activations, sizes.per_block, sizes.per_slot)
+
+
+def _largest_packed(model: Any) -> int:
+    """Numbers of the largest weight that is packed: a product of many tokens dequantizes it."""
+    found = [each for each in model.parameters() if each.dtype == torch.uint8 and not each.is_scale]
+    return max((each.format.shape_of(each).numel() for each in found), default=0)
 
 
 def print_fit(model: str, memory_gib: Sequence[float] = (), **options: Any) -> bool:

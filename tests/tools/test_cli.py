@@ -337,8 +337,8 @@ def test_a_job_in_fp8(tmp_path, capsys):
     capsys.readouterr()
     assert main([*batch, *formats[2:], *output]) == 2
     assert "holds another job: quantization was 'fp8' and is now None" in capsys.readouterr().err
-    assert main([*batch, "--quantization", "int4", "-o", str(tmp_path / "others")]) == 2
-    assert "quantization='int4': must be None or one of fp8" in capsys.readouterr().err
+    assert main([*batch, "--quantization", "int3", "-o", str(tmp_path / "others")]) == 2
+    assert "quantization='int3': must be None or one of fp8" in capsys.readouterr().err
 
 
 def test_the_status_of_a_job(tmp_path, capsys):
