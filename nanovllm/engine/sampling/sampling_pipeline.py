@@ -50,9 +50,12 @@ class SamplingPipeline:
         tokens = self.sampler(logits, temperatures, step.seeds, step.positions, thresholds)
         if "reported" not in device:
             return tokens, None
-        rows, reported = device["reported"], arrays["reported"].tolist()
+        rows: torch.Tensor | slice = device["reported"]
+        reported = arrays["reported"].tolist()
         owners = {row: (1, cast(int, step.seqs[row].params.logprobs)) for row in reported}
         num_top = max(num_top for _, num_top in owners.values())
+        if len(reported) == len(tokens):
+            rows = slice(None)  # of all: a gather would copy all logits
         reported_logits = model_logits[rows]  # of the model's own distribution
         if self.reports_processed:
             reported_logits = logits[rows].float()

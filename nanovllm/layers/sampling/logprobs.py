@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.sampling.logsumexp import logsumexp
+
 # Logits that are converted to float32 at a time: 64 MiB.
 _MAX_ELEMENTS = 2**24
 
@@ -26,6 +28,10 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int, others: Tensor 
         token, then the likeliest, likeliest first, then the others (tokens may come several times).
     """
     num_top = min(num_top, logits.shape[1])
+    sums = logsumexp(logits).unsqueeze(1)
+    if num_top == 0 and others is None:  # the common case: nothing but the sum reads all logits
+        tokens = tokens.unsqueeze(1)
+        return tokens, logits.gather(1, tokens.clamp(min=0)).float() - sums
     if others is None:
         others = tokens.new_zeros(len(tokens), 0)
     ids, values = [], []
@@ -34,6 +40,5 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int, others: Tensor 
         some = some.float()
         top = some.topk(num_top, dim=1)
         ids.append(torch.cat((token, top.indices, other), dim=1))
-        chosen = torch.cat((some.gather(1, token.clamp(min=0)), top.values, some.gather(1, other)), dim=1)
-        values.append(chosen - some.logsumexp(dim=1, keepdim=True))
-    return torch.cat(ids), torch.cat(values)
+        values.append(torch.cat((some.gather(1, token.clamp(min=0)), top.values, some.gather(1, other)), dim=1))
+    return torch.cat(ids), torch.cat(values) - sums
