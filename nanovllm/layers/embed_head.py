@@ -66,8 +66,10 @@ class ParallelLMHead(nn.Module):
         if self.num_tokens:
             param.data.copy_(loaded[self.first : self.first + self.num_tokens])
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states: [num_rows, hidden_size]."""
+    def forward(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden_states: [num_rows, hidden_size]. out: where the logits go, on a GPU; None for a new tensor."""
+        if out is not None:
+            return torch.mm(hidden_states, self.weight.t(), out=out)
         return self.format.linear(hidden_states, Weight(self.format, self.weight))
 
     def _rows_of(self, embedding: nn.Parameter) -> torch.Tensor:

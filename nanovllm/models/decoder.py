@@ -335,9 +335,10 @@ class DecoderForCausalLM(nn.Module, ABC):
         Context.last_tokens or num_sampled selects."""
         return self.model(input_ids, positions)
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states [num_rows, hidden_size] -> logits of this rank's part of the vocabulary."""
-        logits = self.lm_head(hidden_states)
+    def compute_logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states [num_rows, hidden_size] -> logits of this rank's part of the vocabulary. out: as for
+        `ParallelLMHead`."""
+        logits = self.lm_head(hidden_states, out)
         if self.logit_softcap is not None:
             logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
         return logits

@@ -105,7 +105,11 @@ class LogitSteps:
 
     def _store_logits(self, batch_size: int) -> None:
         inputs = self._inputs.for_model(batch_size, self._inputs.padded[batch_size])
-        logits = self._full_logits(self._hidden_states(inputs)[:batch_size])
+        hidden_states = self._hidden_states(inputs)[:batch_size]
+        if self.logits is not None and self._tp.size == 1:  # A copy of all logits would read and write them once more.
+            self._model.compute_logits(hidden_states, out=self.logits[:batch_size])
+            return
+        logits = self._full_logits(hidden_states)
         if self.logits is not None:
             self.logits[:batch_size] = logits
 
