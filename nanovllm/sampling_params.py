@@ -193,8 +193,13 @@ class SamplingParams:
     def is_plain(self) -> bool:
         """True if sampling needs only the logits, the temperature and the seed."""
         reports = self.logprobs is not None or self.prompt_logprobs is not None
+        return self.draws_plainly and not reports
+
+    @cached_property
+    def draws_plainly(self) -> bool:
+        """True if tokens are drawn as for a plain request; log-probabilities may be reported."""
         edits = self.penalizes or self.edits_logits or self.min_tokens or self.structured_outputs is not None
-        return not (self.truncates or edits or reports)
+        return not (self.truncates or edits)
 
 
 def misplaced_option(name: str, value: object) -> str:

@@ -1,5 +1,6 @@
 """SamplingPipeline: from a step's logits to its tokens, where a request asks for more than a temperature."""
 
+from itertools import repeat
 from operator import attrgetter
 from typing import cast
 
@@ -52,8 +53,8 @@ class SamplingPipeline:
             return tokens, None
         rows: torch.Tensor | slice = device["reported"]
         reported = arrays["reported"].tolist()
-        owners = {row: (1, cast(int, step.seqs[row].params.logprobs)) for row in reported}
-        num_top = max(num_top for _, num_top in owners.values())
+        wanted = [cast(int, step.seqs[row].params.logprobs) for row in reported]
+        owners, num_top = dict(zip(reported, zip(repeat(1), wanted), strict=True)), max(wanted)
         if len(reported) == len(tokens):
             rows = slice(None)  # of all: a gather would copy all logits
         reported_logits = model_logits[rows]  # of the model's own distribution
@@ -67,7 +68,7 @@ class SamplingPipeline:
         found = token_logprobs(reported_logits, tokens[rows], num_top, device.get("others"))
         num_others = {}
         if "others" in device:
-            num_others = {row: len(wanted) for row in reported if (wanted := step.seqs[row].params.logprob_token_ids)}
+            num_others = {row: len(ids) for row in reported if (ids := step.seqs[row].params.logprob_token_ids)}
         return tokens, LogprobRows(owners, *found, self.reports_processed, num_others)
 
     def _edited(
@@ -101,15 +102,18 @@ class SamplingPipeline:
         flat: dict[str, list[np.ndarray]] = {"biased": [], "biases": [], "forbidden": []}
         for row, seq in enumerate(seqs):
             # No token is sampled for a prefill that goes on, or for a sequence that has ended meanwhile.
-            if seq.params.is_plain or seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens:
+            params = seq.params
+            if params.is_plain or seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens:
                 continue
-            params, edits, first = seq.params, seq.logit_edits, row * self.vocab_size
+            if params.logprobs is not None:
+                reported.append(row)
+            if params.draws_plainly:
+                continue
+            edits, first = seq.logit_edits, row * self.vocab_size
             if params.truncates:
                 truncated.append(row)
             if params.penalizes:
                 penalized.append(row)
-            if params.logprobs is not None:
-                reported.append(row)
             if edits is not None and len(edits.biases):
                 flat["biased"].append(edits.bias_tokens + first)
                 flat["biases"].append(edits.biases)
