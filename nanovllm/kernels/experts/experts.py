@@ -50,9 +50,8 @@ from nanovllm.kernels.triton_stub import TensorDescriptor, tl, triton
 _E4M3 = torch.float8_e4m3fn
 MAX_EXPERTS = 1024  # What one program sorts and compares at once.
 _ROUTE_ELEMENTS = 2048  # logits of a program of `route`
-# Pairs of `sort_by_expert`: those that a program lists, those that it reads at once at most, those that a warp reads.
-# 16,384 tokens with 8 of 128 experts take twice as long if a program lists all pairs.
-_SORT_PART, _SORT_BLOCK, _SORT_WARP = 32768, 4096, 512
+# Pairs that a program of `sort_by_expert` reads at once at most, and those that a warp reads.
+_SORT_BLOCK, _SORT_WARP = 4096, 512
 
 
 class TileConfig(NamedTuple):
@@ -170,23 +169,22 @@ def route_torch(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _sort_kernel(
-    experts, order, starts, positions, num_tokens, num_experts, TOP_K: tl.constexpr, PART: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    experts, order, starts, positions, num_tokens, num_experts, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program lists the pairs of one expert, or of none, within one part of all. It reads all pairs, to count those
-    that are listed before its own."""
+    """A program lists the pairs of one expert, or of none. It reads all pairs, to count those that are listed before
+    its own."""
     await_previous(PDL)
     mine = tl.program_id(0)
-    part = tl.program_id(1) * PART
     num_pairs = num_tokens * TOP_K  # known to be a multiple of top_k, so that several are loaded at once
     pair = tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
     for first in range(0, num_pairs, BLOCK):
         expert = tl.load(experts + first + pair, mask=first + pair < num_pairs, other=num_experts + 1)
-        before += ((expert < mine) | ((expert == mine) & (first < part))).to(tl.int32)
+        before += (expert < mine).to(tl.int32)
     start = tl.sum(before)
     end = start
-    for first in range(part, min(part + PART, num_pairs), BLOCK):
+    for first in range(0, num_pairs, BLOCK):
         inside = first + pair < num_pairs
         expert = tl.load(experts + first + pair, mask=inside, other=num_experts)
         is_mine = (inside & (expert == mine)).to(tl.int32)
@@ -195,8 +193,7 @@ def _sort_kernel(
         if positions is not None:
             tl.store(positions + first + pair, position, mask=is_mine != 0)
         end += tl.sum(is_mine)
-    if part == 0:
-        tl.store(starts + mine, start)
+    tl.store(starts + mine, start)
 
 
 def sort_by_expert(experts: Tensor, num_experts: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -214,10 +211,9 @@ def sort_by_expert(experts: Tensor, num_experts: int, positions: Tensor | None =
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
     block = min(max(triton.next_power_of_2(num_pairs), 1024), _SORT_BLOCK)
-    grid = num_experts + 1, max(1, triton.cdiv(num_pairs, _SORT_PART))
-    launcher(_sort_kernel, grid, has_pdl(experts.device))(
-        experts, order, starts, positions, len(experts), num_experts, TOP_K=experts.shape[1], PART=_SORT_PART,
-        BLOCK=block, num_warps=min(block // _SORT_WARP, 32),
+    launcher(_sort_kernel, (num_experts + 1,), has_pdl(experts.device))(
+        experts, order, starts, positions, len(experts), num_experts, TOP_K=experts.shape[1], BLOCK=block,
+        num_warps=min(block // _SORT_WARP, 32),
     )  # fmt: skip
     return order, starts
 
