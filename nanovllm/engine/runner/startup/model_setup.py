@@ -29,12 +29,13 @@ def make_matmul(config: Config, table: Table, device: torch.device, quack: Quack
     return Matmul(table, make_candidates(device, quack), what_to_tune)
 
 
-def choose_mixed_step_rows(config: Config, has_graphs: bool, gate_up: Weight, table: Table) -> int:
+def choose_mixed_step_rows(config: Config, has_graphs: bool, has_slots: bool, gate_up: Weight, table: Table) -> int:
     """config.mixed_step_rows; if that is None, the table's number for the model's shape. 0 for no mixed steps. A mixed
-    step has at least two sequences."""
+    step has at least two sequences. has_slots: whether a sequence keeps more than keys and values."""
     num_rows = config.mixed_step_rows
     if num_rows is None:
-        is_measured = has_graphs and config.tensor_parallel_size == 1
+        # A state goes through a prompt in a mixed step token by token, where a prefill has products of 64 tokens.
+        is_measured = has_graphs and not has_slots and config.tensor_parallel_size == 1
         measured = mixed_step_rows(table, Key.of("linear", False, gate_up)) if is_measured else 0
         num_rows = min(measured, config.max_num_batched_tokens)
     return num_rows if min(num_rows, config.max_num_seqs) > 1 else 0
