@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, Score, StreamDelta
     from nanovllm.engine.requests.reasoning import ReasoningSplitter, opens_reasoning, split_reasoning
     from nanovllm.engine.requests.streaming import NO_PROMPT
+    from nanovllm.engine.requests.tool_calls import ToolCallSplitter, split_tool_calls
     from nanovllm.llm import LLM
     from nanovllm.models.tokenizer_files import find_tokenizer
     from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -30,12 +31,14 @@ __all__ = [
     "Score",
     "StreamDelta",
     "StructuredOutputsParams",
+    "ToolCallSplitter",
     "WorkerError",
     "as_conversations",
     "check_options",
     "find_tokenizer",
     "opens_reasoning",
     "split_reasoning",
+    "split_tool_calls",
     "with_channels",
 ]
 __version__ = "0.1.0"
@@ -50,12 +53,14 @@ _MODULES = {
     "RequestChecker": "nanovllm.engine.checks",
     "SamplingParams": "nanovllm.sampling_params",
     "StructuredOutputsParams": "nanovllm.sampling_params",
+    "ToolCallSplitter": "nanovllm.engine.requests.tool_calls",
     "WorkerError": "nanovllm.engine.ranks.workers",
     "as_conversations": "nanovllm.engine.requests.chat",
     "check_options": "nanovllm.engine.checks",
     "find_tokenizer": "nanovllm.models.tokenizer_files",
     "opens_reasoning": "nanovllm.engine.requests.reasoning",
     "split_reasoning": "nanovllm.engine.requests.reasoning",
+    "split_tool_calls": "nanovllm.engine.requests.tool_calls",
     "with_channels": "nanovllm.engine.requests.harmony",
 }
 

@@ -317,6 +317,8 @@ def _add_serve(commands: Any) -> None:
     )
     split_help = "give what a model thinks before </think> as reasoning_content (and reasoning), apart from the content"
     parser.add_argument("--split-reasoning", action="store_true", help=split_help)
+    calls_help = "give calls of a request's tools as tool_calls, apart from the content"
+    parser.add_argument("--split-tool-calls", action="store_true", help=calls_help)
     add_options(parser.add_argument_group("engine (docs/reference.md)"), EngineOptions, _ENGINE)
     parser.set_defaults(run=_serve, interrupted="the server has ended")
 

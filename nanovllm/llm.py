@@ -9,12 +9,20 @@ from typing import Any, cast
 
 from nanovllm.engine.engine_lock import Call
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.requests.chat import ChatRenderer, Conversation, Tool, as_conversations, misplaced_chat_option
+from nanovllm.engine.requests.chat import (
+    ChatRenderer,
+    Conversation,
+    Tool,
+    as_conversations,
+    as_tools,
+    misplaced_chat_option,
+)
 from nanovllm.engine.requests.harmony import with_channels
 from nanovllm.engine.requests.outputs import RequestOutput, Score, StreamDelta, as_result
 from nanovllm.engine.requests.prompts import Prompt, as_prompts, pair_lazily, params_per_prompt
 from nanovllm.engine.requests.reasoning import add_reasoning, goes_on_reasoning, opens_reasoning
 from nanovllm.engine.requests.streaming import PromptFeed, new_deltas
+from nanovllm.engine.requests.tool_calls import add_tool_calls
 from nanovllm.sampling_params import SamplingParams, misplaced_option
 from nanovllm.utils.checks import quoted, require
 from nanovllm.utils.collector import old_objects_set_aside
@@ -46,6 +54,7 @@ class LLM(LLMEngine):
         continue_final_message: bool = False,
         tools: list[Tool] | None = None,
         split_reasoning: bool = False,
+        split_tool_calls: bool = False,
     ) -> list[RequestOutput]:
         """Answer conversations: the tokenizer's chat template, then `generate`.
 
@@ -63,6 +72,8 @@ class LLM(LLMEngine):
             split_reasoning: give results the keys reasoning and content, the parts of their text before and after
                 </think>, or those in the channel analysis and in others. With channels (gpt-oss) their text has the
                 special tokens.
+            split_tool_calls: give results the keys content and tool_calls: what their text asks for between <tool_call>
+                and </tool_call>, in the form of a message's tool_calls, and the rest of it.
 
         Returns:
             One RequestOutput for each conversation.
@@ -75,8 +86,9 @@ class LLM(LLMEngine):
             pass  # Raises at once if generate would.
         if self.tokenizer is None:
             raise ValueError("chat() needs the model's tokenizer, but skip_tokenizer_init is set")
-        if not isinstance(split_reasoning, bool):
-            raise TypeError(f"split_reasoning={quoted(split_reasoning)}: must be True or False")
+        for name, value in (("split_reasoning", split_reasoning), ("split_tool_calls", split_tool_calls)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}={quoted(value)}: must be True or False")
         if add_generation_prompt and continue_final_message:
             raise ValueError(
                 "continue_final_message=True: the last message is either continued or answered; pass "
@@ -98,6 +110,9 @@ class LLM(LLMEngine):
             for conversation, prompt, output in zip(conversations, prompts, outputs, strict=True):
                 is_continued = continue_final_message and goes_on_reasoning(conversation[-1])
                 add_reasoning(output, is_continued or opens_reasoning(self.tokenizer, prompt))
+        if split_tool_calls:
+            for output in outputs:
+                add_tool_calls(output, as_tools(tools) or ())
         return outputs
 
     @cached_property

@@ -117,6 +117,9 @@ class Responder:
 def _message(sample: Mapping[str, Any]) -> Row:
     if "content" not in sample:
         return {"content": sample["text"]}
+    if sample.get("tool_calls"):
+        message = _message({**sample, "tool_calls": None})
+        return message | {"content": message["content"] or None, "tool_calls": sample["tool_calls"]}
     if sample["reasoning"] is None:
         return {"content": sample["content"]}
     # DeepSeek's name, which chat templates read too, and vLLM's. Clients know one of them.

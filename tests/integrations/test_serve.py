@@ -226,6 +226,39 @@ def test_a_thousand_at_once(running, expected):
     running.wait_until_idle()
 
 
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize("splits_reasoning", [False, True])
+def test_tool_calls_apart_from_the_content(path, splits_reasoning):
+    pytest.importorskip("llguidance", reason="needs the extra structured")
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}{% if tools %}.{% endif %}"
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    regex = "[a-z]{5}" + re.escape(CALL) * 2
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=400) as llm:
+        running = Running(llm, template, splits_reasoning=splits_reasoning, splits_tool_calls=True)
+        try:
+            with openai.OpenAI(base_url=running.url, api_key=KEY, max_retries=0, timeout=120) as client:
+                options = {"model": MODEL, "messages": CHAT, "temperature": 0, "max_tokens": 300}
+                options |= {"extra_body": {"structured_outputs": {"regex": regex}}}
+                (choice,) = client.chat.completions.create(tools=tools, **options).choices
+                (plain,) = client.chat.completions.create(**options).choices
+                chunks = list(client.chat.completions.create(tools=tools, stream=True, **options))
+        finally:
+            running.end()
+    assert plain.message.content.endswith(CALL * 2)
+    assert plain.message.tool_calls is None
+    assert re.fullmatch("[a-z]{5}", choice.message.content)
+    assert choice.finish_reason == "tool_calls"
+    calls = choice.message.tool_calls
+    assert [(each.function.name, each.function.arguments) for each in calls] == [("add", '{"a": 1}')] * 2
+    assert len({each.id for each in calls}) == 2
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+    assert [(part.index, part.function.arguments) for part in parts] == [(0, '{"a": 1}'), (1, '{"a": 1}')]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 

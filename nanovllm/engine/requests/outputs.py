@@ -28,6 +28,7 @@ class SampleOutput(TypedDict):
     error: NotRequired[str]  # only with finish_reason "error": what went wrong
     reasoning: NotRequired[str | None]  # only of chat(split_reasoning=True): what is between <think> and </think>
     content: NotRequired[str | None]  # and the text after it
+    tool_calls: NotRequired[list[dict[str, Any]]]  # only of chat(split_tool_calls=True): the content is without them
 
 
 class RequestOutput(SampleOutput):

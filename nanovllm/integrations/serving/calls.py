@@ -3,8 +3,9 @@
 import json
 from collections.abc import AsyncIterator
 from typing import Any
+from uuid import uuid4
 
-from nanovllm import ReasoningSplitter, StreamDelta, split_reasoning
+from nanovllm import ReasoningSplitter, StreamDelta, ToolCallSplitter, split_reasoning, split_tool_calls
 from nanovllm.integrations.serving.engine_loop import Job
 from nanovllm.openai_format.openai_batch import CHAT, COMPLETION, Kind, Responder, read_request, usage
 from nanovllm.openai_format.request_names import Row, make_params, read_parameters
@@ -23,8 +24,9 @@ class Call:
         streams: whether the answer is sent in parts.
     """
 
-    def __init__(self, kind: Kind, body: Row, splits_reasoning: bool = False):
-        """splits_reasoning: of chats. Raises ValueError or TypeError with what cannot be served."""
+    def __init__(self, kind: Kind, body: Row, splits_reasoning: bool = False, splits_tool_calls: bool = False):
+        """splits_reasoning: of chats; splits_tool_calls: of chats with tools. Raises ValueError or TypeError with what
+        cannot be served."""
         self._kind = kind
         self._splits_reasoning = splits_reasoning and kind == CHAT
         body = {name: value for name, value in body.items() if value is not None}
@@ -46,6 +48,8 @@ class Call:
         if params.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs: is not served; use LLM.generate or LLM.score")
         self._num_logprobs = params.logprobs
+        tools = chat_options.tools if kind == CHAT and splits_tool_calls else None
+        self._tools: list[Any] | None = tools if isinstance(tools, list) and tools else None
         self.job = Job([prompt] if prompts is None else prompts, params, chat_options if kind == CHAT else None)
         self.job.splits_reasoning = self._splits_reasoning
 
@@ -78,6 +82,11 @@ class Call:
             for sample in samples:
                 parts = split_reasoning(sample["text"], self.job.opens_reasoning)
                 sample["reasoning"], sample["content"] = parts
+        if self._tools is not None:
+            for sample in samples:
+                text = sample["content"] if "content" in sample else sample["text"]
+                content, calls = split_tool_calls(text, self._tools)
+                _add_tool_calls(sample, content, calls, sample["finish_reason"])
         output = {"num_prompt_tokens": num_prompt_tokens, "prompt_logprobs": None, "samples": samples}
         return responder.body(self._kind, output, self._num_logprobs)
 
@@ -91,6 +100,8 @@ class Call:
         num_tokens, starts = 0, [0] * self.job.num_choices
         begun: set[int] = set()
         splitters = [ReasoningSplitter(self.job.opens_reasoning) for _ in starts] if self._splits_reasoning else []
+        callers = [ToolCallSplitter(self._tools) for _ in starts] if self._tools is not None else []
+        num_calls = [0] * self.job.num_choices
         try:
             async for index, delta in self._deltas():
                 num_tokens += len(delta["token_ids"])
@@ -98,7 +109,13 @@ class Call:
                 if splitters:
                     parts = splitters[index].push(delta["text"] or "", delta["finish_reason"] is not None)
                     sample["reasoning"], sample["content"] = parts[0] or None, parts[1]
-                has_text = any(parts) if splitters else delta["text"]
+                has_text = any(parts) if splitters else bool(delta["text"])
+                if callers:
+                    text = parts[1] if splitters else delta["text"] or ""
+                    content, calls = callers[index].push(text, delta["finish_reason"] is not None)
+                    _add_tool_calls(sample, content, calls, delta["finish_reason"], num_calls[index])
+                    num_calls[index] += len(calls)
+                    has_text = bool(content or calls or sample["reasoning"])
                 if not has_text and delta["finish_reason"] is None and not delta["logprobs"]:
                     continue  # The tokens so far are a part of a character, or of a tag.
                 choice = responder.choice(self._kind, index, sample, self._num_logprobs)
@@ -117,6 +134,22 @@ class Call:
         if self._includes_usage:
             yield _event(head | {"choices": [], "usage": usage(num_prompt_tokens, num_tokens)})
         yield "data: [DONE]\n\n"
+
+
+def _add_tool_calls(sample: Row, content: str, calls: list[Row], finish_reason: str | None, first: int = 0) -> None:
+    """Put what a ToolCallSplitter found into an answer's sample, as OpenAI writes it. first: calls that came before."""
+    sample["content"] = content
+    sample.setdefault("reasoning", None)
+    sample["tool_calls"] = [
+        {"index": first + i, "id": f"call_{uuid4().hex}", "type": "function", "function": _as_json(call["function"])}
+        for i, call in enumerate(calls)
+    ]
+    if finish_reason == "stop" and (calls or first):
+        sample["finish_reason"] = "tool_calls"
+
+
+def _as_json(function: Row) -> Row:
+    return {"name": function["name"], "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
 
 def _is_batch(prompt: Any) -> bool:

@@ -35,8 +35,9 @@ _TYPES = {401: "authentication_error", 500: "server_error", 503: "server_error"}
 class Api:
     """The routes of OpenAI's API over one engine."""
 
-    def __init__(self, engine: EngineLoop, responder: Responder, api_key: str | None, splits_reasoning: bool = False):
-        self._engine, self._responder, self._splits_reasoning = engine, responder, splits_reasoning
+    def __init__(self, engine: EngineLoop, responder: Responder, api_key: str | None, **splits: bool):
+        """splits: splits_reasoning and splits_tool_calls, as Call's."""
+        self._engine, self._responder, self._splits = engine, responder, splits
         self._key = None if api_key is None else api_key.encode()
 
     def app(self) -> Starlette:
@@ -89,7 +90,7 @@ class Api:
         body = await _read_body(request)
         self._check_model(body.get("model"))
         try:
-            call = Call(kind, body, self._splits_reasoning)
+            call = Call(kind, body, **self._splits)
             self._engine.submit(call.job)
             try:
                 if call.streams:
@@ -163,8 +164,9 @@ async def _server_error(request: Request, error: Exception) -> Response:
 class Server(uvicorn.Server):
     """uvicorn with an Api. At its end it ends the calls under way, which could take minutes."""
 
-    def __init__(self, engine: EngineLoop, responder: Responder, api_key: str | None, splits_reasoning: bool = False):
-        app = Api(engine, responder, api_key, splits_reasoning).app()
+    def __init__(self, engine: EngineLoop, responder: Responder, api_key: str | None, **splits: bool):
+        """splits: as Api's."""
+        app = Api(engine, responder, api_key, **splits).app()
         options: Any = {"log_level": "warning", "access_log": False, "lifespan": "on"}
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_END, **options))
         self._engine = engine
@@ -183,6 +185,7 @@ def serve(
     served_model_name: str | None = None,
     chat_template: str | None = None,
     split_reasoning: bool = False,
+    split_tool_calls: bool = False,
     **options: Any,
 ) -> None:
     """Serve a model until Ctrl-C, which raises KeyboardInterrupt.
@@ -194,6 +197,7 @@ def serve(
         served_model_name: the name that clients use; None: model.
         chat_template: a Jinja template instead of the tokenizer's.
         split_reasoning: whether chats' answers have what the model thinks apart from their content.
+        split_tool_calls: whether answers of chats with tools have the calls apart from their content.
         options: LLM's.
 
     Raises:
@@ -208,7 +212,9 @@ def serve(
     with socket.create_server((host, port), family=family, backlog=2048) as listener, LLM(model, **options) as llm:
         engine = EngineLoop(llm, chat_template)
         responder = Responder(served_model_name or model, llm.get_tokenizer)
-        server = Server(engine, responder, api_key, split_reasoning)
+        server = Server(
+            engine, responder, api_key, splits_reasoning=split_reasoning, splits_tool_calls=split_tool_calls
+        )
         shown = f"[{host}]" if family == socket.AF_INET6 else host
         print(f"Serving {responder.model} on http://{shown}:{listener.getsockname()[1]}/v1", flush=True)
         server.run(sockets=[listener])
