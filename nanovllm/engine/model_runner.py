@@ -162,8 +162,8 @@ class ModelRunner:
         self.stores = self.model.make_stores(self.attention_shape)
         self.kv_cache = next(store for store in self.stores if isinstance(store, PagedKVCache))
         self.sampler = Sampler(tp, self.model.lm_head.first, self.model.lm_head.shard_size)
-        args = config, self.has_graphs, len(self.stores) > 1, gate_up_weight(self.model), table
-        self.mixed_step_rows = choose_mixed_step_rows(*args)
+        has_slots, gate_up = len(self.stores) > 1, gate_up_weight(self.model)
+        self.mixed_step_rows = choose_mixed_step_rows(config, self.has_graphs, has_slots, gate_up, table)
         padded = padded_batches(self.model, config.max_num_seqs)
         max_model_len = cast(int, config.max_model_len)  # The checks made them numbers.
         limits = config.max_num_batched_tokens, max_model_len
