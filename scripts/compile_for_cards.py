@@ -38,7 +38,9 @@ from nanovllm.engine.runner.startup.kernel_compilation import trace_steps
 from nanovllm.kernels import launch
 from nanovllm.kernels.attention.paged_prefill import PrefillTiles
 from nanovllm.kernels.experts.experts import TileConfig
+from nanovllm.kernels.experts.four_bit_experts import FourBitExpertTiles
 from nanovllm.kernels.gpu import GpuFacts
+from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig
 from nanovllm.kernels.shared_memory import fits, held_stages
 from nanovllm.layers.attention.gpu_backend import GpuBackend
 from nanovllm.layers.parallel import tensor_parallel as parallel
@@ -54,6 +56,7 @@ CARDS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 _SPARE_BYTES = 2 * 1024  # as in `kernels.shared_memory`
 _FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 _FP8_CARD = 89
+_FOUR_BITS = ("int4", "mxfp4")
 # Triton has one code for sm_80, 86 and 89, apart from fp8.
 _CODE_OF_OTHERS = (80, 86)
 # Cards for which kernels are compiled that multiply no tiles by tensor cores: their code differs by dependent launches,
@@ -97,6 +100,15 @@ class Launch(NamedTuple):
             config = TileConfig(*(options[name] for name in ("TOKENS", "COLUMNS", "K_TILE", "num_warps", "num_stages")))
             stage = config.stage_bytes(2 if options["SILU"] else 1, self.args[0].dtype.itemsize)
             return stage * held_stages(config.num_stages, device)
+        if self.name == "_four_bit_experts_kernel":
+            names = ("TOKENS", "COLUMNS", "K_TILE", "num_warps", "num_stages")
+            tiles_of_experts = FourBitExpertTiles(*(options[name] for name in names))
+            stage = tiles_of_experts.stage_bytes(2 if options["SILU"] else 1)
+            return stage * held_stages(tiles_of_experts.num_stages, device)
+        if self.name == "_four_bit_tile_kernel":
+            names = ("ROWS", "TOKENS", "K_TILE", "SPLITS", "num_warps", "num_stages")
+            tile = FourBitTileConfig(*(options[name] for name in names))
+            return tile.stage_bytes * held_stages(tile.num_stages, device)
         return None
 
 
@@ -282,10 +294,13 @@ def _kind(arg: Any) -> Any:
 
 
 def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(model, options): each model, one of them over two GPUs, and one of each kind of layer and head_dim in float32,
-    and in fp8 where the card has that."""
+    """(model, options): each model, one of them over two GPUs, one of each kind of layer and head_dim in float32, and
+    in fp8 where the card has that, and one with experts in 4 bits."""
     yield models[0], {"tensor_parallel_size": 2}
     kinds = set()
+    with_experts = (model for model in models if getattr(preset_config(model), "num_experts", 0))
+    for model in list(with_experts)[:1]:
+        yield from ((model, {"quantization": name}) for name in _FOUR_BITS)
     for model in models:
         yield model, {}
         config = preset_config(model)

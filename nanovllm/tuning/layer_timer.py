@@ -58,10 +58,12 @@ class LayerTimer:
         self.candidates: dict[str, Candidate] = {each.name: each for each in make_candidates(device, quack)}
         # Of experts a step reads one for each token at least.
         top_ks = [getattr(problem, "top_k", 1) for problem in problems]
-        num_bytes = sum(key.N * key.K * top_k for key, top_k in zip(keys, top_ks, strict=True)) * dtype.itemsize
+        bits = [problem.weight.format.bits or 8 * dtype.itemsize for problem in problems]
+        sizes = zip(keys, top_ks, bits, strict=True)
+        num_bytes = sum(key.N * key.K * top_k * number for key, top_k, number in sizes) / 8
         self._layers: list[list[AnyProblem]] = [
             [_with_weights(problem, device) for problem in problems]
-            for _ in range(max(2, -(-_MIN_WEIGHT_BYTES // num_bytes)))
+            for _ in range(max(2, math.ceil(_MIN_WEIGHT_BYTES / num_bytes)))
         ]
         self._defaults = [
             next(each for each in self.candidates.values() if each.is_default and each.is_for(key)) for key in keys

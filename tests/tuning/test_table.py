@@ -202,13 +202,19 @@ def test_tables_of_the_package(path):
     pytest.importorskip("triton")
     from nanovllm.kernels.experts.experts import TileConfig
     from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
+    from nanovllm.kernels.experts.four_bit_experts import FourBitExpertTiles
+    from nanovllm.kernels.experts.four_bit_experts_gemv import FourBitExpertsConfig
+    from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig
+    from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig
     from nanovllm.kernels.matmul.gemv import GemvConfig
     from nanovllm.kernels.matmul.split_k import SplitKConfig
     from nanovllm.layers.matmul.candidates.quack import Tile
     from nanovllm.layers.matmul.problem import OPERATIONS
 
     constant_types = {"gemv": GemvConfig, "split-k": SplitKConfig, "quack-kernels": Tile, "fused-silu": tuple}
+    constant_types |= {"gemv-4bit": FourBitGemvConfig, "tiles-4bit": FourBitTileConfig}
     pairs_of_types = {"experts-gemv": ExpertsGemvConfig, "expert-tiles": TileConfig, "quack-experts": Tile}
+    pairs_of_types |= {"experts-gemv-4bit": FourBitExpertsConfig, "expert-tiles-4bit": FourBitExpertTiles}
     gpu = json.loads(path.read_text())["gpu"]
     assert path == package_path(gpu)
     table = package_table(gpu)

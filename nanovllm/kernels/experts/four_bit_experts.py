@@ -36,9 +36,11 @@ class FourBitExpertTiles(NamedTuple):
     def fitted(self, num_weights: int, device: torch.device) -> "FourBitExpertTiles | None":
         """These constants, with as many stages as the card's shared memory holds; None if it does not hold two.
         num_weights: rows of the weight for each output column: 2 of `gate_up`, 1 of `down`."""
-        stage_bytes = self.k * 2 * self.tokens + self.k // 2 * num_weights * self.columns
-        num_stages = fitting_stages(stage_bytes, self.num_stages, device)
+        num_stages = fitting_stages(self.stage_bytes(num_weights), self.num_stages, device)
         return self._replace(num_stages=num_stages) if num_stages else None
+
+    def stage_bytes(self, num_weights: int) -> int:
+        return self.k * 2 * self.tokens + self.k // 2 * num_weights * self.columns
 
 
 def default_config(num_pairs: int, num_experts: int) -> FourBitExpertTiles:
@@ -80,7 +82,7 @@ def _of_groups(
 
 
 @triton.jit
-def _experts_kernel(
+def _four_bit_experts_kernel(
     x, weight, scale, zero, bias, order, starts, weights, y, x_stride, num_experts, num_columns,
     K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr, E2M1: tl.constexpr, SILU: tl.constexpr,
@@ -252,7 +254,7 @@ def _launch(
     tokens, columns, k_tile, num_warps, num_stages = config or default_config(num_pairs, num_experts)
     # Of n pairs with e experts, at most e tiles are not full.
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (tokens - 1)) // tokens
-    launcher(_experts_kernel, (num_tiles * triton.cdiv(num_columns, columns),), has_pdl(x.device))(
+    launcher(_four_bit_experts_kernel, (num_tiles * triton.cdiv(num_columns, columns),), has_pdl(x.device))(
         x, weight.values.view(torch.int16), weight.scale, weight.zero, bias, order, starts, weights, y, x.stride(0),
         num_experts, num_columns, K=K, GROUP=weight.group, GROUPS=max(1, k_tile // weight.group), TOP_K=top_k,
         PADDED_EXPERTS=triton.next_power_of_2(num_experts), TOKENS=tokens, COLUMNS=columns, K_TILE=k_tile,

@@ -42,14 +42,17 @@ class FourBitExpertsConfig(NamedTuple):
 
     def fitted(self, device: torch.device) -> "FourBitExpertsConfig | None":
         """These constants, with as many stages as the card's shared memory holds; None if it does not hold two."""
-        # Two bytes a number of x, and four with those of the norm's weight.
-        stage_bytes = self.num_warps * CHUNK * (self.rows // 2 + 2 * _COLUMNS + 4)
-        num_stages = fitting_stages(stage_bytes, self.num_stages, device)
+        num_stages = fitting_stages(self.stage_bytes, self.num_stages, device)
         return self._replace(num_stages=num_stages) if num_stages else None
+
+    @property
+    def stage_bytes(self) -> int:
+        """With four bytes for the norm's weight."""
+        return self.num_warps * CHUNK * (self.rows // 2 + 2 * _COLUMNS + 4)
 
 
 @triton.jit
-def _gate_up_kernel(
+def _four_bit_gate_up_kernel(
     x, norm_weight, experts, weight, scale, zero, bias, y, x_stride, num_experts, N, eps,
     K: tl.constexpr, TOP_K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, NORM_TILE: tl.constexpr, BY_SUMS: tl.constexpr,
@@ -117,7 +120,7 @@ def gate_up(
     rows, num_warps, num_stages, by_sums = config
     by_sums = by_sums and has_small_offset(weight, x.dtype)
     y = torch.empty(experts.numel(), N, dtype=x.dtype, device=x.device)
-    launcher(_gate_up_kernel, (triton.cdiv(num_rows, rows), experts.numel()), has_pdl(x.device))(
+    launcher(_four_bit_gate_up_kernel, (triton.cdiv(num_rows, rows), experts.numel()), has_pdl(x.device))(
         x, norm_weight, experts, *weight, bias, y, x.stride(0), num_experts, N, eps, K=K, TOP_K=experts.shape[1],
         GROUP=weight.group, GROUPS=groups_of_chunk(weight), COLUMNS=_COLUMNS, ROWS=rows, CHUNKS=num_warps,
         STEPS=triton.cdiv(triton.cdiv(K, CHUNK), num_warps), NORM_TILE=min(_NORM_TILE, triton.next_power_of_2(K)),
@@ -128,7 +131,7 @@ def gate_up(
 
 
 @triton.jit
-def _down_kernel(
+def _four_bit_down_kernel(
     x, experts, weights, weight, scale, zero, bias, out, out_stride, num_experts, N,
     K: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, BY_SUMS: tl.constexpr,
@@ -197,7 +200,7 @@ def down(
     by_sums = by_sums and has_small_offset(weight, x.dtype)
     slots = triton.next_power_of_2(top_k)
     num_warps = max(num_warps, slots)
-    launcher(_down_kernel, (triton.cdiv(N, rows), num_tokens), has_pdl(x.device))(
+    launcher(_four_bit_down_kernel, (triton.cdiv(N, rows), num_tokens), has_pdl(x.device))(
         x, experts, weights, *weight, bias, out, out.stride(0), num_experts, N, K=K, TOP_K=top_k, SLOTS=slots,
         GROUP=weight.group, GROUPS=groups_of_chunk(weight), COLUMNS=_COLUMNS, ROWS=rows, CHUNKS=num_warps,
         STEPS=triton.cdiv(triton.cdiv(K, CHUNK), num_warps // slots), BY_SUMS=by_sums, E2M1=weight.is_e2m1, ADD=add,

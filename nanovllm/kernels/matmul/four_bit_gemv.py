@@ -51,10 +51,13 @@ class FourBitGemvConfig(NamedTuple):
 
     def fitted(self, device: torch.device) -> "FourBitGemvConfig | None":
         """These constants, with as many stages as the card's shared memory holds; None if it does not hold two."""
-        # Two bytes a number of x, and four with those of the norm's weight.
-        stage_bytes = self.num_warps * CHUNK * (self.rows // 2 + 2 * self.columns + 4)
-        num_stages = fitting_stages(stage_bytes, self.num_stages, device)
+        num_stages = fitting_stages(self.stage_bytes, self.num_stages, device)
         return self._replace(num_stages=num_stages) if num_stages else None
+
+    @property
+    def stage_bytes(self) -> int:
+        """With four bytes for the norm's weight."""
+        return self.num_warps * CHUNK * (self.rows // 2 + 2 * self.columns + 4)
 
 
 @triton.jit
@@ -162,7 +165,7 @@ def inverse_rms(x, is_token, eps, TOKENS: tl.constexpr, K: tl.constexpr, TILE: t
 
 
 @triton.jit(do_not_specialize=["M"])
-def _gemv_kernel(
+def _four_bit_gemv_kernel(
     x, norm_weight, weight, scale, zero, bias, y, partial, arrivals, M, N, x_stride, y_stride, eps,
     K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     CHUNKS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_CHUNKS: tl.constexpr, NORM_TILE: tl.constexpr,
@@ -313,7 +316,7 @@ def four_bit_gemv(
     split_chunks = triton.cdiv(triton.cdiv(K, CHUNK), splits * num_warps) * num_warps
     has_pdl_here = pdl and has_pdl(x.device)
     lines = triton.next_power_of_2(triton.cdiv(min(prefetch, split_chunks * CHUNK) // 2, CACHE_LINE))
-    launcher(_gemv_kernel, (tiles, splits), has_pdl_here)(
+    launcher(_four_bit_gemv_kernel, (tiles, splits), has_pdl_here)(
         x, norm_weight, *weight, bias, y, partial, arrivals if splits > 1 else None, M, y.shape[1], x.stride(0),
         y.stride(0), eps, K=K, GROUP=weight.group, GROUPS=groups, COLUMNS=columns, ROWS=rows, CHUNKS=num_warps,
         SPLITS=splits, SPLIT_CHUNKS=split_chunks, NORM_TILE=min(_NORM_TILE, triton.next_power_of_2(K)),

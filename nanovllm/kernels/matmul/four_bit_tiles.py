@@ -39,9 +39,12 @@ class FourBitTileConfig(NamedTuple):
 
     def fitted(self, device: torch.device) -> "FourBitTileConfig | None":
         """These constants, with as many stages as the card's shared memory holds; None if it does not hold two."""
-        stage_bytes = self.tile_k // 2 * self.rows + self.tile_k * 2 * self.tokens
-        num_stages = fitting_stages(stage_bytes, self.num_stages, device)
+        num_stages = fitting_stages(self.stage_bytes, self.num_stages, device)
         return self._replace(num_stages=num_stages) if num_stages else None
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.tile_k // 2 * self.rows + self.tile_k * 2 * self.tokens
 
 
 @triton.jit
@@ -115,7 +118,7 @@ def spread(of_groups, ROWS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.conste
 
 
 @triton.jit(do_not_specialize=["M"])
-def _tile_kernel(
+def _four_bit_tile_kernel(
     x, weight, scale, zero, bias, y, partial, arrivals, M, N, x_stride, y_stride,
     K: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr,
     GROUPS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_K: tl.constexpr, E2M1: tl.constexpr, ADD: tl.constexpr,
@@ -253,7 +256,7 @@ def four_bit_tiles(
     if splits > 1:
         partial = torch.empty(tiles * splits * tokens * rows, dtype=torch.float32, device=x.device)
     split_size = triton.cdiv(triton.cdiv(K, tile_k), splits) * tile_k
-    launcher(_tile_kernel, (token_tiles, row_tiles, splits), pdl and has_pdl(x.device))(
+    launcher(_four_bit_tile_kernel, (token_tiles, row_tiles, splits), pdl and has_pdl(x.device))(
         x, weight.values.view(torch.int16), weight.scale, weight.zero, bias, y, partial,
         arrivals if splits > 1 else None, M, num_rows, x.stride(0), y.stride(0), K=K, GROUP=weight.group,
         TOKENS=tokens, ROWS=rows, K_TILE=tile_k, GROUPS=max(1, tile_k // weight.group), SPLITS=splits,
