@@ -148,6 +148,11 @@ def _is_unused(name: str) -> bool:
     return name.endswith(_UNUSED) or name.startswith(_UNUSED_PARTS)
 
 
+def _is_no_bias(name: str, tensor: _Tensor) -> bool:
+    """AutoGPTQ writes zeros for the biases of layers without any."""
+    return name.endswith(".bias") and not tensor.content[...].any()
+
+
 def load_tensors(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Fill the parameters that these tensors stand for, by our names (`checked_tensors`)."""
     wanted = _wanted_tensors(model)
@@ -325,6 +330,7 @@ def _indexed_files(index: Path) -> list[Path]:
 def _check_all(wanted: dict[str, _Wanted], tensors: dict[str, _Tensor], directory: str) -> None:
     """Raises ValueError unless the checkpoint is complete, and has the right shapes and dtypes."""
     extra = [name for name in tensors if name not in wanted and not _is_unused(name)]
+    extra = [name for name in extra if not _is_no_bias(name, tensors[name])]
     # The dtypes first, because quantized checkpoints also have other names.
     for name in (*wanted, *extra):
         needed = getattr(wanted[name].param, "stored_dtypes", FLOATS) if name in wanted else FLOATS

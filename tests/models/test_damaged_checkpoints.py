@@ -58,7 +58,7 @@ def test_missing_tensor_of_a_shard(copy):
 
 def test_extra_tensor(copy):
     path = copy()
-    edit_tensors(path, lambda t: t.update({f"{LAYER}.self_attn.q_proj.bias": torch.zeros(128)}))
+    edit_tensors(path, lambda t: t.update({f"{LAYER}.self_attn.q_proj.bias": torch.ones(128)}))
     assert_nothing_loaded(path, ValueError, rf"'{LAYER}.self_attn.q_proj.bias' in model\.safetensors")
 
 

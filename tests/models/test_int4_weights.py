@@ -202,6 +202,18 @@ def test_tensors_that_are_refused(tmp_path, kind, name, edit, message):
         make_llm(path)
 
 
+def test_biases_that_auto_gptq_adds(tmp_path):
+    path = make_checkpoint(tmp_path / "model", **SIZES)
+    quantize_checkpoint(path, "gptq", 32)
+    plain = score(path)
+    name = "model.layers.1.mlp.up_proj.bias"
+    edit_tensors(path, lambda tensors: tensors.update({name: torch.zeros(192)}))
+    assert torch.equal(score(path), plain)
+    edit_tensors(path, lambda tensors: tensors[name][5].fill_(1))
+    with pytest.raises(ValueError, match=f"tensors that the model does not have: '{name}'"):
+        make_llm(path)
+
+
 def test_a_checkpoint_in_another_format_than_the_option(tmp_path):
     path = make_checkpoint(tmp_path / "model", **SIZES)
     quantize_checkpoint(path, "awq", 32)

@@ -18,7 +18,7 @@ from nanovllm.layers.formats.parameters import make_parameter
 
 GROUPS = (128, 64, 32)  # columns that share a scale where weights are rounded while they are loaded
 ZERO = 8  # of weights without zeros of their own
-_NUMBERS_AT_ONCE = 2**22  # that are rounded: in float32 they take memory beside the weights
+_NUMBERS_AT_ONCE = 2**21  # that are rounded: in float32 they take memory beside the weights
 
 
 @dataclass(frozen=True)
