@@ -42,8 +42,10 @@ class FourBitGemv(Candidate):
         if len(x) > config.max_tokens(values):
             return None
         options: dict[str, Any] = {"silu": key.operation == "linear_silu", "add": key.operation == "linear_add"}
-        # In float16 the norm's weight could overflow before the factor of the mean square.
-        if is_waiting_norm(x) and weight.dtype == torch.bfloat16 and key.K <= kernels.MAX_NORM_SIZE:
+        # In float16 the norm's weight could overflow before the factor of the mean square. And `out` could be the
+        # residual stream that x is the norm of.
+        can_fuse = weight.dtype == torch.bfloat16 and key.K <= kernels.MAX_NORM_SIZE and problem.out is None
+        if is_waiting_norm(x) and can_fuse:
             options |= {"norm_weight": x.weight, "eps": x.eps}
             x = x.residual
         else:
