@@ -173,7 +173,8 @@ def with_weights(**changes):
         (settings("awq", 16), "group_size=16"),
         (settings("gptq", 32) | {"bits": 8}, "bits=8: must be 4"),
         (settings("gptq", 32) | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin': must be 'gptq'"),
-        (settings("gptq", 32) | {"dynamic": {"-:.*mlp.*": {}}}, "dynamic="),
+        (settings("gptq", 32) | {"dynamic": {"+:.*down_proj": {"bits": 8}}}, "dynamic="),
+        (settings("gptq", 32) | {"dynamic": {"-:.*mlp.*": {}}}, "dynamic names '-:"),
         (settings("awq", 32) | {"modules_to_not_convert": ["mlp"]}, "modules_to_not_convert names 'mlp'"),
     ],
 )
@@ -182,6 +183,20 @@ def test_settings_that_are_refused(tmp_path, wrong, message):
     edit_json(path / "config.json", quantization_config=wrong)
     with pytest.raises(ValueError, match=rf"config\.json: quantization_config.*{message}"):
         Config(str(path), device="cpu", skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        settings("gptq", 32) | {"dynamic": {"-:.*\\.mlp\\.gate": {}, "-:lm_head": {}}},
+        settings("awq", 32) | {"modules_to_not_convert": ["lm_head", "mlp.gate"]},
+        with_weights(actorder="static"),
+    ],
+)
+def test_settings_that_are_read(tmp_path, changes):
+    path = make_checkpoint(tmp_path, **SIZES)
+    edit_json(path / "config.json", quantization_config=changes)
+    assert isinstance(Config(str(path), device="cpu", skip_tokenizer_init=True).weight_format, Int4)
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,7 @@ class GptqInt4(StoredInt4):
     """AutoGPTQ's and GPTQModel's, whose zeros are stored less one."""
 
     names = ("qweight", "scales", "qzeros")
+    ignored_key = "dynamic"
     packings = (
         Int32s(transposed=True, dim=0),
         Int32s(transposed=True, dim=None),
@@ -209,7 +210,9 @@ class GptqInt4(StoredInt4):
         version = settings.get("checkpoint_format") or settings.get("format") or "gptq"
         _require("checkpoint_format", version, ("gptq", "gptq_v2"))
         _require("lm_head", settings.get("lm_head", False), (False,))
-        _require("dynamic", settings.get("dynamic") or None, (None,))
+        # Names of modules that are left out begin with "-:", and others have settings of their own.
+        others = [name for name in settings.get("dynamic") or () if not str(name).startswith("-:")]
+        _require("dynamic", others, ([],))
         found = GptqInt4 if version == "gptq" else Gptq2Int4
         return found(_group_size(settings.get("group_size", -1)), not settings.get("sym", True))
 
