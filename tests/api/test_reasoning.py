@@ -16,11 +16,13 @@ from nanovllm import (
     StructuredOutputsParams,
     opens_reasoning,
     split_reasoning,
+    split_tool_calls,
     with_channels,
 )
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 TO_TOOL = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+CALL = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'  # as Qwen3 writes it
 
 
 @pytest.mark.parametrize(
@@ -51,16 +53,16 @@ TO_TOOL = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
             f"{ANALYSIS}I add.<|end|><|start|>assistant{TO_TOOL}{{}}<|call|>",
             False,
             "I add.",
-            f"{TO_TOOL}{{}}",
+            CALL,
         ),
         (  # the recipient before the channel, and a text for the user before the call
             "<|channel|>commentary<|message|>Adding.<|end|><|start|>assistant to=functions.add<|channel|>commentary "
             "<|constrain|>json<|message|>{}",
             False,
             None,
-            f"Adding.\n{TO_TOOL}{{}}",
+            f"Adding.\n{CALL}",
         ),
-        ("<|channel|>analysis to=python<|message|>1 + 1", False, None, "<|channel|>analysis to=python<|message|>1 + 1"),
+        (f"{TO_TOOL}{{", False, None, CALL.replace("{}", "{")),
         ("<|chan", False, None, "<|chan"),
     ],
 )
@@ -90,6 +92,13 @@ def test_streams(parts, is_open, data):
     rest = splitter.push("", is_last=True)
     assert [found[0] + rest[0], found[1] + rest[1]] == [reasoning or "", content]
     assert splitter.has_reasoning == (reasoning is not None)
+
+
+def test_calls_in_channels_are_tool_calls():
+    text = f"{ANALYSIS}I add.<|end|><|start|>assistant{TO_TOOL}" + '{"a": [1, "<b>"]}'
+    content, calls = split_tool_calls(split_reasoning(text)[1])
+    function = {"name": "add", "arguments": {"a": [1, "<b>"]}}
+    assert (content, calls) == ("", [{"type": "function", "function": function}])
 
 
 channel_pieces = st.lists(

@@ -6,11 +6,13 @@ What the model thinks is in the channel analysis. Its answer is in final, and wh
 commentary. A message to a tool has its name in the header: `<|channel|>commentary to=functions.sum`.
 """
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.engine.requests.tool_calls import CLOSING, OPENING
 from nanovllm.sampling_params import SamplingParams
 
 CHANNEL = "<|channel|>"
@@ -37,7 +39,8 @@ def with_channels(tokenizer: Any, params: Any) -> Any:
 
 
 class HarmonySplitter:
-    """`ReasoningSplitter` of a text that begins with a channel. Messages to tools are content, with their headers.
+    """`ReasoningSplitter` of a text that begins with a channel. Messages to tools are content, in the form of Qwen3's
+    calls, so that `ToolCallSplitter` takes them out.
 
     Attributes:
         has_reasoning: whether there has been a message of analysis.
@@ -49,7 +52,7 @@ class HarmonySplitter:
         self._read: Callable[[bool], bool] = self._read_header
         self._parts = ["", ""]  # reasoning and content that are not given away yet
         self._has = [False, False]  # whether a message of each has begun
-        self._part = 0  # of the message that is read
+        self._part, self._is_call = 0, False  # of the message that is read
 
     def push(self, text: str, is_last: bool = False) -> tuple[str, str]:
         """What a text adds to (reasoning, content). is_last: nothing comes after it."""
@@ -66,29 +69,31 @@ class HarmonySplitter:
         if not tag:
             return False
         self._held, self._read = rest, self._read_body
-        before, _, channel = header.rpartition(CHANNEL)
-        is_to_tool = " to=" in header
-        self._part = 0 if channel.split()[:1] == ["analysis"] and not is_to_tool else 1
+        channel = header.rpartition(CHANNEL)[2]
+        self._is_call = " to=" in header
+        self._part = 0 if channel.split()[:1] == ["analysis"] and not self._is_call else 1
         self.has_reasoning |= self._part == 0
         if self._has[self._part]:
             self._parts[self._part] += "\n"
         self._has[self._part] = True
-        if is_to_tool:
-            recipient = "".join(re.findall(r" to=\S+", before.rpartition("<|start|>")[2])[:1])
-            name, space, rest = channel.partition(" ")
-            self._parts[1] += f"{CHANNEL}{name}{recipient}{space}{rest}{_MESSAGE}"
+        recipient = re.search(r" to=([^\s<]+)", header.rpartition("<|start|>")[2])
+        if self._is_call:
+            name = json.dumps(recipient[1].removeprefix("functions.") if recipient else "")
+            self._parts[1] += f'{OPENING}\n{{"name": {name}, "arguments": '
         return True
 
     def _read_body(self, is_last: bool) -> bool:
         end = _ENDS.search(self._held)
-        if end is not None:
-            self._parts[self._part] += self._held[: end.start()]
-            self._held, self._read = self._held[end.start() :], self._read_header
-            return True
         num_held = 0 if is_last else _num_of_tags(self._held)
-        self._parts[self._part] += self._held[: len(self._held) - num_held]
-        self._held = self._held[len(self._held) - num_held :]
-        return False
+        size = len(self._held) - num_held if end is None else end.start()
+        self._parts[self._part] += self._held[:size]
+        self._held = self._held[size:]
+        if end is None and not is_last:
+            return False
+        if self._is_call:
+            self._parts[1] += f"}}\n{CLOSING}"
+        self._read = self._read_header
+        return True
 
 
 def _num_of_tags(text: str) -> int:
