@@ -56,7 +56,6 @@ CARDS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 _SPARE_BYTES = 2 * 1024  # as in `kernels.shared_memory`
 _FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 _FP8_CARD = 89
-_FOUR_BITS = ("int4", "mxfp4")
 # Triton has one code for sm_80, 86 and 89, apart from fp8.
 _CODE_OF_OTHERS = (80, 86)
 # Cards for which kernels are compiled that multiply no tiles by tensor cores: their code differs by dependent launches,
@@ -295,12 +294,12 @@ def _kind(arg: Any) -> Any:
 
 def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """(model, options): each model, one of them over two GPUs, one of each kind of layer and head_dim in float32, and
-    in fp8 where the card has that, and one with experts in 4 bits."""
+    in fp8 where the card has that, and one with experts in int4."""
     yield models[0], {"tensor_parallel_size": 2}
     kinds = set()
     with_experts = (model for model in models if getattr(preset_config(model), "num_experts", 0))
     for model in list(with_experts)[:1]:
-        yield from ((model, {"quantization": name}) for name in _FOUR_BITS)
+        yield model, {"quantization": "int4"}
     for model in models:
         yield model, {}
         config = preset_config(model)
