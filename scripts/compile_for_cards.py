@@ -49,6 +49,7 @@ from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.layer_facts import few_layers
 from nanovllm.models.presets import PRESET_NAMES, preset_config
+from nanovllm.models.registry import ARCHITECTURES
 
 # Compute capability -> KiB of shared memory that a program may have (CUDA C++ programming guide, "Technical
 # Specifications per Compute Capability"). The device index of a pretended card is its place here.
@@ -318,8 +319,9 @@ def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str,
 
 
 def family_models() -> list[str]:
-    """The first published size of each architecture."""
-    return list({preset_config(name).architectures[0]: name for name in reversed(PRESET_NAMES)}.values())[::-1]
+    """The first published size of each family's file."""
+    files = {ARCHITECTURES[preset_config(name).architectures[0]]: name for name in reversed(PRESET_NAMES)}
+    return list(files.values())[::-1]
 
 
 def largest(variants: list[Launch], device: torch.device, capability: int) -> list[Launch]:
