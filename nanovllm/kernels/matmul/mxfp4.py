@@ -6,6 +6,7 @@ from torch import Tensor
 from nanovllm.kernels.matmul.four_bit import UNIT, pack_torch
 
 GROUP = UNIT  # columns that share a scale
+_NUMBERS_AT_ONCE = 2**22  # that are rounded: on the way they take many times the memory of the result
 _NUM_EXPONENTS = 255  # 255 itself means NaN.
 _BIAS = 127
 # e2m1's largest number is 6 = 1.5 * 2^2.
@@ -20,6 +21,13 @@ def quantize_torch(weight: Tensor) -> tuple[Tensor, Tensor]:
     A scale is the power of two that the specification prescribes: that of a group's largest magnitude, divided by 4.
     Numbers are rounded to nearest, ties to even; those above 6 become 6.
     """
+    rows = weight.reshape(-1, weight.shape[-1])
+    parts = [_quantize_rows(part) for part in rows.split(max(1, _NUMBERS_AT_ONCE // weight.shape[-1]))]
+    values, scales = (torch.cat(each).unflatten(0, weight.shape[:-1]) for each in zip(*parts, strict=True))
+    return values, scales
+
+
+def _quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     groups = weight.float().unflatten(-1, (-1, GROUP))
     largest = groups.abs().amax(-1)
     # frexp's mantissa is in [0.5, 1).
