@@ -129,7 +129,7 @@ WRONG = {
     "kvcache_gib": ([0, 0.0, -1, NAN, INF, -INF, "2", True, [2], 65537, 1e300, 10**310], r"\(0, 65536\], or None"),
     "device": ([*CHOICE, "cuda:", "cuda:-1", "cuda:a", "cuda:1 ", "cuda1", "mps", 0], "auto, cuda, cpu, or cuda:N"),
     "dtype": ([*CHOICE, "bf16", "int8", torch.int8, torch.float64], "auto, bfloat16, float16, float32, half, float"),
-    "quantization": (["int4", "awq", "", 8, True, ["fp8"]], "None or one of fp8"),
+    "quantization": (["int3", "awq", "", 8, True, ["fp8"]], "None or one of fp8"),
     "load_format": ([*CHOICE, "safetensors"], "auto, dummy"),
     "kv_cache_dtype": ([*CHOICE, "fp8_e5m2", "int8", "bfloat16"], "auto, fp8, fp8_e4m3"),
     "kv_cache_scales": (CHOICE, "auto, checkpoint, calibrated, one"),

