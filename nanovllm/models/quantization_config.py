@@ -108,8 +108,8 @@ def check_sizes(hf_config: Any, head_dim: int, format: WeightFormat, num_ranks: 
     mlp_only, sparse_step = (getattr(hf_config, name, None) for name in ("mlp_only_layers", "decoder_sparse_step"))
     if not has_experts or mlp_only or (sparse_step or 1) > 1:
         sizes["intermediate_size"] = hf_config.intermediate_size // num_ranks
-    units = [(name, size, format.unit) for name, size in sizes.items()]
-    units += [(name, size, format.row_unit) for name, size in rows.items()]
+    units = [(name, size, format.row_unit) for name, size in rows.items()]
+    units += [(name, size, format.unit) for name, size in sizes.items()]
     for name, size, unit in units:
         if size % unit:
             where, fewer = f"tensor_parallel_size={num_ranks}", "fewer ranks, or "
