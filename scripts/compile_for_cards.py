@@ -298,12 +298,14 @@ def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str,
     in fp8 where the card has that, and one with experts in int4."""
     yield models[0], {"tensor_parallel_size": 2}
     kinds = set()
-    with_experts = (model for model in models if getattr(preset_config(model), "num_experts", 0))
-    for model in list(with_experts)[:1]:
+    configs = {model: preset_config(model) for model in models}
+    with_experts = [model for model, config in configs.items() if getattr(config, "num_experts", 0)]
+    # The weights of others have a format.
+    for model in [model for model in with_experts if not getattr(configs[model], "quantization_config", None)][:1]:
         yield model, {"quantization": "int4"}
     for model in models:
         yield model, {}
-        config = preset_config(model)
+        config = configs[model]
         num_experts, global_head_dim = getattr(config, "num_experts", 0) or 0, getattr(config, "global_head_dim", None)
         kind = global_head_dim or get_head_dim(config), num_experts > 0
         if kind not in kinds:

@@ -3,9 +3,14 @@
 import re
 
 import pytest
+from checkpoints import make_tokenizer
 from job_files import read_folder, write_lines
+from transformers import AutoTokenizer
 
 from nanovllm.jobs import GenerateActor, check_batch, run_batch
+from nanovllm.jobs.inputs import RawLine
+from nanovllm.jobs.lines import LineFormat
+from nanovllm.jobs.reader import Preparer
 
 pytest.importorskip("llguidance", reason="needs the extra structured")
 
@@ -78,3 +83,12 @@ def test_columns_of_a_ray_dataset(path):
     assert_split(rows[0])
     assert rows[1]["reasoning"] is None
     assert "input_reasoning" in rows[0]
+
+
+def test_conversations_with_a_model_of_channels_keep_the_tags(tmp_path):
+    """They are special tokens, which texts lack otherwise."""
+    make_tokenizer(tmp_path, ("<|return|>", "<|channel|>", "<|message|>"), "<|return|>", chat_template=TEMPLATE)
+    preparer = Preparer(AutoTokenizer.from_pretrained(tmp_path), LineFormat(split_reasoning=True), None)
+    rows = [{"messages": MESSAGES}, {"prompt": "a block"}]
+    lines = [(i, RawLine(i, "a.jsonl", i + 1, row, None, 10)) for i, row in enumerate(rows)]
+    assert [each.line.params.skip_special_tokens for each in preparer.prepare(lines)] == [False, True]
