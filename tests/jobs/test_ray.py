@@ -144,7 +144,7 @@ def test_wrong_calls(path, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"quantization": "int4"}, "quantization='int4'"), ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8'")],
+    [({"quantization": "int3"}, "quantization='int3'"), ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8'")],
 )
 def test_wrong_options_of_the_engines_leave_the_old_answers(path, tmp_path, options, message):
     """Without Ray: they are refused before it starts."""

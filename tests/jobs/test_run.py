@@ -326,7 +326,7 @@ def test_duplicate_ids_are_refused_and_leave_the_old_answers(job, answers):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"quantization": "int4"}, ValueError),
+        ({"quantization": "int3"}, ValueError),
         ({"kv_cache_dtype": "int8"}, ValueError),
         ({"attention_backend": "flash_attn", "device": "cpu"}, ValueError),
         ({"model": "no/such/folder"}, FileNotFoundError),

@@ -15,6 +15,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.kernels import HAS_TRITON
 from nanovllm.kernels.launch import compile_ahead
+from nanovllm.kernels.sampling.logsumexp import logsumexp
 from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds
 from nanovllm.layers.sampling.sampler import Sampler
 from nanovllm.layers.stores.store import Store
@@ -82,7 +83,7 @@ def trace_steps(runner: StepRunner) -> None:
     seq = _decoding_sequence(block_size)
     for size in telling_batch_sizes(config.max_num_seqs):
         _compute(runner, Step([seq] * size, False))
-        _trace_truncation(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
+        _trace_options(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
     num_tokens = min(runner.mixed_step_rows, longest, _NUM_SLOTS) - 1
     if num_tokens > 0:
         _compute(runner, Step([seq, _sequence(num_tokens, block_size)], False, 1))
@@ -121,13 +122,14 @@ def trace_products(model, most_decode_tokens: int, most_prefill_tokens: int) -> 
                     matmul.run(make(num_tokens))
 
 
-def _trace_truncation(logits: torch.Tensor) -> None:
-    """Top-k, top-p and min-p, which most model cards recommend. The kernels of other options are compiled by the first
-    request that has them."""
+def _trace_options(logits: torch.Tensor) -> None:
+    """Top-k, top-p and min-p, which most model cards recommend, and log-probabilities. Other options have no kernels of
+    ours."""
     floats = torch.zeros(len(logits), device=logits.device)
     numbers = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     thresholds = sampling_thresholds(logits, floats, numbers.int(), floats, floats)
     Sampler()(logits, floats, numbers, numbers, thresholds)
+    logsumexp(logits)
 
 
 def warmup_batches(config: Config, num_blocks: int) -> Iterator[list[Sequence]]:
