@@ -70,8 +70,11 @@ class Case(NamedTuple):
     num_bytes: float  # that a product reads and writes at least
 
     def launches(self, candidate: Candidate, constants: tuple) -> list[Callable[[], Any]]:
-        """One for each weight. A norm is computed in each."""
-        return [lambda problem=problem: candidate.launch(_afresh(problem), constants) for problem in self.problems]
+        """One for each weight. A norm is computed in each. What they add up stays out of `result`."""
+        out = self.problems[0].out
+        out = None if out is None else out.clone()
+        problems = [problem._replace(out=out) for problem in self.problems]
+        return [lambda problem=problem: candidate.launch(_afresh(problem), constants) for problem in problems]
 
     def result(self, candidate: Candidate, constants: tuple) -> Tensor:
         """Of the first weight, in float32."""
