@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items):
     }
     for item in items:
         for mark, reason in missing.items():
-            if reason and mark in item.keywords:
+            if reason and item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -133,8 +133,8 @@ def make_family(directory, family, **changes):
     family = "qwen3" if family == "Qwen3-8B" else family
     path = make_checkpoint(directory, family=family, dtype=torch.bfloat16, **fields | changes)
     edit_tensors(path, lambda tensors: soften_attention(tensors, family))
-    if "num_experts" in fields:
-        edit_tensors(path, lambda tensors: choose_experts_by_token(tensors, float(family == "qwen3_moe")))
+    if "num_experts" in fields or "num_local_experts" in fields:
+        edit_tensors(path, lambda tensors: choose_experts_by_token(tensors, float(not family.startswith("qwen3_5"))))
     return path
 
 
@@ -155,17 +155,22 @@ def soften_attention(tensors, family) -> None:
 def choose_experts_by_token(tensors, one: float) -> None:
     """Let a token's id choose its experts, by wide margins. Where two experts are nearly equal, rounding would choose
     another one, and change the token's whole state. one: a norm's weight that changes nothing."""
-    num_experts = len(tensors["model.layers.0.mlp.gate.weight"])
+    routers = ("mlp.gate.weight", "mlp.router.weight")
+    num_experts = next(len(tensor) for name, tensor in tensors.items() if name.endswith(routers))
     embedding = tensors["model.embed_tokens.weight"]
     order = torch.arange(len(embedding)).unsqueeze(1) + torch.arange(num_experts)
     embedding[:, :num_experts] = order % num_experts / 8
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             tensor[:num_experts] = 0  # This part of the residual stream stays as it is.
+        elif name.endswith(("o_proj.bias", "experts.down_proj", "experts.down_proj_bias")):  # of gpt-oss
+            tensor[..., :num_experts] = 0
         elif name.endswith("post_attention_layernorm.weight"):
             tensor[:num_experts] = one
-        elif name.endswith("mlp.gate.weight"):
+        elif name.endswith(routers):
             tensor.zero_().fill_diagonal_(1)
+        elif name.endswith("router.bias"):
+            tensor.zero_()
 
 
 def next_token(position):
@@ -292,6 +297,7 @@ WRONG = [
     pytest.param("smollm3", {"no_rope_layers": [1, 1, 0, 0]}, 2, marks=needs_family("smollm3")),
     ("gemma3_text", {"rope_local_base_freq": 1e6}, 0),
     ("gemma3_text", {"sliding_window": 71}, 0),
+    pytest.param("gpt_oss", {"num_experts_per_tok": 2}, 0, marks=needs_family("gpt_oss")),
     ("qwen3_moe", {"num_experts_per_tok": 2}, 0),
 ]
 
