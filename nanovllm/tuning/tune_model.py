@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,9 @@ from nanovllm.tuning.progress import Progress
 from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Picks, Result, Tuner
 from nanovllm.utils.optional_packages import installed_versions
 
-_COUNTS = {"decode": DECODE_TOKENS, "prefill": PREFILL_TOKENS}
+Counts = Mapping[str, Sequence[int]]  # numbers of tokens in each phase
+
+_COUNTS: Counts = {"decode": DECODE_TOKENS, "prefill": PREFILL_TOKENS}
 _PACKAGES = ("torch", "triton", "quack-kernels", "flash-attn-4")
 # What a dry run lists.
 _DRY_GPU, _DRY_MULTIPROCESSORS = "NVIDIA H200", 132
@@ -52,13 +54,16 @@ def tune_model(
     output: Path | None,
     into_package: bool,
     dry_run: bool,
+    tokens: Sequence[int] | None = None,
 ) -> None:
     """Measure a model's products on a GPU, and write the table to `output`, into the package, or to the user's cache.
-    What a run that was stopped has measured is not measured again. Raises ValueError with a message for the user."""
+    What a run that was stopped has measured is not measured again. tokens: numbers of tokens to measure; None: all.
+    Raises ValueError with a message for the user."""
+    counts = chosen_counts(tokens)
     layers = meta_layers(model, num_gpus, quantization)
     if dry_run:
         for layer in layers:
-            _list(layer_problems(layer))
+            _list(layer_problems(layer), counts)
         return
     gpu_device = _gpu(device)
     with torch.cuda.device(gpu_device):
@@ -68,13 +73,23 @@ def tune_model(
         shape = next(_attention_shape(layer, gpu_device) for layer in layers if layer.self_attn is not None)
         for layer in layers:
             start = time.perf_counter()
-            num_rows = _tune_layer(layer, shape, gpu_device, path)
+            num_rows = _tune_layer(layer, shape, gpu_device, path, counts)
             print(f"{num_rows} rows in {time.perf_counter() - start:.0f} s: {path}")
 
 
-def _tune_layer(layer: Any, shape: AttentionShape, device: torch.device, path: Path) -> int:
+def chosen_counts(tokens: Sequence[int] | None) -> Counts:
+    """Of the numbers of tokens that can be measured in each phase, those asked for; None: all."""
+    unknown = sorted(set(tokens or ()).difference(*_COUNTS.values()))
+    if unknown:
+        known = ", ".join(map(str, sorted(n for counts in _COUNTS.values() for n in counts)))
+        raise ValueError(f"--tokens {unknown[0]}: must be among {known}")
+    chosen = {phase: [n for n in counts if tokens is None or n in tokens] for phase, counts in _COUNTS.items()}
+    return {phase: counts for phase, counts in chosen.items() if counts}
+
+
+def _tune_layer(layer: Any, shape: AttentionShape, device: torch.device, path: Path, counts: Counts) -> int:
     """Measure a layer's products, and add them to the table at `path`. Returns the number of its rows. shape: of the
-    model's attention, which is computed between the products if the layer has it."""
+    model's attention, which is computed between the products if the layer has it. counts: from `chosen_counts`."""
     from nanovllm.tuning.layer_timer import LayerTimer
     from nanovllm.tuning.timed_attention import TimedAttention
 
@@ -87,9 +102,9 @@ def _tune_layer(layer: Any, shape: AttentionShape, device: torch.device, path: P
     tuner = Tuner(keys, present, timer.candidates.values(), num_multiprocessors, timer.fitted, top_k)
     versions = installed_versions(*_PACKAGES)
     inputs = [type(problem.x).__name__ for problem in problems]  # whether they are normalized first
-    journal = Journal((gpu, keys, top_k, inputs, versions, sorted(timer.candidates), _COUNTS))
+    journal = Journal((gpu, keys, top_k, inputs, versions, sorted(timer.candidates), counts))
     known = journal.read()
-    steps = [(phase, n) for phase, counts in _COUNTS.items() for n in counts if (phase, n) not in known]
+    steps = [(phase, n) for phase, numbers in counts.items() for n in numbers if (phase, n) not in known]
     if known:
         num_steps = len(known) + len(steps)
         print(f"{len(known)} of {num_steps} numbers of tokens were measured by a run that was stopped.")
@@ -109,7 +124,7 @@ def _tune_layer(layer: Any, shape: AttentionShape, device: torch.device, path: P
             journal.add(phase, num_tokens, result)
             progress.show(ends[phase, num_tokens], total)
 
-        found = tuner.tune(time_layer, _COUNTS, progress.tell, known, keep)
+        found = tuner.tune(time_layer, counts, progress.tell, known, keep)
     # An existing file keeps its rows of other models.
     before = read_table(path) if path.is_file() else Table()
     write_table(path, gpu, before.updated(Table(found.rows, found.settings, versions)))
@@ -172,13 +187,13 @@ def _trials(tuner: Tuner, steps: Iterable[tuple[str, int]]) -> Iterator[tuple[st
                 yield phase, num_tokens, i, choice
 
 
-def _list(problems: list[AnyProblem]) -> None:
+def _list(problems: list[AnyProblem], counts: Counts) -> None:
     keys, top_k = keys_and_top_k(problems)
     is_alone = all(key.operation != "linear_sum" for key in keys)
     # Over several GPUs engines have no Quack.
     candidates = [each for each in ALL if is_alone or each not in (Quack, QuackExperts)]
     tuner = Tuner(keys, package_table(_DRY_GPU), candidates, _DRY_MULTIPROCESSORS, top_k=top_k)
-    steps = [(phase, n) for phase, counts in _COUNTS.items() for n in counts]
+    steps = [(phase, n) for phase, numbers in counts.items() for n in numbers]
     trials = Counter((phase, n, keys[i], choice.candidate) for phase, n, i, choice in _trials(tuner, steps))
     for (phase, num_tokens, key, candidate), count in trials.items():
         weight = f"[{key.N}, {key.K}]"

@@ -49,6 +49,12 @@ def test_a_dry_run_needs_no_gpu(capsys):
     assert "layers to measure" in lines[-1]
 
 
+def test_some_numbers_of_tokens_alone(capsys):
+    assert main(["tune", "Qwen3-8B", "--dry-run", "--tokens", "64", "2048"]) == 0
+    *lines, _ = capsys.readouterr().out.splitlines()
+    assert {tuple(line.split()[:2]) for line in lines} == {("decode", "64"), ("prefill", "2048")}
+
+
 def test_a_reader_may_stop_early():
     reader, writer = os.pipe()
     os.close(reader)
@@ -76,6 +82,7 @@ def test_a_dry_run_of_a_checkpoint(tmp_path, capsys):
         (["Qwen3-8B", "--output", "a", "--package"], "not allowed with argument"),
         (["Qwen3-8B", "--tensor-parallel-size", "3"], "tensor_parallel_size=3: must divide"),
         (["Qwen3-8B", "--tensor-parallel-size", "0"], "tensor_parallel_size=0"),
+        (["Qwen3-8B", "--tokens", "1", "3"], "--tokens 3: must be among 1, 2, 4, 8"),
     ],
 )
 def test_mistakes_are_named(capsys, monkeypatch, arguments, message):
