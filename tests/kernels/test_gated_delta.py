@@ -158,6 +158,33 @@ def test_decode_kernels_equal_twin(heads, state_dtype, dtype, device):
     assert_close(actual[2:], expected[2:], rounding)
 
 
+@pytest.mark.parametrize("function", [delta_rule_decode_torch, delta_rule_decode_triton])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_proposed_tokens_equal_steps_of_one(function, state_dtype, device):
+    """Of sequences with 0 to 5 proposed tokens, one at its start: every output, and every state on the way."""
+    layer = Layer(1, 2, 16, device, num_slots=32, state_dtype=state_dtype)
+    layer.fill(3, 7, 9, 11, 20, 22)
+    firsts, num_proposed, lens = [7, 3, 9, 5, 11, 20, 22], [0, 3, 5, 2, 1, 0, 4], [9, 2, 30, 1, 3, 4, 3]
+    lent = iter((0, 1, 2, 4, 6, 8, 10, 12, 13, 14, 15, 16, 17, 18, 19))
+    groups = [[first, *(next(lent) for _ in range(n))] for first, n in zip(firsts, num_proposed, strict=True)]
+    slots = [slot if i == 0 else -2 - slot for group in groups for i, slot in enumerate(group)] + [-1, -1]
+    context_lens = [n + i for group, n in zip(groups, lens, strict=True) for i in range(len(group))] + [0, 0]
+    inputs = layer.inputs(len(slots))
+    out, tails, states = layer.run(function, inputs, slots, context_lens)
+    assert not out[-2:].any()
+    tolerance = 0 if function is delta_rule_decode_triton else 1e-6
+    for i in range(max(map(len, groups))):
+        rows = [sum(map(len, groups[:g])) + i for g, group in enumerate(groups) if len(group) > i]
+        own = [group[0] for group in groups if len(group) > i]
+        step = layer.run(function, [x[rows] for x in inputs], own, [context_lens[row] for row in rows])
+        written = [group[i] for group in groups if len(group) > i]
+        assert_close((out[rows], tails[written], states[written]), (step[0], step[1][own], step[2][own]), tolerance)
+        layer.keep(step)
+    others = sorted(set(range(32)).difference(*groups))
+    assert states[others].isnan().all()
+    assert tails[others].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(2, 2), (1, 3)])

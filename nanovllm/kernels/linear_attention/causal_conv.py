@@ -50,11 +50,21 @@ def _silu_and_norm(mixed, is_normed):
 
 @triton.jit
 def count_rows(slots, row, slot, num_rows):
-    """How many rows from this one on have this slot."""
+    """How many rows a sequence has, of which this one, with this slot, is the first."""
     count = 1
-    while tl.load(slots + row + count, mask=row + count < num_rows, other=-1) == slot:
+    following = tl.load(slots + row + 1, mask=row + 1 < num_rows, other=-1)
+    while (following == slot) | (following < -1):
         count += 1
+        following = tl.load(slots + row + count, mask=row + count < num_rows, other=-1)
     return count
+
+
+@triton.jit
+def _store_tail(tails, slot, x0, x1, x2, channel, inside, CONV_DIM: tl.constexpr):
+    at = tails + slot.to(tl.int64) * (3 * CONV_DIM) + channel
+    tl.store(at, x0.to(tails.dtype.element_ty), mask=inside)
+    tl.store(at + CONV_DIM, x1.to(tails.dtype.element_ty), mask=inside)
+    tl.store(at + 2 * CONV_DIM, x2.to(tails.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "context_lens"])
@@ -63,7 +73,7 @@ def _convolve_rows_kernel(
     NUM_NORMED: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The program of a sequence's first row serves the first three, which see the tail, and writes the new tail. So no
-    other program reads what this one writes."""
+    other program reads what this one writes. Proposed tokens from the fourth row on write their own tails."""
     CONV_DIM: tl.constexpr = NUM_HEADS * DIM
     row = tl.program_id(0)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -74,8 +84,12 @@ def _convolve_rows_kernel(
         gdc_launch_dependents()
     slot = tl.load(slots + row).to(tl.int64)
     # The rows of a sequence follow each other.
-    is_first = (slot >= 0) & (tl.load(slots + row - 1, mask=row >= 1, other=-1) != slot)
-    is_fourth = (slot >= 0) & (tl.load(slots + row - 3, mask=row >= 3, other=-1) == slot)
+    before = tl.load(slots + row - 1, mask=row >= 1, other=-1)
+    second_before = tl.load(slots + row - 2, mask=row >= 2, other=-1)
+    third_before = tl.load(slots + row - 3, mask=row >= 3, other=-1)
+    is_first = (slot >= 0) & (before != slot)
+    is_fourth_of_prompt = (slot >= 0) & (third_before == slot)
+    is_fourth_of_proposal = (slot < -1) & (before < -1) & (second_before < -1)
     w0 = load_float(weight + channel * 4, inside)
     w1 = load_float(weight + channel * 4 + 1, inside)
     w2 = load_float(weight + channel * 4 + 2, inside)
@@ -96,20 +110,26 @@ def _convolve_rows_kernel(
             value = _silu_and_norm(x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3, is_normed)
             tl.store(mixed_at + i * CONV_DIM, value.to(mixed.dtype.element_ty), mask=inside)
             x0, x1, x2 = x1, x2, x3
-        if count > 3:
+            following = tl.load(slots + row + i + 1, mask=i + 1 < count, other=-1)
+            if following < -1:
+                _store_tail(tails, slot, x0, x1, x2, channel, inside, CONV_DIM)
+                slot = (-2 - following).to(tl.int64)
+        if count > 3:  # If it is a proposed token, its own program writes the same.
             last = x_at + (count - 1).to(tl.int64) * qkv_stride
             x0 = load_float(last - 2 * qkv_stride, inside)
             x1 = load_float(last - qkv_stride, inside)
             x2 = load_float(last, inside)
-        tl.store(tail, x0.to(tails.dtype.element_ty), mask=inside)
-        tl.store(tail + CONV_DIM, x1.to(tails.dtype.element_ty), mask=inside)
-        tl.store(tail + 2 * CONV_DIM, x2.to(tails.dtype.element_ty), mask=inside)
-    elif is_fourth:
-        value = load_float(x_at, inside) * w3
-        value += load_float(x_at - qkv_stride, inside) * w2
-        value += load_float(x_at - 2 * qkv_stride, inside) * w1
-        value += load_float(x_at - 3 * qkv_stride, inside) * w0
+            slot = tl.load(slots + row + count - 1).to(tl.int64)
+            slot = tl.where(slot < -1, -2 - slot, slot)
+        _store_tail(tails, slot, x0, x1, x2, channel, inside, CONV_DIM)
+    elif is_fourth_of_prompt | is_fourth_of_proposal:
+        x0 = load_float(x_at - 2 * qkv_stride, inside)
+        x1 = load_float(x_at - qkv_stride, inside)
+        x2 = load_float(x_at, inside)
+        value = load_float(x_at - 3 * qkv_stride, inside) * w0 + x0 * w1 + x1 * w2 + x2 * w3
         tl.store(mixed_at, _silu_and_norm(value, is_normed).to(mixed.dtype.element_ty), mask=inside)
+        if is_fourth_of_proposal:
+            _store_tail(tails, -2 - slot, x0, x1, x2, channel, inside, CONV_DIM)
 
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["cu_seqlens", "reads"])

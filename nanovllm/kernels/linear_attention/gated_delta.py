@@ -69,7 +69,8 @@ def _decode_kernel(
     NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The program of a sequence's first row computes all its rows. It reads the state before it waits, because the
-    states were written in an earlier step."""
+    states were written in an earlier step. It writes the state after the last row, and after each row that a proposed
+    token follows."""
     CONV_DIM: tl.constexpr = (2 * NUM_KEY_HEADS + NUM_HEADS) * DIM
     head = tl.program_id(0)
     row = tl.program_id(1)
@@ -78,20 +79,22 @@ def _decode_kernel(
     slot = tl.load(slots + row).to(tl.int64)
     dims = tl.arange(0, DIM)
     out_at = out + (row.to(tl.int64) * NUM_HEADS + head) * DIM + dims
-    if slot < 0:
+    if slot == -1:
         if PDL:
             gdc_wait()
         tl.store(out_at, tl.zeros([DIM], out.dtype.element_ty))
         return
-    if tl.load(slots + row - 1, mask=row >= 1, other=-1) == slot:
+    if (slot < -1) | (tl.load(slots + row - 1, mask=row >= 1, other=-1) == slot):
         return
-    state_at = states + (slot * NUM_HEADS + head) * (DIM * DIM) + dims[:, None] * DIM + dims[None, :]
+    in_state = dims[:, None] * DIM + dims[None, :]
     has_begun = tl.load(context_lens + row) > 1
+    state_at = states + (slot * NUM_HEADS + head) * (DIM * DIM) + in_state
     state = load_float(state_at, dims[:, None] < tl.where(has_begun, DIM, 0))
     rate = tl.exp(tl.load(A_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head).to(tl.float32)
     weight = tl.load(norm_weight + dims).to(tl.float32)
     count = count_rows(slots, row, slot, num_rows)
+    following_at = slots + row + 1
     if PDL:
         gdc_wait()
     row = row.to(tl.int64)
@@ -116,7 +119,13 @@ def _decode_kernel(
         inverse_rms = tl.rsqrt(tl.sum(value * value, axis=0) / DIM + eps)
         value = value * inverse_rms * weight * silu(gate)
         tl.store(out_at + i * (NUM_HEADS * DIM), value.to(out.dtype.element_ty))
-    tl.store(state_at, state.to(states.dtype.element_ty))
+        following = tl.load(following_at + i, mask=i + 1 < count, other=-2)
+        if following < -1:
+            kept = state.to(states.dtype.element_ty)
+            tl.store(states + (slot * NUM_HEADS + head) * (DIM * DIM) + in_state, kept)
+            # The next token begins with what a step of its own would read.
+            state = kept.to(tl.float32)
+            slot = (-2 - following).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -157,7 +166,9 @@ def delta_rule_decode(
 ) -> Tensor:
     """One token a row. Tails and states are updated in place.
 
-    Rows with equal slots are tokens of one sequence. They follow each other, in the order of their positions.
+    Rows of one sequence follow each other, in the order of their positions. Those of a prompt have equal slots. A token
+    that is only proposed (speculation) has `-2 - slot`: it continues the row before, and its tail and state are written
+    to a slot of its own. So those before it are kept.
 
     Args:
         slots: int32 `[num_tokens]`; -1 is a padding row, whose output is zeros.
@@ -236,20 +247,22 @@ def delta_rule_decode_torch(
     key_dim, value_dim = states.shape[2:]
     out = qkv.new_zeros(len(qkv), num_value_heads, value_dim)
     log_decay, beta = _gates(a, b, A_log, dt_bias)
-    ranks = _ranks(slots).masked_fill(slots < 0, -1)
+    ranks = _ranks(slots).masked_fill(slots == -1, -1)
+    writes = torch.where(slots < -1, -2 - slots, slots).long()
     back = torch.arange(conv_weight.shape[1] - 1, 0, -1, device=qkv.device)
     for rank in range(int(ranks.max()) + 1 if len(ranks) else 0):
         rows = torch.nonzero(ranks == rank).squeeze(1)
-        slot, position = slots[rows].long(), context_lens[rows, None] - 1
-        tail = torch.where((position >= back)[:, :, None], tails[slot], 0)
+        write, position = writes[rows], context_lens[rows, None] - 1
+        read = writes[rows - 1] if rank else write
+        tail = torch.where((position >= back)[:, :, None], tails[read], 0)
         windows = torch.cat((tail, qkv[rows, None]), dim=1)
-        tails[slot] = windows[:, 1:]
+        tails[write] = windows[:, 1:]
         q, k, v = _heads(convolve_torch(windows, conv_weight, key_dim, num_key_heads), states.shape, num_key_heads)
-        state = torch.where((position > 0)[:, :, None, None], states[slot].float(), 0)
+        state = torch.where((position > 0)[:, :, None, None], states[read].float(), 0)
         state = state * log_decay[rows].exp()[:, :, None, None]
         delta = (v - torch.einsum("rhk,rhkv->rhv", k, state)) * beta[rows, :, None]
         state = state + k[:, :, :, None] * delta[:, :, None, :]
-        states[slot] = state.to(states.dtype)
+        states[write] = state.to(states.dtype)
         out[rows] = torch.einsum("rhk,rhkv->rhv", q, state).to(out.dtype)
     return _gated_norm(out, z, norm_weight, eps)
 
@@ -350,7 +363,7 @@ def _ranks(slots: Tensor) -> Tensor:
     """How many rows of the same sequence are right before each row."""
     rows = torch.arange(len(slots), device=slots.device)
     is_first = torch.ones_like(slots, dtype=torch.bool)
-    is_first[1:] = slots[1:] != slots[:-1]
+    is_first[1:] = (slots[1:] != slots[:-1]) & (slots[1:] >= -1)
     return rows - torch.where(is_first, rows, 0).cummax(0).values
 
 
