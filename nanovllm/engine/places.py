@@ -3,7 +3,7 @@
 import math
 from collections import OrderedDict
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.linear_attention.gated_delta import CHUNK
@@ -23,11 +23,17 @@ class Place:
     num_known: int = 0
     snapshot: int = -1  # slot; -1 for no snapshot
     snapshot_end: int = 0
+    lent: list[int] = field(default_factory=list)  # slots for the states after proposed tokens, in their order
 
     def slots_of_step(self, num_cached: int) -> tuple[int, int, int, int]:
         """A column of `Context.slots` for a prefill that begins after num_cached tokens."""
         first = -1 if num_cached == 0 else self.source if num_cached == self.num_reused else self.slot
         return first, self.slot, self.snapshot, self.snapshot_end - num_cached if self.snapshot >= 0 else 0
+
+    def of_proposed(self, index: int) -> "Place":
+        """What the row of a proposed token has as its place in a step, where `Context.slots` says that it continues the
+        row before."""
+        return Place(-2 - self.lent[index])
 
     def copy_of_step(self, num_cached: int) -> tuple[int, int] | None:
         """What a mixed step that begins after num_cached tokens copies first: the snapshot's slot, and its own one. Its
@@ -44,6 +50,9 @@ class Places:
     again. The other slots may hold snapshots: states after a known prefix, with which other sequences begin. They read
     the snapshot and write to their own slot, so nothing is copied. When slots are short, the snapshot used longest ago
     is dropped.
+
+    A step that computes proposed tokens (speculation) writes the state after each of them to a slot that the sequence
+    has for this step alone. The slot with the state after the last accepted token becomes the sequence's own.
 
     A snapshot is known by the content id of the block that its prefix ends with (`block_manager.Block`), which stands
     for all tokens up to there.
@@ -87,9 +96,24 @@ class Places:
 
     def deallocate(self, place: Place) -> None:
         """Take the slot back. The step in flight may still use it; its next owner writes to it in a later step."""
-        self._free.append(place.slot)
+        self._free += [place.slot, *place.lent]
+        place.lent = []
         if place.snapshot >= 0:
             self._free.append(place.snapshot)
+
+    def lend(self, place: Place, count: int) -> int:
+        """Give a sequence slots for the states after the tokens that the next step proposes: `count`, or as many as
+        there are. Returns the number. `commit` ends it, or `deallocate`."""
+        while len(place.lent) < count and (slot := self._take()) >= 0:
+            place.lent.append(slot)
+        return len(place.lent)
+
+    def commit(self, place: Place, num_accepted: int) -> None:
+        """Let the state after the first num_accepted proposed tokens be the sequence's, and take the other slots
+        back."""
+        slots = [place.slot, *place.lent]
+        place.slot, place.lent = slots.pop(num_accepted), []
+        self._free += slots
 
     def num_reusable_blocks(self, content_ids: AbstractSequence[int]) -> int:
         """How many of a sequence's first blocks need not be computed: the longest beginning whose state is known.

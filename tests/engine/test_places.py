@@ -6,6 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 from checkpoints import greedy, make_checkpoint, make_llm, random_prompt
+from hypothesis import given
+from hypothesis import strategies as st
+from invariants import check_scheduler
 from schedulers import SIZE, add, make_scheduler, step
 
 from nanovllm.engine.places import Places
@@ -182,6 +185,66 @@ def test_chunks_of_a_prompt_end_where_a_snapshot_can_be_taken():
     assert seq.num_cached_tokens == 16
     run(scheduler)
     assert ask(scheduler, prompt) == 48
+
+
+# -- slots for proposed tokens --------------------------------------------------------------------------------------
+
+
+def test_the_state_after_the_last_accepted_token_is_kept():
+    places = Places(6)
+    place, other = (places.allocate(0, 0, 0) for _ in range(2))
+    for num_accepted in (0, 1, 2, 3):
+        assert places.lend(place, 3) == 3
+        slots = [place.slot, *place.lent]
+        assert [-2 - place.of_proposed(i).slot for i in range(3)] == place.lent
+        assert len({*slots, other.slot}) == 5
+        places.commit(place, num_accepted)
+        assert place.slot == slots[num_accepted]
+    assert places.lend(place, 9) == 4
+    assert places.lend(other, 1) == 0, "none is left"
+    assert not places.can_allocate()
+    places.commit(place, 4)
+    places.commit(other, 0)
+    assert places.can_allocate()
+
+
+def test_proposed_tokens_come_before_snapshots():
+    scheduler = make(4)
+    ask(scheduler, [*BEGINNING, 1])
+    seq = add(scheduler, [1, 2, 3], max_tokens=9)
+    step(scheduler)
+    places = scheduler.block_manager.places
+    assert places.num_snapshots == 1
+    assert places.lend(seq.place, 2) == 2
+    assert places.num_snapshots == 1
+    assert places.lend(seq.place, 3) == 3
+    assert places.num_snapshots == 0
+    scheduler.abort()
+    check_scheduler(scheduler)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=40))
+def test_no_slot_is_lost_or_shared(actions):
+    """Sequences begin, end, propose, accept and leave snapshots, in any order."""
+    places, held = Places(6), []
+    for content_id, (action, number) in enumerate(actions, 1):
+        place = held[number % len(held)] if held else None
+        if action == 0 and places.can_allocate():
+            held.append(places.allocate(0, 0, 0))
+        elif action == 1 and place:
+            held.remove(place)
+            places.deallocate(place)
+        elif action == 2 and place:
+            assert places.lend(place, number) == len(place.lent)
+        elif action == 3 and place:
+            places.commit(place, min(number, len(place.lent)))
+        elif action == 4 and place and place.snapshot < 0:
+            place.snapshot = places._take()
+            if place.snapshot >= 0:
+                places.keep_snapshot(place, content_id)
+        slots = [*places._free, *places._snapshots.values()]
+        slots += [slot for place in held for slot in (place.slot, *place.lent)]
+        assert sorted(slots) == list(range(6))
 
 
 class Counts(Store):

@@ -62,7 +62,7 @@ def check_places(places: Places | None, seqs: Iterable[Sequence]) -> None:
         assert (seq.place is not None) == (places is not None and bool(seq.block_table))
     if places is None:
         return
-    held = [seq.place.slot for seq in seqs if seq.place is not None]
+    held = [slot for seq in seqs if seq.place is not None for slot in (seq.place.slot, *seq.place.lent)]
     held += [seq.place.snapshot for seq in seqs if seq.place is not None and seq.place.snapshot >= 0]
     slots = Counter([*held, *places._free, *places._snapshots.values()])
     assert slots == Counter(range(places.num_slots))

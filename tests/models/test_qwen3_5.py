@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING
 
 from nanovllm import SamplingParams
+from nanovllm.engine.step import Step
 from nanovllm.models.loader import check_checkpoint
 
 pytestmark = needs_family("qwen3_5_text")
@@ -144,6 +145,40 @@ def test_a_prompt_begins_with_a_snapshot_beside_a_decode_step(dense):
         expected = reference.greedy([first, *others], 30)
         assert [done[i] for i in ids] == [expected[0], expected[1][:4], expected[2][:4]]
         assert len(copied) == 2
+
+
+def test_proposed_tokens_that_are_taken_back(model):
+    """Steps of the last token and three proposed ones, of which 0 to 3 are right."""
+    path, reference = model
+    for length in (1, 2, 70):
+        (prompt,) = reference.draw_prompts((length,), 16)
+        (right,) = reference.greedy([prompt], 16)
+        with make_llm(path, overlap_steps=False) as llm:
+            llm.add_request(prompt, greedy(16))
+            llm.step()
+            (seq,) = llm.scheduler.running
+            runner, places = llm.model_runner, llm.scheduler.block_manager.places
+            seq.block_table += [block for block in range(8) if block not in seq.block_table]
+            for num_right in (0, 3, 1, 2, 0, 3):
+                known = seq.num_completion_tokens
+                proposed = [abs(token - (i >= num_right)) for i, token in enumerate(right[known : known + 3])]
+                assert places.lend(seq.place, 3) == 3
+                rows = [seq, *(Row(seq, proposed[: i + 1], seq.place.of_proposed(i)) for i in range(3))]
+                runner.decode_inputs.write(step := Step(rows, is_prefill=False), 4)
+                runner.run(step)
+                assert step.tokens.tolist()[: num_right + 1] == right[known : known + num_right + 1]
+                places.commit(seq.place, num_right)
+                seq.tokens.extend(step.tokens.tolist()[: num_right + 1])
+
+
+class Row:
+    """A sequence with proposed tokens, as the inputs of a step see it."""
+
+    pending_row, is_prefilling = -1, False
+
+    def __init__(self, seq, proposed, place):
+        self.tokens, self.place = [*seq.tokens, *proposed], place
+        self.params, self.seed, self.block_table = seq.params, seq.seed, seq.block_table
 
 
 @pytest.mark.slow
