@@ -159,11 +159,11 @@ class Trials:
         problem = case.problems[0]
         yield self.default(problem.key), ()
         for candidate in self.candidates:
-            if not candidate.supports(problem.key, problem.weight) or candidate.is_default:
+            if not candidate.supports(problem.key, problem.weight):
                 continue
             for constants in candidate.challengers(problem.key, num_tokens, product.top_k, self._count):
                 fitted = candidate.fitted(problem.weight, tuple(constants))
-                if fitted is not None:
+                if fitted is not None and (fitted or not candidate.is_default):
                     yield candidate, fitted
 
 

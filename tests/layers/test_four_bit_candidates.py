@@ -14,10 +14,13 @@ from nanovllm.layers.formats.int4 import Int4
 from nanovllm.layers.formats.mxfp4 import Mxfp4
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.candidates import (
+    Dequantized,
     FourBitExperts,
     FourBitExpertsGemv,
     FourBitGemv,
     FourBitTiles,
+    dequantized,
+    expert_tiles,
     four_bit_experts,
     four_bit_experts_gemv,
     four_bit_gemv,
@@ -101,6 +104,29 @@ def test_experts(candidate, constants, format, kernels_everywhere):
         assert_close(candidate.launch(asked, candidate.fitted(gate_up, constants))[::2], expected[::2])
 
 
+def test_dequantized_experts_have_tiles_of_their_own(kernels_everywhere, monkeypatch):
+    num_experts, hidden_size, intermediate = 4, 64, 32
+    gate_up, down = (
+        Mxfp4().quantize(torch.randn(num_experts, *shape) / 8, DTYPE)
+        for shape in ((2 * intermediate, hidden_size), (hidden_size, intermediate))
+    )
+    x, logits, key = (
+        torch.randn(300, hidden_size).to(DTYPE),
+        torch.randn(300, num_experts),
+        Key.of("experts", 1, gate_up),
+    )
+    asked = ExpertsProblem(key, x, logits, gate_up, down, 2, True, torch.empty_like(x), False)
+    expected = default_result(asked._replace(out=torch.empty_like(x)))
+    for module in (dequantized, expert_tiles):
+        monkeypatch.setattr(module, "use_kernels", lambda x: True)
+    found = set(Dequantized.challengers(key, 300, 2, H200))
+    assert () in found
+    assert not set(Dequantized.challengers(key, 200, 2, H200))
+    constants = Dequantized().fitted(gate_up, max(found))
+    assert len(constants) == 2
+    assert_close(Dequantized().launch(asked, constants), expected)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_challengers_are_few_and_fit_their_bounds(format):
     for N, K in ((6144, 4096), (4096, 12288), (1024, 2048)):
@@ -111,5 +137,5 @@ def test_challengers_are_few_and_fit_their_bounds(format):
             tiles = [FourBitTileConfig(*each) for each in FourBitTiles.challengers(key, num_tokens, 1, H200)]
             assert all(each.tokens <= max(16, 2 * num_tokens) and each.num_stages >= 2 for each in tiles)
             assert len(found) + len(tiles) < 100
-            assert bool(found) == (num_tokens <= 16)
-            assert bool(tiles) == (num_tokens > 4)
+            assert bool(found) == (num_tokens == 1)
+            assert tiles

@@ -215,6 +215,7 @@ def test_tables_of_the_package(path):
     constant_types |= {"gemv-4bit": FourBitGemvConfig, "tiles-4bit": FourBitTileConfig}
     pairs_of_types = {"experts-gemv": ExpertsGemvConfig, "expert-tiles": TileConfig, "quack-experts": Tile}
     pairs_of_types |= {"experts-gemv-4bit": FourBitExpertsConfig, "expert-tiles-4bit": FourBitExpertTiles}
+    pairs_of_types |= {"dequantized": TileConfig}
     gpu = json.loads(path.read_text())["gpu"]
     assert path == package_path(gpu)
     table = package_table(gpu)

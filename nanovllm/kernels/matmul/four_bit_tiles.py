@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import use_kernels
-from nanovllm.kernels.dependent_launch import await_previous, gdc_launch_dependents, gdc_wait, has_pdl
+from nanovllm.kernels.dependent_launch import (
+    CACHE_LINE,
+    await_previous,
+    gdc_launch_dependents,
+    gdc_wait,
+    has_pdl,
+    prefetch_lines,
+)
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.four_bit import UNIT, FourBit, check_four_bit, decode, scale_of
 from nanovllm.kernels.matmul.linear_checks import check_result
@@ -28,7 +35,7 @@ _PLACES = 4  # of numbers in a word
 
 
 class FourBitTileConfig(NamedTuple):
-    """Launch constants, all powers of two except num_stages."""
+    """Launch constants, all powers of two except num_stages and prefetch."""
 
     rows: int  # weight rows of a tile, at least 16
     tokens: int  # of a tile, at least 16
@@ -36,6 +43,7 @@ class FourBitTileConfig(NamedTuple):
     splits: int  # programs among which K is divided
     num_warps: int
     num_stages: int  # of the load pipeline
+    prefetch: int = 0  # first columns of its split that a program asks into L2 while it waits; 0 for none
 
     def fitted(self, device: torch.device) -> "FourBitTileConfig | None":
         """These constants, with as many stages as the card's shared memory holds; None if it does not hold two."""
@@ -122,7 +130,7 @@ def _four_bit_tile_kernel(
     x, weight, scale, zero, bias, y, partial, arrivals, M, N, x_stride, y_stride,
     K: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr,
     GROUPS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_K: tl.constexpr, E2M1: tl.constexpr, ADD: tl.constexpr,
-    COMPILED: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] = x W^T + bias, y += that with ADD. x is arranged. weight: in words of 16 bits. GROUPS: of a row's tile
     that have a scale each."""
@@ -144,6 +152,11 @@ def _four_bit_tile_kernel(
     scales = row[:, None] * (K // GROUP) + group
     if PDL:
         gdc_launch_dependents()
+    if PREFETCH > 0:
+        # In words, of which a cache line has 64.
+        lines = tl.minimum(first // 4 + tl.arange(0, PREFETCH) * 64, PLACE - 1)
+        prefetch_lines(weight + row[:, None] * PLACE + lines[None, :])
+    if PDL:
         gdc_wait()
 
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -234,7 +247,7 @@ def four_bit_tiles(
         config: K is not split if the result has more tiles than `arrivals` has counters.
         arrivals: from `split_k.make_arrivals`; None if config has one split.
         add: whether the result is added to y, before it is rounded.
-        pdl: programmatic dependent launch (see `dependent_launch`). Nothing is read early.
+        pdl: programmatic dependent launch (see `dependent_launch`). Before the wait weights are asked into L2 alone.
 
     Raises:
         ValueError: another shape, layout or dtype; the message begins with the argument's name.
@@ -248,7 +261,7 @@ def four_bit_tiles(
     check_result(y, x, weight.values, False)
     if M == 0:
         return
-    rows, tokens, tile_k, splits, num_warps, num_stages = config
+    rows, tokens, tile_k, splits, num_warps, num_stages, prefetch = config
     row_tiles, token_tiles, partial = triton.cdiv(num_rows, rows), triton.cdiv(M, tokens), None
     tiles = row_tiles * token_tiles
     if tiles > (0 if arrivals is None else arrivals.numel()):
@@ -256,10 +269,12 @@ def four_bit_tiles(
     if splits > 1:
         partial = torch.empty(tiles * splits * tokens * rows, dtype=torch.float32, device=x.device)
     split_size = triton.cdiv(triton.cdiv(K, tile_k), splits) * tile_k
-    launcher(_four_bit_tile_kernel, (token_tiles, row_tiles, splits), pdl and has_pdl(x.device))(
+    has_pdl_here = pdl and has_pdl(x.device)
+    lines = triton.next_power_of_2(triton.cdiv(min(prefetch, split_size) // 2, CACHE_LINE))
+    launcher(_four_bit_tile_kernel, (token_tiles, row_tiles, splits), has_pdl_here)(
         x, weight.values.view(torch.int16), weight.scale, weight.zero, bias, y, partial,
         arrivals if splits > 1 else None, M, num_rows, x.stride(0), y.stride(0), K=K, GROUP=weight.group,
         TOKENS=tokens, ROWS=rows, K_TILE=tile_k, GROUPS=max(1, tile_k // weight.group), SPLITS=splits,
-        SPLIT_K=split_size, E2M1=weight.is_e2m1, ADD=add, COMPILED=x.is_cuda, num_warps=num_warps,
-        num_stages=num_stages,
+        SPLIT_K=split_size, E2M1=weight.is_e2m1, ADD=add, PREFETCH=lines if prefetch and has_pdl_here else 0,
+        COMPILED=x.is_cuda, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip

@@ -50,23 +50,26 @@ class FourBitTiles(Candidate):
     @classmethod
     def challengers(cls, key: Key, num_tokens: int, top_k: int, num_multiprocessors: int) -> Iterator[tuple]:
         """As few splits as give most multiprocessors a program, and twice as many. The stages fill a multiprocessor's
-        shared memory, or half of it, where another program finds room too."""
-        if not cls.is_for(key) or num_tokens <= 4:
+        shared memory, or half of it, where another program finds room too. Few tokens wait for weights: their steps are
+        long, and their programs ask for weights early."""
+        if not cls.is_for(key):
             return
         padded = max(16, 1 << (num_tokens - 1).bit_length())
-        for rows, tokens, tile_k in product((64, 128), (16, 32, 64, 128, 256), (128, 256)):
+        is_few = padded == 16
+        for rows, tokens, tile_k in product((64, 128), (16, 32, 64, 128, 256), (256, 512) if is_few else (128, 256)):
             if tokens > padded or tokens < min(padded, 128) // 2 or tokens * tile_k > 256 * 128:
                 continue
             tiles = -(-key.N // rows) * -(-num_tokens // tokens)
             stage = rows * tile_k // 2 + tokens * tile_k * 2
             shared = _SHARED_BYTES // (1 if stage * 3 > _SHARED_BYTES // 2 else 2)
             for splits in (1, 2, 4, 8):
-                is_much = splits * tiles > 2.2 * num_multiprocessors or 512 * splits > key.K
+                is_much = splits * tiles > (3 if is_few else 2.2) * num_multiprocessors or 512 * splits > key.K
                 is_little = splits < 8 and 2 * splits * tiles <= num_multiprocessors and 1024 * splits <= key.K
                 if (is_much and splits > 1) or is_little or 2 * stage > shared:
                     continue
-                num_stages = min(5, shared // stage)
-                if rows * tokens <= 128 * 128:
-                    yield FourBitTileConfig(rows, tokens, tile_k, splits, 4, num_stages)
-                if rows == 128 and tokens >= 64:
-                    yield FourBitTileConfig(rows, tokens, tile_k, splits, 8, num_stages)
+                num_stages, prefetch = min(5, shared // stage), 1024 if is_few else 0
+                # With 4 warps a step of 128 x 512 columns does not fit into the registers.
+                if rows * tokens <= 128 * 128 and rows * tile_k <= 128 * 256:
+                    yield FourBitTileConfig(rows, tokens, tile_k, splits, 4, num_stages, prefetch)
+                if rows == 128 and (tokens >= 64 or is_few):
+                    yield FourBitTileConfig(rows, tokens, tile_k, splits, 8, num_stages, prefetch)
