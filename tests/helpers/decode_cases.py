@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from nanovllm.kernels.attention import paged_decode as kernel
-from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, SPLIT_UNIT, DecodeWorkspace, plan_decode
+from nanovllm.kernels.attention.decode_plan import (
+    GROUP_PIECE_FIELDS,
+    PIECE_FIELDS,
+    SPLIT_UNIT,
+    DecodeWorkspace,
+    RowGroups,
+    plan_decode,
+    plan_groups,
+)
 from nanovllm.kernels.attention.paged_decode import TensorDescriptor, has_tma
 from nanovllm.layers.attention.decode_constants import DecodeConstants
 from nanovllm.layers.attention.torch_backend import decode_attention_torch
@@ -36,6 +44,31 @@ def make_plan(context_lens, num_kv_heads, num_pieces=None, window=None):
     items = np.empty((num_pieces or H200.num_pieces(len(context_lens), num_kv_heads), PIECE_FIELDS), np.int32)
     plan_decode(context_lens.cpu().numpy(), items, window)
     return torch.from_numpy(items).to(context_lens.device)
+
+
+def make_group_plan(context_lens, group_rows, num_kv_heads, num_pieces=None, window=None, most_rows=8):
+    """The same of a speculative step. group_rows: as in `RowGroups.of`, a list."""
+    num_rows = len(context_lens)
+    items = np.empty((num_pieces or H200.num_pieces(num_rows, num_kv_heads), GROUP_PIECE_FIELDS), np.int32)
+    groups = RowGroups.of(np.array(group_rows), most_rows)
+    plan_groups(context_lens.cpu().numpy(), groups, items, len(items) - num_rows, window)
+    return torch.from_numpy(items).to(context_lens.device)
+
+
+def make_group_case(groups, padding, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed, window=None):
+    """(arguments of a speculative step, its group_rows). groups: the context length of the first row of each, and the
+    number of rows, which have the same block table. padding: rows behind them."""
+    lens = [context_len + row for context_len, num_rows in groups for row in range(num_rows)] + [0] * padding
+    most_rows = max((num_rows for _, num_rows in groups), default=1)
+    seen = window and window + most_rows - 1  # by the first row of a group
+    case = make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed, window=seen)
+    group_rows, tables = [0] * len(lens), case["block_tables"]
+    first = 0
+    for _, num_rows in groups:
+        group_rows[first] = num_rows
+        tables[first : first + num_rows] = tables[first + num_rows - 1].clone()
+        first += num_rows
+    return case | {"window": window}, group_rows
 
 
 def make_case(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, device, seed, spare_blocks=2, window=None):
@@ -84,6 +117,7 @@ def paged_decode(
     plan=None,
     workspace=None,
     config=None,
+    group_rows=1,
 ):
     """The kernel, with what the engine gives it for this batch by default."""
     (batch_size, num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
@@ -93,8 +127,9 @@ def paged_decode(
     if batch_size == 0:
         return kernel.paged_decode(q, k_cache, v_cache, block_tables, scale, plan, workspace, config)
     plan = make_plan(context_lens, num_kv_heads, window=window) if plan is None else plan
-    workspace = workspace or DecodeWorkspace(batch_size, num_heads, num_kv_heads, head_dim, q.device, len(plan))
-    options = {"windowed": window is not None, "kv_scales": kv_scales, "sinks": sinks}
+    sizes = batch_size, num_heads, num_kv_heads, head_dim, q.device, len(plan), group_rows
+    workspace = workspace or DecodeWorkspace(*sizes)
+    options = {"windowed": window is not None, "kv_scales": kv_scales, "sinks": sinks, "group_rows": group_rows}
     return kernel.paged_decode(q, k_cache, v_cache, block_tables, scale, plan, workspace, config, **options)
 
 

@@ -8,7 +8,15 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from decode_cases import HAS_TMA, dense_decode, make_plan, needs_tma, paged_decode
+from decode_cases import (
+    HAS_TMA,
+    dense_decode,
+    make_group_case,
+    make_group_plan,
+    make_plan,
+    needs_tma,
+    paged_decode,
+)
 from decode_cases import make_case as decode_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -224,6 +232,19 @@ def test_decode_attends_to_the_numbers_that_the_cache_holds(
 BOTH_KERNELS = pytest.mark.parametrize(
     "config", [DecodeConfig(64, 4, 2), pytest.param(DecodeConfig(32, 1, 3, tma=True), marks=needs_tma)]
 )
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@BOTH_KERNELS
+def test_groups_of_rows_attend_to_the_numbers_that_the_cache_holds(window, config, device):
+    groups = [(62, 4), (1, 1), (66, 2)]
+    case, group_rows = make_group_case(groups, 1, 3, 1, 64, 64, torch.bfloat16, device, seed=4, window=window)
+    case, held = in_fp8(case, 4)
+    expected = dense_decode(**held)
+    plan = make_group_plan(case["context_lens"], group_rows, 1, 12, window, most_rows=4)
+    out = paged_decode(**case, plan=plan, config=config._replace(num_warps=4), group_rows=4)
+    tolerance = TOLERANCE[torch.bfloat16] * max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.gpu

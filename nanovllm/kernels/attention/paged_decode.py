@@ -4,6 +4,10 @@ A program computes one piece of the plan (see `decode_plan`), which is a run of 
 query heads that share it. So every key and value is loaded once. The grid follows from shapes alone, and a program
 reads its piece from the plan: a launch can be captured in a CUDA graph.
 
+In a speculative step the rows of a group, which belong to one sequence, are computed by one program too. Its lanes,
+the columns of the products, are then the query heads of all these rows. So a group loads its keys once, as a single
+row does. Groups with fewer rows leave lanes idle.
+
 On Hopper the tensor memory accelerator loads whole tiles, and the keys are the left operand of the products, of which
 tensor cores then compute 8 columns (query heads) instead of 16 rows. That needs less than half of the instructions and
 a tenth less energy. Elsewhere, and for small batches, every key is loaded by its address.
@@ -18,16 +22,21 @@ import math
 
 import torch
 
-from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, SPLIT_UNIT, DecodeConfig, DecodeWorkspace
+from nanovllm.kernels.attention.decode_plan import (
+    GROUP_PIECE_FIELDS,
+    PIECE_FIELDS,
+    SPLIT_UNIT,
+    DecodeConfig,
+    DecodeWorkspace,
+    num_lanes,
+)
 from nanovllm.kernels.attention.paged_cache import check_layout, check_sinks, key_slots, load_blocks, load_sinks
 from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents, gdc_wait, has_pdl, prefetch_lines
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.triton_stub import TensorDescriptor, tl, triton
 
-# Tensor cores compute at least this many query heads at once. A smaller group is padded.
-_MIN_GROUP, _MIN_GROUP_TMA = 16, 8
-_PIECE_FIELDS = tl.constexpr(PIECE_FIELDS)
+_PIECE_FIELDS, _GROUP_PIECE_FIELDS = tl.constexpr(PIECE_FIELDS), tl.constexpr(GROUP_PIECE_FIELDS)
 
 
 @triton.jit
@@ -49,25 +58,55 @@ def _prefetch_keys(
 
 
 @triton.jit
+def _lane_heads(lanes, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr):
+    """Which query head each lane computes, counted from the first lane's, over all rows of a group."""
+    heads = lanes
+    if GROUP_ROWS > 1:
+        heads = lanes // GROUP * (NUM_KV_HEADS * GROUP) + lanes % GROUP
+    return heads
+
+
+@triton.jit
+def _sees(lane_starts, lane_ends, keys, WINDOWED: tl.constexpr):
+    """Whether each lane's row sees each key."""
+    is_seen = keys < lane_ends
+    if WINDOWED:
+        is_seen = is_seen & (keys >= lane_starts)
+    return is_seen
+
+
+@triton.jit
+def _finite_max(largest, GROUP_ROWS: tl.constexpr):
+    """The largest score of each lane, to be subtracted from its scores. A row of a group may see none of the keys so
+    far: then all are -inf, and 0 is subtracted instead of -inf, which would make NaN."""
+    if GROUP_ROWS > 1:
+        largest = tl.where(largest == float("-inf"), 0.0, largest)
+    return largest
+
+
+@triton.jit
 def _combine(
-    out_ptr, partial_ptr, lse_ptr, num_splits, SPLIT_STRIDE: tl.constexpr,
-    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    out_ptr, partial_ptr, lse_ptr, num_rows, num_splits, split_stride, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, LANES: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
     """Weigh the partial outputs of the splits by their softmax sums, always in the order of the splits."""
-    heads = tl.arange(0, PADDED_GROUP)
+    lanes = tl.arange(0, LANES)
     dims = tl.arange(0, PADDED_DIM)
-    inside = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    is_lane = lanes < num_rows * GROUP
+    heads = _lane_heads(lanes, NUM_KV_HEADS, GROUP, GROUP_ROWS)
+    inside = is_lane[:, None] & (dims < HEAD_DIM)[None, :]
     tile = heads[:, None] * HEAD_DIM + dims[None, :]
-    acc = tl.zeros([PADDED_GROUP, PADDED_DIM], dtype=tl.float32)
-    total = tl.zeros([PADDED_GROUP], dtype=tl.float32)
-    highest = tl.full([PADDED_GROUP], float("-inf"), dtype=tl.float32)
+    acc = tl.zeros([LANES, PADDED_DIM], dtype=tl.float32)
+    total = tl.zeros([LANES], dtype=tl.float32)
+    highest = tl.full([LANES], float("-inf"), dtype=tl.float32)
     for split in range(num_splits):
-        first = split * SPLIT_STRIDE
+        first = split * split_stride
         # ".cg" bypasses L1, which does not see what other multiprocessors wrote.
-        lse = tl.load(lse_ptr + first + heads, mask=heads < GROUP, other=0.0, cache_modifier=".cg")
+        lse = tl.load(lse_ptr + first + heads, mask=is_lane, other=0.0, cache_modifier=".cg")
         partial = tl.load(partial_ptr + first * HEAD_DIM + tile, mask=inside, other=0.0, cache_modifier=".cg")
         new_highest = tl.maximum(highest, lse)
-        weight, shrink = tl.exp2(lse - new_highest), tl.exp2(highest - new_highest)
+        subtrahend = _finite_max(new_highest, GROUP_ROWS)
+        weight, shrink = tl.exp2(lse - subtrahend), tl.exp2(highest - subtrahend)
         acc = acc * shrink[:, None] + partial * weight[:, None]
         total = total * shrink + weight
         highest = new_highest
@@ -77,41 +116,50 @@ def _combine(
 @triton.jit
 def _finish_piece(
     out_ptr, partial_ptr, lse_ptr, arrivals_ptr,
-    acc, head_max, head_sum, row, kv_head, item, split, num_splits, NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    acc, lane_max, lane_sum, row, num_rows, kv_head, place, split, num_splits, NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, LANES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Store the result of a piece. If its row has several, leave it in the workspace and count this split. The program
-    that counts last combines them, always in the same order, so equal launches give equal bits. (A second launch would
-    cost a small batch as much as attention.)
+    """Store the result of a piece. If its row or group has several, leave it in the workspace and count this split. The
+    program that counts last combines them, always in the same order, so equal launches give equal bits. (A second
+    launch would cost a small batch as much as attention.)
 
-    acc [PADDED_GROUP, PADDED_DIM]: of each head the sum over the piece's keys of exp2(score - head_max) * value;
-    head_sum [PADDED_GROUP]: the sum of these weights; head_max: the largest score. Scores are in units of log2.
+    acc [LANES, PADDED_DIM]: of each lane the sum over the piece's keys of exp2(score - lane_max) * value;
+    lane_sum [LANES]: the sum of these weights; lane_max: the largest score. Scores are in units of log2.
     """
-    heads = tl.arange(0, PADDED_GROUP)
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    lanes = tl.arange(0, LANES)
     dims = tl.arange(0, PADDED_DIM)
-    inside = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    is_lane = lanes < num_rows * GROUP
+    heads = _lane_heads(lanes, NUM_KV_HEADS, GROUP, GROUP_ROWS)
+    inside = is_lane[:, None] & (dims < HEAD_DIM)[None, :]
     tile = heads[:, None] * HEAD_DIM + dims[None, :]
-    # A padding row has no key, so acc and head_sum are zero. Dividing by one keeps the zeros.
-    acc = acc / tl.where(head_sum > 0, head_sum, 1.0)[:, None]
-    out_ptr += (row * NUM_KV_HEADS + kv_head) * GROUP * HEAD_DIM
+    # A padding row has no key, so acc and lane_sum are zero. Dividing by one keeps the zeros.
+    acc = acc / tl.where(lane_sum > 0, lane_sum, 1.0)[:, None]
+    out_ptr += (row * NUM_HEADS + kv_head * GROUP) * HEAD_DIM
     if num_splits == 1:
         tl.store(out_ptr + tile, acc.to(out_ptr.dtype.element_ty), mask=inside)
     else:
-        # The pieces of a row are neighbours in the plan; all lie behind the place of the first one.
-        SPLIT_STRIDE: tl.constexpr = NUM_KV_HEADS * GROUP
-        first_head = (item - split) * SPLIT_STRIDE + kv_head * GROUP
+        # The results of all splits lie behind the place of the first one, each like the rows of the output.
+        split_stride = num_rows * NUM_HEADS
+        first_head = place * NUM_HEADS + kv_head * GROUP
         partial_ptr += first_head * HEAD_DIM
         lse_ptr += first_head
-        own = split * SPLIT_STRIDE
+        own = split * split_stride
+        if GROUP_ROWS > 1:
+            lane_sum = tl.where(lane_sum > 0, lane_sum, 1.0)  # Then lane_max is -inf, and so is the logarithm.
         tl.store(partial_ptr + own * HEAD_DIM + tile, acc, mask=inside)
-        tl.store(lse_ptr + own + heads, head_max + tl.log2(head_sum), mask=heads < GROUP)
+        tl.store(lse_ptr + own + heads, lane_max + tl.log2(lane_sum), mask=is_lane)
         # One thread does the atomic. It must not release the others' stores before they are made.
         tl.debug_barrier()
         arrivals_ptr += row * NUM_KV_HEADS + kv_head
         arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel")
         if arrived == num_splits - 1:
             tl.store(arrivals_ptr, 0)  # for the next launch
-            _combine(out_ptr, partial_ptr, lse_ptr, num_splits, SPLIT_STRIDE, GROUP, PADDED_GROUP, HEAD_DIM, PADDED_DIM)
+            _combine(
+                out_ptr, partial_ptr, lse_ptr, num_rows, num_splits, split_stride,
+                NUM_KV_HEADS, GROUP, GROUP_ROWS, LANES, HEAD_DIM, PADDED_DIM,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -158,21 +206,25 @@ def _transpose_values(v, dtype, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK: tl.constexpr, PAIRS: tl.constexpr):
-    """Add one tile of keys with keys as the left operand: q [HEAD_DIM, PADDED_GROUP], k [TILE, HEAD_DIM], v as in
-    `_transpose_values`, acc [HEAD_DIM, PADDED_GROUP], head_max and head_sum [PADDED_GROUP]. With MASK only the keys of
-    is_key [TILE] count; the values of others must be finite."""
+def _attend(
+    q, k, v, is_seen, acc, lane_max, lane_sum, scale_log2,
+    GROUP_ROWS: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Add one tile of keys with keys as the left operand: q [HEAD_DIM, LANES], k [TILE, HEAD_DIM], v as in
+    `_transpose_values`, acc [HEAD_DIM, LANES], lane_max and lane_sum [LANES]. With MASK only the keys of is_seen
+    [TILE, LANES] or [TILE, 1] count; the values of others must be finite."""
     k, v = k.to(q.dtype), _transpose_values(v, q.dtype, PAIRS)
     scores = tl.dot(k, q, input_precision="ieee")
     if MASK:
-        scores = tl.where(is_key[:, None], scores, float("-inf"))
-    new_max = tl.maximum(head_max, tl.max(scores, 0) * scale_log2)
-    weights = tl.exp2(scores * scale_log2 - new_max[None, :])
-    shrink = tl.exp2(head_max - new_max)
-    head_sum = head_sum * shrink + tl.sum(weights, 0)
+        scores = tl.where(is_seen, scores, float("-inf"))
+    new_max = tl.maximum(lane_max, tl.max(scores, 0) * scale_log2)
+    subtrahend = _finite_max(new_max, GROUP_ROWS)
+    weights = tl.exp2(scores * scale_log2 - subtrahend[None, :])
+    shrink = tl.exp2(lane_max - subtrahend)
+    lane_sum = lane_sum * shrink + tl.sum(weights, 0)
     # In float16 a weight is off by 2**-25 at most if it is small, while all weights add up to one or more.
     acc = tl.dot(v, weights.to(v.dtype), acc * shrink[None, :], input_precision="ieee")
-    return acc, new_max, head_sum
+    return acc, new_max, lane_sum
 
 
 # The table's width follows the longest context. Specialising on it would compile the kernel again in mid-run.
@@ -180,7 +232,7 @@ def _attend(q, k, v, is_key, acc, head_max, head_sum, scale_log2, MASK: tl.const
 def _paged_decode_kernel(
     out_ptr, q_ptr, k_desc, v_desc, k_cache_ptr, v_cache_ptr, kv_scales_ptr, sinks_ptr, block_tables_ptr,
     plan_ptr, partial_ptr, lse_ptr, arrivals_ptr, q_stride, table_stride, scale_log2,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, LANES: tl.constexpr,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     LINE: tl.constexpr, WINDOWED: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -189,11 +241,24 @@ def _paged_decode_kernel(
     # KV heads vary fastest: the heads of a token are neighbours in memory and are best read at the same time.
     kv_head = tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
-    piece_ptr = plan_ptr + item * _PIECE_FIELDS
+    piece_ptr = plan_ptr + item * (_PIECE_FIELDS if GROUP_ROWS == 1 else _GROUP_PIECE_FIELDS)
     row, split, num_splits = tl.load(piece_ptr).to(tl.int64), tl.load(piece_ptr + 1), tl.load(piece_ptr + 2)
     first_key, end_key = tl.load(piece_ptr + 3), tl.load(piece_ptr + 4)
     if row < 0:
         return
+    lanes = tl.arange(0, LANES)
+    if GROUP_ROWS == 1:
+        # All splits of a row leave as many results, so the piece's own place in the plan serves.
+        num_rows, place = 1, item - split
+        lane_heads, lane_offsets = lanes, lanes * HEAD_DIM
+    else:
+        num_rows, place = tl.load(piece_ptr + 5), tl.load(piece_ptr + 6).to(tl.int64)
+        lane_rows, lane_heads = lanes // GROUP, lanes % GROUP
+        lane_offsets = lane_rows.to(tl.int64) * q_stride + lane_heads * HEAD_DIM
+        # Of each row the first key that it sees and the one after the last. Idle lanes see what the last row sees.
+        lane_rows = tl.minimum(lane_rows, num_rows - 1)
+        lane_ends, lane_starts = tl.load(piece_ptr + 7) + lane_rows, tl.load(piece_ptr + 8) + lane_rows
+    is_lane = lanes < num_rows * GROUP
     TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM  # elements of the cache
     table_ptr = block_tables_ptr + row * table_stride
     # Then the values' cache is one of int16, of two numbers each.
@@ -219,20 +284,19 @@ def _paged_decode_kernel(
             )
         gdc_wait()
 
-    heads = tl.arange(0, PADDED_GROUP)
     dims = tl.arange(0, PADDED_DIM)
     inside_dims = dims < HEAD_DIM
     IN_FLOAT16: tl.constexpr = kv_scales_ptr is not None and q_ptr.dtype.element_ty == tl.bfloat16
     q_row = q_ptr + row * q_stride + kv_head * GROUP * HEAD_DIM
-    head_max = tl.full([PADDED_GROUP], float("-inf"), dtype=tl.float32)
-    head_sum = tl.zeros([PADDED_GROUP], dtype=tl.float32)
+    lane_max = tl.full([LANES], float("-inf"), dtype=tl.float32)
+    lane_sum = tl.zeros([LANES], dtype=tl.float32)
     if sinks_ptr is not None:  # noqa: SIM102 (is known when the kernel is compiled)
         if split == 0:
-            head_max = load_sinks(sinks_ptr, kv_head * GROUP + heads, heads < GROUP)
-            head_sum += 1.0
+            lane_max = load_sinks(sinks_ptr, kv_head * GROUP + lane_heads, is_lane)
+            lane_sum += 1.0
     # Values are masked as well as keys: a slot past the end may hold NaN, and 0 * NaN is not 0.
     if TMA:
-        q = tl.load(q_row + heads[None, :] * HEAD_DIM + dims[:, None], mask=(heads < GROUP)[None, :], other=0.0)
+        q = tl.load(q_row + lane_offsets[None, :] + dims[:, None], mask=is_lane[None, :], other=0.0)
         if IN_FLOAT16:
             q, undo = _to_float16(q)
             scale_log2 *= undo
@@ -244,31 +308,40 @@ def _paged_decode_kernel(
         v_dims = tl.arange(0, PADDED_DIM // V_PACK)
         k_rest = tl.load(k_ptr + (slots * TOKEN + dims[None, :]), mask=is_key[:, None], other=0.0)
         v_rest = tl.load(v_ptr + (slots * (TOKEN // V_PACK) + v_dims[None, :]), mask=is_key[:, None], other=0.0)
-        acc = tl.zeros([PADDED_DIM, PADDED_GROUP], dtype=tl.float32)
+        acc = tl.zeros([PADDED_DIM, LANES], dtype=tl.float32)
         for start in range(start_key, rest, TILE):
             slot = blocks * BLOCK_SIZE + start % BLOCK_SIZE
             blocks = load_blocks(table_ptr, start + TILE, end_key, BLOCK_SIZE, TILE)
             k = k_desc.load([slot, kv_head * HEAD_DIM])
             v = v_desc.load([slot, kv_head * (HEAD_DIM // V_PACK)])
-            in_window = start + tl.arange(0, TILE) >= first_key
-            acc, head_max, head_sum = _attend(
-                q, k, v, in_window, acc, head_max, head_sum, scale_log2, MASK=WINDOWED, PAIRS=PAIRS
-            )
+            keys_of_tile = (start + tl.arange(0, TILE))[:, None]
+            if GROUP_ROWS == 1:
+                is_seen = keys_of_tile >= first_key
+            else:
+                is_seen = _sees(lane_starts[None, :], lane_ends[None, :], keys_of_tile, WINDOWED)
+            acc, lane_max, lane_sum = _attend(
+                q, k, v, is_seen, acc, lane_max, lane_sum, scale_log2,
+                GROUP_ROWS=GROUP_ROWS, MASK=WINDOWED or GROUP_ROWS > 1, PAIRS=PAIRS,
+            )  # fmt: skip
         if rest < end_key:
-            acc, head_max, head_sum = _attend(
-                q, k_rest, v_rest, is_key, acc, head_max, head_sum, scale_log2, MASK=True, PAIRS=PAIRS
-            )
+            is_seen = is_key[:, None]
+            if GROUP_ROWS > 1:
+                is_seen = is_seen & _sees(lane_starts[None, :], lane_ends[None, :], keys[:, None], WINDOWED)
+            acc, lane_max, lane_sum = _attend(
+                q, k_rest, v_rest, is_seen, acc, lane_max, lane_sum, scale_log2,
+                GROUP_ROWS=GROUP_ROWS, MASK=True, PAIRS=PAIRS,
+            )  # fmt: skip
         acc = tl.trans(acc)
         if PAIRS:
-            acc = tl.permute(tl.reshape(acc, (PADDED_GROUP, 2, PADDED_DIM // 2)), (0, 2, 1))
-            acc = tl.reshape(acc, (PADDED_GROUP, PADDED_DIM))
+            acc = tl.permute(tl.reshape(acc, (LANES, 2, PADDED_DIM // 2)), (0, 2, 1))
+            acc = tl.reshape(acc, (LANES, PADDED_DIM))
     else:
-        inside_q = (heads < GROUP)[:, None] & inside_dims[None, :]
-        q = tl.load(q_row + heads[:, None] * HEAD_DIM + dims[None, :], mask=inside_q, other=0.0)
+        inside_q = is_lane[:, None] & inside_dims[None, :]
+        q = tl.load(q_row + lane_offsets[:, None] + dims[None, :], mask=inside_q, other=0.0)
         if IN_FLOAT16:
             q, undo = _to_float16(q)
             scale_log2 *= undo
-        acc = tl.zeros([PADDED_GROUP, PADDED_DIM], dtype=tl.float32)
+        acc = tl.zeros([LANES, PADDED_DIM], dtype=tl.float32)
         for start in range(start_key, end_key, TILE):
             keys = start + tl.arange(0, TILE)
             owned = keys < end_key
@@ -281,19 +354,23 @@ def _paged_decode_kernel(
             v = tl.load(v_ptr + tile, mask=inside, other=0.0)
             k, v = k.to(q.dtype), v.to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            scores = tl.where(owned[None, :], scores, float("-inf"))
-            new_max = tl.maximum(head_max, tl.max(scores, 1) * scale_log2)
-            weights = tl.exp2(scores * scale_log2 - new_max[:, None])
-            shrink = tl.exp2(head_max - new_max)
-            head_sum = head_sum * shrink + tl.sum(weights, 1)
+            is_seen = owned[None, :]
+            if GROUP_ROWS > 1:
+                is_seen = is_seen & _sees(lane_starts[:, None], lane_ends[:, None], keys[None, :], WINDOWED)
+            scores = tl.where(is_seen, scores, float("-inf"))
+            new_max = tl.maximum(lane_max, tl.max(scores, 1) * scale_log2)
+            subtrahend = _finite_max(new_max, GROUP_ROWS)
+            weights = tl.exp2(scores * scale_log2 - subtrahend[:, None])
+            shrink = tl.exp2(lane_max - subtrahend)
+            lane_sum = lane_sum * shrink + tl.sum(weights, 1)
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-            head_max = new_max
+            lane_max = new_max
 
     if kv_scales_ptr is not None:
         acc *= tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
     _finish_piece(
-        out_ptr, partial_ptr, lse_ptr, arrivals_ptr, acc, head_max, head_sum, row, kv_head, item, split, num_splits,
-        NUM_KV_HEADS, GROUP, PADDED_GROUP, HEAD_DIM, PADDED_DIM,
+        out_ptr, partial_ptr, lse_ptr, arrivals_ptr, acc, lane_max, lane_sum, row, num_rows, kv_head, place, split,
+        num_splits, NUM_KV_HEADS, GROUP, GROUP_ROWS, LANES, HEAD_DIM, PADDED_DIM,
     )  # fmt: skip
 
 
@@ -310,6 +387,7 @@ def paged_decode(
     windowed: bool = False,
     kv_scales: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    group_rows: int = 1,
 ) -> torch.Tensor:
     """Attention of each row's token to the keys of its plan. `paged_cache` describes the arguments that are not
     described here.
@@ -323,6 +401,9 @@ def paged_decode(
         pdl: programmatic dependent launch (see `dependent_launch`). The plan, block_tables and kv_scales are read
             before the wait, as sinks may be.
         windowed: whether the plan was made for a window, whose pieces may begin inside a tile.
+        group_rows: more than 1 for a plan of groups, int32 `[num_pieces, GROUP_PIECE_FIELDS]`, which have at most this
+            many rows, neighbours with the same block table. The values of all keys of a group must be finite: a row
+            multiplies those of later rows by zero.
 
     Raises ValueError also for too small a workspace, or another layout of the plan.
     """
@@ -332,12 +413,13 @@ def paged_decode(
     out = torch.empty((batch_size, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if batch_size == 0:
         return out
-    if plan.dtype != torch.int32 or plan.shape[1:] != (PIECE_FIELDS,) or not plan.is_contiguous():
+    num_fields = PIECE_FIELDS if group_rows == 1 else GROUP_PIECE_FIELDS
+    if plan.dtype != torch.int32 or plan.shape[1:] != (num_fields,) or not plan.is_contiguous():
         raise ValueError(
-            f"plan must be a contiguous int32 [num_pieces, {PIECE_FIELDS}], not {list(plan.shape)} {plan.dtype} with "
+            f"plan must be a contiguous int32 [num_pieces, {num_fields}], not {list(plan.shape)} {plan.dtype} with "
             f"strides {plan.stride()}"
         )
-    workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, len(plan))
+    workspace.check_room(batch_size, num_heads, num_kv_heads, head_dim, len(plan), group_rows)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     if config.tma and kv_scales is not None:
         v_cache = v_cache.view(torch.int16)
@@ -347,8 +429,8 @@ def paged_decode(
         out, q, k_desc, v_desc, k_cache, v_cache, kv_scales, sinks, block_tables, plan,
         workspace.partial, workspace.lse, workspace.arrivals,
         q.stride(0), block_tables.stride(0), scale * math.log2(math.e),
-        NUM_KV_HEADS=num_kv_heads, GROUP=group,
-        PADDED_GROUP=max(_MIN_GROUP_TMA if config.tma else _MIN_GROUP, triton.next_power_of_2(group)),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_ROWS=group_rows,
+        LANES=num_lanes(group * group_rows, config.tma),
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=config.tile,
         LINE=min(padded_dim, CACHE_LINE // k_cache.element_size()),
         WINDOWED=windowed, PREFETCH=config.prefetch, TMA=config.tma,
