@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanovllm.layers.attention.attention import AttentionBackend, AttentionShape, StepSizes
@@ -13,9 +14,12 @@ from nanovllm.utils.context import Context
 H200_TABLE = package_table("NVIDIA H200")
 
 
-def prepare(backend: Any, shape: AttentionShape, windows: Sequence[int | None], max_rows: int) -> Any:
+def prepare(
+    backend: Any, shape: AttentionShape, windows: Sequence[int | None], max_rows: int, max_group_rows: int = 1
+) -> Any:
     """For decode steps of up to max_rows rows, without flash-attn-4. Returns the back end."""
-    backend.prepare(shape, windows, StepSizes(0, 1, max_rows, num_layer_params=1), H200_TABLE)
+    sizes = StepSizes(0, 1, max_rows, num_layer_params=1, max_group_rows=max_group_rows)
+    backend.prepare(shape, windows, sizes, H200_TABLE)
     return backend
 
 
@@ -30,11 +34,14 @@ def decode_context(
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     slot_mapping: torch.Tensor | None = None,
+    group_rows: Sequence[int] | None = None,
 ) -> Context:
-    """Of a decode step, with what the back end needs of it."""
+    """Of a decode step, with what the back end needs of it. group_rows: of a speculative step."""
     num_rows, device = len(context_lens), context_lens.device
     host = {name: torch.zeros(shape).numpy().astype(dtype) for name, (shape, dtype) in backend.layout().items()}
     host |= {"context_lens": context_lens.cpu().numpy(), "block_tables": block_tables.cpu().numpy()}
+    if group_rows is not None:
+        host["group_rows"] = np.array(group_rows, np.int32)
     backend.host_arrays(host, num_rows)
     arrays = {name: torch.from_numpy(values).to(device) for name, values in host.items()}
     attention = backend.arguments(arrays, num_rows)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from backends import decode_context, prepare
 from decode_cases import HAS_TMA, check, make_group_case, make_group_plan, needs_tma, paged_decode
 
 from nanovllm.kernels.attention.decode_plan import (
@@ -19,9 +20,15 @@ from nanovllm.kernels.attention.decode_plan import (
     DecodeConfig,
     DecodeWorkspace,
     RowGroups,
+    most_group_rows,
     plan_decode,
     plan_groups,
 )
+from nanovllm.layers.attention import triton_backend
+from nanovllm.layers.attention.attention import Attention, AttentionShape
+from nanovllm.layers.attention.several_shapes import SeveralShapes
+from nanovllm.layers.attention.torch_backend import TorchBackend, decode_attention_torch
+from nanovllm.layers.attention.triton_backend import TritonBackend
 
 BOTH_KERNELS = pytest.mark.parametrize(
     "config", [DecodeConfig(32, 4, 2), pytest.param(DecodeConfig(32, 4, 3, tma=True), marks=needs_tma)]
@@ -150,6 +157,48 @@ def test_refuses_a_plan_of_rows_and_too_small_a_workspace():
         paged_decode(**case, plan=plan[:, :PIECE_FIELDS].contiguous(), group_rows=4)
     with pytest.raises(ValueError, match="workspace too small for 3 rows in groups of 4"):
         paged_decode(**case, plan=plan, workspace=DecodeWorkspace(3, 4, 2, 32, "cpu", 8), group_rows=4)
+
+
+@pytest.mark.parametrize("kind", ["triton", "several", "torch"])
+def test_a_back_end_computes_speculative_steps_and_others(kind, monkeypatch, device):
+    """With more rows of a sequence than a program computes, and two windows."""
+    used = []
+    kernel = triton_backend.paged_decode
+    monkeypatch.setattr(
+        triton_backend, "paged_decode", lambda *a, **o: used.append(o.get("group_rows", 1)) or kernel(*a, **o)
+    )
+    shape = AttentionShape(6, 2, 32, 16, torch.float32, torch.device(device))
+    own = TorchBackend() if kind == "torch" else TritonBackend()
+    backend = SeveralShapes({shape: own}) if kind == "several" else own
+    windows = [None, 20]
+    prepare(backend, shape, windows, max_rows=16, max_group_rows=20)
+    case, group_rows = make_group_case([(33, 10), (4, 1), (70, 2)], 2, *shape[:6], seed=0)
+    for of_step in (group_rows, None):
+        context = decode_context(backend, case["context_lens"], case["block_tables"], group_rows=of_step)
+        for window in windows:
+            layer = Attention(32, backend, window)
+            layer.k_cache, layer.v_cache = case["k_cache"], case["v_cache"]
+            out = layer(case["q"], None, None, context)
+            torch.testing.assert_close(out, decode_attention_torch(**case | {"window": window}), atol=1e-5, rtol=1e-5)
+    assert used == ([] if kind == "torch" else [8, 8, 1, 1])
+
+
+def test_a_program_computes_as_many_rows_as_it_has_registers_for():
+    assert most_group_rows(1, 32, 8, 128) == 1
+    assert most_group_rows(5, 32, 8, 128) == 5
+    assert most_group_rows(30, 32, 8, 128) == 8
+    assert most_group_rows(8, 32, 2, 128) == 4
+    assert most_group_rows(8, 8, 1, 256) == 4
+    assert most_group_rows(8, 71, 1, 256) == 1
+
+
+def test_a_back_end_without_room_for_two_rows_computes_each_alone(device):
+    shape = AttentionShape(71, 1, 256, 16, torch.bfloat16, torch.device(device))
+    backend = prepare(TritonBackend(), shape, [None], max_rows=4, max_group_rows=4)
+    assert list(backend.layout()) == ["decode_plans"]
+    lens, tables = torch.tensor([3, 4, 0, 0], dtype=torch.int32), torch.zeros(4, 1, dtype=torch.int32)
+    plan = decode_context(backend, lens, tables, group_rows=[2, 0, 0, 0]).attention[None]
+    assert plan[:4, :PIECE_FIELDS].tolist() == [[0, 0, 1, 0, 3], [1, 0, 1, 0, 4], [2, 0, 1, 0, 0], [3, 0, 1, 0, 0]]
 
 
 @pytest.mark.gpu

@@ -31,6 +31,8 @@ PIECE_FIELDS = 5
 GROUP_PIECE_FIELDS = 9
 MAX_GROUP_ROWS = 8  # Larger groups are cut into several.
 
+_MAX_ACCUMULATORS = 2**13  # numbers that a program adds up, one for each lane and dim: 64 registers of 128 threads
+
 
 class DecodeConfig(NamedTuple):
     """Launch constants."""
@@ -46,6 +48,14 @@ def num_lanes(num_heads: int, tma: bool) -> int:
     """Columns of a program's products for this many query heads, those of all rows of a group together. Tensor cores
     compute at least 16 at once, with `tma` 8."""
     return max(8 if tma else 16, 1 << (num_heads - 1).bit_length())
+
+
+def most_group_rows(max_group_rows: int, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """Rows that one program computes, of a sequence that has up to max_group_rows in a step. 1: groups do not pay."""
+    rows = min(max_group_rows, MAX_GROUP_ROWS)
+    while rows > 1 and num_lanes(rows * num_heads // num_kv_heads, False) * head_dim > _MAX_ACCUMULATORS:
+        rows //= 2
+    return rows
 
 
 class RowGroups(NamedTuple):
@@ -133,6 +143,11 @@ def _cut(starts: np.ndarray, ends: np.ndarray, plan: np.ndarray, num_pieces: int
     plan[:used, 4] = np.minimum(first_key + split_keys[row], ends[row])
     plan[used:, 0] = -1
     return used
+
+
+def is_of_groups(plan: torch.Tensor) -> bool:
+    """Whether `plan_groups` has filled it."""
+    return plan.shape[-1] == GROUP_PIECE_FIELDS
 
 
 class DecodeWorkspace:

@@ -37,6 +37,7 @@ class StepSizes(NamedTuple):
     max_model_len: int
     max_rows: int  # of a decode or mixed step
     num_layer_params: int  # parameters of a layer on this rank, of experts only those that a token uses
+    max_group_rows: int = 1  # rows of one sequence in a speculative step; 1 without speculation
 
 
 class AttentionBackend(ABC):
@@ -80,7 +81,9 @@ class AttentionBackend(ABC):
         """Fill its arrays for a decode step on the host.
 
         Args:
-            arrays: the step's `context_lens` and `block_tables`, filled, and all of `layout`.
+            arrays: the step's `context_lens` and `block_tables`, filled, and all of `layout`. In a speculative step
+                also `group_rows`, as in `decode_plan.RowGroups.of`: rows of one sequence, which may share what they
+                read. A back end that does not look there computes each row alone.
             num_rows: rows of the step, padding included.
 
         Returns:
@@ -89,8 +92,8 @@ class AttentionBackend(ABC):
         return {}
 
     def arguments(self, arrays: dict[str, Tensor], num_rows: int) -> Any:
-        """`Context.attention` of a decode step. arrays: the step's and those of `layout`, all of them, on the device.
-        Where it runs for a CUDA graph, later steps replace their content."""
+        """`Context.attention` of a decode step. arrays: the step's and those of `layout`, all of them, on the device;
+        `group_rows` only in a speculative step. Where it runs for a CUDA graph, later steps replace their content."""
         return None
 
     @abstractmethod

@@ -2,12 +2,13 @@
 
 import torch
 
-from nanovllm.kernels.attention.decode_plan import DecodeConfig
+from nanovllm.kernels.attention.decode_plan import DecodeConfig, num_lanes
 from nanovllm.layers.matmul.row import Row
 from nanovllm.layers.matmul.table import Table, speed_name
 
 _DEFAULT_GROUP, _DEFAULT_KEY_BYTES = "128 bfloat16", 256
 _SMALLEST_TILE = 16
+_MOST_WARPS = 4  # of a program that computes a group of rows
 
 
 class DecodeConstants:
@@ -33,6 +34,15 @@ class DecodeConstants:
     def config(self, num_rows: int, num_kv_heads: int, tma: bool) -> DecodeConfig:
         """tma: whether the kernel may use the tensor memory accelerator."""
         return (self._tma_configs if tma else self._configs)[num_rows * num_kv_heads][0]
+
+    def group_config(
+        self, num_rows: int, num_heads: int, num_kv_heads: int, tma: bool, group_rows: int
+    ) -> DecodeConfig:
+        """`config` of a speculative step of num_rows rows in groups of group_rows: that of as many rows as there are
+        full groups. Each warp has the lanes that it has there, as far as possible: with more, registers spill."""
+        config, group = self.config(-(-num_rows // group_rows), num_kv_heads, tma), num_heads // num_kv_heads
+        more = num_lanes(group * group_rows, config.tma) // num_lanes(group, config.tma)
+        return config._replace(num_warps=max(config.num_warps, min(config.num_warps * more, _MOST_WARPS)))
 
     def spare_programs(self, num_rows: int, num_kv_heads: int) -> int:
         """Programs beyond one a row and KV head. More balance the load better, but each costs its start and a partial

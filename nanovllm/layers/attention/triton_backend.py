@@ -2,7 +2,16 @@
 
 import numpy as np
 
-from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, DecodeWorkspace, plan_decode
+from nanovllm.kernels.attention.decode_plan import (
+    GROUP_PIECE_FIELDS,
+    PIECE_FIELDS,
+    DecodeWorkspace,
+    RowGroups,
+    is_of_groups,
+    most_group_rows,
+    plan_decode,
+    plan_groups,
+)
 from nanovllm.kernels.attention.paged_decode import has_tma, paged_decode
 from nanovllm.kernels.attention.paged_prefill import paged_prefill
 from nanovllm.layers.attention.decode_constants import DecodeConstants
@@ -13,7 +22,7 @@ _MAX_HEAD_DIM = 512
 
 class TritonBackend(GpuBackend):
     """Our own kernels: float32, bfloat16 and float16. Its decode reads a plan of the step (see `decode_plan`), one for
-    each window that a layer has."""
+    each window that a layer has. Speculative steps have plans of groups."""
 
     name = "triton"
 
@@ -30,23 +39,40 @@ class TritonBackend(GpuBackend):
         self.constants = DecodeConstants(table, shape.head_dim, shape.dtype, shape.cache_dtype or shape.dtype)
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
         num_pieces = self.constants.num_pieces(sizes.max_rows, shape.num_kv_heads)
-        self.workspace = DecodeWorkspace(sizes.max_rows, *heads, shape.device, num_pieces)
+        self._group_rows = most_group_rows(sizes.max_group_rows, *heads)
+        self.workspace = DecodeWorkspace(sizes.max_rows, *heads, shape.device, num_pieces, self._group_rows)
 
     def layout(self):
-        num_pieces = self.constants.num_pieces(self._max_rows, self._num_kv_heads)
-        return {"decode_plans": ((len(self._windows), num_pieces, PIECE_FIELDS), np.int32)}
+        num_windows, num_pieces = len(self._windows), self.constants.num_pieces(self._max_rows, self._num_kv_heads)
+        layout = {"decode_plans": ((num_windows, num_pieces, PIECE_FIELDS), np.int32)}
+        if self._group_rows > 1:
+            layout["group_plans"] = ((num_windows, num_pieces, GROUP_PIECE_FIELDS), np.int32)
+        return layout
 
     def host_arrays(self, arrays, num_rows):
-        plans = arrays["decode_plans"][:, : self.constants.num_pieces(num_rows, self._num_kv_heads)]
-        context_lens = arrays["context_lens"][:num_rows]
-        for window, plan in zip(self._windows, plans, strict=True):
-            plan_decode(context_lens, plan, window)
-        return {"decode_plans": plans}
+        name, num_pieces = self._plans(arrays), self.constants.num_pieces(num_rows, self._num_kv_heads)
+        plans, context_lens = arrays[name][:, :num_pieces], arrays["context_lens"][:num_rows]
+        if name == "group_plans":
+            groups = RowGroups.of(arrays["group_rows"][:num_rows], self._group_rows)
+            num_groups = len(groups.first_row)
+            # As many as so many rows would have: groups read as much, and each of their splits leaves more results.
+            spare = self.constants.num_pieces(num_groups, self._num_kv_heads) - num_groups
+            for window, plan in zip(self._windows, plans, strict=True):
+                plan_groups(context_lens, groups, plan, min(spare, num_pieces - num_rows), window)
+        else:
+            for window, plan in zip(self._windows, plans, strict=True):
+                plan_decode(context_lens, plan, window)
+        return {name: plans}
 
     def arguments(self, arrays, num_rows):
-        """{a layer's window: its plan, int32 [num_pieces, PIECE_FIELDS]}."""
+        """{a layer's window: its plan, int32 [num_pieces, PIECE_FIELDS], or GROUP_PIECE_FIELDS in a speculative
+        step}."""
         num_pieces = self.constants.num_pieces(num_rows, self._num_kv_heads)
-        return dict(zip(self._windows, arrays["decode_plans"][:, :num_pieces], strict=True))
+        return dict(zip(self._windows, arrays[self._plans(arrays)][:, :num_pieces], strict=True))
+
+    def _plans(self, arrays) -> str:
+        """The name of a step's plans in its arrays."""
+        return "group_plans" if "group_rows" in arrays and self._group_rows > 1 else "decode_plans"
 
     def own_prefill(self, layer, q, k, v, context):
         lengths = context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q
@@ -57,6 +83,11 @@ class TritonBackend(GpuBackend):
         caches, tables, plan = (layer.k_cache, layer.v_cache), context.block_tables, context.attention[layer.window]
         _, block_size, num_kv_heads, head_dim = layer.k_cache.shape
         tma = has_tma(head_dim, block_size, q.element_size(), q.device)
-        config = self.constants.config(len(q), num_kv_heads, tma)
         options = {"windowed": layer.window is not None, "kv_scales": layer.kv_scales, "sinks": layer.sinks}
+        if is_of_groups(plan):
+            options["group_rows"] = self._group_rows
+            heads = q.shape[1], num_kv_heads
+            config = self.constants.group_config(len(q), *heads, tma, self._group_rows)
+        else:
+            config = self.constants.config(len(q), num_kv_heads, tma)
         return paged_decode(q, *caches, tables, layer.scale, plan, self.workspace, config, pdl=True, **options)
