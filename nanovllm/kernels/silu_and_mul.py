@@ -15,18 +15,36 @@ from nanovllm.kernels.triton_stub import tl, triton
 _BLOCK = 1024
 
 
-class SwigluClamp(NamedTuple):
-    """What gpt-oss has instead of SwiGLU: `gate * sigmoid(alpha * gate) * (up + 1)`, of a gate of at most `limit` and
-    an up from -limit to limit."""
+class Activation(NamedTuple):
+    """What an expert computes of its gate and up: SwiGLU, `silu(gate) * up`, unless it says otherwise.
 
-    alpha: float
-    limit: float
+    Attributes:
+        is_gelu: GEGLU, the gelu by tanh.
+        alpha, limit: of gpt-oss's `gate * sigmoid(alpha * gate) * (up + 1)`, of a gate of at most `limit` and an up
+            from -limit to limit.
+    """
+
+    is_gelu: bool = False
+    alpha: float | None = None
+    limit: float | None = None
+
+    @property
+    def constants(self) -> dict[str, float | None]:
+        """As kernels take it."""
+        return {"GELU": self.is_gelu, "ALPHA": self.alpha, "LIMIT": self.limit}
+
+
+SWIGLU, GEGLU = Activation(), Activation(is_gelu=True)
 
 
 @triton.jit
-def gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """SwiGLU of float32 numbers, or with a LIMIT that of a `SwigluClamp`. ALPHA and LIMIT are compiled in."""
-    if LIMIT is None:
+def gated(gate, up, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """An `Activation` of float32 numbers, compiled in."""
+    if GELU:
+        # (1 + tanh(z)) / 2 = sigmoid(2 z), here with 2 * sqrt(2 / pi).
+        logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        result = gate / (1.0 + tl.exp(-logit)) * up
+    elif LIMIT is None:
         result = gate / (1.0 + tl.exp(-gate)) * up
     else:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -46,11 +64,7 @@ def _activate_and_mul_kernel(
     gate_row = x + row * x_stride
     gate = tl.load(gate_row + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_row + intermediate + columns, mask=mask, other=0.0).to(tl.float32)
-    # silu(x) = x * sigmoid(x), and (1 + tanh(z)) / 2 = sigmoid(2 z).
-    logit = gate
-    if GELU:
-        logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
-    product = gate / (1.0 + tl.exp(-logit)) * up
+    product = gated(gate, up, GELU, None, None)
     tl.store(y + row * intermediate + columns, product.to(y.dtype.element_ty), mask=mask)
 
 
@@ -69,13 +83,18 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     return gelu_tanh_and_mul_triton(x) if use_kernels(x) else gelu_tanh_and_mul_torch(x)
 
 
-def silu_and_mul_torch(x: Tensor, clamp: SwigluClamp | None = None) -> Tensor:
-    """The twin, and with a clamp that of `gated`."""
+def gated_torch(x: Tensor, activation: Activation) -> Tensor:
+    """The twin of `gated`, of gate and up side by side: `[num_tokens, 2 * intermediate]`."""
+    if activation.alpha is None or activation.limit is None:
+        return gelu_tanh_and_mul_torch(x) if activation.is_gelu else silu_and_mul_torch(x)
     gate, up = x.float().chunk(2, dim=-1)
-    if clamp is None:
-        return (F.silu(gate) * up).to(x.dtype)
-    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
-    return (gate * torch.sigmoid(clamp.alpha * gate) * (up + 1)).to(x.dtype)
+    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return (gate * torch.sigmoid(activation.alpha * gate) * (up + 1)).to(x.dtype)
+
+
+def silu_and_mul_torch(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
 
 
 def gelu_tanh_and_mul_torch(x: Tensor) -> Tensor:

@@ -18,14 +18,17 @@ class RMSNorm(nn.Module):
         eps: added to the mean square.
         offset: added to the weight of the checkpoint when it is loaded. Gemma stores its weights less 1. The sum stays
             in float32.
+        dtype: of the weight; None for torch's default, or with an offset float32.
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0) -> None:
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.eps, self.offset = eps, offset
         # What `add_to` multiplies the sum by, `[1]`: another module's parameter; None for 1.
         self.sum_scale: Tensor | None = None
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=torch.float32 if offset else None))
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=torch.float32 if offset else dtype))
         if offset:
             cast(Any, self.weight).weight_loader = self.weight_loader
 

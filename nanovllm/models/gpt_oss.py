@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from nanovllm.kernels.silu_and_mul import SwigluClamp
+from nanovllm.kernels.silu_and_mul import Activation
 from nanovllm.layers.experts.experts import MixtureOfExperts
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
@@ -38,6 +38,6 @@ class GptOssForCausalLM(DecoderForCausalLM):
     def mlp(config, spec: DecoderSpec, layer: int, tp: TensorParallel, matmul: Matmul) -> nn.Module:
         sizes = config.hidden_size, config.intermediate_size, count_experts(config), config.num_experts_per_tok
         # Before transformers 5 the configuration has no alpha.
-        clamp = SwigluClamp(getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0))
+        alpha, limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
         # The softmax over a token's experts alone is that over all, divided by their sum.
-        return MixtureOfExperts(*sizes, True, tp, matmul, biases=True, clamp=clamp)
+        return MixtureOfExperts(*sizes, True, tp, matmul, biases=True, activation=Activation(alpha=alpha, limit=limit))

@@ -17,7 +17,7 @@ from nanovllm.kernels.experts.experts import TileConfig, add_pairs, down, gate_u
 from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.rms_norm import rms_norm_torch
-from nanovllm.kernels.silu_and_mul import SwigluClamp
+from nanovllm.kernels.silu_and_mul import GEGLU, Activation
 from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.matmul.table import Key
 
@@ -81,19 +81,21 @@ def check_result(out, expected, num_tokens):
     routing=routings,
     normalize=st.booleans(),
     has_padding=st.booleans(),
+    has_scales=st.booleans(),
     dtype=dtypes,
     seed=st.integers(0, 1000),
 )
 def test_tokens_are_routed_as_by_the_twin(
-    device, num_tokens, num_experts, top_k, routing, normalize, has_padding, dtype, seed
+    device, num_tokens, num_experts, top_k, routing, normalize, has_padding, has_scales, dtype, seed
 ):
     torch.manual_seed(seed)
     top_k = min(top_k, num_experts)
     # Of 16-bit logits many are equal.
     logits = make_logits(num_tokens, num_experts, routing, dtype, device)
     context_lens = make_context_lens(num_tokens, has_padding, device)
-    experts, weights = route(logits, top_k, normalize, context_lens)
-    expected_experts, expected_weights = route_torch(logits, top_k, normalize, context_lens)
+    options = top_k, normalize, context_lens, torch.randn(num_experts, device=device) if has_scales else None
+    experts, weights = route(logits, *options)
+    expected_experts, expected_weights = route_torch(logits, *options)
     torch.testing.assert_close(experts, expected_experts)
     torch.testing.assert_close(weights, expected_weights)
 
@@ -249,36 +251,40 @@ def test_the_twins_are_the_formula(normalize):
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("kernels", ["tiles", "few tokens"])
-def test_biases_and_the_clamped_activation(dtype, kernels, device):
-    """Of gpt-oss: both kinds of kernels, and their twin, against the formula."""
+@pytest.mark.parametrize("activation", [Activation(alpha=1.702, limit=1.5), GEGLU], ids=["clamped", "gelu"])
+def test_biases_activations_and_scales(activation, dtype, kernels, device):
+    """Of gpt-oss and Gemma 4: both kinds of kernels, and their twin, against the formula."""
     num_tokens, num_experts, top_k, hidden_size, intermediate = 5, 6, 2, 40, 24
-    clamp = SwigluClamp(1.702, 1.5)
     x, logits = (torch.randn(num_tokens, n, device=device).to(dtype) for n in (hidden_size, num_experts))
     weights = make_weights(num_experts, hidden_size, intermediate, dtype, device)
     bias, down_bias = (torch.randn(num_experts, w.shape[1], device=device).to(dtype) for w in weights)
-    experts, shares = route_torch(logits, top_k, True)
+    scales = torch.randn(num_experts, device=device).to(dtype)
+    experts, shares = route_torch(logits, top_k, True, None, scales)
     expected = torch.zeros(num_tokens, hidden_size, device=device)
     for token in range(num_tokens):
         for expert, share in zip(experts[token].tolist(), shares[token], strict=True):
             gate, up = (weights[0][expert].float() @ x[token].float() + bias[expert].float()).chunk(2)
-            gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
-            hidden = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            if activation.is_gelu:
+                hidden = F.gelu(gate, approximate="tanh") * up
+            else:
+                gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
+                hidden = gate * torch.sigmoid(1.702 * gate) * (up + 1)
             expected[token] += share * (weights[1][expert].float() @ hidden + down_bias[expert].float())
     out = torch.zeros(num_tokens, hidden_size, dtype=dtype, device=device)
     if kernels == "tiles":
         order, starts = sort_by_expert(experts, num_experts)
-        hidden = gate_up(x, order, starts, weights[0], TileConfig(16, 16, 16, 4, 2), bias=bias, clamp=clamp)
+        hidden = gate_up(x, order, starts, weights[0], TileConfig(16, 16, 16, 4, 2), bias=bias, activation=activation)
         y = down(hidden, order, starts, shares, weights[1], TileConfig(16, 32, 16, 4, 2), bias=down_bias)
         add_pairs(y, out, False)
     else:
-        options = {"bias": bias, "clamp": clamp}
+        options = {"bias": bias, "activation": activation}
         config = ExpertsGemvConfig(4, 16, 4)
         hidden = experts_gemv.gate_up(x, None, 0.0, logits, weights[0], top_k, None, config, **options)
-        experts_gemv.down(hidden, logits, weights[1], top_k, True, out, False, None, config, bias=down_bias)
+        experts_gemv.down(hidden, logits, weights[1], top_k, True, out, False, None, config, None, down_bias, scales)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
     key = Key.of("experts", False, plain(weights[0]))
-    options = top_k, True, torch.zeros_like(out), False, None, bias, down_bias, clamp
+    options = top_k, True, torch.zeros_like(out), False, None, bias, down_bias, activation, scales
     problem = ExpertsProblem(key, x.cpu(), logits.cpu(), *map(plain, weights), *options)
     if device == "cpu":
         torch.testing.assert_close(default_result(problem).float(), expected, rtol=tolerance, atol=tolerance)

@@ -12,7 +12,7 @@ from nanovllm.kernels.experts import four_bit_experts_gemv as gemv
 from nanovllm.kernels.experts.experts import add_pairs, experts_torch, route_torch, sort_by_expert
 from nanovllm.kernels.matmul.four_bit import FourBit, dequantize_torch
 from nanovllm.kernels.matmul.four_bit_tiles import arrange_torch
-from nanovllm.kernels.silu_and_mul import SwigluClamp
+from nanovllm.kernels.silu_and_mul import SWIGLU, Activation
 
 # Triton's interpreter multiplies bfloat16 wrongly. Three roundings, relative to the result's norm.
 DTYPE, MAX_DISTANCE = (torch.bfloat16, 8e-3) if torch.cuda.is_available() else (torch.float16, 1e-3)
@@ -32,7 +32,7 @@ class Layer:
         self.lens[1:2] = 0
         logits = torch.randn(num_tokens, num_experts, device=device)
         self.num_experts, self.add = num_experts, add
-        self.clamp = SwigluClamp(1.702, 1.5) if kind == "e2m1" else None  # as in gpt-oss
+        self.activation = Activation(alpha=1.702, limit=1.5) if kind == "e2m1" else SWIGLU  # as in gpt-oss
         self.experts, self.shares = route_torch(logits, top_k, True, self.lens)
 
     def expected(self, rounded: bool) -> torch.Tensor:
@@ -44,7 +44,7 @@ class Layer:
             return lambda x, expert: x.float() @ dense[expert].t() + (0 if bias is None else bias[expert])
 
         products = (product(*each) for each in zip(self.weights, self.biases, strict=True))
-        total = experts_torch(self.x, self.experts, self.shares, self.num_experts, *products, self.clamp)
+        total = experts_torch(self.x, self.experts, self.shares, self.num_experts, *products, self.activation)
         before = self.out.float()
         return before + total if self.add else torch.where((self.lens > 0)[:, None], total, before)
 
@@ -63,7 +63,7 @@ def test_few_tokens(case, num_warps, device):
     layer, config = Layer(*case, device), gemv.FourBitExpertsConfig(16, num_warps, 3, False)
     expected = layer.expected(rounded=False)
     (gate_up, down), (bias, down_bias) = layer.weights, layer.biases
-    hidden = gemv.gate_up(layer.x, None, 0.0, layer.experts, gate_up, bias, config, layer.clamp)
+    hidden = gemv.gate_up(layer.x, None, 0.0, layer.experts, gate_up, bias, config, layer.activation)
     found = gemv.down(hidden, layer.experts, layer.shares, down, down_bias, layer.out, layer.add, config)
     assert distance(found, expected) < MAX_DISTANCE
 
@@ -82,7 +82,7 @@ def test_tiles(case, constants, device):
     expected = layer.expected(rounded=True)
     (gate_up, down), (bias, down_bias) = layer.weights, layer.biases
     order, starts = sort_by_expert(layer.experts, layer.num_experts)
-    hidden = tiles.gate_up(arrange_torch(layer.x), order, starts, gate_up, bias, config, layer.clamp)
+    hidden = tiles.gate_up(arrange_torch(layer.x), order, starts, gate_up, bias, config, layer.activation)
     y = tiles.down(hidden, order, starts, layer.shares, down, down_bias, config)
     found = add_pairs(y, layer.out, layer.add, layer.lens)
     assert distance(found, expected) < MAX_DISTANCE

@@ -44,7 +44,7 @@ from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.linear_checks import BLOCK
 from nanovllm.kernels.shared_memory import fitting_stages
-from nanovllm.kernels.silu_and_mul import SwigluClamp, gated, silu_and_mul_torch
+from nanovllm.kernels.silu_and_mul import SWIGLU, Activation, gated, gated_torch
 from nanovllm.kernels.triton_stub import TensorDescriptor, tl, triton
 
 _E4M3 = torch.float8_e4m3fn
@@ -87,7 +87,7 @@ def default_config(num_pairs: int, num_experts: int, itemsize: int) -> TileConfi
 # Every batch has another number of tokens; specialising on it would compile the kernel again.
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
-    logits, context_lens, experts, weights, num_tokens, logits_stride, num_experts,
+    logits, scales, context_lens, experts, weights, num_tokens, logits_stride, num_experts,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, TOKENS: tl.constexpr,
     NORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -113,22 +113,28 @@ def _route_kernel(
         total = tl.sum(weight, axis=1, keep_dims=True)
     # Rows that are not finite may choose any number.
     chosen = tl.minimum(chosen, num_experts - 1)
+    weight /= total
+    if scales is not None:
+        weight *= tl.load(scales + chosen).to(tl.float32)
     if context_lens is not None:
         is_padding = tl.load(context_lens + token, mask=token < num_tokens, other=0) == 0
         chosen = tl.where(is_padding[:, None], num_experts, chosen)
     pair = token.to(tl.int64)[:, None] * TOP_K + slot
     inside = inside & (slot < TOP_K)
     tl.store(experts + pair, chosen.to(experts.dtype.element_ty), mask=inside)
-    tl.store(weights + pair, weight / total, mask=inside)
+    tl.store(weights + pair, weight, mask=inside)
 
 
-def route(logits: Tensor, top_k: int, normalize: bool, context_lens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Each token's experts, the most probable first, and their probabilities.
+def route(
+    logits: Tensor, top_k: int, normalize: bool, context_lens: Tensor | None = None, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Each token's experts, the most probable first, and their probabilities, which weight them.
 
     Args:
         logits: of the router, `[num_tokens, num_experts]`, any float dtype; rows contiguous, at most MAX_EXPERTS.
         normalize: whether a token's weights are divided by their sum.
         context_lens: int32 [num_tokens]; a token with 0 is padding and gets no expert. None: no token is padding.
+        scales: `[num_experts]`, any float dtype, which then multiply the weights; None for ones.
 
     Returns:
         experts: int16 `[num_tokens, top_k]`; num_experts means none. Of equal probabilities, the lower number is first.
@@ -146,7 +152,7 @@ def route(logits: Tensor, top_k: int, normalize: bool, context_lens: Tensor | No
     padded = triton.next_power_of_2(num_experts)
     tokens = max(1, _ROUTE_ELEMENTS // padded)
     launcher(_route_kernel, (triton.cdiv(num_tokens, tokens),), has_pdl(logits.device))(
-        logits, context_lens, experts, weights, num_tokens, logits.stride(0), num_experts,
+        logits, scales, context_lens, experts, weights, num_tokens, logits.stride(0), num_experts,
         TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=padded, TOKENS=tokens, NORMALIZE=normalize,
         num_warps=4,
     )  # fmt: skip
@@ -154,7 +160,7 @@ def route(logits: Tensor, top_k: int, normalize: bool, context_lens: Tensor | No
 
 
 def route_torch(
-    logits: Tensor, top_k: int, normalize: bool, context_lens: Tensor | None = None
+    logits: Tensor, top_k: int, normalize: bool, context_lens: Tensor | None = None, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The twin of `route`."""
     probabilities = logits.float().softmax(-1)
@@ -162,6 +168,8 @@ def route_torch(
     weights = probabilities.gather(1, experts)
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)
+    if scales is not None:
+        weights = weights * scales.float()[experts]
     if context_lens is not None:
         experts = experts.masked_fill((context_lens == 0)[:, None], logits.shape[1])
     return experts.short(), weights
@@ -237,9 +245,10 @@ def _experts_kernel(
     x, x_scale, weight, weight_scale, bias, order, starts, weights, y, x_stride, scale_stride, group_stride,
     num_experts, num_columns, K: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr, BLOCK: tl.constexpr,
-    SILU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    SILU: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, TMA: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """SILU: y [sorted pairs, num_columns] of x [tokens, K], `gated` by ALPHA and LIMIT. Otherwise y [pairs,
+    """SILU: y [sorted pairs, num_columns] of x [tokens, K], `gated`. Otherwise y [pairs,
     num_columns] of x [sorted pairs, K], times the weights. weight: a pointer, or with TMA a descriptor of [all experts'
     rows, K]. BLOCK: its columns and rows that share a scale, a multiple of K_TILE; 0 if rows do. scale_stride,
     group_stride: of x_scale."""
@@ -321,7 +330,7 @@ def _experts_kernel(
         if SILU:
             up += tl.load(bias + num_columns, mask=is_column, other=0.0).to(tl.float32)[:, None]
     if SILU:
-        acc = gated(acc, up, ALPHA, LIMIT)
+        acc = gated(acc, up, GELU, ALPHA, LIMIT)
     else:
         acc *= tl.load(weights + pair)[None, :]
     y_tile = y + y_row.to(tl.int64)[:, None] * num_columns + (first_column + column)[None, :]
@@ -339,14 +348,14 @@ def gate_up(
     x_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
-    clamp: SwigluClamp | None = None,
+    activation: Activation = SWIGLU,
 ) -> Tensor:
     """`silu(x Wg^T) * (x Wu^T)` (Shazeer 2020) of each pair's token with its expert's weights, in the order of the
     experts; summed in float32, rounded once.
 
     x: `[num_tokens, hidden_size]`, rows contiguous.
     weight: `[num_experts, 2 * intermediate, hidden_size]`, of each expert Wg, then Wu. The bias likewise.
-    clamp: what is computed instead of SwiGLU.
+    activation: what is computed of gate and up.
 
     Returns: `[num_pairs, intermediate]`, row i for pair order[i]; rows of pairs without an expert mean nothing.
     """
@@ -358,7 +367,7 @@ def gate_up(
         )
     y = torch.empty(len(order), rows // 2, dtype=dtype or x.dtype, device=x.device)
     top_k = len(order) // max(len(x), 1)
-    return _launch(x, order, starts, None, weight, config, weight_scale, x_scale, bias, y, top_k, clamp)
+    return _launch(x, order, starts, None, weight, config, weight_scale, x_scale, bias, y, top_k, activation)
 
 
 def down(
@@ -431,7 +440,7 @@ def _launch(
     bias: Tensor | None,
     y: Tensor,
     top_k: int,
-    clamp: SwigluClamp | None = None,
+    activation: Activation = SWIGLU,
 ) -> Tensor:
     """y. weights: None for `gate_up`."""
     check_scales(x, weight, weight_scale, x_scale)
@@ -460,8 +469,7 @@ def _launch(
         x, x_scale, weight, weight_scale, bias, order, starts, weights, y, x.stride(0), *x_scale_strides, num_experts,
         num_columns, K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts),
         TOKENS=tokens, COLUMNS=columns, K_TILE=k_tile, BLOCK=block, SILU=weights is None,
-        ALPHA=clamp and clamp.alpha, LIMIT=clamp and clamp.limit, TMA=has_tma,
-        num_warps=num_warps, num_stages=num_stages,
+        **activation.constants, TMA=has_tma, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return y
 
@@ -532,16 +540,16 @@ def experts_torch(
     num_experts: int,
     gate_up: Callable[[Tensor, int], Tensor],
     down: Callable[[Tensor, int], Tensor],
-    clamp: SwigluClamp | None = None,
+    activation: Activation = SWIGLU,
 ) -> Tensor:
     """The twin of `gate_up`, `down` and `add_pairs`: the weighted sum of each token's experts, float32 `[num_tokens,
     hidden_size]`. experts, weights: from `route_torch`. gate_up, down: the product of rows by an expert's weight, its
-    bias included. clamp: as in `gate_up`."""
+    bias included. activation: as in `gate_up`."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():
         if expert == num_experts:  # of padding
             continue
         token, slot = (experts == expert).nonzero(as_tuple=True)
-        y = down(silu_and_mul_torch(gate_up(x[token], expert), clamp), expert).float()
+        y = down(gated_torch(gate_up(x[token], expert), activation), expert).float()
         total.index_add_(0, token, y * weights[token, slot, None])
     return total

@@ -28,7 +28,7 @@ from nanovllm.kernels.experts.experts import check_bias, check_scales
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.gemv import unroll_factor
 from nanovllm.kernels.matmul.linear_checks import BLOCK
-from nanovllm.kernels.silu_and_mul import SwigluClamp, gated
+from nanovllm.kernels.silu_and_mul import SWIGLU, Activation, gated
 from nanovllm.kernels.triton_stub import tl, triton
 
 MAX_TOKENS = 16
@@ -47,10 +47,10 @@ class ExpertsGemvConfig(NamedTuple):
 def _gate_up_kernel(
     x, norm_weight, logits, weight, weight_scale, bias, context_lens, y, x_stride, logits_stride, num_experts, N, eps,
     K: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr,
-    VECTOR: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    PDL: tl.constexpr,
+    VECTOR: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [tokens * TOP_K, N] = gate and up of norm(x), `gated` by ALPHA and LIMIT. BLOCK: columns and rows that share a
+    """y [tokens * TOP_K, N] = gate and up of norm(x), `gated`. BLOCK: columns and rows that share a
     scale; 0 if rows do."""
     token, slot = tl.program_id(1) // TOP_K, tl.program_id(1) % TOP_K
     k = tl.arange(0, K_TILE)
@@ -116,7 +116,7 @@ def _gate_up_kernel(
     if bias is not None:
         result += tl.load(bias + weight_row, mask=column < N, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(result, (OUTPUTS, 2)))
-    result = gated(gate, up, ALPHA, LIMIT)
+    result = gated(gate, up, GELU, ALPHA, LIMIT)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     tl.store(y + tl.program_id(1) * N + output, result.to(y.dtype.element_ty), mask=output < N)
 
@@ -132,14 +132,14 @@ def gate_up(
     config: ExpertsGemvConfig,
     weight_scale: Tensor | None = None,
     bias: Tensor | None = None,
-    clamp: SwigluClamp | None = None,
+    activation: Activation = SWIGLU,
 ) -> Tensor:
     """`silu(x Wg^T) * (x Wu^T)` (Shazeer 2020) of each token with each of its experts, summed in float32.
 
     x: `[num_tokens, hidden_size]`, 1 to MAX_TOKENS tokens, rows contiguous; the products' input is its RMS norm
         (Zhang & Sennrich 2019) with this weight and eps, rounded to x's dtype. norm_weight None: x itself.
     weight: of each expert Wg, then Wu: `[num_experts, 2 * intermediate, hidden_size]`. The bias likewise.
-    clamp: what is computed instead of SwiGLU.
+    activation: what is computed of gate and up.
 
     Returns: `[num_tokens * top_k, intermediate]`; rows of padding mean nothing.
     """
@@ -154,15 +154,14 @@ def gate_up(
         x, norm_weight, logits, weight, weight_scale, bias, context_lens, y, x.stride(0), logits.stride(0),
         num_experts, N, eps, K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts), ROWS=rows,
         K_TILE=k_tile, VECTOR=16 // x.element_size(), UNROLL=_unroll_factor(weight, k_tile),
-        BLOCK=_block(weight, weight_scale), ALPHA=clamp and clamp.alpha, LIMIT=clamp and clamp.limit,
-        num_warps=num_warps,
+        BLOCK=_block(weight, weight_scale), **activation.constants, num_warps=num_warps,
     )  # fmt: skip
     return y
 
 
 @triton.jit
 def _down_kernel(
-    x, logits, weight, weight_scale, bias, context_lens, out, logits_stride, out_stride, num_experts, N,
+    x, logits, scales, weight, weight_scale, bias, context_lens, out, logits_stride, out_stride, num_experts, N,
     K: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, ROWS: tl.constexpr,
     K_TILE: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr, NORMALIZE: tl.constexpr,
     ADD: tl.constexpr, PDL: tl.constexpr,
@@ -188,6 +187,9 @@ def _down_kernel(
     if NORMALIZE:
         total = tl.sum(share, axis=0)
     experts = tl.minimum(experts, num_experts - 1)  # Rows that are not finite may choose any number.
+    share /= total
+    if scales is not None:
+        share *= tl.load(scales + experts).to(tl.float32)
 
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, K_TILE)[None, None, :]
@@ -228,7 +230,7 @@ def _down_kernel(
         of_experts *= row_scale
     if bias is not None:
         of_experts += tl.load(bias + weight_row, mask=inside_rows, other=0.0).to(tl.float32)
-    result = tl.sum(of_experts * (share / total)[:, None], axis=0)
+    result = tl.sum(of_experts * share[:, None], axis=0)
     if ADD:
         result += before
     tl.store(out, result.to(out.dtype.element_ty), mask=row < N)
@@ -246,6 +248,7 @@ def down(
     config: ExpertsGemvConfig,
     weight_scale: Tensor | None = None,
     bias: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """The sum over each token's experts of `x W^T + bias`, times the expert's probability, in float32 and rounded
     once: added to `out`, or into it.
@@ -253,6 +256,7 @@ def down(
     x: `[num_tokens * top_k, intermediate]`, contiguous, from `gate_up`.
     weight: `[num_experts, hidden_size, intermediate]`.
     normalize: whether a token's probabilities are divided by their sum.
+    scales: `[num_experts]`, any float dtype, which then multiply the probabilities; None for ones.
     out: `[num_tokens, hidden_size]` of x's dtype, rows contiguous. Returned.
     """
     num_experts, N, K = weight.shape
@@ -263,8 +267,8 @@ def down(
         raise ValueError(f"out must be [{len(logits)}, {N}] {x.dtype} with contiguous rows, not {list(out.shape)}")
     rows, k_tile, num_warps = config
     launcher(_down_kernel, (triton.cdiv(N, rows), len(logits)), has_pdl(x.device))(
-        x, logits, weight, weight_scale, bias, context_lens, out, logits.stride(0), out.stride(0), num_experts, N,
-        K=K, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=triton.next_power_of_2(num_experts),
+        x, logits, scales, weight, weight_scale, bias, context_lens, out, logits.stride(0), out.stride(0), num_experts,
+        N, K=K, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=triton.next_power_of_2(num_experts),
         ROWS=rows, K_TILE=k_tile, VECTOR=16 // x.element_size(), UNROLL=_unroll_factor(weight, k_tile),
         BLOCK=_block(weight, weight_scale), NORMALIZE=normalize, ADD=add, num_warps=num_warps,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.four_bit import UNIT, FourBit, check_four_bit, decode, scale_of
 from nanovllm.kernels.matmul.four_bit_tiles import spread
 from nanovllm.kernels.shared_memory import fitting_stages
-from nanovllm.kernels.silu_and_mul import SwigluClamp, gated
+from nanovllm.kernels.silu_and_mul import SWIGLU, Activation, gated
 from nanovllm.kernels.triton_stub import tl, triton
 
 
@@ -86,9 +86,9 @@ def _four_bit_experts_kernel(
     x, weight, scale, zero, bias, order, starts, weights, y, x_stride, num_experts, num_columns,
     K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr, E2M1: tl.constexpr, SILU: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
+    GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SILU: y [sorted pairs, num_columns], arranged, of x [tokens, K], `gated` by ALPHA and LIMIT. Otherwise y [pairs,
+    """SILU: y [sorted pairs, num_columns], arranged, of x [tokens, K], `gated`. Otherwise y [pairs,
     num_columns] of x [sorted pairs, K], times the weights. weight: in words of 16 bits."""
     await_previous(PDL)
     column_tiles = tl.cdiv(num_columns, COLUMNS)
@@ -167,7 +167,7 @@ def _four_bit_experts_kernel(
         if SILU:
             up += tl.load(bias + row + num_columns).to(tl.float32)[:, None]
     if SILU:
-        acc = gated(acc, up, ALPHA, LIMIT)
+        acc = gated(acc, up, GELU, ALPHA, LIMIT)
         within = column % 32
         y_column = (within % 2 * 2 + within // 16) * (num_columns // 4) + column // 32 * 8 + within % 16 // 2
     else:
@@ -184,14 +184,14 @@ def gate_up(
     weight: FourBit,
     bias: Tensor | None,
     config: FourBitExpertTiles | None,
-    clamp: SwigluClamp | None = None,
+    activation: Activation = SWIGLU,
 ) -> Tensor:
     """`silu(x Wg^T) * (x Wu^T)` (Shazeer 2020) of each pair's token with its expert's weights, in the order of the
     experts; summed in float32, rounded once.
 
     x: `[num_tokens, hidden_size]`, from `arrange`.
     weight: `[num_experts, 2 * intermediate, hidden_size]`, of each expert Wg, then Wu; intermediate a multiple of 32.
-    clamp: what is computed instead of SwiGLU.
+    activation: what is computed of gate and up.
 
     Returns: `[num_pairs, intermediate]`, arranged, row i for pair order[i]; rows of pairs without an expert mean
     nothing.
@@ -203,7 +203,7 @@ def gate_up(
             f"{list(x.shape)} and {rows}"
         )
     y = torch.empty(len(order), rows // 2, dtype=x.dtype, device=x.device)
-    return _launch(x, order, starts, None, weight, bias, config, y, len(order) // max(len(x), 1), clamp)
+    return _launch(x, order, starts, None, weight, bias, config, y, len(order) // max(len(x), 1), activation)
 
 
 def down(
@@ -241,7 +241,7 @@ def _launch(
     config: FourBitExpertTiles | None,
     y: Tensor,
     top_k: int,
-    clamp: SwigluClamp | None = None,
+    activation: Activation = SWIGLU,
 ) -> Tensor:
     """y. weights: None for `gate_up`."""
     check_four_bit(weight, x.dtype)
@@ -258,7 +258,7 @@ def _launch(
         x, weight.values.view(torch.int16), weight.scale, weight.zero, bias, order, starts, weights, y, x.stride(0),
         num_experts, num_columns, K=K, GROUP=weight.group, GROUPS=max(1, k_tile // weight.group), TOP_K=top_k,
         PADDED_EXPERTS=triton.next_power_of_2(num_experts), TOKENS=tokens, COLUMNS=columns, K_TILE=k_tile,
-        E2M1=weight.is_e2m1, SILU=weights is None, ALPHA=clamp and clamp.alpha, LIMIT=clamp and clamp.limit,
-        COMPILED=x.is_cuda, num_warps=num_warps, num_stages=num_stages,
+        E2M1=weight.is_e2m1, SILU=weights is None, **activation.constants, COMPILED=x.is_cuda, num_warps=num_warps,
+        num_stages=num_stages,
     )  # fmt: skip
     return y

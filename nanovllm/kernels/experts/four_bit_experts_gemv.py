@@ -23,7 +23,7 @@ from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.four_bit import CHUNK, FourBit, check_four_bit
 from nanovllm.kernels.matmul.four_bit_gemv import groups_of_chunk, has_small_offset, inverse_rms, sums_of_chunks
 from nanovllm.kernels.shared_memory import fitting_stages
-from nanovllm.kernels.silu_and_mul import SwigluClamp, gated
+from nanovllm.kernels.silu_and_mul import SWIGLU, Activation, gated
 from nanovllm.kernels.triton_stub import tl, triton
 
 MAX_TOKENS = 16
@@ -56,9 +56,10 @@ def _four_bit_gate_up_kernel(
     x, norm_weight, experts, weight, scale, zero, bias, y, x_stride, num_experts, N, eps,
     K: tl.constexpr, TOP_K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, NORM_TILE: tl.constexpr, BY_SUMS: tl.constexpr,
-    E2M1: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
+    E2M1: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, COMPILED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [tokens * TOP_K, N] = gate and up of norm(x), `gated` by ALPHA and LIMIT."""
+    """y [tokens * TOP_K, N] = gate and up of norm(x), `gated`."""
     await_previous(PDL)
     pair = tl.program_id(1)
     expert = tl.load(experts + pair).to(tl.int64)
@@ -86,7 +87,7 @@ def _four_bit_gate_up_kernel(
     if bias is not None:
         acc += tl.load(bias + row).to(tl.float32)
     gate, up = tl.split(tl.reshape(acc, (OUTPUTS, 2)))
-    result = gated(gate, up, ALPHA, LIMIT)
+    result = gated(gate, up, GELU, ALPHA, LIMIT)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     tl.store(y + pair * N + output, result.to(dtype), mask=output < N)
 
@@ -99,14 +100,14 @@ def gate_up(
     weight: FourBit,
     bias: Tensor | None,
     config: FourBitExpertsConfig,
-    clamp: SwigluClamp | None = None,
+    activation: Activation = SWIGLU,
 ) -> Tensor:
     """`silu(x Wg^T) * (x Wu^T)` (Shazeer 2020) of each token with each of its experts, summed in float32.
 
     x: `[num_tokens, hidden_size]`, 1 to MAX_TOKENS tokens, rows contiguous; the products' input is its RMS norm
         (Zhang & Sennrich 2019) with this weight and eps, as in `four_bit_gemv`. norm_weight None: x itself.
     weight: of each expert Wg, then Wu: `[num_experts, 2 * intermediate, hidden_size]`.
-    clamp: what is computed instead of SwiGLU.
+    activation: what is computed of gate and up.
 
     Returns: `[num_tokens * top_k, intermediate]`; rows of pairs without an expert mean nothing.
     """
@@ -124,7 +125,7 @@ def gate_up(
         x, norm_weight, experts, *weight, bias, y, x.stride(0), num_experts, N, eps, K=K, TOP_K=experts.shape[1],
         GROUP=weight.group, GROUPS=groups_of_chunk(weight), COLUMNS=_COLUMNS, ROWS=rows, CHUNKS=num_warps,
         STEPS=triton.cdiv(triton.cdiv(K, CHUNK), num_warps), NORM_TILE=min(_NORM_TILE, triton.next_power_of_2(K)),
-        BY_SUMS=by_sums, E2M1=weight.is_e2m1, ALPHA=clamp and clamp.alpha, LIMIT=clamp and clamp.limit,
+        BY_SUMS=by_sums, E2M1=weight.is_e2m1, **activation.constants,
         COMPILED=x.is_cuda, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return y

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.sigmoid_gate import sigmoid_gate
-from nanovllm.kernels.silu_and_mul import SwigluClamp
+from nanovllm.kernels.silu_and_mul import SWIGLU, Activation
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.all_formats import get_weight_format, weight_format
 from nanovllm.layers.formats.format import Weight
@@ -151,23 +151,30 @@ class MixtureOfExperts(nn.Module):
         matmul: Matmul,
         shared_size: int = 0,
         biases: bool = False,
-        clamp: SwigluClamp | None = None,
+        activation: Activation = SWIGLU,
+        router_norm: RMSNorm | None = None,
+        has_scales: bool = False,
     ):
         """intermediate_size: of one expert. normalize: whether a token's weights are divided by their sum. shared_size:
-        the intermediate size of the shared expert; 0 for none. biases: whether router and experts have some. clamp:
-        what the experts compute instead of SwiGLU."""
+        the intermediate size of the shared expert; 0 for none. biases: whether router and experts have some.
+        activation: of each expert's gate and up. router_norm: of the router, if it is another one than the experts'.
+        has_scales: whether each expert has a number that its output is multiplied by, `expert_scales`."""
         super().__init__()
-        self.tp, self.top_k, self.normalize, self.clamp = tp, top_k, normalize, clamp
+        self.tp, self.top_k, self.normalize, self.activation = tp, top_k, normalize, activation
         with weight_format(None):
             self.gate = Router(hidden_size, num_experts, shared_size > 0, biases, tp, matmul)
+        self.router_norm = router_norm
+        self.expert_scales = nn.Parameter(torch.ones(num_experts)) if has_scales else None
         self.shared_expert: Any = SharedExpert(hidden_size, shared_size, tp, matmul) if shared_size else None
         self.experts = Experts(num_experts, hidden_size, intermediate_size, biases, tp)
         self.products = Products(matmul, self.experts.gate_up_proj)
 
     @property
-    def extras(self) -> tuple[torch.Tensor | None, torch.Tensor | None, SwigluClamp | None]:
+    def extras(self) -> dict[str, Any]:
         """The last fields of an `ExpertsProblem`."""
-        return self.experts.gate_up_proj.bias, self.experts.down_proj.bias_of_rank, self.clamp
+        gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
+        biases = {"bias": gate_up.bias, "down_bias": down.bias_of_rank}
+        return {**biases, "activation": self.activation, "scales": self.expert_scales}
 
     def add(
         self,
@@ -180,9 +187,9 @@ class MixtureOfExperts(nn.Module):
         output_norm norm(residual + output_norm(y)). residual: [num_tokens, hidden_size]."""
         return add_over_ranks(self, residual, hidden, norm, output_norm)
 
-    def part_of_sum(self, operation: str, x: torch.Tensor | Normed, out: torch.Tensor | None = None) -> Any:
-        """The same as RowParallelLinear's."""
-        results = logits = self.gate(x)
+    def part_of_sum(self, operation: str, x: Any, out: torch.Tensor | None = None) -> Any:
+        """The same as RowParallelLinear's, of a Normed or, without a router_norm, a tensor."""
+        results = logits = self.gate(x if self.router_norm is None else Normed(x.residual, self.router_norm))
         gated: Any = None
         if self.shared_expert is not None:
             logits = results[:, : self.gate.num_experts]
@@ -198,8 +205,8 @@ class MixtureOfExperts(nn.Module):
         lens = None if lens is None else lens[: len(x)]
         product, down = self.products["experts"], self.experts.down_proj.matrix
         key, row = product.row
-        options = self.top_k, self.normalize, out, operation == "linear_add", lens, *self.extras
-        y = compute(ExpertsProblem(key, x, logits, product.weight, down, *options), row[len(x)])
+        options = self.top_k, self.normalize, out, operation == "linear_add", lens
+        y = compute(ExpertsProblem(key, x, logits, product.weight, down, *options, **self.extras), row[len(x)])
         if gated is not None:
             self.shared_expert.down_proj.part_of_sum("linear_add", gated, y)
         return y

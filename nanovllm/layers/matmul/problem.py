@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeGuard
 
 from torch import Tensor
 
-from nanovllm.kernels.silu_and_mul import SwigluClamp
+from nanovllm.kernels.silu_and_mul import SWIGLU, Activation
 from nanovllm.layers.formats.format import Input, Weight
 from nanovllm.layers.layernorm import Normed
 from nanovllm.layers.matmul.table import Key
@@ -39,7 +39,7 @@ class Problem(NamedTuple):
 
 
 class ExpertsProblem(NamedTuple):
-    """The weighted sum of each token's experts, `down(silu(gate x) * up x)`, or with a clamp what that says."""
+    """The weighted sum of each token's experts, `down(activation(gate x, up x))`."""
 
     key: Key
     x: Tensor | Normed  # [num_tokens, hidden_size]
@@ -53,7 +53,8 @@ class ExpertsProblem(NamedTuple):
     context_lens: Tensor | None = None  # int32 [num_tokens]; 0 for padding, which gets no expert
     bias: Tensor | None = None  # [num_experts, 2 * intermediate], of gate and up
     down_bias: Tensor | None = None  # [num_experts, hidden_size]
-    clamp: SwigluClamp | None = None
+    activation: Activation = SWIGLU
+    scales: Tensor | None = None  # [num_experts], which multiply the weights; None for ones
 
 
 AnyProblem = Problem | ExpertsProblem

@@ -41,20 +41,21 @@ class ExpertTiles(Candidate):
         return None if None in configs else configs
 
     def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
-        _, x, logits, weight, down_weight, top_k, normalize, out, add, context_lens, bias, down_bias, clamp = problem
+        _, x, logits, weight, second, top_k, normalize, out, add, lens, bias, down_bias, activation, scales = problem
         if not use_kernels(logits):
-            routed = route_torch(logits, top_k, normalize, context_lens)
-            products = _product(weight, bias), _product(down_weight, down_bias)
-            total = experts_torch(value_of(x), *routed, len(weight), *products, clamp)
+            routed = route_torch(logits, top_k, normalize, lens, scales)
+            products = _product(weight, bias), _product(second, down_bias)
+            total = experts_torch(value_of(x), *routed, len(weight), *products, activation)
             return out.copy_(out.float() + total if add else total)
         gate_up_config, down_config = (TileConfig(*each) for each in constants) if constants else (None, None)
-        experts, weights = route(logits, top_k, normalize, context_lens)
+        experts, weights = route(logits, top_k, normalize, lens, scales)
         order, starts = sort_by_expert(experts, len(weight))
         values, options = _operands(x, weight)
-        hidden = gate_up(values, order, starts, weight.values, gate_up_config, **options, bias=bias, clamp=clamp)
-        values, options = _operands(hidden, down_weight)
-        y = down(values, order, starts, weights, down_weight.values, down_config, **options, bias=down_bias)
-        return add_pairs(y, out, add, context_lens)
+        options |= {"bias": bias, "activation": activation}
+        hidden = gate_up(values, order, starts, weight.values, gate_up_config, **options)
+        values, options = _operands(hidden, second)
+        y = down(values, order, starts, weights, second.values, down_config, **options, bias=down_bias)
+        return add_pairs(y, out, add, lens)
 
     @classmethod
     def challengers(cls, key: Key, num_tokens: int, top_k: int, num_multiprocessors: int) -> Iterator[tuple]:

@@ -34,13 +34,13 @@ class FourBitExperts(Candidate):
         return None if None in configs else configs
 
     def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
-        _, x, logits, weight, down, top_k, normalize, out, add, context_lens, bias, down_bias, clamp = problem
+        _, x, logits, weight, down, top_k, normalize, out, add, lens, bias, down_bias, activation, scales = problem
         gate_up_config, down_config = (FourBitExpertTiles(*each) for each in constants) if constants else (None, None)
-        experts, shares = route(logits, top_k, normalize, context_lens)
+        experts, shares = route(logits, top_k, normalize, lens, scales)
         order, starts = sort_by_expert(experts, len(weight))
-        hidden = kernels.gate_up(arranged(x), order, starts, four_bit(weight), bias, gate_up_config, clamp)
+        hidden = kernels.gate_up(arranged(x), order, starts, four_bit(weight), bias, gate_up_config, activation)
         y = kernels.down(hidden, order, starts, shares, four_bit(down), down_bias, down_config)
-        return add_pairs(y, out, add, context_lens)
+        return add_pairs(y, out, add, lens)
 
     @classmethod
     def challengers(cls, key: Key, num_tokens: int, top_k: int, num_multiprocessors: int) -> Iterator[tuple]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.experts.experts import MAX_EXPERTS, add_pairs, route, sort_by_expert
+from nanovllm.kernels.silu_and_mul import SWIGLU
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.matmul.candidate import Candidate
 from nanovllm.layers.matmul.candidates.quack import Quack, Tile
@@ -15,8 +16,8 @@ from nanovllm.layers.matmul.table import Key
 
 
 class QuackExperts(Candidate):
-    """It has the precision and the shapes of `Quack`, and neither biases nor a clamp. constants: two `Tile`s, for
-    gate_up and down."""
+    """It has the precision and the shapes of `Quack`, no biases, and no activation but SwiGLU. constants: two `Tile`s,
+    for gate_up and down."""
 
     name = "quack-experts"
     operations = ("experts",)
@@ -29,7 +30,7 @@ class QuackExperts(Candidate):
         return self.is_for(key) and key.experts <= MAX_EXPERTS and self._quack.can_multiply(key, weight)
 
     def launch(self, problem: ExpertsProblem, constants: tuple) -> Tensor | None:
-        if not self._quack.works or problem.bias is not None or problem.clamp is not None:
+        if not self._quack.works or problem.bias is not None or problem.activation != SWIGLU:
             return None
         gate_up_tile, down_tile = (Tile(*each) for each in constants)
         pairs, multiply = _SortedPairs(problem), self._quack.multiply
@@ -55,7 +56,8 @@ class _SortedPairs:
 
     def __init__(self, problem: ExpertsProblem):
         self._problem = problem
-        experts, self._weights = route(problem.logits, problem.top_k, problem.normalize, problem.context_lens)
+        routed = route(problem.logits, problem.top_k, problem.normalize, problem.context_lens, problem.scales)
+        experts, self._weights = routed
         self._positions = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
         order, self.starts = sort_by_expert(experts, len(problem.weight), self._positions)
         self.tokens = order // problem.top_k
