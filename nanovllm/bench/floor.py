@@ -12,7 +12,7 @@ from nanovllm.layers.formats.format import WeightFormat
 from nanovllm.layers.formats.fp8 import Fp8
 from nanovllm.models.hf_config import get_head_dim, windows_of_layers
 from nanovllm.models.qwen3_5 import delta_net_shape, has_linear_attention, linear_layers
-from nanovllm.models.qwen3_moe import count_experts, expert_size, has_experts
+from nanovllm.models.qwen3_moe import count_experts, expert_size, experts_per_token, has_experts, has_mlp_too
 
 
 class Ceilings(NamedTuple):
@@ -74,12 +74,13 @@ class ModelSize:
         mlps, expert_params, expert_share = c.num_hidden_layers * 3 * c.hidden_size * c.intermediate_size, 0, 0.0
         if num_experts := count_experts(c):
             num_layers = sum(has_experts(c, layer) for layer in range(c.num_hidden_layers))
-            expert_share = c.num_experts_per_tok / num_experts
+            expert_share = experts_per_token(c) / num_experts
             expert_params = num_layers * num_experts * 3 * c.hidden_size * expert_size(c)
             shared_size = getattr(c, "shared_expert_intermediate_size", 0)
             routers = num_layers * num_experts * c.hidden_size
             routers += num_layers * c.hidden_size * (3 * shared_size + (1 if shared_size else 0))
-            mlps = mlps // c.num_hidden_layers * (c.num_hidden_layers - num_layers) + routers
+            num_mlps = c.num_hidden_layers - (0 if has_mlp_too(c) else num_layers)
+            mlps = mlps // c.num_hidden_layers * num_mlps + routers
             mlps += int(expert_share * expert_params)
         expert_itemsize = layer_itemsize = float(dtype.itemsize)
         if weight_format is not None and weight_format.bits is not None:

@@ -285,6 +285,8 @@ class DecoderForCausalLM(nn.Module, ABC):
     # For a text model that may be a part of a larger one: what the checkpoint's names of it then begin with, and what
     # ours begin with. Where a name begins so, the others, of a vision tower say, are not loaded.
     checkpoint_prefixes: ClassVar[dict[str, str]] = {}
+    # Parts of our names -> the checkpoint's, for modules that are in other ones there.
+    checkpoint_places: ClassVar[dict[str, str]] = {}
     # Keys of the configuration, among those that change what a decoder computes, that this family's `spec` reads.
     switches: ClassVar[frozenset[str]] = frozenset()
 

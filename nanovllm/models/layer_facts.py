@@ -14,6 +14,7 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.linear_attention import GatedDeltaNet
 from nanovllm.layers.matmul.problem import AnyProblem, ExpertsProblem, Problem
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.mlp_with_experts import MLPWithExperts
 
 Make = Callable[[int], AnyProblem]  # a product of a layer in the context's phase, for a number of tokens
 
@@ -23,6 +24,9 @@ def layer_products(layer: Any) -> list[Make]:
     mixer, mlp, products = layer.mixer, layer.mlp, main_products(layer)
     if isinstance(mixer, GatedDeltaNet):
         products += [_linear("linear", each, layer.input_layernorm) for each in mixer.input_projections()[1:]]
+    if isinstance(mlp, MLPWithExperts):
+        mixture = mlp.beside
+        products += [_linear("linear", mixture.gate, mixture.router_norm), _experts(mixture, False, mlp.experts_norm)]
     if isinstance(mlp, MixtureOfExperts) and mlp.shared_expert is not None:
         norm, shared = layer.post_attention_layernorm, mlp.shared_expert
         products += [_linear("linear_silu", shared.gate_up_proj, norm), _linear("linear_add", shared.down_proj)]
@@ -71,7 +75,7 @@ def _experts(mlp: MixtureOfExperts, add: bool, norm: RMSNorm | None) -> Make:
         logits = x.new_empty(num_tokens, len(mlp.gate.weight))[:, : key.experts]
         tensors = Normed(x, norm) if norm else x, logits, weight
         down, out = mlp.experts.down_proj.matrix, torch.empty_like(x)
-        return ExpertsProblem(key, *tensors, down, mlp.top_k, mlp.normalize, out, add, lens, *mlp.extras)
+        return ExpertsProblem(key, *tensors, down, mlp.top_k, mlp.normalize, out, add, lens, **mlp.extras)
 
     return make
 
@@ -87,9 +91,10 @@ def num_layer_params(model: DecoderForCausalLM) -> int:
     """Parameters of one layer on this rank, of experts only those that a token uses."""
     layer: Any = model.model.layers[-1]
     num_params = sum(map(_num_params, layer.parameters()))
-    if isinstance(layer.mlp, MixtureOfExperts):
-        for weight in layer.mlp.experts.parameters():
-            num_params -= _num_params(weight) // len(weight) * (len(weight) - layer.mlp.top_k)
+    mixture = layer.mlp.beside if isinstance(layer.mlp, MLPWithExperts) else layer.mlp
+    if isinstance(mixture, MixtureOfExperts):
+        for weight in mixture.experts.parameters():
+            num_params -= _num_params(weight) // len(weight) * (len(weight) - mixture.top_k)
     return num_params
 
 

@@ -37,6 +37,7 @@ _UNUSED = (
 )
 # Layers that predict further tokens, which we do not have.
 _UNUSED_PARTS = ("mtp.",)
+_ONES = ("norm.weight", "layer_scalar", "expert_scales")  # of random weights
 _INTEGERS = ("I32", "I64", "U8")
 _HINT = "is config.json the same model's?"
 _MAX_NAMED = 5
@@ -229,13 +230,13 @@ def forget_loaders(model: nn.Module) -> None:
 
 
 def load_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
-    """Fill every parameter with random numbers of a usual scale: norms with ones, the rest N(0, 0.02^2).
+    """Fill every parameter with random numbers of a usual scale: norms and factors with ones, the rest N(0, 0.02^2).
 
     A parameter that every rank holds whole is the same on all of them."""
     device = next(model.parameters()).device
     of_all, of_rank = (torch.Generator(device=device).manual_seed(s) for s in (seed, seed + 1 + rank))
     for name, param in model.named_parameters():
-        if name.endswith(("norm.weight", "layer_scalar")):
+        if name.endswith(_ONES):
             param.data.fill_(1.0)
         elif not getattr(param, "is_scale", False):  # Scales come with their weights.
             is_whole = tuple(param.shape) == getattr(param, "shards", {None: tuple(param.shape)}).get(None)
@@ -374,6 +375,8 @@ def _wanted_tensors(model: nn.Module) -> dict[str, _Wanted]:
         shards = getattr(param, "shards", {None: tuple(param.shape)})
         if not shards:  # computed while others are loaded
             continue
+        for ours, theirs in getattr(model, "checkpoint_places", {}).items():
+            name = name.replace(ours, theirs)
         *parents, module, kind = name.split(".")
         kind = getattr(param, "checkpoint_name", kind)
         shapes = dict.fromkeys(shards, ()) if getattr(param, "is_one_number", False) else shards

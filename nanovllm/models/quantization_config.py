@@ -12,9 +12,12 @@ from nanovllm.utils.checks import one_line, quoted
 # Parts of a model that are never quantized, and those of a vision tower, which is not read. Others that a checkpoint
 # leaves unquantized do not load.
 _UNQUANTIZED = re.compile(
-    r"(^|[.*:^])(lm_head|embed_tokens|[a-z_]*norm|mlp\.gate|gate|shared_expert_gate|conv1d|in_proj_(a|b|ba))(\.\*)?\$?$"
+    r"(^|[.*:^])(lm_head|embed_tokens|[a-z_]*norm|mlp\.gate|gate|router|router\.proj|shared_expert_gate|conv1d"
+    r"|in_proj_(a|b|ba))(\.\*)?\$?$"
 )
-_UNREAD = re.compile(r"(^|[.*:^])(vision_tower|multi_modal_projector|visual|mtp)([.*$]|$)")
+_UNREAD = re.compile(
+    r"(^|[.*:^])(vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual|mtp)([.*$]|$)"
+)
 
 
 class Quantization(NamedTuple):
@@ -106,7 +109,8 @@ def check_sizes(hf_config: Any, head_dim: int, format: WeightFormat, num_ranks: 
         num_values = hf_config.linear_num_value_heads // num_ranks * hf_config.linear_value_head_dim
         sizes["linear_num_value_heads * linear_value_head_dim"] = num_values
     mlp_only, sparse_step = (getattr(hf_config, name, None) for name in ("mlp_only_layers", "decoder_sparse_step"))
-    if not has_experts or mlp_only or (sparse_step or 1) > 1:
+    has_both = getattr(hf_config, "enable_moe_block", False)
+    if not has_experts or has_both or mlp_only or (sparse_step or 1) > 1:
         sizes["intermediate_size"] = hf_config.intermediate_size // num_ranks
     units = [(name, size, format.row_unit) for name, size in rows.items()]
     units += [(name, size, format.unit) for name, size in sizes.items()]

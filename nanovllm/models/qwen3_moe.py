@@ -36,10 +36,11 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 
 def check_experts(config) -> None:
     """Raises ValueError, naming the key, for numbers that cannot be."""
-    num_experts, top_k = count_experts(config), config.num_experts_per_tok
+    num_experts, top_k = count_experts(config), experts_per_token(config)
     require("num_experts", num_experts, is_int(num_experts, 0, _MAX_EXPERTS), f"an integer in 0..{_MAX_EXPERTS}")
     is_right = num_experts == 0 or is_int(top_k, 1, num_experts)
-    require("num_experts_per_tok", top_k, is_right, f"an integer in 1..{num_experts}")
+    name = "top_k_experts" if has_mlp_too(config) else "num_experts_per_tok"
+    require(name, top_k, is_right, f"an integer in 1..{num_experts}")
     for name in ("moe_intermediate_size", "decoder_sparse_step"):
         value = getattr(config, name, 1)
         require(name, value, is_int(value, 1), "an integer > 0")
@@ -59,6 +60,16 @@ def mlp_only_layers(config) -> list[int]:
 def expert_size(config) -> int:
     """The intermediate size of an expert. Families without other MLPs call it intermediate_size."""
     return getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+
+
+def experts_per_token(config) -> int:
+    """Gemma 4 has another name for it."""
+    return config.top_k_experts if has_mlp_too(config) else config.num_experts_per_tok
+
+
+def has_mlp_too(config) -> bool:
+    """Whether layers have an MLP beside their experts. Only Gemma 4 has such."""
+    return bool(getattr(config, "enable_moe_block", False))
 
 
 def count_experts(config) -> int | None:

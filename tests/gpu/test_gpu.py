@@ -4,7 +4,17 @@ from functools import cache
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
+from checkpoints import (
+    VOCAB_SIZE,
+    Reference,
+    assert_idle,
+    complete,
+    greedy,
+    make_checkpoint,
+    make_llm,
+    needs_family,
+    random_prompt,
+)
 from gpu_engines import DEMO_MODEL, DEMO_PROMPTS, REGRET, SHAPES, cases, gpu_llm, needs_demo_model
 
 from nanovllm import LLM, SamplingParams
@@ -217,8 +227,13 @@ def test_triton_takes_other_block_sizes(base, block_size):
             "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
             "max_position_embeddings": 128,
         },
+        pytest.param(
+            {"family": "gemma4_text", "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2}
+            | {"moe_intermediate_size": 32},
+            marks=needs_family("gemma4_text"),
+        ),
     ],
-    ids=["qwen2", "head-dim-80", "bias-tied-mqa", "yarn"],
+    ids=["qwen2", "head-dim-80", "bias-tied-mqa", "yarn", "experts-beside-an-mlp"],
 )
 def test_other_models(tmp_path, config):
     path = make_checkpoint(tmp_path, **config)

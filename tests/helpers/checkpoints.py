@@ -100,7 +100,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     """Matrices and biases N(0, 0.15^2), norms N(1, 0.1^2), whatever the architecture calls them."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        is_norm = name.endswith("norm.weight")
+        is_norm = name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale", "expert_scale"))
         parameter.data.normal_(float(is_norm), 0.1 if is_norm else 0.15, generator=generator)
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):

@@ -55,7 +55,7 @@ def dequantized(values: Tensor, scale: Tensor) -> Tensor:
 
 def is_quantized(name: str) -> bool:
     """Whether a checkpoint in fp8 has a module of this name in fp8."""
-    return name.endswith(("proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"))
+    return name.endswith(("proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz")) and not name.endswith("router.proj")
 
 
 def weight_group(weight: Tensor, in_blocks: bool) -> tuple[int, int]:
@@ -117,7 +117,7 @@ def _experts(module, in_blocks: bool | None, x: Tensor, experts: Tensor, shares:
     for expert in experts.unique().tolist():
         token, slot = (experts == expert).nonzero(as_tuple=True)
         gate, up = product(x[token], module.gate_up_proj[expert]).chunk(2, dim=-1)
-        y = product(F.silu(gate) * up, module.down_proj[expert])
+        y = product(module.act_fn(gate) * up, module.down_proj[expert])
         total.index_add_(0, token, y * shares[token, slot, None])
     return total
 

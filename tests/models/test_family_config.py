@@ -97,10 +97,11 @@ def family_dir(model_dir):
             NO_PLE | {"num_kv_shared_layers": 1},
             "num_kv_shared_layers=1: is not supported for gemma4_text",
         ),
+        ("gemma4_text", NO_PLE | {"num_experts": 4}, "num_experts=4: needs enable_moe_block=true"),
         (
             "gemma4_text",
-            NO_PLE | {"enable_moe_block": True, "num_experts": 4},
-            "enable_moe_block=True: is not supported",
+            NO_PLE | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8},
+            r"top_k_experts=5: must be an integer in 1\.\.4",
         ),
         ("gemma4_text", NO_PLE | {"use_bidirectional_attention": "all"}, "is_causal=False"),
         ("gemma4_text", NO_PLE | {"global_head_dim": 31}, "global_head_dim=31: must be even"),
@@ -215,13 +216,14 @@ PUBLISHED = {
     "gemma-3-12b": 11.77,
     "gemma-3-27b": 27.0,
     "gemma-4-12B": 11.95,
+    "gemma-4-26B-A4B": 25.23,
     "gemma-4-31B": 30.7,
     "gpt-oss-20b": 20.91,
     "gpt-oss-120b": 116.83,
 }
 # Those of families that are not in all releases of transformers that we support.
 NEWER = {"SmolLM3-3B": "smollm3", "Olmo-3-1025-7B": "olmo3", "Olmo-3-1125-32B": "olmo3"}
-NEWER |= {"gemma-4-12B": "gemma4_unified_text", "gemma-4-31B": "gemma4_text"}
+NEWER |= {"gemma-4-12B": "gemma4_unified_text", "gemma-4-26B-A4B": "gemma4_text", "gemma-4-31B": "gemma4_text"}
 NEWER |= {name: "gpt_oss" for name in PUBLISHED if "gpt-oss" in name}
 NEWER |= {name: "ministral3" for name in PUBLISHED if "Ministral-3" in name}
 NEWER |= {name: "qwen3_5_moe_text" if "A3B" in name else "qwen3_5_text" for name in PUBLISHED if "Qwen3." in name}

@@ -30,7 +30,8 @@ FAMILIES = {
         "logits_scaling": 3.0,
     },
     "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16, "sliding_window_pattern": 2},
-    "gemma4_text": {"head_dim": 16, "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_text": {"head_dim": 16, "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "qwen2": {},
     "qwen3": {},
     "qwen3_5_text": HYBRID,

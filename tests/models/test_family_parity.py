@@ -189,11 +189,14 @@ def gemma4_text(draw):
     }
     share = draw.choice((0.25, 0.5, 1.0))
     scaling = {"rope_type": "proportional", "partial_rotary_factor": share, "factor": draw.choice((1.0, 4.0))}
-    return fields | {"rope_scaling": draw.choice((None, scaling))}
+    fields |= {"rope_scaling": draw.choice((None, scaling))}
+    experts = {"enable_moe_block": True, "num_experts": draw.choice((4, 5, 16)), "top_k_experts": draw.randint(1, 4)}
+    return fields | (experts | {"moe_intermediate_size": draw.choice((24, 36))} if draw.random() < 0.5 else {})
 
 
 def gemma4_unified_text(draw):
-    return gemma4_text(draw)
+    fields = gemma4_text(draw)
+    return fields | {"enable_moe_block": False, "num_experts": None}
 
 
 def qwen3_5_text(draw):

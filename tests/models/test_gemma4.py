@@ -26,12 +26,13 @@ from nanovllm import SamplingParams
 pytestmark = needs_family("gemma4_text")
 
 SIZES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 32}
 SOFTCAP = {"final_logit_softcapping": 2.0}
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    path = make_checkpoint(tmp_path_factory.mktemp("gemma4"), family="gemma4_text", **SIZES | SOFTCAP)
+    path = make_checkpoint(tmp_path_factory.mktemp("gemma4"), family="gemma4_text", **SIZES | EXPERTS | SOFTCAP)
     return path, Reference(path)
 
 
@@ -71,7 +72,7 @@ def test_a_cached_beginning_and_samples(base):
 
 
 @pytest.mark.slow
-def test_two_ranks_share_the_one_head_of_keys(base):
+def test_two_ranks_share_the_one_head_of_keys_and_each_expert(base):
     path, reference = base
     prompts = reference.draw_prompts((17, 60), 8)
     with make_llm(path, tensor_parallel_size=2) as llm:
@@ -120,6 +121,7 @@ def test_random_weights(base):
         layer = llm.model_runner.model.model.layers[0]
         assert layer.layer_scalar.item() == 1
         assert layer.mlp_output_norm.sum_scale is layer.layer_scalar
+        assert (layer.mlp.beside.expert_scales == 1).all()
         params = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, seed=1)
         assert len(complete(llm, [[1, 2, 3]], params)[0]) == 4
 
@@ -127,7 +129,7 @@ def test_random_weights(base):
 @pytest.mark.parametrize("unified", [False, True], ids=["towers", "unified"])
 def test_the_text_part_of_a_larger_model(tmp_path, unified):
     kind, name = ("gemma4_unified", "Gemma4Unified") if unified else ("gemma4", "Gemma4")
-    path = make_checkpoint(tmp_path, family=f"{kind}_text", **SIZES)
+    path = make_checkpoint(tmp_path, family=f"{kind}_text", **SIZES | ({} if unified else EXPERTS))
     reference = Reference(path)
 
     def nest(tensors):
