@@ -37,6 +37,9 @@ MAX_MODEL_LEN = 2**24  # RoPE's table takes 8 GiB at a head_dim of 128. No publi
 MAX_KVCACHE_BLOCK_SIZE = 2**16  # One block takes 7 GiB, even in the smallest published shape.
 MAX_WATCHDOG_SECONDS = 86_400
 MAX_KVCACHE_GIB = 2**16  # more than one machine has
+MAX_SPECULATIVE_TOKENS = 15
+MAX_SPECULATIVE_ROWS = 512  # of a decode step, as many as have a CUDA graph
+SPECULATIONS = ("suffix",)
 MAX_SLOTS = 2**31  # Kernels count KV cache slots, and the keys of all sequences of a step, in int32.
 
 _CHOICES = {field.name: field.metadata.get("choices") for field in fields(EngineOptions)}
@@ -77,6 +80,13 @@ class Config(EngineOptions):
         self._resolve_tokenizer()
         if self._hub_id is not None and self.load_format == "auto":
             download(self._hub_id, "model", WEIGHT_FILES, self.revision)
+
+    @property
+    def max_decode_rows(self) -> int:
+        """Rows of the largest decode step: max_num_seqs, or more with speculation."""
+        if self.speculation is None:
+            return self.max_num_seqs
+        return max(self.max_num_seqs, min(self.max_num_seqs * (1 + self.max_speculative_tokens), MAX_SPECULATIVE_ROWS))
 
     def _unwrap_numpy(self) -> None:
         """Turn numpy's values into Python's, and eos into a list."""
@@ -135,6 +145,9 @@ class Config(EngineOptions):
         self._require_one_of("kv_cache_dtype")
         self._require_one_of("kv_cache_scales")
         self._require_one_of("logprobs_mode")
+        is_known = self.speculation is None or self.speculation in SPECULATIONS
+        self._require("speculation", is_known, f"None or one of {', '.join(SPECULATIONS)}")
+        self._require_int("max_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS)
         is_used = self.kv_cache_scales == "auto" or self.kv_cache_dtype != "auto"
         self._require("kv_cache_scales", is_used, "'auto' without kv_cache_dtype='fp8'")
         self._require("seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), "None or in 0..2**63 - 1")

@@ -134,6 +134,13 @@ class BlockManager:
         if seq.num_blocks > len(seq.block_table):
             seq.block_table.append(self._take_free_block())
 
+    def extend(self, seq: Sequence, num_tokens: int) -> int:
+        """Give the sequence blocks for num_tokens tokens, or for as many as there are free blocks. Returns for how many
+        of them it has blocks."""
+        while num_tokens > len(seq.block_table) * self.block_size and self.free_block_ids:
+            seq.block_table.append(self._take_free_block())
+        return min(num_tokens, len(seq.block_table) * self.block_size)
+
     def hash_blocks(self, seq: Sequence, num_cached_before: int) -> None:
         """Let others find the blocks that became full when the cached tokens grew from `num_cached_before` to
         seq.num_cached_tokens."""

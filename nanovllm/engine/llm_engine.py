@@ -26,6 +26,7 @@ from nanovllm.engine.requests.streaming import new_deltas
 from nanovllm.engine.sampling.logprobs import record_prompt_logprobs
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.speculation.speculative_scheduler import SpeculativeScheduler
 from nanovllm.engine.step import Step
 from nanovllm.models.loader import checked_tensors
 from nanovllm.models.tokenizer_files import load_tokenizer
@@ -81,7 +82,9 @@ class LLMEngine:
         self._finalizer = weakref.finalize(self, self._lock.exit)
         runner = self.model_runner
         make_places = partial(Places, runner.num_slots) if runner.num_slots else None
-        self.scheduler = Scheduler(config, runner.num_kvcache_blocks, runner.mixed_step_rows, make_places)
+        args = config, runner.num_kvcache_blocks, runner.mixed_step_rows, make_places
+        times = runner.step_times
+        self.scheduler = Scheduler(*args) if times is None else SpeculativeScheduler(*args, step_times=times)
         self._sequences = SequenceMaker(config, self.tokenizer, self.scheduler.length_limit)
         self._num_steps = 0
         self._seconds = 0.0  # in _step
@@ -223,7 +226,7 @@ class LLMEngine:
             if self._check_workers is not None:
                 self._check_workers()
             step, following = self._in_flight, None
-            if self.config.overlap_steps and not scheduler.is_finished():
+            if self.config.overlap_steps and not scheduler.is_finished() and not scheduler.awaits_tokens:
                 following = self._launch()
             finished = [] if step is None else self._read(step)
             self._in_flight = None

@@ -24,9 +24,11 @@ from nanovllm.engine.runner.startup.memory import allocate_stores, free_memory, 
 from nanovllm.engine.runner.startup.model_check import check_model
 from nanovllm.engine.runner.startup.model_setup import choose_mixed_step_rows, make_matmul, padded_batches
 from nanovllm.engine.runner.startup.package_kernels import PackageKernels
+from nanovllm.engine.runner.startup.step_times import measure_step_times
 from nanovllm.engine.sampling.logit_steps import LogitSteps
 from nanovllm.engine.sampling.logprobs import prompt_rows
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.speculation.budget import StepTimes
 from nanovllm.engine.step import Step
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.attention.attention import AttentionBackend, AttentionShape, StepSizes
@@ -78,6 +80,7 @@ class ModelRunner:
         graphs, mixed_graphs: the CUDA graphs of decode and of mixed steps, if there are some.
         num_kvcache_blocks, num_slots: of the stores.
         logit_steps: runs steps whose requests ask for more than a temperature.
+        step_times: how long decode steps take; None without speculation.
     """
 
     tp: TensorParallel
@@ -97,6 +100,7 @@ class ModelRunner:
     num_kvcache_blocks: int
     num_slots: int
     logit_steps: LogitSteps
+    step_times: StepTimes | None
 
     def __init__(self, config: Config, device: torch.device):
         self.config = config
@@ -126,7 +130,7 @@ class ModelRunner:
                 self.load_weights()
             packages.load(tp, progress.count("compiling kernels of packages"))
         if self.quack is not None and not self.quack.works:  # because steps were padded for it
-            self.decode_inputs.padded = padded_batches(self.model, config.max_num_seqs)
+            self.decode_inputs.padded = padded_batches(self.model, config.max_decode_rows)
         billions = num_checkpoint_params(self.model) / 1e9
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
         logger.info("device: %s", self.device_name)
@@ -142,6 +146,7 @@ class ModelRunner:
         self.logit_steps = LogitSteps(config, self.model, self.decode_inputs, self.graphs, tp)
         if config.device == "cuda":
             warmup_kernels(self, self.num_kvcache_blocks)
+        self.step_times = self.measure_step_times() if config.speculation else None
 
     def build_model(self, tp: TensorParallel) -> None:
         """The model without its weights, and what goes with it."""
@@ -164,14 +169,14 @@ class ModelRunner:
         self.sampler = Sampler(tp, self.model.lm_head.first, self.model.lm_head.shard_size)
         has_slots, gate_up = len(self.stores) > 1, gate_up_weight(self.model)
         self.mixed_step_rows = choose_mixed_step_rows(config, self.has_graphs, has_slots, gate_up, table)
-        padded = padded_batches(self.model, config.max_num_seqs)
+        padded = padded_batches(self.model, config.max_decode_rows)
         max_model_len = cast(int, config.max_model_len)  # The checks made them numbers.
         limits = config.max_num_batched_tokens, max_model_len
         sizes = StepSizes(*limits, max(padded[-1], self.mixed_step_rows), self.num_layer_params)
         for shape, windows in self.kv_cache.windows.items():
             self.backend.prepare(shape, windows, sizes, table)
         max_blocks = -(-max_model_len // self.block_size)
-        places = config.max_num_seqs, max_blocks, self.block_size, device
+        places = config.max_decode_rows, max_blocks, self.block_size, device
         self.decode_inputs = DecodeInputs(*places, self.backend, padded, self.mixed_step_rows, len(self.stores) > 1)
         self.graphs, self.mixed_graphs = DecodeGraphs(device), DecodeGraphs(device)
 
@@ -204,7 +209,7 @@ class ModelRunner:
     def capture_cudagraph(self, tell: Callable[[int, int], None]) -> None:
         """Capture `_decode` at every batch size of graph_batch_sizes. tell: called with the number of graphs captured
         so far, and of all."""
-        sizes = graph_batch_sizes(self.config.max_num_seqs)
+        sizes = graph_batch_sizes(self.config.max_decode_rows)
         self.graphs.use_sizes(sizes)
         self.graphs.capture_all(self._decode, self._run_padding, tell)
         logger.info("CUDA graphs: %d, batch sizes 1 to %d", len(sizes), sizes[-1])
@@ -216,6 +221,19 @@ class ModelRunner:
                 partial(self._decode, mixed_rows=rows), partial(self._run_padding, mixed_rows=rows), tell
             )
             logger.info("CUDA graphs of mixed steps: %d, of %d rows", len(sizes), rows)
+
+    @torch.inference_mode()
+    def measure_step_times(self) -> StepTimes:
+        """Time decode steps of padding, of each size."""
+
+        def compute(size: int) -> None:
+            self.decode_inputs.pad(self.decode_inputs.padded[size])
+            if self.has_graphs:
+                self.graphs.replay(size)
+            else:
+                self._decode(size)
+
+        return measure_step_times(compute, self.graphs.sizes, self.config.max_decode_rows, self.device)
 
     @property
     def device_name(self) -> str:
@@ -345,7 +363,7 @@ class ModelRunner:
         first_blocks = np.repeat(np.arange(len(seqs)) * tables.shape[1], num_new)
         # block * block_size + positions % block_size
         slots = (tables.ravel().take(first_blocks + blocks) - blocks) * block_size + positions
-        step.num_seqs, step.num_rows = len(seqs), len(tokens)
+        step.num_sampled, step.num_rows = len(seqs), len(tokens)
         step.max_seqlen_q, step.max_seqlen_k = int(num_new.max()), int(num_keys.max())
         step.reads_cache = bool(cached.any())
         step.arrays = {
@@ -376,11 +394,11 @@ class ModelRunner:
     def prepare_decode(self, step: Step) -> None:
         """A row for each sequence's last token. In a mixed step, the last sequences are prefilled and have more rows.
         Padded to the next batch size that has a CUDA graph."""
-        num_seqs = len(step.seqs)
+        num_sampled = len(step.rows or step.seqs)
         graphs = self.mixed_graphs if step.num_prefilled else self.graphs
-        step.graph_size = graphs.size_for.get(num_seqs, 0)
+        step.graph_size = graphs.size_for.get(num_sampled, 0)
         if not step.num_prefilled:
-            num_rows = self.decode_inputs.padded[step.graph_size or num_seqs]
+            num_rows = self.decode_inputs.padded[step.graph_size or num_sampled]
         elif step.graph_size:
             num_rows = self.mixed_step_rows
         else:
@@ -417,11 +435,11 @@ class ModelRunner:
                     graphs = self.mixed_graphs if step.num_prefilled else self.graphs
                     graphs.replay(step.graph_size)
                 else:
-                    sizes = step.num_seqs, step.num_rows, step.num_prefilled > 0
+                    sizes = step.num_sampled, step.num_rows, step.num_prefilled > 0
                     self.run_model(self.decode_inputs.for_model(*sizes))
-            sampled = self.decode_inputs.sampled[: step.num_seqs]
+            sampled = self.decode_inputs.sampled[: step.num_sampled]
             if self.device.type == "cuda":
-                send_tokens(step, sampled, self.decode_inputs.tokens_on_host(step.num_seqs))
+                send_tokens(step, sampled, self.decode_inputs.tokens_on_host(step.num_sampled))
             else:
                 step.tokens = sampled.clone()
         finally:

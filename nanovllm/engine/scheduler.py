@@ -72,6 +72,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self._has_finished = False  # a sequence of `running`
+        self.awaits_tokens = False  # Nothing may be scheduled before the tokens of the step in flight are known.
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running

@@ -26,9 +26,13 @@ class Step:
     num_prefilled: int = 0  # how many of seqs are prefilled: all in a prefill, the last ones in a mixed step
     num_tokens: int = 0  # as `LLMEngine.step` returns it
 
-    num_seqs: int = 0  # A token is sampled for each.
+    num_sampled: int = 0  # A token is drawn for each of the first rows: of each sequence, or of a speculative step all.
     num_rows: int = 0  # rows that the layers compute, padding included
     arrays: dict[str, np.ndarray] = field(default_factory=dict)  # on the host, named as in `DecodeInputs`
+    # Of a speculative step: what may follow each of seqs (speculation.suffix_index.Proposal) or None, and what its rows
+    # are: each sequence, and after it a speculation.proposed_row.ProposedRow for each proposed token.
+    proposals: list[Any] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
     needs_logits: bool = False  # A request asks for more than a temperature: rank 0 samples from gathered logits.
     waits_for_tokens: bool = False  # The tokens that a request allows depend on the step before.
     # Of a decode step:
@@ -43,13 +47,13 @@ class Step:
     prompt_rows: list[tuple[int, int, int, int]] = field(default_factory=list)  # for `prompt_logprobs`
 
     # With needs_logits, on the device until the next step is launched: a row for each sequence, as the sampler wants.
-    logits: torch.Tensor | None = None  # [num_seqs, vocab_size], any float dtype
+    logits: torch.Tensor | None = None  # [num_sampled, vocab_size], any float dtype
     temperatures: torch.Tensor | None = None
     seeds: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     fed_tokens: torch.Tensor | None = None  # int64, last tokens, which the host may not know yet; None in a prefill
     # On the way to the host; meaningful after `wait`.
-    tokens: torch.Tensor = field(init=False)  # int64 [num_seqs]; meaningless where a prefill goes on
+    tokens: torch.Tensor = field(init=False)  # int64 [num_sampled]; meaningless where a prefill goes on
     event: torch.cuda.Event | None = None  # recorded behind them; None on a CPU
     logprobs: Any = None  # engine.sampling.logprobs.LogprobRows of the sampled tokens that ask for them
     prompt_logprobs: Any = None  # likewise, of prompt tokens
@@ -58,7 +62,7 @@ class Step:
         return iter((self.seqs, self.is_prefill))
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"seqs": [], "buffer": -1}
+        return vars(self) | {"seqs": [], "proposals": [], "rows": [], "buffer": -1}
 
     @property
     def is_mixed(self) -> bool:

@@ -80,7 +80,7 @@ def join_group(store: dist.Store, rank: int, size: int, device: torch.device) ->
 def share_memory(tp: TensorParallel, config: Config, device: torch.device) -> TensorParallel:
     """The same place with memory that the GPUs share, if they can. All ranks must call it."""
     peers = make_peers(tp.rank, tp.size, cast(dist.Store, tp.store), device)
-    max_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+    max_tokens = max(config.max_num_batched_tokens, config.max_decode_rows)
     reducer = make_reducer(peers, max_tokens, config.hf_config.hidden_size, config.dtype)
     return replace(tp, peers=peers, reducer=reducer)
 

@@ -1,6 +1,6 @@
 """A step's inputs: numpy arrays that rank 0 writes on the host and sends to the device in one copy."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,9 @@ class ModelInputs(NamedTuple):
     input_ids: torch.Tensor  # int64 [num_rows]
     positions: torch.Tensor  # int64 [num_rows]
     context: Context
-    temperatures: torch.Tensor  # float32 [num_seqs]
-    seeds: torch.Tensor  # int64 [num_seqs]
-    sample_positions: torch.Tensor  # int64 [num_seqs]: of the tokens that are sampled from: they decide the noise
+    temperatures: torch.Tensor  # float32 [num_sampled]
+    seeds: torch.Tensor  # int64 [num_sampled]
+    sample_positions: torch.Tensor  # int64 [num_sampled]: of the tokens that are sampled from: they decide the noise
 
 
 class DecodeInputs:
@@ -32,10 +32,11 @@ class DecodeInputs:
     the device, where the next step takes them before the host has them.
 
     Each sequence has a row, for its last scheduled token. The other tokens of a mixed step's prompts are in the rows
-    after those; nothing is sampled from them.
+    after those; nothing is sampled from them. In a speculative step, a sequence's proposed tokens have the rows after
+    its own, and all are sampled from.
 
     Attributes:
-        padded: number of rows of a decode step for each number of sequences, 0 to max_num_seqs.
+        padded: number of rows of a decode step for each number of tokens that it samples, 0 to max_sampled.
         rows: {name: device tensor [max_rows, ...]}. pending_rows: the row of `sampled` that holds the input token, or
             -1 if the host knew the token. The others are named as in Context and the sampler, or are the back end's.
         input_ids: int64 [max_rows].
@@ -44,7 +45,7 @@ class DecodeInputs:
 
     def __init__(
         self,
-        max_num_seqs: int,
+        max_sampled: int,
         max_blocks: int,
         block_size: int,
         device: torch.device,
@@ -55,13 +56,14 @@ class DecodeInputs:
     ):
         """
         Args:
+            max_sampled: the most tokens that a step samples.
             backend: prepared for as many rows as there can be. It may have arrays of its own.
             padded: as above; None pads nothing.
             mixed_step_rows: of the largest mixed step.
             has_slots: whether there are stores beside the KV cache, in which each sequence has a slot.
         """
-        self.padded = padded or list(range(max_num_seqs + 1))
-        n = self.max_rows = max(self.padded[max_num_seqs], mixed_step_rows)
+        self.padded = padded or list(range(max_sampled + 1))
+        n = self.max_rows = max(self.padded[max_sampled], mixed_step_rows)
         self._backend = backend
         layout: Layout = {
             "tokens": ((n,), np.int64),
@@ -101,20 +103,20 @@ class DecodeInputs:
         self._host_tokens = torch.zeros(2, n, dtype=torch.int64, pin_memory=on_gpu)
         self._last_host_tokens = 0
 
-    def for_model(self, num_seqs: int, num_rows: int, is_mixed: bool = False) -> ModelInputs:
-        """The first rows, of which num_seqs are sampled from."""
+    def for_model(self, num_sampled: int, num_rows: int, is_mixed: bool = False) -> ModelInputs:
+        """The first rows, of which num_sampled are sampled from."""
         rows = self.rows
         context = Context(
             slot_mapping=rows["slot_mapping"][:num_rows],
             context_lens=rows["context_lens"][:num_rows],
             block_tables=rows["block_tables"][:num_rows],
             attention=self._backend.arguments(rows, num_rows),
-            num_sampled=num_seqs if is_mixed else None,
+            num_sampled=num_sampled if is_mixed else None,
             slots=rows["slots"][:num_rows] if "slots" in rows else None,
             row_order=rows["row_order"][:num_rows] if is_mixed and "slots" in rows else None,
         )
-        positions, sampling = rows["positions"], (rows["temperatures"][:num_seqs], rows["seeds"][:num_seqs])
-        return ModelInputs(self.input_ids[:num_rows], positions[:num_rows], context, *sampling, positions[:num_seqs])
+        positions, sampling = rows["positions"], (rows["temperatures"][:num_sampled], rows["seeds"][:num_sampled])
+        return ModelInputs(self.input_ids[:num_rows], positions[:num_rows], context, *sampling, positions[:num_sampled])
 
     def pad(self, num_rows: int) -> None:
         """Send a step of padding alone. The buffers' turns stay as they were: a capture may come between a real step's
@@ -127,9 +129,10 @@ class DecodeInputs:
 
     def write(self, step: Step, num_rows: int) -> None:
         """Give a decode or mixed step its arrays, padded to num_rows."""
-        seqs, n, block_size = step.seqs, len(step.seqs), self.block_size
+        seqs: list[Any] = step.rows or step.seqs
+        n, block_size = len(seqs), self.block_size
         step.buffer = self._last_buffer = (self._last_buffer + 1) % len(self._buffers)
-        step.num_seqs, step.num_rows = n, num_rows
+        step.num_sampled, step.num_rows = n, num_rows
         host, written = self._buffers[step.buffer].host, self._written[step.buffer]
         tables = host["block_tables"]
         for row, seq in enumerate(seqs):
@@ -192,11 +195,11 @@ class DecodeInputs:
         last = self.sampled[pending.clamp(min=0)].clamp_(min=0)
         torch.where(pending < 0, self.rows["tokens"][:num_rows], last, out=input_ids)
 
-    def tokens_on_host(self, num_seqs: int) -> torch.Tensor:
+    def tokens_on_host(self, num_sampled: int) -> torch.Tensor:
         """Page-locked memory for a step's tokens. Two steps take turns, because the tokens of the one before may not
         have been read yet."""
         self._last_host_tokens ^= 1
-        return self._host_tokens[self._last_host_tokens, :num_seqs]
+        return self._host_tokens[self._last_host_tokens, :num_sampled]
 
 
 def _append_prompts(seqs: list[Sequence], context_lens: list[int], tokens: list[int]) -> np.ndarray:

@@ -40,13 +40,13 @@ class LogitSteps:
         self._config, self._model, self._inputs, self._tp = config, model, inputs, tp
         self._plain_graphs = plain_graphs
         self._draws = tp.rank == 0
-        self._num_seqs = 0  # of the step whose tokens are to be drawn
+        self._num_sampled = 0  # of the step whose tokens are to be drawn
 
     # -- the first half ------------------------------------------------------------------------------------------
 
     def forward(self, step: Step) -> None:
         """Model and head, and the log-probabilities of prompts. Only a rank that samples keeps them in the step."""
-        self._num_seqs = step.num_seqs
+        self._num_sampled = step.num_sampled
         if step.is_prefill:
             self._prefill(step)
         else:
@@ -67,7 +67,7 @@ class LogitSteps:
             step.temperatures, step.seeds, step.positions = inputs.temperatures, inputs.seeds, inputs.sample_positions
 
     def _decode(self, step: Step) -> None:
-        n, inputs = step.num_seqs, self._inputs
+        n, inputs = step.num_sampled, self._inputs
         if step.graph_size:
             self._capture(step.graph_size)
             inputs.send(step)
@@ -117,7 +117,7 @@ class LogitSteps:
 
     def sample(self, step: Step | None) -> None:
         """Draw the tokens of the last `forward`, or on another rank get them: into the inputs' `sampled` on all."""
-        sampled = self._inputs.sampled[: self._num_seqs]
+        sampled = self._inputs.sampled[: self._num_sampled]
         if step is None or not self._draws:
             self._tp.broadcast(sampled)
             return
@@ -126,5 +126,5 @@ class LogitSteps:
         tokens, logprobs = self.pipeline.draw(step)
         sampled.copy_(tokens)
         self._tp.broadcast(sampled)
-        send_tokens(step, tokens, self._inputs.tokens_on_host(self._num_seqs), logprobs, step.prompt_logprobs)
+        send_tokens(step, tokens, self._inputs.tokens_on_host(self._num_sampled), logprobs, step.prompt_logprobs)
         step.logits = step.temperatures = step.seeds = step.positions = step.fed_tokens = None

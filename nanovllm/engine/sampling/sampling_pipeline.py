@@ -1,8 +1,9 @@
 """SamplingPipeline: from a step's logits to its tokens, where a request asks for more than a temperature."""
 
+from collections.abc import Hashable, Mapping
 from itertools import repeat
 from operator import attrgetter
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from nanovllm.config import Config
 from nanovllm.engine.runner.packed_arrays import send_arrays
 from nanovllm.engine.sampling.logprobs import LogprobRows
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.speculation.proposed_row import ProposedRow
 from nanovllm.engine.step import Step
 from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds
 from nanovllm.layers.sampling.logprobs import token_logprobs
@@ -31,14 +33,13 @@ class SamplingPipeline:
     def __init__(self, config: Config, device: torch.device):
         self.sampler = Sampler()
         self.vocab_size = config.hf_config.vocab_size
-        self.max_num_seqs = config.max_num_seqs
         self.eos = config.eos
         self.reports_processed = config.logprobs_mode == "processed_logprobs"
         self.device = device
-        self._counts = TokenCounts(self.vocab_size, self.max_num_seqs, self.device)
+        self._counts = TokenCounts(self.vocab_size, config.max_decode_rows, self.device)
 
     def draw(self, step: Step) -> tuple[torch.Tensor, LogprobRows | None]:
-        """Sample the step's tokens, int64 [num_seqs] on the device, and the log-probabilities that were asked for.
+        """Sample the step's tokens, int64 [num_sampled] on the device, and the log-probabilities that were asked for.
         NON_FINITE is the token of a sequence for which none is left (its `error` says why). The host must know every
         token of a sequence with a grammar or bad words by now."""
         arrays = self._host_arrays(step)
@@ -53,7 +54,8 @@ class SamplingPipeline:
             return tokens, None
         rows: torch.Tensor | slice = device["reported"]
         reported = arrays["reported"].tolist()
-        wanted = [cast(int, step.seqs[row].params.logprobs) for row in reported]
+        seqs: list[Any] = step.rows or step.seqs
+        wanted = [cast(int, seqs[row].params.logprobs) for row in reported]
         owners, num_top = dict(zip(reported, zip(repeat(1), wanted), strict=True)), max(wanted)
         if len(reported) == len(tokens):
             rows = slice(None)  # of all: a gather would copy all logits
@@ -68,7 +70,7 @@ class SamplingPipeline:
         found = token_logprobs(reported_logits, tokens[rows], num_top, device.get("others"))
         num_others = {}
         if "others" in device:
-            num_others = {row: len(ids) for row in reported if (ids := step.seqs[row].params.logprob_token_ids)}
+            num_others = {row: len(ids) for row in reported if (ids := seqs[row].params.logprob_token_ids)}
         return tokens, LogprobRows(owners, *found, self.reports_processed, num_others)
 
     def _edited(
@@ -97,7 +99,7 @@ class SamplingPipeline:
 
     def _host_arrays(self, step: Step) -> dict[str, np.ndarray]:
         """Rows are those of the step; biased and forbidden are places in the flat logits."""
-        seqs = step.seqs
+        seqs: list[Any] = step.rows or step.seqs
         truncated, penalized, masked, reported = (list[int]() for _ in range(4))
         flat: dict[str, list[np.ndarray]] = {"biased": [], "biases": [], "forbidden": []}
         for row, seq in enumerate(seqs):
@@ -150,12 +152,13 @@ class SamplingPipeline:
             arrays |= self._mask_arrays(seqs, masked)
         return arrays
 
-    def _penalty_arrays(self, seqs: list[Sequence], rows: list[int], is_prefill: bool) -> dict[str, np.ndarray]:
+    def _penalty_arrays(self, seqs: list[Any], rows: list[int], is_prefill: bool) -> dict[str, np.ndarray]:
         """Rows of the counts; for those that are written anew, each token's place in the flat counts."""
         penalized = [seqs[row] for row in rows]
         assigned, current = self._counts.assign({seq.seq_id: seq.num_tokens for seq in penalized})
         penalized_rows, state_rows = np.array(rows, np.int64), np.array(assigned, np.int64)
-        is_current = np.array(current) & (not is_prefill)
+        # What a row of a proposed token had counted before may have been rejected.
+        is_current = np.array(current) & (not is_prefill) & [not isinstance(seq, ProposedRow) for seq in penalized]
         prompt_tokens, completion_tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for i in np.flatnonzero(~is_current).tolist():
             tokens = np.frombuffer(penalized[i].tokens, np.int32) + state_rows[i] * self.vocab_size
@@ -174,26 +177,34 @@ class SamplingPipeline:
             "strengths": np.array(strengths, np.float32).T,
         }
 
-    def _mask_arrays(self, seqs: list[Sequence], rows: list[int]) -> dict[str, np.ndarray]:
+    def _mask_arrays(self, seqs: list[Any], rows: list[int]) -> dict[str, np.ndarray]:
         bitmask = np.full((len(rows), num_mask_words(self.vocab_size)), -1, np.int32)
         grammars = []
         for i, seq in enumerate(seqs[row] for row in rows):
             if seq.grammar is not None:
-                grammars.append((seq.grammar, i))
                 fault = seq.grammar.advance(seq.tokens, seq.num_completion_tokens)
                 if fault is not None:
                     seq.error = f"structured_outputs: the form cannot be followed any further: {fault}"
+                if isinstance(seq, ProposedRow):  # Its sequence goes on from before the proposed tokens.
+                    self._fill_masks([(seq, i)], bitmask)
+                    seq.grammar.rewind(seq.num_proposed)
+                else:
+                    grammars.append((seq, i))
         if grammars:
-            grammars[0][0].grammars.fill_masks(grammars, bitmask)
-            for grammar, i in grammars:
-                if grammar.is_stuck(bitmask[i]):
-                    seq = seqs[rows[i]]
-                    seq.error = seq.error or "structured_outputs: no text that begins like this one has the form"
+            self._fill_masks(grammars, bitmask)
         for mask, row in zip(bitmask, rows, strict=True):
             self._narrow(mask, seqs[row])
             if seqs[row].error is not None:
                 mask.fill(0)  # The sampler finds no token, which ends the sequence.
         return {"masked": np.array(rows, np.int64), "bitmask": bitmask}
+
+    @staticmethod
+    def _fill_masks(seqs: list[tuple[Any, int]], bitmask: np.ndarray) -> None:
+        """Of sequences with a grammar, each into its row."""
+        seqs[0][0].grammar.grammars.fill_masks([(seq.grammar, row) for seq, row in seqs], bitmask)
+        for seq, row in seqs:
+            if seq.grammar.is_stuck(bitmask[row]):
+                seq.error = seq.error or "structured_outputs: no text that begins like this one has the form"
 
     def _narrow(self, mask: np.ndarray, seq: Sequence) -> None:
         """Remove from a mask what the request forbids. If nothing is left, the sequence gets an error."""
@@ -232,9 +243,9 @@ class TokenCounts:
         self.state = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._max_rows = max_rows
         self._free: list[int] = []
-        self._rows: dict[int, tuple[int, int]] = {}  # owner -> (row, tokens in it), least recently used first
+        self._rows: dict[Hashable, tuple[int, int]] = {}  # owner -> (row, tokens in it), least recently used first
 
-    def assign(self, lengths: dict[int, int]) -> tuple[list[int], list[bool]]:
+    def assign(self, lengths: Mapping[Any, int]) -> tuple[list[int], list[bool]]:
         """Give each owner of a step a row, in order, and count its newest token as being in it. lengths: {owner: its
         number of tokens}. Returns the rows, and for each whether the newest token is all that it lacks: then call
         `advance`, else `write`."""

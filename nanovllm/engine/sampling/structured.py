@@ -153,6 +153,15 @@ class Grammar:
         library allows an end then."""
         return not (mask & self.grammars.without_ends).any() and not self.matcher.is_accepting()
 
+    def num_valid(self, token_ids: Sequence[int], num_tokens: int, proposed: list[int]) -> int:
+        """How many of the proposed tokens may follow the completion, the last num_tokens of token_ids."""
+        return 0 if self.advance(token_ids, num_tokens) else self.matcher.validate_tokens(proposed)
+
+    def rewind(self, num_tokens: int) -> None:
+        """Forget the last num_tokens that were read."""
+        self._num_tokens -= num_tokens
+        self.matcher.rollback(num_tokens)
+
     def advance(self, token_ids: Sequence[int], num_tokens: int) -> str | None:
         """Read what is new in the completion, the last num_tokens of token_ids. Returns what went wrong, if anything:
         from then on only an end-of-sequence token is allowed."""

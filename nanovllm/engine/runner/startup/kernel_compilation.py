@@ -81,7 +81,7 @@ def trace_steps(runner: StepRunner) -> None:
     for store in runner.stores:
         store.allocate(num_blocks, 1, is_shared=True)
     seq = _decoding_sequence(block_size)
-    for size in telling_batch_sizes(config.max_num_seqs):
+    for size in telling_batch_sizes(config.max_decode_rows):
         _compute(runner, Step([seq] * size, False))
         _trace_options(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
     num_tokens = min(runner.mixed_step_rows, longest, _NUM_SLOTS) - 1

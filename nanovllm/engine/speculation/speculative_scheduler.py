@@ -1,0 +1,245 @@
+"""SpeculativeScheduler: decode steps that also try tokens which are likely to come next."""
+
+import time
+from collections.abc import Iterable
+
+from nanovllm.config import Config
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.speculation.budget import Acceptance, Pace, Record, StepTimes, choose_counts
+from nanovllm.engine.speculation.proposed_row import ProposedRow
+from nanovllm.engine.speculation.suffix_index import FinishedSamples, Proposal, SuffixIndex
+from nanovllm.engine.step import Step
+from nanovllm.kernels.sampling.sampler import NON_FINITE
+
+# Looking for proposals may take this share of plain steps. So with many sequences it is done once in several steps.
+_MAX_LOOKING_SHARE = 0.01
+
+
+class Suffixes:
+    """What the scheduler knows of one sequence.
+
+    Attributes:
+        prompt_hash: for `FinishedSamples`.
+        index: of its text; None until something may repeat.
+        guess: the number of its tokens at some time, and what was likely to follow, which no step has tried.
+    """
+
+    def __init__(self, seq: Sequence):
+        self.prompt_hash = hash(seq.tokens[: seq.num_prompt_tokens].tobytes())
+        self.index: SuffixIndex | None = None
+        self.record = Record()
+        self.guess: tuple[int, Proposal] | None = None
+
+
+class SpeculativeScheduler(Scheduler):
+    """A Scheduler whose decode steps may have further rows, in which the model also computes tokens that its sequences
+    are likely to get next: those that followed the same tokens earlier in the same text, or in other samples of the
+    prompt (suffix decoding, Oliaro et al. 2024; prompt lookup, Saxena 2023).
+
+    A proposed token is drawn, with its request's own noise, as if the tokens proposed before it were right. As long as
+    they are, it is what plain steps would give. So the text does not depend on proposals.
+
+    Steps with proposals do not overlap: the next one begins where the accepted tokens end. Where none pays, steps are
+    plain and overlap.
+
+    Attributes:
+        num_proposed_tokens, num_accepted_tokens: counters for `EngineStats`.
+    """
+
+    def __init__(self, config: Config, *args, step_times: StepTimes, **options):
+        super().__init__(config, *args, **options)
+        self._max_tokens = config.max_speculative_tokens
+        self._pace, self._acceptance = Pace(step_times), Acceptance()
+        self._last_step: tuple[float, int, bool] | None = None  # when it was launched, its rows, whether with proposals
+        self._overlaps = config.overlap_steps
+        self._wait = 0  # plain steps before the next look
+        self.num_proposed_tokens = self.num_accepted_tokens = 0
+
+    def reset(self) -> None:
+        super().reset()
+        self._samples = FinishedSamples()
+        self.awaits_tokens = False
+
+    # -- the next step -----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step:
+        step = super().schedule()
+        is_plain = step.is_prefill or step.num_prefilled or any(seq.pending_row >= 0 for seq in step.seqs)
+        if not is_plain:
+            self._propose(step)
+        self._learn_pace(step)
+        return step
+
+    def _learn_pace(self, step: Step) -> None:
+        """Note the time since the last step, if that and this one follow each other as they do in a long run."""
+        now, before = time.perf_counter(), self._last_step
+        is_decode, is_speculative = not step.is_prefill and not step.num_prefilled, bool(step.proposals)
+        overlaps = any(seq.pending_row >= 0 for seq in step.seqs)
+        if before is not None and is_decode and (before[2] or not is_speculative):
+            start, num_rows, was_speculative = before
+            self._pace.learn(num_rows, was_speculative, now - start)
+        is_usual = is_decode and (is_speculative or overlaps == self._overlaps)
+        self._last_step = (now, len(step.rows or step.seqs), is_speculative) if is_usual else None
+
+    def _propose(self, step: Step) -> None:
+        """Give the step rows of proposed tokens, if that pays."""
+        proposals = [self._look(seq) for seq in step.seqs]
+        pairs = zip(step.seqs, proposals, strict=True)
+        chances = [[] if proposal is None else self._chances(seq, proposal) for seq, proposal in pairs]
+        counts = choose_counts(chances, len(step.seqs), self._pace)
+        for seq, proposal, count in zip(step.seqs, proposals, counts, strict=True):
+            tokens = [] if proposal is None else proposal.tokens[: self._fitting(seq, count)]
+            step.proposals.append(None if not tokens or proposal is None else proposal._replace(tokens=tokens))
+        if not any(step.proposals):
+            step.proposals.clear()
+            return
+        for seq, proposal in zip(step.seqs, step.proposals, strict=True):
+            step.rows.append(seq)
+            tokens = [] if proposal is None else proposal.tokens
+            for i in range(1, len(tokens) + 1):
+                text = seq.tokens[:]
+                text.fromlist(tokens[:i])
+                step.rows.append(ProposedRow(seq, text, i))
+
+    def _look(self, seq: Sequence) -> Proposal | None:
+        """What may follow the tokens of a sequence that the host knows."""
+        length = seq.num_known_tokens
+        ends = min(seq.num_prompt_tokens + seq.max_tokens, self.max_seq_len)
+        num_tokens = min(self._max_tokens, ends - length - 1)
+        if num_tokens < 1:
+            return None
+        suffixes = seq.suffixes = seq.suffixes or Suffixes(seq)
+        if suffixes.guess is not None:
+            self._judge(seq, suffixes, suffixes.guess, length)
+        if suffixes.index is None and _may_repeat(seq, length):
+            suffixes.index = SuffixIndex(seq.tokens)
+        found = None
+        if suffixes.index is not None:
+            suffixes.index.extend(length)
+            found = suffixes.index.propose(seq.tokens, length, num_tokens)
+        samples = self._samples.index_of(suffixes.prompt_hash)
+        if samples is not None:
+            other = samples.propose(seq.tokens, length, num_tokens)
+            if other is not None and (found is None or other.match > found.match):
+                found = other
+        return found
+
+    def _judge(self, seq: Sequence, suffixes: Suffixes, guess: tuple[int, Proposal], length: int) -> None:
+        """Learn from a proposal that was not tried, by the tokens that have come since."""
+        first, proposal = guess
+        suffixes.guess = None
+        came = seq.tokens[first : min(length, first + len(proposal.tokens))].tolist()
+        num_right = _num_equal(came, proposal.tokens)
+        self._acceptance.learn(proposal, suffixes.record, num_right, min(num_right + 1, len(came)))
+
+    def _chances(self, seq: Sequence, proposal: Proposal) -> list[float]:
+        if seq.grammar is not None:
+            num_valid = seq.grammar.num_valid(seq.tokens, seq.num_completion_tokens, proposal.tokens)
+            del proposal.tokens[num_valid:]
+        for i, token in enumerate(proposal.tokens):
+            if token in seq.end_token_ids:
+                del proposal.tokens[i + 1 :]
+                break
+        return self._acceptance.chances(proposal, seq.suffixes.record)
+
+    def _fitting(self, seq: Sequence, count: int) -> int:
+        """As many of `count` tokens as there are free blocks for. Nobody is preempted for them."""
+        return self.block_manager.extend(seq, len(seq.tokens) + count) - len(seq.tokens) if count else 0
+
+    # -- after a step ------------------------------------------------------------------------------------------------
+
+    def advance(self, step: Step) -> None:
+        if step.proposals:
+            self.awaits_tokens = True
+            return
+        super().advance(step)
+        self._wait -= 1
+        if self._wait <= 0:
+            self.awaits_tokens = self._may_pay(self.running)
+
+    def _may_pay(self, seqs: Iterable[Sequence]) -> bool:
+        """Whether proposals are likely to pay in the step after the one in flight, for which they must wait: the token
+        that is on its way has to be right first."""
+        start = time.perf_counter()
+        chances, num_seqs = [], 0
+        for seq in seqs:
+            num_seqs += 1
+            proposal = self._look(seq)
+            if proposal is not None:
+                seq.suffixes.guess = seq.num_known_tokens, proposal
+                chances.append(self._acceptance.chances(proposal, seq.suffixes.record)[1:])
+        pays = num_seqs > 0 and any(choose_counts(chances, num_seqs, self._pace))
+        if not pays and num_seqs > 0:
+            seconds = time.perf_counter() - start
+            self._wait = int(seconds / (_MAX_LOOKING_SHARE * self._pace.seconds(num_seqs, False))) + 1
+        return pays
+
+    def postprocess(self, step: Step, token_ids: list[int]) -> list[Sequence]:
+        if not step.proposals:
+            return super().postprocess(step, token_ids)
+        self.awaits_tokens = False
+        finished, row = [], 0
+        logprobs = {} if step.logprobs is None else step.logprobs.of_samples()
+        num_before = self.num_generated_tokens
+        for seq, proposal in zip(step.seqs, step.proposals, strict=True):
+            tokens = [] if proposal is None else proposal.tokens
+            num_right = _num_equal(token_ids[row : row + len(tokens)], tokens)
+            if proposal is not None:
+                num_tried = min(num_right + 1, len(tokens))
+                self._acceptance.learn(proposal, seq.suffixes.record, num_right, num_tried)
+                self.num_proposed_tokens += len(tokens)
+                self.num_accepted_tokens += num_right
+            for i in range(row, row + num_right + 1):
+                if not self._take(seq, token_ids[i], step.rows[i], logprobs.get(i)):
+                    finished.append(seq)
+                    break
+            row += 1 + len(tokens)
+        if self._has_finished:
+            self._drop_finished()
+        step.num_tokens = num_before - self.num_generated_tokens
+        return finished
+
+    def _take(self, seq: Sequence, token_id: int, row: Sequence | ProposedRow, logprobs) -> bool:
+        """Record one token of a sequence after the row that it was drawn from. Returns whether the sequence goes on."""
+        seq.num_scheduled_tokens = 0
+        before, seq.num_cached_tokens = seq.num_cached_tokens, len(seq.tokens)
+        if before // seq.block_size != seq.num_cached_tokens // seq.block_size:
+            self.block_manager.hash_blocks(seq, before)
+        if token_id == NON_FINITE:
+            seq.error = seq.error or row.error
+            self._fail(seq)
+            return False
+        seq.append_token(token_id)
+        self.num_generated_tokens += 1
+        if logprobs is not None and seq.logprobs is not None:
+            seq.logprobs.append(logprobs)
+        if len(seq.tokens) >= min(seq.num_prompt_tokens + seq.max_tokens, self.max_seq_len):
+            self._end(seq, "length")
+        if token_id in seq.end_token_ids:
+            self._end_at(seq, token_id)
+        elif seq.text_stream is not None and seq.text_stream.read(seq) and not seq.is_finished:
+            self._end(seq, "stop")
+        return not seq.is_finished
+
+    def _end(self, seq: Sequence, finish_reason: str) -> None:
+        super()._end(seq, finish_reason)
+        suffixes, seq.suffixes = seq.suffixes, None
+        if finish_reason in ("stop", "length"):
+            self._samples.add(seq, (suffixes or Suffixes(seq)).prompt_hash)
+
+
+def _may_repeat(seq: Sequence, length: int) -> bool:
+    """Whether the last tokens occur before: a look that costs less than an index, and errs on one side only."""
+    text = seq.tokens[:length].tobytes()
+    return text.find(text[-3 * seq.tokens.itemsize :], 0, -seq.tokens.itemsize) >= 0
+
+
+def _num_equal(tokens: list[int], others: list[int]) -> int:
+    """How many of the first are equal."""
+    num_equal = 0
+    for token, other in zip(tokens, others, strict=False):
+        if token != other:
+            break
+        num_equal += 1
+    return num_equal
