@@ -39,8 +39,9 @@ class Scheduler:
     Attributes:
         waiting, running: the sequences, in order.
         max_seq_len: tokens of the longest sequence that the engine can hold, prompt and completion.
-        num_preemptions, num_prompt_tokens, num_prefix_queries, num_prefix_hits, num_generated_tokens: counters for
-            `EngineStats`, which survive `reset`.
+        num_preemptions, num_prompt_tokens, num_prefix_queries, num_prefix_hits, num_generated_tokens,
+            num_proposed_tokens, num_accepted_tokens: counters for `EngineStats`, which survive `reset`.
+        awaits_tokens: nothing may be scheduled before the tokens of the step in flight are known.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Scheduler:
         self._ends = self.eos | _NO_TOKEN
         self.num_preemptions = self.num_prompt_tokens = self.num_generated_tokens = 0
         self.num_prefix_queries = self.num_prefix_hits = 0
+        self.num_proposed_tokens = self.num_accepted_tokens = 0  # with speculation
         self._has_warned = False
         cache = num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
         self._make_block_manager = partial(BlockManager, *cache)
@@ -72,7 +74,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self._has_finished = False  # a sequence of `running`
-        self.awaits_tokens = False  # Nothing may be scheduled before the tokens of the step in flight are known.
+        self.awaits_tokens = False
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running

@@ -41,7 +41,7 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
     num_cached_tokens: int = 0  # the first tokens, whose keys and values are in the KV cache
     num_shared_tokens: int = -1  # tokens that the prefix cache gave at the first allocation; -1 before
-    suffixes: Any = None  # engine.speculation.speculative_scheduler.Suffixes, once proposals were looked for
+    record: Any = None  # engine.speculation.budget.Record, with speculation
     num_scheduled_tokens: int = 0  # tokens after the cached ones that the step being launched computes
     pending_row: int = -1  # if the last token is a placeholder: its row of the sampled tokens of the step in flight
     block_table: list[int] = field(default_factory=list)  # ids of its blocks, in order

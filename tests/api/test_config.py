@@ -137,6 +137,8 @@ WRONG = {
     "attention_backend": ([*CHOICE, "flash-attn", "xformers"], "auto, flash_attn, triton, torch"),
     "enable_prefix_caching": (FLAG, "True or False"),
     "mixed_step_rows": ([-1, 1025, 10**9, 1.0, "256", True, False, NAN, [256]], r"None.*0\.\.1024 "),
+    "speculation": (["draft", True, ["suffix"]], "None or one of suffix"),
+    "max_speculative_tokens": ([0, 16, 2.0, None], "an integer in 1..15"),
     "overlap_steps": (FLAG, "True or False"),
     "use_tqdm": (FLAG, "True or False"),
     "seed": ([-1, 2**63, 2**64, 1.0, "1", True, False, NAN, [1]], r"None.*0\.\.2\*\*63 - 1"),

@@ -76,6 +76,8 @@ class EngineStats(TypedDict):
     prompt_tokens: int  # of the prompts that were started, including cached ones
     generated_tokens: int
     steps: int
+    proposed_tokens: int  # that steps have tried, with speculation
+    accepted_tokens: int  # of them
     preemptions: int  # times that a sequence had to give its blocks back and be computed again
     seconds: float  # that steps have taken, with the waits for the device
     tokens_per_second: float  # generated_tokens / seconds
@@ -117,6 +119,8 @@ def engine_stats(scheduler: Scheduler, num_steps: int, seconds: float) -> Engine
         prompt_tokens=scheduler.num_prompt_tokens,
         generated_tokens=scheduler.num_generated_tokens,
         steps=num_steps,
+        proposed_tokens=scheduler.num_proposed_tokens,
+        accepted_tokens=scheduler.num_accepted_tokens,
         preemptions=scheduler.num_preemptions,
         seconds=seconds,
         tokens_per_second=scheduler.num_generated_tokens / seconds if seconds else 0.0,

@@ -22,10 +22,15 @@ class StepTimes(NamedTuple):
 
 
 class Record:
-    """How many of the tokens that were proposed for one sequence it has accepted, the newest counting most."""
+    """How many of the tokens that were proposed for one sequence it has accepted, the newest counting most.
+
+    Attributes:
+        guess: the number of its tokens at some time, and what was likely to follow, which no step has tried.
+    """
 
     def __init__(self) -> None:
         self.tried = self.accepted = 0.0
+        self.guess: tuple[int, Proposal] | None = None
 
     def add(self, tried: int, accepted: int) -> None:
         self.tried = self.tried * _FORGET + tried

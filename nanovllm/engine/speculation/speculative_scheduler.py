@@ -8,28 +8,12 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.speculation.budget import Acceptance, Pace, Record, StepTimes, choose_counts
 from nanovllm.engine.speculation.proposed_row import ProposedRow
-from nanovllm.engine.speculation.suffix_index import FinishedSamples, Proposal, SuffixIndex
+from nanovllm.engine.speculation.suffix_index import Proposal, SuffixProposer
 from nanovllm.engine.step import Step
 from nanovllm.kernels.sampling.sampler import NON_FINITE
 
 # Looking for proposals may take this share of plain steps. So with many sequences it is done once in several steps.
 _MAX_LOOKING_SHARE = 0.01
-
-
-class Suffixes:
-    """What the scheduler knows of one sequence.
-
-    Attributes:
-        prompt_hash: for `FinishedSamples`.
-        index: of its text; None until something may repeat.
-        guess: the number of its tokens at some time, and what was likely to follow, which no step has tried.
-    """
-
-    def __init__(self, seq: Sequence):
-        self.prompt_hash = hash(seq.tokens[: seq.num_prompt_tokens].tobytes())
-        self.index: SuffixIndex | None = None
-        self.record = Record()
-        self.guess: tuple[int, Proposal] | None = None
 
 
 class SpeculativeScheduler(Scheduler):
@@ -44,7 +28,7 @@ class SpeculativeScheduler(Scheduler):
     plain and overlap.
 
     Attributes:
-        num_proposed_tokens, num_accepted_tokens: counters for `EngineStats`.
+        proposer: what finds the proposals.
     """
 
     def __init__(self, config: Config, *args, step_times: StepTimes, **options):
@@ -54,12 +38,10 @@ class SpeculativeScheduler(Scheduler):
         self._last_step: tuple[float, int, bool] | None = None  # when it was launched, its rows, whether with proposals
         self._overlaps = config.overlap_steps
         self._wait = 0  # plain steps before the next look
-        self.num_proposed_tokens = self.num_accepted_tokens = 0
 
     def reset(self) -> None:
         super().reset()
-        self._samples = FinishedSamples()
-        self.awaits_tokens = False
+        self.proposer = SuffixProposer()
 
     # -- the next step -----------------------------------------------------------------------------------------------
 
@@ -109,29 +91,18 @@ class SpeculativeScheduler(Scheduler):
         num_tokens = min(self._max_tokens, ends - length - 1)
         if num_tokens < 1:
             return None
-        suffixes = seq.suffixes = seq.suffixes or Suffixes(seq)
-        if suffixes.guess is not None:
-            self._judge(seq, suffixes, suffixes.guess, length)
-        if suffixes.index is None and _may_repeat(seq, length):
-            suffixes.index = SuffixIndex(seq.tokens)
-        found = None
-        if suffixes.index is not None:
-            suffixes.index.extend(length)
-            found = suffixes.index.propose(seq.tokens, length, num_tokens)
-        samples = self._samples.index_of(suffixes.prompt_hash)
-        if samples is not None:
-            other = samples.propose(seq.tokens, length, num_tokens)
-            if other is not None and (found is None or other.match > found.match):
-                found = other
-        return found
+        record = seq.record = seq.record or Record()
+        if record.guess is not None:
+            self._judge(seq, record, record.guess, length)
+        return self.proposer.propose(seq, length, num_tokens)
 
-    def _judge(self, seq: Sequence, suffixes: Suffixes, guess: tuple[int, Proposal], length: int) -> None:
+    def _judge(self, seq: Sequence, record: Record, guess: tuple[int, Proposal], length: int) -> None:
         """Learn from a proposal that was not tried, by the tokens that have come since."""
         first, proposal = guess
-        suffixes.guess = None
+        record.guess = None
         came = seq.tokens[first : min(length, first + len(proposal.tokens))].tolist()
         num_right = _num_equal(came, proposal.tokens)
-        self._acceptance.learn(proposal, suffixes.record, num_right, min(num_right + 1, len(came)))
+        self._acceptance.learn(proposal, record, num_right, min(num_right + 1, len(came)))
 
     def _chances(self, seq: Sequence, proposal: Proposal) -> list[float]:
         if seq.grammar is not None:
@@ -141,7 +112,7 @@ class SpeculativeScheduler(Scheduler):
             if token in seq.end_token_ids:
                 del proposal.tokens[i + 1 :]
                 break
-        return self._acceptance.chances(proposal, seq.suffixes.record)
+        return self._acceptance.chances(proposal, seq.record)
 
     def _fitting(self, seq: Sequence, count: int) -> int:
         """As many of `count` tokens as there are free blocks for. Nobody is preempted for them."""
@@ -167,8 +138,8 @@ class SpeculativeScheduler(Scheduler):
             num_seqs += 1
             proposal = self._look(seq)
             if proposal is not None:
-                seq.suffixes.guess = seq.num_known_tokens, proposal
-                chances.append(self._acceptance.chances(proposal, seq.suffixes.record)[1:])
+                seq.record.guess = seq.num_known_tokens, proposal
+                chances.append(self._acceptance.chances(proposal, seq.record)[1:])
         pays = num_seqs > 0 and any(choose_counts(chances, num_seqs, self._pace))
         if not pays and num_seqs > 0:
             seconds = time.perf_counter() - start
@@ -187,7 +158,7 @@ class SpeculativeScheduler(Scheduler):
             num_right = _num_equal(token_ids[row : row + len(tokens)], tokens)
             if proposal is not None:
                 num_tried = min(num_right + 1, len(tokens))
-                self._acceptance.learn(proposal, seq.suffixes.record, num_right, num_tried)
+                self._acceptance.learn(proposal, seq.record, num_right, num_tried)
                 self.num_proposed_tokens += len(tokens)
                 self.num_accepted_tokens += num_right
             for i in range(row, row + num_right + 1):
@@ -224,15 +195,10 @@ class SpeculativeScheduler(Scheduler):
 
     def _end(self, seq: Sequence, finish_reason: str) -> None:
         super()._end(seq, finish_reason)
-        suffixes, seq.suffixes = seq.suffixes, None
         if finish_reason in ("stop", "length"):
-            self._samples.add(seq, (suffixes or Suffixes(seq)).prompt_hash)
-
-
-def _may_repeat(seq: Sequence, length: int) -> bool:
-    """Whether the last tokens occur before: a look that costs less than an index, and errs on one side only."""
-    text = seq.tokens[:length].tobytes()
-    return text.find(text[-3 * seq.tokens.itemsize :], 0, -seq.tokens.itemsize) >= 0
+            self.proposer.finish(seq)
+        self.proposer.forget(seq)
+        seq.record = None
 
 
 def _num_equal(tokens: list[int], others: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""Where the last tokens of a text have occurred before, and what followed there."""
+"""Proposals: where the last tokens of a text have occurred before, and what followed there."""
 
 from array import array
 from collections import OrderedDict
@@ -9,7 +9,7 @@ from nanovllm.engine.sequence import Sequence
 GRAM = 3  # tokens that must agree before anything is proposed
 MAX_MATCH = 16  # Longer matches count as this long.
 _MAX_PLACES = 8  # earlier places that are compared, the newest first
-_MAX_PROMPTS, _MAX_TOKENS_EACH = 256, 2**15  # of `FinishedSamples`
+_MAX_PROMPTS, _MAX_TOKENS_EACH = 256, 2**15  # of finished samples
 _SEPARATOR = 2**21 - 1  # between texts; no model has so many tokens
 
 
@@ -43,7 +43,10 @@ class SuffixIndex:
             run = run << 21 | token
         for i, token in enumerate(self.tokens[self.length : length], self.length):
             run = (run << 21 | token) & (1 << 21 * GRAM) - 1
-            before.append(newest.get(run, -1) if i >= GRAM - 1 else -1)
+            if i < GRAM - 1:
+                before.append(-1)
+                continue
+            before.append(newest.get(run, -1))
             newest[run] = i
         self.length = length
 
@@ -87,26 +90,55 @@ class SuffixIndex:
         return Proposal(found, match, agreement)
 
 
-class FinishedSamples:
-    """The completions of prompts that have come before, for other samples of the same prompt."""
+class SuffixProposer:
+    """Proposes what followed the same tokens earlier in a sequence's own text, or in finished samples of its prompt."""
 
     def __init__(self) -> None:
-        self._indexes: OrderedDict[int, SuffixIndex] = OrderedDict()  # hash of the prompt -> its completions
+        self._prompt_hashes: dict[int, int] = {}  # seq_id -> hash of its prompt; of sequences that were looked at
+        self._texts: dict[int, SuffixIndex] = {}  # seq_id -> index, from the first repetition on
+        self._samples: OrderedDict[int, SuffixIndex] = OrderedDict()  # hash of a prompt -> its completions
 
-    def add(self, seq: Sequence, prompt_hash: int) -> None:
-        """Keep a finished sequence's completion. Nothing is indexed before another sample asks."""
-        index = self._indexes.setdefault(prompt_hash, SuffixIndex(array("i")))
-        self._indexes.move_to_end(prompt_hash)
-        if len(self._indexes) > _MAX_PROMPTS:
-            self._indexes.popitem(last=False)
-        if len(index.tokens) + len(seq.tokens) - seq.num_prompt_tokens <= _MAX_TOKENS_EACH:
-            # With the end of the prompt, after which it began.
-            index.tokens.extend(seq.tokens[max(0, seq.num_prompt_tokens - GRAM) : seq.num_known_tokens])
-            index.tokens.append(_SEPARATOR)
-
-    def index_of(self, prompt_hash: int) -> SuffixIndex | None:
-        """Of this prompt's completions, all read; None if there is none."""
-        index = self._indexes.get(prompt_hash)
+    def propose(self, seq: Sequence, length: int, num_tokens: int) -> Proposal | None:
+        """What may follow the first `length` tokens of a sequence, at most num_tokens; None if nothing is likely."""
+        found, index = None, self._texts.get(seq.seq_id)
+        if index is None and _may_repeat(seq.tokens, length):
+            index = self._texts[seq.seq_id] = SuffixIndex(seq.tokens)
         if index is not None:
-            index.extend(len(index.tokens))
-        return index
+            index.extend(length)
+            found = index.propose(seq.tokens, length, num_tokens)
+        samples = self._samples.get(self._prompt_hash(seq))
+        if samples is not None:
+            samples.extend(len(samples.tokens))
+            other = samples.propose(seq.tokens, length, num_tokens)
+            if other is not None and (found is None or other.match > found.match):
+                found = other
+        return found
+
+    def finish(self, seq: Sequence) -> None:
+        """Keep a finished sequence's completion for other samples. Nothing is indexed before one of them asks."""
+        prompt_hash = self._prompt_hash(seq)
+        samples = self._samples.setdefault(prompt_hash, SuffixIndex(array("i")))
+        self._samples.move_to_end(prompt_hash)
+        if len(self._samples) > _MAX_PROMPTS:
+            self._samples.popitem(last=False)
+        if len(samples.tokens) + len(seq.tokens) - seq.num_prompt_tokens <= _MAX_TOKENS_EACH:
+            # With the end of the prompt, after which it began.
+            samples.tokens.extend(seq.tokens[max(0, seq.num_prompt_tokens - GRAM) : seq.num_known_tokens])
+            samples.tokens.append(_SEPARATOR)
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop what is known of a sequence that has ended."""
+        self._prompt_hashes.pop(seq.seq_id, None)
+        self._texts.pop(seq.seq_id, None)
+
+    def _prompt_hash(self, seq: Sequence) -> int:
+        known = self._prompt_hashes.get(seq.seq_id)
+        if known is None:
+            known = self._prompt_hashes[seq.seq_id] = hash(seq.tokens[: seq.num_prompt_tokens].tobytes())
+        return known
+
+
+def _may_repeat(tokens: array, length: int) -> bool:
+    """Whether the last run occurs before: a look that costs less than an index, and errs on one side only."""
+    text = tokens[:length].tobytes()
+    return text.find(text[-GRAM * tokens.itemsize :], 0, -tokens.itemsize) >= 0
