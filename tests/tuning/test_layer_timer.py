@@ -118,6 +118,30 @@ def test_layers_in_fp8(experts_timer, monkeypatch, dtype):
     assert timer("decode", 3, (default, default, CUBLAS, experts_default)) == len(timer._layers) == 2
 
 
+@pytest.mark.parametrize("timer", ["linear_add"], indirect=True)
+def test_layers_in_4_bits(timer):
+    """An MLP in int4, and experts in MXFP4 beside layers that are not, as gpt-oss has them. What is timed adds to the
+    residual stream again and again, what is compared does not."""
+    half, default = torch.bfloat16, Choice("dequantized")
+
+    def quantized(operation, N, K):
+        return linear(operation, N, K, half, "int4")
+
+    attention = [quantized("linear", 384, 128), quantized("linear_add", 128, 128)]
+    mlp = [quantized("linear_silu", 512, 128), quantized("linear_add", 128, 256)]
+    heads = timed_attention(1, 128, half)
+    in_int4 = LayerTimer([*attention, *mlp], heads)
+    for phase in ("decode", "prefill"):
+        assert in_int4(phase, 3, (default,) * 4) == len(in_int4._layers) == 2
+    plain = [linear(*shape, half, "bfloat16") for shape in (("linear", 384, 128), ("linear_add", 128, 128))]
+    router = linear("linear", 6, 128, half, "bfloat16")
+    in_mxfp4 = LayerTimer([*plain, router, experts_problem(6, 256, 128, 2, half, "mxfp4")], heads)
+    experts = in_mxfp4._layers[0][3]
+    assert experts.weight.table_name == experts.down.table_name == "mxfp4"
+    for phase in ("decode", "prefill"):
+        assert in_mxfp4(phase, 3, (CUBLAS, CUBLAS, CUBLAS, default)) == len(in_mxfp4._layers) == 2
+
+
 @pytest.mark.parametrize(("phase", "num_keys"), [("decode", 32), ("padding", 0), ("prefill", None)])
 def test_a_layer_is_computed_by_the_choices(timer, monkeypatch, phase, num_keys):
     """num_keys: of each of three sequences; None without attention."""
