@@ -151,6 +151,26 @@ def test_log_probabilities_of_long_prefills(tmp_path, family):
     assert errors[1].max() < 2 * errors[0].max()
 
 
+def test_decode_steps_in_fp8(tmp_path):
+    """One sequence, whose products post their parts, and five, whose products do not: as close to float32 as one GPU
+    is. All runs have the same tokens."""
+    path = make_checkpoint(tmp_path, head_dim=64, num_hidden_layers=4, hidden_size=192)
+    batches = [[random_prompt(30, seed=0)], [random_prompt(length, seed=length) for length in (7, 20, 33, 64, 90)]]
+    params = SamplingParams(max_tokens=40, logprobs=0, allowed_token_ids=[7], ignore_eos=True)
+    values = []
+    for options in (
+        {"dtype": "float32"},
+        {"dtype": "bfloat16", "quantization": "fp8"},
+        {"dtype": "bfloat16", "quantization": "fp8", "tensor_parallel_size": 2},
+    ):
+        with make_llm(path, **GPU | options) as llm:
+            results = [llm.generate(batch, params, use_tqdm=False) for batch in batches]
+        of_batches = [[next(iter(x.values())) for each in run for x in each["logprobs"]] for run in results]
+        values.append([torch.tensor(each) for each in of_batches])
+    for exact, one, two in zip(*values, strict=True):
+        assert (two - exact).abs().mean() < 1.5 * (one - exact).abs().mean()
+
+
 @needs_demo_model
 def test_demo_model_agrees_with_one_gpu():
     outputs = []

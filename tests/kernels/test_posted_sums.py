@@ -17,6 +17,7 @@ from nanovllm.kernels.parallel.posted_sums import (
     push_add_norm,
     push_add_norm_torch,
 )
+from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks
 
 EPS = 1e-6
 CONFIG = GemvConfig(4, 64, 2)
@@ -66,6 +67,23 @@ def test_posted_sums(size, num_tokens, hidden, K, dtype, config, has_bias, devic
             tolerance = 2.0**-7 if dtype == FLOAT16 else 2.0**-5
             torch.testing.assert_close(results[0].float(), expected, rtol=tolerance, atol=tolerance)
             assert all(torch.equal(result, results[0]) for result in results), "the ranks' residuals differ"
+
+
+@pytest.mark.parametrize("format", [Fp8(), Fp8Blocks()], ids=["channels", "blocks"])
+def test_posted_sums_of_weights_in_fp8(format, device):
+    hidden, K = 128, 256
+    inboxes = make_inboxes(2, hidden, device)
+    inboxes[0].step.add_(2)
+    residual = random(1, hidden, dtype=FLOAT16, device=device)
+    xs = [random(1, K, dtype=FLOAT16, device=device) for _ in range(2)]
+    weights = [format.quantize(random(hidden, K, dtype=FLOAT16, device=device) * K**-0.5, FLOAT16) for _ in range(2)]
+    for rank in range(2):
+        options = {"weight_scale": weights[rank].scale, "inboxes": inboxes[rank]}
+        gemv(xs[rank], weights[rank].values, None, None, GemvConfig(4, 256, 2), **options)
+    parts = [linear_torch(x, format.dequantized(weight)) for x, weight in zip(xs, weights, strict=True)]
+    expected = collect_torch(parts, residual.clone()).float()
+    for rank in range(2):
+        torch.testing.assert_close(collect(inboxes[rank], 0, residual.clone()).float(), expected, rtol=2e-3, atol=4e-3)
 
 
 def put(partial, number, inbox, sender):
@@ -122,9 +140,9 @@ def test_nothing_is_sent_to_ranks_that_may_be_gone_nor_waited_for(device):
 def test_wrong_arguments_are_refused(device):
     inboxes = make_inboxes(2, 8, device)
     x, weight = torch.zeros(2, 32, device=device), torch.zeros(8, 32, device=device)
-    with pytest.raises(ValueError, match=r"^weight must be of a 16-bit float"):
+    with pytest.raises(ValueError, match=r"^x must be of a 16-bit float"):
         gemv(x, weight, None, None, CONFIG, inboxes=inboxes[0])
-    with pytest.raises(ValueError, match=r"^weight must be of a 16-bit float with an even number"):
+    with pytest.raises(ValueError, match=r"^x must be of a 16-bit float and weight have an even number"):
         gemv(x.half(), weight.half()[:7], None, None, CONFIG, inboxes=inboxes[0])
     with pytest.raises(ValueError, match=r"^x must be \[1\.\.4, 32\]"):
         gemv(x.half().new_zeros(5, 32), weight.half(), None, None, CONFIG, inboxes=inboxes[0])

@@ -53,6 +53,17 @@ def test_a_shape_takes_the_rows_of_the_nearest():
         assert table.find(KEY._replace(**other)) is None
 
 
+def test_a_sum_over_ranks_has_the_rows_of_its_own_or_of_a_sum_with_the_residual():
+    add, sums = KEY._replace(operation="linear_add"), KEY._replace(operation="linear_sum")
+    of_add, of_sum = Row({1: choices("add")}), Row({1: choices("sum")})
+    table = Table({add: of_add, sums._replace(N=64): of_sum})
+    assert table.find(sums) is of_sum
+    assert table.find(add) is of_add
+    fp8 = {"format": "float8_e4m3fn"}
+    table = Table({add._replace(**fp8): of_add, sums: of_sum})
+    assert table.find(sums._replace(N=8, **fp8)) is of_add
+
+
 def test_both_16_bit_dtypes_share_rows():
     weight = torch.empty(4096, 1024, device="meta", dtype=torch.bfloat16)
     assert Key.of("linear", False, plain(weight)) == KEY

@@ -185,7 +185,9 @@ def gemv(
             f"norm_weight must be a contiguous [{K}] of at most {MAX_NORM_SIZE}, not {list(norm_weight.shape)}"
         )
     if inboxes is not None and (x.element_size() != 2 or num_rows % 2):
-        raise ValueError(f"weight must be of a 16-bit float with an even number of rows, not {list(weight.shape)}")
+        raise ValueError(
+            f"x must be of a 16-bit float and weight have an even number of rows, not {list(weight.shape)}"
+        )
     if inboxes is None:
         if y is None:
             raise ValueError("y must be given, or inboxes")

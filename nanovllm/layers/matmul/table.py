@@ -83,8 +83,11 @@ class Table:
         self.versions = dict(versions or {})
 
     def find(self, key: Key) -> Row[Choice] | None:
-        """The row of this key, otherwise of the nearest shape; None if this operation has none in this phase."""
+        """The row of this key, otherwise of the nearest shape; None if this operation has none in this phase. A
+        linear_sum reads what a linear_add does, so it may have that one's row."""
         found = nearest(key, self.rows)
+        if found is None and key.operation == "linear_sum":
+            found = nearest(key._replace(operation="linear_add"), self.rows)
         return None if found is None else self.rows[found]
 
     def setting(self, name: str, key: str) -> Any:

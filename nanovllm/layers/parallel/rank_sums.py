@@ -29,8 +29,7 @@ def posted_constants(proj: Any, num_tokens: int) -> tuple | None:
     product = proj.products["linear_sum"]
     _, row = product.row
     candidate, constants = row[num_tokens][0]
-    # What is posted has no scales.
-    return constants if candidate.posts_sums and product.weight.scale is None else None
+    return constants if candidate.posts_sums else None
 
 
 def add_over_ranks(layer: Any, residual: Tensor, x: Any, norm: RMSNorm | None, output_norm: RMSNorm | None) -> Normed:
@@ -43,7 +42,7 @@ def add_over_ranks(layer: Any, residual: Tensor, x: Any, norm: RMSNorm | None, o
         if isinstance(x, (Normed, Gated)):
             x = x.value()
         if reducer.is_posting:
-            reducer.add_linear(residual, x, layer.weight, layer.bias_of_rank, posted_constants(layer, len(x)))
+            reducer.add_linear(residual, x, layer.matrix, layer.bias_of_rank, posted_constants(layer, len(x)))
             return Normed(residual, norm)
         if reducer.takes(len(x)):
             partial = reducer.partial(len(x))

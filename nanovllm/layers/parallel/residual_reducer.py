@@ -1,11 +1,14 @@
 """Sums of the ranks' parts of a layer's output, over memory that all GPUs map of each other."""
 
+from typing import Any
+
 import torch
 
 from nanovllm.kernels.matmul.gemv import GemvConfig, gemv
 from nanovllm.kernels.parallel import all_reduce as kernels
 from nanovllm.kernels.parallel import posted_sums
 from nanovllm.kernels.parallel.posted_sums import Inboxes, collect, push_add_norm
+from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.parallel.peer_memory import Peers
 
 # With more than two ranks a one-shot sum moves more bytes than NCCL does, so it pays only for few tokens.
@@ -65,13 +68,14 @@ class ResidualReducer:
         self,
         residual: torch.Tensor,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         constants: tuple,
     ) -> None:
         """residual += the sum of all ranks' `x W^T + bias`, by dependent launches, for up to `gemv.MAX_TOKENS` tokens.
         constants: the GEMV kernel's."""
-        gemv(x, weight, None, bias, GemvConfig(*constants), inboxes=self._inboxes, index=self._index, pdl=True)
+        options: dict[str, Any] = {"inboxes": self._inboxes, "index": self._index, "pdl": True}
+        gemv(x, weight.values, None, bias, GemvConfig(*constants), weight_scale=weight.scale, **options)
         collect(self._inboxes, self._index, residual, pdl=True)
         self._index += 1
 
