@@ -221,15 +221,20 @@ class LayerTimer:
 
 
 def _with_weights(problem: AnyProblem, device: torch.device) -> AnyProblem:
-    """The problem with new weights on a device."""
+    """The problem with new weights on a device, and new biases where it has some: a candidate may add them with another
+    launch."""
 
     def weight(like: Weight) -> Weight:
         values = torch.randn(like.shape, dtype=like.dtype, device=device).mul_(like.shape[-1] ** -0.5)
         return like.format.quantize(values, like.dtype)
 
+    def bias(like: torch.Tensor | None) -> torch.Tensor | None:
+        return None if like is None else torch.randn(like.shape, dtype=like.dtype, device=device)
+
     if isinstance(problem, ExpertsProblem):
-        return problem._replace(weight=weight(problem.weight), down=weight(problem.down), bias=None, down_bias=None)
-    return problem._replace(weight=weight(problem.weight), bias=None)
+        weights = {"weight": weight(problem.weight), "down": weight(problem.down)}
+        return problem._replace(**weights, bias=bias(problem.bias), down_bias=bias(problem.down_bias))
+    return problem._replace(weight=weight(problem.weight), bias=bias(problem.bias))
 
 
 def _time(run: Callable[[], None], num_layers: int, enough: float) -> float:
