@@ -232,8 +232,8 @@ def _with_weights(problem: AnyProblem, device: torch.device) -> AnyProblem:
         return None if like is None else torch.randn(like.shape, dtype=like.dtype, device=device)
 
     if isinstance(problem, ExpertsProblem):
-        weights = {"weight": weight(problem.weight), "down": weight(problem.down)}
-        return problem._replace(**weights, bias=bias(problem.bias), down_bias=bias(problem.down_bias))
+        problem = problem._replace(weight=weight(problem.weight), down=weight(problem.down))
+        return problem._replace(bias=bias(problem.bias), down_bias=bias(problem.down_bias))
     return problem._replace(weight=weight(problem.weight), bias=bias(problem.bias))
 
 
