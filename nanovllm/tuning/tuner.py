@@ -159,7 +159,7 @@ class Tuner:
         """
         rows: dict[Key, Row] = {}
         settings: dict[str, dict] = {}
-        experts: dict[int, list[Choice]] = {}
+        of_steps: list[dict[int, list[Choice]]] = [{} for _ in self.keys]
         known = known or {}
         for phase, tokens in counts.items():
             results: dict[int, Result] = {}
@@ -175,10 +175,12 @@ class Tuner:
                 tell(f"{phase} {num_tokens:6} tokens {result.micros:9.1f} us a layer  {new:9}  {names}")
             for i, key in enumerate(self.keys):
                 choices = {n: result.choices[i] for n, result in results.items()}
+                # Short prefills may launch the same kernels as decode steps, so these are measured first.
+                of_steps[i] |= choices
                 if key.operation == "experts":
-                    # Short prefills launch the same kernels as decode steps, so these are measured first.
-                    experts |= choices
-                    rows[key._replace(phase=phase)] = Row(_merged(experts))
+                    rows[key._replace(phase=phase)] = Row(_merged(of_steps[i]))
+                elif phase == "prefill" and not self.candidates[self.defaults[i].candidate].suits_short_prefills:
+                    rows[key._replace(phase=phase)] = Row(_merged(of_steps[i]))
                 else:
                     rows[key._replace(phase=phase)] = _row(phase, choices)
             if phase == "decode":

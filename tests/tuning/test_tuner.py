@@ -143,6 +143,20 @@ def paddings(table: Table, *counts: int) -> list[list]:
     return [row[n][0] for n in counts]
 
 
+def test_a_short_prefill_of_4_bits_takes_what_decode_steps_do():
+    """It would be too short for dequantizing the weights."""
+    keys = [key._replace(format="int4") for key in KEYS]
+    four_bits = Tuner(keys, Table(), ALL, H200)
+    micros = {"tiles-4bit": 20.0, "dequantized": 25.0}
+
+    def time_layer(phase, num_tokens, picks):
+        return sum(micros["dequantized"] if num_tokens > 2000 else micros.get(pick.candidate, 99.0) for pick in picks)
+
+    table = four_bits.tune(time_layer, {"decode": (1, 256), "prefill": (2048, 4096)}, print)
+    prefill = table.rows[in_phase(keys[0], "prefill")]
+    assert [names(list(prefill[n])) for n in (1, 256, 257, 9000)] == [["tiles-4bit"], ["tiles-4bit"], [], []]
+
+
 def test_batches_are_padded_to_what_takes_less_time():
     times = {16: 100, 32: 101, 64: 99, 96: 110, 128: 105, 256: 120, 512: 400}
 
