@@ -177,9 +177,9 @@ class Tuner:
                 choices = {n: result.choices[i] for n, result in results.items()}
                 # Short prefills may launch the same kernels as decode steps, so these are measured first.
                 of_steps[i] |= choices
-                if key.operation == "experts":
-                    rows[key._replace(phase=phase)] = Row(_merged(of_steps[i]))
-                elif phase == "prefill" and not self.candidates[self.defaults[i].candidate].suits_short_prefills:
+                default = self.candidates[self.defaults[i].candidate]
+                is_shared = phase == "prefill" and not default.suits_short_prefills
+                if key.operation == "experts" or is_shared:
                     rows[key._replace(phase=phase)] = Row(_merged(of_steps[i]))
                 else:
                     rows[key._replace(phase=phase)] = _row(phase, choices)

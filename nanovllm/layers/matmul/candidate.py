@@ -19,7 +19,7 @@ class Candidate(ABC):
     operations: ClassVar[tuple[str, ...]]  # of `problem.OPERATIONS`
     formats: ClassVar[tuple[str, ...]]  # the names of the weight formats that it multiplies
     is_default: ClassVar[bool] = False  # whether it computes what no row of the table names, without constants
-    # Whether as a default it computes prefills that are too short to be measured. Else these take decode steps' choices.
+    # Whether as a default it computes prefills that are too short to be measured. Else they take decode steps' choices.
     suits_short_prefills: ClassVar[bool] = True
     posts_sums: ClassVar[bool] = False  # whether it can write a linear_sum to the other ranks' memory itself
     # Whether its constants in decode steps are useless for other shapes of a weight. Steps are padded to what they
