@@ -8,9 +8,16 @@ keys and values over the time of a call in a CUDA graph. Compares our kernel wit
 With --sweep it times other launch constants instead, and then other numbers of programs with the best of them. At the
 end it prints a group of the table's setting "decode_attention". A choice of today's table stays unless another one is
 faster by 2 %.
+
+    python benchmarks/attention_decode.py --group-rows 1 2 4 8 [--sweep] [--fp8] [--heads 32 --kv-heads 8]
+
+times speculative steps, in which each sequence has that many rows: with a program for all rows of a sequence, and with
+one for each row. TB/s count a sequence's keys and values once. With --sweep it times the shared programs with other
+launch constants too.
 """
 
 import argparse
+import copy
 import json
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -24,7 +31,16 @@ import torch
 from gpus import require_gpus
 from graph_timing import time_graph
 
-from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace, plan_decode
+from nanovllm.kernels.attention.decode_plan import (
+    GROUP_PIECE_FIELDS,
+    MAX_GROUP_ROWS,
+    PIECE_FIELDS,
+    DecodeConfig,
+    DecodeWorkspace,
+    RowGroups,
+    plan_decode,
+    plan_groups,
+)
 from nanovllm.kernels.attention.paged_decode import has_tma, paged_decode
 from nanovllm.kernels.launch import compile_ahead
 from nanovllm.layers.attention.decode_constants import DecodeConstants
@@ -50,6 +66,9 @@ SWEEP = [DecodeConfig(*x) for x in ((64, 4, 2), (64, 4, 3), (32, 2, 3), (32, 2, 
 SWEEP_TMA = [(tile, warps, stages, False, True) for tile in (32, 64) for warps in (1, 2) for stages in (3, 4)]
 SWEEP_TMA += [(32, 1, 5, False, True), (16, 1, 4, False, True), (64, 4, 3, False, True)]
 SWEEP_FP8 = [(32, warps, stages, False, True) for warps, stages in ((1, 3), (1, 4), (1, 5), (2, 3), (2, 4))]
+MOST_ROWS = 512  # of a speculative step
+SWEEP_GROUPS = [DecodeConfig(*x) for x in ((64, 4, 2, True), (64, 4, 2), (64, 4, 3), (32, 4, 3), (32, 2, 3))]
+SWEEP_GROUPS_TMA = [DecodeConfig(*x, False, True) for x in ((64, 4, 2), (64, 4, 3), (32, 4, 3), (32, 4, 4), (32, 2, 3))]
 SWEEP_FP8 += [(64, warps, stages, False, True) for warps, stages in ((1, 3), (2, 3), (2, 4), (4, 3), (4, 4))]
 
 
@@ -81,6 +100,14 @@ class Case:
         rng = Random(batch)
         return cls([rng.randint(low, high) for _ in range(batch)], args)
 
+    def with_rows(self, num_rows: int) -> "Case":
+        """The same sequences with num_rows rows each, of which the last one sees all keys."""
+        case = copy.copy(self)
+        case.lens = [n - num_rows + 1 + row for n in self.lens for row in range(num_rows)]
+        case.tables = self.tables.repeat_interleave(num_rows, 0)
+        case.q = torch.randn(len(case.lens), *self.q.shape[1:], device="cuda", dtype=self.q.dtype)
+        return case
+
     def time(self, attend: Callable, num_warm_replays: int = 3) -> float:
         """Seconds a call; attend(k_cache, v_cache)."""
 
@@ -104,6 +131,28 @@ def ours(case: Case, num_pieces: int, config: DecodeConfig) -> Callable:
 
     def attend(k, v):
         options = {"kv_scales": case.kv_scales}
+        return paged_decode(case.q, k, v, case.tables, head_dim**-0.5, plan, workspace, config, **options)
+
+    return attend
+
+
+def shared(case: Case, num_rows: int, constants: DecodeConstants, config: DecodeConfig | None = None) -> Callable:
+    """A program for all rows of a sequence. config: None for what an engine takes."""
+    all_rows, num_heads, head_dim = case.q.shape
+    num_kv_heads, num_seqs = case.num_kv_heads, all_rows // num_rows
+    num_pieces = constants.num_pieces(all_rows, num_kv_heads)
+    plan = torch.empty(num_pieces, GROUP_PIECE_FIELDS, dtype=torch.int32)
+    group_rows = np.array([num_rows, *[0] * (num_rows - 1)] * num_seqs)
+    spare = min(constants.num_pieces(num_seqs, num_kv_heads) - num_seqs, num_pieces - all_rows)
+    plan_groups(np.array(case.lens), RowGroups.of(group_rows, num_rows), plan.numpy(), spare)
+    plan = plan.cuda()
+    workspace = DecodeWorkspace(all_rows, num_heads, num_kv_heads, head_dim, "cuda", num_pieces, num_rows)
+    if config is None:
+        tma = has_tma(head_dim, BLOCK_SIZE, case.q.itemsize, case.q.device)
+        config = constants.group_config(all_rows, num_heads, num_kv_heads, tma, num_rows)
+    options = {"kv_scales": case.kv_scales, "group_rows": num_rows}
+
+    def attend(k, v):
         return paged_decode(case.q, k, v, case.tables, head_dim**-0.5, plan, workspace, config, **options)
 
     return attend
@@ -234,6 +283,35 @@ def compare(args: argparse.Namespace, constants: DecodeConstants) -> list[dict]:
     return results
 
 
+def compare_groups(args: argparse.Namespace, constants: DecodeConstants) -> list[dict]:
+    """Microseconds of steps with several rows of each sequence, for each shape."""
+    results = []
+    for batch, spans in SHAPES.items():
+        for low, high in spans:
+            case = Case.random(batch, low, high, args)
+            tma = has_tma(args.head_dim, BLOCK_SIZE, case.q.itemsize, case.q.device)
+            for num_rows in args.group_rows:
+                all_rows = batch * num_rows
+                if all_rows > MOST_ROWS:
+                    continue
+                rows = case.with_rows(num_rows)
+                config = constants.config(all_rows, args.kv_heads, tma)
+                attends = {"alone": ours(rows, constants.num_pieces(all_rows, args.kv_heads), config)}
+                if num_rows > 1:
+                    attends["shared"] = shared(rows, num_rows, constants)
+                    configs = [*SWEEP_GROUPS, *(SWEEP_GROUPS_TMA if tma else [])] if args.sweep else []
+                    attends |= {f"shared {list(x)}": shared(rows, num_rows, constants, x) for x in configs}
+                expected, micros = attends["alone"](*rows.caches[0]), {}
+                rows.time(attends["alone"], WARM_UP_REPLAYS)
+                for name, attend in attends.items():
+                    torch.testing.assert_close(attend(*rows.caches[0]), expected, atol=0.02, rtol=0.02)
+                    seconds = rows.time(attend)
+                    case.print(seconds, f"{num_rows} rows, {name}")
+                    micros[name] = seconds * 1e6
+                results.append({"batch": batch, "low": low, "high": high, "rows": num_rows, "micros": micros})
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
@@ -241,6 +319,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128, choices=(64, 128, 256))
     parser.add_argument("--heads", type=int, default=16, help="Qwen3-0.6B's by default")
     parser.add_argument("--kv-heads", type=int, default=8, help="of one GPU: 4 for Qwen3-8B over two, with 16 heads")
+    parser.add_argument("--group-rows", type=int, nargs="+", choices=range(1, MAX_GROUP_ROWS + 1), metavar="ROWS")
     parser.add_argument("--json")
     args = parser.parse_args()
     require_gpus(parser)
@@ -248,7 +327,9 @@ def main() -> None:
     cache_dtype = torch.float8_e4m3fn if args.fp8 else torch.bfloat16
     constants = DecodeConstants(load_table(device), args.head_dim, torch.bfloat16, cache_dtype)
     result: dict | list
-    if args.sweep:
+    if args.group_rows:
+        result = compare_groups(args, constants)
+    elif args.sweep:
         result = {f"{args.head_dim} {speed_name(cache_dtype)}": sweep(args, constants)}
         print(json.dumps(result))
     else:

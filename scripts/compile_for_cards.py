@@ -18,9 +18,10 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest.mock import MagicMock, patch
 
 import torch
@@ -34,14 +35,16 @@ import nanovllm.kernels
 from nanovllm.config import Config
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.runner.startup.kernel_compilation import trace_steps
+from nanovllm.engine.runner.startup.kernel_compilation import telling_batch_sizes, trace_steps
 from nanovllm.kernels import launch
+from nanovllm.kernels.attention.decode_plan import MAX_GROUP_ROWS
 from nanovllm.kernels.attention.paged_prefill import PrefillTiles
 from nanovllm.kernels.experts.experts import TileConfig
 from nanovllm.kernels.experts.four_bit_experts import FourBitExpertTiles
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig
 from nanovllm.kernels.shared_memory import fits, held_stages
+from nanovllm.layers.attention.attention import Attention, StepSizes
 from nanovllm.layers.attention.gpu_backend import GpuBackend
 from nanovllm.layers.parallel import tensor_parallel as parallel
 from nanovllm.layers.parallel.residual_reducer import make_reducer
@@ -50,6 +53,7 @@ from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.layer_facts import few_layers
 from nanovllm.models.presets import PRESET_NAMES, preset_config
 from nanovllm.models.registry import ARCHITECTURES
+from nanovllm.utils.context import Context
 
 # Compute capability -> KiB of shared memory that a program may have (CUDA C++ programming guide, "Technical
 # Specifications per Compute Capability"). The device index of a pretended card is its place here.
@@ -83,10 +87,11 @@ class Launch(NamedTuple):
 
     def size(self) -> int:
         """Numbers that the constants of the tile suggest, to find the launch with the largest one."""
-        names = ("TILE", "TOKENS", "ROWS", "COLUMNS", "KEYS", "BLOCK", "PADDED")
+        names = ("TILE", "TOKENS", "ROWS", "COLUMNS", "KEYS", "BLOCK", "PADDED", "LANES")
         size = self.options.get("num_stages", 1)
         for name, value in self.options.items():
-            if any(part in name for part in names) and name != "BLOCK_SIZE" and isinstance(value, int):
+            is_size = any(part in name for part in names) and name not in ("BLOCK_SIZE", "GROUP_ROWS")
+            if is_size and isinstance(value, int):
                 size *= max(1, value)
         return size
 
@@ -265,6 +270,7 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
             (model_runner, "load_quack", lambda *args, **options: None),
             (GpuBackend, "use_flash_attn4", lambda *args, **options: None),
             (parallel, "_run", lambda *args: None),
+            (model_runner, "StepSizes", partial(StepSizes, max_group_rows=MAX_GROUP_ROWS)),
         ):
             stack.enter_context(patch.object(target, name, value))
         for block in (FakeTensorMode(allow_non_fake_inputs=True), _OnPretendedCards(), torch.inference_mode()):
@@ -279,9 +285,31 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
             runner.build_model(tp)
             with few_layers(runner.model):
                 trace_steps(runner)
+                _trace_groups(runner)
         finally:
             launch._variants.reset(token)
     return found
+
+
+def _trace_groups(runner: ModelRunner) -> None:
+    """Launch decode attention as speculative steps do, with the most rows of a sequence that a program computes."""
+    for store in runner.stores:
+        store.allocate(1, 1, is_shared=True)
+    rows = runner.decode_inputs.rows
+    num_heads = {(shape.num_kv_heads, shape.head_dim): shape.num_heads for shape in runner.kv_cache.windows}
+    layers = [module for module in runner.model.modules() if isinstance(module, Attention)]
+    for size in telling_batch_sizes(runner.config.max_num_seqs):
+        context = Context(
+            context_lens=rows["context_lens"][:size],
+            block_tables=rows["block_tables"][:size],
+            attention=runner.backend.arguments(rows | {"group_rows": rows["context_lens"]}, size),
+        )
+        for layer in layers:
+            _, _, *heads = cast(torch.Tensor, layer.k_cache).shape
+            q = torch.empty(size, num_heads[tuple(heads)], heads[1], dtype=runner.config.dtype, device=runner.device)
+            layer.backend.decode(layer, q, context)
+    for store in runner.stores:
+        store.free()
 
 
 def _kind(arg: Any) -> Any:
