@@ -184,12 +184,12 @@ def test_a_back_end_computes_speculative_steps_and_others(kind, monkeypatch, dev
 
 
 def test_a_program_computes_as_many_rows_as_it_has_registers_for():
-    assert most_group_rows(1, 32, 8, 128) == 1
-    assert most_group_rows(5, 32, 8, 128) == 5
-    assert most_group_rows(30, 32, 8, 128) == 8
-    assert most_group_rows(8, 32, 2, 128) == 4
-    assert most_group_rows(8, 8, 1, 256) == 4
-    assert most_group_rows(8, 71, 1, 256) == 1
+    assert most_group_rows(1, 32, 8, 128, 2) == 1
+    assert most_group_rows(5, 32, 8, 128, 2) == 5
+    assert most_group_rows(30, 32, 8, 128, 2) == 8
+    assert most_group_rows(8, 32, 2, 128, 2) == 4
+    assert most_group_rows(8, 32, 4, 128, 4) == 4
+    assert most_group_rows(8, 71, 1, 256, 2) == 1
 
 
 def test_a_back_end_without_room_for_two_rows_computes_each_alone(device):

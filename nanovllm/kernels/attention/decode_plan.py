@@ -31,7 +31,8 @@ PIECE_FIELDS = 5
 GROUP_PIECE_FIELDS = 9
 MAX_GROUP_ROWS = 8  # Larger groups are cut into several.
 
-_MAX_ACCUMULATORS = 2**13  # numbers that a program adds up, one for each lane and dim: 64 registers of 128 threads
+# Of all queries of a program. It has as many accumulators, in registers, and needs shared memory in proportion.
+_MAX_QUERY_BYTES = 2**14
 
 
 class DecodeConfig(NamedTuple):
@@ -50,10 +51,11 @@ def num_lanes(num_heads: int, tma: bool) -> int:
     return max(8 if tma else 16, 1 << (num_heads - 1).bit_length())
 
 
-def most_group_rows(max_group_rows: int, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-    """Rows that one program computes, of a sequence that has up to max_group_rows in a step. 1: groups do not pay."""
+def most_group_rows(max_group_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """Rows that one program computes, of a sequence that has up to max_group_rows in a step. 1: each row has its own.
+    itemsize: bytes of a number of q."""
     rows = min(max_group_rows, MAX_GROUP_ROWS)
-    while rows > 1 and num_lanes(rows * num_heads // num_kv_heads, False) * head_dim > _MAX_ACCUMULATORS:
+    while rows > 1 and num_lanes(rows * num_heads // num_kv_heads, False) * head_dim * itemsize > _MAX_QUERY_BYTES:
         rows //= 2
     return rows
 

@@ -39,7 +39,7 @@ class TritonBackend(GpuBackend):
         self.constants = DecodeConstants(table, shape.head_dim, shape.dtype, shape.cache_dtype or shape.dtype)
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
         num_pieces = self.constants.num_pieces(sizes.max_rows, shape.num_kv_heads)
-        self._group_rows = most_group_rows(sizes.max_group_rows, *heads)
+        self._group_rows = most_group_rows(sizes.max_group_rows, *heads, shape.dtype.itemsize)
         self.workspace = DecodeWorkspace(sizes.max_rows, *heads, shape.device, num_pieces, self._group_rows)
 
     def layout(self):
