@@ -49,7 +49,7 @@ class Needs(NamedTuple):
     def on(self, memory: int, config: Config) -> Fit:
         """What a GPU of this many bytes has room for."""
         room = int(memory * config.gpu_memory_utilization) - self.weights - self.activations - _OTHER_BYTES
-        num_slots = count_slots(self.per_slot, config.max_num_seqs, max(0, room))
+        num_slots = count_slots(self.per_slot, config.max_decode_rows, max(0, room))
         num_blocks = max(0, (room - self.per_slot * num_slots) // self.per_block)
         blocks_each = -(-cast(int, config.max_model_len) // config.kvcache_block_size)
         num_seqs = min(num_slots, config.max_num_seqs) if num_slots else config.max_num_seqs

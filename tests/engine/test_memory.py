@@ -161,6 +161,7 @@ def test_no_room_for_a_block(monkeypatch, others, share, message):
         num_kvcache_blocks=-1,
         kv_cache_dtype=torch.bfloat16,
         max_num_seqs=8,
+        max_decode_rows=8,
         max_model_len=100,
     )
     shape = AttentionShape(16, 8, 128, 256, torch.bfloat16, torch.device("cpu"))

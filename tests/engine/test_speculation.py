@@ -149,6 +149,28 @@ def test_streams_have_every_token_once(plain, speculative, always, monkeypatch):
     assert deltas[-1]["finish_reason"] == expected[0]["finish_reason"]
 
 
+def test_a_request_that_is_aborted_while_its_proposals_are_computed(speculative, always, monkeypatch):
+    """A step with proposals is launched behind a prefill whose only sequence ends with it."""
+    monkeypatch.setattr(speculative.scheduler, "_may_pay", lambda seqs: False)
+    completion = {(0, 0): list(range(40))}
+    monkeypatch.setattr(speculative.scheduler, "proposer", Replay(completion, 0.0, VOCAB_SIZE))
+    for num_steps in range(1, 9):
+        first = speculative.add_request(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
+        for _ in range(num_steps):
+            speculative.step()
+        speculative.add_request(PROMPT, SamplingParams(max_tokens=1))
+        speculative.step()
+        speculative.step()
+        if speculative._in_flight.proposals:
+            break
+        speculative.abort_request()
+    assert speculative._in_flight.proposals
+    speculative.abort_request(first)
+    while not speculative.is_finished():
+        speculative.step()
+    assert_idle(speculative)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

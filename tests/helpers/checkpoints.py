@@ -214,6 +214,8 @@ def assert_idle(llm: LLM) -> None:
     assert not manager.used_block_ids
     assert len(manager.free_block_ids) == len(manager.blocks)
     assert not any(block.ref_count for block in manager.blocks)
+    if (places := manager.places) is not None:
+        assert sorted([*places._free, *places._snapshots.values()]) == list(range(places.num_slots))
 
 
 def random_prompt(length: int, seed: int, vocab_size: int = VOCAB_SIZE) -> list[int]:

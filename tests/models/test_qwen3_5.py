@@ -18,11 +18,13 @@ from checkpoints import (
     needs_family,
     random_prompt,
 )
+from replay import Replay
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING
 
 from nanovllm import SamplingParams
-from nanovllm.engine.step import Step
+from nanovllm.engine.runner.startup import memory
+from nanovllm.engine.speculation import speculative_scheduler
 from nanovllm.models.loader import check_checkpoint
 
 pytestmark = needs_family("qwen3_5_text")
@@ -147,38 +149,30 @@ def test_a_prompt_begins_with_a_snapshot_beside_a_decode_step(dense):
         assert len(copied) == 2
 
 
-def test_proposed_tokens_that_are_taken_back(model):
-    """Steps of the last token and three proposed ones, of which 0 to 3 are right."""
-    path, reference = model
-    for length in (1, 2, 70):
-        (prompt,) = reference.draw_prompts((length,), 16)
-        (right,) = reference.greedy([prompt], 16)
-        with make_llm(path, overlap_steps=False) as llm:
-            llm.add_request(prompt, greedy(16))
-            llm.step()
-            (seq,) = llm.scheduler.running
-            runner, places = llm.model_runner, llm.scheduler.block_manager.places
-            seq.block_table += [block for block in range(8) if block not in seq.block_table]
-            for num_right in (0, 3, 1, 2, 0, 3):
-                known = seq.num_completion_tokens
-                proposed = [abs(token - (i >= num_right)) for i, token in enumerate(right[known : known + 3])]
-                assert places.lend(seq.place, 3) == 3
-                rows = [seq, *(Row(seq, proposed[: i + 1], seq.place.of_proposed(i)) for i in range(3))]
-                runner.decode_inputs.write(step := Step(rows, is_prefill=False), 4)
-                runner.run(step)
-                assert step.tokens.tolist()[: num_right + 1] == right[known : known + num_right + 1]
-                places.commit(seq.place, num_right)
-                seq.tokens.extend(step.tokens.tolist()[: num_right + 1])
-
-
-class Row:
-    """A sequence with proposed tokens, as the inputs of a step see it."""
-
-    pending_row, is_prefilling = -1, False
-
-    def __init__(self, seq, proposed, place):
-        self.tokens, self.place = [*seq.tokens, *proposed], place
-        self.params, self.seed, self.block_table = seq.params, seq.seed, seq.block_table
+@pytest.mark.parametrize("num_slots", [3, 100])
+def test_proposed_tokens_that_are_taken_back(dense, num_slots, monkeypatch):
+    """Steps with up to five proposed tokens, of which some are wrong, greedy and sampled, with few slots and many."""
+    path, reference = dense
+    choose = lambda chances, num_seqs, pace: [len(each) for each in chances]  # noqa: E731
+    monkeypatch.setattr(speculative_scheduler, "choose_counts", choose)
+    monkeypatch.setattr(memory, "count_slots", lambda *args: num_slots)
+    prompts = reference.draw_prompts((1, 150, 70), 14)
+    expected = {(i, 0): tokens for i, tokens in enumerate(reference.greedy(prompts, 14))}
+    params = [SamplingParams(seed=i, n=2, max_tokens=14, ignore_eos=True) for i in range(len(prompts))]
+    options = {"num_kvcache_blocks": 24, "max_num_batched_tokens": 100, "max_model_len": 256, "max_num_seqs": 6}
+    with make_llm(path, **options) as llm:
+        sampled = [[each["token_ids"] for each in output["samples"]] for output in generate(llm, prompts, params)]
+    with make_llm(path, **options, speculation="suffix", max_speculative_tokens=5) as llm:
+        llm.scheduler.proposer = Replay(expected, 0.2, 256)
+        assert complete(llm, prompts, greedy(14)) == list(expected.values())
+        assert_idle(llm)
+        known = {(i, j): tokens for i, each in enumerate(sampled) for j, tokens in enumerate(each)}
+        llm.scheduler.proposer = Replay(known, 0.2, 256)
+        found = [[each["token_ids"] for each in output["samples"]] for output in generate(llm, prompts, params)]
+        assert found == sampled
+        assert_idle(llm)
+        stats = llm.stats()
+        assert 0 < stats["accepted_tokens"] < stats["proposed_tokens"]
 
 
 @pytest.mark.slow

@@ -27,7 +27,8 @@ class ProposedRow:
         self.seq_id, self.num_proposed = (seq.seq_id, num_proposed), num_proposed
         self.tokens = tokens
         self.num_cached_tokens = len(tokens) - 1
-        self.num_prompt_tokens, self.block_table, self.place = seq.num_prompt_tokens, seq.block_table, seq.place
+        self.num_prompt_tokens, self.block_table = seq.num_prompt_tokens, seq.block_table
+        self.place = None if seq.place is None else seq.place.of_proposed(num_proposed - 1)
         self.params, self.seed, self.error = seq.params, seq.seed, seq.error
         self.grammar, self.logit_edits, self.is_constrained = seq.grammar, seq.logit_edits, seq.is_constrained
 

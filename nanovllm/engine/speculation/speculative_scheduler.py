@@ -115,8 +115,13 @@ class SpeculativeScheduler(Scheduler):
         return self._acceptance.chances(proposal, seq.record)
 
     def _fitting(self, seq: Sequence, count: int) -> int:
-        """As many of `count` tokens as there are free blocks for. Nobody is preempted for them."""
-        return self.block_manager.extend(seq, len(seq.tokens) + count) - len(seq.tokens) if count else 0
+        """As many of `count` tokens as there are free blocks for, and slots for the states after them. Nobody is
+        preempted for them."""
+        if not count:
+            return 0
+        count = self.block_manager.extend(seq, len(seq.tokens) + count) - len(seq.tokens)
+        places = self.block_manager.places
+        return count if places is None else places.lend(seq.place, count)
 
     # -- after a step ------------------------------------------------------------------------------------------------
 
@@ -150,11 +155,14 @@ class SpeculativeScheduler(Scheduler):
         if not step.proposals:
             return super().postprocess(step, token_ids)
         self.awaits_tokens = False
-        finished, row = [], 0
+        finished, row, places = [], 0, self.block_manager.places
         logprobs = {} if step.logprobs is None else step.logprobs.of_samples()
         num_before = self.num_generated_tokens
         for seq, proposal in zip(step.seqs, step.proposals, strict=True):
             tokens = [] if proposal is None else proposal.tokens
+            if seq.is_finished:  # It was aborted after the launch.
+                row += 1 + len(tokens)
+                continue
             num_right = _num_equal(token_ids[row : row + len(tokens)], tokens)
             if proposal is not None:
                 num_tried = min(num_right + 1, len(tokens))
@@ -165,6 +173,9 @@ class SpeculativeScheduler(Scheduler):
                 if not self._take(seq, token_ids[i], step.rows[i], logprobs.get(i)):
                     finished.append(seq)
                     break
+            else:
+                if places is not None:
+                    places.commit(seq.place, num_right)
             row += 1 + len(tokens)
         if self._has_finished:
             self._drop_finished()

@@ -2,19 +2,23 @@
 
 from abc import ABC, abstractmethod
 
-# Slots beyond those of max_num_seqs sequences, for snapshots of states.
+# Slots beyond those of a decode step's rows, for snapshots of states.
 NUM_SNAPSHOTS = 64
 # At most one part in this many of the stores' memory is slots. A sequence that waits for a slot is one that would be
 # preempted soon if the keys and values of others had no room.
 _SLOTS_SHARE = 2
 
 
-def count_slots(bytes_per_slot: int, max_num_seqs: int, num_bytes: int | None = None) -> int:
+def count_slots(bytes_per_slot: int, max_rows: int, num_bytes: int | None = None) -> int:
     """How many slots there are, in a budget of num_bytes for all stores, or None for no limit; 0 if they have no size.
-    At least one, whatever the budget."""
+    At least one, whatever the budget.
+
+    max_rows: of a decode step. The row of each sequence writes a state to one slot, and with speculation also the row
+    of each proposed token, so no step uses more.
+    """
     if not bytes_per_slot:
         return 0
-    wanted = max_num_seqs + NUM_SNAPSHOTS
+    wanted = max_rows + NUM_SNAPSHOTS
     return wanted if num_bytes is None else max(1, min(wanted, num_bytes // _SLOTS_SHARE // bytes_per_slot))
 
 

@@ -95,12 +95,12 @@ def allocate_stores(
     block_bytes = sum(store.bytes_per_block for store in stores)
     slot_bytes = sum(store.bytes_per_slot for store in stores)
     blocks, limit = config.num_kvcache_blocks, "num_kvcache_blocks"
-    slots = count_slots(slot_bytes, config.max_num_seqs)
+    slots = count_slots(slot_bytes, config.max_decode_rows)
     if blocks == -1:
         budget = kv_cache_budget(config, device, free_at_start)
         limit = budget.limit
         if slot_bytes:
-            slots = count_slots(slot_bytes, config.max_num_seqs, budget.num_bytes)
+            slots = count_slots(slot_bytes, config.max_decode_rows, budget.num_bytes)
             slots = int(tp.all_gather(torch.tensor(slots, device=device)).min())
         room = budget.num_bytes - slots * slot_bytes
         counts = tp.all_gather(torch.tensor(room // block_bytes, device=device)).tolist()
