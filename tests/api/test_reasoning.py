@@ -4,7 +4,8 @@ import re
 
 import pytest
 import transformers
-from checkpoints import greedy, make_ascii_checkpoint, make_checkpoint, make_llm, make_tokenizer
+from channels import ANALYSIS, FINAL, let_it_say, make_channels_checkpoint
+from checkpoints import greedy, make_ascii_checkpoint, make_llm
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -20,7 +21,6 @@ from nanovllm import (
     with_channels,
 )
 
-ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 TO_TOOL = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
 CALL = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'  # as Qwen3 writes it
 
@@ -229,38 +229,22 @@ def test_a_request_that_has_failed(llm):
 
 # -- channels ----------------------------------------------------------------------------------------------------------
 
-HARMONY = (
-    *("<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>", "<|call|>"),
-    *("analysis", "final", "assistant"),
-)
-
 
 @pytest.fixture(scope="module")
 def channels_path(tmp_path_factory):
-    path = make_checkpoint(tmp_path_factory.mktemp("channels"))
-    template = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
-    template += "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-    make_tokenizer(path, HARMONY, "<|return|>", chat_template=template)
-    return path
-
-
-def answer_of(tokenizer) -> list[int]:
-    text = f"{ANALYSIS}ab<|end|><|start|>assistant{FINAL}cd"
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return make_channels_checkpoint(tmp_path_factory.mktemp("channels"))
 
 
 def test_chats_of_a_model_with_channels(channels_path):
     with make_llm(channels_path, skip_tokenizer_init=False, max_model_len=200) as llm:
-        answer = answer_of(llm.tokenizer)
-        params = SamplingParams(temperature=0, max_tokens=len(answer), logit_bias={answer[0]: 100.0})
+        let_it_say(llm, CHAT)
+        params = SamplingParams(temperature=0, max_tokens=50)
         for given in (params, [params]):
             (output,) = llm.chat(CHAT, given, use_tqdm=False, split_reasoning=True)
             assert output["text"].startswith("<|channel|>")
-            assert (output["reasoning"], output["content"]) == (None, "")
+            assert (output["reasoning"], output["content"]) == ("ab", "cd")
         (output,) = llm.chat(CHAT, params, use_tqdm=False)
         assert "<|channel|>" not in output["text"]
-        text = llm.tokenizer.decode(answer)
-        assert split_reasoning(text) == ("ab", "cd")
 
 
 def test_only_models_with_channels_keep_their_special_tokens(channels_path, llm):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from channels import ANALYSIS, ANSWER, let_it_say, make_channels_checkpoint
 from checkpoints import assert_idle, greedy, make_ascii_checkpoint, make_llm
 
 from nanovllm import LLM, SamplingParams
@@ -160,6 +161,36 @@ def test_reasoning_apart_from_the_content(path, is_open):
         assert len(plain.choices[0].message.content) == 9
         assert not hasattr(plain.choices[0].message, "reasoning")
     assert text.choices[0].text
+
+
+def test_channels_apart_from_the_content(tmp_path):
+    """Of gpt-oss: as reasoning and content, and a message to a tool as a call."""
+    to_tool = '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
+    answers = {ANSWER: ("cd", "stop"), f"{ANALYSIS}ab<|end|>{to_tool}<|return|>": ("", "tool_calls")}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    path = make_channels_checkpoint(tmp_path)
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=400) as llm:
+        running = Running(llm, splits_reasoning=True, splits_tool_calls=True)
+        try:
+            with openai.OpenAI(base_url=running.url, api_key=KEY, max_retries=0, timeout=120) as client:
+                for answer, (content, finish_reason) in answers.items():
+                    let_it_say(llm, CHAT, answer)
+                    options = {"model": MODEL, "messages": CHAT, "temperature": 0, "max_tokens": 100, "tools": tools}
+                    (choice,) = client.chat.completions.create(**options).choices
+                    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **options)]
+                    deltas = [chunk.delta for chunk in chunks]
+                    assert choice.message.reasoning_content == "ab"
+                    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "ab"
+                    assert (choice.message.content or "", choice.finish_reason) == (content, finish_reason)
+                    assert "".join(delta.content or "" for delta in deltas) == content
+                    assert chunks[-1].finish_reason == finish_reason
+                    calls = [call.function for call in choice.message.tool_calls or ()]
+                    parts = [part.function for delta in deltas for part in delta.tool_calls or ()]
+                    expected = [] if content else [("add", '{"a": 1}')]
+                    assert [(each.name, each.arguments) for each in calls] == expected
+                    assert [(each.name, each.arguments) for each in parts] == expected
+        finally:
+            running.end()
 
 
 def test_completions_of_several_prompts_and_samples(client, expected):

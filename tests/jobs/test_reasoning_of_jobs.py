@@ -3,14 +3,11 @@
 import re
 
 import pytest
-from checkpoints import make_tokenizer
+from channels import let_it_say, make_channels_checkpoint
+from checkpoints import make_llm
 from job_files import read_folder, write_lines
-from transformers import AutoTokenizer
 
 from nanovllm.jobs import GenerateActor, check_batch, run_batch
-from nanovllm.jobs.inputs import RawLine
-from nanovllm.jobs.lines import LineFormat
-from nanovllm.jobs.reader import Preparer
 
 pytest.importorskip("llguidance", reason="needs the extra structured")
 
@@ -85,10 +82,18 @@ def test_columns_of_a_ray_dataset(path):
     assert "input_reasoning" in rows[0]
 
 
-def test_conversations_with_a_model_of_channels_keep_the_tags(tmp_path):
-    """They are special tokens, which texts lack otherwise."""
-    make_tokenizer(tmp_path, ("<|return|>", "<|channel|>", "<|message|>"), "<|return|>", chat_template=TEMPLATE)
-    preparer = Preparer(AutoTokenizer.from_pretrained(tmp_path), LineFormat(split_reasoning=True), None)
-    rows = [{"messages": MESSAGES}, {"prompt": "a block"}]
-    lines = [(i, RawLine(i, "a.jsonl", i + 1, row, None, 10)) for i, row in enumerate(rows)]
-    assert [each.line.params.skip_special_tokens for each in preparer.prepare(lines)] == [False, True]
+def test_conversations_with_a_model_of_channels(tmp_path):
+    """The tags are special tokens, which other texts lack."""
+    lines = [{"id": "chat", "messages": MESSAGES}, {"id": "text", "prompt": "a block"}]
+    lines.append({"custom_id": "openai", "body": {"messages": MESSAGES}})
+    file = write_lines(tmp_path / "prompts.jsonl", lines)
+    path = make_channels_checkpoint(tmp_path / "model")
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=200) as llm:
+        let_it_say(llm, MESSAGES)
+        options = {"split_reasoning": True, "temperature": 0, "max_tokens": 50, "use_tqdm": False}
+        run_batch(file, tmp_path / "answers", llm, **options)
+    rows = {row.get("custom_id", row["id"]): row for row in read_folder(tmp_path / "answers")}
+    assert (rows["chat"]["reasoning"], rows["chat"]["text"]) == ("ab", "cd")
+    (choice,) = rows["openai"]["response"]["body"]["choices"]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("ab", "cd")
+    assert "<|" not in rows["text"]["text"]

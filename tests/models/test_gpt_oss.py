@@ -17,6 +17,7 @@ from checkpoints import (
     random_prompt,
 )
 
+from nanovllm.config import Config
 from nanovllm.kernels.matmul.four_bit import FourBit, codes_torch, dequantize_torch
 from nanovllm.kernels.matmul.mxfp4 import quantize_torch
 
@@ -126,6 +127,17 @@ def test_groups_that_ranks_would_cut(tmp_path):
     packed, _ = make_packed(tmp_path, intermediate_size=96)
     with pytest.raises(ValueError, match="MXFP4 need sizes that are multiples of 32 on each rank, and its intermed"):
         make_llm(packed, tensor_parallel_size=2)
+
+
+def test_the_published_models_fit_two_ranks_and_not_four():
+    """A rank's part of 2,880 columns is 45 groups of 32; of four it would be 22 and a half."""
+    options = {"load_format": "dummy", "device": "cpu"}
+    Config("gpt-oss-20b", tensor_parallel_size=2, **options)
+    for num_ranks, size in ((4, 720), (8, 360)):
+        with pytest.raises(
+            ValueError, match=f"multiples of 32 on each rank, and its intermediate_size would be {size}"
+        ):
+            Config("gpt-oss-120b", tensor_parallel_size=num_ranks, **options)
 
 
 def test_scales_that_are_no_numbers(tmp_path):
