@@ -20,6 +20,7 @@ from nanovllm.models.hf_config import check_hf_config, check_token_ids, get_head
 from nanovllm.models.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
 from nanovllm.models.presets import PRESET_NAMES, find_preset, preset_config
 from nanovllm.models.quantization_config import check_sizes, checkpoint_quantization
+from nanovllm.models.registry import model_class
 from nanovllm.utils.checks import is_int, is_number, quoted, require
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
 
@@ -51,8 +52,8 @@ class Config(EngineOptions):
     """Checked options of one engine; docs/reference.md describes each of them.
 
     The checks change some: `model` becomes a str, the directory or the published shape. `device` becomes "cuda" or
-    "cpu", `dtype` and `kv_cache_dtype` a torch.dtype, and `eos` a tuple. `tokenizer` becomes its directory, or None if
-    there is none. `max_model_len` becomes a number, and `hf_config` the model's.
+    "cpu", `dtype`, `kv_cache_dtype` and `state_dtype` a torch.dtype, and `eos` a tuple. `tokenizer` becomes its
+    directory, or None if there is none. `max_model_len` becomes a number, and `hf_config` the model's.
 
     Attributes that the checks set:
         generation_config: the content of the model's generation_config.json; {} if there is none.
@@ -143,6 +144,9 @@ class Config(EngineOptions):
         if self.kv_cache_dtype == E4M3:
             self.kv_cache_dtype = "fp8"
         self._require_one_of("kv_cache_dtype")
+        if self.state_dtype in DTYPES.values():
+            self.state_dtype = str(self.state_dtype).removeprefix("torch.")
+        self._require_one_of("state_dtype")
         self._require_one_of("kv_cache_scales")
         self._require_one_of("logprobs_mode")
         is_known = self.speculation is None or self.speculation in SPECULATIONS
@@ -229,13 +233,16 @@ class Config(EngineOptions):
         self.dtype = DTYPES[self.dtype]
 
     def _resolve_formats(self) -> None:
-        """Find the formats of the weights and of the KV cache."""
+        """Find the formats of the weights, the KV cache and the states."""
         stored = checkpoint_quantization(self.hf_config)
         self.weight_format: WeightFormat | None = stored.weights or QUANTIZATIONS.get(self.quantization or "")
         if stored.weights is not None:
             names = [name for name, format in QUANTIZATIONS.items() if isinstance(stored.weights, type(format))]
             allowed = f"None or {names[0]!r}, of a checkpoint in {names[0]}"
             self._require("quantization", self.quantization in (None, *names), allowed)
+        is_used = self.state_dtype == "float32" or any(model_class(self.hf_config).spec(self.hf_config).linear_layers)
+        self._require("state_dtype", is_used, "'float32' for a model without linear attention")
+        self.state_dtype = DTYPES[self.state_dtype]
         if self.weight_format is not None:
             check_sizes(self.hf_config, get_head_dim(self.hf_config), self.weight_format, self.tensor_parallel_size)
             self._check_products(self.weight_format)

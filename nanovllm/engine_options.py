@@ -42,6 +42,7 @@ class EngineOptions:
     logprobs_mode: str = _option(
         "raw_logprobs", "logprobs of the model, or of what tokens are drawn from", "raw_logprobs", "processed_logprobs"
     )
+    state_dtype: Any = _option("float32", "of the states of linear attention", "float32", "bfloat16")
     kv_cache_scales: str = _option("auto", "scales of an fp8 KV cache", "auto", "checkpoint", "calibrated", "one")
     device: str = _speed_option("auto", "auto, cpu, cuda, or cuda:N for the GPU number N")
     dtype: Any = _option(

@@ -52,6 +52,7 @@ from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.layer_facts import few_layers
 from nanovllm.models.presets import PRESET_NAMES, preset_config
+from nanovllm.models.qwen3_5 import has_linear_attention
 from nanovllm.models.registry import ARCHITECTURES
 from nanovllm.utils.context import Context
 
@@ -323,9 +324,9 @@ def _kind(arg: Any) -> Any:
 
 def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """(model, options): each model, one of them over two GPUs, one of each kind of layer and head_dim in float32, and
-    in fp8 where the card has that, and one with experts in int4."""
+    in fp8 where the card has that, one with experts in int4, and one with states in bfloat16."""
     yield models[0], {"tensor_parallel_size": 2}
-    kinds = set()
+    kinds: set[Any] = set()
     configs = {model: preset_config(model) for model in models}
     with_experts = [model for model, config in configs.items() if getattr(config, "num_experts", 0)]
     # The weights of others have a format.
@@ -335,6 +336,9 @@ def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str,
         yield model, {}
         config = configs[model]
         num_experts, global_head_dim = getattr(config, "num_experts", 0) or 0, getattr(config, "global_head_dim", None)
+        if has_linear_attention(config) and "states" not in kinds:
+            kinds.add("states")
+            yield model, {"state_dtype": "bfloat16"}
         kind = global_head_dim or get_head_dim(config), num_experts > 0
         if kind not in kinds:
             kinds.add(kind)

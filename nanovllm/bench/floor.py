@@ -38,6 +38,7 @@ class ModelSize:
     head_dim: int
     kv_bytes_per_key: int  # of one layer
     itemsize: int
+    state_itemsize: int
     layer_itemsize: float  # bytes of a number of the layers' weights
     expert_itemsize: float  # of the experts' weights
     # (head_dim, kv_bytes_per_key) of the layers without a window, where they differ from the others'.
@@ -50,6 +51,7 @@ class ModelSize:
         dtype: torch.dtype,
         weight_format: WeightFormat | None = None,
         kv_cache_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> "ModelSize":
         """dtype: of the model, and of all that has no format or dtype of its own. weight_format: of the layers."""
         c = hf_config
@@ -99,6 +101,7 @@ class ModelSize:
             head_dim=head_dim,
             kv_bytes_per_key=2 * c.num_key_value_heads * head_dim * kv_itemsize,
             itemsize=dtype.itemsize,
+            state_itemsize=state_dtype.itemsize,
             layer_itemsize=layer_itemsize,
             expert_itemsize=expert_itemsize,
             global_heads=global_heads,
@@ -116,8 +119,8 @@ class ModelSize:
         return experts * self.expert_itemsize + others * self.layer_itemsize + self.head_params * self.itemsize
 
     def state_bytes(self) -> int:
-        """Of one sequence: states in float32, and tails."""
-        return 4 * self.state_numbers + self.itemsize * self.tail_numbers
+        """Of one sequence: states and tails."""
+        return self.state_itemsize * self.state_numbers + self.itemsize * self.tail_numbers
 
     def of_window(self, window: int | None) -> tuple[int, int]:
         """(head_dim, kv_bytes_per_key) of the layers with this window."""

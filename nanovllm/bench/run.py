@@ -33,6 +33,7 @@ DEFAULT_MODEL = "~/huggingface/Qwen3-0.6B"
 ENGINE_OPTIONS = (
     *("load_format", "quantization", "tensor_parallel_size", "enforce_eager", "attention_backend", "dtype"),
     *("kv_cache_dtype", "device", "max_model_len", "max_num_batched_tokens", "mixed_step_rows", "num_kvcache_blocks"),
+    "state_dtype",
 )
 PACKAGES = ("triton", "flash-attn", "flash-attn-4", "quack-kernels")  # that speed depends on
 
@@ -155,7 +156,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
             print(f"{name}, pass {index}: {seconds:.3f} s, {throughput:.1f} tok/s", flush=True)
 
     dtype, weight_format, device = llm.config.dtype, llm.config.weight_format, llm.model_runner.device
-    size = ModelSize.of(llm.config.hf_config, dtype, weight_format, llm.config.kv_cache_dtype)
+    size = ModelSize.of(llm.config.hf_config, dtype, weight_format, llm.config.kv_cache_dtype, llm.config.state_dtype)
     report: dict[str, Any] = {
         "options": {name: value for name, value in vars(args).items() if name != "json"},
         "device": llm.model_runner.device_name,

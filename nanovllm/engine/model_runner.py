@@ -164,7 +164,7 @@ class ModelRunner:
         if config.weight_format is not None:
             logger.info("weights of linear layers: %s", config.weight_format.name)
         self.num_layer_params = num_layer_params(self.model)
-        self.stores = self.model.make_stores(self.attention_shape)
+        self.stores = self.model.make_stores(self.attention_shape, config.state_dtype)
         self.kv_cache = next(store for store in self.stores if isinstance(store, PagedKVCache))
         self.sampler = Sampler(tp, self.model.lm_head.first, self.model.lm_head.shard_size)
         has_slots, gate_up = len(self.stores) > 1, gate_up_weight(self.model)

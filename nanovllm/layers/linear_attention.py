@@ -126,7 +126,7 @@ class GatedDeltaNet(nn.Module):
         shape: this rank's heads.
         tails: [slots, num_taps - 1, conv_dim], the last inputs of each sequence's convolution, the oldest first; None
             until the store has memory (the warm-up runs without).
-        states: float32 [slots, num_value_heads, key_dim, value_dim]; None likewise.
+        states: [slots, num_value_heads, key_dim, value_dim] in state_dtype; None likewise.
     """
 
     def __init__(self, hidden_size: int, shape: DeltaNetShape, eps: float, tp: TensorParallel, matmul: Matmul):
@@ -149,6 +149,7 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = RowParallelLinear(shape.num_value_heads * shape.value_dim, hidden_size, False, *options)
         self.tails: Tensor | None = None
         self.states: Tensor | None = None
+        self.state_dtype = torch.float32
 
     def _load_heads(self, param: Any, loaded: Any, shard_id: object = None) -> None:
         first = self.tp.rank * len(param)
@@ -165,7 +166,7 @@ class GatedDeltaNet(nn.Module):
         if tails is None or states is None:
             num_seqs, (tail_shape, state_shape) = len(ends) - 1, self.state_shapes
             tails = inputs[0].new_empty(0, *tail_shape)
-            states = inputs[0].new_empty(0, *state_shape, dtype=torch.float32)
+            states = inputs[0].new_empty(0, *state_shape, dtype=self.state_dtype)
             slots = inputs[0].new_full((4, num_seqs), -1, dtype=torch.int32)
         arguments: Any = (*inputs, *self._weights(), tails, states, ends, *cast(Tensor, slots), *self._heads())
         return delta_rule_prefill(*arguments)

@@ -349,14 +349,15 @@ class DecoderForCausalLM(nn.Module, ABC):
         """The results of compute_logits on all ranks -> logits [num_rows, vocab_size], on all ranks."""
         return self.lm_head.gather(logits)
 
-    def make_stores(self, shape: AttentionShape) -> list[Store]:
+    def make_stores(self, shape: AttentionShape, state_dtype: torch.dtype) -> list[Store]:
         """What its sequences keep on the device: the paged KV cache, and stores in which a sequence has a slot each.
-        Nothing is allocated yet. shape: of this rank's attention, in all that its layers share."""
+        Nothing is allocated yet. shape: of this rank's attention, in all that its layers share. state_dtype: of the
+        states of linear attention."""
         mixers = [x for x in self.modules() if isinstance(x, DecoderAttention)]
         shapes = [shape._replace(num_kv_heads=x.num_kv_heads, head_dim=x.head_dim) for x in mixers]
         stores: list[Store] = [PagedKVCache([x.attn for x in mixers], shapes)]
         linear_layers = [x for x in self.modules() if isinstance(x, GatedDeltaNet)]
-        return [*stores, StateSlots(linear_layers, shape.dtype, shape.device)] if linear_layers else stores
+        return [*stores, StateSlots(linear_layers, shape.dtype, shape.device, state_dtype)] if linear_layers else stores
 
     def pack_weights(self) -> None:
         """Once the weights are loaded: let a CPU's products read them faster (`formats.packed`), if there is no other

@@ -55,7 +55,7 @@ def meta_model(config: Any, rank: int = 0) -> nn.Module:
 def model_bytes(config: Any, model: Any) -> ModelBytes:
     """Counts the bytes of a rank's model, which may be a `meta_model`, in an engine with this `Config`."""
     tp = TensorParallel(0, config.tensor_parallel_size)
-    stores = model.make_stores(attention_shapes(config, tp, torch.device("meta"))[0])
+    stores = model.make_stores(attention_shapes(config, tp, torch.device("meta"))[0], config.state_dtype)
     weights, tables = (sum(tensor.nbytes for tensor in each) for each in (model.parameters(), model.buffers()))
     per_block, per_slot = (
         sum(getattr(store, name) for store in stores) for name in ("bytes_per_block", "bytes_per_slot")

@@ -132,6 +132,7 @@ WRONG = {
     "quantization": (["int3", "awq", "", 8, True, ["fp8"]], "None or one of fp8"),
     "load_format": ([*CHOICE, "safetensors"], "auto, dummy"),
     "kv_cache_dtype": ([*CHOICE, "fp8_e5m2", "int8", "bfloat16"], "auto, fp8, fp8_e4m3"),
+    "state_dtype": ([*CHOICE, "float16", "bf16", torch.int8], "float32, bfloat16"),
     "kv_cache_scales": (CHOICE, "auto, checkpoint, calibrated, one"),
     "logprobs_mode": (CHOICE, "raw_logprobs, processed_logprobs"),
     "attention_backend": ([*CHOICE, "flash-attn", "xformers"], "auto, flash_attn, triton, torch"),

@@ -210,6 +210,30 @@ def test_weights_that_are_updated(dense, tmp_path):
         assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
 
 
+def test_states_in_bfloat16(dense):
+    """Completions stay within their rounding of the best one, and a slot takes half the bytes, also of a snapshot."""
+    path, reference = dense
+    prompts = [random_prompt(n, seed=n) for n in (1, 40, 2 * CHUNK + 9)]
+    with make_llm(path) as llm:
+        whole = llm.model_runner.stores[1].bytes_per_slot
+    with make_llm(path, state_dtype="bfloat16", max_num_batched_tokens=100) as llm:
+        (_, states) = llm.model_runner.stores
+        assert {layer.states.dtype for layer in states.layers} == {torch.bfloat16}
+        tails = sum(layer.tails[0].nbytes for layer in states.layers)
+        assert states.bytes_per_slot - tails == (whole - tails) / 2
+        for num_hits in (0, 2 * CHUNK):
+            outputs = generate(llm, prompts, greedy(60))
+            assert outputs[-1]["num_cached_tokens"] == num_hits
+            regrets = [reference.regret(p, each["token_ids"]) for p, each in zip(prompts, outputs, strict=True)]
+            assert max(regrets) < 0.05
+        assert_idle(llm)
+
+
+def test_states_of_a_model_without_them(tmp_path):
+    with pytest.raises(ValueError, match=r"state_dtype='bfloat16': must be 'float32' for a model without linear"):
+        make_llm(make_checkpoint(tmp_path), state_dtype=torch.bfloat16)
+
+
 # -- checkpoints ----------------------------------------------------------------------------------------------------
 
 

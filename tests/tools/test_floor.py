@@ -138,3 +138,5 @@ def test_states_are_read_and_written_once_a_step():
     prefill = floor_seconds(size, CEILINGS, [1000], [1], 0, 1)
     flops = 2 * size.layer_params * 1000 + 2 * size.head_params + 2 * 8 * 16 * 256 * 1000**2
     assert prefill == pytest.approx((flops + 6 * 24 * 32 * 128 * 128 * 1000) / 8e14)
+    halved = ModelSize.of(preset_config("Qwen3.5-9B"), torch.bfloat16, state_dtype=torch.bfloat16)
+    assert halved.state_bytes() == 24 * (2 * 32 * 128 * 128 + 2 * 3 * 8192)

@@ -16,10 +16,14 @@ class StateSlots(Store):
 
     name = "states"
 
-    def __init__(self, layers: Sequence[GatedDeltaNet], dtype: torch.dtype, device: torch.device):
-        """dtype: of the layers' inputs."""
+    def __init__(
+        self, layers: Sequence[GatedDeltaNet], dtype: torch.dtype, device: torch.device, state_dtype: torch.dtype
+    ):
+        """dtype: of the layers' inputs, as the tails are. state_dtype: float32 or bfloat16."""
         self.layers, self._device = layers, device
-        self._dtypes = dtype, torch.float32
+        self._dtypes = dtype, state_dtype
+        for layer in layers:
+            layer.state_dtype = state_dtype
         sizes = zip(layers[0].state_shapes, self._dtypes, strict=True)
         self.bytes_per_slot = len(layers) * sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes)
 
