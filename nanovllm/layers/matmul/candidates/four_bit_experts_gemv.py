@@ -50,6 +50,7 @@ class FourBitExpertsGemv(Candidate):
     def challengers(cls, key: Key, num_tokens: int, top_k: int, num_multiprocessors: int) -> Iterator[tuple]:
         if not cls.is_for(key) or num_tokens > kernels.MAX_TOKENS:
             return
-        for gate_up in ((16, 4, 4), (32, 4, 4), (64, 4, 4), (32, 8, 3)):
-            for down in ((16, 4, 4), (32, 8, 3), (16, 8, 4)):
+        # With fewer stages a multiprocessor has room for more programs.
+        for gate_up in ((32, 4, 4), (32, 4, 3), (64, 4, 4), (64, 4, 3)):
+            for down in ((16, 4, 4), (16, 8, 4), (16, 16, 2), (32, 8, 3)):
                 yield FourBitExpertsConfig(*gate_up, True), FourBitExpertsConfig(*down, True)
