@@ -77,7 +77,8 @@ class ModelRunner:
         stores: what sequences keep on the device; the first is `kv_cache`.
         mixed_step_rows: most tokens of a mixed step; 0 for no mixed steps.
         decode_inputs: the inputs of decode steps.
-        graphs, mixed_graphs: the CUDA graphs of decode and of mixed steps, if there are some.
+        graphs, mixed_graphs, speculative_graphs: the CUDA graphs of decode steps, of mixed steps, and of speculative
+            steps that share reads, if there are some.
         num_kvcache_blocks, num_slots: of the stores.
         logit_steps: runs steps whose requests ask for more than a temperature.
         step_times: how long decode steps take; None without speculation.
@@ -97,6 +98,7 @@ class ModelRunner:
     decode_inputs: DecodeInputs
     graphs: DecodeGraphs
     mixed_graphs: DecodeGraphs
+    speculative_graphs: DecodeGraphs
     num_kvcache_blocks: int
     num_slots: int
     logit_steps: LogitSteps
@@ -172,13 +174,14 @@ class ModelRunner:
         padded = padded_batches(self.model, config.max_decode_rows)
         max_model_len = cast(int, config.max_model_len)  # The checks made them numbers.
         limits = config.max_num_batched_tokens, max_model_len
-        sizes = StepSizes(*limits, max(padded[-1], self.mixed_step_rows), self.num_layer_params)
+        group_rows = 1 + config.max_speculative_tokens if config.speculation else 1
+        sizes = StepSizes(*limits, max(padded[-1], self.mixed_step_rows), self.num_layer_params, group_rows)
         for shape, windows in self.kv_cache.windows.items():
             self.backend.prepare(shape, windows, sizes, table)
         max_blocks = -(-max_model_len // self.block_size)
         places = config.max_decode_rows, max_blocks, self.block_size, device
         self.decode_inputs = DecodeInputs(*places, self.backend, padded, self.mixed_step_rows, len(self.stores) > 1)
-        self.graphs, self.mixed_graphs = DecodeGraphs(device), DecodeGraphs(device)
+        self.graphs, self.mixed_graphs, self.speculative_graphs = (DecodeGraphs(device) for _ in range(3))
 
     def load_weights(self) -> None:
         if self.config.load_format == "dummy":
@@ -221,6 +224,14 @@ class ModelRunner:
                 partial(self._decode, mixed_rows=rows), partial(self._run_padding, mixed_rows=rows), tell
             )
             logger.info("CUDA graphs of mixed steps: %d, of %d rows", len(sizes), rows)
+        if self.backend.shares_reads:
+            sizes = [size for size in self.graphs.sizes if size > 1]
+            self.speculative_graphs.use_sizes(sizes, self.graphs.pool)
+            options = {"shares_reads": True}
+            self.speculative_graphs.capture_all(
+                partial(self._decode, **options), partial(self._run_padding, **options), tell
+            )
+            logger.info("CUDA graphs of speculative steps: %d", len(sizes))
 
     @torch.inference_mode()
     def measure_step_times(self) -> StepTimes:
@@ -294,7 +305,7 @@ class ModelRunner:
         self.synchronize()
         self.model.unpack_weights()
         free_stores(self.stores)
-        for graphs in (self.graphs, self.mixed_graphs, self.logit_steps.graphs):
+        for graphs in (self.graphs, self.mixed_graphs, self.speculative_graphs, *self.logit_steps.graphs.values()):
             graphs.clear()
         self.logit_steps.logits = None
         if level == 2:
@@ -395,7 +406,8 @@ class ModelRunner:
         """A row for each sequence's last token. In a mixed step, the last sequences are prefilled and have more rows.
         Padded to the next batch size that has a CUDA graph."""
         num_sampled = len(step.rows or step.seqs)
-        graphs = self.mixed_graphs if step.num_prefilled else self.graphs
+        step.shares_reads = bool(step.rows) and self.backend.shares_reads
+        graphs = self._graphs(step)
         step.graph_size = graphs.size_for.get(num_sampled, 0)
         if not step.num_prefilled:
             num_rows = self.decode_inputs.padded[step.graph_size or num_sampled]
@@ -432,10 +444,9 @@ class ModelRunner:
                     for store in self.stores:
                         store.copy(source, target)
                 if step.graph_size:
-                    graphs = self.mixed_graphs if step.num_prefilled else self.graphs
-                    graphs.replay(step.graph_size)
+                    self._graphs(step).replay(step.graph_size)
                 else:
-                    sizes = step.num_sampled, step.num_rows, step.num_prefilled > 0
+                    sizes = step.num_sampled, step.num_rows, step.num_prefilled > 0, step.shares_reads
                     self.run_model(self.decode_inputs.for_model(*sizes))
             sampled = self.decode_inputs.sampled[: step.num_sampled]
             if self.device.type == "cuda":
@@ -467,14 +478,19 @@ class ModelRunner:
         finally:
             reset_context()
 
-    def _decode(self, batch_size: int, mixed_rows: int = 0) -> None:
-        """Compute the rows of decode_inputs, and sample from the first batch_size. This is what CUDA graphs capture.
-        mixed_rows: rows of a mixed step; 0 for any other step."""
-        num_rows = mixed_rows or self.decode_inputs.padded[batch_size]
-        self.run_model(self.decode_inputs.for_model(batch_size, num_rows, mixed_rows > 0))
+    def _graphs(self, step: Step) -> DecodeGraphs:
+        if step.num_prefilled:
+            return self.mixed_graphs
+        return self.speculative_graphs if step.shares_reads else self.graphs
 
-    def _run_padding(self, batch_size: int, mixed_rows: int = 0) -> None:
+    def _decode(self, batch_size: int, mixed_rows: int = 0, shares_reads: bool = False) -> None:
+        """Compute the rows of decode_inputs, and sample from the first batch_size. This is what CUDA graphs capture.
+        mixed_rows: rows of a mixed step; 0 for any other step. shares_reads: as of the step."""
+        num_rows = mixed_rows or self.decode_inputs.padded[batch_size]
+        self.run_model(self.decode_inputs.for_model(batch_size, num_rows, mixed_rows > 0, shares_reads))
+
+    def _run_padding(self, batch_size: int, mixed_rows: int = 0, shares_reads: bool = False) -> None:
         """`_decode` of padding alone, through a few layers, which launch every kernel that all layers do."""
-        self.decode_inputs.pad(mixed_rows or self.decode_inputs.padded[batch_size])
+        self.decode_inputs.pad(mixed_rows or self.decode_inputs.padded[batch_size], shares_reads)
         with few_layers(self.model):
-            self._decode(batch_size, mixed_rows)
+            self._decode(batch_size, mixed_rows, shares_reads)

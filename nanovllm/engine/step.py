@@ -33,6 +33,7 @@ class Step:
     # are: each sequence, and after it a speculation.proposed_row.ProposedRow for each proposed token.
     proposals: list[Any] = field(default_factory=list)
     rows: list[Any] = field(default_factory=list)
+    shares_reads: bool = False  # Of a speculative step: see `AttentionBackend.shares_reads`.
     needs_logits: bool = False  # A request asks for more than a temperature: rank 0 samples from gathered logits.
     waits_for_tokens: bool = False  # The tokens that a request allows depend on the step before.
     # Of a decode step:

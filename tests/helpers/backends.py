@@ -44,5 +44,5 @@ def decode_context(
         host["group_rows"] = np.array(group_rows, np.int32)
     backend.host_arrays(host, num_rows)
     arrays = {name: torch.from_numpy(values).to(device) for name, values in host.items()}
-    attention = backend.arguments(arrays, num_rows)
+    attention = backend.arguments(arrays, num_rows, shares_reads=group_rows is not None)
     return Context(context_lens=context_lens, block_tables=block_tables, slot_mapping=slot_mapping, attention=attention)

@@ -103,14 +103,16 @@ class DecodeInputs:
         self._host_tokens = torch.zeros(2, n, dtype=torch.int64, pin_memory=on_gpu)
         self._last_host_tokens = 0
 
-    def for_model(self, num_sampled: int, num_rows: int, is_mixed: bool = False) -> ModelInputs:
-        """The first rows, of which num_sampled are sampled from."""
+    def for_model(
+        self, num_sampled: int, num_rows: int, is_mixed: bool = False, shares_reads: bool = False
+    ) -> ModelInputs:
+        """The first rows, of which num_sampled are sampled from. is_mixed, shares_reads: as of the step."""
         rows = self.rows
         context = Context(
             slot_mapping=rows["slot_mapping"][:num_rows],
             context_lens=rows["context_lens"][:num_rows],
             block_tables=rows["block_tables"][:num_rows],
-            attention=self._backend.arguments(rows, num_rows),
+            attention=self._backend.arguments(rows, num_rows, shares_reads),
             num_sampled=num_sampled if is_mixed else None,
             slots=rows["slots"][:num_rows] if "slots" in rows else None,
             row_order=rows["row_order"][:num_rows] if is_mixed and "slots" in rows else None,
@@ -118,11 +120,11 @@ class DecodeInputs:
         positions, sampling = rows["positions"], (rows["temperatures"][:num_sampled], rows["seeds"][:num_sampled])
         return ModelInputs(self.input_ids[:num_rows], positions[:num_rows], context, *sampling, positions[:num_sampled])
 
-    def pad(self, num_rows: int) -> None:
+    def pad(self, num_rows: int, shares_reads: bool = False) -> None:
         """Send a step of padding alone. The buffers' turns stay as they were: a capture may come between a real step's
         `write` and `send`, and the next `write` must not take that step's buffer."""
         last = self._last_buffer
-        step = Step([], is_prefill=False)
+        step = Step([], is_prefill=False, shares_reads=shares_reads)
         self.write(step, num_rows)
         self.send(step)
         self._last_buffer = last
@@ -177,7 +179,8 @@ class DecodeInputs:
                 sequence_of_row = np.concatenate((np.arange(n), owners, np.arange(num_tokens, num_rows)))
                 host["row_order"][:num_rows] = np.lexsort((host["positions"][:num_rows], sequence_of_row))
         if self._has_own_arrays:
-            step.arrays |= self._backend.host_arrays(host, num_rows)
+            arrays = host | {"group_rows": _group_rows(step, num_rows)} if step.shares_reads else host
+            step.arrays |= self._backend.host_arrays(arrays, num_rows)
 
     def send(self, step: Step) -> None:
         """Copy a step's arrays to the device, in stream order, and fill input_ids."""
@@ -200,6 +203,15 @@ class DecodeInputs:
         have been read yet."""
         self._last_host_tokens ^= 1
         return self._host_tokens[self._last_host_tokens, :num_sampled]
+
+
+def _group_rows(step: Step, num_rows: int) -> np.ndarray:
+    """Of a speculative step's rows, int32 [num_rows]: how many rows the sequence has whose own row this is. 0 for rows
+    of proposed tokens and for padding."""
+    num_rows_of = [1 if proposal is None else 1 + len(proposal.tokens) for proposal in step.proposals]
+    groups = np.zeros(num_rows, np.int32)
+    groups[np.cumsum([0, *num_rows_of])[:-1]] = num_rows_of
+    return groups
 
 
 def _append_prompts(seqs: list[Sequence], context_lens: list[int], tokens: list[int]) -> np.ndarray:

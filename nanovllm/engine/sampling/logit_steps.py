@@ -1,6 +1,7 @@
 """LogitSteps: steps with a request that asks for more than a temperature: first the logits, then the sampling."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ class LogitSteps:
     ):
         """plain_graphs: of other decode steps, whose sizes and memory the graphs of these steps share."""
         self.pipeline: SamplingPipeline | None = None  # rank 0's, from the first step on
-        # They end at the logits, and are captured as they are needed.
-        self.graphs = DecodeGraphs(inputs.sampled.device)
+        # They end at the logits, and are captured as they are needed. Key: do rows share reads?
+        self.graphs = {key: DecodeGraphs(inputs.sampled.device) for key in (False, True)}
         self.logits: Tensor | None = None  # rank 0's, [largest batch of a graph, vocab_size], where they end
         self._config, self._model, self._inputs, self._tp = config, model, inputs, tp
         self._plain_graphs = plain_graphs
@@ -69,13 +70,15 @@ class LogitSteps:
     def _decode(self, step: Step) -> None:
         n, inputs = step.num_sampled, self._inputs
         if step.graph_size:
-            self._capture(step.graph_size)
+            self._capture(step.graph_size, step.shares_reads)
             inputs.send(step)
-            self.graphs.replay(step.graph_size)
+            self.graphs[step.shares_reads].replay(step.graph_size)
             logits = self.logits
         else:
             inputs.send(step)
-            logits = self._full_logits(self._hidden_states(inputs.for_model(n, step.num_rows))[:n])
+            logits = self._full_logits(
+                self._hidden_states(inputs.for_model(n, step.num_rows, shares_reads=step.shares_reads))[:n]
+            )
         if self._draws and logits is not None:
             step.logits, step.fed_tokens = logits[:n], inputs.input_ids[:n]
             names = ("temperatures", "seeds", "positions")
@@ -88,23 +91,24 @@ class LogitSteps:
     def _full_logits(self, hidden_states: Tensor) -> Tensor:
         return self._model.gather_logits(self._model.compute_logits(hidden_states))
 
-    def _capture(self, batch_size: int) -> None:
+    def _capture(self, batch_size: int, shares_reads: bool) -> None:
         """Have a graph of this size that ends at the logits. Captured when it is first needed, in the other graphs'
         memory, because a step runs one or the other. All ranks come here at the same step, and capture together."""
-        if not self.graphs.sizes:
-            plain, vocab_size = self._plain_graphs, self._config.hf_config.vocab_size
-            if self._draws:
-                options = {"dtype": self._config.dtype, "device": self._inputs.sampled.device}
-                self.logits = torch.empty(plain.sizes[-1], vocab_size, **options)
-            self.graphs.use_sizes(plain.sizes, plain.pool)
-        self.graphs.capture(batch_size, self._store_logits, self._run_padding)
+        graphs, plain = self.graphs[shares_reads], self._plain_graphs
+        if self._draws and self.logits is None:
+            options = {"dtype": self._config.dtype, "device": self._inputs.sampled.device}
+            self.logits = torch.empty(plain.sizes[-1], self._config.hf_config.vocab_size, **options)
+        if not graphs.sizes:
+            graphs.use_sizes(plain.sizes, plain.pool)
+        options = {"shares_reads": shares_reads}
+        graphs.capture(batch_size, partial(self._store_logits, **options), partial(self._run_padding, **options))
 
-    def _run_padding(self, batch_size: int) -> None:
-        self._inputs.pad(self._inputs.padded[batch_size])
-        self._store_logits(batch_size)
+    def _run_padding(self, batch_size: int, shares_reads: bool) -> None:
+        self._inputs.pad(self._inputs.padded[batch_size], shares_reads)
+        self._store_logits(batch_size, shares_reads)
 
-    def _store_logits(self, batch_size: int) -> None:
-        inputs = self._inputs.for_model(batch_size, self._inputs.padded[batch_size])
+    def _store_logits(self, batch_size: int, shares_reads: bool) -> None:
+        inputs = self._inputs.for_model(batch_size, self._inputs.padded[batch_size], shares_reads=shares_reads)
         hidden_states = self._hidden_states(inputs)[:batch_size]
         if self.logits is not None and self._tp.size == 1:  # A copy of all logits would read and write them once more.
             self._model.compute_logits(hidden_states, out=self.logits[:batch_size])

@@ -50,10 +50,13 @@ class AttentionBackend(ABC):
     Attributes:
         name: the value of the option `attention_backend` that selects it.
         supports_cuda_graphs: whether a decode step can be captured.
+        shares_reads: whether the rows of one sequence in a speculative step share what they read, and such steps have
+            arrays and CUDA graphs of their own for it. Known after `prepare`.
     """
 
     name: str
     supports_cuda_graphs = True
+    shares_reads = False
 
     @property
     def description(self) -> str:
@@ -81,9 +84,8 @@ class AttentionBackend(ABC):
         """Fill its arrays for a decode step on the host.
 
         Args:
-            arrays: the step's `context_lens` and `block_tables`, filled, and all of `layout`. In a speculative step
-                also `group_rows`, as in `decode_plan.RowGroups.of`: rows of one sequence, which may share what they
-                read. A back end that does not look there computes each row alone.
+            arrays: the step's `context_lens` and `block_tables`, filled, and all of `layout`. In a speculative step, if
+                the back end `shares_reads`, also `group_rows`, as in `decode_plan.RowGroups.of`: rows of one sequence.
             num_rows: rows of the step, padding included.
 
         Returns:
@@ -91,9 +93,13 @@ class AttentionBackend(ABC):
         """
         return {}
 
-    def arguments(self, arrays: dict[str, Tensor], num_rows: int) -> Any:
-        """`Context.attention` of a decode step. arrays: the step's and those of `layout`, all of them, on the device;
-        `group_rows` only in a speculative step. Where it runs for a CUDA graph, later steps replace their content."""
+    def arguments(self, arrays: dict[str, Tensor], num_rows: int, shares_reads: bool = False) -> Any:
+        """`Context.attention` of a decode step. Where it runs for a CUDA graph, later steps replace the content.
+
+        Args:
+            arrays: the step's and those of `layout`, all of them, on the device.
+            shares_reads: whether `host_arrays` had group_rows.
+        """
         return None
 
     @abstractmethod

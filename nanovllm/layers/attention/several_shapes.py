@@ -33,7 +33,9 @@ class SeveralShapes(AttentionBackend):
         return None
 
     def prepare(self, shape, windows, sizes, table):
-        self._backends[shape.num_kv_heads, shape.head_dim].prepare(shape, windows, sizes, table)
+        backend = self._backends[shape.num_kv_heads, shape.head_dim]
+        backend.prepare(shape, windows, sizes, table)
+        self.shares_reads |= backend.shares_reads
 
     def layout(self):
         return {
@@ -49,8 +51,8 @@ class SeveralShapes(AttentionBackend):
             for name, array in backend.host_arrays(_own(arrays, heads), num_rows).items()
         }
 
-    def arguments(self, arrays, num_rows):
-        return {heads: x.arguments(_own(arrays, heads), num_rows) for heads, x in self._backends.items()}
+    def arguments(self, arrays, num_rows, shares_reads=False):
+        return {heads: x.arguments(_own(arrays, heads), num_rows, shares_reads) for heads, x in self._backends.items()}
 
     def prefill(self, layer, q, k, v, context):
         return self._backends[k.shape[1], k.shape[2]].prefill(layer, q, k, v, context)

@@ -30,7 +30,7 @@ class TorchBackend(AttentionBackend):
     def prepare(self, shape, windows, sizes, table):
         self._shape, self._windows = shape, windows
 
-    def arguments(self, arrays, num_rows):
+    def arguments(self, arrays, num_rows, shares_reads=False):
         """{a layer's window: its `DecodePlan`}."""
         lens, tables = (arrays[name][:num_rows].cpu().numpy() for name in ("context_lens", "block_tables"))
         return {window: DecodePlan(lens, tables, self._shape, window) for window in self._windows}

@@ -40,17 +40,18 @@ class TritonBackend(GpuBackend):
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
         num_pieces = self.constants.num_pieces(sizes.max_rows, shape.num_kv_heads)
         self._group_rows = most_group_rows(sizes.max_group_rows, *heads, shape.dtype.itemsize)
+        self.shares_reads = self._group_rows > 1
         self.workspace = DecodeWorkspace(sizes.max_rows, *heads, shape.device, num_pieces, self._group_rows)
 
     def layout(self):
         num_windows, num_pieces = len(self._windows), self.constants.num_pieces(self._max_rows, self._num_kv_heads)
         layout = {"decode_plans": ((num_windows, num_pieces, PIECE_FIELDS), np.int32)}
-        if self._group_rows > 1:
+        if self.shares_reads:
             layout["group_plans"] = ((num_windows, num_pieces, GROUP_PIECE_FIELDS), np.int32)
         return layout
 
     def host_arrays(self, arrays, num_rows):
-        name, num_pieces = self._plans(arrays), self.constants.num_pieces(num_rows, self._num_kv_heads)
+        name, num_pieces = self._plans("group_rows" in arrays), self.constants.num_pieces(num_rows, self._num_kv_heads)
         plans, context_lens = arrays[name][:, :num_pieces], arrays["context_lens"][:num_rows]
         if name == "group_plans":
             groups = RowGroups.of(arrays["group_rows"][:num_rows], self._group_rows)
@@ -64,15 +65,15 @@ class TritonBackend(GpuBackend):
                 plan_decode(context_lens, plan, window)
         return {name: plans}
 
-    def arguments(self, arrays, num_rows):
+    def arguments(self, arrays, num_rows, shares_reads=False):
         """{a layer's window: its plan, int32 [num_pieces, PIECE_FIELDS], or GROUP_PIECE_FIELDS in a speculative
         step}."""
         num_pieces = self.constants.num_pieces(num_rows, self._num_kv_heads)
-        return dict(zip(self._windows, arrays[self._plans(arrays)][:, :num_pieces], strict=True))
+        return dict(zip(self._windows, arrays[self._plans(shares_reads)][:, :num_pieces], strict=True))
 
-    def _plans(self, arrays) -> str:
+    def _plans(self, shares_reads: bool) -> str:
         """The name of a step's plans in its arrays."""
-        return "group_plans" if "group_rows" in arrays and self._group_rows > 1 else "decode_plans"
+        return "group_plans" if shares_reads and self.shares_reads else "decode_plans"
 
     def own_prefill(self, layer, q, k, v, context):
         lengths = context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q

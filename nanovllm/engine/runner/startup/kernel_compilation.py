@@ -12,11 +12,14 @@ from nanovllm.engine.places import Place
 from nanovllm.engine.runner.cuda_graphs import graph_batch_sizes
 from nanovllm.engine.runner.inputs import DecodeInputs
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.speculation.proposed_row import ProposedRow
+from nanovllm.engine.speculation.suffix_index import Proposal
 from nanovllm.engine.step import Step
 from nanovllm.kernels import HAS_TRITON
 from nanovllm.kernels.launch import compile_ahead
 from nanovllm.kernels.sampling.logsumexp import logsumexp
 from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds
+from nanovllm.layers.attention.attention import AttentionBackend
 from nanovllm.layers.sampling.sampler import Sampler
 from nanovllm.layers.stores.store import Store
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -36,6 +39,7 @@ class StepRunner(Protocol):
     model: DecoderForCausalLM
     stores: list[Store]
     decode_inputs: DecodeInputs
+    backend: AttentionBackend
     mixed_step_rows: int
 
     def prepare(self, step: Step) -> None: ...
@@ -83,6 +87,8 @@ def trace_steps(runner: StepRunner) -> None:
     seq = _decoding_sequence(block_size)
     for size in telling_batch_sizes(config.max_decode_rows):
         _compute(runner, Step([seq] * size, False))
+        if runner.backend.shares_reads and size > 1:
+            _compute(runner, _speculative_step(seq, size))
         _trace_options(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
     num_tokens = min(runner.mixed_step_rows, longest, _NUM_SLOTS) - 1
     if num_tokens > 0:
@@ -90,6 +96,13 @@ def trace_steps(runner: StepRunner) -> None:
     warmup_kernels(runner, num_blocks)
     for store in runner.stores:
         store.free()
+
+
+def _speculative_step(seq: Sequence, num_rows: int) -> Step:
+    """One of so many rows of one sequence."""
+    tokens = [0] * (num_rows - 1)
+    rows = [ProposedRow(seq, seq.tokens + array("i", tokens[:i]), i) for i in range(1, num_rows)]
+    return Step([seq], False, proposals=[Proposal(tokens, 0, 0)], rows=[seq, *rows])
 
 
 def warmup_kernels(runner: StepRunner, num_blocks: int) -> None:
