@@ -4,7 +4,7 @@
 
 Weights are random, and so are proposals. Which of them are right is drawn instead of looked up, so the text means
 nothing, but every step does what it would do. A step tries all that is proposed and fits, unless --budget lets the
-engine choose. Prints output tokens a second, tokens a step, and both beside an engine without speculation, which is measured first.
+engine choose. Prints output tokens a second, tokens a step, and the gain over an engine without speculation.
 """
 
 import argparse

@@ -18,10 +18,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from unittest.mock import MagicMock, patch
 
 import torch
@@ -35,16 +34,14 @@ import nanovllm.kernels
 from nanovllm.config import Config
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.runner.startup.kernel_compilation import telling_batch_sizes, trace_steps
+from nanovllm.engine.runner.startup.kernel_compilation import trace_steps
 from nanovllm.kernels import launch
-from nanovllm.kernels.attention.decode_plan import MAX_GROUP_ROWS
 from nanovllm.kernels.attention.paged_prefill import PrefillTiles
 from nanovllm.kernels.experts.experts import TileConfig
 from nanovllm.kernels.experts.four_bit_experts import FourBitExpertTiles
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig
 from nanovllm.kernels.shared_memory import fits, held_stages
-from nanovllm.layers.attention.attention import Attention, StepSizes
 from nanovllm.layers.attention.gpu_backend import GpuBackend
 from nanovllm.layers.parallel import tensor_parallel as parallel
 from nanovllm.layers.parallel.residual_reducer import make_reducer
@@ -54,7 +51,6 @@ from nanovllm.models.layer_facts import few_layers
 from nanovllm.models.presets import PRESET_NAMES, preset_config
 from nanovllm.models.qwen3_5 import has_linear_attention
 from nanovllm.models.registry import ARCHITECTURES
-from nanovllm.utils.context import Context
 
 # Compute capability -> KiB of shared memory that a program may have (CUDA C++ programming guide, "Technical
 # Specifications per Compute Capability"). The device index of a pretended card is its place here.
@@ -262,7 +258,8 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
         args = tuple(_Pointer(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
         found.setdefault((kernel, *map(_kind, args), *constants.items()), Launch(kernel, grid, args, constants))
 
-    config = Config(model, load_format="dummy", skip_tokenizer_init=True, device=str(device), **options)
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "speculation": "suffix"} | options
+    config = Config(model, device=str(device), **options)
     with ExitStack() as stack:
         for target, name, value in (
             (launch, "_compile", record),
@@ -271,7 +268,6 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
             (model_runner, "load_quack", lambda *args, **options: None),
             (GpuBackend, "use_flash_attn4", lambda *args, **options: None),
             (parallel, "_run", lambda *args: None),
-            (model_runner, "StepSizes", partial(StepSizes, max_group_rows=MAX_GROUP_ROWS)),
         ):
             stack.enter_context(patch.object(target, name, value))
         for block in (FakeTensorMode(allow_non_fake_inputs=True), _OnPretendedCards(), torch.inference_mode()):
@@ -286,31 +282,9 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
             runner.build_model(tp)
             with few_layers(runner.model):
                 trace_steps(runner)
-                _trace_groups(runner)
         finally:
             launch._variants.reset(token)
     return found
-
-
-def _trace_groups(runner: ModelRunner) -> None:
-    """Launch decode attention as speculative steps do, with the most rows of a sequence that a program computes."""
-    for store in runner.stores:
-        store.allocate(1, 1, is_shared=True)
-    rows = runner.decode_inputs.rows
-    num_heads = {(shape.num_kv_heads, shape.head_dim): shape.num_heads for shape in runner.kv_cache.windows}
-    layers = [module for module in runner.model.modules() if isinstance(module, Attention)]
-    for size in telling_batch_sizes(runner.config.max_num_seqs):
-        context = Context(
-            context_lens=rows["context_lens"][:size],
-            block_tables=rows["block_tables"][:size],
-            attention=runner.backend.arguments(rows | {"group_rows": rows["context_lens"]}, size),
-        )
-        for layer in layers:
-            _, _, *heads = cast(torch.Tensor, layer.k_cache).shape
-            q = torch.empty(size, num_heads[tuple(heads)], heads[1], dtype=runner.config.dtype, device=runner.device)
-            layer.backend.decode(layer, q, context)
-    for store in runner.stores:
-        store.free()
 
 
 def _kind(arg: Any) -> Any:

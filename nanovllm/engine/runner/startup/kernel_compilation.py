@@ -101,6 +101,7 @@ def trace_steps(runner: StepRunner) -> None:
 def _speculative_step(seq: Sequence, num_rows: int) -> Step:
     """One of so many rows of one sequence."""
     tokens = [0] * (num_rows - 1)
+    seq.place = Place(0, lent=tokens)
     rows = [ProposedRow(seq, seq.tokens + array("i", tokens[:i]), i) for i in range(1, num_rows)]
     return Step([seq], False, proposals=[Proposal(tokens, 0, 0)], rows=[seq, *rows])
 
