@@ -397,7 +397,7 @@ def _add_tune(commands: Any) -> None:
     target = tune.add_mutually_exclusive_group()
     target.add_argument("--output", type=Path, metavar="FILE", help="write the table to this file instead")
     target.add_argument("--package", action="store_true", help="write the table into the package, to contribute it")
-    help = "numbers of tokens to measure, of those that --dry-run lists; others take the next larger one's kernels"
+    help = "numbers of tokens to measure, of those that --dry-run lists; others take the next larger one's choice"
     tune.add_argument("--tokens", type=int, nargs="+", metavar="N", help=f"{help} (default: all)")
     tune.add_argument("--dry-run", action="store_true", help="list what would be measured; needs no GPU")
     tune.set_defaults(run=_tune, interrupted="and the same command goes on from there")

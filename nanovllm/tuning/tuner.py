@@ -179,10 +179,12 @@ class Tuner:
                 of_steps[i] |= choices
                 default = self.candidates[self.defaults[i].candidate]
                 is_shared = phase == "prefill" and not default.suits_short_prefills
+                in_phase = key._replace(phase=phase)
+                later = _later(self.table.rows.get(in_phase), max(choices))
                 if key.operation == "experts" or is_shared:
-                    rows[key._replace(phase=phase)] = Row(_merged(of_steps[i]))
+                    rows[in_phase] = Row(_merged(of_steps[i] | later))
                 else:
-                    rows[key._replace(phase=phase)] = _row(phase, choices)
+                    rows[in_phase] = _row(phase, choices, later)
             if phase == "decode":
                 gate_up = self.keys[3 if self.keys[3].operation == "experts" else 2]
                 with_graph = {n: result for n, result in results.items() if _is_padded(phase, n)}
@@ -234,11 +236,18 @@ def _ranked(pick: Choice, times: Mapping[Choice, float], default: Choice) -> lis
     return ranked[: ranked.index(default)] if default in ranked else ranked
 
 
-def _row(phase: str, choices: Mapping[int, list[Choice]]) -> Row:
-    """The default computes decode steps of more tokens than were measured, and shorter prefills, where the other
+def _later(row: Row | None, num_tokens: int) -> dict[int, list[Choice]]:
+    """What a row has for more tokens than were measured now, where those are a part of all."""
+    buckets = zip(row.bounds, row.choices, strict=True) if row else ()
+    return {bound: list(choices) for bound, choices in buckets if bound > num_tokens}
+
+
+def _row(phase: str, choices: Mapping[int, list[Choice]], later: Mapping[int, list[Choice]]) -> Row:
+    """The default computes decode steps of more tokens than were ever measured, and shorter prefills, where the other
     candidates' launches would take the host too long."""
-    unmeasured = max(choices) + 1 if phase == "decode" else min(choices) - 1
-    return Row(_merged({**choices, unmeasured: []}))
+    if phase == "decode":
+        return Row(_merged({**choices, **(later or {max(choices) + 1: []})}))
+    return Row(_merged({min(choices) - 1: [], **choices, **later}))
 
 
 def _merged(buckets: Mapping[int, list]) -> dict[int, list]:

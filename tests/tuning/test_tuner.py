@@ -143,6 +143,21 @@ def paddings(table: Table, *counts: int) -> list[list]:
     return [row[n][0] for n in counts]
 
 
+def test_more_tokens_than_are_measured_keep_their_choices():
+    decode, prefill = in_phase(QKV, "decode"), in_phase(QKV, "prefill")
+    split_k, quack = [Choice("split-k", (32, 128, 1, 6, 0))], [Choice("quack-kernels")]
+    before = Table({decode: Row({16: quack, 512: split_k, 513: []}), prefill: Row({2047: [], 16384: quack})})
+    table = tuner(before).tune(by_candidate(gemv=20), {"decode": (1, 64), "prefill": (2048,)}, print)
+    assert [names(list(table.rows[decode][n])) for n in (1, 64, 65, 512, 513)] == [
+        ["gemv"],
+        [],
+        ["split-k"],
+        ["split-k"],
+        [],
+    ]
+    assert [names(list(table.rows[prefill][n])) for n in (1, 2048, 2049)] == [[], [], ["quack-kernels"]]
+
+
 def test_a_short_prefill_of_4_bits_takes_what_decode_steps_do():
     """It would be too short for dequantizing the weights."""
     keys = [key._replace(format="int4") for key in KEYS]
