@@ -58,8 +58,9 @@ class FourBitGemv(Candidate):
 
     @classmethod
     def challengers(cls, key: Key, num_tokens: int, top_k: int, num_multiprocessors: int) -> Iterator[tuple]:
-        """Programs for most multiprocessors, of 16 rows only where those of 32 would be too few, and two steps of each
-        warp at least, unless K is short. With fewer stages a multiprocessor has room for more programs."""
+        """Programs for most multiprocessors, of fewer rows than 64 only where they would be too few, and two steps of
+        each warp at least, unless K is short. With fewer stages a multiprocessor has room for more programs. After
+        attention a program may have the time to ask for all of its weights."""
         if not cls.is_for(key) or key.phase != "decode" or num_tokens > _MAX_CHALLENGING_TOKENS:
             return
         for rows, num_warps, splits in product((16, 32, 64), (4, 8), (1, 2, 4)):
@@ -69,9 +70,9 @@ class FourBitGemv(Candidate):
             is_enough = programs >= 0.7 * num_multiprocessors and programs * num_warps >= 3 * num_multiprocessors
             if not is_enough or (splits > 1 and programs * num_warps > 20 * num_multiprocessors):
                 continue
-            if rows == 16 and programs >= 2 * num_multiprocessors:
+            if rows < 64 and programs >= 1.5 * num_multiprocessors:
                 continue
-            for num_stages in (4, 3, 2):
-                config = FourBitGemvConfig(rows, splits, num_warps, num_stages, False, 1024)
+            for num_stages, prefetch in ((4, 1024), (3, 1024), (2, 1024), (3, 16384)):
+                config = FourBitGemvConfig(rows, splits, num_warps, num_stages, False, prefetch)
                 if num_tokens <= config.columns:
                     yield config
