@@ -3,6 +3,9 @@
 import pytest
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, needs_family, random_prompt
 from gpu_engines import gpu_llm
+from replay import Replay
+
+from nanovllm.engine.speculation import speculative_scheduler
 
 pytestmark = [pytest.mark.gpu, needs_family("qwen3_5_text")]
 
@@ -70,3 +73,20 @@ def test_prompts_beside_decode_steps(hybrid, eager):
         assert [done[i] for i in ids] == expected
         assert sum(mixed) > 3
         assert copies
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_proposed_tokens(hybrid, eager, monkeypatch):
+    """Some are wrong, so states are taken back."""
+    path, _, prompts, expected = hybrid
+    choose = lambda chances, num_seqs, pace: [len(each) for each in chances]  # noqa: E731
+    monkeypatch.setattr(speculative_scheduler, "choose_counts", choose)
+    options = OPTIONS | {"num_kvcache_blocks": 24, "max_num_batched_tokens": 700, "max_num_seqs": 8}
+    with gpu_llm(path, **options, speculation="suffix", max_speculative_tokens=5, enforce_eager=eager) as llm:
+        for wrong in (0.0, 0.3):
+            llm.scheduler.proposer = Replay({(i, 0): tokens for i, tokens in enumerate(expected)}, wrong, 256)
+            assert complete(llm, prompts, greedy(10)) == expected
+            assert complete(llm, prompts[:1], greedy(10)) == expected[:1]
+        assert_idle(llm)
+        stats = llm.stats()
+        assert 0 < stats["accepted_tokens"] < stats["proposed_tokens"]
