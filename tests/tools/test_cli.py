@@ -340,6 +340,7 @@ def test_a_job_in_fp8(tmp_path, capsys):
     assert main([*batch, *formats, *output]) == 0
     job = json.loads((tmp_path / "answers" / "_manifest.json").read_text())["job"]
     assert (job["quantization"], job["kv_cache_dtype"], job["kv_cache_scales"]) == ("fp8", "fp8", "one")
+    assert main([*batch, *formats, *output, "--speculation", "suffix"]) == 0  # It changes no answer.
     # Answers of another format are those of another job.
     capsys.readouterr()
     assert main([*batch, *formats[2:], *output]) == 2
