@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from four_bit_weights import KINDS, distance, make_four_bit
+from products import problem
 
 from nanovllm.kernels.experts import four_bit_experts, four_bit_experts_gemv
 from nanovllm.kernels.experts.experts import add_pairs, experts_torch, route, sort_by_expert
@@ -23,6 +24,11 @@ from nanovllm.kernels.matmul.four_bit_tiles import (
 from nanovllm.kernels.matmul.split_k import make_arrivals
 from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
+from nanovllm.layers.activation import Gated
+from nanovllm.layers.formats.all_formats import QUANTIZATIONS
+from nanovllm.layers.layernorm import Normed, RMSNorm
+from nanovllm.layers.matmul.candidates import make_candidates
+from nanovllm.layers.matmul.table import package_table
 
 pytestmark = pytest.mark.gpu
 DTYPES = torch.bfloat16, torch.float16
@@ -99,6 +105,8 @@ def test_tiles(group, kind, dtype, arrivals):
         (331, 16, 64, 16, 256, 2, 4, 4),
         (331, 50, 128, 64, 128, 4, 4, 3),
         (6144, 300, 128, 128, 128, 1, 8, 4),
+        (331, 1, 64, 16, 512, 2, 4, 3, 1024),
+        (331, 9, 128, 16, 512, 4, 8, 4, 1024),
     ):
         weight = make_four_bit(kind, (N, K), group, dtype, "cuda")
         x, y = (torch.randn(num_tokens, size, device="cuda").to(dtype) for size in (K, N))
@@ -108,6 +116,33 @@ def test_tiles(group, kind, dtype, arrivals):
         four_bit_tiles(arrange(x), weight, y, None, config, arrivals, add=True, pdl=True)
         assert distance(y, expected) < MAX_DISTANCE[dtype]
     assert not arrivals.any()
+
+
+def table_cases():
+    """(key, tokens, candidate, constants) of every choice for linear layers of 4 bits."""
+    for key, row in package_table("NVIDIA H200").rows.items():
+        is_linear = key.operation in ("linear", "linear_silu", "linear_add") and key.phase == "decode"
+        if key.format in ("int4", "mxfp4") and is_linear:
+            for bound, choices in zip(row.bounds, row.choices, strict=True):
+                yield from ((key, bound, *choice) for choice in choices)
+
+
+@pytest.mark.parametrize(("key", "num_tokens", "name", "constants"), table_cases())
+def test_what_the_table_names(key, num_tokens, name, constants):
+    """With the norm, the activation or the sum."""
+    device = torch.device("cuda", 0)
+    weight = QUANTIZATIONS[key.format].quantize(torch.randn(key.N, key.K, device=device) * key.K**-0.5, torch.bfloat16)
+    x, out = (torch.randn(num_tokens, size, device=device).bfloat16() for size in (key.K, key.N))
+    adds = key.operation == "linear_add"
+    norm = RMSNorm(key.K).to(device, torch.bfloat16).requires_grad_(False)
+    asked = problem(key.operation, x if adds else Normed(x, norm), weight, out=out.clone() if adds else None)
+    value = x if adds else rms_norm_torch(x, norm.weight, norm.eps)
+    expected = value.float() @ weight.format.dequantized(weight).float().t() + (out.float() if adds else 0)
+    if key.operation == "linear_silu":
+        expected = silu_and_mul_torch(expected.bfloat16()).float()
+    candidate = {each.name: each for each in make_candidates(device)}[name]
+    found = candidate.launch(asked, candidate.fitted(weight, constants))
+    assert distance(found.value() if isinstance(found, Gated) else found, expected) < 0.01
 
 
 def test_arranged_norms_and_activations():
