@@ -7,8 +7,8 @@ Heads of 128, 16 key heads, bfloat16 with states in float32. Our figures are tho
 projections: convolution, gates, rule and gated norm. Those of fla-core, where it is installed, are of the rule alone,
 with the L2 norms of q and k. All are microseconds in a CUDA graph.
 
-GB/s counts one read and one write of each state, beside what a copy of a large tensor reaches. A prefill's FLOPs are
-those of the products of chunks of 64 tokens, without the inverses.
+GB/s counts one read and one write of each state, and a write for each proposed token, beside what a copy of a large
+tensor reaches. A prefill's FLOPs are those of the products of chunks of 64 tokens, without the inverses.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from nanovllm.kernels.linear_attention.gated_delta import DecodeConfig, delta_ru
 
 KEY_HEADS, DIM, TAPS, EPS = 16, 128, 4, 1e-6
 BATCHES = (1, 16, 64, 256, 512)
+PROPOSALS = ((1, 3), (1, 7), (16, 3), (64, 3))  # sequences, proposed tokens of each
 PREFILLS = ((500, 32), (128, 128), (16, 1024), (1, 16384))  # sequences, tokens of each
 MIN_STATE_BYTES = 512 * 2**20  # of the layers that take turns, so that no state is in the L2 cache from the call before
 MAX_LAYERS = 48
@@ -84,19 +85,21 @@ def copy_speed() -> float:
     return 2 * len(source) / time_graph(lambda: [target.copy_(source) for _ in range(5)], 5, 5) / 1e3
 
 
-def time_decode(batch: int, value_heads: int, state_dtype: torch.dtype) -> dict[str, float]:
-    layer = Layer.make(batch, value_heads)
+def time_decode(batch: int, value_heads: int, state_dtype: torch.dtype, num_proposed: int = 0) -> dict[str, float]:
+    num_rows = batch * (1 + num_proposed)
+    layer = Layer.make(num_rows, value_heads)
     num_bytes = batch * value_heads * DIM * DIM * state_dtype.itemsize
     num_layers = min(MAX_LAYERS, max(2, -(-MIN_STATE_BYTES // num_bytes)))
-    stores = [layer.store(batch, state_dtype) for _ in range(num_layers)]
-    slots, context_lens = ints(range(batch)), ints([100] * batch)
+    stores = [layer.store(num_rows, state_dtype) for _ in range(num_layers)]
+    slots = ints(-2 - row if row % (1 + num_proposed) else row for row in range(num_rows))
+    context_lens = ints(100 + row % (1 + num_proposed) for row in range(num_rows))
 
     def run() -> None:
         for store in stores:
             delta_rule_decode(*layer.inputs, *layer.weights, *store, slots, context_lens, *layer.heads)
 
     micros = time_graph(run, num_layers, 9, 3)
-    return {"us": micros, "gb_per_s": 2 * num_bytes / micros / 1e3}
+    return {"us": micros, "gb_per_s": (2 + num_proposed) * num_bytes / micros / 1e3}
 
 
 def time_fla_decode(batch: int, value_heads: int) -> dict[str, Any]:
@@ -224,6 +227,9 @@ def main() -> None:
                 rows[f"decode {batch}"] = time_decode(batch, value_heads, torch.float32)
                 rows[f"decode {batch}, states in bfloat16"] = time_decode(batch, value_heads, torch.bfloat16)
                 rows[f"decode {batch}, fla"] = time_fla_decode(batch, value_heads)
+            for batch, num_proposed in PROPOSALS:
+                name = f"decode {batch}, with {num_proposed} proposed tokens each"
+                rows[name] = time_decode(batch, value_heads, torch.float32, num_proposed)
             for num_seqs, length in PREFILLS:
                 rows[f"prefill {num_seqs} x {length}"] = time_prefill(num_seqs, length, value_heads)
                 rows[f"prefill {num_seqs} x {length}, fla"] = time_fla_prefill(num_seqs, length, value_heads)
