@@ -69,6 +69,22 @@ def test_gemv(kind, M, N, K, group, config, fused, device):
     assert not arrivals.any()
 
 
+@pytest.mark.parametrize("M", [1, 3])
+@pytest.mark.parametrize("K", [256, 1056, 4224])
+def test_gemv_with_the_norm(M, K, device):
+    """Beside the product of what the norm's weight has multiplied: Triton's interpreter multiplies bfloat16 wrongly,
+    but equally."""
+    weight = make_four_bit("symmetric", (32, K), 32, torch.bfloat16, device)
+    x, factors = (3 * torch.randn(M, K, device=device)).bfloat16(), (torch.rand(K, device=device) + 0.5).bfloat16()
+    found, product = x.new_empty(M, 32), x.new_empty(M, 32)
+    config = FourBitGemvConfig(16, 1, 2, 3, False)
+    four_bit_gemv(x, weight, found, None, config, None, norm_weight=factors, eps=1e-6)
+    four_bit_gemv((x.float() * factors.float()).bfloat16(), weight, product, None, config, None)
+    expected = product.float() * (x.float().square().mean(1, keepdim=True) + 1e-6).rsqrt()
+    for row, expected_row in zip(found, expected, strict=True):
+        assert distance(row, expected_row) < 8e-3
+
+
 TILE_CASES = [
     ("symmetric", 1, 1, 32, 32, TILES, False),
     ("symmetric", 35, 37, 576, 64, TILES._replace(tile_k=128, splits=2), True),

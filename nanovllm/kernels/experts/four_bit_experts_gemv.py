@@ -21,14 +21,19 @@ from torch import Tensor
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.four_bit import CHUNK, FourBit, check_four_bit
-from nanovllm.kernels.matmul.four_bit_gemv import groups_of_chunk, has_small_offset, inverse_rms, sums_of_chunks
+from nanovllm.kernels.matmul.four_bit_gemv import (
+    groups_of_chunk,
+    has_small_offset,
+    inverse_rms,
+    norm_tile,
+    sums_of_chunks,
+)
 from nanovllm.kernels.shared_memory import fitting_stages
 from nanovllm.kernels.silu_and_mul import SWIGLU, Activation, gated
 from nanovllm.kernels.triton_stub import tl, triton
 
 MAX_TOKENS = 16
 MAX_NORM_SIZE = 8192
-_NORM_TILE = 1024
 _COLUMNS = 8  # the fewest that tensor cores multiply
 
 
@@ -124,7 +129,7 @@ def gate_up(
     launcher(_four_bit_gate_up_kernel, (triton.cdiv(num_rows, rows), experts.numel()), has_pdl(x.device))(
         x, norm_weight, experts, *weight, bias, y, x.stride(0), num_experts, N, eps, K=K, TOP_K=experts.shape[1],
         GROUP=weight.group, GROUPS=groups_of_chunk(weight), COLUMNS=_COLUMNS, ROWS=rows, CHUNKS=num_warps,
-        STEPS=triton.cdiv(triton.cdiv(K, CHUNK), num_warps), NORM_TILE=min(_NORM_TILE, triton.next_power_of_2(K)),
+        STEPS=triton.cdiv(triton.cdiv(K, CHUNK), num_warps), NORM_TILE=norm_tile(K, 1),
         BY_SUMS=by_sums, E2M1=weight.is_e2m1, **activation.constants,
         COMPILED=x.is_cuda, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip

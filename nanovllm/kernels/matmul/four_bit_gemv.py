@@ -168,9 +168,9 @@ def inverse_rms(x, is_token, eps, TOKENS: tl.constexpr, K: tl.constexpr, TILE: t
 def _four_bit_gemv_kernel(
     x, norm_weight, weight, scale, zero, bias, y, partial, arrivals, M, N, x_stride, y_stride, eps,
     K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_CHUNKS: tl.constexpr, NORM_TILE: tl.constexpr,
-    BY_SUMS: tl.constexpr, E2M1: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PREFETCH: tl.constexpr,
-    COMPILED: tl.constexpr, PDL: tl.constexpr,
+    CHUNKS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_CHUNKS: tl.constexpr, NORM_TOKENS: tl.constexpr,
+    NORM_TILE: tl.constexpr, BY_SUMS: tl.constexpr, E2M1: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr,
+    PREFETCH: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] = f(x) W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU; f: norm or none. GROUPS: of a
     chunk of 128 columns. COLUMNS: of the second operand. CHUNKS: multiplied side by side."""
@@ -225,8 +225,9 @@ def _four_bit_gemv_kernel(
         for other in tl.static_range(1, SPLITS):
             acc += tl.load(partials + other * (TOKENS * ROWS), mask=is_token, other=0.0, cache_modifier=".cg")
     if norm_weight is not None:
-        # Only now, so that no product waits for the sum of squares.
-        acc *= inverse_rms(x + token[:, None] * x_stride, is_token, eps, TOKENS, K, NORM_TILE)
+        # Only now, so that no product waits for the sum of squares. One token's is for all rows, of which one counts.
+        of_token = tl.arange(0, NORM_TOKENS)[:, None]
+        acc *= inverse_rms(x + of_token * x_stride, of_token < M, eps, NORM_TOKENS, K, NORM_TILE)
     if bias is not None:
         acc += tl.load(bias + row).to(tl.float32)[None, :]
     result = tile * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -240,6 +241,12 @@ def _four_bit_gemv_kernel(
     if ADD:
         acc += tl.load(y, mask=inside, other=0.0).to(tl.float32)
     tl.store(y, acc.to(dtype), mask=inside)
+
+
+def norm_tile(K: int, num_tokens: int) -> int:
+    """How many columns of x a program adds the squares of at once: of one token as many as its registers hold, so that
+    it waits for x once."""
+    return min(_NORM_TILE * (4 if num_tokens == 1 else 1), triton.next_power_of_2(K))
 
 
 def groups_of_chunk(weight: FourBit) -> int:
@@ -316,10 +323,11 @@ def four_bit_gemv(
     split_chunks = triton.cdiv(triton.cdiv(K, CHUNK), splits * num_warps) * num_warps
     has_pdl_here = pdl and has_pdl(x.device)
     lines = triton.next_power_of_2(triton.cdiv(min(prefetch, split_chunks * CHUNK) // 2, CACHE_LINE))
+    norm_tokens = columns // groups if norm_weight is not None and M > 1 else 1
     launcher(_four_bit_gemv_kernel, (tiles, splits), has_pdl_here)(
         x, norm_weight, *weight, bias, y, partial, arrivals if splits > 1 else None, M, y.shape[1], x.stride(0),
         y.stride(0), eps, K=K, GROUP=weight.group, GROUPS=groups, COLUMNS=columns, ROWS=rows, CHUNKS=num_warps,
-        SPLITS=splits, SPLIT_CHUNKS=split_chunks, NORM_TILE=min(_NORM_TILE, triton.next_power_of_2(K)),
+        SPLITS=splits, SPLIT_CHUNKS=split_chunks, NORM_TOKENS=norm_tokens, NORM_TILE=norm_tile(K, norm_tokens),
         BY_SUMS=by_sums, E2M1=weight.is_e2m1, SILU=silu, ADD=add, PREFETCH=lines if prefetch and has_pdl_here else 0,
         COMPILED=x.is_cuda, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
