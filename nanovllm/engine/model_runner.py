@@ -99,6 +99,7 @@ class ModelRunner:
     graphs: DecodeGraphs
     mixed_graphs: DecodeGraphs
     speculative_graphs: DecodeGraphs
+    _graphs_of: dict[tuple[bool, bool], DecodeGraphs]
     num_kvcache_blocks: int
     num_slots: int
     logit_steps: LogitSteps
@@ -182,6 +183,11 @@ class ModelRunner:
         places = config.max_decode_rows, max_blocks, self.block_size, device
         self.decode_inputs = DecodeInputs(*places, self.backend, padded, self.mixed_step_rows, len(self.stores) > 1)
         self.graphs, self.mixed_graphs, self.speculative_graphs = (DecodeGraphs(device) for _ in range(3))
+        self._graphs_of = {  # by whether a step is mixed, and whether it shares reads
+            (False, False): self.graphs,
+            (True, False): self.mixed_graphs,
+            (False, True): self.speculative_graphs,
+        }
 
     def load_weights(self) -> None:
         if self.config.load_format == "dummy":
@@ -407,7 +413,7 @@ class ModelRunner:
         Padded to the next batch size that has a CUDA graph."""
         num_sampled = len(step.rows or step.seqs)
         step.shares_reads = bool(step.rows) and self.backend.shares_reads
-        graphs = self._graphs(step)
+        graphs = self._graphs_of[step.num_prefilled > 0, step.shares_reads]
         step.graph_size = graphs.size_for.get(num_sampled, 0)
         if not step.num_prefilled:
             num_rows = self.decode_inputs.padded[step.graph_size or num_sampled]
@@ -444,7 +450,7 @@ class ModelRunner:
                     for store in self.stores:
                         store.copy(source, target)
                 if step.graph_size:
-                    self._graphs(step).replay(step.graph_size)
+                    self._graphs_of[step.num_prefilled > 0, step.shares_reads].replay(step.graph_size)
                 else:
                     sizes = step.num_sampled, step.num_rows, step.num_prefilled > 0, step.shares_reads
                     self.run_model(self.decode_inputs.for_model(*sizes))
@@ -477,11 +483,6 @@ class ModelRunner:
             self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.sample_positions, out=sampled)
         finally:
             reset_context()
-
-    def _graphs(self, step: Step) -> DecodeGraphs:
-        if step.num_prefilled:
-            return self.mixed_graphs
-        return self.speculative_graphs if step.shares_reads else self.graphs
 
     def _decode(self, batch_size: int, mixed_rows: int = 0, shares_reads: bool = False) -> None:
         """Compute the rows of decode_inputs, and sample from the first batch_size. This is what CUDA graphs capture.
