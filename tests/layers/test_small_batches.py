@@ -116,7 +116,7 @@ class AloneReducer:
 
     def add_linear(self, residual, x, weight, bias, constants):
         self.num_posted[-1] += 1
-        gemv_kernels.gemv(x, weight, residual, bias, GemvConfig(*constants), add=True)
+        gemv_kernels.gemv(x, weight.values, residual, bias, GemvConfig(*constants), add=True)
 
 
 @pytest.fixture(params=["alone", "reducer"])
