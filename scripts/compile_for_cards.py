@@ -64,6 +64,8 @@ _CODE_OF_OTHERS = (80, 86)
 # from sm_90 on. Every test on a GPU runs that of sm_90.
 _ALL_KERNELS = (89, 120)
 _LAUNCHES_ALL = 90
+# These have the code of another card and more memory: a model of each kind of layers and head_dim, as it is.
+_FEWER_MODELS = (80, 86, 100)
 
 
 class Launch(NamedTuple):
@@ -298,24 +300,30 @@ def _kind(arg: Any) -> Any:
 
 def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """(model, options): each model, one of them over two GPUs, one of each kind of layer and head_dim in float32, and
-    in fp8 where the card has that, one with experts in int4, and one with states in bfloat16."""
-    yield models[0], {"tensor_parallel_size": 2}
+    in fp8 where the card has that, one with experts in int4, and one with states in bfloat16. For `_FEWER_MODELS` only
+    one of each kind as it is, and the last two."""
+    has_fewer = capability in _FEWER_MODELS
     kinds: set[Any] = set()
+    if not has_fewer:
+        yield models[0], {"tensor_parallel_size": 2}
     configs = {model: preset_config(model) for model in models}
     with_experts = [model for model, config in configs.items() if getattr(config, "num_experts", 0)]
     # The weights of others have a format.
     for model in [model for model in with_experts if not getattr(configs[model], "quantization_config", None)][:1]:
         yield model, {"quantization": "int4"}
     for model in models:
-        yield model, {}
         config = configs[model]
         num_experts, global_head_dim = getattr(config, "num_experts", 0) or 0, getattr(config, "global_head_dim", None)
         if has_linear_attention(config) and "states" not in kinds:
             kinds.add("states")
             yield model, {"state_dtype": "bfloat16"}
         kind = global_head_dim or get_head_dim(config), num_experts > 0
+        if kind not in kinds or not has_fewer:
+            yield model, {}
         if kind not in kinds:
             kinds.add(kind)
+            if has_fewer:
+                continue
             yield model, {"dtype": "float32"}
             if capability >= _FP8_CARD:
                 names = {*_FP8}

@@ -64,9 +64,10 @@ def test_a_table_offers_a_card_what_fits_it(card, kibibytes, is_hopper, stages):
 
 @pytest.mark.timeout(1800)  # Beside other tests, a card may take minutes.
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there are other GPUs")
-@pytest.mark.parametrize("cards", [("80", "86", "89"), ("90", "100", "120")], ids="-".join)
+@pytest.mark.parametrize("cards", [("80", "89", "100"), ("90", "120")], ids="-".join)
 def test_what_engines_launch_fits_every_card(cards):
-    """Of every family: see the script. Triton's interpreter must be off for it."""
+    """Of every family: see the script. Triton's interpreter must be off for it. sm_86 has the code and the memory of
+    sm_89, which has fp8 too."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, SCRIPT, "--cards", *cards], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
