@@ -1,6 +1,7 @@
 """SpeculativeScheduler: decode steps that also try tokens which are likely to come next."""
 
 import time
+from array import array
 from collections.abc import Iterable
 
 from nanovllm.config import Config
@@ -78,11 +79,10 @@ class SpeculativeScheduler(Scheduler):
             return
         for seq, proposal in zip(step.seqs, step.proposals, strict=True):
             step.rows.append(seq)
-            tokens = [] if proposal is None else proposal.tokens
-            for i in range(1, len(tokens) + 1):
-                text = seq.tokens[:]
-                text.fromlist(tokens[:i])
-                step.rows.append(ProposedRow(seq, text, i))
+            if proposal is not None:
+                text, length = seq.tokens + array("i", proposal.tokens), len(seq.tokens)
+                for i in range(1, len(proposal.tokens) + 1):
+                    step.rows.append(ProposedRow(seq, text[: length + i], i))
 
     def _look(self, seq: Sequence) -> Proposal | None:
         """What may follow the tokens of a sequence that the host knows."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from nanovllm.engine.sequence import Sequence
 
-GRAM = 3  # tokens that must agree before anything is proposed
+GRAM = 2  # tokens that must agree before anything is proposed
 MAX_MATCH = 16  # Longer matches count as this long.
 _MAX_PLACES = 8  # earlier places that are compared, the newest first
 _MAX_PROMPTS, _MAX_TOKENS_EACH = 256, 2**15  # of finished samples
