@@ -327,8 +327,6 @@ def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str,
             yield model, {"dtype": "float32"}
             if capability >= _FP8_CARD:
                 names = {*_FP8}
-                if global_head_dim is not None:  # A KV cache in fp8 is not for layers with different heads.
-                    names.remove("kv_cache_dtype")
                 if getattr(config, "quantization_config", None):  # Its weights have a format.
                     names.remove("quantization")
                 yield model, {name: _FP8[name] for name in names}

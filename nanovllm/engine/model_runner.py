@@ -138,7 +138,7 @@ class ModelRunner:
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
         logger.info("device: %s", self.device_name)
         logger.info("attention back end: %s", self.backend.description)
-        choose_kv_scales(config, self.model, self.kv_cache, tp)
+        choose_kv_scales(config, self.model, self.kv_cache)
         progress.tell("measuring memory")
         self.warmup_model()
         self.allocate_kv_cache()

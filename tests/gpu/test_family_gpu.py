@@ -108,8 +108,6 @@ OPTIONS = {
     "max_model_len": 512,
 }
 FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
-# Without a KV cache in fp8, which is not for layers with different heads.
-FP8_OF = {"gemma4_text": {"quantization": "fp8"}}
 PROMPTS = [random_prompt(length, seed=length) for length in (1, 7, 8, 9, 90, 150)]
 DECODE_STEPS = 4
 
@@ -285,7 +283,7 @@ def test_bfloat16_on_a_cpu_is_within_rounding(make_case, family):
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe", "qwen3_5_text"])
 def test_fp8_on_a_cpu_is_within_rounding(make_case, family):
     case = make_case(family)
-    with make_llm(case.path, dtype="bfloat16", **OPTIONS | FP8_OF.get(family, FP8)) as llm:
+    with make_llm(case.path, dtype="bfloat16", **OPTIONS | FP8) as llm:
         assert_rounded_to_fp8(layer_outputs(llm), case.outputs, family)
 
 
@@ -350,7 +348,7 @@ def test_a_gpu_with_little_shared_memory(make_case, monkeypatch, family):
 def test_fp8_on_a_gpu_is_within_rounding(make_case, family):
     case = make_case(family)
     options = {"attention_backend": "triton", "dtype": "bfloat16", "enforce_eager": True}
-    with gpu_llm(case.path, **OPTIONS | FP8_OF.get(family, FP8) | options) as llm:
+    with gpu_llm(case.path, **OPTIONS | FP8 | options) as llm:
         assert_rounded_to_fp8(layer_outputs(llm), case.outputs, family)
 
 

@@ -142,6 +142,11 @@ def test_twice_the_tokens_in_the_same_memory(path):
     assert capacity[1] == capacity[2]
 
 
+def scales_of(llm) -> torch.Tensor:
+    """[layers, 2, kv_heads]."""
+    return torch.stack(llm.model_runner.kv_cache.scales)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_cache_holds_what_was_computed(path, dtype):
     """All keys and values of a prompt, up to the rounding of e4m3; none is clamped."""
@@ -154,7 +159,7 @@ def test_the_cache_holds_what_was_computed(path, dtype):
             kv = runner.kv_cache.tensors[0][:, :, full].double()  # [2, layers, blocks, block_size, kv_heads, head_dim]
             if cache == "fp8":
                 assert E4M3_MAX / 16 < kv.abs().max() < E4M3_MAX / 2
-                kv *= runner.kv_cache.scales.transpose(0, 1)[:, :, None, None, :, None]
+                kv *= scales_of(llm).transpose(0, 1)[:, :, None, None, :, None]
             held.append(kv)
     # The first layer's are computed of equal numbers; of later layers the attention before them was rounded.
     error = (held[0][:, 0] - held[1][:, 0]).abs()
@@ -198,15 +203,15 @@ def test_scales_of_the_checkpoint(tmp_path, caplog, name, shape):
         )
     )
     with caplog.at_level(logging.INFO), make_fp8(path) as llm:
-        assert torch.equal(llm.model_runner.kv_cache.scales, expected)
+        assert torch.equal(scales_of(llm), expected)
         first = complete(llm, PROMPTS[:2], greedy(4))
     assert "KV cache scales: the checkpoint" in caplog.text
     if shape == (2, 1, 1):
         with make_fp8(path, tensor_parallel_size=2, kv_cache_scales="checkpoint") as llm:
-            assert torch.equal(llm.model_runner.kv_cache.scales, expected[:, :, :1])
+            assert torch.equal(scales_of(llm), expected[:, :, :1])
             assert complete(llm, PROMPTS[:2], greedy(4)) == first
     with make_fp8(path, kv_cache_scales="one") as llm:
-        assert (llm.model_runner.kv_cache.scales == 1).all()
+        assert (scales_of(llm) == 1).all()
     with make_llm(path) as llm:  # A cache of the model's dtype has no use for them.
         assert llm.model_runner.kv_cache.scales is None
         complete(llm, PROMPTS[:1], greedy(2))
@@ -241,7 +246,7 @@ def test_calibration_does_not_depend_on_what_the_engine_is_for(path):
     found = []
     for options in ({}, {"max_num_seqs": 1, "max_num_batched_tokens": 8}, {"seed": 3, "kvcache_block_size": 32}):
         with make_fp8(path, **options) as llm:
-            found.append(llm.model_runner.kv_cache.scales)
+            found.append(scales_of(llm))
             assert not any(layer._forward_pre_hooks for layer in llm.model_runner.kv_cache.layers)
     assert all(torch.equal(scales, found[0]) for scales in found)
     assert torch.equal(powers_of_two(found[0]), found[0])
@@ -249,7 +254,7 @@ def test_calibration_does_not_depend_on_what_the_engine_is_for(path):
 
 def test_random_weights_are_calibrated_too(path):
     with make_fp8(path, load_format="dummy") as llm:
-        assert (llm.model_runner.kv_cache.scales < 1).any()
+        assert (scales_of(llm) < 1).any()
         complete(llm, PROMPTS[:1], greedy(2))
 
 
@@ -258,7 +263,7 @@ def test_weights_of_zeros_and_of_nan(tmp_path):
         path = make_checkpoint(tmp_path / name)
         edit_tensors(path, lambda tensors, value=value: [t.fill_(value) for t in tensors.values()])
         with make_fp8(path) as llm:
-            assert (llm.model_runner.kv_cache.scales == 1).all()
+            assert (scales_of(llm) == 1).all()
 
 
 def test_values_that_overflow_are_reported(tmp_path, caplog):

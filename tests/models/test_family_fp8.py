@@ -63,8 +63,6 @@ def test_two_ranks_with_an_fp8_cache(family, tmp_path):
     errors = []
     for num_ranks in (1, 2):
         options = {"quantization": "fp8", "kv_cache_dtype": "fp8", "tensor_parallel_size": num_ranks}
-        if family == "gemma4_text":  # Its layers have different heads.
-            del options["kv_cache_dtype"]
         with make_llm(path, **options) as llm:
             errors.append((scored(llm, PROMPT, COMPLETION) - plain).norm())
             assert len(complete(llm, [PROMPT], greedy(4))[0]) == 4

@@ -19,6 +19,7 @@ from checkpoints import (
     needs_family,
     random_prompt,
 )
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from nanovllm import SamplingParams
@@ -110,9 +111,17 @@ def test_other_differences_between_layers_are_refused(base, tmp_path, of_layers)
         make_llm(tmp_path, load_format="dummy")
 
 
-def test_a_cache_in_fp8_is_refused(base):
-    with pytest.raises(ValueError, match="kv_cache_dtype='fp8': is not supported for layers with different heads"):
-        make_llm(base[0], kv_cache_dtype="fp8")
+def test_scales_of_a_cache_in_fp8(base, tmp_path):
+    """A checkpoint's: a number for each head, of which layers have different numbers."""
+    path, _ = base
+    edit_json(tmp_path / "config.json", **json.loads((path / "config.json").read_text()))
+    tensors = load_file(path / "model.safetensors")
+    wanted = {0: torch.tensor([0.25, 0.5]), 1: torch.tensor([2.0])}
+    names = {f"model.layers.{i}.self_attn.{part}_scale": wanted[i].clone() for i in wanted for part in "kv"}
+    save_file(tensors | names, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with make_llm(tmp_path, kv_cache_dtype="fp8") as llm:
+        found = llm.model_runner.kv_cache.scales
+        assert [scales.tolist() for scales in found] == [[scale.tolist()] * 2 for scale in wanted.values()]
 
 
 def test_random_weights(base):

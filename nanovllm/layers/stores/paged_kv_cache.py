@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,24 +23,21 @@ class PagedKVCache(Store):
         shapes: of the layers.
         tensors: [2, layers, blocks, block_size, kv_heads, head_dim] for each shape: keys, values; empty until they are
             allocated.
-        scales: float32 [layers, 2, kv_heads] of a float8 cache, of keys and values; None for any other.
+        scales: float32 [2, kv_heads] of each layer of a float8 cache, of keys and values; None for any other.
     """
 
     name = "KV cache"
 
     def __init__(self, layers: Sequence[Attention], shapes: Sequence[AttentionShape]):
-        """Raises ValueError for a float8 cache of layers with different heads."""
         self.layers, self.shapes, first = layers, list(shapes), shapes[0]
         self._device, self._dtype = first.device, first.cache_dtype or first.dtype
         numbers = sum(math.prod(self._block_shape(shape)) for shape in shapes)
         self.bytes_per_block = 2 * numbers * self._dtype.itemsize
         self.tensors: list[Tensor] = []
-        self.scales: Tensor | None = None
+        self.scales: list[Tensor] | None = None
         if first.is_fp8_cache:
-            if len(set(shapes)) > 1:
-                raise ValueError("kv_cache_dtype='fp8': is not supported for layers with different heads; use 'auto'")
-            sizes = len(layers), 2, first.num_kv_heads
-            self.scales = torch.ones(*sizes, dtype=torch.float32, device=first.device)
+            options: dict[str, Any] = {"dtype": torch.float32, "device": first.device}
+            self.scales = [torch.ones(2, shape.num_kv_heads, **options) for shape in shapes]
 
     @staticmethod
     def _block_shape(shape: AttentionShape) -> tuple[int, int, int]:

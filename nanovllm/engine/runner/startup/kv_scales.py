@@ -7,7 +7,7 @@ before CUDA graphs are captured, and stay the same, so all blocks of a cache mea
 import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ import torch
 from nanovllm.config import Config
 from nanovllm.kernels.attention.kv_quantization import E4M3_MAX
 from nanovllm.layers.attention.attention import Attention
-from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.layer_facts import attention_layers
@@ -40,14 +39,14 @@ _CALIBRATION_PROMPTS, _CALIBRATION_LENGTH = 8, 256
 _SMALLEST_SCALE = 2.0**-14  # float16 then holds the smallest value of a cache exactly.
 
 
-def choose_kv_scales(config: Config, model: DecoderForCausalLM, cache: PagedKVCache, tp: TensorParallel) -> None:
+def choose_kv_scales(config: Config, model: DecoderForCausalLM, cache: PagedKVCache) -> None:
     """Fill the cache's scales, if it has some, as the option kv_cache_scales says. All ranks do so at the same time."""
     if cache.scales is None:
         return
     wanted, source = config.kv_cache_scales, "one"
-    found: torch.Tensor | None = None
+    found: list[torch.Tensor] | None = None
     if wanted in ("auto", "checkpoint") and config.load_format != "dummy":
-        found, source = checkpoint_scales(config, model, cache.scales, tp), "the checkpoint"
+        found, source = checkpoint_scales(config, model), "the checkpoint"
     if found is None and wanted == "checkpoint":
         raise ValueError(
             f"kv_cache_scales='checkpoint': {config.model} has no scales, such as "
@@ -55,9 +54,9 @@ def choose_kv_scales(config: Config, model: DecoderForCausalLM, cache: PagedKVCa
         )
     if found is None and wanted != "one":
         found, source = calibrated_scales(config, model, cache.layers, cache.scales), "calibration"
-    if found is not None:
-        cache.scales.copy_(powers_of_two(found))
-    smallest, largest = cache.scales.aminmax()
+    for scales, of_layer in zip(cache.scales, found or (), strict=found is not None):
+        scales.copy_(powers_of_two(of_layer))
+    smallest, largest = torch.cat(cache.scales, dim=1).aminmax()
     logger.info("KV cache scales: %s, %g to %g", source, smallest.item(), largest.item())
 
 
@@ -68,17 +67,17 @@ def powers_of_two(scales: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(scales), exponent).clamp(min=_SMALLEST_SCALE)
 
 
-def checkpoint_scales(
-    config: Config, model: DecoderForCausalLM, like: torch.Tensor, tp: TensorParallel
-) -> torch.Tensor | None:
-    """Float32 `[layers, 2, this rank's kv_heads]`, as `like` is; None if the checkpoint has none. Raises ValueError,
-    naming the tensor, if it has some of them only, or wrong ones."""
-    num_kv_heads = config.hf_config.num_key_value_heads
-    first, count = tp.shard_kv_heads(num_kv_heads)
-    scales, missing = torch.ones(like.shape), []
+def checkpoint_scales(config: Config, model: DecoderForCausalLM) -> list[torch.Tensor] | None:
+    """Float32 `[2, this rank's kv_heads]` of each layer; None if the checkpoint has none. Raises ValueError, naming the
+    tensor, if it has some of them only, or wrong ones."""
+    scales, missing = [], []
     with ExitStack() as stack:
         tensors = open_tensors(config.model, stack, model.checkpoint_prefixes)
-        for of_layer, layer in zip(scales, attention_layers(model), strict=True):
+        for layer in attention_layers(model):
+            projection: Any = model.model.layers[layer].self_attn.qkv_proj  # type: ignore[union-attr]
+            num_kv_heads = projection.output_sizes["k"] // projection.head_dim
+            first, count = projection.first_kv_head, projection.num_kv_heads
+            scales.append(torch.ones(2, count))
             for i, part in enumerate("kv"):
                 names = [f"model.layers.{layer}.{name.format(part)}" for name in _NAMES]
                 name = next((name for name in names if name in tensors), None)
@@ -92,7 +91,7 @@ def checkpoint_scales(
                         f"{tensors[name].file}: tensor {name!r} must hold one number above 0, or one for each of "
                         f"{num_kv_heads} KV heads, not {values.tolist()[: num_kv_heads + 1]}"
                     )
-                of_layer[i] = values.expand(num_kv_heads)[first : first + count]
+                scales[-1][i] = values.expand(num_kv_heads)[first : first + count]
     if len(missing) == 2 * len(scales):
         return None
     if missing:
@@ -105,12 +104,13 @@ def checkpoint_scales(
 
 @torch.inference_mode()
 def calibrated_scales(
-    config: Config, model: DecoderForCausalLM, layers: Iterable[Attention], like: torch.Tensor
-) -> torch.Tensor:
+    config: Config, model: DecoderForCausalLM, layers: Iterable[Attention], like: Iterable[torch.Tensor]
+) -> list[torch.Tensor]:
     """Find by prefills of a few prompts, without a cache, the scales with which the largest key and value of each head
     are a `MARGIN`-th of the largest e4m3 number. They depend on the model alone (and on max_model_len, if that is
     shorter than a prompt), not on what the engine will be asked."""
-    largest, device = torch.zeros_like(like), like.device
+    largest = [torch.zeros_like(scales) for scales in like]
+    device = largest[0].device
     with ExitStack() as hooks:
         for layer, of_layer in zip(layers, largest, strict=True):
 
@@ -127,15 +127,18 @@ def calibrated_scales(
             positions = torch.arange(length, device=device).repeat(num_prompts)
             with step_context(Context(True, cu_seqlens, cu_seqlens, length, length)):
                 model(together.flatten(), positions)
-    if not largest.isfinite().all():  # The cache would clamp infinity to a number, and the logits not show it.
+    if not all(
+        of_layer.isfinite().all() for of_layer in largest
+    ):  # The cache would clamp infinity to a number, and the logits not show it.
         logger.warning(
             "KV cache scales: the calibration found keys or values that are NaN or infinite: the weights are damaged, "
             "or overflow in dtype %s; try dtype='float32', or 'bfloat16' instead of float16",
             str(config.dtype).removeprefix("torch."),
         )
     # Of zeros alone, and of what is not finite, no scale follows.
-    largest[~largest.isfinite() | (largest == 0)] = E4M3_MAX / MARGIN
-    return largest * (MARGIN / E4M3_MAX)
+    for of_layer in largest:
+        of_layer[~of_layer.isfinite() | (of_layer == 0)] = E4M3_MAX / MARGIN
+    return [of_layer * (MARGIN / E4M3_MAX) for of_layer in largest]
 
 
 def _calibration_prompts(config: Config) -> torch.Tensor:
