@@ -140,6 +140,22 @@ def test_a_full_cache_preempts_as_without_proposals(path, always):
         assert llm.stats()["preemptions"] > 0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"tensor_parallel_size": 2}, {"kv_cache_dtype": "fp8"}, {"mixed_step_rows": 16}, {"enable_prefix_caching": False}],
+    ids=lambda options: next(iter(options)),
+)
+def test_with_other_options_of_the_engine(path, always, options):
+    options = {"skip_tokenizer_init": False, "max_model_len": 64, "max_num_seqs": 4} | options
+    ways = [{"temperature": 0}, {}, {"n": 2}, {"repetition_penalty": 1.2}, {"max_tokens": 5}, {"logprobs": 1}]
+    with make_llm(path, **options) as llm:
+        expected = answers(llm, ways)
+    with make_llm(path, speculation="suffix", **options) as llm:
+        llm.scheduler.proposer = Replay(samples(expected), 0.2, VOCAB_SIZE)
+        assert without_rounding(answers(llm, ways)) == without_rounding(expected)
+        assert llm.stats()["accepted_tokens"] > 20
+
+
 def test_streams_have_every_token_once(plain, speculative, always, monkeypatch):
     expected = answers(plain, [{"stop": ["e"], "min_tokens": 9}])
     monkeypatch.setattr(speculative.scheduler, "proposer", Replay(samples(expected), 0.1, VOCAB_SIZE))
