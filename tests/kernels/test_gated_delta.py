@@ -172,7 +172,10 @@ def test_proposed_tokens_equal_steps_of_one(function, state_dtype, device):
     inputs = layer.inputs(len(slots))
     out, tails, states = layer.run(function, inputs, slots, context_lens)
     assert not out[-2:].any()
-    tolerance = 0 if function is delta_rule_decode_triton else 1e-6
+    # A compiled loop may fuse other operations than its first pass, and what is rounded to bfloat16 may then differ.
+    tolerance = 1e-5 if state_dtype == torch.float32 else 2e-2
+    if function is delta_rule_decode_triton and device == "cpu":
+        tolerance = 0
     for i in range(max(map(len, groups))):
         rows = [sum(map(len, groups[:g])) + i for g, group in enumerate(groups) if len(group) > i]
         own = [group[0] for group in groups if len(group) > i]
