@@ -66,14 +66,10 @@ class SuffixIndex:
         tokens, best = self.tokens, (0, -1)
         followers: list[int] = []
         while place >= 0 and len(followers) < _MAX_PLACES:
-            match = GRAM
-            while match < MAX_MATCH and match <= place and match < length:
-                if tokens[place - match] != text[length - 1 - match]:
-                    break
-                match += 1
             if place + 1 < self.length:
                 followers.append(tokens[place + 1])
-                best = max(best, (match, place))
+                if best[0] < MAX_MATCH:
+                    best = max(best, (self._match(place, text, length), place))
             place = self._before[place]
         if not followers:
             return None
@@ -88,6 +84,16 @@ class SuffixIndex:
             return None
         agreement = 0 if len(followers) == 1 else 1 if len(set(followers)) == 1 else 2
         return Proposal(found, match, agreement)
+
+    def _match(self, place: int, text: array, length: int) -> int:
+        """How many tokens up to this place are the last of the first `length` tokens of the text. Its last run is."""
+        tokens, most = self.tokens, min(MAX_MATCH, place + 1, length)
+        if tokens[place + 1 - most : place + 1] == text[length - most : length]:  # much faster than token by token
+            return most
+        match = GRAM
+        while tokens[place - match] == text[length - 1 - match]:
+            match += 1
+        return match
 
 
 class SuffixProposer:
