@@ -102,8 +102,9 @@ class Launch(NamedTuple):
             return tiles.shared_bytes(options["PADDED_DIM"], self.dtypes[1].itemsize, device)
         if self.name == "_experts_kernel":
             config = TileConfig(*(options[name] for name in ("TOKENS", "COLUMNS", "K_TILE", "num_warps", "num_stages")))
-            stage = config.stage_bytes(2 if options["SILU"] else 1, self.args[0].dtype.itemsize)
-            return stage * held_stages(config.num_stages, device)
+            itemsize = self.args[0].dtype.itemsize
+            stage = config.stage_bytes(2 if options["SILU"] else 1, itemsize)
+            return max(stage * held_stages(config.num_stages, device), config.result_bytes(itemsize))
         if self.name == "_four_bit_experts_kernel":
             names = ("TOKENS", "COLUMNS", "K_TILE", "num_warps", "num_stages")
             tiles_of_experts = FourBitExpertTiles(*(options[name] for name in names))
@@ -300,8 +301,8 @@ def _kind(arg: Any) -> Any:
 
 def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """(model, options): each model, one of them over two GPUs, one of each kind of layer and head_dim in float32, and
-    in fp8 where the card has that, one with experts in int4, and one with states in bfloat16. For `_FEWER_MODELS` only
-    one of each kind as it is, and the last two."""
+    in fp8 where the card has that, one with experts in int4, for one card also one without, and one with states in
+    bfloat16. For `_FEWER_MODELS` only one of each kind as it is, one with experts in int4, and one with such states."""
     has_fewer = capability in _FEWER_MODELS
     kinds: set[Any] = set()
     if not has_fewer:
@@ -311,6 +312,8 @@ def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str,
     # The weights of others have a format.
     for model in [model for model in with_experts if not getattr(configs[model], "quantization_config", None)][:1]:
         yield model, {"quantization": "int4"}
+    if capability == _LAUNCHES_ALL:  # A model without experts has products that one with experts has not.
+        yield models[0], {"quantization": "int4"}
     for model in models:
         config = configs[model]
         num_experts, global_head_dim = getattr(config, "num_experts", 0) or 0, getattr(config, "global_head_dim", None)

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from gpus import CPU as CPU_FACTS
 from gpus import pretend_gpu
 
+from nanovllm.kernels.experts.experts import TileConfig
 from nanovllm.kernels.shared_memory import fitting_stages
 from nanovllm.layers.matmul.candidates.expert_tiles import ExpertTiles
 from nanovllm.layers.matmul.matmul import Matmul
@@ -43,6 +44,13 @@ def card(monkeypatch):
 def test_stages_are_as_many_as_fit(card, kibibytes, is_hopper, stages):
     card(kibibytes, is_hopper)
     assert fitting_stages(48 * KIB, 4, CPU) == stages
+
+
+@pytest.mark.parametrize(("kibibytes", "itemsize", "fits"), [(99, 2, True), (99, 4, False), (163, 4, True)])
+def test_the_result_of_a_tile_has_to_fit_too(card, kibibytes, itemsize, fits):
+    """In float32 that of 128 x 256 is larger than a stage."""
+    card(kibibytes, False)
+    assert (TileConfig(128, 256, 32, 8, 2).fitted(1, itemsize, CPU) is not None) == fits
 
 
 @pytest.mark.parametrize(

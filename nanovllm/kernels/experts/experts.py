@@ -43,7 +43,7 @@ from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.linear_checks import BLOCK
-from nanovllm.kernels.shared_memory import fitting_stages
+from nanovllm.kernels.shared_memory import fits, fitting_stages
 from nanovllm.kernels.silu_and_mul import SWIGLU, Activation, gated, gated_torch
 from nanovllm.kernels.triton_stub import TensorDescriptor, tl, triton
 
@@ -64,13 +64,18 @@ class TileConfig(NamedTuple):
     num_stages: int  # of the load pipeline
 
     def fitted(self, num_weights: int, itemsize: int, device: torch.device) -> "TileConfig | None":
-        """These constants, with as many stages as the card's shared memory holds; None if it does not hold two.
+        """These constants, with as many stages as the card's shared memory holds; None if it does not hold two, or the
+        tile's result, which passes through it at the end.
 
         num_weights: rows of the weight for each output column: 2 of `gate_up`, 1 of `down`. itemsize: bytes of a number
         of x and of the weight.
         """
         num_stages = fitting_stages(self.stage_bytes(num_weights, itemsize), self.num_stages, device)
-        return self._replace(num_stages=num_stages) if num_stages else None
+        is_fitting = num_stages and fits(self.result_bytes(itemsize), device)
+        return self._replace(num_stages=num_stages) if is_fitting else None
+
+    def result_bytes(self, itemsize: int) -> int:
+        return self.tokens * self.columns * itemsize
 
     def stage_bytes(self, num_weights: int, itemsize: int) -> int:
         return self.k * itemsize * (self.tokens + num_weights * self.columns)
