@@ -3,6 +3,7 @@
 python scripts/real_model.py && python benchmarks/accuracy.py    # SmolLM2-135M-Instruct, in float32 on a CPU
 python benchmarks/accuracy.py --dtype bfloat16
 python benchmarks/accuracy.py --model Qwen/Qwen3-0.6B --device cuda --pieces 100
+python benchmarks/accuracy.py --formats unquantized --checkpoints FOLDER ...    # of the same model, in other formats
 
 The text is Python's language reference as the running Python has it (`pydoc_data.topics`).
 
@@ -122,14 +123,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--pieces", type=int, default=8, help="of the text, for the perplexity")
     parser.add_argument("--formats", nargs="+", default=list(formats()), choices=list(formats()), metavar="FORMAT")
+    parser.add_argument("--checkpoints", nargs="+", default=[], metavar="FOLDER", help="of this model, to compare too")
     args = parser.parse_args()
+    rows = [(name, args.model, formats()[name]) for name in args.formats]
+    rows += [(Path(folder).name, folder, {}) for folder in args.checkpoints]
     first_texts, first_losses = None, None
     print(f"Python {sys.version.split()[0]}\n")
     print("| format | perplexity | more | greedy tokens shared | new paragraphs | right before | 3,000 back |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for name in args.formats:
-        options = formats()[name]
-        with LLM(args.model, device=args.device, dtype=args.dtype, use_tqdm=False, **options) as llm:
+    for name, model, options in rows:
+        with LLM(model, device=args.device, dtype=args.dtype, use_tqdm=False, **options) as llm:
             texts, losses = continuations(llm), token_losses(llm, args.pieces)
             if first_texts is None:
                 first_texts, first_losses = texts, losses
