@@ -70,7 +70,8 @@ class NanoVLLM(TemplateLM):
             think_end_token: the text that ends an answer's thinking, which is not judged.
             batch_size: has no effect: the engine fills its batches itself.
             max_batch_size: sequences under way at the same time, at most.
-            device: as LLM's; "cuda:0" is cuda.
+            device: as LLM's. "cuda:0", the command line's default, is a CPU where there is no GPU, as for the harness's
+                own classes.
             seed: of answers that are sampled.
             options: LLM's other options.
 
@@ -84,7 +85,7 @@ class NanoVLLM(TemplateLM):
         if max_batch_size is not None:
             options["max_num_seqs"] = max_batch_size
         if device is not None:
-            options["device"] = "cuda" if device == "cuda:0" else device
+            options["device"] = "auto" if device == "cuda:0" else device
         if options.get("device", "auto") == "cpu" or not torch.cuda.is_available():
             options = {"kvcache_block_size": CPU_BLOCK_SIZE} | options
         self.llm = LLM(pretrained, **{"max_model_len": None, "seed": seed} | options)

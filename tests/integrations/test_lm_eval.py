@@ -221,7 +221,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess:
 def test_the_command_line(tiny, tmp_path):
     model_args = f"pretrained={tiny},max_length=300,kvcache_block_size=16,kvcache_gib=0.1"
     done = run_command(
-        *("--model_args", model_args, "--tasks", CHOICES, "--include_path", ".", "--device", "cpu"),
+        *("--model_args", model_args, "--tasks", CHOICES, "--include_path", "."),
         *("--limit", "4", "--output_path", str(tmp_path / "out.json")),
     )
     assert done.returncode == 0, done.stderr[-2000:]
