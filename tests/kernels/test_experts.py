@@ -76,7 +76,7 @@ def check_result(out, expected, num_tokens):
 @settings(max_examples=10)
 @given(
     num_tokens=st.integers(0, 40),
-    num_experts=st.integers(4, 128),
+    num_experts=st.integers(4, 40),
     top_k=st.integers(1, 8),
     routing=routings,
     normalize=st.booleans(),
@@ -120,8 +120,8 @@ CONFIGS = [None, TileConfig(16, 16, 16, 4, 2), TileConfig(32, 64, 32, 4, 3), Til
 
 @settings(max_examples=8)
 @given(
-    num_tokens=st.integers(1, 60),
-    num_experts=st.sampled_from([4, 7, 16, 128]),
+    num_tokens=st.integers(1, 40),
+    num_experts=st.sampled_from([4, 7, 16, 33]),
     top_k=st.integers(1, 8),
     hidden_size=st.sampled_from([8, 33, 64, 72]),
     intermediate=st.sampled_from([8, 17, 40, 64]),
@@ -179,7 +179,7 @@ GEMV_CONFIGS = [ExpertsGemvConfig(4, 16, 1), ExpertsGemvConfig(8, 64, 2), Expert
 @settings(max_examples=8)
 @given(
     num_tokens=st.integers(1, 3),
-    num_experts=st.sampled_from([4, 7, 16, 128]),
+    num_experts=st.sampled_from([4, 7, 33]),
     top_k=st.integers(1, 8),
     hidden_size=st.sampled_from([8, 33, 100]),
     intermediate=st.sampled_from([3, 8, 17]),
@@ -249,9 +249,12 @@ def test_the_twins_are_the_formula(normalize):
         torch.testing.assert_close(result, total.float())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("kernels", ["tiles", "few tokens"])
-@pytest.mark.parametrize("activation", [Activation(alpha=1.702, limit=1.5), GEGLU], ids=["clamped", "gelu"])
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [(Activation(alpha=1.702, limit=1.5), HALF), (GEGLU, torch.float32)],
+    ids=["clamped", "gelu"],
+)
 def test_biases_activations_and_scales(activation, dtype, kernels, device):
     """Of gpt-oss and Gemma 4: both kinds of kernels, and their twin, against the formula."""
     num_tokens, num_experts, top_k, hidden_size, intermediate = 5, 6, 2, 40, 24

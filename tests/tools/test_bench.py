@@ -17,12 +17,19 @@ def run_bench(*args) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_it_runs_a_model_of_few_token_ids_and_writes_its_figures(path, tmp_path):
-    """As the demo model, of which the published prompts' ids are out of range."""
-    done = run_bench("--model", path, "--workload", "laptop", "--passes", "2", "--json", tmp_path / "out.json")
+@pytest.fixture(scope="module")
+def plain_run(path, tmp_path_factory):
+    """A run without options of formats: the process, and what it writes."""
+    file = tmp_path_factory.mktemp("bench") / "out.json"
+    done = run_bench("--model", path, "--workload", "laptop", "--passes", "2", "--json", file)
     assert done.returncode == 0, done.stderr
+    return done, json.loads(file.read_text())
+
+
+def test_it_runs_a_model_of_few_token_ids_and_writes_its_figures(plain_run):
+    """As the demo model, of which the published prompts' ids are out of range."""
+    done, report = plain_run
     assert "laptop, pass 1:" in done.stdout
-    report = json.loads((tmp_path / "out.json").read_text())
     (figures,) = report["workloads"].values()
     assert 8 * 16 <= figures["tokens"] <= 8 * 32
     # What the engine chose where nothing was asked for, and what it found.
@@ -127,13 +134,12 @@ def test_a_workload_says_how_many_sequences_run_at_once(bench, monkeypatch, path
 
 
 @pytest.mark.slow
-def test_formats_are_options_of_the_engine_and_of_the_floor(path, tmp_path):
-    formats = ("--quantization", "fp8", "--kv-cache-dtype", "fp8", "--fp8-flops", "2")
-    shares = []
-    for options in ((), formats):
-        file = tmp_path / "out.json"
-        done = run_bench("--model", path, "--workload", "laptop", "--json", file, *options)
-        assert done.returncode == 0, done.stderr
-        shares.append(json.loads(file.read_text())["workloads"]["laptop"]["floor_seconds"])
+def test_formats_are_options_of_the_engine_and_of_the_floor(path, plain_run, tmp_path):
+    file, formats = tmp_path / "out.json", ("--quantization", "fp8", "--kv-cache-dtype", "fp8", "--fp8-flops", "2")
+    done = run_bench("--model", path, "--workload", "laptop", "--json", file, *formats)
+    assert done.returncode == 0, done.stderr
     assert "weights of linear layers: float8_e4m3fn" in done.stderr + done.stdout
-    assert shares[1] < shares[0]
+    plain, found = (
+        report["workloads"]["laptop"]["floor_seconds"] for report in (plain_run[1], json.loads(file.read_text()))
+    )
+    assert found < plain
