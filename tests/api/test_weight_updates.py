@@ -1,6 +1,7 @@
 """Weights that change while the engine lives, and memory that it gives back meanwhile."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 PROMPTS = [random_prompt(length, seed=length) for length in (40, 7, 33)]
-FAMILIES = [("qwen3", {}), ("qwen3", {"tie_word_embeddings": True}), ("qwen3_moe", {})]
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES = [("qwen3", {}), ("qwen3", {"tie_word_embeddings": True}), ("qwen3_moe", EXPERTS)]
 
 
 def tensors_of(path) -> dict[str, torch.Tensor]:
@@ -24,23 +26,29 @@ def pair(request, tmp_path_factory):
     return [make_checkpoint(tmp_path_factory.mktemp("w"), family=family, seed=seed, **fields) for seed in (0, 1)]
 
 
+@pytest.fixture(scope="module", params=[1, 2])
+def engine(pair, request):
+    """With the first checkpoint's weights, on one rank and on two; each test leaves it so."""
+    with make_llm(pair[0], tensor_parallel_size=request.param) as llm:
+        yield llm
+
+
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     return [make_checkpoint(tmp_path_factory.mktemp("w"), seed=seed) for seed in (0, 1)]
 
 
+@cache
 def expected(path, num_tokens: int = 12) -> list[list[int]]:
     return Reference(path).greedy(PROMPTS, num_tokens)
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_an_engine_with_new_weights_is_an_engine_of_their_checkpoint(pair, tensor_parallel_size):
+def test_an_engine_with_new_weights_is_an_engine_of_their_checkpoint(pair, engine):
     old, new = pair
-    with make_llm(old, tensor_parallel_size=tensor_parallel_size) as llm:
-        for path in (old, new, old):
-            llm.update_weights(iter(tensors_of(path).items()))
-            assert complete(llm, PROMPTS, greedy(12)) == expected(path)
-            assert_idle(llm)
+    for path in (old, new, old):
+        engine.update_weights(iter(tensors_of(path).items()))
+        assert complete(engine, PROMPTS, greedy(12)) == expected(path)
+        assert_idle(engine)
 
 
 def test_some_of_the_weights(paths, tmp_path):
@@ -127,15 +135,13 @@ def test_not_while_requests_are_unfinished(paths, use):
 # Sleep
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 @pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_wakes_up_as_it_was(pair, level, tensor_parallel_size):
-    with make_llm(pair[0], tensor_parallel_size=tensor_parallel_size) as llm:
-        for _ in range(2):
-            llm.sleep(level)
-            llm.wake_up()
-            assert complete(llm, PROMPTS, greedy(12)) == expected(pair[0])
-            assert_idle(llm)
+def test_an_engine_wakes_up_as_it_was(pair, engine, level):
+    for _ in range(2):
+        engine.sleep(level)
+        engine.wake_up()
+        assert complete(engine, PROMPTS, greedy(12)) == expected(pair[0])
+        assert_idle(engine)
 
 
 def test_updated_weights_stay_in_the_first_sleep_and_go_in_the_deeper_one(paths):
