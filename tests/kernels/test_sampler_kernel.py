@@ -173,8 +173,7 @@ def test_a_row_without_a_token(temperature, truncated, device):
     assert 0 <= expected[10] < vocab_size
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("temperature", "dtype"), [(0.0, torch.float16), (1.0, torch.bfloat16)])
 def test_no_row_is_spoilt_by_its_neighbour(temperature, dtype, device):
     logits = (torch.randn(9, 1500, device=device) * 3).to(dtype)
     temperatures = torch.full((9,), temperature, device=device)

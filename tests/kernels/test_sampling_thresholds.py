@@ -99,9 +99,15 @@ ROWS = [
 ]
 
 
-@every_config
 @pytest.mark.parametrize(
-    ("dtype", "vocab_size"), [(torch.bfloat16, 700), (torch.float16, 513), (torch.float32, 611)], ids=str
+    ("config", "dtype", "vocab_size"),
+    [
+        *((config, torch.float32, 611) for config in CONFIGS.values()),
+        (CONFIGS["default"], torch.bfloat16, 700),
+        (CONFIGS["default"], torch.float16, 513),
+    ],
+    ids=str,
+    indirect=["config"],
 )
 def test_definitions(dtype, vocab_size, config, device):
     torch.manual_seed(vocab_size)
