@@ -11,9 +11,8 @@ import argparse
 import json
 import random
 import time
+from pathlib import Path
 from statistics import median
-
-import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.speculation import speculative_scheduler
@@ -107,7 +106,7 @@ def main() -> None:
             report("without", num_seqs, measure(llm, num_seqs, args))
     with LLM(args.model, speculation="suffix", max_speculative_tokens=args.max_speculative_tokens, **options) as llm:
         print(llm.model_runner.step_times)
-        scheduler = llm.scheduler
+        device, scheduler = llm.model_runner.device_name, llm.scheduler
         scheduler.proposer = NoProposals()
         for num_seqs in args.at_once:
             report("nothing proposed", num_seqs, measure(llm, num_seqs, args))
@@ -122,9 +121,7 @@ def main() -> None:
             for num_seqs in args.at_once:
                 report(f"acceptance {acceptance}", num_seqs, measure(llm, num_seqs, args))
     if args.json:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        with open(args.json, "w") as file:
-            json.dump({"device": device, "arguments": vars(args), "figures": found}, file, indent=1)
+        Path(args.json).write_text(json.dumps({"device": device, "arguments": vars(args), "figures": found}, indent=1))
 
 
 if __name__ == "__main__":

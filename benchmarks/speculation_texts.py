@@ -15,10 +15,9 @@ import json
 import textwrap
 import time
 from importlib import import_module
+from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import median
-
-import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.speculation.suffix_index import SuffixProposer
@@ -83,6 +82,7 @@ def main() -> None:
             options = {"speculation": speculation, "max_speculative_tokens": args.max_speculative_tokens}
             options |= {"max_num_seqs": at_once, "dtype": args.dtype, "use_tqdm": False, "max_model_len": 2048}
             with LLM(args.model, **options) as llm:
+                device = llm.model_runner.device_name
                 for task in args.tasks:
                     requests = conversations(task, max(at_once, args.few))
                     seconds = []
@@ -120,9 +120,7 @@ def main() -> None:
                         flush=True,
                     )
     if args.json:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        with open(args.json, "w") as file:
-            json.dump({"device": device, "arguments": vars(args), "rows": rows}, file, indent=1)
+        Path(args.json).write_text(json.dumps({"device": device, "arguments": vars(args), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

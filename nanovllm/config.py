@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE
 from nanovllm.engine_options import EngineOptions
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.fp8 import E4M3
@@ -39,8 +40,6 @@ MAX_KVCACHE_BLOCK_SIZE = 2**16  # One block takes 7 GiB, even in the smallest pu
 MAX_WATCHDOG_SECONDS = 86_400
 MAX_KVCACHE_GIB = 2**16  # more than one machine has
 MAX_SPECULATIVE_TOKENS = 15
-MAX_SPECULATIVE_ROWS = 512  # of a decode step, as many as have a CUDA graph
-SPECULATIONS = ("suffix",)
 MAX_SLOTS = 2**31  # Kernels count KV cache slots, and the keys of all sequences of a step, in int32.
 
 _CHOICES = {field.name: field.metadata.get("choices") for field in fields(EngineOptions)}
@@ -84,10 +83,11 @@ class Config(EngineOptions):
 
     @property
     def max_decode_rows(self) -> int:
-        """Rows of the largest decode step: max_num_seqs, or more with speculation."""
+        """Rows of the largest decode step: max_num_seqs, or with speculation more, up to those of a CUDA graph."""
         if self.speculation is None:
             return self.max_num_seqs
-        return max(self.max_num_seqs, min(self.max_num_seqs * (1 + self.max_speculative_tokens), MAX_SPECULATIVE_ROWS))
+        num_rows = min(self.max_num_seqs * (1 + self.max_speculative_tokens), MAX_GRAPH_BATCH_SIZE)
+        return max(self.max_num_seqs, num_rows)
 
     def _unwrap_numpy(self) -> None:
         """Turn numpy's values into Python's, and eos into a list."""
@@ -149,8 +149,8 @@ class Config(EngineOptions):
         self._require_one_of("state_dtype")
         self._require_one_of("kv_cache_scales")
         self._require_one_of("logprobs_mode")
-        is_known = self.speculation is None or self.speculation in SPECULATIONS
-        self._require("speculation", is_known, f"None or one of {', '.join(SPECULATIONS)}")
+        kinds = _CHOICES["speculation"] or ()
+        self._require("speculation", self.speculation in (None, *kinds), f"None or one of {', '.join(kinds)}")
         self._require_int("max_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS)
         is_used = self.kv_cache_scales == "auto" or self.kv_cache_dtype != "auto"
         self._require("kv_cache_scales", is_used, "'auto' without kv_cache_dtype='fp8'")

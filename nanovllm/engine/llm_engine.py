@@ -307,7 +307,8 @@ class LLMEngine:
 
         Returns:
             [(request id, completion token ids)] of the sequences that finished, and the number of tokens that a
-            prefill computed, or minus the number of sequences that a decode step (also a mixed one) advanced.
+            prefill computed, or minus the number of tokens that a decode step (also a mixed one) gave its running
+            sequences: one each, or with speculation more.
 
         Raises:
             RuntimeError: nothing is queued, or a generate(), stream() or generate_iter() is under way, or the engine

@@ -46,12 +46,14 @@ def speculative(path):
         yield llm
 
 
+def all_counts(chances: list[list[float]], num_seqs: int, pace: Pace) -> list[int]:
+    """Instead of `choose_counts`: steps try all that is proposed."""
+    return [len(each) for each in chances]
+
+
 @pytest.fixture
 def always(monkeypatch):
-    """Steps try all that is proposed."""
-    monkeypatch.setattr(
-        speculative_scheduler, "choose_counts", lambda chances, num_seqs, pace: [len(each) for each in chances]
-    )
+    monkeypatch.setattr(speculative_scheduler, "choose_counts", all_counts)
 
 
 def params(ways: list[dict]) -> list[SamplingParams]:
@@ -97,9 +99,7 @@ def test_the_text_is_the_same_with_proposals(plain, speculative, ways, wrong, ov
     speculative.config.overlap_steps = overlaps
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "proposer", Replay(samples(expected), wrong, VOCAB_SIZE))
-        patch.setattr(
-            speculative_scheduler, "choose_counts", lambda chances, num_seqs, pace: [len(each) for each in chances]
-        )
+        patch.setattr(speculative_scheduler, "choose_counts", all_counts)
         found = answers(speculative, ways)
     speculative.config.overlap_steps = True
     assert without_rounding(found) == without_rounding(expected)

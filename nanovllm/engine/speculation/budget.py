@@ -1,9 +1,10 @@
 """How many tokens a step proposes: as many as make it the fastest way to the next tokens."""
 
 from bisect import bisect_left
-from itertools import accumulate, chain
-from operator import neg
+from itertools import chain
 from typing import NamedTuple
+
+import numpy as np
 
 from nanovllm.engine.speculation.suffix_index import MAX_MATCH, Proposal
 
@@ -103,26 +104,19 @@ def choose_counts(chances: list[list[float]], num_seqs: int, pace: Pace) -> list
         chances: of some sequences, as `Acceptance.chances` returns them.
         num_seqs: of the step, each of which gets a token anyway.
     """
-    ranked = sorted(chain.from_iterable(chances), reverse=True)
-    counts = [0] * len(chances)
-    if not ranked:
-        return counts
-    gains = [0.0, *accumulate(ranked)]
+    flat = np.array([*chain.from_iterable(chances)])
+    if not len(flat):
+        return [0] * len(chances)
+    # Of equal chances the first one: a sequence's earlier tokens are tried before its later ones.
+    likeliest = np.argsort(-flat, kind="stable")
+    gains = np.append(0.0, flat[likeliest].cumsum())
     best, most = _MIN_GAIN * num_seqs / pace.seconds(num_seqs, False), 0
     for size in pace.sizes(num_seqs + 1):
-        tried = min(size - num_seqs, len(ranked))
+        tried = min(size - num_seqs, len(flat))
         speed = (num_seqs + gains[tried]) / pace.seconds(size, True)
         if speed > best:
             best, most = speed, tried
-        if tried == len(ranked):
+        if tried == len(flat):
             break
-    if most:
-        # A sequence's chances fall, so those that are tried are its first.
-        least = ranked[most - 1]
-        num_ties = most - bisect_left(ranked, -least, key=neg)
-        for i, each in enumerate(chances):
-            for chance in each:
-                if chance > least or (chance == least and num_ties > 0):
-                    num_ties -= chance == least
-                    counts[i] += 1
-    return counts
+    owners = np.repeat(np.arange(len(chances)), [len(each) for each in chances])
+    return np.bincount(owners[likeliest[:most]], minlength=len(chances)).tolist()

@@ -67,9 +67,11 @@ class SpeculativeScheduler(Scheduler):
 
     def _propose(self, step: Step) -> None:
         """Give the step rows of proposed tokens, if that pays."""
-        proposals = [self._look(seq) for seq in step.seqs]
-        pairs = zip(step.seqs, proposals, strict=True)
-        chances = [[] if proposal is None else self._chances(seq, proposal) for seq, proposal in pairs]
+        proposals = [self._usable(seq, self._look(seq)) for seq in step.seqs]
+        chances = [
+            [] if proposal is None else self._acceptance.chances(proposal, seq.record)
+            for seq, proposal in zip(step.seqs, proposals, strict=True)
+        ]
         counts = choose_counts(chances, len(step.seqs), self._pace)
         for seq, proposal, count in zip(step.seqs, proposals, counts, strict=True):
             tokens = [] if proposal is None else proposal.tokens[: self._fitting(seq, count)]
@@ -104,15 +106,15 @@ class SpeculativeScheduler(Scheduler):
         num_right = _num_equal(came, proposal.tokens)
         self._acceptance.learn(proposal, record, num_right, min(num_right + 1, len(came)))
 
-    def _chances(self, seq: Sequence, proposal: Proposal) -> list[float]:
+    def _usable(self, seq: Sequence, proposal: Proposal | None) -> Proposal | None:
+        """The proposed tokens that its form allows, up to an end. The host must know all tokens of the sequence."""
+        if proposal is None:
+            return None
+        tokens = proposal.tokens
         if seq.grammar is not None:
-            num_valid = seq.grammar.num_valid(seq.tokens, seq.num_completion_tokens, proposal.tokens)
-            del proposal.tokens[num_valid:]
-        for i, token in enumerate(proposal.tokens):
-            if token in seq.end_token_ids:
-                del proposal.tokens[i + 1 :]
-                break
-        return self._acceptance.chances(proposal, seq.record)
+            tokens = tokens[: seq.grammar.num_valid(seq.tokens, seq.num_completion_tokens, tokens)]
+        end = next((i for i, token in enumerate(tokens) if token in seq.end_token_ids), len(tokens))
+        return proposal._replace(tokens=tokens[: end + 1]) if tokens else None
 
     def _fitting(self, seq: Sequence, count: int) -> int:
         """As many of `count` tokens as there are free blocks for, and slots for the states after them. Nobody is

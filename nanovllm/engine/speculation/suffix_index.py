@@ -9,8 +9,9 @@ from nanovllm.engine.sequence import Sequence
 GRAM = 2  # tokens that must agree before anything is proposed
 MAX_MATCH = 16  # Longer matches count as this long.
 _MAX_PLACES = 8  # earlier places that are compared, the newest first
-_MAX_PROMPTS, _MAX_TOKENS_EACH = 256, 2**15  # of finished samples
-_SEPARATOR = 2**21 - 1  # between texts; no model has so many tokens
+_MAX_TOKENS = 2**20  # of finished samples; indexed, a token takes about 150 bytes
+_TOKEN_BITS = 21  # of a token's number; no model has so many tokens
+_SEPARATOR = 2**_TOKEN_BITS - 1  # between texts
 
 
 class Proposal(NamedTuple):
@@ -38,11 +39,9 @@ class SuffixIndex:
     def extend(self, length: int) -> None:
         """Read the tokens up to this length."""
         newest, before = self._newest, self._before
-        run = 0
-        for token in self.tokens[max(0, self.length - GRAM + 1) : self.length]:
-            run = run << 21 | token
+        run = _as_number(self.tokens[max(0, self.length - GRAM + 1) : self.length])
         for i, token in enumerate(self.tokens[self.length : length], self.length):
-            run = (run << 21 | token) & (1 << 21 * GRAM) - 1
+            run = (run << _TOKEN_BITS | token) & (1 << _TOKEN_BITS * GRAM) - 1
             if i < GRAM - 1:
                 before.append(-1)
                 continue
@@ -56,13 +55,8 @@ class SuffixIndex:
         if length < GRAM:
             return None
         is_own = text is self.tokens
-        if is_own:
-            place = self._before[length - 1]
-        else:
-            run = 0
-            for token in text[length - GRAM : length]:
-                run = run << 21 | token
-            place = self._newest.get(run, -1)
+        run = text[length - GRAM : length]
+        place = self._before[length - 1] if is_own else self._newest.get(_as_number(run), -1)
         tokens, best = self.tokens, (0, -1)
         followers: list[int] = []
         while place >= 0 and len(followers) < _MAX_PLACES:
@@ -97,12 +91,14 @@ class SuffixIndex:
 
 
 class SuffixProposer:
-    """Proposes what followed the same tokens earlier in a sequence's own text, or in finished samples of its prompt."""
+    """Proposes what followed the same tokens earlier in a sequence's own text, or in finished samples of its prompt. It
+    keeps the samples of the prompts that finished last."""
 
     def __init__(self) -> None:
         self._prompt_hashes: dict[int, int] = {}  # seq_id -> hash of its prompt; of sequences that were looked at
         self._texts: dict[int, SuffixIndex] = {}  # seq_id -> index, from the first repetition on
         self._samples: OrderedDict[int, SuffixIndex] = OrderedDict()  # hash of a prompt -> its completions
+        self._num_tokens = 0  # in _samples
 
     def propose(self, seq: Sequence, length: int, num_tokens: int) -> Proposal | None:
         """What may follow the first `length` tokens of a sequence, at most num_tokens; None if nothing is likely."""
@@ -125,12 +121,13 @@ class SuffixProposer:
         prompt_hash = self._prompt_hash(seq)
         samples = self._samples.setdefault(prompt_hash, SuffixIndex(array("i")))
         self._samples.move_to_end(prompt_hash)
-        if len(self._samples) > _MAX_PROMPTS:
-            self._samples.popitem(last=False)
-        if len(samples.tokens) + len(seq.tokens) - seq.num_prompt_tokens <= _MAX_TOKENS_EACH:
-            # With the end of the prompt, after which it began.
-            samples.tokens.extend(seq.tokens[max(0, seq.num_prompt_tokens - GRAM) : seq.num_known_tokens])
-            samples.tokens.append(_SEPARATOR)
+        before = len(samples.tokens)
+        # With the end of the prompt, after which it began.
+        samples.tokens.extend(seq.tokens[max(0, seq.num_prompt_tokens - GRAM) : seq.num_known_tokens])
+        samples.tokens.append(_SEPARATOR)
+        self._num_tokens += len(samples.tokens) - before
+        while self._num_tokens > _MAX_TOKENS:
+            self._num_tokens -= len(self._samples.popitem(last=False)[1].tokens)
 
     def forget(self, seq: Sequence) -> None:
         """Drop what is known of a sequence that has ended."""
@@ -142,6 +139,13 @@ class SuffixProposer:
         if known is None:
             known = self._prompt_hashes[seq.seq_id] = hash(seq.tokens[: seq.num_prompt_tokens].tobytes())
         return known
+
+
+def _as_number(run: array) -> int:
+    number = 0
+    for token in run:
+        number = number << _TOKEN_BITS | token
+    return number
 
 
 def _may_repeat(tokens: array, length: int) -> bool:
