@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from replay import Replay
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.engine.speculation import speculative_scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.speculation import speculative_scheduler, suffix_index
 from nanovllm.engine.speculation.budget import Acceptance, Pace, Record, StepTimes, choose_counts
-from nanovllm.engine.speculation.suffix_index import GRAM, MAX_MATCH, Proposal, SuffixIndex
+from nanovllm.engine.speculation.suffix_index import GRAM, MAX_MATCH, Proposal, SuffixIndex, SuffixProposer
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
 WAYS = [
@@ -126,6 +127,23 @@ def test_samples_of_one_prompt_propose_each_others_tokens(path):
             llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
             num_steps = llm.stats()["steps"] - before
         assert num_steps < 20
+
+
+def test_samples_of_the_prompts_that_finished_last_are_kept(monkeypatch):
+    monkeypatch.setattr(suffix_index, "_MAX_TOKENS", 40)
+    proposer, answer = SuffixProposer(), list(range(100, 112))
+
+    def sample(seq_id: int, first: int, tokens: list[int]) -> Sequence:
+        seq = Sequence(seq_id, [first, 50])
+        for token in tokens:
+            seq.append_token(token)
+        return seq
+
+    for first in (1, 2, 3):
+        proposer.finish(sample(first, first, answer))
+    found = [proposer.propose(sample(10 + first, first, answer[:3]), 5, 4) for first in (1, 2, 3)]
+    assert found[0] is None
+    assert [each.tokens for each in found[1:]] == [answer[3:7]] * 2
 
 
 def test_a_full_cache_preempts_as_without_proposals(path, always):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.engine.requests.tool_calls import CLOSING, OPENING
+from nanovllm.engine.requests.tool_calls import CLOSING, OPENING, num_undecided
 from nanovllm.sampling_params import SamplingParams
 
 CHANNEL = "<|channel|>"
@@ -84,7 +84,7 @@ class HarmonySplitter:
 
     def _read_body(self, is_last: bool) -> bool:
         end = _ENDS.search(self._held)
-        num_held = 0 if is_last else _num_of_tags(self._held)
+        num_held = 0 if is_last else num_undecided(self._held, *_TAGS)
         size = len(self._held) - num_held if end is None else end.start()
         self._parts[self._part] += self._held[:size]
         self._held = self._held[size:]
@@ -94,10 +94,3 @@ class HarmonySplitter:
             self._parts[1] += f"}}\n{CLOSING}"
         self._read = self._read_header
         return True
-
-
-def _num_of_tags(text: str) -> int:
-    """Characters at the end of the text that may begin a tag."""
-    most = max(map(len, _TAGS)) - 1
-    counts = range(min(len(text), most), 0, -1)
-    return next((n for n in counts if any(tag.startswith(text[-n:]) for tag in _TAGS)), 0)

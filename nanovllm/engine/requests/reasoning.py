@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.requests.harmony import CHANNEL, HarmonySplitter
+from nanovllm.engine.requests.tool_calls import num_undecided
 
 if TYPE_CHECKING:  # It needs torch, and jobs read their lines without.
     from nanovllm.engine.requests.outputs import RequestOutput
@@ -79,7 +80,7 @@ class ReasoningSplitter:
         if tag:
             self._held, self._read = rest, self._read_space
             return reasoning.rstrip(), self._read(is_last)[1]
-        num_held = 0 if is_last else _num_of_tag(self._held)
+        num_held = 0 if is_last else num_undecided(self._held, CLOSING)
         reasoning = self._held[: len(self._held) - num_held].rstrip()
         self._held = self._held[len(reasoning) :]
         return reasoning, ""
@@ -107,8 +108,3 @@ def add_reasoning(output: "RequestOutput", is_open: bool) -> None:
     for sample in (output, *output.get("samples", ())):
         text = sample["text"]
         sample["reasoning"], sample["content"] = (None, None) if text is None else split_reasoning(text, is_open)
-
-
-def _num_of_tag(text: str) -> int:
-    """Characters at the end of the text that may begin the closing tag."""
-    return next((n for n in range(min(len(text), len(CLOSING) - 1), 0, -1) if CLOSING.startswith(text[-n:])), 0)

@@ -68,8 +68,7 @@ class ToolCallSplitter:
         """How many characters at the beginning of what is held are content, whatever follows."""
         start = self._held.find(OPENING)
         if start < 0:
-            sizes = range(min(len(self._held), len(OPENING) - 1), 0, -1)
-            start = len(self._held) - next((n for n in sizes if OPENING.startswith(self._held[-n:])), 0)
+            start = len(self._held) - num_undecided(self._held, OPENING)
         return len(self._held[:start].rstrip())
 
     def _read(self, inside: str) -> ToolCall | None:
@@ -87,6 +86,12 @@ class ToolCallSplitter:
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return None
         return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def num_undecided(text: str, *tags: str) -> int:
+    """Characters at the end of the text that may be the beginning of one of the tags."""
+    counts = range(min(len(text), max(map(len, tags)) - 1), 0, -1)
+    return next((n for n in counts if any(tag.startswith(text[-n:]) for tag in tags)), 0)
 
 
 def split_tool_calls(text: str, tools: Iterable[Any] = ()) -> tuple[str, list[ToolCall]]:
