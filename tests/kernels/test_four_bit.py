@@ -18,7 +18,7 @@ from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
 # Triton's interpreter multiplies bfloat16 wrongly.
 # One rounding of the result, relative to its norm.
 DTYPE, MAX_DISTANCE = (torch.bfloat16, 4e-3) if torch.cuda.is_available() else (torch.float16, 5e-4)
-GEMV, TILES = FourBitGemvConfig(16, 1, 2, 3, False), FourBitTileConfig(16, 16, 64, 1, 2, 3)
+GEMV, TILES = FourBitGemvConfig(16, 1, 2, 3), FourBitTileConfig(16, 16, 64, 1, 2, 3)
 
 
 def test_columns_of_a_unit_are_halves_of_its_bytes():
@@ -77,7 +77,7 @@ def test_gemv_with_the_norm(M, K, device):
     weight = make_four_bit("symmetric", (32, K), 32, torch.bfloat16, device)
     x, factors = (3 * torch.randn(M, K, device=device)).bfloat16(), (torch.rand(K, device=device) + 0.5).bfloat16()
     found, product = x.new_empty(M, 32), x.new_empty(M, 32)
-    config = FourBitGemvConfig(16, 1, 2, 3, False)
+    config = FourBitGemvConfig(16, 1, 2, 3)
     four_bit_gemv(x, weight, found, None, config, None, norm_weight=factors, eps=1e-6)
     four_bit_gemv((x.float() * factors.float()).bfloat16(), weight, product, None, config, None)
     expected = product.float() * (x.float().square().mean(1, keepdim=True) + 1e-6).rsqrt()

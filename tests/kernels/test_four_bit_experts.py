@@ -60,7 +60,7 @@ GEMV_CASES = [
 
 @pytest.mark.parametrize(("case", "num_warps"), GEMV_CASES)
 def test_few_tokens(case, num_warps, device):
-    layer, config = Layer(*case, device), gemv.FourBitExpertsConfig(16, num_warps, 3, False)
+    layer, config = Layer(*case, device), gemv.FourBitExpertsConfig(16, num_warps, 3)
     expected = layer.expected(rounded=False)
     (gate_up, down), (bias, down_bias) = layer.weights, layer.biases
     hidden = gemv.gate_up(layer.x, None, 0.0, layer.experts, gate_up, bias, config, layer.activation)
@@ -91,7 +91,7 @@ def test_tiles(case, constants, device):
 def test_wrong_arguments_are_named(device):
     layer = Layer("symmetric", 2, 4, 2, 64, 32, 32, False, device)
     x, experts, shares, out = layer.x, layer.experts, layer.shares, layer.out
-    (gate_up, down), config = layer.weights, gemv.FourBitExpertsConfig(16, 2, 3, False)
+    (gate_up, down), config = layer.weights, gemv.FourBitExpertsConfig(16, 2, 3)
     hidden = x.new_zeros(4, 32)
     for name, call in {
         "x": lambda: gemv.gate_up(x[:, :32], None, 0.0, experts, gate_up, None, config),

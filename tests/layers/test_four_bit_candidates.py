@@ -55,7 +55,7 @@ def test_products(operation, format, kernels_everywhere):
     weight = format.quantize(torch.randn(48, 64) / 8, DTYPE)
     norm = RMSNorm(64).to(DTYPE).requires_grad_(False)
     candidates = [
-        (FourBitGemv(DEVICE), (16, 2, 1, 3, True, 0)),
+        (FourBitGemv(DEVICE), (16, 2, 1, 3, 0)),
         (FourBitTiles(DEVICE), (16, 16, 64, 1, 2, 3)),
     ]
     for candidate, constants in candidates:
@@ -73,7 +73,7 @@ def test_more_tokens_than_a_program_has_registers_for_are_left_to_others(kernels
     weight, candidate = Mxfp4().quantize(torch.randn(16, 128), DTYPE), FourBitGemv(DEVICE)
     for num_tokens, is_computed in ((2, True), (3, False)):  # with four groups in a chunk and eight columns
         asked = problem("linear", torch.randn(num_tokens, 128).to(DTYPE), weight)
-        assert (candidate.launch(asked, (64, 1, 1, 3, False, 0)) is not None) == is_computed
+        assert (candidate.launch(asked, (64, 1, 1, 3, 0)) is not None) == is_computed
     assert not candidate.supports(asked.key, Mxfp4().quantize(torch.randn(16, 128), torch.float32))
     assert not candidate.supports(asked.key._replace(format="bfloat16"), weight)
 
@@ -84,7 +84,7 @@ def test_more_tokens_than_a_program_has_registers_for_are_left_to_others(kernels
     [
         (FourBitExperts(), ()),
         (FourBitExperts(), ((16, 32, 64, 2, 3), (16, 64, 128, 2, 3))),
-        (FourBitExpertsGemv(), ((16, 1, 3, True), (16, 2, 3, True))),
+        (FourBitExpertsGemv(), ((16, 1, 3), (16, 2, 3))),
     ],
 )
 def test_experts(candidate, constants, format, kernels_everywhere):

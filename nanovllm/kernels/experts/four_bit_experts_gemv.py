@@ -23,7 +23,6 @@ from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.four_bit import CHUNK, FourBit, check_four_bit
 from nanovllm.kernels.matmul.four_bit_gemv import (
     groups_of_chunk,
-    has_small_offset,
     inverse_rms,
     norm_tile,
     sums_of_chunks,
@@ -43,7 +42,6 @@ class FourBitExpertsConfig(NamedTuple):
     rows: int  # weight rows of a program, at least 16; in `gate_up` two make one column of the result
     num_warps: int  # chunks of K, or in `down` of all experts' K, that are multiplied side by side
     num_stages: int  # of the load pipeline
-    by_sums: bool  # whether the offset of integers is subtracted from sums instead of from each weight
 
     def fitted(self, device: torch.device) -> "FourBitExpertsConfig | None":
         """These constants, with as many stages as the card's shared memory holds; None if it does not hold two."""
@@ -60,7 +58,7 @@ class FourBitExpertsConfig(NamedTuple):
 def _four_bit_gate_up_kernel(
     x, norm_weight, experts, weight, scale, zero, bias, y, x_stride, num_experts, N, eps,
     K: tl.constexpr, TOP_K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, NORM_TILE: tl.constexpr, BY_SUMS: tl.constexpr,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, NORM_TILE: tl.constexpr,
     E2M1: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +78,7 @@ def _four_bit_gate_up_kernel(
     x += pair // TOP_K * x_stride
     total = sums_of_chunks(
         x + (column * 0)[None, None, :], norm_weight, weight, scale, zero, row[None, :], index, index >= 0,
-        column < GROUPS, ROWS, COLUMNS, CHUNKS, STEPS, CHUNKS, STEPS * CHUNKS * 128 == K, K, GROUP, GROUPS, BY_SUMS,
+        column < GROUPS, ROWS, COLUMNS, CHUNKS, STEPS, CHUNKS, STEPS * CHUNKS * 128 == K, K, GROUP, GROUPS,
         E2M1, COMPILED, False,
     )  # fmt: skip
     dtype: tl.constexpr = x.dtype.element_ty
@@ -123,14 +121,13 @@ def gate_up(
     if norm_weight is not None and (norm_weight.shape != (K,) or K > MAX_NORM_SIZE or x.dtype != torch.bfloat16):
         raise ValueError(f"norm_weight must be [{K}] of at most {MAX_NORM_SIZE} for an x in bfloat16, not in {x.dtype}")
     N = num_rows // 2
-    rows, num_warps, num_stages, by_sums = config
-    by_sums = by_sums and has_small_offset(weight, x.dtype)
+    rows, num_warps, num_stages = config
     y = torch.empty(experts.numel(), N, dtype=x.dtype, device=x.device)
     launcher(_four_bit_gate_up_kernel, (triton.cdiv(num_rows, rows), experts.numel()), has_pdl(x.device))(
         x, norm_weight, experts, *weight, bias, y, x.stride(0), num_experts, N, eps, K=K, TOP_K=experts.shape[1],
         GROUP=weight.group, GROUPS=groups_of_chunk(weight), COLUMNS=_COLUMNS, ROWS=rows, CHUNKS=num_warps,
         STEPS=triton.cdiv(triton.cdiv(K, CHUNK), num_warps), NORM_TILE=norm_tile(K, 1),
-        BY_SUMS=by_sums, E2M1=weight.is_e2m1, **activation.constants,
+        E2M1=weight.is_e2m1, **activation.constants,
         COMPILED=x.is_cuda, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return y
@@ -140,7 +137,7 @@ def gate_up(
 def _four_bit_down_kernel(
     x, experts, weights, weight, scale, zero, bias, out, out_stride, num_experts, N,
     K: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, BY_SUMS: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
     E2M1: tl.constexpr, ADD: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [tokens, N] = the weighted sum of x [tokens, TOP_K, K] by the experts, added to it with ADD."""
@@ -161,7 +158,7 @@ def _four_bit_down_kernel(
     x_row = x + tl.where(is_slot, pair + slot, pair).to(tl.int64)[:, None, None] * K
     total = sums_of_chunks(
         x_row + (column * 0)[None, None, :], None, weight, scale, zero, row, part, is_slot, column < GROUPS,
-        ROWS, COLUMNS, CHUNKS, STEPS, PARTS, SLOTS == TOP_K and STEPS * PARTS * 128 == K, K, GROUP, GROUPS, BY_SUMS,
+        ROWS, COLUMNS, CHUNKS, STEPS, PARTS, SLOTS == TOP_K and STEPS * PARTS * 128 == K, K, GROUP, GROUPS,
         E2M1, COMPILED, False,
     )  # fmt: skip
     of_experts = tl.sum(total, axis=2)
@@ -202,14 +199,13 @@ def down(
         raise ValueError(f"weights must be a contiguous float32 {list(experts.shape)}, not {list(weights.shape)}")
     if out.shape != (num_tokens, N) or out.stride(1) != 1 or out.dtype != x.dtype:
         raise ValueError(f"out must be [{num_tokens}, {N}] with contiguous rows, not {list(out.shape)} {out.dtype}")
-    rows, num_warps, num_stages, by_sums = config
-    by_sums = by_sums and has_small_offset(weight, x.dtype)
+    rows, num_warps, num_stages = config
     slots = triton.next_power_of_2(top_k)
     num_warps = max(num_warps, slots)
     launcher(_four_bit_down_kernel, (triton.cdiv(N, rows), num_tokens), has_pdl(x.device))(
         x, experts, weights, *weight, bias, out, out.stride(0), num_experts, N, K=K, TOP_K=top_k, SLOTS=slots,
         GROUP=weight.group, GROUPS=groups_of_chunk(weight), COLUMNS=_COLUMNS, ROWS=rows, CHUNKS=num_warps,
-        STEPS=triton.cdiv(triton.cdiv(K, CHUNK), num_warps // slots), BY_SUMS=by_sums, E2M1=weight.is_e2m1, ADD=add,
+        STEPS=triton.cdiv(triton.cdiv(K, CHUNK), num_warps // slots), E2M1=weight.is_e2m1, ADD=add,
         COMPILED=x.is_cuda, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out

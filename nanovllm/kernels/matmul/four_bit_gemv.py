@@ -38,7 +38,6 @@ class FourBitGemvConfig(NamedTuple):
     splits: int  # programs among which K is divided
     num_warps: int  # chunks of K that are multiplied side by side
     num_stages: int  # of the load pipeline
-    by_sums: bool  # whether the offset of integers is subtracted from sums instead of from each weight
     prefetch: int = 0  # first columns of its split that a program asks into L2 while it waits; 0 for none
 
     @property
@@ -81,8 +80,7 @@ def _load_scales(scale, zero, row, chunk, column, is_chunk, K: tl.constexpr, GRO
 def sums_of_chunks(
     x, norm_weight, weight, scale, zero, row, first, is_there, is_token, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     CHUNKS: tl.constexpr, STEPS: tl.constexpr, STRIDE: tl.constexpr, IS_WHOLE: tl.constexpr, K: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, BY_SUMS: tl.constexpr, E2M1: tl.constexpr, COMPILED: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, E2M1: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The products of rows of a weight and columns of x, [CHUNKS, ROWS, COLUMNS] in float32, each of other chunks.
 
@@ -134,20 +132,16 @@ def sums_of_chunks(
         next_found, next_zero = _load_scales(scale, zero, row, later, column, is_later, K, GROUP, GROUPS)
         low_weights = decode(packed, 0, E2M1, dtype, COMPILED)
         high_weights = decode(packed, 1, E2M1, dtype, COMPILED)
-        if not E2M1 and not BY_SUMS:
+        if not E2M1:
             low_weights = low_weights - (OFFSET + 8)
             high_weights = high_weights - (OFFSET + 8)
         sums = tl.dot(low_weights, low, out_dtype=tl.float32)
         sums = tl.dot(high_weights, high, sums)
-        if zero is not None or BY_SUMS:
+        if zero is not None:
             ones = ones_like(packed, dtype, COMPILED)
             of_ones = tl.dot(ones, low, out_dtype=tl.float32)
             of_ones = tl.dot(ones, high, of_ones)
-            if zero is not None:
-                assumed = -OFFSET if BY_SUMS else 8
-                sums += of_ones * (assumed - of_zero.to(tl.float32))
-            else:
-                sums -= of_ones * (OFFSET + 8)
+            sums += of_ones * (8 - of_zero.to(tl.float32))
         total += sums * scale_of(found, E2M1)
         found, of_zero = next_found, next_zero
     return total
@@ -169,8 +163,8 @@ def _four_bit_gemv_kernel(
     x, norm_weight, weight, scale, zero, bias, y, partial, arrivals, M, N, x_stride, y_stride, eps,
     K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     CHUNKS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_CHUNKS: tl.constexpr, NORM_TOKENS: tl.constexpr,
-    NORM_TILE: tl.constexpr, BY_SUMS: tl.constexpr, E2M1: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr,
-    PREFETCH: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
+    NORM_TILE: tl.constexpr, E2M1: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PREFETCH: tl.constexpr,
+    COMPILED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] = f(x) W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU; f: norm or none. GROUPS: of a
     chunk of 128 columns. COLUMNS: of the second operand. CHUNKS: multiplied side by side."""
@@ -201,7 +195,7 @@ def _four_bit_gemv_kernel(
     total = sums_of_chunks(
         tokens, norm_weight, weight, scale, zero, row[None, :], first + index, index >= 0,
         token < M, ROWS, COLUMNS, CHUNKS, SPLIT_CHUNKS // CHUNKS, CHUNKS, SPLITS * SPLIT_CHUNKS * 128 == K, K, GROUP,
-        GROUPS, BY_SUMS, E2M1, COMPILED, PDL,
+        GROUPS, E2M1, COMPILED, PDL,
     )  # fmt: skip
 
     dtype: tl.constexpr = x.dtype.element_ty
@@ -254,11 +248,6 @@ def groups_of_chunk(weight: FourBit) -> int:
     return max(1, CHUNK // weight.group) if weight.scale.shape[-1] > 1 else 1
 
 
-def has_small_offset(weight: FourBit, dtype: torch.dtype) -> bool:
-    """Whether what `decode` adds to integers may be subtracted from their sums in float32."""
-    return not weight.is_e2m1 and dtype == torch.bfloat16
-
-
 def four_bit_gemv(
     x: Tensor,
     weight: FourBit,
@@ -282,7 +271,7 @@ def four_bit_gemv(
         weight: `[N, K]`.
         y: `[M, N]` of x's dtype, any row stride; shares no memory with x.
         bias: `[N]`, any float dtype, or None.
-        config: by_sums has an effect on integers and an x in bfloat16 alone. In float16 the offset is too large.
+        config: launch constants.
         arrivals: from `split_k.make_arrivals`; None if config has one split. K is not split if the result has more
             tiles than this has counters.
         norm_weight, eps: of the norm (Zhang & Sennrich 2019), and what is added to the mean square: `[K]`, any float
@@ -311,8 +300,7 @@ def four_bit_gemv(
     if bias is not None and (bias.shape != (num_rows,) or not bias.is_contiguous()):
         raise ValueError(f"bias must be a contiguous [{num_rows}], not {list(bias.shape)}")
     check_result(y, x, weight.values, silu)
-    rows, splits, num_warps, num_stages, by_sums, prefetch = config
-    by_sums = by_sums and has_small_offset(weight, x.dtype)
+    rows, splits, num_warps, num_stages, prefetch = config
     tiles, partial = triton.cdiv(num_rows, rows), None
     groups = groups_of_chunk(weight)
     columns = max(_MIN_COLUMNS, triton.next_power_of_2(M) * groups)
@@ -328,6 +316,6 @@ def four_bit_gemv(
         x, norm_weight, *weight, bias, y, partial, arrivals if splits > 1 else None, M, y.shape[1], x.stride(0),
         y.stride(0), eps, K=K, GROUP=weight.group, GROUPS=groups, COLUMNS=columns, ROWS=rows, CHUNKS=num_warps,
         SPLITS=splits, SPLIT_CHUNKS=split_chunks, NORM_TOKENS=norm_tokens, NORM_TILE=norm_tile(K, norm_tokens),
-        BY_SUMS=by_sums, E2M1=weight.is_e2m1, SILU=silu, ADD=add, PREFETCH=lines if prefetch and has_pdl_here else 0,
+        E2M1=weight.is_e2m1, SILU=silu, ADD=add, PREFETCH=lines if prefetch and has_pdl_here else 0,
         COMPILED=x.is_cuda, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip

@@ -53,4 +53,4 @@ class FourBitExpertsGemv(Candidate):
         # With fewer stages a multiprocessor has room for more programs.
         for gate_up in ((32, 4, 4), (32, 4, 3), (64, 4, 4), (64, 4, 3)):
             for down in ((16, 4, 4), (16, 8, 4), (16, 16, 2), (32, 8, 3)):
-                yield FourBitExpertsConfig(*gate_up, True), FourBitExpertsConfig(*down, True)
+                yield FourBitExpertsConfig(*gate_up), FourBitExpertsConfig(*down)

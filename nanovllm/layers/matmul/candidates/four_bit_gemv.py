@@ -73,6 +73,6 @@ class FourBitGemv(Candidate):
             if rows < 64 and programs >= 1.5 * num_multiprocessors:
                 continue
             for num_stages, prefetch in ((4, 1024), (3, 1024), (2, 1024), (3, 16384)):
-                config = FourBitGemvConfig(rows, splits, num_warps, num_stages, False, prefetch)
+                config = FourBitGemvConfig(rows, splits, num_warps, num_stages, prefetch)
                 if num_tokens <= config.columns:
                     yield config
