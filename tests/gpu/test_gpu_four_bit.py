@@ -196,9 +196,7 @@ def test_experts(kind, num_experts, top_k, hidden, intermediate, group):
         normed = rms_norm_torch(x, norm, 1e-6)
         expected = out.float() + experts_torch(normed, experts, shares, num_experts, *products)
         if num_tokens <= four_bit_experts_gemv.MAX_TOKENS:
-            configs = [
-                four_bit_experts_gemv.FourBitExpertsConfig(32, num_warps, 3, kind != "e2m1") for num_warps in (4, 8)
-            ]
+            configs = [four_bit_experts_gemv.FourBitExpertsConfig(32, num_warps, 3) for num_warps in (4, 8)]
             hidden_values = four_bit_experts_gemv.gate_up(x, norm, 1e-6, experts, gate_up, biases[0], configs[0])
             options = experts, shares, down, biases[1], out.clone(), True, configs[1]
             assert distance(four_bit_experts_gemv.down(hidden_values, *options), expected) < 0.01
