@@ -87,8 +87,8 @@ def measure(phases: Phases, model: str, options: dict) -> float:
         compile_ahead = kernel_compilation.compile_ahead
 
         @contextmanager
-        def timed_compile_ahead(tell):
-            with compile_ahead(tell):
+        def timed_compile_ahead(*args, **kwargs):
+            with compile_ahead(*args, **kwargs):
                 yield
                 end_of_block = time.perf_counter()
             phases.seconds["wait for kernels"] = time.perf_counter() - end_of_block
