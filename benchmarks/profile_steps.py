@@ -20,6 +20,7 @@ from torch.autograd.profiler import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.layers.formats.all_formats import QUANTIZATIONS
 
 STEPS = 40
 PROFILED_STEPS = 10
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument("--prefill", nargs="*", default=[], help="PROMPTSxTOKENS")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="rank 0 is what the profile shows")
-    parser.add_argument("--quantization", choices=["fp8"])
+    parser.add_argument("--quantization", choices=list(QUANTIZATIONS))
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
     parser.add_argument("--json")
     args = parser.parse_args()
