@@ -1,5 +1,6 @@
 """Options of the command line, made from the fields of a dataclass."""
 
+from argparse import BooleanOptionalAction
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, get_args
@@ -7,7 +8,7 @@ from typing import Any, get_args
 
 def add_options(group: Any, declared: type, names: Iterable[str], has_defaults: bool = False) -> None:
     """Add an option for each of these fields to an argparse parser or group, with the field's name, type, choices and
-    help.
+    help. One that is True by default also has its opposite: --no-NAME.
 
     Args:
         declared: a dataclass. A field's metadata may have "help" and "choices".
@@ -22,7 +23,7 @@ def add_options(group: Any, declared: type, names: Iterable[str], has_defaults: 
             default = "" if field.default is None or kind is bool else f" (default: {field.default})"
             options["help"] = (help + default).replace("%", "%%")
         if kind is bool:
-            options["action"] = "store_true"
+            options["action"] = BooleanOptionalAction if field.default else "store_true"
         elif choices := field.metadata.get("choices"):
             options["choices"] = choices
         else:

@@ -119,18 +119,32 @@ def test_what_the_engine_refuses_is_one_line(refuse, path, args, message):
     assert message in refuse("--model", path, "--workload", "laptop", *args)
 
 
-def test_a_workload_says_how_many_sequences_run_at_once(bench, monkeypatch, path):
+@pytest.fixture
+def asked_options(bench, monkeypatch, path):
+    """Run bench.py in this process up to its engine: the engine's options."""
     asked = []
 
     def remember(*args, **options):
         asked.append(options)
         raise ValueError("an engine was made")
 
-    monkeypatch.setattr(bench, "LLM", remember)
-    for names in (["laptop"], ["laptop", "throughput"]):
+    def run(*args) -> dict:
         with pytest.raises(SystemExit):
-            bench.main(["--device", "cpu", "--model", str(path), "--workload", *names])
-    assert [options["max_num_seqs"] for options in asked] == [512, 1024]
+            bench.main(["--device", "cpu", "--model", str(path), *args])
+        return asked.pop()
+
+    monkeypatch.setattr(bench, "LLM", remember)
+    return run
+
+
+@pytest.mark.parametrize(("names", "most"), [(["laptop"], 512), (["laptop", "throughput"], 1024)])
+def test_a_workload_says_how_many_sequences_run_at_once(asked_options, names, most):
+    assert asked_options("--workload", *names)["max_num_seqs"] == most
+
+
+@pytest.mark.parametrize(("args", "is_on"), [((), True), (("--no-enable-prefix-caching",), False)])
+def test_the_prefix_cache_can_be_switched_off(asked_options, args, is_on):
+    assert asked_options(*args)["enable_prefix_caching"] is is_on
 
 
 @pytest.mark.slow
