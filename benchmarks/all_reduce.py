@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing
-from gpus import require_gpus
 from graph_timing import time_graph
+from required_gpus import require_gpus
 
 from nanovllm.engine.ranks.process_group import abort_group, join_group, open_store
 from nanovllm.kernels.rms_norm import rms_norm

@@ -28,8 +28,8 @@ from random import Random
 
 import numpy as np
 import torch
-from gpus import require_gpus
 from graph_timing import time_graph
+from required_gpus import require_gpus
 
 from nanovllm.kernels.attention.decode_plan import (
     GROUP_PIECE_FIELDS,

@@ -18,7 +18,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from gpus import require_gpus
+from required_gpus import require_gpus
 
 from nanovllm.kernels.attention import paged_prefill as kernel
 from nanovllm.kernels.attention.paged_prefill import PrefillTiles, paged_prefill
@@ -75,14 +75,14 @@ def make_batch(shape: Shape) -> Batch:
     cu_seqlens_q, cu_seqlens_k = (
         torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * length for length in (new, cached + new)
     )
-    caches, tables = (None, None), None
+    k_cache = v_cache = tables = None
     if cached:
         blocks = -(-(cached + new) // BLOCK_SIZE)
         pages = torch.randn(2, num_seqs * blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
-        caches = pages.unbind(0)
+        k_cache, v_cache = pages.unbind(0)
         tables = torch.randperm(num_seqs * blocks, device=device).view(num_seqs, blocks).int()
     context = Context(True, cu_seqlens_q, cu_seqlens_k, new, cached + new, block_tables=tables)
-    return Batch(q, k, v, *caches, context)
+    return Batch(q, k, v, k_cache, v_cache, context)
 
 
 def triton_prefill(batch: Batch) -> torch.Tensor:
@@ -134,10 +134,10 @@ def with_half_blocks(batch: Batch) -> Batch:
     """The same cache as blocks of 128, which flash-attn-4 loads with the bulk copy engine on Hopper."""
     tables = batch.context.block_tables
     halves = torch.stack([2 * tables, 2 * tables + 1], dim=-1).flatten(1)
-    caches = [cache.view(-1, BLOCK_SIZE // 2, KV_HEADS, HEAD_DIM) for cache in (batch.k_cache, batch.v_cache)]
+    k_cache, v_cache = (cache.view(-1, BLOCK_SIZE // 2, KV_HEADS, HEAD_DIM) for cache in (batch.k_cache, batch.v_cache))
     c = batch.context
     context = Context(True, c.cu_seqlens_q, c.cu_seqlens_k, c.max_seqlen_q, c.max_seqlen_k, block_tables=halves)
-    return Batch(batch.q, batch.k, batch.v, *caches, context)
+    return Batch(batch.q, batch.k, batch.v, k_cache, v_cache, context)
 
 
 def measure(prefill: Callable[[Batch], torch.Tensor], batches: list[Batch], repeats: int) -> tuple[float, float]:

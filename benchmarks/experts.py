@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gpus import require_gpus
 from graph_timing import time_graph
+from required_gpus import require_gpus
 
 from nanovllm.kernels.experts import experts as tiles
 from nanovllm.kernels.experts import experts_gemv as gemv
@@ -169,10 +169,10 @@ class Sweep:
                 steps[0].gate_up_tiles(config)
             for config in {config for n in num_tokens for config in self.tile_configs(n)[1]}:
                 steps[0].down_tiles(config)
-            for config in self.gemv_configs[0]:
-                steps[0].gate_up_gemv(config)
-            for config in self.gemv_configs[1]:
-                steps[0].down_gemv(config)
+            for gemv_config in self.gemv_configs[0]:
+                steps[0].gate_up_gemv(gemv_config)
+            for gemv_config in self.gemv_configs[1]:
+                steps[0].down_gemv(gemv_config)
         print()
 
     def best(self, steps: list[Step], part: str, configs: Iterable[tuple]) -> tuple[float, tuple]:

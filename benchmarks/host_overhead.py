@@ -43,8 +43,8 @@ def measure(batch: int, waiting: int) -> dict:
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     for i in range(batch + waiting):
-        start = rng.randint(0, 100000)
-        prompt = list(range(start, start + PROMPT_TOKENS))
+        first = rng.randint(0, 100000)
+        prompt = list(range(first, first + PROMPT_TOKENS))
         scheduler.add(Sequence(i, prompt, params, BLOCK_SIZE, seed=i))
     bytes_each = (tracemalloc.get_traced_memory()[0] - before) / (batch + waiting)
     tracemalloc.stop()

@@ -23,8 +23,8 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from gpus import require_gpus
 from graph_timing import time_graph
+from required_gpus import require_gpus
 from torch import Tensor
 
 from nanovllm.kernels.linear_attention import chunked_delta, gated_delta
@@ -45,8 +45,8 @@ SCAN_SWEEP = [ScanConfig(*each) for each in product((16, 32, 64, 128), (4, 8), (
 class Layer(NamedTuple):
     """Weights, and inputs as slices of one tensor."""
 
-    weights: tuple[Any, ...]
-    inputs: tuple[Tensor, ...]
+    weights: tuple[Tensor, Tensor, Tensor, Tensor, float]
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor]
     heads: tuple[int, int]
 
     @classmethod

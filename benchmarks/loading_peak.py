@@ -74,7 +74,7 @@ def main() -> None:
         seconds = time.perf_counter() - begin
         print(f"weights {weights / GIB:.3f} GiB, peak while loading {peak / GIB:.3f} GiB, {seconds:.1f} s", flush=True)
 
-    ModelRunner.load_weights = measured  # type: ignore[method-assign]
+    ModelRunner.load_weights = measured  # type: ignore[method-assign, assignment]
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(args.model, Path(folder), 1)
         options: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 512, "max_num_seqs": 4}

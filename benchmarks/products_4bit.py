@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gpus import require_gpus
 from graph_timing import time_graph
+from required_gpus import require_gpus
 from torch import Tensor
 
 from nanovllm.kernels.launch import compile_ahead
@@ -127,7 +127,9 @@ def make_case(product: Product, weights: list[tuple[Weight, ...]], num_tokens: i
         return Case(problems, num_bytes(weights[0][0]) + activations)
     out, logits = random(num_tokens, K), random(num_tokens, experts)
     lens = None if key.phase == "prefill" else torch.ones(num_tokens, dtype=torch.int32, device=device)
-    problems = [ExpertsProblem(key, x, logits, *pair, top_k, True, out, True, lens) for pair in weights]
+    problems = [
+        ExpertsProblem(key, x, logits, gate_up, down, top_k, True, out, True, lens) for gate_up, down in weights
+    ]
     share = len(logits.topk(top_k).indices.unique()) / experts
     return Case(problems, share * sum(map(num_bytes, weights[0])) + 4 * num_tokens * K)
 

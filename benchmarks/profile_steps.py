@@ -15,7 +15,7 @@ from random import Random
 from statistics import median
 
 import torch
-from gpus import require_gpus
+from required_gpus import require_gpus
 from torch.autograd.profiler import DeviceType
 from torch.profiler import ProfilerActivity, profile
 

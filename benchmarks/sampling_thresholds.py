@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from gpus import require_gpus
+from required_gpus import require_gpus
 
 from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds
 

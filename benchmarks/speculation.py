@@ -107,10 +107,11 @@ def main() -> None:
     with LLM(args.model, speculation="suffix", max_speculative_tokens=args.max_speculative_tokens, **options) as llm:
         print(llm.model_runner.step_times)
         device, scheduler = llm.model_runner.device_name, llm.scheduler
-        scheduler.proposer = NoProposals()
+        assert isinstance(scheduler, speculative_scheduler.SpeculativeScheduler)
+        scheduler.proposer = NoProposals()  # type: ignore[assignment]
         for num_seqs in args.at_once:
             report("nothing proposed", num_seqs, measure(llm, num_seqs, args))
-        scheduler.proposer = RandomProposals()
+        scheduler.proposer = RandomProposals()  # type: ignore[assignment]
         if not args.budget:
             most_rows = llm.config.max_decode_rows
             speculative_scheduler.choose_counts = lambda chances, num_seqs, pace: [

@@ -20,6 +20,7 @@ from pydoc_data.topics import topics
 from statistics import median
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.speculation.speculative_scheduler import SpeculativeScheduler
 from nanovllm.engine.speculation.suffix_index import SuffixProposer
 
 MODULES = "bisect", "heapq", "textwrap", "shlex", "sched", "queue", "fnmatch", "colorsys", "string", "stat"
@@ -88,7 +89,7 @@ def main() -> None:
                     seconds = []
                     for _ in range(args.passes + 1):
                         llm.reset_prefix_cache()
-                        if speculation is not None:  # It would know the answers.
+                        if isinstance(llm.scheduler, SpeculativeScheduler):  # It would know the answers.
                             llm.scheduler.proposer = SuffixProposer()
                         before, start = llm.stats(), time.perf_counter()
                         results = llm.chat(requests, params, use_tqdm=False)

@@ -34,12 +34,12 @@ def main() -> None:
     tails = torch.zeros(1, TAPS - 1, conv_dim)
     exact, states = torch.zeros(2, 1, num_heads, DIM, DIM).unbind()
     states = states.bfloat16()
-    places = (torch.tensor(each, dtype=torch.int32) for each in ([0, NUM_TOKENS], [-1], [0], [-1], [0]))
-    expected = delta_rule_prefill_torch(*inputs, *weights, tails, exact, *places, 1, num_heads)
+    starts, none, first = (torch.tensor(each, dtype=torch.int32) for each in ([0, NUM_TOKENS], [-1], [0]))
+    expected = delta_rule_prefill_torch(*inputs, *weights, tails, exact, starts, none, first, none, first, 1, num_heads)
     slot, found = torch.zeros(1, dtype=torch.int32), []
     for i in range(NUM_TOKENS):
-        row = [x[i : i + 1] for x in inputs]
-        found.append(delta_rule_decode_torch(*row, *weights, tails, states, slot, slot + i + 1, 1, num_heads))
+        qkv, z, b, a = (x[i : i + 1] for x in inputs)
+        found.append(delta_rule_decode_torch(qkv, z, b, a, *weights, tails, states, slot, slot + i + 1, 1, num_heads))
     outputs = [x[-LAST:].view(LAST, num_heads, DIM) for x in (torch.cat(found), expected)]
     print("| memory, tokens | beta | state, % | output, % |")
     print("| --- | --- | --- | --- |")

@@ -16,7 +16,7 @@ from statistics import median
 from tempfile import TemporaryFile
 
 import torch
-from gpus import require_gpus
+from required_gpus import require_gpus
 
 # tokens, output columns, input columns
 SHAPES = {

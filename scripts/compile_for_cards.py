@@ -106,7 +106,7 @@ class Launch(NamedTuple):
             stage = config.stage_bytes(2 if options["SILU"] else 1, itemsize)
             return max(stage * held_stages(config.num_stages, device), config.result_bytes(itemsize))
         if self.name == "_four_bit_experts_kernel":
-            names = ("TOKENS", "COLUMNS", "K_TILE", "num_warps", "num_stages")
+            names: tuple[str, ...] = ("TOKENS", "COLUMNS", "K_TILE", "num_warps", "num_stages")
             tiles_of_experts = FourBitExpertTiles(*(options[name] for name in names))
             stage = tiles_of_experts.stage_bytes(2 if options["SILU"] else 1)
             return stage * held_stages(tiles_of_experts.num_stages, device)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 AGREEMENT_TOKENS = 32
 SAMPLE_TOKENS = 120
@@ -57,13 +57,13 @@ class Run:
     held_out_loss: float
 
 
-def load(folder: Path, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+def load(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """The saved model, as any user of transformers gets it."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
 
 
 @torch.inference_mode()
-def greedy(model: torch.nn.Module, token_ids: list[int], max_tokens: int) -> list[int]:
+def greedy(model: PreTrainedModel, token_ids: list[int], max_tokens: int) -> list[int]:
     """The most probable continuation of `token_ids`, up to and including the first end-of-sequence token."""
     prompt = torch.tensor([token_ids], device=model.device)
     eos, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id

@@ -121,7 +121,7 @@ def _dialogues_about(module: str, text: str, rng: random.Random) -> Iterator[lis
             yield from _code_dialogue(node, path, arguments, source, rng)
 
 
-def _definitions(tree: ast.Module, module: str) -> Iterator[tuple[ast.AST, str]]:
+def _definitions(tree: ast.Module, module: str) -> Iterator[tuple[ast.stmt, str]]:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node, f"{module}.{node.name}"

@@ -68,7 +68,8 @@ def trace_request() -> RequestPath:
             if event == "call" and code not in seen:
                 seen.add(code)
                 if code.co_name == "<lambda>" or not code.co_name.startswith("<"):
-                    path.functions[str(Path(code.co_filename).relative_to(ROOT))].append(code.co_qualname)
+                    name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no co_qualname.
+                    path.functions[str(Path(code.co_filename).relative_to(ROOT))].append(name)
 
         sys.setprofile(profile)
         try:

@@ -33,7 +33,7 @@ LONG_EVERY, LONG_FACTOR = 8, 4  # Every 8th step reads sequences 4 times as long
 WARMUP_SHARE = 0.02  # of the training time
 LOG_EVERY = 200  # steps
 
-Loss = Callable[[torch.nn.Module, torch.Tensor, float, float], torch.Tensor]
+Loss = Callable[[Qwen3ForCausalLM, torch.Tensor, float, float], torch.Tensor]
 
 
 def build_model(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
@@ -54,7 +54,7 @@ def build_model(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
         bos_token_id=end_of_text,
         eos_token_id=message_end,
         pad_token_id=end_of_text,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # type: ignore[call-arg]
     )
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(

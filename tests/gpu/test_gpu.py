@@ -81,7 +81,7 @@ def assert_logits_close(path, reference, backend, dtype):
     (128, "torch", "bfloat16"),
 )
 def test_logits_are_close_to_those_of_a_cpu(shaped, backend, dtype):
-    assert_logits_close(*shaped, backend, dtype)
+    assert_logits_close(*shaped, backend=backend, dtype=dtype)
 
 
 LENGTHS = (3, 40, 256, 1, 300, 17, 255, 8, 64, 257, 5, 100, 33, 12, 2, 150, 511)

@@ -84,7 +84,9 @@ def test_proposed_tokens(hybrid, eager, monkeypatch):
     options = OPTIONS | {"num_kvcache_blocks": 24, "max_num_batched_tokens": 700, "max_num_seqs": 8}
     with gpu_llm(path, **options, speculation="suffix", max_speculative_tokens=5, enforce_eager=eager) as llm:
         for wrong in (0.0, 0.3):
-            llm.scheduler.proposer = Replay({(i, 0): tokens for i, tokens in enumerate(expected)}, wrong, 256)
+            assert isinstance(llm.scheduler, speculative_scheduler.SpeculativeScheduler)
+            replay = Replay({(i, 0): tokens for i, tokens in enumerate(expected)}, wrong, 256)
+            llm.scheduler.proposer = replay  # type: ignore[assignment]
             assert complete(llm, prompts, greedy(10)) == expected
             assert complete(llm, prompts[:1], greedy(10)) == expected[:1]
         assert_idle(llm)

@@ -1,6 +1,5 @@
 """The benchmark of 4-bit products compares all candidates on the same numbers."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,11 @@ from nanovllm.layers.matmul.candidates.dequantized import Dequantized
 
 @pytest.fixture
 def products_4bit(monkeypatch):
-    # The tests' helpers have a module of one of these names too.
-    names = ("gpus", "graph_timing", "products_4bit")
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import products_4bit
 
     monkeypatch.setattr(products_4bit, "WEIGHT_BYTES", 1)
-    yield products_4bit
-    for name in names:
-        del sys.modules[name]
+    return products_4bit
 
 
 @pytest.mark.parametrize(("operation", "experts"), [("linear_add", 1), ("experts", 4)])
