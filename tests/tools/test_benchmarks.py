@@ -1,0 +1,41 @@
+"""Benchmarks that replace parts of the engine by name find these parts, and run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+def run(script: str, *args) -> str:
+    command = [sys.executable, f"benchmarks/{script}.py", *map(str, args)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_start_is_divided_into_phases(path, tmp_path):
+    file = tmp_path / "out.json"
+    run("startup", "--model", path, "--json", file)
+    report = json.loads(file.read_text())
+    assert {"import torch", "config", "weights", "warm-up", "KV cache", "rest"} <= set(report["phases_s"])
+    assert 0 < report["phases_s"]["weights"] < report["ready_s"]
+
+
+def test_the_hosts_time_is_measured_without_a_model():
+    assert run("host_batches", "--workload", "laptop", "--passes", 1).splitlines()[-1].startswith("laptop")
+
+
+def test_as_many_proposed_tokens_are_right_as_asked(tmp_path):
+    model, file = make_checkpoint(tmp_path, vocab_size=10_016), tmp_path / "out.json"
+    # The prompt's step gives one token, and the other eight take one token a step, or with two proposed ones three.
+    sizes = "--prompt-tokens", 8, "--output-tokens", 9, "--max-speculative-tokens", 2, "--at-once", 1, "--passes", 1
+    run("speculation", "--model", model, "--acceptance", 0, 1, "--json", file, *sizes)
+    figures = json.loads(file.read_text())["figures"]
+    per_step = {name.split(", ")[1]: of_name["tokens_per_step"] for name, of_name in figures.items()}
+    assert per_step == {"without": 1, "nothing proposed": 1, "acceptance 0.0": 1, "acceptance 1.0": 9 / 4}
