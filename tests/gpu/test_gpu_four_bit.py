@@ -21,6 +21,7 @@ from nanovllm.kernels.matmul.four_bit_tiles import (
     rms_norm_arrange,
     silu_and_mul_arrange,
 )
+from nanovllm.kernels.matmul.int4_gemv import Int4GemvConfig, int4_gemv
 from nanovllm.kernels.matmul.split_k import make_arrivals
 from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
@@ -96,6 +97,22 @@ def test_gemv_with_norm_and_activation(kind, arrivals):
         four_bit_gemv(x[:num_tokens], weight, y, None, config, arrivals, **options)
         # The twin rounds the norm, the kernel x times its weight.
         assert distance(y, expected[:num_tokens].float()) < 0.01
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "zeros"])
+@groups
+def test_int4_gemv(kind, dtype, group):
+    K = 4096
+    for N, num_tokens, *constants in ((331, 1, 8, 2048, 4), (331, 4, 4, 512, 1), (6144, 2, 16, 1024, 2)):
+        weight = make_four_bit(kind, (2 * N, K), group, dtype, "cuda")
+        x, norm = torch.randn(num_tokens, K, device="cuda").to(dtype), torch.rand(K, device="cuda") + 0.5
+        y = x.new_empty(num_tokens, N)
+        value = rms_norm_torch(x.float(), norm, 1e-6)
+        expected = silu_and_mul_torch((value @ dequantize_torch(weight).t()).to(dtype)).float()
+        config = Int4GemvConfig(*constants)
+        for _ in range(2):
+            int4_gemv(x, weight, y, None, config, norm_weight=norm, eps=1e-6, silu=True, pdl=True)
+        assert distance(y, expected) < 2 * MAX_DISTANCE[dtype]  # of two roundings
 
 
 @groups

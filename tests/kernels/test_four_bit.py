@@ -11,6 +11,7 @@ from nanovllm.kernels.matmul import four_bit_tiles as tiles
 from nanovllm.kernels.matmul.four_bit import FourBit, codes_torch, dequantize_torch
 from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig, four_bit_gemv
 from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig, arrange_torch, four_bit_tiles
+from nanovllm.kernels.matmul.int4_gemv import Int4GemvConfig, int4_gemv
 from nanovllm.kernels.matmul.split_k import make_arrivals
 from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
@@ -67,6 +68,49 @@ def test_gemv(kind, M, N, K, group, config, fused, device):
     four_bit_gemv(x, weight, y, bias, config, arrivals, silu=fused == "silu", add=fused == "add")
     assert distance(y, expected) < MAX_DISTANCE
     assert not arrivals.any()
+
+
+# kind, tokens, N, K, group, constants, what is fused: fewer pairs of words than threads, several tiles of which the
+# last is short, rows and tokens past the last, groups within and beyond a tile.
+INT4_CASES = [
+    ("symmetric", 1, 1, 32, 32, (2, 512, 1), ""),
+    ("symmetric", 3, 37, 576, 64, (8, 512, 1), "silu"),
+    ("symmetric", 4, 20, 416, 416, (4, 128, 2), "add"),
+    ("symmetric", 1, 21, 1056, 32, (16, 512, 1), "norm"),
+    ("zeros", 2, 40, 1024, 512, (8, 1024, 2), "bias"),
+    ("zeros", 1, 18, 160, 32, (2, 64, 1), "silu"),
+    ("zeros", 2, 6, 2080, 2080, (4, 1024, 2), "norm"),
+]
+
+
+@pytest.mark.parametrize(("kind", "M", "N", "K", "group", "constants", "fused"), INT4_CASES)
+def test_int4_gemv(kind, M, N, K, group, constants, fused, device):
+    weight = make_four_bit(kind, (N * (1 + (fused == "silu")), K), group, DTYPE, device)
+    x, y = torch.randn(M, K + 8, device=device).to(DTYPE)[:, :K], torch.randn(M, N, device=device).to(DTYPE)
+    bias = torch.randn(N, device=device) if fused == "bias" else None
+    factors = torch.rand(K, device=device) + 0.5 if fused == "norm" else None
+    value = x.float() if factors is None else rms_norm_torch(x.float(), factors, 1e-6)
+    expected = value @ dequantize_torch(weight).t()
+    if fused == "silu":
+        expected = silu_and_mul_torch(expected.to(DTYPE)).float()
+    if fused == "add":
+        expected += y.float()
+    if bias is not None:
+        expected += bias
+    options = {"silu": fused == "silu", "add": fused == "add", "norm_weight": factors, "eps": 1e-6}
+    int4_gemv(x, weight, y, bias, Int4GemvConfig(*constants), **options)
+    assert distance(y, expected) < MAX_DISTANCE
+
+
+def test_int4_gemv_refuses_what_it_cannot_multiply(device):
+    integers, e2m1 = (make_four_bit(kind, (4, 64), 32, DTYPE, device) for kind in ("symmetric", "e2m1"))
+    x, y, config = torch.randn(5, 64).to(DTYPE), torch.zeros(5, 4).to(DTYPE), Int4GemvConfig(2, 64, 1)
+    with pytest.raises(ValueError, match=r"^x must be \[1..4, 64\]"):
+        int4_gemv(x, integers, y, None, config)
+    with pytest.raises(ValueError, match=r"^weight must have integers"):
+        int4_gemv(x[:1], e2m1, y[:1], None, config)
+    with pytest.raises(ValueError, match=r"^norm_weight must be"):
+        int4_gemv(x[:1], integers, y[:1], None, config, norm_weight=torch.ones(63))
 
 
 @pytest.mark.parametrize("M", [1, 3])

@@ -19,12 +19,14 @@ from nanovllm.layers.matmul.candidates import (
     FourBitExpertsGemv,
     FourBitGemv,
     FourBitTiles,
+    Int4Gemv,
     dequantized,
     expert_tiles,
     four_bit_experts,
     four_bit_experts_gemv,
     four_bit_gemv,
     four_bit_tiles,
+    int4_gemv,
 )
 from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.matmul.table import Key
@@ -40,7 +42,7 @@ def kernels_everywhere(monkeypatch):
     """Triton's interpreter runs the kernels."""
     if torch.cuda.is_available():
         pytest.skip("the kernels would be compiled for a GPU")
-    for module in (four_bit_experts, four_bit_experts_gemv, four_bit_gemv, four_bit_tiles):
+    for module in (four_bit_experts, four_bit_experts_gemv, four_bit_gemv, four_bit_tiles, int4_gemv):
         monkeypatch.setattr(module, "use_kernels", lambda x: True)
 
 
@@ -58,6 +60,8 @@ def test_products(operation, format, kernels_everywhere):
         (FourBitGemv(DEVICE), (16, 2, 1, 3, 0)),
         (FourBitTiles(DEVICE), (16, 16, 64, 1, 2, 3)),
     ]
+    if format.name == Int4Gemv.formats[0]:
+        candidates.append((Int4Gemv(), (4, 512, 1)))
     for candidate, constants in candidates:
         for x in (torch.randn(3, 64).to(DTYPE), Gated(torch.randn(3, 128).to(DTYPE))):
             for given in (x, Normed(x, norm) if isinstance(x, torch.Tensor) else x):

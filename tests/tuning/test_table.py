@@ -218,12 +218,13 @@ def test_tables_of_the_package(path):
     from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig
     from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig
     from nanovllm.kernels.matmul.gemv import GemvConfig
+    from nanovllm.kernels.matmul.int4_gemv import Int4GemvConfig
     from nanovllm.kernels.matmul.split_k import SplitKConfig
     from nanovllm.layers.matmul.candidates.quack import Tile
     from nanovllm.layers.matmul.problem import OPERATIONS
 
     constant_types = {"gemv": GemvConfig, "split-k": SplitKConfig, "quack-kernels": Tile, "fused-silu": tuple}
-    constant_types |= {"gemv-4bit": FourBitGemvConfig, "tiles-4bit": FourBitTileConfig}
+    constant_types |= {"gemv-int4": Int4GemvConfig, "gemv-4bit": FourBitGemvConfig, "tiles-4bit": FourBitTileConfig}
     pairs_of_types = {"experts-gemv": ExpertsGemvConfig, "expert-tiles": TileConfig, "quack-experts": Tile}
     pairs_of_types |= {"experts-gemv-4bit": FourBitExpertsConfig, "expert-tiles-4bit": FourBitExpertTiles}
     pairs_of_types |= {"dequantized": TileConfig}

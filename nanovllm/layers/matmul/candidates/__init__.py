@@ -14,6 +14,7 @@ from nanovllm.layers.matmul.candidates.four_bit_gemv import FourBitGemv
 from nanovllm.layers.matmul.candidates.four_bit_tiles import FourBitTiles
 from nanovllm.layers.matmul.candidates.fused_silu import FusedSilu
 from nanovllm.layers.matmul.candidates.gemv import Gemv
+from nanovllm.layers.matmul.candidates.int4_gemv import Int4Gemv
 from nanovllm.layers.matmul.candidates.onednn import Onednn
 from nanovllm.layers.matmul.candidates.quack import Quack
 from nanovllm.layers.matmul.candidates.quack_experts import QuackExperts
@@ -23,7 +24,7 @@ from nanovllm.layers.matmul.candidates.split_k import SplitK
 # What the tuner tries.
 ALL: tuple[type[Candidate], ...] = (
     *(Cublas, ScaledMm, Dequantized, Gemv, SplitK, FusedSilu, Quack, ExpertTiles, ExpertsGemv, QuackExperts),
-    *(FourBitGemv, FourBitTiles, FourBitExperts, FourBitExpertsGemv),
+    *(Int4Gemv, FourBitGemv, FourBitTiles, FourBitExperts, FourBitExpertsGemv),
 )
 
 
@@ -32,5 +33,6 @@ def make_candidates(device: torch.device | None = None, quack: Quack | None = No
     candidates: list[Candidate] = [Cublas(), ScaledMm(), Dequantized(), Onednn(), ExpertTiles()]
     if HAS_TRITON and device is not None and device.type == "cuda":
         candidates += [Gemv(), SplitK(device), FusedSilu(), ExpertsGemv()]
-        candidates += [FourBitGemv(device), FourBitTiles(device), FourBitExperts(), FourBitExpertsGemv()]
+        candidates += [Int4Gemv(), FourBitGemv(device), FourBitTiles(device)]
+        candidates += [FourBitExperts(), FourBitExpertsGemv()]
     return candidates if quack is None else [*candidates, quack, QuackExperts(quack)]
