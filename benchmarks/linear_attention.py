@@ -38,7 +38,7 @@ PROPOSALS = ((1, 3), (1, 7), (16, 3), (64, 3))  # sequences, proposed tokens of 
 PREFILLS = ((500, 32), (128, 128), (16, 1024), (1, 16384))  # sequences, tokens of each
 MIN_STATE_BYTES = 512 * 2**20  # of the layers that take turns, so that no state is in the L2 cache from the call before
 MAX_LAYERS = 48
-DECODE_SWEEP = [DecodeConfig(*each) for each in product((4, 8, 16), (64, 128, 168, 255))]
+DECODE_SWEEP = [DecodeConfig(*each) for each in ((4, 8, 128), (8, 8, 128), (16, 8, 128), (8, 16, 64), (32, 4, 255))]
 SCAN_SWEEP = [ScanConfig(*each) for each in product((16, 32, 64, 128), (4, 8), (1, 2, 3))]
 
 

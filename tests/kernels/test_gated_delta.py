@@ -76,6 +76,8 @@ def transformers_layer(layer, inputs):
     mixed = F.conv1d(qkv.t()[None], layer.conv_weight[:, None], padding=TAPS - 1, groups=layer.conv_dim)
     mixed = F.silu(mixed[0, :, : len(qkv)].t())
     q, k, v = (x.reshape(1, len(x), -1, layer.dim) for x in mixed.split((size, size, num_value_heads * layer.dim), 1))
+    # Some versions' function does it, and some versions' layer.
+    q, k = (x.repeat_interleave(num_value_heads // num_key_heads, dim=2) for x in (q, k))
     g = -layer.A_log.exp() * F.softplus(a + layer.dt_bias)
     out, state = modeling.torch_recurrent_gated_delta_rule(
         q, k, v, g=g[None], beta=b.sigmoid()[None], output_final_state=True, use_qk_l2norm_in_kernel=True
@@ -156,6 +158,17 @@ def test_decode_kernels_equal_twin(heads, state_dtype, dtype, device):
     rounding = 2e-5 if state_dtype == torch.float32 else 6e-2
     assert_close(actual[:1], expected[:1], max(TOLERANCE[dtype] / 8, rounding))
     assert_close(actual[2:], expected[2:], rounding)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_decode_kernels_of_other_sizes_equal_twin(dim, device):
+    """With the constants chosen for them: two rows of a prompt, a row with two proposed tokens, one that begins."""
+    layer = Layer(1, 2, dim, device)
+    layer.fill(0, 2)
+    inputs = layer.inputs(7)
+    places = [2, 2, 0, -2 - 5, -2 - 1, 6, -1], [3, 4, 9, 10, 11, 1, 0]
+    expected = layer.run(delta_rule_decode_torch, inputs, *places)
+    assert_close(layer.run(delta_rule_decode_triton, inputs, *places), expected)
 
 
 @pytest.mark.parametrize("function", [delta_rule_decode_torch, delta_rule_decode_triton])

@@ -49,10 +49,10 @@ def _silu_and_norm(mixed, is_normed):
 
 
 @triton.jit
-def count_rows(slots, row, slot, num_rows):
-    """How many rows a sequence has, of which this one, with this slot, is the first."""
+def count_rows(slots, row, slot, following, num_rows):
+    """How many rows a sequence has, of which this one, with this slot, is the first. following: the next row's slot, or
+    -1."""
     count = 1
-    following = tl.load(slots + row + 1, mask=row + 1 < num_rows, other=-1)
     while (following == slot) | (following < -1):
         count += 1
         following = tl.load(slots + row + count, mask=row + count < num_rows, other=-1)
@@ -87,6 +87,7 @@ def _convolve_rows_kernel(
     before = tl.load(slots + row - 1, mask=row >= 1, other=-1)
     second_before = tl.load(slots + row - 2, mask=row >= 2, other=-1)
     third_before = tl.load(slots + row - 3, mask=row >= 3, other=-1)
+    following = tl.load(slots + row + 1, mask=row + 1 < num_rows, other=-1)
     is_first = (slot >= 0) & (before != slot)
     is_fourth_of_prompt = (slot >= 0) & (third_before == slot)
     is_fourth_of_proposal = (slot < -1) & (before < -1) & (second_before < -1)
@@ -104,7 +105,7 @@ def _convolve_rows_kernel(
     x_at = qkv + row.to(tl.int64) * qkv_stride + channel
     mixed_at = mixed + row.to(tl.int64) * CONV_DIM + channel
     if is_first:
-        count = count_rows(slots, row, slot, num_rows)
+        count = count_rows(slots, row, slot, following, num_rows)
         for i in range(0, tl.minimum(count, 3)):
             x3 = load_float(x_at + i * qkv_stride, inside)
             value = _silu_and_norm(x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3, is_normed)

@@ -51,12 +51,34 @@ _NORM_TILE = 1024  # numbers of a program
 class DecodeConfig(NamedTuple):
     """Launch constants."""
 
+    warp_columns: int  # value dims that lie side by side in a warp; the warps lie side by side too
     num_warps: int
     max_registers: int  # of a thread; with half a multiprocessor's, one program loads a state while another computes
 
 
 def choose_decode(dim: int) -> DecodeConfig:
-    return DecodeConfig(8 if dim > 64 else 4, 128)
+    return DecodeConfig(8, dim // 16, 128)
+
+
+@triton.jit
+def _state_at(states, index, in_rows, DIM: tl.constexpr, INNER: tl.constexpr):
+    """[OUTER, SIDES, INNER, SIDE]. The numbers that a thread holds differ in what is added last, a constant of the
+    load. With all in one sum each load would have registers for an address of its own."""
+    outer = tl.arange(0, DIM // INNER)[:, None, None, None] * (INNER * DIM)
+    return states + index * (DIM * DIM) + in_rows + outer
+
+
+@triton.jit
+def _sum_keys(x):
+    """Over the key dims of [OUTER, SIDES, INNER, SIDE]."""
+    return tl.sum(tl.sum(x, axis=0), axis=1)
+
+
+@triton.jit
+def _spread(x, DIM: tl.constexpr, INNER: tl.constexpr):
+    """[DIM] as [OUTER, 1, INNER, 1]. The gather changes nothing, but the compiler takes no layout through it, and would
+    take one from a load of x to the state."""
+    return tl.reshape(tl.gather(x, tl.arange(0, DIM), 0), [DIM // INNER, 1, INNER, 1])
 
 
 @triton.jit(
@@ -66,66 +88,74 @@ def choose_decode(dim: int) -> DecodeConfig:
 def _decode_kernel(
     out, mixed, z, b, a, A_log, dt_bias, norm_weight, states, slots, context_lens, num_rows, z_stride, b_stride,
     a_stride, scale, eps,
-    NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr,
+    NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The program of a sequence's first row computes all its rows. It reads the state before it waits, because the
     states were written in an earlier step. It writes the state after the last row, and after each row that a proposed
-    token follows."""
+    token follows.
+
+    The columns of a state need each other for the norm alone. INNER key dims of SIDE columns are what a warp loads at
+    once, 16 bytes a thread. So the warps share out the columns, and add up over key dims without each other."""
     CONV_DIM: tl.constexpr = (2 * NUM_KEY_HEADS + NUM_HEADS) * DIM
+    INNER: tl.constexpr = min(DIM, 32 * 128 // states.dtype.element_ty.primitive_bitwidth // SIDE)
     head = tl.program_id(0)
     row = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
     slot = tl.load(slots + row).to(tl.int64)
+    before = tl.load(slots + row - 1, mask=row >= 1, other=-1)
+    following = tl.load(slots + row + 1, mask=row + 1 < num_rows, other=-1)
+    context_len = tl.load(context_lens + row)
     dims = tl.arange(0, DIM)
-    out_at = out + (row.to(tl.int64) * NUM_HEADS + head) * DIM + dims
-    if slot == -1:
-        if PDL:
-            gdc_wait()
-        tl.store(out_at, tl.zeros([DIM], out.dtype.element_ty))
+    sides = tl.arange(0, DIM // SIDE)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]  # [SIDES, SIDE]
+    out_at = out + (row.to(tl.int64) * NUM_HEADS + head) * DIM
+    # No row has a length below 0. Its comparison here makes the compiler load it beside the slots, and not after them.
+    if (slot < 0) | (before == slot) | (context_len < 0):
+        if slot == -1:
+            if PDL:
+                gdc_wait()
+            tl.store(out_at + dims, tl.zeros([DIM], out.dtype.element_ty))
         return
-    if (slot < -1) | (tl.load(slots + row - 1, mask=row >= 1, other=-1) == slot):
-        return
-    in_state = dims[:, None] * DIM + dims[None, :]
-    has_begun = tl.load(context_lens + row) > 1
-    state_at = states + (slot * NUM_HEADS + head) * (DIM * DIM) + in_state
-    state = load_float(state_at, dims[:, None] < tl.where(has_begun, DIM, 0))
+    has_begun = tl.arange(0, INNER)[None, None, :, None] < tl.where(context_len > 1, INNER, 0)
+    in_rows = tl.arange(0, INNER)[None, None, :, None] * DIM + sides[None, :, None, :]
+    write = slot * NUM_HEADS + head
+    state = load_float(_state_at(states, write, in_rows, DIM, INNER), has_begun)
     rate = tl.exp(tl.load(A_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head).to(tl.float32)
-    weight = tl.load(norm_weight + dims).to(tl.float32)
-    count = count_rows(slots, row, slot, num_rows)
-    following_at = slots + row + 1
+    count = count_rows(slots, row, slot, following, num_rows)
+    slots_at = slots + row
     if PDL:
         gdc_wait()
     row = row.to(tl.int64)
     q_at = mixed + row * CONV_DIM + head // (NUM_HEADS // NUM_KEY_HEADS) * DIM + dims
     k_at = q_at + NUM_KEY_HEADS * DIM
-    v_at = mixed + row * CONV_DIM + (2 * NUM_KEY_HEADS + head) * DIM + dims
-    z_at = z + row * z_stride + head * DIM + dims
+    v_at = mixed + row * CONV_DIM + (2 * NUM_KEY_HEADS + head) * DIM + sides
+    z_at = z + row * z_stride + head * DIM + sides
+    weight = tl.load(norm_weight + sides).to(tl.float32)
     for i in range(0, count):
-        q = tl.load(q_at + i * CONV_DIM) * scale
-        k = tl.load(k_at + i * CONV_DIM)
-        v = tl.load(v_at + i * CONV_DIM)
-        gate = tl.load(z_at + i * z_stride).to(tl.float32)
-        decay = tl.exp(-rate * softplus(tl.load(a + (row + i) * a_stride + head).to(tl.float32) + bias))
-        beta = tl.sigmoid(tl.load(b + (row + i) * b_stride + head).to(tl.float32))
-        # Both products are with the old state, so that neither waits for the other.
-        known = tl.sum(k[:, None] * state, axis=0)
-        value = tl.sum(q[:, None] * state, axis=0)
-        delta = beta * (v - decay * known)
-        state = decay * state + k[:, None] * delta[None, :]
-        value = decay * value + tl.sum(q * k, axis=0) * delta
-        value = value.to(out.dtype.element_ty).to(tl.float32)
-        inverse_rms = tl.rsqrt(tl.sum(value * value, axis=0) / DIM + eps)
-        value = value * inverse_rms * weight * silu(gate)
-        tl.store(out_at + i * (NUM_HEADS * DIM), value.to(out.dtype.element_ty))
-        following = tl.load(following_at + i, mask=i + 1 < count, other=-2)
-        if following < -1:
+        later = tl.load(slots_at + i, mask=i > 0, other=0)
+        if later < -1:
             kept = state.to(states.dtype.element_ty)
-            tl.store(states + (slot * NUM_HEADS + head) * (DIM * DIM) + in_state, kept)
-            # The next token begins with what a step of its own would read.
+            tl.store(_state_at(states, write, in_rows, DIM, INNER), kept)
+            # A proposed token begins with what a step of its own would read.
             state = kept.to(tl.float32)
-            slot = (-2 - following).to(tl.int64)
+            write = (-2 - later).to(tl.int64) * NUM_HEADS + head
+        # All loads come before the first exchange between threads, which waits for its own.
+        k, q = tl.load(k_at + i * CONV_DIM), tl.load(q_at + i * CONV_DIM)
+        v, gate = tl.load(v_at + i * CONV_DIM), tl.load(z_at + i * z_stride).to(tl.float32)
+        decay = tl.load(a + (row + i) * a_stride + head).to(tl.float32) + bias
+        beta = tl.sigmoid(tl.load(b + (row + i) * b_stride + head).to(tl.float32))
+        decay = tl.exp(-rate * softplus(decay))
+        k, q = _spread(k, DIM, INNER), _spread(q, DIM, INNER)
+        state = decay * state
+        delta = beta * (v - _sum_keys(k * state))
+        # In the order of the sums, backwards, so that no layout changes.
+        state += k * tl.expand_dims(tl.expand_dims(delta, 1), 0)
+        value = (_sum_keys(q * state) * scale).to(out.dtype.element_ty).to(tl.float32)
+        inverse_rms = tl.rsqrt(tl.sum(tl.sum(value * value, axis=1), axis=0) / DIM + eps)
+        value = value * inverse_rms * weight * silu(gate)
+        tl.store(out_at + i * (NUM_HEADS * DIM) + sides, value.to(out.dtype.element_ty))
+    tl.store(_state_at(states, write, in_rows, DIM, INNER), state.to(states.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -399,8 +429,8 @@ def delta_rule_decode_triton(
     launcher(_decode_kernel, (num_value_heads, num_rows), has_pdl(qkv.device))(
         out, mixed, z, b, a, A_log, dt_bias, norm_weight, states, slots, context_lens, num_rows,
         z.stride(0), b.stride(0), a.stride(0), dim**-0.5, eps,
-        NUM_KEY_HEADS=num_key_heads, NUM_HEADS=num_value_heads, DIM=dim, num_warps=config.num_warps,
-        maxnreg=config.max_registers,
+        NUM_KEY_HEADS=num_key_heads, NUM_HEADS=num_value_heads, DIM=dim, SIDE=config.warp_columns,
+        num_warps=config.num_warps, maxnreg=config.max_registers,
     )  # fmt: skip
     return out
 
