@@ -79,7 +79,7 @@ class LayerTimer:
     def compile(self, trials: Iterable[tuple[str, int, int, Choice]], tell: Callable[[int, int], None]) -> None:
         """Compile the kernels of (phase, number of tokens, index of the product, choice) in parallel."""
         quack: Any = self.candidates.get(Quack.name)
-        modules = ["nanovllm.layers.matmul.candidates.quack_early"]
+        modules = ["nanovllm.layers.matmul.candidates.quack_products"]
         with CompileProcesses(modules) if quack else nullcontext() as processes:
             with torch.inference_mode(), compile_ahead(tell, held_interrupt):
                 for phase, num_tokens, i, choice in trials:

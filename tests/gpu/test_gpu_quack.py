@@ -284,11 +284,6 @@ def test_experts_that_depend_on_each_other_give_the_bits_of_one_at_a_time(quack,
     assert_replays_repeat(run, residual, start, 100)
 
 
-def test_products_let_the_next_kernel_in_early(quack):
-    """The package is still extended as `quack_early` does it; otherwise nothing but a layer's time would tell."""
-    assert quack._gemm_act.__module__ == "nanovllm.layers.matmul.candidates.quack_early"
-
-
 def test_tensors_that_it_does_not_take(quack):
     def takes(x, weight):
         asked = problem("linear", x, weight)

@@ -44,7 +44,7 @@ def import_instead(monkeypatch, modules: dict) -> None:
 def test_loading(hopper, monkeypatch, tmp_path):
     own = Package()
     modules = {"quack.gemm_config": SimpleNamespace(GemmConfig=make_config)}
-    modules["nanovllm.layers.matmul.candidates.quack_early"] = SimpleNamespace(gemm_act=own)
+    modules["nanovllm.layers.matmul.candidates.quack_products"] = SimpleNamespace(gemm_act=own)
     import_instead(monkeypatch, modules)
     quack = load_quack(torch.bfloat16, CUDA, decodes=False)
     assert not quack.decodes
@@ -62,7 +62,7 @@ def test_loading(hopper, monkeypatch, tmp_path):
     assert load_quack(torch.bfloat16, CUDA, decodes=True) is None
 
 
-@pytest.mark.parametrize("missing", ["quack.gemm_config", "nanovllm.layers.matmul.candidates.quack_early"])
+@pytest.mark.parametrize("missing", ["quack.gemm_config", "nanovllm.layers.matmul.candidates.quack_products"])
 def test_a_package_that_cannot_be_imported_is_named(hopper, monkeypatch, caplog, missing):
     """An older one, or one of which a library is missing."""
     modules = {"quack.gemm_config": SimpleNamespace(GemmConfig=make_config)}

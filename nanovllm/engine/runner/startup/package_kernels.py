@@ -28,7 +28,7 @@ from nanovllm.utils.optional_packages import installed_versions, keep_kernels, k
 from nanovllm.utils.python_process import python_command
 
 _PACKAGES = ("quack-kernels", "flash-attn-4")
-_MODULES = ["nanovllm.layers.matmul.candidates.quack_early", "flash_attn.cute"]
+_MODULES = ["nanovllm.layers.matmul.candidates.quack_products", "flash_attn.cute"]
 _COMPILER = "nvidia-cutlass-dsl"
 # The options that decide which kernels an engine launches.
 _OPTIONS = (

@@ -66,7 +66,7 @@ class Quack(OptionalPackage, Candidate):
     DTYPES = (torch.bfloat16, torch.float16)
 
     def __init__(self, gemm_act: Callable, make_config: Callable, decodes: bool = True):
-        """gemm_act: `quack_early`'s. make_config: the package's GemmConfig."""
+        """gemm_act: `quack_products`'s. make_config: the package's GemmConfig."""
         self.decodes = decodes
         self.wanted: dict[tuple, Wanted] = {}
         self._gemm_act = gemm_act
@@ -259,7 +259,7 @@ def load_quack(dtype: torch.dtype, device: torch.device, decodes: bool) -> Quack
 def _import_package() -> tuple[Callable, Callable]:
     from quack.gemm_config import GemmConfig
 
-    from nanovllm.layers.matmul.candidates.quack_early import gemm_act
+    from nanovllm.layers.matmul.candidates.quack_products import gemm_act
 
     return gemm_act, GemmConfig
 

@@ -1,57 +1,21 @@
-"""quack-kernels' `gemm_act` for dependent launches: the next kernel may start when a product starts.
-
-The package's own products let the next kernel start only when they end. Each kernel then waits for a launch, which
-costs about 5 % of a small model's layer. Starting it early is safe under the rule of `kernels.dependent_launch`, which
-the products follow: they wait before they load, and everything else they do depends on what they have loaded.
-
-This uses the package's own interface for extensions, `quack.epilogue`: an operation of a product's last step is called
-when the kernel starts. Importing this module needs the package.
+"""quack-kernels' products in the forms that `Quack` needs, by the package's own interface for the last step of a
+product, `quack.epilogue`. Importing this module needs the package.
 
 Products of e4m3 numbers have the scales of rows and columns in the last step, in float32.
 """
 
-import cutlass
-import cutlass.cute as cute
 from quack.activation import swiglu
 from quack.epilogue import gemm_epilogue, unpack
-from quack.epilogue.ops import ColVecLoad, EpiOp, RowVecLoad, TileStore
+from quack.epilogue.ops import ColVecLoad, RowVecLoad, TileStore
 from torch import Tensor
 
 
-class _LetIn(EpiOp):
-    """Lets the next kernel start when this kernel's shared memory is handed out. Its argument carries no value and is
-    not passed to the compiled kernel."""
-
-    def host_arg_key(self, value):
-        return value
-
-    def host_fake_arg(self, key, fctx):
-        return key
-
-    def host_call_arg(self, value, key):
-        return None
-
-    def arg_spec_type(self, const=False):
-        return cutlass.Constexpr[int]
-
-    def param_fields(self):
-        return [(self.name, object, None)]
-
-    def to_params(self, gemm, args):
-        return {self.name: getattr(args, self.name)}
-
-    def get_smem_tensor(self, gemm, params, storage_epi):
-        # Called once by every thread, before anything is loaded.
-        cute.arch.griddepcontrol_launch_dependents()
-        return None
-
-
-@gemm_epilogue(extra_ops=(_LetIn("let_in"),))
+@gemm_epilogue()
 def _linear(acc):
     return {"D": acc}
 
 
-@gemm_epilogue(outputs=(TileStore("out", gated=True),), mode="acc_pair", extra_ops=(_LetIn("let_in"),))
+@gemm_epilogue(outputs=(TileStore("out", gated=True),), mode="acc_pair")
 def _linear_swiglu(acc):
     gate, up = unpack(acc)
     return {"out": swiglu(gate, up)}
@@ -61,12 +25,12 @@ def _linear_swiglu(acc):
 _SCALES = {"x_scale": ColVecLoad("x_scale"), "weight_scale": RowVecLoad("weight_scale")}
 
 
-@gemm_epilogue(ops=_SCALES, extra_ops=(_LetIn("let_in"),))
+@gemm_epilogue(ops=_SCALES)
 def _scaled(acc, x_scale, weight_scale):
     return {"D": acc * (x_scale * weight_scale)}
 
 
-@gemm_epilogue(outputs=(TileStore("out", gated=True),), mode="acc_pair", ops=_SCALES, extra_ops=(_LetIn("let_in"),))
+@gemm_epilogue(outputs=(TileStore("out", gated=True),), mode="acc_pair", ops=_SCALES)
 def _scaled_swiglu(acc, x_scale, weight_scale):
     gate, up = unpack(acc * weight_scale * x_scale)
     return {"out": swiglu(gate, up)}
@@ -110,7 +74,7 @@ def gemm_act(
         has_swiglu, adds = activation == "swiglu", C is not None
         _multiply_scaled(A, B, *scales, postact_out, config, groups, has_swiglu=has_swiglu, adds=adds)
         return
-    options = {"tuned": tuned, "config": config, "concat_layout": concat_layout, "let_in": 1, **groups}
+    options = {"tuned": tuned, "config": config, "concat_layout": concat_layout, **groups}
     if activation == "swiglu":
         _linear_swiglu(A, B, out={"out": postact_out}, store_d=store_preact, **options)
     else:
@@ -129,7 +93,7 @@ def _multiply_scaled(
     has_swiglu: bool,
     adds: bool,
 ) -> None:
-    operands = {"x_scale": A_scale.view(-1), "weight_scale": B_scale.view(-1, B_scale.shape[-2]), "let_in": 1}
+    operands = {"x_scale": A_scale.view(-1), "weight_scale": B_scale.view(-1, B_scale.shape[-2])}
     options = {"tile_M": config.tile_m, "tile_N": config.tile_n, "pingpong": config.pingpong}
     options |= {"cluster_M": config.cluster_m, "cluster_N": config.cluster_n, "add_to_output": adds, **groups}
     # Otherwise the package adds the tensor cores' sums to others in float32 after every 128 columns of K. That takes
