@@ -22,7 +22,7 @@ from nanovllm.engine.runner.startup.kernel_compilation import compiling_kernels,
 from nanovllm.engine.runner.startup.kv_scales import choose_kv_scales
 from nanovllm.engine.runner.startup.memory import allocate_stores, free_memory, free_stores, largest_prefill
 from nanovllm.engine.runner.startup.model_check import check_model
-from nanovllm.engine.runner.startup.model_setup import choose_mixed_step_rows, make_matmul, padded_batches
+from nanovllm.engine.runner.startup.model_setup import choose_mixed_step_rows, make_matmul
 from nanovllm.engine.runner.startup.package_kernels import PackageKernels
 from nanovllm.engine.runner.startup.step_times import measure_step_times
 from nanovllm.engine.sampling.logit_steps import LogitSteps
@@ -132,8 +132,6 @@ class ModelRunner:
                 progress.tell("loading weights")
                 self.load_weights()
             packages.load(tp, progress.count("compiling kernels of packages"))
-        if self.quack is not None and not self.quack.works:  # because steps were padded for it
-            self.decode_inputs.padded = padded_batches(self.model, config.max_decode_rows)
         billions = num_checkpoint_params(self.model) / 1e9
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
         logger.info("device: %s", self.device_name)
@@ -172,16 +170,16 @@ class ModelRunner:
         self.sampler = Sampler(tp, self.model.lm_head.first, self.model.lm_head.shard_size)
         has_slots, gate_up = len(self.stores) > 1, gate_up_weight(self.model)
         self.mixed_step_rows = choose_mixed_step_rows(config, self.has_graphs, has_slots, gate_up, table)
-        padded = padded_batches(self.model, config.max_decode_rows)
         max_model_len = cast(int, config.max_model_len)  # The checks made them numbers.
         limits = config.max_num_batched_tokens, max_model_len
         group_rows = 1 + config.max_speculative_tokens if config.speculation else 1
-        sizes = StepSizes(*limits, max(padded[-1], self.mixed_step_rows), self.num_layer_params, group_rows)
+        max_rows = max(config.max_decode_rows, self.mixed_step_rows)
+        sizes = StepSizes(*limits, max_rows, self.num_layer_params, group_rows)
         for shape, windows in self.kv_cache.windows.items():
             self.backend.prepare(shape, windows, sizes, table)
         max_blocks = -(-max_model_len // self.block_size)
         places = config.max_decode_rows, max_blocks, self.block_size, device
-        self.decode_inputs = DecodeInputs(*places, self.backend, padded, self.mixed_step_rows, len(self.stores) > 1)
+        self.decode_inputs = DecodeInputs(*places, self.backend, self.mixed_step_rows, len(self.stores) > 1)
         self.graphs, self.mixed_graphs, self.speculative_graphs = (DecodeGraphs(device) for _ in range(3))
         self._graphs_of = {  # by whether a step is mixed, and whether it shares reads
             (False, False): self.graphs,
@@ -244,7 +242,7 @@ class ModelRunner:
         """Time decode steps of padding, of each size."""
 
         def compute(size: int) -> None:
-            self.decode_inputs.pad(self.decode_inputs.padded[size])
+            self.decode_inputs.pad(size)
             if self.has_graphs:
                 self.graphs.replay(size)
             else:
@@ -416,7 +414,7 @@ class ModelRunner:
         graphs = self._graphs_of[step.num_prefilled > 0, step.shares_reads]
         step.graph_size = graphs.size_for.get(num_sampled, 0)
         if not step.num_prefilled:
-            num_rows = self.decode_inputs.padded[step.graph_size or num_sampled]
+            num_rows = step.graph_size or num_sampled
         elif step.graph_size:
             num_rows = self.mixed_step_rows
         else:
@@ -487,11 +485,11 @@ class ModelRunner:
     def _decode(self, batch_size: int, mixed_rows: int = 0, shares_reads: bool = False) -> None:
         """Compute the rows of decode_inputs, and sample from the first batch_size. This is what CUDA graphs capture.
         mixed_rows: rows of a mixed step; 0 for any other step. shares_reads: as of the step."""
-        num_rows = mixed_rows or self.decode_inputs.padded[batch_size]
+        num_rows = mixed_rows or batch_size
         self.run_model(self.decode_inputs.for_model(batch_size, num_rows, mixed_rows > 0, shares_reads))
 
     def _run_padding(self, batch_size: int, mixed_rows: int = 0, shares_reads: bool = False) -> None:
         """`_decode` of padding alone, through a few layers, which launch every kernel that all layers do."""
-        self.decode_inputs.pad(mixed_rows or self.decode_inputs.padded[batch_size], shares_reads)
+        self.decode_inputs.pad(mixed_rows or batch_size, shares_reads)
         with few_layers(self.model):
             self._decode(batch_size, mixed_rows, shares_reads)

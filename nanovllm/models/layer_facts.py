@@ -81,8 +81,8 @@ def _experts(mlp: MixtureOfExperts, add: bool, norm: RMSNorm | None) -> Make:
 
 
 def gate_up_weight(model: DecoderForCausalLM) -> Weight:
-    """A layer's gate and up projection, of all experts if it has some. The table's settings for whole steps belong to
-    its shape."""
+    """A layer's gate and up projection, of all experts if it has some. The table's number of rows of mixed steps
+    belongs to its shape."""
     mlp: Any = model.model.layers[0].mlp
     return (mlp.experts if isinstance(mlp, MixtureOfExperts) else mlp).gate_up_proj.matrix
 

@@ -99,8 +99,7 @@ class LayerTimer:
     @torch.inference_mode()
     def __call__(self, phase: str, num_tokens: int, picks: Picks) -> float | None:
         """Microseconds for a layer with these choices, one for each product; None if one of them does not work. phase:
-        "decode", "prefill", or "padding": a decode step's products with attention that has no keys. What takes much
-        longer than the best choices so far is timed less exactly."""
+        "decode" or "prefill". What takes much longer than the best choices so far is timed less exactly."""
         with step_context(self._context(phase, num_tokens)):
             if not all(self._is_right(phase, num_tokens, i, choice) for i, choice in enumerate(picks)):
                 return None
@@ -109,10 +108,8 @@ class LayerTimer:
     def _context(self, phase: str, num_tokens: int) -> Context:
         key = phase, num_tokens
         if key not in self._contexts:
-            if phase == "prefill":
-                self._contexts[key] = Context(is_prefill=True)
-            else:
-                self._contexts[key] = self.attention.context(num_tokens, has_keys=phase != "padding")
+            is_prefill = phase == "prefill"
+            self._contexts[key] = Context(is_prefill=True) if is_prefill else self.attention.context(num_tokens)
         return self._contexts[key]
 
     def _time_layer(self, phase: str, num_tokens: int, picks: Picks) -> float:

@@ -33,12 +33,11 @@ class TimedAttention:
         self._cos_sin_cache = torch.rand(self._num_keys, shape.head_dim, device=shape.device)
         self._positions = torch.full((max_tokens,), self._num_keys - 1, device=shape.device)
 
-    def context(self, num_tokens: int, has_keys: bool) -> Context:
-        """A decode step's context, on the shape's device. Without keys its tokens are rows of padding."""
+    def context(self, num_tokens: int) -> Context:
+        """A decode step's context, on the shape's device."""
         device, backend = self.shape.device, self._backend
-        num_keys = self._num_keys if has_keys else 0
         host = {
-            "context_lens": np.full(num_tokens, num_keys, np.int32),
+            "context_lens": np.full(num_tokens, self._num_keys, np.int32),
             "block_tables": np.arange(_NUM_BLOCKS * num_tokens, dtype=np.int32).reshape(num_tokens, -1),
         }
         host |= {name: np.zeros(shape, dtype) for name, (shape, dtype) in backend.layout().items()}
@@ -46,7 +45,7 @@ class TimedAttention:
         arrays = {name: torch.from_numpy(values).to(device) for name, values in host.items()}
         seqs = torch.arange(num_tokens, dtype=torch.int32, device=device)
         return Context(
-            slot_mapping=(seqs + 1) * num_keys - 1,
+            slot_mapping=(seqs + 1) * self._num_keys - 1,
             context_lens=arrays["context_lens"],
             block_tables=arrays["block_tables"],
             attention=backend.arguments(arrays, num_tokens),

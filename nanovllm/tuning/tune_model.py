@@ -127,7 +127,7 @@ def _tune_layer(layer: Any, shape: AttentionShape, device: torch.device, path: P
         found = tuner.tune(time_layer, counts, progress.tell, known, keep)
     # An existing file keeps its rows of other models.
     before = read_table(path) if path.is_file() else Table()
-    write_table(path, gpu, before.updated(Table(found.rows, found.settings, versions)))
+    write_table(path, gpu, before.updated(Table(found.rows, versions=versions)))
     journal.remove()
     return len(found.rows)
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE
 from nanovllm.layers.matmul.candidate import Candidate
 from nanovllm.layers.matmul.row import Row
 from nanovllm.layers.matmul.table import Choice, Key, Table
@@ -24,7 +23,6 @@ _NUM_RUNS = 2
 
 Picks = tuple[Choice, ...]
 # (phase, number of tokens, a choice for each product) -> microseconds a layer, or None if one of them does not work.
-# The phase "padding" is that of a decode step whose tokens have no keys.
 TimeLayer = Callable[[str, int, Picks], float | None]
 
 
@@ -123,7 +121,7 @@ class Tuner:
         trials = self.trials(phase, num_tokens)
         alone = 2 + sum(map(len, trials))
         together = 1 + len(self.candidates) + len(trials) * (_NUM_FINALISTS + 1)
-        return alone + together + 2 * _NUM_RUNS + _is_padded(phase, num_tokens)
+        return alone + together + 2 * _NUM_RUNS
 
     def _combined(self, times: Sequence[Mapping[Choice, float]], time: Callable[[Picks], float | None]) -> Picks:
         """The best choices together. times: for each product, microseconds of a layer with this choice for it."""
@@ -152,13 +150,12 @@ class Tuner:
         known: Mapping[tuple[str, int], Result] | None = None,
         keep: Callable[[str, int, Result], None] | None = None,
     ) -> Table:
-        """Rows for these numbers of tokens in each phase, and the setting "padding" (`step_rows`).
+        """Rows for these numbers of tokens in each phase.
 
         tell: called with a line of text for each number of tokens. known: by phase and number of tokens, results that
         need no measurement. keep: called with each further one.
         """
         rows: dict[Key, Row] = {}
-        settings: dict[str, dict] = {}
         of_steps: list[dict[int, list[Choice]]] = [{} for _ in self.keys]
         known = known or {}
         for phase, tokens in counts.items():
@@ -185,42 +182,12 @@ class Tuner:
                     rows[in_phase] = Row(_merged(of_steps[i] | later))
                 else:
                     rows[in_phase] = _row(phase, choices, later)
-            if phase == "decode":
-                gate_up = self.keys[3 if self.keys[3].operation == "experts" else 2]
-                with_graph = {n: result for n, result in results.items() if _is_padded(phase, n)}
-                settings["padding"] = {gate_up.shape_name: self._padding(with_graph, time_layer)}
-        return Table(rows, settings)
+        return Table(rows)
 
     def _picks(self, result: Result) -> Picks:
         return tuple(
             choices[0] if choices else default for choices, default in zip(result.choices, self.defaults, strict=True)
         )
-
-    def _padding(self, results: Mapping[int, Result], time_layer: TimeLayer) -> dict[int, list]:
-        """results: of the numbers of tokens that have a graph. A step is padded to a larger one of them if its products
-        take less time there, and to the next one if a candidate's constants are for this number alone. Rows of padding
-        have no keys to read."""
-        micros: dict[int, float] = {}
-        for num_tokens, result in results.items():
-            micros[num_tokens] = time_layer("padding", num_tokens, self._picks(result)) or math.inf
-        buckets: dict[int, list] = {}
-        best = 0
-        for num_tokens in sorted(results):
-            is_passed = best >= num_tokens  # Fewer tokens are padded to more than these, so these are too.
-            if not is_passed:
-                best = min((n for n in results if n >= num_tokens), key=micros.__getitem__)
-                if micros[best] > (1 - _MIN_GAIN) * micros[num_tokens]:
-                    best = num_tokens
-            names = [choices[0].candidate for choices in results[best].choices if choices]
-            gaining = [name for name in names if self.candidates[name].suits_one_shape]
-            buckets[num_tokens] = [best, *gaining[:1]] if gaining or is_passed or best > num_tokens else []
-        buckets[max(results) + 1] = []
-        return _merged(buckets)
-
-
-def _is_padded(phase: str, num_tokens: int) -> bool:
-    """Whether a step of this many tokens may be the larger one to which another is padded: it has a graph."""
-    return phase == "decode" and num_tokens <= MAX_GRAPH_BATCH_SIZE
 
 
 def _replaced(picks: Picks, i: int, choice: Choice) -> Picks:

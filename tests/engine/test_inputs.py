@@ -208,15 +208,14 @@ def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
 
 
 def test_padding_rows_read_and_write_nothing():
-    """Those that make up a captured batch, and those that the layers want besides."""
-    inputs = DecodeInputs(5, 20, 256, torch.device("cpu"), planning_backend(8, 2), padded=[0, 4, 4, 4, 4, 8])
+    """Those that make up a captured batch."""
+    inputs = DecodeInputs(8, 20, 256, torch.device("cpu"), planning_backend(8, 2))
     seqs = []
     for i in range(5):
         seq = Sequence(i, list(range(10 * i + 1)), SamplingParams(), 256, seed=i)
         seq.block_table, seq.is_prefilling = [i], False
         seqs.append(seq)
-    for num_seqs, batch_size, num_rows in ((5, 5, 8), (3, 5, 8), (3, 4, 4), (1, 1, 4)):
-        assert inputs.padded[batch_size] == num_rows
+    for num_seqs, num_rows in ((5, 8), (3, 8), (3, 4), (1, 4)):
         inputs.send(decode(inputs, seqs[:num_seqs], num_rows))
         input_ids, positions, context = inputs.for_model(num_seqs, num_rows)[:3]
         assert len(input_ids) == len(positions) == len(context.block_tables) == num_rows

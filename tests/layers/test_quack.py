@@ -2,7 +2,6 @@
 function; its own results are a GPU's to test (tests/gpu/test_gpu_quack.py)."""
 
 import logging
-from functools import partial
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.candidates.quack import Quack, Tile, Wanted
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.row import Row
-from nanovllm.layers.matmul.step_rows import padded_rows
 from nanovllm.layers.matmul.table import Choice, Key, Table, load_table
 from nanovllm.models.layer_facts import layer_products
 from nanovllm.utils.context import Context, step_context
@@ -29,28 +27,20 @@ PREFILL_TILE = Tile(128, 128, (1, 2), pingpong=True)
 
 
 def make_table(*shapes: tuple[int, int]) -> Table:
-    """For these weights: the package in decode steps of 64 and 128 tokens and in prefills of 2048 and more, except for
-    sums. Batches of 33 and more are padded to these."""
+    """For these weights: the package in decode steps of 33 to 64 and of 128 tokens, and in prefills of 2048 and more,
+    except for sums."""
 
     def choices(tile: Tile) -> list[Choice]:
         return [Choice("quack-kernels", tuple(tile))]
 
-    rows, padding = {}, {}
+    rows = {}
     for N, K in shapes:
         for operation in ("linear", "linear_silu", "linear_add"):
-            decode = {63: [], 64: choices(Tile(64, 32)), 127: [], 128: choices(Tile(128, 32)), 129: []}
+            decode = {32: [], 64: choices(Tile(64, 32)), 127: [], 128: choices(Tile(128, 32)), 129: []}
             rows[Key(operation, "decode", N, K, "float32")] = Row(decode)
             prefill = {2047: [], 2048: choices(PREFILL_TILE)}
             rows[Key(operation, "prefill", N, K, "float32")] = Row({1: []} if operation == "linear_add" else prefill)
-        sizes = {"32": [], "64": [64, "quack-kernels"], "128": [128, "quack-kernels"], "129": []}
-        padding[f"{N}x{K} float32"] = sizes
-    return Table(rows, {"padding": padding})
-
-
-def padded(matmul: Matmul, weight, num_seqs: int) -> int:
-    asked = problem("linear", weight[:1], weight)
-    serves = partial(matmul.serves, key=asked.key, weight=asked.weight)
-    return padded_rows(matmul.table, asked.key, num_seqs, serves)
+    return Table(rows)
 
 
 @pytest.fixture
@@ -111,7 +101,6 @@ def test_steps_without_graphs_prefill_alone(quack, matmul, package):
         run(matmul, "linear_silu", x, weight)
         run(matmul, "linear_add", x, weight, out=residual)
     assert not package.calls
-    assert padded(matmul, weight, 100) == 100
     with step_context(PREFILL):
         run(matmul, "linear", *tensors(2048, 128, 32)[:2])
     assert len(package.calls) == 1
@@ -238,12 +227,11 @@ def engine_options(monkeypatch, tmp_path, quack) -> dict:
 
 
 def test_an_engine_by_the_package(engine_options, package):
-    """Long prefills, and decode steps whose batches are padded, while the package works and when it stops to."""
+    """Long prefills and decode steps, while the package works and when it stops to."""
     reference = Reference(engine_options["path"])
     prompts = reference.draw_prompts([50] * 42, 6)
     expected = reference.greedy(prompts, 6)
     with make_llm(**engine_options) as llm:
-        assert llm.model_runner.decode_inputs.padded[40:] == [64] * 11
         for num_seqs in (42, 17, 3):
             assert complete(llm, prompts[:num_seqs], greedy(6)) == expected[:num_seqs]
         rows = {c.tile_m for c in package.calls}
@@ -255,14 +243,13 @@ def test_an_engine_by_the_package(engine_options, package):
         assert_idle(llm)
 
 
-def test_an_engine_whose_package_fails_at_the_start_pads_nothing(engine_options, quack, package):
+def test_an_engine_whose_package_fails_at_the_start(engine_options, quack, package):
     tile = Tile(128, 32)
     quack.wanted["linear", tile] = Wanted(Key("linear", "decode", 96, 32, "float32"), tile, 128, torch.float32)
     package.error = RuntimeError("no compiler")
     reference = Reference(engine_options["path"])
     prompts = reference.draw_prompts([5] * 40, 4)
     with make_llm(**engine_options) as llm:
-        assert llm.model_runner.decode_inputs.padded == list(range(51))
         assert complete(llm, prompts, greedy(4)) == reference.greedy(prompts, 4)
         assert_idle(llm)
     assert len(package.calls) == 1
@@ -285,12 +272,6 @@ def test_what_is_traced_is_loaded_later_a_launch_a_kernel(quack, package, fp8_we
     assert [(config.tile_m, config.tile_n) for config in package.calls] == [(128, 32), (128, 64), (64, 32), (128, 32)]
 
 
-def test_no_padding_without_the_package(matmul):
-    weight = torch.zeros(128, 32)
-    assert padded(Matmul(make_table((128, 32))), weight, 100) == 100
-    assert padded(matmul, weight, 100) == 128
-
-
 def test_its_decode_tiles_are_for_their_own_shape(matmul, package, caplog):
     """Those of long prefills are for all. What is not measured is logged once."""
     with caplog.at_level(logging.INFO):
@@ -302,7 +283,6 @@ def test_its_decode_tiles_are_for_their_own_shape(matmul, package, caplog):
                         run(matmul, "linear", x, weight), F.linear(x, weight), rtol=1e-4, atol=1e-4
                     )
     assert {config.tile_m for config in package.calls} == {PREFILL_TILE.tokens}
-    assert padded(matmul, weight, 100) == 100
     (record,) = caplog.records
     assert record.getMessage() == (
         "linear with a weight [112, 32] was not measured on this GPU; to measure it: nanovllm tune MODEL"

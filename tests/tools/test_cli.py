@@ -13,7 +13,7 @@ from checkpoints import make_checkpoint
 from gpus import pretend_gpu
 
 from nanovllm.cli import main
-from nanovllm.layers.matmul.table import Key, Table, load_table, user_path
+from nanovllm.layers.matmul.table import Key, load_table, user_path
 
 GPU = "NVIDIA Test GPU"
 
@@ -159,10 +159,7 @@ def test_engines_find_what_was_measured(gpu, tmp_path, capsys):
     assert table.rows.keys() >= before.rows.keys()
     other = Key("linear", "decode", 6144, 4096, "bfloat16")
     assert table.rows[other].choices == before.rows[other].choices
-    measured = ("6144x1024 bfloat16", "12288x2048 bfloat16")
-    assert [table.settings["padding"][name] for name in measured] == [{"513": []}] * 2
-    changed = {name: {"513": []} for name in measured}
-    assert table.settings == before.updated(Table(settings={"padding": changed})).settings
+    assert table.settings == before.settings
 
 
 def test_a_table_goes_where_it_is_wanted(gpu, tmp_path):
@@ -207,7 +204,7 @@ def test_what_an_interruption_leaves_is_not_measured_again(gpu, monkeypatch, cap
     monkeypatch.setattr(GemvWins, "__call__", timed_until(10**6))
     assert main(["tune", "Qwen3-8B", "--output", str(path)]) == 0
     assert f"{len(known)} of 25 numbers of tokens were measured by a run that was stopped" in capsys.readouterr().out
-    assert not known & {step for step in timed if step[0] != "padding"}
+    assert not known & set(timed)
     assert json.loads(path.read_text())["rows"] == json.loads((tmp_path / "whole.json").read_text())["rows"]
     assert not journal.exists()
 

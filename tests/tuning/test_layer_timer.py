@@ -147,7 +147,7 @@ def test_layers_in_4_bits(timer):
         assert in_mxfp4(phase, 3, (CUBLAS, CUBLAS, CUBLAS, default)) == len(in_mxfp4._layers) == 2
 
 
-@pytest.mark.parametrize(("phase", "num_keys"), [("decode", 32), ("padding", 0), ("prefill", None)])
+@pytest.mark.parametrize(("phase", "num_keys"), [("decode", 32), ("prefill", None)])
 def test_a_layer_is_computed_by_the_choices(timer, monkeypatch, phase, num_keys):
     """num_keys: of each of three sequences; None without attention."""
     launched, keys = [], []

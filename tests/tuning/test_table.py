@@ -12,7 +12,7 @@ from products import plain
 from nanovllm.kernels.attention.decode_plan import SPLIT_UNIT
 from nanovllm.layers.attention.decode_constants import DecodeConstants
 from nanovllm.layers.matmul import table as table_module
-from nanovllm.layers.matmul.step_rows import mixed_step_rows, padded_rows
+from nanovllm.layers.matmul.step_rows import mixed_step_rows
 from nanovllm.layers.matmul.table import (
     Choice,
     Key,
@@ -87,9 +87,9 @@ def test_a_file_holds_all_of_a_table(tmp_path):
 
 
 def test_settings_are_updated_key_by_key():
-    table = Table(settings={"padding": {"a": {"1": []}, "b": {"1": []}}})
-    updated = table.updated(Table(settings={"padding": {"b": {"2": []}}, "other": {"x": 1}}))
-    assert updated.settings == {"padding": {"a": {"1": []}, "b": {"2": []}}, "other": {"x": 1}}
+    table = Table(settings={"mixed_step_rows": {"a": 1, "b": 1}})
+    updated = table.updated(Table(settings={"mixed_step_rows": {"b": 2}, "other": {"x": 1}}))
+    assert updated.settings == {"mixed_step_rows": {"a": 1, "b": 2}, "other": {"x": 1}}
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": [{"operation": "linear"}]}'])
@@ -142,6 +142,16 @@ def test_the_users_rows_take_precedence(gpu):
     assert package_table(H200).rows[KEY] is table.rows[KEY], "the package's table has changed"
 
 
+def test_a_users_table_of_an_older_release_may_have_a_setting_that_nothing_reads(gpu):
+    device = gpu(H200)
+    padding = {"padding": {"6144x1024 bfloat16": {"16": [], "48": [48, "quack-kernels"], "49": []}}}
+    own = Row({1: choices("cublas")})
+    write_table(user_path(H200), H200, Table({KEY: own}, padding))
+    tuned = load_table(device)
+    assert tuned.find(KEY).choices == own.choices
+    assert tuned.settings == package_table(H200).settings | padding
+
+
 def test_a_gpu_takes_from_the_h200s_table_what_its_own_lacks(gpu, monkeypatch, tmp_path):
     assert load_table(gpu("a GPU without a table")).rows == package_table(H200).rows
     assert load_table(torch.device("cpu")).rows == {}
@@ -191,15 +201,6 @@ def test_mixed_steps_of_a_shape_have_the_rows_of_the_nearest():
     assert mixed_step_rows(Table(), KEY.with_shape("64x64 bfloat16")) == 0
 
 
-def test_steps_of_a_shape_without_a_setting_are_not_padded():
-    table = Table(settings={"padding": {"64x64 bfloat16": {"2": [], "8": [8, "quack-kernels"], "9": []}}})
-    padded = [
-        padded_rows(table, KEY.with_shape("64x64 bfloat16"), n, {"quack-kernels"}.__contains__) for n in range(12)
-    ]
-    assert padded == [0, 1, 2, *[8] * 6, 9, 10, 11]
-    assert padded_rows(table, KEY.with_shape("64x65 bfloat16"), 3, lambda *args: True) == 3
-
-
 def decode_constants(table):
     """One for each group of the table."""
     for group in table.settings["decode_attention"]:
@@ -244,15 +245,6 @@ def test_tables_of_the_package(path):
                     assert all(pairs_of_types[name](*each) for each in constants)
                 else:
                     constant_types[name](*constants)
-    for shape, buckets in table.settings["padding"].items():
-        key = KEY.with_shape(shape)
-        assert key.shape_name == shape
-        padded = [padded_rows(table, key, n, lambda *args: True) for n in range(600)]
-        assert padded == [padded_rows(table, key, n, lambda *args: True) for n in padded], "padding is padded again"
-        assert padded == sorted(padded)
-        named = {bound: padding for bound, padding in buckets.items() if len(padding) > 1}
-        assert all(padded_rows(table, key, int(bound), lambda *args: False) == int(bound) for bound in named)
-        assert all(set(padding[1:]) <= constant_types.keys() for padding in buckets.values())
     for shape, num_rows in table.settings["mixed_step_rows"].items():
         assert mixed_step_rows(table, KEY.with_shape(shape)) == num_rows != 1
     for constants in decode_constants(table):

@@ -137,12 +137,6 @@ def test_a_prefill_takes_what_was_measured_and_a_short_one_cublas():
     assert [names(row[n]) for n in (1, 2047, 2048, 16384, 99999)] == [[], [], *[["fused-silu"]] * 3]
 
 
-def paddings(table: Table, *counts: int) -> list[list]:
-    buckets = table.settings["padding"][GATE_UP.shape_name]
-    row = Row({bound: [padding] for bound, padding in buckets.items()})
-    return [row[n][0] for n in counts]
-
-
 def test_more_tokens_than_are_measured_keep_their_choices():
     decode, prefill = in_phase(QKV, "decode"), in_phase(QKV, "prefill")
     split_k, quack = [Choice("split-k", (32, 128, 1, 6, 0))], [Choice("quack-kernels")]
@@ -172,45 +166,6 @@ def test_a_short_prefill_of_4_bits_takes_what_decode_steps_do():
     assert [names(list(prefill[n])) for n in (1, 256, 257, 9000)] == [["tiles-4bit"], ["tiles-4bit"], [], []]
 
 
-def test_batches_are_padded_to_what_takes_less_time():
-    times = {16: 100, 32: 101, 64: 99, 96: 110, 128: 105, 256: 120, 512: 400}
-
-    def time_layer(phase, num_tokens, picks):
-        return times[num_tokens] * (0.8 if names(picks).count("quack-kernels") == 4 and num_tokens == 256 else 1.0)
-
-    def quack_wins(phase, num_tokens, picks):
-        micros = times[num_tokens]
-        if num_tokens == 256:
-            micros -= 10 * names(picks).count("quack-kernels")
-        return micros
-
-    table = tuner().tune(quack_wins, {"decode": tuple(times)}, lambda line: None)
-    to_256 = [256, "quack-kernels"]
-    assert paddings(table, 16, 200, 256, 257, 512, 600) == [to_256, to_256, to_256, [], [], []]
-    table = tuner(available={"cublas"}).tune(time_layer, {"decode": tuple(times)}, lambda line: None)
-    to_128 = [128]
-    assert paddings(table, 16, 17, 64, 96, 128, 129) == [[], [], [], to_128, to_128, []]
-
-
-@pytest.mark.parametrize("gains", [[1.0, 0.99, 0.97], [1.0, 0.985, 0.975, 0.96], [1.0, 0.97, 0.99, 0.9]])
-def test_padding_never_falls(gains):
-    counts = (16, 32, 48, 64)[: len(gains)]
-    times = dict(zip(counts, gains, strict=True))
-    table = tuner(available={"cublas"}).tune(lambda phase, n, picks: times[n], {"decode": counts}, lambda line: None)
-    padded = [max(n, *padding[:1]) if padding else n for n, padding in enumerate(paddings(table, *range(70)))]
-    assert padded == sorted(padded)
-
-
-def test_rows_of_padding_have_no_keys_to_read():
-    products = {128: 79.0, 160: 107.0, 256: 100.0}
-
-    def time_layer(phase, num_tokens, picks):
-        return products[num_tokens] + (0 if phase == "padding" else 0.25 * num_tokens)
-
-    table = tuner(available={"cublas"}).tune(time_layer, {"decode": tuple(products)}, lambda line: None)
-    assert paddings(table, 100, 150, 200) == [[], [256], [256]]
-
-
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("num_tokens", [1, 64, 1024, 4096])
 def test_layers_are_timed_no_more_often_than_said(phase, num_tokens):
@@ -233,14 +188,7 @@ def test_what_is_known_is_not_measured():
     time_layer, kept = by_candidate(gemv=20, split_k=22), {}
     table = tuner().tune(time_layer, counts, print, keep=lambda phase, n, result: kept.update({(phase, n): result}))
     assert list(kept) == [("decode", 1), ("decode", 64), ("prefill", 2048)]
-    phases = set()
-
-    def watch(phase, num_tokens, picks):
-        phases.add(phase)
-        return time_layer(phase, num_tokens, picks)
-
-    again = tuner().tune(watch, counts, print, known=kept)
-    assert phases == {"padding"}
+    again = tuner().tune(lambda *step: pytest.fail(f"{step} is measured"), counts, print, known=kept)
     assert {key: row.choices for key, row in again.rows.items()} == {
         key: row.choices for key, row in table.rows.items()
     }
@@ -257,12 +205,6 @@ def test_choices_are_cut_to_what_fits_the_gpu():
     )
     present = Tuner(KEYS, table, ALL, H200, fitted).present("decode", 1)
     assert names(present) == ["gemv", "split-k", "split-k", "split-k"]
-
-
-def test_steps_without_a_graph_are_not_padded():
-    table = tuner().tune(by_candidate(quack_kernels=18), {"decode": (512, 1024)}, lambda line: None)
-    assert paddings(table, 400, 600) == [[512, "quack-kernels"], []]
-    assert names(list(table.rows[in_phase(QKV, "decode")][600])) == ["quack-kernels"]
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -351,25 +293,23 @@ def test_a_layer_with_experts_is_tuned():
     for phase in ("decode", "prefill"):  # Short prefills are computed as decode steps of as many tokens.
         row = table.rows[Key("experts", phase, 1536, 2048, "bfloat16", 128)]
         assert [row[n][0].candidate for n in (1, 4, 5, 64, 2048)] == ["experts-gemv"] * 2 + ["expert-tiles"] * 3
-    assert table.settings["padding"].keys() == {"128x1536x2048 bfloat16"}
 
 
 @pytest.mark.parametrize(
-    ("model", "gate_up"),
+    "model",
     [
-        ("Llama-3.2-1B", "16384x2048"),
-        ("Phi-4-mini-instruct", "16384x3072"),
-        ("OLMo-2-1124-7B", "22016x4096"),  # norms after the blocks
-        ("gemma-3-4b", "20480x2560"),  # and GELU
-        ("Qwen3-30B-A3B", "128x1536x2048"),
+        "Llama-3.2-1B",
+        "Phi-4-mini-instruct",
+        "OLMo-2-1124-7B",  # norms after the blocks
+        "gemma-3-4b",  # and GELU
+        "Qwen3-30B-A3B",
     ],
 )
-def test_rows_of_every_kind_of_layer(model, gate_up):
+def test_rows_of_every_kind_of_layer(model):
     keys, top_k = keys_and_top_k(layer_problems(meta_layers(model)[0]))
     tuner = Tuner(keys, Table(), ALL, H200, top_k=top_k)
     table = tuner.tune(lambda phase, num_tokens, picks: 100.0, {"decode": (1, 64), "prefill": (2048,)}, print)
     assert set(table.rows) == {in_phase(shape, phase) for shape in keys for phase in ("decode", "prefill")}
-    assert table.settings["padding"].keys() == {f"{gate_up} bfloat16"}
 
 
 @needs_family("qwen3_5_text")

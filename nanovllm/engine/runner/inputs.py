@@ -36,7 +36,6 @@ class DecodeInputs:
     its own, and all are sampled from.
 
     Attributes:
-        padded: number of rows of a decode step for each number of tokens that it samples, 0 to max_sampled.
         rows: {name: device tensor [max_rows, ...]}. pending_rows: the row of `sampled` that holds the input token, or
             -1 if the host knew the token. The others are named as in Context and the sampler, or are the back end's.
         input_ids: int64 [max_rows].
@@ -50,7 +49,6 @@ class DecodeInputs:
         block_size: int,
         device: torch.device,
         backend: AttentionBackend,
-        padded: list[int] | None = None,
         mixed_step_rows: int = 0,
         has_slots: bool = False,
     ):
@@ -58,12 +56,10 @@ class DecodeInputs:
         Args:
             max_sampled: the most tokens that a step samples.
             backend: prepared for as many rows as there can be. It may have arrays of its own.
-            padded: as above; None pads nothing.
             mixed_step_rows: of the largest mixed step.
             has_slots: whether there are stores beside the KV cache, in which each sequence has a slot.
         """
-        self.padded = padded or list(range(max_sampled + 1))
-        n = self.max_rows = max(self.padded[max_sampled], mixed_step_rows)
+        n = self.max_rows = max(max_sampled, mixed_step_rows)
         self._backend = backend
         layout: Layout = {
             "tokens": ((n,), np.int64),

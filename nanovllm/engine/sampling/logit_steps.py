@@ -104,12 +104,11 @@ class LogitSteps:
         graphs.capture(batch_size, partial(self._store_logits, **options), partial(self._run_padding, **options))
 
     def _run_padding(self, batch_size: int, shares_reads: bool) -> None:
-        self._inputs.pad(self._inputs.padded[batch_size], shares_reads)
+        self._inputs.pad(batch_size, shares_reads)
         self._store_logits(batch_size, shares_reads)
 
     def _store_logits(self, batch_size: int, shares_reads: bool) -> None:
-        inputs = self._inputs.for_model(batch_size, self._inputs.padded[batch_size], shares_reads=shares_reads)
-        hidden_states = self._hidden_states(inputs)[:batch_size]
+        hidden_states = self._hidden_states(self._inputs.for_model(batch_size, batch_size, shares_reads=shares_reads))
         if self.logits is not None and self._tp.size == 1:  # A copy of all logits would read and write them once more.
             self._model.compute_logits(hidden_states, out=self.logits[:batch_size])
             return

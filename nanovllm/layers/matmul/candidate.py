@@ -22,8 +22,7 @@ class Candidate(ABC):
     # Whether as a default it computes prefills that are too short to be measured. Else they take decode steps' choices.
     suits_short_prefills: ClassVar[bool] = True
     posts_sums: ClassVar[bool] = False  # whether it can write a linear_sum to the other ranks' memory itself
-    # Whether its constants in decode steps are useless for other shapes of a weight. Steps are padded to what they
-    # were measured for.
+    # Whether its constants in decode steps are useless for other shapes of a weight.
     suits_one_shape: ClassVar[bool] = False
 
     @classmethod

@@ -39,10 +39,6 @@ class Matmul:
     def run(self, problem: AnyProblem) -> Any:
         return compute(problem, self.row(problem.key, problem.weight)[len(problem.x)])
 
-    def serves(self, name: str, key: Key, weight: Weight) -> bool:
-        """Whether there is a candidate of this name, and it computes this product."""
-        return name in self._candidates and self._candidates[name].supports(key, weight)
-
     def row(self, key: Key, weight: Weight) -> Row[Bound]:
         """The table's candidates for a product, as far as they are there and support it, with constants that fit the
         weight's GPU. The last one is the default."""

@@ -1,6 +1,4 @@
-"""What a ModelRunner's start chooses: the back end, the products' kernels, and how many rows steps have."""
-
-from functools import partial
+"""What a ModelRunner's start chooses: the back end, the products' kernels, and how many rows mixed steps have."""
 
 import torch
 
@@ -9,11 +7,9 @@ from nanovllm.layers.attention.backends import select_backend
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.matmul.candidates import Quack, make_candidates
 from nanovllm.layers.matmul.matmul import Matmul
-from nanovllm.layers.matmul.step_rows import mixed_step_rows, padded_rows
+from nanovllm.layers.matmul.step_rows import mixed_step_rows
 from nanovllm.layers.matmul.table import Key, Table
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.layer_facts import gate_up_weight
 from nanovllm.models.model_size import attention_shapes
 
 
@@ -39,11 +35,3 @@ def choose_mixed_step_rows(config: Config, has_graphs: bool, has_slots: bool, ga
         measured = mixed_step_rows(table, Key.of("linear", False, gate_up)) if is_measured else 0
         num_rows = min(measured, config.max_num_batched_tokens)
     return num_rows if min(num_rows, config.max_num_seqs) > 1 else 0
-
-
-def padded_batches(model: DecoderForCausalLM, max_num_seqs: int) -> list[int]:
-    """The rows of a decode step, padding included, for each number of sequences, 0 to max_num_seqs."""
-    matmul, gate_up = model.matmul, gate_up_weight(model)
-    key = Key.of("linear", False, gate_up)
-    serves = partial(matmul.serves, key=key, weight=gate_up)
-    return [padded_rows(matmul.table, key, n, serves) for n in range(max_num_seqs + 1)]
