@@ -20,8 +20,12 @@ Make = Callable[[int], AnyProblem]  # a product of a layer in the context's phas
 
 
 def layer_products(layer: Any) -> list[Make]:
-    """A DecoderLayer's matrix products on new tensors with arbitrary content."""
-    mixer, mlp, products = layer.mixer, layer.mlp, main_products(layer)
+    """A DecoderLayer's matrix products on new tensors with arbitrary content.
+
+    First those that every layer has: the input projection of attention or linear attention, and the output projection;
+    gate and up, or the router; down, or the experts. Then further input projections of linear attention; router and
+    experts beside an MLP; gate and up, and down, of a shared expert."""
+    mixer, mlp, products = layer.mixer, layer.mlp, _main_products(layer)
     if isinstance(mixer, GatedDeltaNet):
         products += [_linear("linear", each, layer.input_layernorm) for each in mixer.input_projections()[1:]]
     if isinstance(mlp, MLPWithExperts):
@@ -33,9 +37,7 @@ def layer_products(layer: Any) -> list[Make]:
     return products
 
 
-def main_products(layer: Any) -> list[Make]:
-    """Those of layer_products that every layer has, in order: the input projection of attention or linear attention,
-    and the output projection; gate and up, or the router; down, or the experts."""
+def _main_products(layer: Any) -> list[Make]:
     mixer, o, mlp, mlp_norm = layer.mixer, layer.output_proj, layer.mlp, layer.post_attention_layernorm
     projection = mixer.input_projections()[0] if isinstance(mixer, GatedDeltaNet) else mixer.qkv_proj
     # Of o_proj and down_proj, which add to the residual stream unless a norm is in between.

@@ -42,8 +42,8 @@ class LayerTimer:
     """
 
     def __init__(self, problems: Sequence[AnyProblem], attention: TimedAttention, has_attention: bool = True):
-        """problems: of q, k, v; o; gate and up, or the router; down, or the experts; for any number of tokens. Their
-        tensors are not used. has_attention: whether the layer has it. Linear attention is left out."""
+        """problems: of `layer_facts.layer_products`, for any number of tokens. Their tensors are not used.
+        has_attention: whether the layer has it. Linear attention is left out."""
         self.problems = tuple(problems)
         self.attention, self._has_attention = attention, has_attention
         self.device = device = attention.shape.device
@@ -140,8 +140,9 @@ class LayerTimer:
         return graph.replay
 
     def _run_layer(self, residual: torch.Tensor, layer: list[AnyProblem], picks: Picks) -> None:
-        """q, k, v; o; gate and up, or the router; down, or the experts. The first and the third read the residual
-        stream. The others read what came before, and add to the stream unless a norm is in between."""
+        """The first product and the third read the residual stream, and so do those after the fourth that have a norm.
+        The others read what came before, and add to the stream unless a norm is in between. Experts add in any case:
+        what follows those beside an MLP is left out."""
         context = get_context()
         y: Any = residual
         for i, (problem, choice) in enumerate(zip(layer, picks, strict=True)):
@@ -159,7 +160,7 @@ class LayerTimer:
             lens = get_context().context_lens
             logits = before[:, : key.experts]
             return problem._replace(key=key, x=hidden, logits=logits, out=out, add=True, context_lens=lens)
-        if i in (0, 2):
+        if i in (0, 2) or (i > 3 and has_norm):
             return problem._replace(key=key, x=hidden)
         x = before if isinstance(before, Gated) else before[:, : key.K]
         if key.operation == "linear":
@@ -177,7 +178,7 @@ class LayerTimer:
         before = stream
         if isinstance(problem, ExpertsProblem):
             before = weight.new_empty(num_tokens, key.experts).normal_()
-        elif i in (1, 3):
+        elif i not in (0, 2):
             out = weight.new_empty(num_tokens, key.N).normal_()
         return self._with_tensors(problem, i, stream, before, out)
 

@@ -29,7 +29,7 @@ from nanovllm.layers.matmul.table import (
     write_table,
 )
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.models.layer_facts import main_products
+from nanovllm.models.layer_facts import layer_products
 from nanovllm.models.make_model import make_model
 from nanovllm.models.qwen3_5 import has_linear_attention, linear_layers
 from nanovllm.tuning.journal import Journal
@@ -162,8 +162,8 @@ def meta_layers(model: str, num_gpus: int = 1, quantization: str | None = None) 
 
 
 def layer_problems(layer: Any) -> list[AnyProblem]:
-    """A DecoderLayer's main products, of one token."""
-    return [make(1) for make in main_products(layer)]
+    """A DecoderLayer's products, of one token."""
+    return [make(1) for make in layer_products(layer)]
 
 
 def keys_and_top_k(problems: Iterable[AnyProblem]) -> tuple[list[Key], int]:

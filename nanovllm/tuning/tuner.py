@@ -46,9 +46,9 @@ class Tuner:
         fitted: Callable[[int, Choice], Choice | None] = lambda i, choice: choice,
         top_k: int = 1,
     ):
-        """keys: of q, k, v; o; gate and up, or the router; down, or the experts; in any phase. table: has the present
-        choices. fitted: of a product's index and a choice, the choice as the GPU's shared memory allows it; None if it
-        does not. top_k: experts of a token."""
+        """keys: of a layer's products (`layer_facts.layer_products`), in any phase. table: has the present choices.
+        fitted: of a product's index and a choice, the choice as the GPU's shared memory allows it; None if it does not.
+        top_k: experts of a token."""
         self.keys, self.table, self.top_k = tuple(keys), table, top_k
         self.candidates = {candidate.name: candidate for candidate in candidates}
         self.num_multiprocessors, self._fitted = num_multiprocessors, fitted

@@ -22,6 +22,7 @@ from nanovllm.layers.matmul.table import Choice, package_table
 from nanovllm.tuning import layer_timer
 from nanovllm.tuning.layer_timer import LayerTimer
 from nanovllm.tuning.timed_attention import TimedAttention
+from nanovllm.utils.context import step_context
 
 CUBLAS = Choice("cublas")
 ATTENTION, HIDDEN, INTERMEDIATE = 48, 32, 64
@@ -92,6 +93,30 @@ def test_a_layer_with_experts(experts_timer):
     for choice in (Choice("expert-tiles"), EXPERTS_GEMV, EXPERT_TILES):
         assert timer("decode", 3, (*three, choice)) == len(timer._layers) == 2
     assert timer("decode", 3, (*three, Choice("expert-tiles", ((16, 64, 48, 4, 2),) * 2))) is None
+
+
+@pytest.mark.parametrize("timer", ["linear_add"], indirect=True)
+def test_products_beside_the_main_ones(experts_timer):
+    """A second projection of the input, router and experts after an MLP, and a shared expert: the projection, the
+    router and gate and up read the stream, experts and down what came before."""
+    mlp, experts = experts_timer.problems[:2], experts_timer.problems[2:]
+    mlp += (linear("linear_silu", 2 * INTERMEDIATE, HIDDEN), linear("linear_add", HIDDEN, INTERMEDIATE, has_norm=False))
+    shared = linear("linear_silu", 32, HIDDEN), linear("linear_add", HIDDEN, 16, has_norm=False)
+    timer = LayerTimer([*mlp, linear("linear", 6, HIDDEN), *experts, *shared], experts_timer.attention)
+    picks = [*(CUBLAS,) * 6, EXPERTS_GEMV, GEMV, CUBLAS]
+    for phase in ("decode", "prefill"):
+        assert timer(phase, 3, tuple(picks)) == len(timer._layers) == 2
+    seen = []
+    launch = timer._launch
+    timer._launch = lambda problem, choice: seen.append(problem) or launch(problem, choice)
+    with step_context(timer._context("decode", 3)), torch.inference_mode():
+        timer._time_layer("decode", 3, tuple(picks))
+    *_, extra, router, beside, gate_up, down = seen[-9:]
+    stream = extra.x.residual
+    assert all(each.x.residual is stream for each in (router, beside, gate_up))
+    assert beside.logits.shape == (3, 6)
+    assert down.x.shape == (3, 16)
+    assert beside.out is down.out is stream
 
 
 @pytest.mark.parametrize("timer", ["linear_add"], indirect=True)

@@ -303,6 +303,8 @@ def test_a_layer_with_experts_is_tuned():
         "OLMo-2-1124-7B",  # norms after the blocks
         "gemma-3-4b",  # and GELU
         "Qwen3-30B-A3B",
+        pytest.param("gemma-4-26B-A4B", marks=needs_family("gemma4_text")),  # experts beside an MLP
+        pytest.param("Qwen3.5-35B-A3B", marks=needs_family("qwen3_5_moe_text")),  # a shared expert
     ],
 )
 def test_rows_of_every_kind_of_layer(model):
@@ -310,6 +312,18 @@ def test_rows_of_every_kind_of_layer(model):
     tuner = Tuner(keys, Table(), ALL, H200, top_k=top_k)
     table = tuner.tune(lambda phase, num_tokens, picks: 100.0, {"decode": (1, 64), "prefill": (2048,)}, print)
     assert set(table.rows) == {in_phase(shape, phase) for shape in keys for phase in ("decode", "prefill")}
+
+
+@needs_family("qwen3_5_moe_text")
+def test_every_product_of_a_layer_is_measured():
+    """In fp8 linear attention's gates have a projection of their own; the shared expert has two products."""
+    layer = meta_layers("Qwen3.5-35B-A3B", quantization="fp8")[0]
+    shapes = [(problem.key.operation, problem.key.N, problem.key.K) for problem in layer_problems(layer)]
+    assert [shape for shape in shapes if shape[0] != "experts"] == [
+        *(("linear", 12288, 2048), ("linear_add", 2048, 4096), ("linear", 264, 2048), ("linear", 64, 2048)),
+        *(("linear_silu", 1024, 2048), ("linear_add", 2048, 512)),
+    ]
+    assert ("experts", 1024, 2048) in shapes
 
 
 @needs_family("qwen3_5_text")
