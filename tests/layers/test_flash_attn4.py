@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from gpus import pretend_gpu
 
-from nanovllm.layers.attention import gpu_backend
+from nanovllm.layers.attention import flash_attn4, gpu_backend
 from nanovllm.layers.attention.attention import Attention, AttentionShape, StepSizes
 from nanovllm.layers.attention.flash_attn4 import MAX_SEQS, FlashAttn4, load_flash_attn4
 from nanovllm.layers.attention.torch_backend import prefill_attention_torch
@@ -73,6 +73,19 @@ def make_layer(backend: TritonBackend, k_cache=None, v_cache=None, kv_scales=Non
 
 def is_the_packages(out: torch.Tensor) -> bool:
     return bool((out == 7.0).all())
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_a_package_that_cannot_be_imported_is_named(is_installed, monkeypatch, caplog):
+    """flash-attn 2 in another folder hides it: its module is missing, though pip has it."""
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    monkeypatch.setattr(flash_attn4, "keep_kernels", lambda: None)
+    pretend_gpu(monkeypatch)
+    found = {"flash-attn-4": "4.0.0"} if is_installed else {}
+    monkeypatch.setattr(flash_attn4, "installed_versions", lambda *names: found)
+    with caplog.at_level("WARNING"):
+        assert load_flash_attn4(torch.bfloat16, 128, torch.device("cuda")) is None
+    assert ("flash-attn-4 cannot be imported" in caplog.text) == is_installed
 
 
 def test_long_prompts_go_there(device):

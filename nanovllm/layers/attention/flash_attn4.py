@@ -14,7 +14,7 @@ from nanovllm.kernels.launch import is_compiling_ahead
 from nanovllm.layers.attention.attention import AttentionShape
 from nanovllm.utils.context import Context
 from nanovllm.utils.light_imports import import_without_torch_compile
-from nanovllm.utils.optional_packages import OptionalPackage, keep_kernels
+from nanovllm.utils.optional_packages import OptionalPackage, installed_versions, keep_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +103,9 @@ def load_flash_attn4(dtype: torch.dtype, head_dim: int, device: torch.device) ->
         package = import_without_torch_compile(lambda: import_module("flash_attn.cute"))
         flash_attn_varlen_func = package.flash_attn_varlen_func
     except Exception as error:
+        # Where flash-attn 2 lies in another folder, before this package on the path, the module is not found either.
         is_missing = isinstance(error, ModuleNotFoundError) and error.name in ("flash_attn", "flash_attn.cute")
-        if not is_missing:
+        if not is_missing or installed_versions(FlashAttn4.name):
             logger.warning("flash-attn-4 cannot be imported: %s: %s", type(error).__name__, error)
         return None
     in_tiles = _in_our_tiles() if gpu.is_hopper and head_dim == 128 else None
