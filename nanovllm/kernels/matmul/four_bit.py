@@ -177,6 +177,18 @@ def check_four_bit(weight: FourBit, dtype: torch.dtype) -> None:
         raise ValueError(f"x must be bfloat16 or float16, not {dtype}")
 
 
+def check_few_tokens(x: Tensor, weight: FourBit, bias: Tensor | None, max_tokens: int) -> None:
+    """Raise ValueError, beginning with the argument's name, unless x is `[1..max_tokens, K]` with contiguous rows, and
+    bias a contiguous `[N]` or None."""
+    num_rows, K = weight.shape
+    if x.dim() != 2 or not 1 <= len(x) <= max_tokens or x.shape[1] != K or x.stride(1) != 1:
+        raise ValueError(
+            f"x must be [1..{max_tokens}, {K}] with contiguous rows, not {list(x.shape)} with strides {x.stride()}"
+        )
+    if bias is not None and (bias.shape != (num_rows,) or not bias.is_contiguous()):
+        raise ValueError(f"bias must be a contiguous [{num_rows}], not {list(bias.shape)}")
+
+
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import CACHE_LINE, gdc_launch_dependents, gdc_wait, has_pdl, prefetch_lines
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.matmul.four_bit import CHUNK, FourBit, check_four_bit, decode, ones_like, scale_of
+from nanovllm.kernels.matmul.four_bit import (
+    CHUNK,
+    FourBit,
+    check_few_tokens,
+    check_four_bit,
+    decode,
+    ones_like,
+    scale_of,
+)
 from nanovllm.kernels.matmul.linear_checks import check_result
 from nanovllm.kernels.shared_memory import fitting_stages
 from nanovllm.kernels.triton_stub import tl, triton
@@ -286,19 +294,13 @@ def four_bit_gemv(
         ValueError: another shape, layout or dtype; the message begins with the argument's name.
     """
     check_four_bit(weight, x.dtype)
-    num_rows, K = weight.shape
-    M, most = len(x), config.max_tokens(weight)
-    if x.dim() != 2 or not 1 <= M <= most or x.shape[1] != K or x.stride(1) != 1:
-        raise ValueError(
-            f"x must be [1..{most}, {K}] with contiguous rows, not {list(x.shape)} with strides {x.stride()}"
-        )
+    check_few_tokens(x, weight, bias, config.max_tokens(weight))
+    M, (num_rows, K) = len(x), weight.shape
     if norm_weight is not None and (norm_weight.shape != (K,) or K > MAX_NORM_SIZE or x.dtype != torch.bfloat16):
         raise ValueError(
             f"norm_weight must be [{K}] of at most {MAX_NORM_SIZE} for an x in bfloat16, not {list(norm_weight.shape)} "
             f"for {x.dtype}"
         )
-    if bias is not None and (bias.shape != (num_rows,) or not bias.is_contiguous()):
-        raise ValueError(f"bias must be a contiguous [{num_rows}], not {list(bias.shape)}")
     check_result(y, x, weight.values, silu)
     rows, splits, num_warps, num_stages, prefetch = config
     tiles, partial = triton.cdiv(num_rows, rows), None

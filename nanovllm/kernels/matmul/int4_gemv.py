@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.matmul.four_bit import FourBit, check_four_bit
+from nanovllm.kernels.matmul.four_bit import FourBit, check_few_tokens, check_four_bit
 from nanovllm.kernels.matmul.gemv import unroll_factor
 from nanovllm.kernels.matmul.linear_checks import check_result
 from nanovllm.kernels.triton_stub import tl, triton
@@ -210,20 +210,14 @@ def int4_gemv(
         ValueError: another shape, layout or dtype; the message begins with the argument's name.
     """
     check_four_bit(weight, x.dtype)
-    num_rows, K = weight.shape
-    M = len(x)
+    check_few_tokens(x, weight, bias, MAX_TOKENS)
+    M, (num_rows, K) = len(x), weight.shape
     if weight.is_e2m1:
         raise ValueError("weight must have integers, not e2m1 numbers")
-    if x.dim() != 2 or not 1 <= M <= MAX_TOKENS or x.shape[1] != K or x.stride(1) != 1:
-        raise ValueError(
-            f"x must be [1..{MAX_TOKENS}, {K}] with contiguous rows, not {list(x.shape)} with strides {x.stride()}"
-        )
     if norm_weight is not None and (norm_weight.shape != (K,) or not norm_weight.is_contiguous() or K > MAX_NORM_SIZE):
         raise ValueError(
             f"norm_weight must be a contiguous [{K}] of at most {MAX_NORM_SIZE}, not {list(norm_weight.shape)}"
         )
-    if bias is not None and (bias.shape != (num_rows,) or not bias.is_contiguous()):
-        raise ValueError(f"bias must be a contiguous [{num_rows}], not {list(bias.shape)}")
     check_result(y, x, weight.values, silu)
     rows, k_tile, num_warps = config
     N = y.shape[1]
