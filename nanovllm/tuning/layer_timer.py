@@ -140,9 +140,9 @@ class LayerTimer:
         return graph.replay
 
     def _run_layer(self, residual: torch.Tensor, layer: list[AnyProblem], picks: Picks) -> None:
-        """The first product and the third read the residual stream, and so do those after the fourth that have a norm.
-        The others read what came before, and add to the stream unless a norm is in between. Experts add in any case:
-        what follows those beside an MLP is left out."""
+        """The first product, the third and those with a norm read the residual stream. The others read what came
+        before, and add to the stream unless a norm is in between. Experts add in any case: what follows those beside an
+        MLP is left out."""
         context = get_context()
         y: Any = residual
         for i, (problem, choice) in enumerate(zip(layer, picks, strict=True)):
@@ -160,7 +160,7 @@ class LayerTimer:
             lens = get_context().context_lens
             logits = before[:, : key.experts]
             return problem._replace(key=key, x=hidden, logits=logits, out=out, add=True, context_lens=lens)
-        if i in (0, 2) or (i > 3 and has_norm):
+        if i in (0, 2) or has_norm:
             return problem._replace(key=key, x=hidden)
         x = before if isinstance(before, Gated) else before[:, : key.K]
         if key.operation == "linear":

@@ -17,11 +17,8 @@ from linear_inputs import (
 )
 
 from nanovllm.kernels.dependent_launch import has_pdl
-from nanovllm.kernels.matmul.gemv import (
-    MAX_NORM_SIZE,
-    MAX_TOKENS,
-    GemvConfig,
-)
+from nanovllm.kernels.matmul.gemv import MAX_TOKENS, GemvConfig
+from nanovllm.kernels.matmul.linear_checks import MAX_NORM_SIZE
 from nanovllm.layers.matmul.table import package_table
 
 EPS = 1e-6

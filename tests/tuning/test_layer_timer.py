@@ -30,8 +30,9 @@ HALF, CPU = torch.float16, torch.device("cpu")
 GEMV, SPLIT_K = Choice("gemv", (16, 64, 1)), Choice("split-k", (32, 32, 1, 3, 0))
 
 
-def linear(operation: str, N: int, K: int, dtype=HALF, format: str = "float16", has_norm: bool = True) -> AnyProblem:
-    """A product of a layer, whose tensors mean nothing."""
+def linear(operation: str, N: int, K: int, dtype=HALF, format="float16", has_norm: bool | None = None) -> AnyProblem:
+    """A product of a layer, whose tensors mean nothing. has_norm: by default, unless it adds to the residual stream."""
+    has_norm = operation not in ("linear_add", "linear_sum") if has_norm is None else has_norm
     x = torch.empty(1, K, dtype=dtype)
     weight = format_of_table(format).quantize(torch.zeros(N, K, dtype=dtype), dtype)
     return problem(operation, Normed(x, RMSNorm(K)) if has_norm else x, weight)
@@ -100,8 +101,8 @@ def test_products_beside_the_main_ones(experts_timer):
     """A second projection of the input, router and experts after an MLP, and a shared expert: the projection, the
     router and gate and up read the stream, experts and down what came before."""
     mlp, experts = experts_timer.problems[:2], experts_timer.problems[2:]
-    mlp += (linear("linear_silu", 2 * INTERMEDIATE, HIDDEN), linear("linear_add", HIDDEN, INTERMEDIATE, has_norm=False))
-    shared = linear("linear_silu", 32, HIDDEN), linear("linear_add", HIDDEN, 16, has_norm=False)
+    mlp += (linear("linear_silu", 2 * INTERMEDIATE, HIDDEN), linear("linear_add", HIDDEN, INTERMEDIATE))
+    shared = linear("linear_silu", 32, HIDDEN), linear("linear_add", HIDDEN, 16)
     timer = LayerTimer([*mlp, linear("linear", 6, HIDDEN), *experts, *shared], experts_timer.attention)
     picks = [*(CUBLAS,) * 6, EXPERTS_GEMV, GEMV, CUBLAS]
     for phase in ("decode", "prefill"):

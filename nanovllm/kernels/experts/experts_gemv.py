@@ -27,12 +27,11 @@ from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, h
 from nanovllm.kernels.experts.experts import check_bias, check_scales
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.gemv import unroll_factor
-from nanovllm.kernels.matmul.linear_checks import BLOCK
+from nanovllm.kernels.matmul.linear_checks import BLOCK, MAX_NORM_SIZE
 from nanovllm.kernels.silu_and_mul import SWIGLU, Activation, gated
 from nanovllm.kernels.triton_stub import tl, triton
 
 MAX_TOKENS = 16
-MAX_NORM_SIZE = 8192
 
 
 class ExpertsGemvConfig(NamedTuple):

@@ -27,12 +27,12 @@ from nanovllm.kernels.matmul.four_bit_gemv import (
     norm_tile,
     sums_of_chunks,
 )
+from nanovllm.kernels.matmul.linear_checks import MAX_NORM_SIZE
 from nanovllm.kernels.shared_memory import fitting_stages
 from nanovllm.kernels.silu_and_mul import SWIGLU, Activation, gated
 from nanovllm.kernels.triton_stub import tl, triton
 
 MAX_TOKENS = 16
-MAX_NORM_SIZE = 8192
 _COLUMNS = 8  # the fewest that tensor cores multiply
 
 

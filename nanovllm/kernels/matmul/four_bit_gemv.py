@@ -28,14 +28,13 @@ from nanovllm.kernels.matmul.four_bit import (
     ones_like,
     scale_of,
 )
-from nanovllm.kernels.matmul.linear_checks import check_result
+from nanovllm.kernels.matmul.linear_checks import MAX_NORM_SIZE, check_result
 from nanovllm.kernels.shared_memory import fitting_stages
 from nanovllm.kernels.triton_stub import tl, triton
 
 # Columns of the second operand, which are tokens times groups in a chunk: those of tensor cores' instruction, and as
 # many as a program has registers for, times its rows.
 _MIN_COLUMNS, _MAX_TILE = 8, 512
-MAX_NORM_SIZE = 8192
 _NORM_TILE = 1024
 
 

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.matmul.linear_checks import BLOCK, check_layer, check_result
+from nanovllm.kernels.matmul.linear_checks import BLOCK, check_layer, check_norm, check_result
 from nanovllm.kernels.parallel.posted_sums import Inboxes, post
 from nanovllm.kernels.triton_stub import tl, triton
 
 MAX_TOKENS = 4
-MAX_NORM_SIZE = 8192
 
 
 class GemvConfig(NamedTuple):
@@ -180,10 +179,7 @@ def gemv(
     """
     check_layer(x, weight, bias, MAX_TOKENS, weight_scale)
     M, (num_rows, K) = len(x), weight.shape
-    if norm_weight is not None and (norm_weight.shape != (K,) or not norm_weight.is_contiguous() or K > MAX_NORM_SIZE):
-        raise ValueError(
-            f"norm_weight must be a contiguous [{K}] of at most {MAX_NORM_SIZE}, not {list(norm_weight.shape)}"
-        )
+    check_norm(norm_weight, K)
     if inboxes is not None and (x.element_size() != 2 or num_rows % 2):
         raise ValueError(
             f"x must be of a 16-bit float and weight have an even number of rows, not {list(weight.shape)}"

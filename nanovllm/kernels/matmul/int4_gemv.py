@@ -2,9 +2,10 @@
 
 A thread loads eight bytes of a row: eight columns in their low halves, and the eight that are 16 columns later in their
 high halves. So it needs two vectors of x, which are loaded as they lie in memory, and no weight changes threads. An
-integer q becomes a float by a shift and an "and, or": 0x43000000 | q << 16 is 128 + q. The offset is subtracted from
-the sum of a thread's columns, which share a scale. With the multiplication that is three instructions a weight; e4m3
-takes more.
+integer q becomes a float by an "and, or" where it lies: 0x43000000 | q << 16 is 128 + q, and 0x45000000 | q << 12 is
+2048 + q. A shift brings two integers there. The offsets are subtracted from the sum of a thread's columns, which share
+a scale; they cost a sum less than its rounding to 16 bits does. With the multiplication that is two and a half
+instructions a weight; e4m3 takes more.
 
 Tensor cores need fewer (`four_bit_gemv`), but want weights in shared memory, whose stages leave a multiprocessor room
 for two or three programs. Here many small programs have all their weights under way at once.
@@ -19,11 +20,10 @@ from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, h
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.four_bit import FourBit, check_few_tokens, check_four_bit
 from nanovllm.kernels.matmul.gemv import unroll_factor
-from nanovllm.kernels.matmul.linear_checks import check_result
+from nanovllm.kernels.matmul.linear_checks import check_norm, check_result
 from nanovllm.kernels.triton_stub import tl, triton
 
 MAX_TOKENS = 4
-MAX_NORM_SIZE = 8192
 
 
 class Int4GemvConfig(NamedTuple):
@@ -87,16 +87,12 @@ def _int4_gemv_kernel(
 ):  # fmt: skip
     """y [M, N] = f(x) W^T + bias, y += that with ADD, or silu(gate) * up of it with SILU; f: norm or none."""
     PAIRS: tl.constexpr = K_TILE // 16  # of words, eight bytes
+    # With SILU even rows of the tile are gates, from the weight's first N rows, odd ones the ups that belong to them.
+    EACH: tl.constexpr = 2 if SILU else 1
+    OUTPUTS: tl.constexpr = ROWS // EACH
     row = tl.arange(0, ROWS)
-    if SILU:
-        # Even rows of the tile are gates, from the weight's first N rows, odd ones the ups that belong to them.
-        OUTPUTS: tl.constexpr = ROWS // 2
-        column = tl.program_id(0) * OUTPUTS + row // 2
-        weight_row = column + row % 2 * N
-    else:
-        OUTPUTS: tl.constexpr = ROWS  # type: ignore[no-redef]
-        column = tl.program_id(0) * OUTPUTS + row
-        weight_row = column
+    column = tl.program_id(0) * OUTPUTS + row // EACH
+    weight_row = column + row % EACH * N
     if PDL:
         gdc_launch_dependents()
 
@@ -214,10 +210,7 @@ def int4_gemv(
     M, (num_rows, K) = len(x), weight.shape
     if weight.is_e2m1:
         raise ValueError("weight must have integers, not e2m1 numbers")
-    if norm_weight is not None and (norm_weight.shape != (K,) or not norm_weight.is_contiguous() or K > MAX_NORM_SIZE):
-        raise ValueError(
-            f"norm_weight must be a contiguous [{K}] of at most {MAX_NORM_SIZE}, not {list(norm_weight.shape)}"
-        )
+    check_norm(norm_weight, K)
     check_result(y, x, weight.values, silu)
     rows, k_tile, num_warps = config
     N = y.shape[1]
@@ -225,6 +218,5 @@ def int4_gemv(
     launcher(_int4_gemv_kernel, (triton.cdiv(num_rows, rows),), pdl and has_pdl(x.device))(
         x, norm_weight, words, weight.scale, weight.zero, bias, y, x.stride(0), y.stride(0), N, eps,
         M=M, K=K, GROUP=weight.group, PADDED_M=triton.next_power_of_2(M), ROWS=rows, K_TILE=k_tile,
-        UNROLL=unroll_factor(K, k_tile), SILU=silu, ADD=add, COMPILED=x.is_cuda,
-        num_warps=num_warps,
+        UNROLL=unroll_factor(K, k_tile), SILU=silu, ADD=add, COMPILED=x.is_cuda, num_warps=num_warps,
     )  # fmt: skip

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128  # rows and columns of a weight in e4m3 that share a scale, if a row has more than one
+MAX_NORM_SIZE = 8192  # columns of an input whose norm a kernel for a few tokens computes beside the product
 
 
 def check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, max_tokens: int, scale: Tensor | None = None) -> None:
@@ -24,6 +25,14 @@ def check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, max_tokens: int,
         _check_weight_scale(weight, scale)
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
         raise ValueError(f"bias must be a contiguous [{len(weight)}], not {list(bias.shape)}")
+
+
+def check_norm(norm_weight: Tensor | None, K: int) -> None:
+    """Raise ValueError unless norm_weight is a contiguous `[K]`, K at most MAX_NORM_SIZE, or None."""
+    if norm_weight is not None and (norm_weight.shape != (K,) or not norm_weight.is_contiguous() or K > MAX_NORM_SIZE):
+        raise ValueError(
+            f"norm_weight must be a contiguous [{K}] of at most {MAX_NORM_SIZE}, not {list(norm_weight.shape)}"
+        )
 
 
 def _check_weight_scale(weight: Tensor, scale: Tensor) -> None:

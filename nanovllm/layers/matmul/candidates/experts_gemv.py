@@ -7,6 +7,7 @@ from torch import Tensor
 from nanovllm.kernels import use_kernels
 from nanovllm.kernels.experts import experts_gemv as kernels
 from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
+from nanovllm.kernels.matmul.linear_checks import MAX_NORM_SIZE
 from nanovllm.layers.formats.format import Weight, value_of
 from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks
 from nanovllm.layers.formats.unquantized import Unquantized
@@ -23,7 +24,7 @@ class ExpertsGemv(Candidate):
     formats = (Unquantized.name, Fp8.name, Fp8Blocks.name)
 
     def supports(self, key: Key, weight: Weight) -> bool:
-        return self.is_for(key) and use_kernels(weight.values) and key.K <= kernels.MAX_NORM_SIZE
+        return self.is_for(key) and use_kernels(weight.values) and key.K <= MAX_NORM_SIZE
 
     def launch(self, problem: ExpertsProblem, constants: tuple) -> Tensor | None:
         _, x, logits, weight, down, top_k, normalize, out, add, lens, bias, down_bias, activation, scales = problem

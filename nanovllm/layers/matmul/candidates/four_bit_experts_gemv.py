@@ -10,6 +10,7 @@ from nanovllm.kernels.experts import four_bit_experts_gemv as kernels
 from nanovllm.kernels.experts.experts import route
 from nanovllm.kernels.experts.four_bit_experts_gemv import FourBitExpertsConfig
 from nanovllm.kernels.matmul.four_bit import DTYPES
+from nanovllm.kernels.matmul.linear_checks import MAX_NORM_SIZE
 from nanovllm.layers.formats.format import Weight, value_of
 from nanovllm.layers.matmul.candidate import Candidate
 from nanovllm.layers.matmul.candidates.four_bit import FORMATS, four_bit
@@ -38,7 +39,7 @@ class FourBitExpertsGemv(Candidate):
         gate_up_config, down_config = (FourBitExpertsConfig(*each) for each in constants)
         norm_weight, eps = None, 0.0
         # In float16 the norm's weight could overflow before the factor of the mean square.
-        if is_waiting_norm(x) and weight.dtype == torch.bfloat16 and len(x.weight) <= kernels.MAX_NORM_SIZE:
+        if is_waiting_norm(x) and weight.dtype == torch.bfloat16 and len(x.weight) <= MAX_NORM_SIZE:
             values, norm_weight, eps = x.residual, x.weight, x.eps
         else:
             values = value_of(x)

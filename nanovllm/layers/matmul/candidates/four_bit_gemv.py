@@ -12,10 +12,10 @@ from nanovllm.kernels.matmul import four_bit_gemv as kernels
 from nanovllm.kernels.matmul.four_bit import CHUNK, DTYPES
 from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig
 from nanovllm.kernels.matmul.split_k import make_arrivals
-from nanovllm.layers.formats.format import Weight, value_of
+from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.matmul.candidate import Candidate
-from nanovllm.layers.matmul.candidates.four_bit import FORMATS, four_bit
-from nanovllm.layers.matmul.problem import Problem, is_waiting_norm
+from nanovllm.layers.matmul.candidates.four_bit import FORMATS, four_bit, input_and_norm
+from nanovllm.layers.matmul.problem import Problem
 from nanovllm.layers.matmul.table import Key
 
 _MAX_CHALLENGING_TOKENS = 8  # With 16, tiles are twice as fast.
@@ -44,16 +44,10 @@ class FourBitGemv(Candidate):
         if len(x) > config.max_tokens(values):
             return None
         options: dict[str, Any] = {"silu": key.operation == "linear_silu", "add": key.operation == "linear_add"}
-        # In float16 the norm's weight could overflow before the factor of the mean square. And `out` could be the
-        # residual stream that x is the norm of.
-        can_fuse = weight.dtype == torch.bfloat16 and key.K <= kernels.MAX_NORM_SIZE and problem.out is None
-        if is_waiting_norm(x) and can_fuse:
-            options |= {"norm_weight": x.weight, "eps": x.eps}
-            x = x.residual
-        else:
-            x = value_of(x)
+        # In float16 the norm's weight could overflow before the factor of the mean square.
+        x, norm = input_and_norm(problem, computes_norm=weight.dtype == torch.bfloat16)
         y = problem.result()
-        kernels.four_bit_gemv(x, values, y, bias, config, self._arrivals, pdl=True, **options)
+        kernels.four_bit_gemv(x, values, y, bias, config, self._arrivals, pdl=True, **options, **norm)
         return y
 
     @classmethod

@@ -9,6 +9,7 @@ from torch import Tensor
 from nanovllm.kernels import use_kernels
 from nanovllm.kernels.matmul import gemv as kernels
 from nanovllm.kernels.matmul.gemv import GemvConfig
+from nanovllm.kernels.matmul.linear_checks import MAX_NORM_SIZE
 from nanovllm.layers.formats.format import Weight, value_of
 from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks
 from nanovllm.layers.formats.unquantized import Unquantized
@@ -36,7 +37,7 @@ class Gemv(Candidate):
         options: dict[str, Any] = {"silu": key.operation == "linear_silu", "add": key.operation == "linear_add"}
         if key.operation == "linear_add":
             x = value_of(x)
-        elif is_waiting_norm(x) and key.K <= kernels.MAX_NORM_SIZE and out is None:
+        elif is_waiting_norm(x) and key.K <= MAX_NORM_SIZE and out is None:
             options |= {"norm_weight": x.weight, "eps": x.eps}
             x = x.residual
         else:
