@@ -1,6 +1,5 @@
 """One model in any batch, chunked, cached, preempted or seeded: the output of transformers, or of a request alone."""
 
-import json
 import random
 from dataclasses import replace
 
@@ -20,11 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine import model_runner
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.runner.inputs import DecodeInputs
-from nanovllm.layers.matmul.table import load_table, read_table
-from nanovllm.models.layer_facts import gate_up_weight
 
 
 @pytest.fixture(scope="module")
@@ -103,22 +99,6 @@ def test_rows_that_pad_a_batch_touch_nothing(base, monkeypatch):
         assert complete(llm, prompts[:3], greedy(12)) == expected[:3]
         assert num_padding >= {1, 3}
         assert_idle(llm)
-
-
-def test_a_table_that_pads_decode_steps_is_read_and_pads_nothing(base, monkeypatch, tmp_path):
-    """Older releases wrote that setting."""
-    path, reference = base
-    with make_llm(path) as llm:
-        N, K = gate_up_weight(llm.model_runner.model).shape
-    table, write, num_rows = tmp_path / "table.json", DecodeInputs.write, []
-    table.write_text(json.dumps({"settings": {"padding": {f"{N}x{K} float32": {"8": [8], "9": []}}}, "rows": []}))
-    monkeypatch.setattr(model_runner, "load_table", lambda device: load_table(device).updated(read_table(table)))
-    monkeypatch.setattr(DecodeInputs, "write", lambda self, step, n: (num_rows.append(n), write(self, step, n)))
-    prompts = reference.draw_prompts((3, 50, 7), 5)
-    with make_llm(path) as llm:
-        num_rows.clear()
-        assert complete(llm, prompts, greedy(5)) == reference.greedy(prompts, 5)
-    assert set(num_rows) == {3}
 
 
 def test_chunked_prefill(base):
