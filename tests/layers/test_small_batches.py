@@ -15,8 +15,10 @@ from nanovllm.kernels.matmul.gemv import GemvConfig
 from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.layers.attention.attention import Attention, AttentionShape
 from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.formats.format import value_of
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.candidates import gemv, split_k
+from nanovllm.layers.matmul.candidates.cublas import Cublas
 from nanovllm.layers.matmul.candidates.gemv import Gemv
 from nanovllm.layers.matmul.candidates.split_k import SplitK
 from nanovllm.layers.matmul.matmul import Matmul
@@ -80,10 +82,22 @@ def test_what_the_gemv_kernel_takes(kernels_everywhere):
     assert takes("linear_add", 4, has_norm=False, out=torch.zeros(4, 8))
     assert not takes("linear", 5)
     assert not takes("linear_add", 5, has_norm=False, out=torch.zeros(5, 8))
-    assert not takes("linear", K=8208), "a norm so wide does not fit"
-    assert not takes("linear", has_norm=False)
-    assert not takes("linear", out=torch.zeros(1, 8))
+    assert takes("linear", K=8208), "a norm so wide does not fit, and is computed first"
+    assert takes("linear", out=torch.zeros(1, 8))
     assert not takes("linear_sum", has_norm=False, out=torch.zeros(1, 8)), "the reducer launches it"
+
+
+@pytest.mark.parametrize(("K", "has_norm"), [(48, True), (48, False), (8208, True)])
+@pytest.mark.parametrize("operation", ["linear", "linear_silu"])
+def test_the_gemv_kernel_needs_no_norm(kernels_everywhere, operation, K, has_norm):
+    """Norms behind attention and MLP leave the products without one before them."""
+    x, weight, norm = torch.randn(3, K), torch.randn(8, K) * K**-0.5, RMSNorm(K)
+    norm.weight.data.normal_()
+    found, expected = (
+        each.launch(problem(operation, Normed(x, norm) if has_norm else x, weight), constants)
+        for each, constants in ((Gemv(), (8, 32, 1)), (Cublas(), ()))
+    )
+    torch.testing.assert_close(value_of(found), value_of(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_a_cpu_has_no_kernels():

@@ -10,12 +10,13 @@ Operations, of x `[num_tokens, K]` and a weight W `[N, K]`:
 - experts: a mixture of experts, of weights `[num_experts, N, K]`: `ExpertsProblem`.
 """
 
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor
 
+from nanovllm.kernels.matmul.linear_checks import MAX_NORM_SIZE
 from nanovllm.kernels.silu_and_mul import SWIGLU, Activation
-from nanovllm.layers.formats.format import Input, Weight
+from nanovllm.layers.formats.format import Input, Weight, value_of
 from nanovllm.layers.layernorm import Normed
 from nanovllm.layers.matmul.table import Key
 
@@ -63,3 +64,13 @@ AnyProblem = Problem | ExpertsProblem
 def is_waiting_norm(x: Input) -> TypeGuard[Normed]:
     """Whether x is a norm that is not computed yet."""
     return isinstance(x, Normed) and not x.is_computed
+
+
+def input_and_norm(problem: Problem, computes_norm: bool = True) -> tuple[Tensor, dict[str, Any]]:
+    """The input of a kernel that can compute its norm, and the norm as the kernel's options. computes_norm: whether it
+    does for this weight. Otherwise, and where there is no norm left to compute, the input is whole."""
+    x = problem.x
+    # `out` could be the residual stream that x is the norm of.
+    if is_waiting_norm(x) and computes_norm and problem.key.K <= MAX_NORM_SIZE and problem.out is None:
+        return x.residual, {"norm_weight": x.weight, "eps": x.eps}
+    return value_of(x), {}

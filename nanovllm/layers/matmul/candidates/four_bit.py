@@ -1,17 +1,14 @@
 """What the candidates for weights of 4 bits have in common."""
 
-from typing import Any
-
 from torch import Tensor
 
 from nanovllm.kernels.matmul.four_bit import FourBit
 from nanovllm.kernels.matmul.four_bit_tiles import arrange, rms_norm_arrange, silu_and_mul_arrange
-from nanovllm.kernels.matmul.linear_checks import MAX_NORM_SIZE
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.format import Input, Weight, value_of
 from nanovllm.layers.formats.int4 import Int4
 from nanovllm.layers.formats.mxfp4 import Mxfp4
-from nanovllm.layers.matmul.problem import Problem, is_waiting_norm
+from nanovllm.layers.matmul.problem import is_waiting_norm
 
 FORMATS = (Int4.name, Mxfp4.name)
 
@@ -20,16 +17,6 @@ def four_bit(weight: Weight) -> FourBit:
     """The weight as the kernels take it."""
     assert weight.scale is not None
     return FourBit(weight.values, weight.scale, weight.zero)
-
-
-def input_and_norm(problem: Problem, computes_norm: bool = True) -> tuple[Tensor, dict[str, Any]]:
-    """The input of a kernel that can compute its norm, and the norm as the kernel's options. computes_norm: whether it
-    does for this weight. Otherwise, and where there is no norm left to compute, the input is whole."""
-    x = problem.x
-    # `out` could be the residual stream that x is the norm of.
-    if is_waiting_norm(x) and computes_norm and problem.key.K <= MAX_NORM_SIZE and problem.out is None:
-        return x.residual, {"norm_weight": x.weight, "eps": x.eps}
-    return value_of(x), {}
 
 
 def arranged(x: Input) -> Tensor:

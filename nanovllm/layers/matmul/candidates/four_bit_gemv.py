@@ -14,8 +14,8 @@ from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig
 from nanovllm.kernels.matmul.split_k import make_arrivals
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.matmul.candidate import Candidate
-from nanovllm.layers.matmul.candidates.four_bit import FORMATS, four_bit, input_and_norm
-from nanovllm.layers.matmul.problem import Problem
+from nanovllm.layers.matmul.candidates.four_bit import FORMATS, four_bit
+from nanovllm.layers.matmul.problem import Problem, input_and_norm
 from nanovllm.layers.matmul.table import Key
 
 _MAX_CHALLENGING_TOKENS = 8  # With 16, tiles are twice as fast.

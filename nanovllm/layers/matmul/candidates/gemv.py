@@ -1,4 +1,4 @@
-"""Our kernel for 1 to 4 tokens, which contains the norm."""
+"""Our kernel for 1 to 4 tokens, which contains the norm if there is one."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -9,12 +9,11 @@ from torch import Tensor
 from nanovllm.kernels import use_kernels
 from nanovllm.kernels.matmul import gemv as kernels
 from nanovllm.kernels.matmul.gemv import GemvConfig
-from nanovllm.kernels.matmul.linear_checks import MAX_NORM_SIZE
-from nanovllm.layers.formats.format import Weight, value_of
+from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.matmul.candidate import Candidate
-from nanovllm.layers.matmul.problem import Problem, is_waiting_norm
+from nanovllm.layers.matmul.problem import Problem, input_and_norm
 from nanovllm.layers.matmul.table import Key
 
 
@@ -31,19 +30,13 @@ class Gemv(Candidate):
         return self.is_for(key) and use_kernels(weight.values)
 
     def launch(self, problem: Problem, constants: tuple) -> Tensor | None:
-        key, x, weight, bias, out = problem
+        key, x, weight, bias, _ = problem
         if len(x) > kernels.MAX_TOKENS or key.operation == "linear_sum":
             return None
         options: dict[str, Any] = {"silu": key.operation == "linear_silu", "add": key.operation == "linear_add"}
-        if key.operation == "linear_add":
-            x = value_of(x)
-        elif is_waiting_norm(x) and key.K <= MAX_NORM_SIZE and out is None:
-            options |= {"norm_weight": x.weight, "eps": x.eps}
-            x = x.residual
-        else:
-            return None
+        x, norm = input_and_norm(problem)
         y, config = problem.result(), GemvConfig(*constants)
-        kernels.gemv(x, weight.values, y, bias, config, weight_scale=weight.scale, pdl=True, **options)
+        kernels.gemv(x, weight.values, y, bias, config, weight_scale=weight.scale, pdl=True, **options, **norm)
         return y
 
     @classmethod

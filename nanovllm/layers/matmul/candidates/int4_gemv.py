@@ -13,8 +13,8 @@ from nanovllm.kernels.matmul.int4_gemv import Int4GemvConfig
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.formats.int4 import Int4
 from nanovllm.layers.matmul.candidate import Candidate
-from nanovllm.layers.matmul.candidates.four_bit import four_bit, input_and_norm
-from nanovllm.layers.matmul.problem import Problem
+from nanovllm.layers.matmul.candidates.four_bit import four_bit
+from nanovllm.layers.matmul.problem import Problem, input_and_norm
 from nanovllm.layers.matmul.table import Key
 
 
