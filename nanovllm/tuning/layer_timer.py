@@ -183,11 +183,12 @@ class LayerTimer:
         return self._with_tensors(problem, i, stream, before, out)
 
     def _is_right(self, phase: str, num_tokens: int, i: int, choice: Choice) -> bool:
-        """Whether the candidate supports the product and gives the default's result, except for rounding."""
+        """Whether the candidate supports the product and gives the default's result, except for rounding. Raises what
+        the default raises, without which there is nothing to compare with."""
         key = phase, num_tokens, i, choice
         if key not in self._works:
+            problem, expected = self._expected_of(phase, num_tokens, i)
             try:
-                problem, expected = self._expected_of(phase, num_tokens, i)
                 is_there = self.candidates[choice.candidate].supports(problem.key, problem.weight)
                 found = self._launch(self._afresh(problem), choice) if is_there else None
                 found = found.value() if isinstance(found, Gated) else found
@@ -219,20 +220,21 @@ class LayerTimer:
 
 
 def _with_weights(problem: AnyProblem, device: torch.device) -> AnyProblem:
-    """The problem with new weights on a device, and new biases where it has some: a candidate may add them with another
-    launch."""
+    """The problem with new weights on a device, and new biases and scales of experts where it has some: a candidate may
+    take another launch for them."""
 
     def weight(like: Weight) -> Weight:
         values = torch.randn(like.shape, dtype=like.dtype, device=device).mul_(like.shape[-1] ** -0.5)
         return like.format.quantize(values, like.dtype)
 
-    def bias(like: torch.Tensor | None) -> torch.Tensor | None:
+    def vector(like: torch.Tensor | None) -> torch.Tensor | None:
         return None if like is None else torch.randn(like.shape, dtype=like.dtype, device=device)
 
     if isinstance(problem, ExpertsProblem):
         problem = problem._replace(weight=weight(problem.weight), down=weight(problem.down))
-        return problem._replace(bias=bias(problem.bias), down_bias=bias(problem.down_bias))
-    return problem._replace(weight=weight(problem.weight), bias=bias(problem.bias))
+        bias, down_bias, scales = map(vector, (problem.bias, problem.down_bias, problem.scales))
+        return problem._replace(bias=bias, down_bias=down_bias, scales=scales)
+    return problem._replace(weight=weight(problem.weight), bias=vector(problem.bias))
 
 
 def _time(run: Callable[[], None], num_layers: int, enough: float) -> float:

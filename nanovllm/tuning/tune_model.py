@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,9 +29,8 @@ from nanovllm.layers.matmul.table import (
     write_table,
 )
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.models.layer_facts import layer_products
+from nanovllm.models.layer_facts import layer_products, one_of_each_kind
 from nanovllm.models.make_model import make_model
-from nanovllm.models.qwen3_5 import has_linear_attention, linear_layers
 from nanovllm.tuning.journal import Journal
 from nanovllm.tuning.progress import Progress
 from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Picks, Result, Tuner
@@ -62,19 +61,31 @@ def tune_model(
     counts = chosen_counts(tokens)
     layers = meta_layers(model, num_gpus, quantization)
     if dry_run:
-        for layer in layers:
-            _list(layer_problems(layer), counts)
+        for _, problems, settled in with_new_products(layers):
+            _list(problems, settled, counts)
         return
     gpu_device = _gpu(device)
     with torch.cuda.device(gpu_device):
         gpu = GpuFacts.of(gpu_device).name
         path = output or (package_path(gpu) if into_package else user_path(gpu))
         print(f"{model} on {num_gpus} x {gpu}")
-        shape = next(_attention_shape(layer, gpu_device) for layer in layers if layer.self_attn is not None)
-        for layer in layers:
+        with_attention = next(layer for layer in layers if layer.self_attn is not None)
+        found, journals = Table(versions=installed_versions(*_PACKAGES)), []
+        for layer, problems, settled in with_new_products(layers):
             start = time.perf_counter()
-            num_rows = _tune_layer(layer, shape, gpu_device, path, counts)
-            print(f"{num_rows} rows in {time.perf_counter() - start:.0f} s: {path}")
+            has_attention = layer.self_attn is not None
+            shape = _attention_shape(layer if has_attention else with_attention, gpu_device)
+            timed = _TimedLayer(problems, settled, shape, has_attention)
+            table, journal = _tune_layer(timed, load_table(gpu_device).updated(found), counts)
+            found = found.updated(table)
+            journals.append(journal)
+            # An existing file keeps its rows of other models.
+            before = read_table(path) if path.is_file() else Table()
+            write_table(path, gpu, before.updated(found))
+            print(f"{len(table.rows)} rows in {time.perf_counter() - start:.0f} s: {path}")
+        # Not before, or a run that is stopped at a later kind of layer would measure all kinds again.
+        for journal in journals:
+            journal.remove()
 
 
 def chosen_counts(tokens: Sequence[int] | None) -> Counts:
@@ -87,22 +98,30 @@ def chosen_counts(tokens: Sequence[int] | None) -> Counts:
     return {phase: counts for phase, counts in chosen.items() if counts}
 
 
-def _tune_layer(layer: Any, shape: AttentionShape, device: torch.device, path: Path, counts: Counts) -> int:
-    """Measure a layer's products, and add them to the table at `path`. Returns the number of its rows. shape: of the
-    model's attention, which is computed between the products if the layer has it. counts: from `chosen_counts`."""
+class _TimedLayer(NamedTuple):
+    """A layer as the tuner times it."""
+
+    problems: list[AnyProblem]
+    settled: set[Key]  # of products that were measured before
+    attention: AttentionShape  # computed between the products if the layer has it
+    has_attention: bool
+
+
+def _tune_layer(layer: _TimedLayer, present: Table, counts: Counts) -> tuple[Table, Journal]:
+    """Measure a layer's products. Returns their rows, and the journal with what they were found from. present: the
+    choices so far. counts: from `chosen_counts`."""
     from nanovllm.tuning.layer_timer import LayerTimer
     from nanovllm.tuning.timed_attention import TimedAttention
 
-    gpu, problems = GpuFacts.of(device).name, layer_problems(layer)
-    present = load_table(device)
-    attention = TimedAttention(shape, present, max(DECODE_TOKENS))
-    timer = LayerTimer(problems, attention, has_attention=layer.self_attn is not None)
+    problems, settled, shape, has_attention = layer
+    gpu = GpuFacts.of(shape.device)
+    timer = LayerTimer(problems, TimedAttention(shape, present, max(DECODE_TOKENS)), has_attention)
     keys, top_k = keys_and_top_k(problems)
-    num_multiprocessors = GpuFacts.of(device).num_multiprocessors
-    tuner = Tuner(keys, present, timer.candidates.values(), num_multiprocessors, timer.fitted, top_k)
+    tuner = Tuner(keys, present, timer.candidates.values(), gpu.num_multiprocessors, timer.fitted, top_k, settled)
     versions = installed_versions(*_PACKAGES)
     inputs = [type(problem.x).__name__ for problem in problems]  # whether they are normalized first
-    journal = Journal((gpu, keys, top_k, inputs, versions, sorted(timer.candidates), counts))
+    are_settled = [key in settled for key in keys]
+    journal = Journal((gpu.name, keys, top_k, inputs, are_settled, versions, sorted(timer.candidates), counts))
     known = journal.read()
     steps = [(phase, n) for phase, numbers in counts.items() for n in numbers if (phase, n) not in known]
     if known:
@@ -124,12 +143,7 @@ def _tune_layer(layer: Any, shape: AttentionShape, device: torch.device, path: P
             journal.add(phase, num_tokens, result)
             progress.show(ends[phase, num_tokens], total)
 
-        found = tuner.tune(time_layer, counts, progress.tell, known, keep)
-    # An existing file keeps its rows of other models.
-    before = read_table(path) if path.is_file() else Table()
-    write_table(path, gpu, before.updated(Table(found.rows, versions=versions)))
-    journal.remove()
-    return len(found.rows)
+        return tuner.tune(time_layer, counts, progress.tell, known, keep), journal
 
 
 def _gpu(name: str) -> torch.device:
@@ -146,19 +160,27 @@ def _gpu(name: str) -> torch.device:
 
 
 def meta_layers(model: str, num_gpus: int = 1, quantization: str | None = None) -> list[Any]:
-    """The first DecoderLayer of a model on one GPU of num_gpus, without memory; of a hybrid, the first one with
-    attention and the first one without. Raises ValueError if there is no such model, or if it cannot be split."""
+    """The first DecoderLayer of each kind that a model has on one GPU of num_gpus, without memory. Raises ValueError if
+    there is no such model, or if it cannot be split."""
     options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True}
     # float16 takes the same time as bfloat16.
     config = Config(model, dtype="bfloat16", quantization=quantization, tensor_parallel_size=num_gpus, **options)
-    c = config.hf_config
-    kinds = linear_layers(c) if has_linear_attention(c) else (False,)
-    first_ones = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    c.num_hidden_layers = max(first_ones) + 1
-    tp = TensorParallel(size=num_gpus)
+    tp, meta = TensorParallel(size=num_gpus), torch.device("meta")
     with weight_format(config.weight_format):
-        decoder: Any = make_model(c, config.dtype, torch.device("meta"), 1, TorchBackend(), tp, Matmul())
-    return [decoder.model.layers[i] for i in first_ones]
+        decoder: Any = make_model(config.hf_config, config.dtype, meta, 1, TorchBackend(), tp, Matmul())
+    layers = decoder.model.layers
+    return [layers[i] for i in one_of_each_kind(layers)]
+
+
+def with_new_products(layers: Iterable[Any]) -> Iterator[tuple[Any, list[AnyProblem], set[Key]]]:
+    """(layer, its products, keys of the layers' before it) for each layer that has a product which those have not."""
+    settled: set[Key] = set()
+    for layer in layers:
+        problems = layer_problems(layer)
+        keys = {problem.key for problem in problems}
+        if not keys <= settled:
+            yield layer, problems, set(settled)
+        settled |= keys
 
 
 def layer_problems(layer: Any) -> list[AnyProblem]:
@@ -187,14 +209,16 @@ def _trials(tuner: Tuner, steps: Iterable[tuple[str, int]]) -> Iterator[tuple[st
                 yield phase, num_tokens, i, choice
 
 
-def _list(problems: list[AnyProblem], counts: Counts) -> None:
+def _list(problems: list[AnyProblem], settled: set[Key], counts: Counts) -> None:
     keys, top_k = keys_and_top_k(problems)
     is_alone = all(key.operation != "linear_sum" for key in keys)
     # Over several GPUs engines have no Quack.
     candidates = [each for each in ALL if is_alone or each not in (Quack, QuackExperts)]
-    tuner = Tuner(keys, package_table(_DRY_GPU), candidates, _DRY_MULTIPROCESSORS, top_k=top_k)
+    tuner = Tuner(keys, package_table(_DRY_GPU), candidates, _DRY_MULTIPROCESSORS, top_k=top_k, settled=settled)
     steps = [(phase, n) for phase, numbers in counts.items() for n in numbers]
-    trials = Counter((phase, n, keys[i], choice.candidate) for phase, n, i, choice in _trials(tuner, steps))
+    trials = Counter(
+        (phase, n, keys[i], choice.candidate) for phase, n, i, choice in _trials(tuner, steps) if keys[i] not in settled
+    )
     for (phase, num_tokens, key, candidate), count in trials.items():
         weight = f"[{key.N}, {key.K}]"
         print(f"{phase:7} {num_tokens:6} tokens  {key.operation:11} {weight:14} {candidate} x {count}")

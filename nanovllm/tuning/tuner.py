@@ -7,7 +7,7 @@ choices, in two runs.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from nanovllm.layers.matmul.candidate import Candidate
@@ -45,11 +45,13 @@ class Tuner:
         num_multiprocessors: int,
         fitted: Callable[[int, Choice], Choice | None] = lambda i, choice: choice,
         top_k: int = 1,
+        settled: Collection[Key] = (),
     ):
         """keys: of a layer's products (`layer_facts.layer_products`), in any phase. table: has the present choices.
         fitted: of a product's index and a choice, the choice as the GPU's shared memory allows it; None if it does not.
-        top_k: experts of a token."""
+        top_k: experts of a token. settled: keys whose present choices stay, without rows in the result."""
         self.keys, self.table, self.top_k = tuple(keys), table, top_k
+        self._is_open = [key not in settled for key in keys]
         self.candidates = {candidate.name: candidate for candidate in candidates}
         self.num_multiprocessors, self._fitted = num_multiprocessors, fitted
         of_key = [[each for each in self.candidates.values() if each.is_default and each.is_for(key)] for key in keys]
@@ -67,7 +69,7 @@ class Tuner:
         return list(dict.fromkeys(choice for choice in fitted if choice is not None))
 
     def trials(self, phase: str, num_tokens: int) -> list[list[Choice]]:
-        """The challengers for each product, the default first."""
+        """The challengers for each product, the default first; none if it is settled."""
         sizes = num_tokens, self.top_k, self.num_multiprocessors
         found = [
             [
@@ -77,7 +79,9 @@ class Tuner:
             ]
             for key in self.keys
         ]
-        return [self._usable(i, (default, *found[i])) for i, default in enumerate(self.defaults)]
+        return [
+            self._usable(i, (default, *found[i])) if self._is_open[i] else [] for i, default in enumerate(self.defaults)
+        ]
 
     def measure(self, phase: str, num_tokens: int, time_layer: TimeLayer) -> Result:
         """The best choices for one number of tokens."""
@@ -120,7 +124,7 @@ class Tuner:
         """How often `tune` times a layer of this many tokens at most."""
         trials = self.trials(phase, num_tokens)
         alone = 2 + sum(map(len, trials))
-        together = 1 + len(self.candidates) + len(trials) * (_NUM_FINALISTS + 1)
+        together = 1 + len(self.candidates) + sum(self._is_open) * (_NUM_FINALISTS + 1)
         return alone + together + 2 * _NUM_RUNS
 
     def _combined(self, times: Sequence[Mapping[Choice, float]], time: Callable[[Picks], float | None]) -> Picks:
@@ -135,6 +139,8 @@ class Tuner:
         best = min(measured, key=measured.__getitem__, default=next(iter(starts)))
         micros = measured.get(best, math.inf)
         for i, each in enumerate(times):
+            if not self._is_open[i]:
+                continue
             for choice in dict.fromkeys((*sorted(each, key=each.__getitem__)[:_NUM_FINALISTS], self.defaults[i])):
                 picks = _replaced(best, i, choice)
                 found = micros if picks == best else time(picks)
@@ -150,7 +156,7 @@ class Tuner:
         known: Mapping[tuple[str, int], Result] | None = None,
         keep: Callable[[str, int, Result], None] | None = None,
     ) -> Table:
-        """Rows for these numbers of tokens in each phase.
+        """Rows of the products that are not settled, for these numbers of tokens in each phase.
 
         tell: called with a line of text for each number of tokens. known: by phase and number of tokens, results that
         need no measurement. keep: called with each further one.
@@ -171,6 +177,8 @@ class Tuner:
                 new = "new" if result.is_new else "as before"
                 tell(f"{phase} {num_tokens:6} tokens {result.micros:9.1f} us a layer  {new:9}  {names}")
             for i, key in enumerate(self.keys):
+                if not self._is_open[i]:
+                    continue
                 choices = {n: result.choices[i] for n, result in results.items()}
                 # Short prefills may launch the same kernels as decode steps, so these are measured first.
                 of_steps[i] |= choices

@@ -164,10 +164,11 @@ def test_layers_in_4_bits(timer):
     router = linear("linear", 6, 128, half, "bfloat16")
     biases = {"bias": torch.empty(6, 256, dtype=half, device="meta")}
     biases |= {"down_bias": torch.empty(6, 128, dtype=half, device="meta")}
+    biases |= {"scales": torch.empty(6, dtype=half, device="meta")}
     in_mxfp4 = LayerTimer([*plain, router, experts_problem(6, 256, 128, 2, half, "mxfp4")._replace(**biases)], heads)
     _, o, _, experts = in_mxfp4._layers[0]
     assert (o.bias.device, o.bias.shape) == (CPU, (128,)), "what a candidate does with a bias is timed"
-    assert (experts.bias.shape, experts.down_bias.shape) == ((6, 256), (6, 128))
+    assert (experts.bias.shape, experts.down_bias.shape, experts.scales.shape) == ((6, 256), (6, 128), (6,))
     assert experts.weight.table_name == experts.down.table_name == "mxfp4"
     for phase in ("decode", "prefill"):
         assert in_mxfp4(phase, 3, (CUBLAS, CUBLAS, CUBLAS, default)) == len(in_mxfp4._layers) == 2

@@ -1,15 +1,18 @@
 """The tuner, with functions that stand for the time on a GPU."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
+import torch
 from checkpoints import needs_family
 
 from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE
 from nanovllm.layers.matmul.candidates import ALL
 from nanovllm.layers.matmul.row import Row
-from nanovllm.layers.matmul.table import Choice, Key, Table, package_table
-from nanovllm.tuning.tune_model import keys_and_top_k, layer_problems, meta_layers
+from nanovllm.layers.matmul.table import Choice, Key, Table, package_table, read_table
+from nanovllm.tuning import tune_model
+from nanovllm.tuning.tune_model import keys_and_top_k, layer_problems, meta_layers, with_new_products
 from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Tuner
 
 KEYS = [
@@ -194,6 +197,23 @@ def test_what_is_known_is_not_measured():
     }
 
 
+def test_settled_products_keep_their_choices():
+    """Those of a layer of another kind, which were measured there."""
+    found, seen = [Choice("gemv", (4, 512, 1))], set()
+    table = Table({in_phase(key, "decode"): Row({64: found}) for key in KEYS[2:]})
+    each = Tuner(KEYS, table, ALL, H200, settled=KEYS[2:])
+
+    def time_layer(phase, num_tokens, picks):
+        seen.add(picks[2:])
+        return sum({"quack-kernels": 18.0, "gemv": 20.0}.get(pick.candidate, 25.0) for pick in picks)
+
+    rows = each.tune(time_layer, {"decode": (64,)}, print).rows
+    assert seen == {(found[0], found[0])}
+    assert set(rows) == {in_phase(key, "decode") for key in KEYS[:2]}
+    assert all(row[64][0].candidate == "quack-kernels" for row in rows.values())
+    assert each.most_timings("decode", 64) < Tuner(KEYS, table, ALL, H200).most_timings("decode", 64)
+
+
 def test_choices_are_cut_to_what_fits_the_gpu():
     def fitted(i, choice):
         return choice if choice.candidate != "gemv" or i == 0 else None
@@ -331,3 +351,56 @@ def test_both_kinds_of_layers_of_a_hybrid():
     linear, attention = ({problem.key.N for problem in layer_problems(layer)} for layer in meta_layers("Qwen3.5-9B"))
     assert linear - attention == {2 * 2048 + 2 * 4096 + 2 * 32}
     assert attention - linear == {2 * 4096 + 2 * 1024}
+
+
+@pytest.mark.parametrize(
+    ("model", "new"),
+    [
+        # q, k and v of both kinds of attention, and what follows it.
+        pytest.param("gemma-4-12B", [{8192, 3840, 30720}, {9216, 3840}], marks=needs_family("gemma4_text")),
+        ("SmolLM3-3B", [{3072, 2048, 22016}]),  # kinds that differ by their positions alone
+    ],
+)
+def test_each_product_is_measured_in_the_first_layer_that_has_it(model, new):
+    layers = with_new_products(meta_layers(model))
+    found = [{problem.key.N for problem in problems if problem.key not in settled} for _, problems, settled in layers]
+    assert found == new
+
+
+@needs_family("gemma4_text")
+def test_a_stopped_run_goes_on_at_any_kind_of_layer(monkeypatch, tmp_path):
+    """A kind's journal stays until all kinds are measured: the run that goes on finds it."""
+    stops, removed = True, []
+
+    class Kept:
+        def __init__(self, keys):
+            self.keys = keys
+
+        def remove(self):
+            removed.append(self.keys)
+
+    def measure(layer, present, counts):
+        assert all(present.find(key) for key in layer.settled), "a choice of the kinds before"
+        keys = {problem.key for problem in layer.problems} - layer.settled
+        if stops and layer.settled:
+            raise KeyboardInterrupt
+        return Table({key: Row({64: [CUBLAS]}) for key in keys}), Kept(keys)
+
+    monkeypatch.setattr(tune_model, "_gpu", torch.device)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(tune_model, "_tune_layer", measure)
+    output = tmp_path / "table.json"
+
+    def run():
+        options = {"num_gpus": 1, "quantization": None, "device": "cpu", "into_package": False, "dry_run": False}
+        tune_model.tune_model("gemma-4-12B", output=output, **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert removed == []
+    assert {key.N for key in read_table(output).rows} == {8192, 3840, 30720}
+    stops = False
+    run()
+    assert len(removed) == 2
+    assert set.union(*removed) == set(read_table(output).rows)
+    assert {key.N for key in read_table(output).rows} == {8192, 9216, 3840, 30720}
