@@ -10,6 +10,10 @@ import random
 import pytest
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, needs_family
 
+from nanovllm.layers.matmul.table import Key
+from nanovllm.models.layer_facts import one_of_each_kind
+from nanovllm.tuning.tune_model import with_new_products
+
 NUM_CASES = int(os.environ.get("NANOVLLM_PARITY_CASES", 2))
 HEAD_DIMS = (32, 48, 64, 80, 96, 128, 256)
 BLOCK_SIZE = 16
@@ -299,6 +303,7 @@ def test_output_is_that_of_transformers(family, seed, tmp_path):
             assert complete(llm, prompts, greedy(14)) == expected, name
             if name == "roomy":  # and from the cache
                 assert complete(llm, prompts[::-1], greedy(14)) == expected[::-1]
+                assert asked_products(llm) == tuned_products(llm)
             assert (llm.scheduler.num_preemptions > 0) == (name != "roomy")
             assert_idle(llm)
     # The first prompt alone is prefilled. The others enter beside its decode steps, since they end before it.
@@ -309,6 +314,18 @@ def test_output_is_that_of_transformers(family, seed, tmp_path):
         assert tokens == [found[:limit] for found, limit in zip(expected, limits, strict=True)]
         assert sum(is_mixed) > 2
         assert_idle(llm)
+
+
+def asked_products(llm) -> set[Key]:
+    """Those that the engine has looked up in the table."""
+    return {key._replace(phase="") for key in llm.model_runner.model.matmul._rows}
+
+
+def tuned_products(llm) -> set[Key]:
+    """Those that `nanovllm tune` would measure, of the same layers."""
+    layers = llm.model_runner.model.model.layers
+    products = with_new_products(layers[i] for i in one_of_each_kind(layers))
+    return {problem.key._replace(phase="") for _, problems, _ in products for problem in problems}
 
 
 TWO_RANKS = {
