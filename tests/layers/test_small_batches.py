@@ -28,6 +28,7 @@ from nanovllm.layers.parallel.rank_sums import posted_constants
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.layer_facts import layer_products
 from nanovllm.models.loader import load_dummy
+from nanovllm.models.olmo2 import Olmo2ForCausalLM
 from nanovllm.models.presets import preset_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import step_context
@@ -139,13 +140,13 @@ def make_model(request):
     return lambda matmul=None: model_with(matmul or Matmul(), request.param)
 
 
-def model_with(matmul: Matmul, kind: str):
-    config = preset_config("Qwen3-0.6B")
+def model_with(matmul: Matmul, kind: str, family=Qwen3ForCausalLM, preset: str = "Qwen3-0.6B"):
+    config = preset_config(preset)
     # The down projection is long enough to be split.
     config.update({"hidden_size": 32, "intermediate_size": 1040, "num_hidden_layers": 2, "vocab_size": 50})
     config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True})
     tp = TensorParallel(reducer=AloneReducer() if kind == "reducer" else None)
-    model = Qwen3ForCausalLM(config, 64, TorchBackend(), tp, matmul).requires_grad_(False)
+    model = family(config, 64, TorchBackend(), tp, matmul).requires_grad_(False)
     load_dummy(model, seed=1)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -235,6 +236,21 @@ def test_a_step_by_the_gemv_kernel_is_the_same_step(kernels_everywhere, make_mod
     assert operations(calls) == ["linear", *add, "silu", *add] * 2
     assert all(("norm_weight" in options) != options["add"] for options in calls)
     assert reducer is None or reducer.num_posted == [4]
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4])
+def test_a_step_whose_norms_come_after_the_products(kernels_everywhere, calls, num_seqs):
+    """Of OLMo 2: no product has a norm before it."""
+
+    def model(matmul=None):
+        return model_with(matmul or Matmul(), "alone", Olmo2ForCausalLM, "OLMo-2-1124-7B")
+
+    plain = model()
+    expected = decode(plain, num_seqs)
+    found = decode(model(make_matmul(plain, "gemv", 64, 512, 4)), num_seqs)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert operations(calls) == ["linear", "linear", "silu", "linear"] * 2
+    assert not any("norm_weight" in options for options in calls)
 
 
 def test_sums_are_posted_all_or_none(kernels_everywhere, make_model, calls):
