@@ -61,8 +61,8 @@ def tune_model(
     counts = chosen_counts(tokens)
     layers = meta_layers(model, num_gpus, quantization)
     if dry_run:
-        for _, problems, settled in with_new_products(layers):
-            _list(problems, settled, counts)
+        num_timings = sum(_list(problems, settled, counts) for _, problems, settled in with_new_products(layers))
+        print(f"{num_timings} layers to measure on a GPU like the {_DRY_GPU}")
         return
     gpu_device = _gpu(device)
     with torch.cuda.device(gpu_device):
@@ -209,7 +209,8 @@ def _trials(tuner: Tuner, steps: Iterable[tuple[str, int]]) -> Iterator[tuple[st
                 yield phase, num_tokens, i, choice
 
 
-def _list(problems: list[AnyProblem], settled: set[Key], counts: Counts) -> None:
+def _list(problems: list[AnyProblem], settled: set[Key], counts: Counts) -> int:
+    """Print what would be measured of a layer. Returns how many timings that is."""
     keys, top_k = keys_and_top_k(problems)
     is_alone = all(key.operation != "linear_sum" for key in keys)
     # Over several GPUs engines have no Quack.
@@ -222,4 +223,4 @@ def _list(problems: list[AnyProblem], settled: set[Key], counts: Counts) -> None
     for (phase, num_tokens, key, candidate), count in trials.items():
         weight = f"[{key.N}, {key.K}]"
         print(f"{phase:7} {num_tokens:6} tokens  {key.operation:11} {weight:14} {candidate} x {count}")
-    print(f"{trials.total()} layers to measure on a GPU like the {_DRY_GPU}")
+    return trials.total()
