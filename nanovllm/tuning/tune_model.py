@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -61,7 +61,7 @@ def tune_model(
     counts = chosen_counts(tokens)
     layers = meta_layers(model, num_gpus, quantization)
     if dry_run:
-        num_timings = sum(_list(problems, settled, counts) for _, problems, settled in with_new_products(layers))
+        num_timings = sum(_list(layer, settled, counts) for layer, settled in with_new_products(layers))
         print(f"{num_timings} layers to measure on a GPU like the {_DRY_GPU}")
         return
     gpu_device = _gpu(device)
@@ -70,18 +70,16 @@ def tune_model(
         path = output or (package_path(gpu) if into_package else user_path(gpu))
         print(f"{model} on {num_gpus} x {gpu}")
         with_attention = next(layer for layer in layers if layer.self_attn is not None)
-        found, journals = Table(versions=installed_versions(*_PACKAGES)), []
-        for layer, problems, settled in with_new_products(layers):
+        found, journals = Table(), []
+        for layer, settled in with_new_products(layers):
             start = time.perf_counter()
-            has_attention = layer.self_attn is not None
-            shape = _attention_shape(layer if has_attention else with_attention, gpu_device)
-            timed = _TimedLayer(problems, settled, shape, has_attention)
-            table, journal = _tune_layer(timed, load_table(gpu_device).updated(found), counts)
+            shape = _attention_shape(with_attention if layer.self_attn is None else layer, gpu_device)
+            table, journal = _tune_layer(layer, settled, shape, load_table(gpu_device).updated(found), counts)
             found = found.updated(table)
             journals.append(journal)
             # An existing file keeps its rows of other models.
             before = read_table(path) if path.is_file() else Table()
-            write_table(path, gpu, before.updated(found))
+            write_table(path, gpu, before.updated(table))
             print(f"{len(table.rows)} rows in {time.perf_counter() - start:.0f} s: {path}")
         # Not before, or a run that is stopped at a later kind of layer would measure all kinds again.
         for journal in journals:
@@ -98,24 +96,21 @@ def chosen_counts(tokens: Sequence[int] | None) -> Counts:
     return {phase: counts for phase, counts in chosen.items() if counts}
 
 
-class _TimedLayer(NamedTuple):
-    """A layer as the tuner times it."""
+def _tune_layer(
+    layer: Any, settled: set[Key], shape: AttentionShape, present: Table, counts: Counts
+) -> tuple[Table, Journal]:
+    """Measure a layer's products, except those that are settled. Returns their rows, and the journal with what they
+    were found from.
 
-    problems: list[AnyProblem]
-    settled: set[Key]  # of products that were measured before
-    attention: AttentionShape  # computed between the products if the layer has it
-    has_attention: bool
-
-
-def _tune_layer(layer: _TimedLayer, present: Table, counts: Counts) -> tuple[Table, Journal]:
-    """Measure a layer's products. Returns their rows, and the journal with what they were found from. present: the
-    choices so far. counts: from `chosen_counts`."""
+    settled: keys of products that were measured in a layer before. shape: of the model's attention, which is computed
+    between the products if the layer has it. present: the choices so far. counts: from `chosen_counts`.
+    """
     from nanovllm.tuning.layer_timer import LayerTimer
     from nanovllm.tuning.timed_attention import TimedAttention
 
-    problems, settled, shape, has_attention = layer
-    gpu = GpuFacts.of(shape.device)
-    timer = LayerTimer(problems, TimedAttention(shape, present, max(DECODE_TOKENS)), has_attention)
+    problems, gpu = layer_problems(layer), GpuFacts.of(shape.device)
+    attention = TimedAttention(shape, present, max(DECODE_TOKENS))
+    timer = LayerTimer(problems, attention, has_attention=layer.self_attn is not None)
     keys, top_k = keys_and_top_k(problems)
     tuner = Tuner(keys, present, timer.candidates.values(), gpu.num_multiprocessors, timer.fitted, top_k, settled)
     versions = installed_versions(*_PACKAGES)
@@ -143,7 +138,8 @@ def _tune_layer(layer: _TimedLayer, present: Table, counts: Counts) -> tuple[Tab
             journal.add(phase, num_tokens, result)
             progress.show(ends[phase, num_tokens], total)
 
-        return tuner.tune(time_layer, counts, progress.tell, known, keep), journal
+        found = tuner.tune(time_layer, counts, progress.tell, known, keep)
+    return Table(found.rows, versions=versions), journal
 
 
 def _gpu(name: str) -> torch.device:
@@ -172,15 +168,15 @@ def meta_layers(model: str, num_gpus: int = 1, quantization: str | None = None) 
     return [layers[i] for i in one_of_each_kind(layers)]
 
 
-def with_new_products(layers: Iterable[Any]) -> Iterator[tuple[Any, list[AnyProblem], set[Key]]]:
-    """(layer, its products, keys of the layers' before it) for each layer that has a product which those have not."""
+def with_new_products(layers: Iterable[Any]) -> Iterator[tuple[Any, set[Key]]]:
+    """Each DecoderLayer that has products which those before it have not, and the keys of the products that those
+    have."""
     settled: set[Key] = set()
     for layer in layers:
-        problems = layer_problems(layer)
-        keys = {problem.key for problem in problems}
+        keys = {problem.key for problem in layer_problems(layer)}
         if not keys <= settled:
-            yield layer, problems, set(settled)
-        settled |= keys
+            yield layer, settled
+        settled = settled | keys
 
 
 def layer_problems(layer: Any) -> list[AnyProblem]:
@@ -209,9 +205,9 @@ def _trials(tuner: Tuner, steps: Iterable[tuple[str, int]]) -> Iterator[tuple[st
                 yield phase, num_tokens, i, choice
 
 
-def _list(problems: list[AnyProblem], settled: set[Key], counts: Counts) -> int:
+def _list(layer: Any, settled: set[Key], counts: Counts) -> int:
     """Print what would be measured of a layer. Returns how many timings that is."""
-    keys, top_k = keys_and_top_k(problems)
+    keys, top_k = keys_and_top_k(layer_problems(layer))
     is_alone = all(key.operation != "linear_sum" for key in keys)
     # Over several GPUs engines have no Quack.
     candidates = [each for each in ALL if is_alone or each not in (Quack, QuackExperts)]

@@ -49,7 +49,7 @@ class Tuner:
     ):
         """keys: of a layer's products (`layer_facts.layer_products`), in any phase. table: has the present choices.
         fitted: of a product's index and a choice, the choice as the GPU's shared memory allows it; None if it does not.
-        top_k: experts of a token. settled: keys whose present choices stay, without rows in the result."""
+        top_k: experts of a token. settled: those of the keys whose present choices stay, without rows in the result."""
         self.keys, self.table, self.top_k = tuple(keys), table, top_k
         self._is_open = [key not in settled for key in keys]
         self.candidates = {candidate.name: candidate for candidate in candidates}

@@ -12,7 +12,7 @@ from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoin
 
 from nanovllm.layers.matmul.table import Key
 from nanovllm.models.layer_facts import one_of_each_kind
-from nanovllm.tuning.tune_model import with_new_products
+from nanovllm.tuning.tune_model import layer_problems, with_new_products
 
 NUM_CASES = int(os.environ.get("NANOVLLM_PARITY_CASES", 2))
 HEAD_DIMS = (32, 48, 64, 80, 96, 128, 256)
@@ -324,8 +324,8 @@ def asked_products(llm) -> set[Key]:
 def tuned_products(llm) -> set[Key]:
     """Those that `nanovllm tune` would measure, of the same layers."""
     layers = llm.model_runner.model.model.layers
-    products = with_new_products(layers[i] for i in one_of_each_kind(layers))
-    return {problem.key._replace(phase="") for _, problems, _ in products for problem in problems}
+    measured = with_new_products(layers[i] for i in one_of_each_kind(layers))
+    return {problem.key._replace(phase="") for layer, _ in measured for problem in layer_problems(layer)}
 
 
 TWO_RANKS = {

@@ -362,8 +362,10 @@ def test_both_kinds_of_layers_of_a_hybrid():
     ],
 )
 def test_each_product_is_measured_in_the_first_layer_that_has_it(model, new):
-    layers = with_new_products(meta_layers(model))
-    found = [{problem.key.N for problem in problems if problem.key not in settled} for _, problems, settled in layers]
+    found = [
+        {problem.key.N for problem in layer_problems(layer) if problem.key not in settled}
+        for layer, settled in with_new_products(meta_layers(model))
+    ]
     assert found == new
 
 
@@ -379,10 +381,10 @@ def test_a_stopped_run_goes_on_at_any_kind_of_layer(monkeypatch, tmp_path):
         def remove(self):
             removed.append(self.keys)
 
-    def measure(layer, present, counts):
-        assert all(present.find(key) for key in layer.settled), "a choice of the kinds before"
-        keys = {problem.key for problem in layer.problems} - layer.settled
-        if stops and layer.settled:
+    def measure(layer, settled, shape, present, counts):
+        assert all(present.find(key) for key in settled), "a choice of the kinds before"
+        keys = {problem.key for problem in layer_problems(layer)} - settled
+        if stops and settled:
             raise KeyboardInterrupt
         return Table({key: Row({64: [CUBLAS]}) for key in keys}), Kept(keys)
 
