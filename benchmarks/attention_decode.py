@@ -43,7 +43,7 @@ from nanovllm.kernels.attention.decode_plan import (
 )
 from nanovllm.kernels.attention.paged_decode import has_tma, paged_decode
 from nanovllm.kernels.launch import compile_ahead
-from nanovllm.layers.attention.decode_constants import DecodeConstants
+from nanovllm.layers.backends.decode_constants import DecodeConstants
 from nanovllm.layers.matmul.table import load_table, speed_name
 
 BLOCK_SIZE = 256

@@ -22,8 +22,8 @@ from required_gpus import require_gpus
 
 from nanovllm.kernels.attention import paged_prefill as kernel
 from nanovllm.kernels.attention.paged_prefill import PrefillTiles, paged_prefill
-from nanovllm.layers.attention.attention import AttentionShape
-from nanovllm.layers.attention.flash_attn4 import FlashAttn4, load_flash_attn4
+from nanovllm.layers.backends.backend import AttentionShape
+from nanovllm.layers.backends.flash_attn4 import FlashAttn4, load_flash_attn4
 from nanovllm.utils.context import Context
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 256

@@ -21,8 +21,8 @@ from nanovllm.config import Config
 from nanovllm.engine.runner.inputs import DecodeInputs
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.attention.attention import AttentionShape, StepSizes
-from nanovllm.layers.attention.triton_backend import TritonBackend
+from nanovllm.layers.backends.backend import AttentionShape, StepSizes
+from nanovllm.layers.backends.triton_backend import TritonBackend
 from nanovllm.layers.matmul.table import load_table
 
 BLOCK_SIZE, PROMPT_TOKENS = 256, 500

@@ -66,9 +66,9 @@ def measure(phases: Phases, model: str, options: dict) -> float:
     with phases.phase("import nanovllm"):
         from nanovllm import LLM
         from nanovllm.engine import llm_engine, model_runner
-        from nanovllm.engine.runner.startup import kernel_compilation
-        from nanovllm.engine.runner.startup.package_kernels import PackageKernels
-        from nanovllm.layers.attention.gpu_backend import GpuBackend
+        from nanovllm.engine.start import kernel_compilation
+        from nanovllm.engine.start.package_kernels import PackageKernels
+        from nanovllm.layers.backends.gpu_backend import GpuBackend
     imported = sum(phases.seconds.values())
 
     phases.time_calls(llm_engine, "Config", "config")

@@ -34,7 +34,7 @@ import nanovllm.kernels
 from nanovllm.config import Config
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.runner.startup.kernel_compilation import trace_steps
+from nanovllm.engine.start.kernel_compilation import trace_steps
 from nanovllm.kernels import launch
 from nanovllm.kernels.attention.paged_prefill import PrefillTiles
 from nanovllm.kernels.experts.experts import TileConfig
@@ -42,7 +42,7 @@ from nanovllm.kernels.experts.four_bit_experts import FourBitExpertTiles
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig
 from nanovllm.kernels.shared_memory import fits, held_stages
-from nanovllm.layers.attention.gpu_backend import GpuBackend
+from nanovllm.layers.backends.gpu_backend import GpuBackend
 from nanovllm.layers.parallel import tensor_parallel as parallel
 from nanovllm.layers.parallel.residual_reducer import make_reducer
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel

@@ -6,7 +6,7 @@ from nanovllm.config import Config
 from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.engine.requests.prompts import Prompt
 from nanovllm.engine.requests.sequence_maker import SequenceMaker
-from nanovllm.engine.runner.startup.model_setup import check_backend
+from nanovllm.engine.start.model_setup import check_backend
 from nanovllm.models.tokenizer_files import load_tokenizer
 from nanovllm.sampling_params import SamplingParams
 

@@ -18,27 +18,27 @@ from nanovllm.engine.ranks.process_group import ABORT_SECONDS, abort_group
 from nanovllm.engine.runner.cuda_graphs import DecodeGraphs, graph_batch_sizes, mixed_batch_sizes
 from nanovllm.engine.runner.inputs import DecodeInputs, ModelInputs, send_prefill
 from nanovllm.engine.runner.sampled_tokens import send_tokens
-from nanovllm.engine.runner.startup.kernel_compilation import compiling_kernels, warmup_kernels
-from nanovllm.engine.runner.startup.kv_scales import choose_kv_scales
-from nanovllm.engine.runner.startup.memory import allocate_stores, free_memory, free_stores, largest_prefill
-from nanovllm.engine.runner.startup.model_check import check_model
-from nanovllm.engine.runner.startup.model_setup import choose_mixed_step_rows, make_matmul
-from nanovllm.engine.runner.startup.package_kernels import PackageKernels
-from nanovllm.engine.runner.startup.step_times import measure_step_times
 from nanovllm.engine.sampling.logit_steps import LogitSteps
 from nanovllm.engine.sampling.logprobs import prompt_rows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.speculation.budget import StepTimes
+from nanovllm.engine.start.kernel_compilation import compiling_kernels, warmup_kernels
+from nanovllm.engine.start.kv_scales import choose_kv_scales
+from nanovllm.engine.start.memory import allocate_stores, free_memory, free_stores, largest_prefill
+from nanovllm.engine.start.model_check import check_model
+from nanovllm.engine.start.model_setup import choose_mixed_step_rows, make_matmul
+from nanovllm.engine.start.package_kernels import PackageKernels
+from nanovllm.engine.start.step_times import measure_step_times
 from nanovllm.engine.step import Step
 from nanovllm.kernels.gpu import GpuFacts
-from nanovllm.layers.attention.attention import AttentionBackend, AttentionShape, StepSizes
-from nanovllm.layers.attention.backends import select_backend
-from nanovllm.layers.attention.gpu_backend import GpuBackend
+from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape, StepSizes
+from nanovllm.layers.backends.choice import select_backend
+from nanovllm.layers.backends.gpu_backend import GpuBackend
 from nanovllm.layers.formats.all_formats import weight_format
 from nanovllm.layers.matmul.candidates.quack import Quack, load_quack
 from nanovllm.layers.matmul.table import load_table
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.layers.sampling.sampler import Sampler
+from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.layers.stores.store import Store
 from nanovllm.models.decoder import DecoderForCausalLM

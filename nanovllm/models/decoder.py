@@ -10,8 +10,8 @@ from torch import nn
 from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store
 from nanovllm.kernels.sigmoid_gate import sigmoid_gate
 from nanovllm.layers.activation import Gated, GeluTanhAndMul
-from nanovllm.layers.attention.attention import Attention, AttentionBackend, AttentionShape
-from nanovllm.layers.attention.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape
 from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding
 from nanovllm.layers.formats.parameters import make_parameter, scale_while_loading
 from nanovllm.layers.formats.unquantized import Unquantized
@@ -29,6 +29,7 @@ from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.rank_sums import begin_sums
 from nanovllm.layers.parallel.sharded_norm import ShardedRMSNorm, normalize_over_ranks
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.layers.stores.state_slots import StateSlots
 from nanovllm.layers.stores.store import Store

@@ -29,7 +29,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OF_OTHERS = ("adapter_", "consolidated", "scheduler", "optimizer", "training_")  # files beside a model's
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Checkpoints with a tied embedding may hold the head too, and older ones RoPE's frequencies. An fp8 KV cache reads the
-# scales (`engine.runner.startup.kv_scales`).
+# scales (`engine.start.kv_scales`).
 _UNUSED = (
     *("rotary_emb.inv_freq", "lm_head.weight", ".q_scale", ".k_scale", ".v_scale"),
     *(".k_proj.output_scale", ".v_proj.output_scale"),

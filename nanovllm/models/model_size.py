@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.layers.attention.attention import AttentionShape
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backends.backend import AttentionShape
+from nanovllm.layers.backends.torch_backend import TorchBackend
 from nanovllm.layers.formats.all_formats import weight_format
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from nanovllm.layers.attention.rotary_embedding import RopeParameters
 from nanovllm.layers.linear_attention import DeltaNetShape
+from nanovllm.layers.rotary_embedding import RopeParameters
 
 
 class LayerHeads(NamedTuple):

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store
-from nanovllm.layers.attention.attention import Attention, AttentionShape, StepSizes
-from nanovllm.layers.attention.backends import select_backend
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.backends.backend import AttentionShape, StepSizes
+from nanovllm.layers.backends.choice import select_backend
 from nanovllm.layers.matmul.table import Table
 from nanovllm.utils.context import Context
 

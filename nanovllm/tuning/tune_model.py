@@ -11,8 +11,8 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.kernels.gpu import GpuFacts
-from nanovllm.layers.attention.attention import AttentionShape
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backends.backend import AttentionShape
+from nanovllm.layers.backends.torch_backend import TorchBackend
 from nanovllm.layers.formats.all_formats import weight_format
 from nanovllm.layers.matmul.candidates import ALL, Quack, QuackExperts
 from nanovllm.layers.matmul.matmul import Matmul

@@ -14,7 +14,7 @@ import torch
 from checkpoints import complete, edit_tensors, greedy, make_checkpoint, make_llm
 
 from nanovllm import StructuredOutputsParams
-from nanovllm.layers.sampling.sampler import Sampler
+from nanovllm.layers.sampler import Sampler
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils import threads
 

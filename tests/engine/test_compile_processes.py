@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.engine.runner.startup.package_kernels import CompileProcesses
+from nanovllm.engine.start.package_kernels import CompileProcesses
 
 
 def children() -> set[int]:

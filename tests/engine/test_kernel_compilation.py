@@ -12,16 +12,16 @@ pytest.importorskip("triton")
 from decode_cases import H200
 
 from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE, graph_batch_sizes
-from nanovllm.engine.runner.startup.kernel_compilation import (
+from nanovllm.engine.start.kernel_compilation import (
     telling_batch_sizes,
     trace_products,
     trace_steps,
     warmup_batches,
     warmup_kernels,
 )
-from nanovllm.engine.runner.startup.memory import largest_prefill
+from nanovllm.engine.start.memory import largest_prefill
 from nanovllm.kernels.attention.paged_prefill import choose_tiles
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backends.torch_backend import TorchBackend
 from nanovllm.layers.formats import unquantized
 from nanovllm.layers.matmul.candidates import make_candidates
 from nanovllm.layers.matmul.candidates.quack import Quack

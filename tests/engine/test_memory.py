@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanovllm.engine.runner.startup import memory
-from nanovllm.engine.runner.startup.memory import (
+from nanovllm.engine.start import memory
+from nanovllm.engine.start.memory import (
     GIB,
     RESERVED_SHARE,
     allocate_stores,
@@ -15,8 +15,9 @@ from nanovllm.engine.runner.startup.memory import (
     kv_cache_budget,
     largest_prefill,
 )
-from nanovllm.layers.attention.attention import Attention, AttentionShape
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.backends.backend import AttentionShape
+from nanovllm.layers.backends.torch_backend import TorchBackend
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from nanovllm import LLM
 from nanovllm.config import Config
 from nanovllm.engine import model_runner
-from nanovllm.engine.runner.startup import model_check
+from nanovllm.engine.start import model_check
 from nanovllm.models.model_size import GIB, meta_model, model_bytes
 from nanovllm.utils.host_memory import HostMemory
 

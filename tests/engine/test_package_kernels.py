@@ -14,11 +14,11 @@ pytest.importorskip("triton")
 from gpus import pretend_gpu
 from products import problem
 
-from nanovllm.engine.runner.startup import package_kernels
-from nanovllm.engine.runner.startup.package_kernels import PackageKernels
+from nanovllm.engine.start import package_kernels
+from nanovllm.engine.start.package_kernels import PackageKernels
 from nanovllm.kernels.launch import compile_ahead
-from nanovllm.layers.attention.attention import AttentionShape
-from nanovllm.layers.attention.flash_attn4 import FlashAttn4, load_kernel
+from nanovllm.layers.backends.backend import AttentionShape
+from nanovllm.layers.backends.flash_attn4 import FlashAttn4, load_kernel
 from nanovllm.layers.matmul.candidates.quack import Quack, Tile, load_product
 from nanovllm.layers.matmul.table import Table, user_path, write_table
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.layers.attention.attention import AttentionBackend, AttentionShape, StepSizes
-from nanovllm.layers.attention.triton_backend import TritonBackend
+from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape, StepSizes
+from nanovllm.layers.backends.triton_backend import TritonBackend
 from nanovllm.layers.matmul.table import package_table
 from nanovllm.utils.context import Context
 

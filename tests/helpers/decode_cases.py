@@ -17,8 +17,8 @@ from nanovllm.kernels.attention.decode_plan import (
     plan_groups,
 )
 from nanovllm.kernels.attention.paged_decode import TensorDescriptor, has_tma
-from nanovllm.layers.attention.decode_constants import DecodeConstants
-from nanovllm.layers.attention.torch_backend import decode_attention_torch
+from nanovllm.layers.backends.decode_constants import DecodeConstants
+from nanovllm.layers.backends.torch_backend import decode_attention_torch
 from nanovllm.layers.matmul.table import package_table
 
 

@@ -15,7 +15,7 @@ from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store_triton
 from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.matmul.gemv import GemvConfig
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.layers.attention.rotary_embedding import RopeParameters, RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, EPS = 512, 8, 4, 64, 64, 1e-6
 NUM_LAYERS = 8

@@ -26,8 +26,8 @@ from nanovllm.kernels.attention.decode_plan import DecodeConfig
 from nanovllm.kernels.attention.kv_quantization import E4M3_MAX, KV_DTYPE, dequantize_kv, quantize_kv, round_to_cache
 from nanovllm.kernels.attention.paged_prefill import paged_prefill
 from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store_torch, qk_norm_rope_store_triton
-from nanovllm.layers.attention.rotary_embedding import RopeParameters, RotaryEmbedding
-from nanovllm.layers.attention.torch_backend import decode_attention_torch, prefill_attention_torch
+from nanovllm.layers.backends.torch_backend import decode_attention_torch, prefill_attention_torch
+from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16 as if it were integers.

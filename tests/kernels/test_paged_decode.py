@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.kernels.attention.decode_plan import PIECE_FIELDS, DecodeConfig, DecodeWorkspace
-from nanovllm.layers.attention import torch_backend as attention_torch
-from nanovllm.layers.attention.attention import AttentionShape
-from nanovllm.layers.attention.torch_backend import DecodePlan, decode_attention_torch
+from nanovllm.layers.backends import torch_backend as attention_torch
+from nanovllm.layers.backends.backend import AttentionShape
+from nanovllm.layers.backends.torch_backend import DecodePlan, decode_attention_torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

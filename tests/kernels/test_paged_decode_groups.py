@@ -24,11 +24,12 @@ from nanovllm.kernels.attention.decode_plan import (
     plan_decode,
     plan_groups,
 )
-from nanovllm.layers.attention import triton_backend
-from nanovllm.layers.attention.attention import Attention, AttentionShape
-from nanovllm.layers.attention.several_shapes import SeveralShapes
-from nanovllm.layers.attention.torch_backend import TorchBackend, decode_attention_torch
-from nanovllm.layers.attention.triton_backend import TritonBackend
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.backends import triton_backend
+from nanovllm.layers.backends.backend import AttentionShape
+from nanovllm.layers.backends.several_shapes import SeveralShapes
+from nanovllm.layers.backends.torch_backend import TorchBackend, decode_attention_torch
+from nanovllm.layers.backends.triton_backend import TritonBackend
 
 BOTH_KERNELS = pytest.mark.parametrize(
     "config", [DecodeConfig(32, 4, 2), pytest.param(DecodeConfig(32, 4, 3, tma=True), marks=needs_tma)]

@@ -10,10 +10,11 @@ from decode_cases import H200, check, make_case, make_plan, needs_tma, paged_dec
 
 import nanovllm.kernels.attention.paged_decode as paged_decode_module
 from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodeWorkspace
-from nanovllm.layers.attention import triton_backend
-from nanovllm.layers.attention.attention import Attention, AttentionShape
-from nanovllm.layers.attention.torch_backend import decode_attention_torch
-from nanovllm.layers.attention.triton_backend import TritonBackend
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.backends import triton_backend
+from nanovllm.layers.backends.backend import AttentionShape
+from nanovllm.layers.backends.torch_backend import decode_attention_torch
+from nanovllm.layers.backends.triton_backend import TritonBackend
 
 pytestmark = needs_tma
 

@@ -16,7 +16,7 @@ from nanovllm.kernels import shared_memory
 from nanovllm.kernels.attention import paged_prefill as kernel
 from nanovllm.kernels.attention.paged_prefill import choose_tiles, paged_prefill
 from nanovllm.kernels.gpu import GpuFacts
-from nanovllm.layers.attention.torch_backend import prefill_attention_torch
+from nanovllm.layers.backends.torch_backend import prefill_attention_torch
 
 # Largest error against float64 that a dtype's rounding of inputs, weights and outputs explains.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from nanovllm.kernels.attention import qk_norm_rope as kernel
 from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store_torch, qk_norm_rope_store_triton
-from nanovllm.layers.attention.rotary_embedding import RopeParameters, RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding
 
 # One unit in the last place; a rotated value near zero is a difference of larger ones, hence the absolute part.
 TOLERANCE = {torch.float32: (4e-6, 4e-6), torch.float16: (2.0**-10, 4e-6), torch.bfloat16: (2.0**-7, 4e-6)}

@@ -12,11 +12,12 @@ pytest.importorskip("triton")
 from backends import decode_context, prepare
 from gpu_engines import HAS_FLASH_ATTN, flash_attn_has
 
-from nanovllm.layers.attention.attention import Attention, AttentionBackend, AttentionShape
-from nanovllm.layers.attention.flash_attn4 import FlashAttn4
-from nanovllm.layers.attention.flash_attn_backend import FlashAttnBackend
-from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.attention.triton_backend import TritonBackend
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape
+from nanovllm.layers.backends.flash_attn4 import FlashAttn4
+from nanovllm.layers.backends.flash_attn_backend import FlashAttnBackend
+from nanovllm.layers.backends.torch_backend import TorchBackend
+from nanovllm.layers.backends.triton_backend import TritonBackend
 from nanovllm.utils.context import Context
 
 HEADS, KV_HEADS, BLOCK_SIZE = 4, 2, 256

@@ -12,9 +12,10 @@ from checkpoints import complete, greedy, make_checkpoint, make_llm, random_prom
 
 from nanovllm import config as config_module
 from nanovllm.config import Config
-from nanovllm.layers.attention import backends
-from nanovllm.layers.attention.attention import Attention, AttentionBackend, AttentionShape, StepSizes
-from nanovllm.layers.attention.torch_backend import decode_attention_torch
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.backends import choice
+from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape, StepSizes
+from nanovllm.layers.backends.torch_backend import decode_attention_torch
 from nanovllm.layers.matmul.table import Table
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def test_the_back_end_of_the_guide_decodes(code, window):
 
 
 def test_the_back_end_of_the_guide_generates(code, tmp_path, monkeypatch):
-    monkeypatch.setattr(backends, "BACKENDS", (*backends.BACKENDS, code.DenseBackend))
+    monkeypatch.setattr(choice, "BACKENDS", (*choice.BACKENDS, code.DenseBackend))
     monkeypatch.setitem(config_module._CHOICES, "attention_backend", ("auto", "dense"))
     path, prompts = make_checkpoint(tmp_path), [random_prompt(n, seed=n) for n in (3, 20, 90)]
     found = []
@@ -76,7 +77,7 @@ def test_the_store_of_the_guide(code):
 
 
 def test_the_guide_names_every_back_end_and_method():
-    for backend in backends.BACKENDS:
+    for backend in choice.BACKENDS:
         file = f"{backend.__module__.rpartition('.')[2]}.py"
         assert f"| `{backend.name}` | `{file}`" in GUIDE
     for name in [*AttentionBackend.__abstractmethods__, "prepare", "layout", "host_arrays", "arguments"]:
@@ -87,5 +88,5 @@ def test_the_guide_names_every_back_end_and_method():
 
 def test_the_options_values_are_the_back_ends():
     allowed = config_module._CHOICES["attention_backend"]
-    assert set(allowed) == {"auto", *(backend.name for backend in backends.BACKENDS)}
+    assert set(allowed) == {"auto", *(backend.name for backend in choice.BACKENDS)}
     assert Config.attention_backend == "auto"

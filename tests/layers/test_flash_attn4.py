@@ -12,11 +12,12 @@ pytest.importorskip("triton")
 
 from gpus import pretend_gpu
 
-from nanovllm.layers.attention import flash_attn4, gpu_backend
-from nanovllm.layers.attention.attention import Attention, AttentionShape, StepSizes
-from nanovllm.layers.attention.flash_attn4 import MAX_SEQS, FlashAttn4, load_flash_attn4
-from nanovllm.layers.attention.torch_backend import prefill_attention_torch
-from nanovllm.layers.attention.triton_backend import TritonBackend
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.backends import flash_attn4, gpu_backend
+from nanovllm.layers.backends.backend import AttentionShape, StepSizes
+from nanovllm.layers.backends.flash_attn4 import MAX_SEQS, FlashAttn4, load_flash_attn4
+from nanovllm.layers.backends.torch_backend import prefill_attention_torch
+from nanovllm.layers.backends.triton_backend import TritonBackend
 from nanovllm.layers.matmul.table import Table
 from nanovllm.utils.context import Context
 

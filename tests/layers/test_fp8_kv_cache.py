@@ -19,11 +19,11 @@ from gpus import pretend_gpu
 from safetensors.torch import load_file
 
 from nanovllm.config import Config
-from nanovllm.engine.runner.startup.kv_scales import powers_of_two
+from nanovllm.engine.start.kv_scales import powers_of_two
 from nanovllm.kernels.attention.kv_quantization import E4M3_MAX
-from nanovllm.layers.attention import flash_attn_backend, gpu_backend
-from nanovllm.layers.attention.attention import AttentionShape
-from nanovllm.layers.attention.backends import select_backend
+from nanovllm.layers.backends import flash_attn_backend, gpu_backend
+from nanovllm.layers.backends.backend import AttentionShape
+from nanovllm.layers.backends.choice import select_backend
 
 NUM_TOKENS = 24
 # A prefix of several blocks for the last three.

@@ -10,10 +10,10 @@ pytest.importorskip("triton")
 
 from products import experts_sum, matmul_with
 
-from nanovllm.engine.runner.startup.kernel_compilation import trace_products
+from nanovllm.engine.start.kernel_compilation import trace_products
 from nanovllm.kernels import silu_and_mul
 from nanovllm.kernels.experts.experts import route_torch
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backends.torch_backend import TorchBackend
 from nanovllm.layers.experts.experts import MixtureOfExperts
 from nanovllm.layers.formats.all_formats import weight_format
 from nanovllm.layers.formats.fp8 import Fp8

@@ -13,7 +13,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as phi3_rotary
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from nanovllm.layers.attention.rotary_embedding import RopeParameters, RotaryEmbedding, rope_parameters
+from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding, rope_parameters
 from nanovllm.models.presets import preset_config
 
 HEAD_DIM = 64

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.kernels.sampling.sampler import NON_FINITE, log2_exponential_torch, philox4x32_torch
-from nanovllm.layers.sampling.sampler import Sampler
+from nanovllm.layers.sampler import Sampler
 
 VOCAB_SIZE = 24  # a group of tokens and a half
 NUM_DRAWS = 40_000

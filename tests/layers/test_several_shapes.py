@@ -7,11 +7,12 @@ pytest.importorskip("triton")
 
 from backends import decode_context, prepare
 
-from nanovllm.layers.attention.attention import Attention, AttentionShape
-from nanovllm.layers.attention.backends import select_backend
-from nanovllm.layers.attention.several_shapes import SeveralShapes
-from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.attention.triton_backend import TritonBackend
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.backends.backend import AttentionShape
+from nanovllm.layers.backends.choice import select_backend
+from nanovllm.layers.backends.several_shapes import SeveralShapes
+from nanovllm.layers.backends.torch_backend import TorchBackend
+from nanovllm.layers.backends.triton_backend import TritonBackend
 from nanovllm.utils.context import Context
 
 BLOCK_SIZE, LENS = 64, (1, 70, 190)

@@ -13,8 +13,9 @@ from nanovllm.kernels.matmul import gemv as gemv_kernels
 from nanovllm.kernels.matmul import split_k as split_k_kernels
 from nanovllm.kernels.matmul.gemv import GemvConfig
 from nanovllm.kernels.rms_norm import rms_norm_torch
-from nanovllm.layers.attention.attention import Attention, AttentionShape
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.backends.backend import AttentionShape
+from nanovllm.layers.backends.torch_backend import TorchBackend
 from nanovllm.layers.formats.format import value_of
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.candidates import gemv, split_k

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from nanovllm.bench.floor import ModelSize
 from nanovllm.config import Config
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backends.torch_backend import TorchBackend
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models import registry

@@ -16,7 +16,7 @@ from checkpoints import (
 from fp8_checkpoints import dequantized, is_quantized, round_input, rounded, scored
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nanovllm.layers.attention.rotary_embedding import RopeParameters, RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding
 
 pytestmark = needs_family("ministral3")
 

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from backends import decode_context, prepare
 
-from nanovllm.layers.attention.attention import AttentionShape
-from nanovllm.layers.attention.rotary_embedding import RopeParameters
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backends.backend import AttentionShape
+from nanovllm.layers.backends.torch_backend import TorchBackend
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.layers.rotary_embedding import RopeParameters
 from nanovllm.models.layer_facts import few_layers, num_layer_params
 from nanovllm.models.loader import load_dummy
 from nanovllm.models.presets import preset_config

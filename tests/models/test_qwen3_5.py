@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING
 
 from nanovllm import SamplingParams
-from nanovllm.engine.runner.startup import memory
 from nanovllm.engine.speculation import speculative_scheduler
+from nanovllm.engine.start import memory
 from nanovllm.models.loader import check_checkpoint
 
 pytestmark = needs_family("qwen3_5_text")

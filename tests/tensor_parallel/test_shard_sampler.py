@@ -15,7 +15,7 @@ from nanovllm.kernels.sampling.sampler import (
     pick_best_torch,
     pick_best_triton,
 )
-from nanovllm.layers.sampling.sampler import Sampler
+from nanovllm.layers.sampler import Sampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # in Triton's interpreter
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from nanovllm.config import Config
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backends.torch_backend import TorchBackend
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel, check_shardable
 from nanovllm.models import loader

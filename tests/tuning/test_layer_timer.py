@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from products import experts_problem, problem
 
 from nanovllm.kernels.gpu import GpuFacts
-from nanovllm.layers.attention.attention import AttentionShape
+from nanovllm.layers.backends.backend import AttentionShape
 from nanovllm.layers.formats.all_formats import format_of_table
 from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks
 from nanovllm.layers.layernorm import Normed, RMSNorm

@@ -10,7 +10,7 @@ from gpus import pretend_gpu
 from products import plain
 
 from nanovllm.kernels.attention.decode_plan import SPLIT_UNIT
-from nanovllm.layers.attention.decode_constants import DecodeConstants
+from nanovllm.layers.backends.decode_constants import DecodeConstants
 from nanovllm.layers.matmul import table as table_module
 from nanovllm.layers.matmul.step_rows import mixed_step_rows
 from nanovllm.layers.matmul.table import (

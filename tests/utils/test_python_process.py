@@ -82,7 +82,7 @@ def test_workers_of_other_ranks(trap, tmp_path):
 
 def test_compile_processes(trap):
     code = (
-        "from nanovllm.engine.runner.startup.package_kernels import CompileProcesses\n"
+        "from nanovllm.engine.start.package_kernels import CompileProcesses\n"
         "with CompileProcesses(['json']) as processes:\n"
         "    processes.submit([])\n"
         "    processes.wait(lambda done, all: None)\n"

@@ -9,7 +9,7 @@ from nanovllm.engine.runner.packed_arrays import PackedArrays, packed_size, send
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.kernels.step_copies import receive_step
-from nanovllm.layers.attention.attention import AttentionBackend, Layout
+from nanovllm.layers.backends.backend import AttentionBackend, Layout
 from nanovllm.utils.context import Context
 
 

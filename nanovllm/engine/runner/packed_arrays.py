@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from nanovllm.layers.attention.attention import Layout
+from nanovllm.layers.backends.backend import Layout
 
 _ALIGN = 16  # bytes; what wide loads on the device want
 

@@ -15,9 +15,9 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.speculation.proposed_row import ProposedRow
 from nanovllm.engine.step import Step
 from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds
+from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.sampling.logprobs import token_logprobs
 from nanovllm.layers.sampling.penalties import IN_PROMPT, apply_penalties
-from nanovllm.layers.sampling.sampler import Sampler
 from nanovllm.layers.sampling.token_masks import apply_bitmask, forbid, num_mask_words
 
 _FEWEST_ROWS = 8  # of TokenCounts

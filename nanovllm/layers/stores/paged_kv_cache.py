@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.layers.attention.attention import Attention, AttentionShape
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.backends.backend import AttentionShape
 from nanovllm.layers.stores.store import Store
 from nanovllm.layers.stores.zeros import store_zeros
 

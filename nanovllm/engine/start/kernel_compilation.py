@@ -19,8 +19,8 @@ from nanovllm.kernels import HAS_TRITON
 from nanovllm.kernels.launch import compile_ahead
 from nanovllm.kernels.sampling.logsumexp import logsumexp
 from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds
-from nanovllm.layers.attention.attention import AttentionBackend
-from nanovllm.layers.sampling.sampler import Sampler
+from nanovllm.layers.backends.backend import AttentionBackend
+from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.stores.store import Store
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.layer_facts import few_layers, layer_products, one_of_each_kind

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.attention.kv_quantization import dequantize_kv
-from nanovllm.layers.attention.attention import AttentionBackend, AttentionShape
+from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape
 
 # Rows of a decode step are padded to a multiple of this many keys, and computed together if they are equally long then.
 _KEYS_UNIT = 32

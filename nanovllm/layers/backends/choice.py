@@ -1,10 +1,10 @@
 """Which back end computes attention."""
 
-from nanovllm.layers.attention.attention import AttentionBackend, AttentionShape
-from nanovllm.layers.attention.flash_attn_backend import FlashAttnBackend
-from nanovllm.layers.attention.several_shapes import SeveralShapes
-from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.attention.triton_backend import TritonBackend
+from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape
+from nanovllm.layers.backends.flash_attn_backend import FlashAttnBackend
+from nanovllm.layers.backends.several_shapes import SeveralShapes
+from nanovllm.layers.backends.torch_backend import TorchBackend
+from nanovllm.layers.backends.triton_backend import TritonBackend
 
 # "auto" takes the first that can run. Triton's decode is faster than flash-attn 2's for every measured batch.
 BACKENDS: tuple[type[AttentionBackend], ...] = (TritonBackend, FlashAttnBackend, TorchBackend)

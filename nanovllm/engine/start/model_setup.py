@@ -3,7 +3,7 @@
 import torch
 
 from nanovllm.config import Config
-from nanovllm.layers.attention.backends import select_backend
+from nanovllm.layers.backends.choice import select_backend
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.matmul.candidates import Quack, make_candidates
 from nanovllm.layers.matmul.matmul import Matmul

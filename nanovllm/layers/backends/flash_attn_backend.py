@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import torch
 
-from nanovllm.layers.attention.gpu_backend import GpuBackend
+from nanovllm.layers.backends.gpu_backend import GpuBackend
 
 
 class FlashAttnBackend(GpuBackend):

@@ -18,8 +18,8 @@ from xxhash import xxh64_hexdigest
 
 from nanovllm.config import Config
 from nanovllm.kernels.gpu import GpuFacts
-from nanovllm.layers.attention.attention import AttentionShape
-from nanovllm.layers.attention.flash_attn4 import FlashAttn4, load_kernel
+from nanovllm.layers.backends.backend import AttentionShape
+from nanovllm.layers.backends.flash_attn4 import FlashAttn4, load_kernel
 from nanovllm.layers.matmul.candidates.quack import Quack, load_product
 from nanovllm.layers.matmul.table import package_path, user_path
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel

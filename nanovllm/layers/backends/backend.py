@@ -1,12 +1,12 @@
-"""Attention over the paged KV cache: the layer, and what it asks of a back end."""
+"""AttentionBackend: what computes attention, and what it needs to know of a step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.layers.matmul.table import Table
 from nanovllm.utils.context import Context
@@ -38,6 +38,17 @@ class StepSizes(NamedTuple):
     max_rows: int  # of a decode or mixed step
     num_layer_params: int  # parameters of a layer on this rank, of experts only those that a token uses
     max_group_rows: int = 1  # rows of one sequence in a speculative step; 1 without speculation
+
+
+class AttentionLayer(Protocol):
+    """What a back end reads of a layer: see `layers.attention.Attention`."""
+
+    scale: float
+    window: int | None
+    sinks: Tensor | None
+    k_cache: Tensor | None
+    v_cache: Tensor | None
+    kv_scales: Tensor | None
 
 
 class AttentionBackend(ABC):
@@ -103,56 +114,10 @@ class AttentionBackend(ABC):
         return None
 
     @abstractmethod
-    def prefill(self, layer: "Attention", q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    def prefill(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """`layer.forward` of the flat batch of new tokens, each to the keys up to its own. k and v hold the numbers
         that the caches hold of them."""
 
     @abstractmethod
-    def decode(self, layer: "Attention", q: Tensor, context: Context) -> Tensor:
+    def decode(self, layer: AttentionLayer, q: Tensor, context: Context) -> Tensor:
         """`layer.forward` of one token a row to its context_lens keys; zeros if that is 0."""
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention of one layer, over its slices of the KV cache.
-
-    Args:
-        window: the number of keys that a token attends to, its own included (sliding-window attention); None: all.
-        scale: factor of the scores; None: `head_dim ** -0.5`.
-        sinks: `[num_heads]` of this rank, as in `kernels.attention.paged_cache`; None: none. They are another module's
-            parameter.
-
-    Attributes:
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], of q's dtype or float8_e4m3fn, set by the
-            KV cache's store; None until then (the warm-up runs without a cache).
-        kv_scales: float32 [2, num_kv_heads], of the keys and of the values in a float8 cache; None for any other.
-    """
-
-    sinks: Tensor | None
-
-    def __init__(
-        self,
-        head_dim: int,
-        backend: AttentionBackend,
-        window: int | None = None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-    ):
-        super().__init__()
-        vars(self)["sinks"] = sinks  # past nn.Module, which would list them a second time
-        self.scale = head_dim**-0.5 if scale is None else scale
-        self.window = window
-        self.backend = backend
-        self.k_cache: Tensor | None = None
-        self.v_cache: Tensor | None = None
-        self.kv_scales: Tensor | None = None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """Attend. The step's new keys and values are in their slots already: `qk_norm_rope_store` wrote them.
-
-        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; of the step's new tokens,
-        after RoPE, any stride between tokens. context: the step's; if q has the last tokens only, its
-        `of_last_tokens()`. Returns a tensor like q.
-        """
-        if context.is_prefill:
-            return self.backend.prefill(self, q, k, v, context)
-        return self.backend.decode(self, q, context)

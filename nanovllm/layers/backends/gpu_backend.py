@@ -5,8 +5,8 @@ from abc import abstractmethod
 from torch import Tensor
 
 from nanovllm.kernels import HAS_TRITON
-from nanovllm.layers.attention.attention import Attention, AttentionBackend, AttentionShape, StepSizes
-from nanovllm.layers.attention.flash_attn4 import FlashAttn4, load_flash_attn4
+from nanovllm.layers.backends.backend import AttentionBackend, AttentionLayer, AttentionShape, StepSizes
+from nanovllm.layers.backends.flash_attn4 import FlashAttn4, load_flash_attn4
 from nanovllm.layers.matmul.table import Table
 from nanovllm.utils.context import Context
 
@@ -65,5 +65,5 @@ class GpuBackend(AttentionBackend):
         return self.own_prefill(layer, q, k, v, context) if out is None else out
 
     @abstractmethod
-    def own_prefill(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    def own_prefill(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """`prefill` without flash-attn-4."""

@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.kernels.attention.kv_quantization import E4M3_MAX
-from nanovllm.layers.attention.attention import Attention
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.layer_facts import attention_layers

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.layers.attention.attention import AttentionBackend, AttentionShape
+from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape
 
 Heads = tuple[int, int]  # KV heads of this rank, head_dim
 

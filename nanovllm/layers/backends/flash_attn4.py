@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import is_compiling_ahead
-from nanovllm.layers.attention.attention import AttentionShape
+from nanovllm.layers.backends.backend import AttentionShape
 from nanovllm.utils.context import Context
 from nanovllm.utils.light_imports import import_without_torch_compile
 from nanovllm.utils.optional_packages import OptionalPackage, installed_versions, keep_kernels

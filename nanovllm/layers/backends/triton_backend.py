@@ -14,8 +14,8 @@ from nanovllm.kernels.attention.decode_plan import (
 )
 from nanovllm.kernels.attention.paged_decode import has_tma, paged_decode
 from nanovllm.kernels.attention.paged_prefill import paged_prefill
-from nanovllm.layers.attention.decode_constants import DecodeConstants
-from nanovllm.layers.attention.gpu_backend import GpuBackend
+from nanovllm.layers.backends.decode_constants import DecodeConstants
+from nanovllm.layers.backends.gpu_backend import GpuBackend
 
 _MAX_HEAD_DIM = 512
 
